@@ -1,0 +1,272 @@
+"""The nouns that every part shares: a sample, rows of unequal length, and the batch one training rank receives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+
+class Status(Enum):
+    """Where a sample is in its life."""
+
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+_STATUS_OF_FINISH = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+
+
+@dataclass
+class SpecInfo:
+    """Speculative-decoding counters of one sample, summed over its requests."""
+
+    spec_accept_token_num: int = 0
+    spec_draft_token_num: int = 0
+    spec_verify_ct: int = 0
+    completion_token_num: int = 0
+
+
+@dataclass
+class PrefixCacheInfo:
+    """Prefix-cache counters of one sample, summed over its requests."""
+
+    cached_tokens: int = 0
+    total_prompt_tokens: int = 0
+
+
+@dataclass
+class Sample:
+    """One prompt and (part of) one response.
+
+    ``tokens`` holds prompt and response; ``loss_mask`` and ``rollout_log_probs`` cover the response only, one entry a
+    token. Samples that one rollout was cut into share ``rollout_id``; samples of one prompt share ``group_index``.
+    """
+
+    group_index: int | None = None
+    index: int | None = None
+    rollout_id: int | None = None
+    prompt: str | list[dict[str, Any]] = ""
+    tokens: list[int] = field(default_factory=list)
+    response: str = ""
+    response_length: int = 0
+    label: str | None = None
+    reward: float | dict[str, Any] | None = None
+    loss_mask: list[int] | None = None
+    status: Status = Status.PENDING
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    multimodal_inputs: Any | None = None
+    multimodal_train_inputs: Any | None = None
+    apply_chat_template_kwargs: dict[str, Any] | None = None
+
+    weight_versions: list[str] = field(default_factory=list)
+    rollout_log_probs: list[float] | None = None
+    rollout_routed_experts: Any | None = None
+    teacher_log_probs: list[float] | None = None
+
+    remove_sample: bool = False
+    generate_function_path: str | None = None
+    custom_rm_path: str | None = None
+    train_metadata: dict[str, Any] | None = None
+    session_id: str | None = None
+    non_generation_time: float = 0.0
+    spec_info: SpecInfo = field(default_factory=SpecInfo)
+    prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
+
+    Status = Status
+    SpecInfo = SpecInfo
+    PrefixCacheInfo = PrefixCacheInfo
+
+    @property
+    def effective_response_length(self) -> int:
+        """Number of response tokens that count in the loss."""
+        return self.response_length if self.loss_mask is None else sum(self.loss_mask)
+
+    def get_reward_value(self, args: Any) -> float:
+        """The scalar reward; of a dict reward the entry named by ``--reward-key``.
+
+        Raises:
+            ValueError: no reward, a dict reward without ``--reward-key``, or a key that is not there.
+        """
+        key = getattr(args, "reward_key", None)
+        if self.reward is None:
+            raise ValueError(f"sample {self.index} (group {self.group_index}) has no reward")
+        if isinstance(self.reward, dict):
+            if key is None or key not in self.reward:
+                raise ValueError(
+                    f"sample {self.index}: the reward is a dict with keys {sorted(self.reward)}; "
+                    f"name one of them with --reward-key (now {key!r})"
+                )
+            return float(self.reward[key])
+        return float(self.reward)
+
+    def append_response_tokens(
+        self,
+        args: Any = None,
+        *,
+        tokens: Sequence[int],
+        log_probs: Sequence[float] | None = None,
+        trainable: bool = True,
+        meta_info: dict[str, Any] | None = None,
+        text: str | None = None,
+        update_terminal_info: bool = True,
+    ) -> None:
+        """Append tokens to the response, keeping mask, log-probs, length, versions and status consistent.
+
+        Args:
+            tokens: token ids to append.
+            log_probs: the engine's log-probs, one a token; required for trainable tokens, 0.0 for the others.
+            trainable: whether the tokens count in the loss (model output) or not (tool output).
+            meta_info: the engine's ``meta_info`` of the reply: weight version and finish reason are taken from it.
+            text: text to append to ``response``.
+            update_terminal_info: whether ``meta_info`` decides ``status``.
+
+        Raises:
+            ValueError: trainable tokens without as many log-probs.
+        """
+        tokens = list(tokens)
+        if trainable and (log_probs is None or len(log_probs) != len(tokens)):
+            got = "none" if log_probs is None else str(len(log_probs))
+            raise ValueError(f"{len(tokens)} trainable tokens need as many log-probs, got {got}")
+        if self.loss_mask is None:
+            self.loss_mask = [1] * self.response_length
+        if self.rollout_log_probs is None:
+            self.rollout_log_probs = [0.0] * self.response_length
+        self.tokens = self.tokens + tokens
+        self.response_length += len(tokens)
+        self.loss_mask = self.loss_mask + [int(trainable)] * len(tokens)
+        new_log_probs = [float(x) for x in log_probs] if trainable and log_probs is not None else [0.0] * len(tokens)
+        self.rollout_log_probs = self.rollout_log_probs + new_log_probs
+        if text:
+            self.response += text
+        if meta_info is not None:
+            if "weight_version" in meta_info:
+                self.weight_versions.append(str(meta_info["weight_version"]))
+            if update_terminal_info:
+                finish = (meta_info.get("finish_reason") or {}).get("type")
+                self.status = _STATUS_OF_FINISH.get(finish, self.status)
+        self.check()
+
+    def check(self) -> None:
+        """Raise ValueError where lengths contradict each other."""
+        if self.response_length > len(self.tokens):
+            raise ValueError(f"sample {self.index}: response_length {self.response_length} > {len(self.tokens)} tokens")
+        for name in ("loss_mask", "rollout_log_probs", "teacher_log_probs"):
+            column = getattr(self, name)
+            if column is not None and len(column) != self.response_length:
+                raise ValueError(
+                    f"sample {self.index}: {name} has {len(column)} entries for {self.response_length} response tokens"
+                )
+
+    def to_dict(self) -> dict[str, Any]:
+        """A dict of plain values, including attributes that a user's code added; `from_dict` reads it back."""
+        names = {f.name for f in fields(self)}
+        extra = {k: v for k, v in vars(self).items() if k not in names}
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        plain["status"] = self.status.value
+        plain["spec_info"] = asdict(self.spec_info)
+        plain["prefix_cache_info"] = asdict(self.prefix_cache_info)
+        return {**plain, **extra}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Sample:
+        """The inverse of `to_dict`; keys that are no field become attributes."""
+        names = {f.name for f in fields(cls)}
+        known = {k: v for k, v in data.items() if k in names}
+        known["status"] = Status(known.get("status", Status.PENDING.value))
+        known["spec_info"] = SpecInfo(**known.get("spec_info", {}))
+        known["prefix_cache_info"] = PrefixCacheInfo(**known.get("prefix_cache_info", {}))
+        sample = cls(**known)
+        for key, value in data.items():
+            if key not in names:
+                setattr(sample, key, value)
+        return sample
+
+
+Group = list[Sample]
+"""The samples of one prompt: the unit of buffering, filtering and abort."""
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Rows of unequal length in one flat array: row i is ``values[offsets[i]:offsets[i + 1]]``.
+
+    Two flat arrays cross Ray's object store without a copy; a list of lists does not.
+    """
+
+    values: np.ndarray
+    offsets: np.ndarray
+
+    @classmethod
+    def from_rows(cls, rows: Iterable[Sequence[Any] | np.ndarray], dtype: Any) -> Ragged:
+        """Join rows; ``offsets`` is int64 and has one entry more than there are rows."""
+        arrays = [np.asarray(row, dtype=dtype) for row in rows]
+        offsets = np.zeros(len(arrays) + 1, dtype=np.int64)
+        np.cumsum([len(a) for a in arrays], out=offsets[1:])
+        return cls(np.concatenate(arrays) if arrays else np.empty(0, dtype=dtype), offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        return self.values[self.offsets[row] : self.offsets[row + 1]]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [rows]"""
+        return np.diff(self.offsets)
+
+    def take(self, rows: Sequence[int] | np.ndarray) -> Ragged:
+        """The chosen rows, in that order, copied."""
+        return Ragged.from_rows([self[int(r)] for r in rows], self.values.dtype)
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """One optimizer step of one data-parallel rank.
+
+    ``num_rollouts`` and ``num_tokens`` (loss tokens) count over *all* ranks: they are the two denominators of the loss,
+    known before the first forward pass.
+    """
+
+    micro_batches: list[np.ndarray]
+    """Row indices into the rank's `TrainBatch`, one int64 array a micro-batch; every rank has as many of them."""
+    num_rollouts: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """One rollout's samples for one data-parallel rank, as columns with one row a sample."""
+
+    tokens: Ragged
+    """int32, prompt and response."""
+    loss_mask: Ragged
+    """uint8, response only; its row lengths are the response lengths."""
+    rewards: np.ndarray
+    """float32 [rows], after group normalisation or the user's post-processing: what the advantage estimator takes."""
+    raw_rewards: np.ndarray
+    """float32 [rows], before it."""
+    rollout_ids: np.ndarray
+    """int64 [rows]; rows with one id are parts of one rollout and share a denominator."""
+    rollout_mask_sums: np.ndarray
+    """int64 [rows], loss tokens of the row's whole rollout, including its rows on other ranks."""
+    group_indices: np.ndarray
+    """int64 [rows]"""
+    sample_indices: np.ndarray
+    """int64 [rows]"""
+    truncated: np.ndarray
+    """bool [rows]"""
+    rollout_log_probs: Ragged | None
+    """float32, response only, from the engine; None for data that no engine made (SFT)."""
+    steps: list[OptimizerStep]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
