@@ -1,0 +1,212 @@
+"""Where prompts come from: an endless, reproducible stream of groups over a data set, and a buffer in front of it."""
+
+from __future__ import annotations
+
+import abc
+import logging
+import pickle
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from slime.rollout.dataset import load_prompts, train_prompt_spec
+from slime.utils.misc import load_function
+from slime.utils.types import Group, Sample
+
+logger = logging.getLogger(__name__)
+
+
+class DataSource(abc.ABC):
+    """What ``--data-source-path`` names a subclass of.
+
+    A source's state goes into the run's checkpoint: `state_dict` for `RolloutDataSource` and its subclasses. Any other
+    class is asked to `save` and `load` by itself, beside the checkpoint.
+    """
+
+    @abc.abstractmethod
+    def get_samples(self, num_samples: int) -> list[Group]:
+        """The next ``num_samples`` groups (prompts), each of ``--n-samples-per-prompt`` samples."""
+
+    @abc.abstractmethod
+    def add_samples(self, samples: list[Group]) -> None:
+        """Take groups back, to be handed out again."""
+
+    def save(self, rollout_id: int) -> None:  # noqa: B027
+        """Write own state; called after rollout ``rollout_id``."""
+
+    def load(self, rollout_id: int | None = None) -> None:  # noqa: B027
+        """Read what `save` wrote."""
+
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """Number of prompts in an epoch."""
+
+
+class RolloutDataSource(DataSource):
+    """Prompts of ``--prompt-data`` in the order of a shuffle per epoch, as many epochs as asked for.
+
+    ``RolloutDataSource(args)``, or ``RolloutDataSource(dataset, args)`` over any sequence of samples. With
+    ``--disable-rollout-global-dataset`` it hands out samples with an empty prompt.
+    """
+
+    def __init__(self, *dataset_and_args: Any) -> None:
+        *given, args = dataset_and_args
+        self.args: Namespace = args
+        self.dataset: Sequence[Sample] | None = given[0] if given else self._load(args)
+        self.rollout_id: int | None = None
+        """The rollout under way; `generate_rollout` keeps it."""
+        self._epoch = 0
+        self._cursor = 0
+        self._num_groups = 0
+        self._num_samples = 0
+        self._order = self._shuffled(0)
+
+    @staticmethod
+    def _load(args: Namespace) -> Any:
+        if not getattr(args, "rollout_global_dataset", True):
+            return None
+        if not args.prompt_data:
+            raise ValueError("--prompt-data is missing; --disable-rollout-global-dataset goes without it")
+        return load_prompts(train_prompt_spec(args))
+
+    def __len__(self) -> int:
+        return 0 if self.dataset is None else len(self.dataset)
+
+    def _shuffled(self, epoch: int) -> np.ndarray:
+        """Row order of an epoch, by a generator of its own: the global ones belong to the user's code."""
+        if not self.args.rollout_shuffle:
+            return np.arange(len(self))
+        return np.random.default_rng([self.args.rollout_seed, epoch]).permutation(len(self))
+
+    def get_samples(self, num_samples: int) -> list[Group]:
+        """The next ``num_samples`` groups; beyond the end of the data the next epoch begins, as often as needed."""
+        return [self._next_group() for _ in range(num_samples)]
+
+    def _next_group(self) -> Group:
+        # Copies that share nothing; far faster than deepcopy for long token lists.
+        prompt = pickle.dumps(self._next_prompt())
+        group: Group = [pickle.loads(prompt) for _ in range(self.args.n_samples_per_prompt)]
+        for sample in group:
+            sample.group_index = self._num_groups
+            sample.index = sample.rollout_id = self._num_samples
+            self._num_samples += 1
+        self._num_groups += 1
+        return group
+
+    def _next_prompt(self) -> Sample:
+        if self.dataset is None:
+            return Sample()
+        if self._cursor == len(self._order):
+            self._epoch += 1
+            self._cursor = 0
+            self._order = self._shuffled(self._epoch)
+        row = int(self._order[self._cursor])
+        self._cursor += 1
+        return self.dataset[row]
+
+    def add_samples(self, samples: list[Group]) -> None:
+        """Refused: this source has no buffer.
+
+        Raises:
+            RuntimeError: ``samples`` is not empty.
+        """
+        if samples:
+            raise RuntimeError(
+                f"{type(self).__name__} has no buffer to take {len(samples)} groups back into; use "
+                "--data-source-path slime.rollout.data_source.RolloutDataSourceWithBuffer"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that decides what comes next, as plain values."""
+        return {
+            "epoch": self._epoch,
+            "cursor": self._cursor,
+            "num_groups": self._num_groups,
+            "num_samples": self._num_samples,
+            "num_prompts": len(self),
+            "shuffle": [bool(self.args.rollout_shuffle), int(self.args.rollout_seed)],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken; other data or another shuffle than then is warned of.
+
+        Raises:
+            ValueError: the position lies beyond the data.
+        """
+        present = self.state_dict()
+        changed = [key for key in ("num_prompts", "shuffle") if state[key] != present[key]]
+        if changed:
+            then_now = "; ".join(f"{key}: {state[key]} then, {present[key]} now" for key in changed)
+            logger.warning("resuming over other prompts than the checkpoint's, their order differs (%s)", then_now)
+        if state["cursor"] > len(self):
+            raise ValueError(
+                f"--prompt-data has {len(self)} prompts, the checkpoint was {state['cursor']} into an epoch of "
+                f"{state['num_prompts']}: resume with the data it was made with"
+            )
+        self._epoch, self._cursor = state["epoch"], state["cursor"]
+        self._num_groups, self._num_samples = state["num_groups"], state["num_samples"]
+        self._order = self._shuffled(self._epoch)
+
+
+def pop_first(args: Namespace, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:
+    """The default of ``--buffer-filter-path``: first in, first out. What it leaves in ``buffer`` is offered again."""
+    taken = buffer[:num_samples]
+    del buffer[:num_samples]
+    return taken
+
+
+class RolloutDataSourceWithBuffer(RolloutDataSource):
+    """A `RolloutDataSource` that takes groups back and hands them out again before new prompts."""
+
+    def __init__(self, *dataset_and_args: Any) -> None:
+        super().__init__(*dataset_and_args)
+        self.buffer: list[Group] = []
+        self._filter_path = getattr(self.args, "buffer_filter_path", None)
+        self._filter = pop_first
+        if self._filter_path:
+            self._filter = load_function(
+                self._filter_path, flag="--buffer-filter-path", default_names=("buffer_filter",)
+            )
+
+    def buffer_filter(self, args: Namespace, buffer: list[Group], num_samples: int) -> list[Group]:
+        """Choose up to ``num_samples`` groups and take them out of ``buffer``; for subclasses to override."""
+        return self._filter(args, self.rollout_id, buffer, num_samples)
+
+    def get_samples(self, num_samples: int) -> list[Group]:
+        """Groups of the buffer, as the filter chooses them, then new ones.
+
+        Raises:
+            ValueError: the filter chose more than it was asked for.
+        """
+        groups = list(self.buffer_filter(self.args, self.buffer, num_samples)) if self.buffer else []
+        if len(groups) > num_samples:
+            raise ValueError(
+                f"--buffer-filter-path {self._filter_path} returned {len(groups)} groups, asked for {num_samples}"
+            )
+        return groups + super().get_samples(num_samples - len(groups))
+
+    def add_samples(self, samples: list[Group]) -> None:
+        """Append groups; each is a non-empty list of samples, of whatever number.
+
+        Raises:
+            TypeError: an element is something else.
+        """
+        for group in samples:
+            if not isinstance(group, list) or not group or not all(isinstance(s, Sample) for s in group):
+                raise TypeError(f"add_samples takes non-empty lists of Sample, got {group!r:.120}")
+        self.buffer.extend(samples)
+
+    def get_buffer_length(self) -> int:
+        """Number of groups in the buffer."""
+        return len(self.buffer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """`RolloutDataSource.state_dict` and the buffer, unfinished samples included."""
+        return super().state_dict() | {"buffer": [[sample.to_dict() for sample in group] for group in self.buffer]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken."""
+        super().load_state_dict(state)
+        self.buffer = [[Sample.from_dict(fields) for fields in group] for group in state["buffer"]]

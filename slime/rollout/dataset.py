@@ -1,0 +1,281 @@
+"""Prompt files as samples: rendered, tokenised and checked once, before anything expensive starts."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import logging
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from slime.rollout.reading import Row, read_rows
+from slime.rollout.tokenizer import load_tokenizer
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
+_BATCH = 1024
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class PromptSpec:
+    """Where prompts are and how a row becomes a sample; hashable, so that a loaded data set can be cached by it."""
+
+    path: str
+    hf_checkpoint: str
+    flag: str = "--prompt-data"
+    """The flag that named the file, for error messages."""
+    input_key: str = "input"
+    label_key: str | None = None
+    metadata_key: str | None = "metadata"
+    tool_key: str | None = "tools"
+    apply_chat_template: bool = False
+    chat_template_kwargs: str = "{}"
+    """JSON object."""
+    max_prompt_len: int | None = None
+    """Tokens; rows with longer prompts are left out and counted."""
+    skip_bad_rows: bool = False
+    messages_allowed: bool = False
+    """Whether someone downstream takes chat messages that no template was applied to."""
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One row: its prompt, and the prompt's tokens (int32) where it is text."""
+
+    where: str
+    prompt: str | list[dict[str, Any]]
+    tokens: np.ndarray | None
+    label: Any
+    metadata: dict[str, Any]
+
+    def sample(self) -> Sample:
+        """A fresh sample that shares nothing mutable with the row; ``source_row`` says where it came from."""
+        sample = Sample(
+            prompt=copy.deepcopy(self.prompt),
+            tokens=[] if self.tokens is None else self.tokens.tolist(),
+            label=copy.deepcopy(self.label),
+            metadata=copy.deepcopy(self.metadata),
+        )
+        vars(sample)["source_row"] = self.where
+        return sample
+
+
+@dataclass
+class PromptDataset:
+    """Rows in file order; ``dataset[i]`` is a fresh sample."""
+
+    rows: list[PromptRow]
+    num_bad: int = 0
+    num_too_long: int = 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.rows[index].sample()
+
+
+class RowError(ValueError):
+    """What is wrong with one row."""
+
+
+@dataclass
+class _Rejects:
+    """Bad rows: the first is an error, or all are counted where `PromptSpec.skip_bad_rows` says so."""
+
+    spec: PromptSpec
+    count: int = 0
+    shown: list[str] = field(default_factory=list)
+
+    def add(self, where: str, problem: str) -> None:
+        message = f"{self.spec.flag} {where}: {problem}"
+        if not self.spec.skip_bad_rows:
+            raise ValueError(f"{message} (--skip-bad-rows leaves such rows out and counts them)")
+        self.count += 1
+        if len(self.shown) < _SHOWN:
+            self.shown.append(message)
+
+
+def train_prompt_spec(args: Namespace) -> PromptSpec:
+    """The training prompts that ``args`` name; conversations of supervised training stay messages."""
+    supervised = args.loss_type == "sft_loss"
+    own_code = args.custom_generate_function_path is not None or args.rollout_function_path != DEFAULT_ROLLOUT
+    return PromptSpec(
+        path=args.prompt_data,
+        hf_checkpoint=args.hf_checkpoint,
+        input_key=args.input_key,
+        label_key=args.label_key,
+        metadata_key=args.metadata_key,
+        tool_key=args.tool_key,
+        apply_chat_template=args.apply_chat_template and not supervised,
+        chat_template_kwargs=json.dumps(args.apply_chat_template_kwargs or {}),
+        max_prompt_len=args.rollout_max_prompt_len,
+        skip_bad_rows=args.skip_bad_rows,
+        messages_allowed=supervised or own_code,
+    )
+
+
+def load_prompts(spec: PromptSpec) -> PromptDataset:
+    """Read, check, render, tokenise and filter all rows of a file.
+
+    Raises:
+        ValueError: the file does not read, a row is bad (the message names flag, file, row and what is wrong), or no
+            row is left.
+    """
+    tokenizer = load_tokenizer(spec.hf_checkpoint)
+    if spec.apply_chat_template and not tokenizer.chat_template:
+        raise ValueError(f"--apply-chat-template: the tokenizer of {spec.hf_checkpoint} has no chat template")
+    rejects = _Rejects(spec)
+    dataset = PromptDataset([])
+    num_read = 0
+    for batch in _batches(_rows(spec)):
+        num_read += len(batch)
+        parsed = [row for row in (_parse(row, spec, tokenizer, rejects) for row in batch) if row is not None]
+        for row, length in _tokenise(parsed, spec, tokenizer):
+            if spec.max_prompt_len is not None and length > spec.max_prompt_len:
+                dataset.num_too_long += 1
+            else:
+                dataset.rows.append(row)
+    dataset.num_bad = rejects.count
+    _report(spec, dataset, num_read, rejects.shown)
+    return dataset
+
+
+def _rows(spec: PromptSpec) -> Iterator[Row]:
+    try:
+        yield from read_rows(spec.path)
+    except ValueError as error:
+        raise ValueError(f"{spec.flag}: {error}") from error
+
+
+def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
+    while batch := list(itertools.islice(rows, _BATCH)):
+        yield batch
+
+
+def _report(spec: PromptSpec, dataset: PromptDataset, num_read: int, shown: list[str]) -> None:
+    left_out = f"{dataset.num_bad} bad, {dataset.num_too_long} longer than {spec.max_prompt_len} tokens"
+    if not dataset.rows:
+        raise ValueError(f"{spec.flag} {spec.path}: no row is left of {num_read} ({left_out})")
+    logger.info("%s %s: %d prompts of %d rows (%s)", spec.flag, spec.path, len(dataset), num_read, left_out)
+    for message in shown:
+        logger.warning("skipped: %s", message)
+
+
+def _parse(row: Row, spec: PromptSpec, tokenizer: Any, rejects: _Rejects) -> PromptRow | None:
+    try:
+        if row.value is None:
+            raise RowError(row.problem)
+        prompt = _take(row.value, spec.input_key, "--input-key")
+        label = None if spec.label_key is None else _take(row.value, spec.label_key, "--label-key")
+        metadata = _metadata(row.value, spec)
+        prompt = _prompt(prompt, metadata.get("tools"), spec, tokenizer)
+    except RowError as error:
+        rejects.add(row.where, str(error))
+        return None
+    return PromptRow(row.where, prompt, None, str(label) if isinstance(label, int | float) else label, metadata)
+
+
+def _take(row: dict[str, Any], key: str, flag: str) -> Any:
+    if key not in row:
+        raise RowError(f"there is no key {key!r} ({flag}); the keys are {', '.join(map(repr, sorted(row)))}")
+    return row[key]
+
+
+def _metadata(row: dict[str, Any], spec: PromptSpec) -> dict[str, Any]:
+    value = row.get(spec.metadata_key) if spec.metadata_key else None
+    metadata = _decoded(value, spec.metadata_key, "--metadata-key") or {}
+    if not isinstance(metadata, dict):
+        raise RowError(f"{spec.metadata_key!r} (--metadata-key) is a {type(metadata).__name__}, not an object")
+    tools = _decoded(row.get(spec.tool_key) if spec.tool_key else None, spec.tool_key, "--tool-key")
+    if tools is None:
+        return metadata
+    if not isinstance(tools, list):
+        raise RowError(f"{spec.tool_key!r} (--tool-key) is a {type(tools).__name__}, not a list of tools")
+    return {**metadata, "tools": tools}
+
+
+def _decoded(value: Any, key: str | None, flag: str) -> Any:
+    """``value``, parsed where it is a string of JSON; an empty string is nothing."""
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return None
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise RowError(f"{key!r} ({flag}) is a string that is no JSON: {error}") from error
+
+
+def _prompt(prompt: Any, tools: Any, spec: PromptSpec, tokenizer: Any) -> str | list[dict[str, Any]]:
+    if isinstance(prompt, str):
+        if not spec.apply_chat_template:
+            return prompt
+        prompt = [{"role": "user", "content": prompt}]
+    check_messages(prompt, f"{spec.input_key!r} (--input-key)")
+    if spec.apply_chat_template:
+        return render(tokenizer, prompt, tools, spec.chat_template_kwargs)
+    if not spec.messages_allowed:
+        raise RowError(f"{spec.input_key!r} (--input-key) holds chat messages: add --apply-chat-template")
+    return prompt
+
+
+def check_messages(messages: Any, what: str) -> None:
+    """Raise RowError unless ``messages`` is a non-empty list of dicts with a ``role``."""
+    if not isinstance(messages, list):
+        raise RowError(f"{what} is a {type(messages).__name__}; a string or a list of chat messages is expected")
+    if not messages:
+        raise RowError(f"{what} is an empty list of messages")
+    for position, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise RowError(f"message {position} of {what} is not an object with a 'role': {message!r:.80}")
+
+
+def render(
+    tokenizer: Any, messages: list[dict[str, Any]], tools: Any, kwargs: str, *, generation_prompt: bool = True
+) -> str:
+    """The text of a conversation by the tokenizer's chat template.
+
+    Args:
+        kwargs: further arguments of the template, a JSON object.
+
+    Raises:
+        RowError: the template refuses the conversation.
+    """
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=generation_prompt, **json.loads(kwargs)
+        )
+    except (TemplateError, TypeError, ValueError) as error:
+        raise RowError(f"the chat template refuses the conversation: {error}") from error
+
+
+def _tokenise(rows: list[PromptRow], spec: PromptSpec, tokenizer: Any) -> Iterator[tuple[PromptRow, int]]:
+    """Rows with their tokens, and the prompts' lengths; messages stay text-less and are only measured."""
+    texts = [row.prompt if isinstance(row.prompt, str) else _measured_text(row, spec, tokenizer) for row in rows]
+    ids = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+    for row, tokens in zip(rows, ids, strict=True):
+        if isinstance(row.prompt, str):
+            array = np.asarray(tokens, dtype=np.int32)
+            yield PromptRow(row.where, row.prompt, array, row.label, row.metadata), len(tokens)
+        else:
+            yield row, len(tokens)
+
+
+def _measured_text(row: PromptRow, spec: PromptSpec, tokenizer: Any) -> str:
+    if spec.max_prompt_len is None or not tokenizer.chat_template:
+        return ""
+    assert isinstance(row.prompt, list)
+    open_turn = row.prompt[-1]["role"] != "assistant"
+    tools = row.metadata.get("tools")
+    return render(tokenizer, row.prompt, tools, spec.chat_template_kwargs, generation_prompt=open_turn)

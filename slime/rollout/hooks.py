@@ -1,0 +1,41 @@
+"""Calling a user's functions: off the event loop where they block, and with errors that say whose they are."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+class HookError(RuntimeError):
+    """A user's function failed or returned what it must not; the message names the flag, the path and the cause."""
+
+
+async def call_hook(function: Callable[..., Any], where: str, *args: Any, **kwargs: Any) -> Any:
+    """Call a sync or async user function; a sync one runs in a thread, so that it cannot stall the event loop.
+
+    Args:
+        function: the user's function.
+        where: flag and path, for the error message.
+
+    Raises:
+        HookError: the function raised; the message holds its traceback.
+    """
+    try:
+        if inspect.iscoroutinefunction(function):
+            return await function(*args, **kwargs)
+        result = await asyncio.to_thread(function, *args, **kwargs)
+        return await result if inspect.isawaitable(result) else result
+    except HookError:
+        raise
+    except Exception as error:
+        trace = "".join(traceback.format_exception(error))
+        raise HookError(f"{where} raised {type(error).__name__}: {error}\n{trace}") from error
+
+
+def accepts(function: Callable[..., Any], name: str) -> bool:
+    """Whether ``function`` takes a keyword argument ``name``."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())

@@ -1,0 +1,108 @@
+"""Running coroutines from synchronous code, and many of them under one deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import functools
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_HOOK_THREADS = 64
+_GRACE_S = 30.0
+_CANCEL_S = 10.0
+
+
+class BackgroundLoop:
+    """One event loop in a daemon thread.
+
+    It outlives a rollout, because users' modules keep sessions, locks and semaphores that belong to one loop.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(_HOOK_THREADS, "hook"))
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-loop", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T], *, timeout: float, what: str) -> T:
+        """Run ``coroutine`` to its end and return its result.
+
+        The coroutine keeps ``timeout`` itself; this only notices, a little later, that it could not because something
+        blocks the loop.
+
+        Args:
+            timeout: seconds.
+            what: what is being done, for the error message.
+
+        Raises:
+            TimeoutError: the loop is blocked; the message shows where. The next caller gets a new loop.
+        """
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result(timeout + _GRACE_S)
+        except concurrent.futures.TimeoutError:
+            if future.done():
+                raise
+            future.cancel()
+            background_loop.cache_clear()
+            frame = sys._current_frames().get(self._thread.ident or 0)
+            stack = "".join(traceback.format_stack(frame)) if frame else "(its thread is gone)\n"
+            raise TimeoutError(
+                f"{what} did not end within {timeout:g} s and does not react: the event loop is blocked here:\n{stack}"
+            ) from None
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+
+@functools.cache
+def background_loop() -> BackgroundLoop:
+    """The process's event loop for rollouts, started at first use."""
+    return BackgroundLoop()
+
+
+async def run_all(
+    jobs: Sequence[Coroutine[Any, Any, T]],
+    *,
+    timeout: float | None = None,
+    late: Callable[[], str] = lambda: "not all jobs finished in time",
+) -> list[T]:
+    """Results of all jobs in order; the first failure, the deadline or a cancellation cancels the rest.
+
+    Args:
+        timeout: seconds for all of them together.
+        late: makes the error message while the late jobs are still there to be described.
+
+    Raises:
+        TimeoutError: the deadline passed.
+    """
+    tasks = [asyncio.ensure_future(job) for job in jobs]
+    if not tasks:
+        return []
+    try:
+        done, pending = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
+        for task in tasks:
+            if task in done:
+                task.result()
+        if pending:
+            raise TimeoutError(late())
+        return [task.result() for task in tasks]
+    finally:
+        await _cancel(tasks)
+
+
+async def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    pending = [task for task in tasks if not task.done()]
+    for task in pending:
+        task.cancel()
+    if pending:
+        await asyncio.wait(pending, timeout=_CANCEL_S)
+    for task in tasks:
+        if task.done() and not task.cancelled():
+            task.exception()

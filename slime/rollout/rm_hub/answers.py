@@ -1,0 +1,77 @@
+"""Finding the answer in a response, and telling without algebra whether two answers are the same."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+_INTEGER = re.compile(r"[+-]?\d+$")
+_DECIMAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)$")
+_RATIO = re.compile(r"([+-]?\d+)/(\d+)$")
+_LATEX_RATIO = re.compile(r"([+-]?)\\[dt]?frac\{(-?\d+)\}\{(-?\d+)\}$")
+_LONGEST_NUMBER = 64
+
+_WRAPPED = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf|textrm)\{([^{}]*)\}")
+_SPACING = re.compile(r"\\[,;:! ]|~|\\quad|\\qquad|\\left(?![a-z])|\\right(?![a-z])|\\displaystyle")
+_THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))")
+_SHORT_FRAC = re.compile(r"\\[dt]?frac(\d)(\d)")
+_DEGREES = re.compile(r"\^\{?\\circ\}?|\\degree|°")
+_UNITS = re.compile(
+    r"(?<=[\d})])\s*(?:square |cubic )?(?:degrees?|dollars?|cents?|units?|points?|hours?|minutes?|seconds?|days?|"
+    r"inch(?:es)?|feet|ft|miles?|mph|meters?|km|cm|mm|kg|grams?|pounds?|ways?|integers?|digits?|students?)"
+    r"(?:\^\{?[23]\}?)?\s*$"
+)
+_SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
+"""Spaces, but not one between digits: ``1 1/2`` is not ``11/2``."""
+
+
+def last_boxed(text: str) -> str | None:
+    """The content of the last complete ``\\boxed{...}`` or ``\\fbox{...}``, braces matched; None without one."""
+    for match in reversed(list(re.finditer(r"\\(?:boxed|fbox)\s*\{", text))):
+        depth = 1
+        for position in range(match.end(), len(text)):
+            depth += {"{": 1, "}": -1}.get(text[position], 0)
+            if depth == 0:
+                return text[match.end() : position]
+    return None
+
+
+def normalize(answer: str) -> str:
+    """An answer without what does not change its value: spacing, ``$``, font commands, units, thousands separators.
+
+    In the spirit of Lewkowycz et al. 2022, "Solving Quantitative Reasoning Problems with Language Models", appendix D.
+    """
+    text = answer.strip().strip("$").replace("\\$", "").replace("\\%", "").replace("%", "")
+    text = _WRAPPED.sub(r" \1", _SPACING.sub(" ", text))
+    text = _UNITS.sub("", _DEGREES.sub("", text))
+    text = _SHORT_FRAC.sub(r"\\frac{\1}{\2}", _THOUSANDS.sub("", text))
+    return _SPACE.sub("", text).rstrip(".")
+
+
+def as_number(text: str) -> Fraction | None:
+    """The exact value of a plain integer, decimal or ratio; None for anything else."""
+    if len(text) > _LONGEST_NUMBER:
+        return None
+    if _INTEGER.match(text) or _DECIMAL.match(text):
+        return Fraction(text)
+    if match := _RATIO.match(text):
+        top, bottom = match.groups()
+    elif match := _LATEX_RATIO.match(text):
+        sign, top, bottom = match.groups()
+        top = str(-int(top)) if sign == "-" else top
+    else:
+        return None
+    return Fraction(int(top), int(bottom)) if int(bottom) else None
+
+
+def quick_equal(answer: str, label: str) -> bool | None:
+    """Whether two answers are equal, as far as strings and exact numbers tell; None where it takes algebra."""
+    if _INTEGER.match(answer) and _INTEGER.match(label) and max(len(answer), len(label)) <= _LONGEST_NUMBER:
+        return int(answer) == int(label)
+    answer, label = normalize(answer), normalize(label)
+    if answer == label:
+        return answer != ""
+    if not answer or not label:
+        return False
+    numbers = as_number(answer), as_number(label)
+    return None if None in numbers else numbers[0] == numbers[1]

@@ -1,0 +1,138 @@
+"""The built-in rewards, by the name that ``--rm-type`` takes."""
+
+from __future__ import annotations
+
+import random
+import re
+import string
+import zlib
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from slime.rollout.rm_hub.algebra import answers_equal
+from slime.rollout.rm_hub.answers import as_number, last_boxed, normalize
+from slime.utils.types import Sample
+
+Grader = Callable[[Namespace, Sample, str], Awaitable[Any]]
+
+_DAPO_TAIL = 300
+_DAPO_ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
+_REMOTE_RETRIES = 10
+_CLOSED_ANSWERS = ("yes", "no", "noanswer")
+
+
+def _labels(sample: Sample, name: str) -> list[str]:
+    """The accepted answers: the label, or each of a list of labels.
+
+    Raises:
+        ValueError: there is no label.
+    """
+    if sample.label is None:
+        raise ValueError(f"rm_type {name} needs a label, sample {sample.index} has none: is --label-key set?")
+    labels = sample.label if isinstance(sample.label, list) else [sample.label]
+    return [str(label) for label in labels]
+
+
+async def _grade_boxed(sample: Sample, response: str, name: str) -> float:
+    answer = last_boxed(response)
+    for label in _labels(sample, name):
+        if "\\boxed" in label:
+            label = last_boxed(label) or ""
+        if answer is not None and label.strip() and await answers_equal(answer, label):
+            return 1.0
+    return 0.0
+
+
+async def math_reward(args: Namespace, sample: Sample, response: str) -> float:
+    """1 where the response's last ``\\boxed{}`` has the label's value, else 0."""
+    return await _grade_boxed(sample, response, "math")
+
+
+async def deepscaler_reward(args: Namespace, sample: Sample, response: str) -> float:
+    """As ``math``, on what follows the reasoning (``</think>`` or ``###Response``); 0 where neither is there."""
+    if "</think>" in response:
+        solution = response.rpartition("</think>")[2]
+    elif "###Response" in response:
+        solution = response.partition("###Response")[2]
+    else:
+        _labels(sample, "deepscaler")
+        return 0.0
+    return await _grade_boxed(sample, solution, "deepscaler")
+
+
+async def dapo_reward(args: Namespace, sample: Sample, response: str) -> dict[str, Any]:
+    """``{"score": 1 or -1, "acc", "pred"}`` by the last "Answer: ..." within the last 300 characters.
+
+    Yu et al. 2025, arXiv:2503.14476; answers are compared after normalisation, as numbers where both are numbers.
+    """
+    found = _DAPO_ANSWER.findall(response[-_DAPO_TAIL:])
+    predicted = normalize(found[-1].rpartition("=")[2]) if found else "[INVALID]"
+    correct = any(_same_number_or_text(predicted, normalize(label)) for label in _labels(sample, "dapo"))
+    return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": predicted}
+
+
+def _same_number_or_text(left: str, right: str) -> bool:
+    numbers = as_number(left), as_number(right)
+    return left == right if None in numbers else numbers[0] == numbers[1]
+
+
+async def f1_reward(args: Namespace, sample: Sample, response: str) -> float:
+    """Token F1 with the label, the best one of several.
+
+    Rajpurkar et al. 2016 (SQuAD), section 6.1; "yes", "no" and "noanswer" only match themselves.
+    """
+    return max(_f1(_words(response), _words(label)) for label in _labels(sample, "f1"))
+
+
+def _words(text: str) -> list[str]:
+    bare = "".join(c for c in text.lower() if c not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", bare).split()
+
+
+def _f1(guess: list[str], truth: list[str]) -> float:
+    if guess != truth and any(" ".join(words) in _CLOSED_ANSWERS for words in (guess, truth)):
+        return 0.0
+    common = sum((Counter(guess) & Counter(truth)).values())
+    if common == 0:
+        return 0.0
+    precision, recall = common / len(guess), common / len(truth)
+    return 2 * precision * recall / (precision + recall)
+
+
+async def random_reward(args: Namespace, sample: Sample, response: str) -> float:
+    """0 or 1 by a fair coin that seed, sample and response decide: a resumed run tosses the same."""
+    key = (args.rollout_seed, sample.group_index, sample.index, zlib.crc32(response.encode()))
+    return float(random.Random(repr(key)).randrange(2))
+
+
+async def remote_reward(args: Namespace, sample: Sample, response: str) -> Any:
+    """What the server at ``--rm-url`` answers to ``{"prompt", "response", "label"}``: a number or an object.
+
+    Raises:
+        ValueError: ``--rm-url`` is missing, or the answer is something else.
+        RequestError: the request failed for good.
+    """
+    from slime.utils.http_utils import post
+
+    if not args.rm_url:
+        raise ValueError("--rm-type remote_rm needs --rm-url")
+    payload = {"prompt": sample.prompt, "response": response, "label": sample.label}
+    reply = await post(args.rm_url, payload, max_retries=_REMOTE_RETRIES)
+    if isinstance(reply, bool) or not isinstance(reply, int | float | dict):
+        raise ValueError(f"--rm-url {args.rm_url} must answer with a number or an object, not {reply!r:.120}")
+    return reply
+
+
+GRADERS: dict[str, Grader] = {
+    "dapo": dapo_reward,
+    "deepscaler": deepscaler_reward,
+    "f1": f1_reward,
+    "math": math_reward,
+    "random": random_reward,
+    "remote_rm": remote_reward,
+}
+
+TAKES_THE_BOX = ("deepscaler", "math")
+"""Rewards that look for the box themselves."""

@@ -1,0 +1,44 @@
+"""What one generation request asks for: sampling parameters, and a seed where generation is to be reproducible."""
+
+from __future__ import annotations
+
+import hashlib
+from argparse import Namespace
+from typing import Any
+
+_SEED_BITS = 53
+"""JSON readers that hold numbers as doubles keep such a seed exact."""
+
+
+def train_sampling_params(args: Namespace) -> dict[str, Any]:
+    """SGLang's ``sampling_params`` for training rollouts."""
+    return {
+        "temperature": args.rollout_temperature,
+        "top_p": args.rollout_top_p,
+        "top_k": args.rollout_top_k,
+        "max_new_tokens": args.rollout_max_response_len,
+        "stop": args.rollout_stop,
+        "stop_token_ids": args.rollout_stop_token_ids,
+        "skip_special_tokens": args.rollout_skip_special_tokens,
+        # The text must show the tokens that were trained on, the stop string included.
+        "no_stop_trim": True,
+        "spaces_between_special_tokens": False,
+    }
+
+
+def eval_sampling_params(args: Namespace) -> dict[str, Any]:
+    """As `train_sampling_params`, with what ``--eval-*`` sets instead; temperature 0 is greedy."""
+    own = {
+        "temperature": args.eval_temperature,
+        "top_p": args.eval_top_p,
+        "top_k": args.eval_top_k,
+        "max_new_tokens": args.eval_max_response_len,
+        "min_new_tokens": args.eval_min_new_tokens,
+    }
+    return train_sampling_params(args) | {name: value for name, value in own.items() if value is not None}
+
+
+def request_seed(*parts: int | str) -> int:
+    """A seed in [0, 2**53) that depends on every part and on nothing else."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> (64 - _SEED_BITS)

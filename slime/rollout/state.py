@@ -1,0 +1,113 @@
+"""What the requests of one rollout share: the client, the bound on concurrency, and who is doing what."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from argparse import Namespace
+from collections.abc import AsyncIterator, Iterator
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+from slime.backends.sglang.client import GenerateClient
+from slime.utils.http_utils import http_url
+from slime.utils.types import Sample
+
+_SHOWN = 4
+_RETRIES = 30
+
+
+class Generator(Protocol):
+    """The client's side that a rollout uses."""
+
+    async def generate(
+        self, input_ids: list[int], sampling_params: dict[str, Any], *, headers: dict[str, str] | None = None
+    ) -> dict[str, Any]:
+        """One reply of SGLang's ``/generate``."""
+
+    async def close(self) -> None:
+        """Close the connections."""
+
+
+class RolloutState:
+    """Shared by all samples of one call of a rollout function."""
+
+    def __init__(self, args: Namespace, client: Generator) -> None:
+        self.client = client
+        self.semaphore = asyncio.Semaphore(concurrency(args))
+        self.num_samples = 0
+        self.num_samples_done = 0
+        self._doing: dict[object, tuple[Sample, str, float]] = {}
+
+    @contextlib.contextmanager
+    def doing(self, sample: Sample, what: str) -> Iterator[None]:
+        """Note what ``sample`` is waiting for, for the message of a deadline."""
+        key = object()
+        self._doing[key] = (sample, what, time.monotonic())
+        try:
+            yield
+        finally:
+            del self._doing[key]
+
+    def progress(self) -> str:
+        """How many samples are done, and what the longest waiting ones wait for."""
+        now = time.monotonic()
+        longest = sorted(self._doing.values(), key=lambda entry: entry[2])
+        shown = ", ".join(f"sample {s.index} ({what} for {now - since:.0f} s)" for s, what, since in longest[:_SHOWN])
+        more = f" and {len(longest) - _SHOWN} more" if len(longest) > _SHOWN else ""
+        waiting = f"; waiting for {shown}{more}" if shown else ""
+        return f"{self.num_samples_done} of {self.num_samples} samples finished{waiting}"
+
+
+_current: ContextVar[RolloutState | None] = ContextVar("rollout_state", default=None)
+
+
+def concurrency(args: Namespace) -> int:
+    """Requests in flight over all engines."""
+    return args.sglang_server_concurrency * max(1, args.num_engines)
+
+
+def router_url(args: Namespace, model_name: str | None = None) -> str:
+    """Address of the router of a model; of the trained one by default.
+
+    Raises:
+        ValueError: there is no router yet, or no model of that name.
+    """
+    routers = getattr(args, "sglang_model_routers", None) or {}
+    if model_name in routers:
+        host, port = routers[model_name]
+    elif routers and model_name is not None:
+        raise ValueError(f"there is no model {model_name!r}; the models served are {sorted(routers)}")
+    else:
+        host, port = args.sglang_router_ip, args.sglang_router_port
+    if not host or not port:
+        raise ValueError("no router is running: args.sglang_router_ip and args.sglang_router_port are not set")
+    return http_url(host, int(port))
+
+
+def make_client(args: Namespace) -> Generator:
+    """A client of the router, with the limits that the flags set."""
+    return GenerateClient(
+        router_url(args),
+        args.sglang_router_api_key,
+        max_connections=concurrency(args),
+        request_timeout=args.request_timeout,
+        retries=_RETRIES,
+    )
+
+
+@contextlib.asynccontextmanager
+async def rollout_state(args: Namespace) -> AsyncIterator[RolloutState]:
+    """The state of the rollout under way in this task; outside of one, a new one that ends with the block."""
+    state = _current.get()
+    if state is not None:
+        yield state
+        return
+    state = RolloutState(args, make_client(args))
+    token = _current.set(state)
+    try:
+        yield state
+    finally:
+        _current.reset(token)
+        await state.client.close()

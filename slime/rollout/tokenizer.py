@@ -1,0 +1,21 @@
+"""The model's tokenizer, loaded once per process."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+
+@functools.lru_cache(maxsize=8)
+def load_tokenizer(checkpoint: str) -> Any:
+    """The tokenizer of a Hugging Face directory.
+
+    Raises:
+        ValueError: the directory holds none that loads.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"--hf-checkpoint {checkpoint}: its tokenizer does not load: {error}") from error

@@ -1,0 +1,124 @@
+"""What tests of the rollout side share: a byte-level tokenizer with a chat template, and the options they read."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHATML = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def make_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str | None], Path]:
+    """Writes a tokenizer with the given chat template and returns its directory; every byte is one token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    def make(chat_template: str | None) -> Path:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+        fast.chat_template = chat_template
+        directory = tmp_path_factory.mktemp("tokenizer")
+        fast.save_pretrained(directory)
+        return directory
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(make_tokenizer: Callable[[str | None], Path]) -> Path:
+    """A directory with a ChatML tokenizer."""
+    return make_tokenizer(CHATML)
+
+
+@pytest.fixture
+def rollout_args(tokenizer_dir: Path) -> Callable[..., Namespace]:
+    """Makes the options that slime.rollout reads, at their defaults but for keyword arguments."""
+
+    def make(**changes: Any) -> Namespace:
+        defaults: dict[str, Any] = {
+            "hf_checkpoint": str(tokenizer_dir),
+            "loss_type": "policy_loss",
+            "loss_mask_type": "qwen",
+            "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
+            "eval_function_path": "slime.rollout.sglang_rollout.generate_rollout",
+            "custom_generate_function_path": None,
+            "custom_rm_path": None,
+            "rm_type": None,
+            "rm_url": None,
+            "reward_key": None,
+            "eval_reward_key": None,
+            "prompt_data": None,
+            "input_key": "prompt",
+            "label_key": "label",
+            "metadata_key": "metadata",
+            "tool_key": "tools",
+            "apply_chat_template": False,
+            "apply_chat_template_kwargs": None,
+            "skip_bad_rows": False,
+            "rollout_max_prompt_len": None,
+            "rollout_max_context_len": None,
+            "rollout_max_response_len": 32,
+            "rollout_temperature": 1.0,
+            "rollout_top_p": 1.0,
+            "rollout_top_k": -1,
+            "rollout_stop": None,
+            "rollout_stop_token_ids": None,
+            "rollout_skip_special_tokens": False,
+            "rollout_shuffle": False,
+            "rollout_seed": 42,
+            "rollout_batch_size": 4,
+            "n_samples_per_prompt": 2,
+            "rollout_num_gpus": 1,
+            "num_engines": 1,
+            "sglang_server_concurrency": 8,
+            "sglang_router_ip": "127.0.0.1",
+            "sglang_router_port": 3000,
+            "sglang_router_api_key": None,
+            "sglang_enable_deterministic_inference": False,
+            "rollout_timeout": 20.0,
+            "request_timeout": 10.0,
+            "reward_timeout": 10.0,
+            "eval_datasets": [],
+            "eval_input_key": None,
+            "eval_label_key": None,
+            "eval_tool_key": None,
+            "n_samples_per_eval_prompt": 1,
+            "eval_temperature": None,
+            "eval_top_p": None,
+            "eval_top_k": None,
+            "eval_max_response_len": None,
+            "eval_max_prompt_len": None,
+            "eval_max_context_len": None,
+            "eval_min_new_tokens": None,
+        }
+        unknown = set(changes) - set(defaults) - {"buffer_filter_path", "rollout_global_dataset", "group_rm"}
+        assert not unknown, unknown
+        return Namespace(**defaults | changes)
+
+    return make
+
+
+@pytest.fixture
+def write_jsonl(tmp_path: Path) -> Callable[..., str]:
+    """Writes rows (or raw lines) to a file and returns its path."""
+
+    def write(rows: list[Any], name: str = "data.jsonl") -> str:
+        path = tmp_path / name
+        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+        return str(path)
+
+    return write

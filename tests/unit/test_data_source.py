@@ -1,0 +1,178 @@
+"""Data sources: order, epochs, identities, buffer, and resuming from a state."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slime.data import DataSource, RolloutDataSource, RolloutDataSourceWithBuffer
+from slime.utils.types import Sample, Status
+
+NUM_GPUS = 0
+
+Args = Callable[..., Namespace]
+
+
+@pytest.fixture
+def make_args(rollout_args: Args, write_jsonl: Callable[..., str]) -> Args:
+    def make(num_prompts: int = 10, **changes: Any) -> Namespace:
+        path = write_jsonl([{"prompt": f"p{i}", "label": str(i)} for i in range(num_prompts)])
+        return rollout_args(prompt_data=path, **changes)
+
+    return make
+
+
+def labels(groups: list[list[Sample]]) -> list[int]:
+    return [int(str(group[0].label)) for group in groups]
+
+
+def test_groups_and_identities(make_args: Args) -> None:
+    source = RolloutDataSource(make_args(n_samples_per_prompt=3))
+    groups = source.get_samples(4) + source.get_samples(5)
+    assert labels(groups) == list(range(9))
+    samples = [sample for group in groups for sample in group]
+    assert [s.index for s in samples] == [s.rollout_id for s in samples] == list(range(27))
+    assert [s.group_index for s in samples] == [i // 3 for i in range(27)]
+    samples[0].metadata["seen"] = True
+    samples[0].tokens.append(1)
+    assert samples[1].metadata == {}
+    assert len(samples[1].tokens) == 2
+
+
+def test_shuffle_is_private_seeded_and_per_epoch(make_args: Args) -> None:
+    random.seed(1)
+    np.random.seed(1)
+    expected = (random.Random(1).random(), np.random.RandomState(1).random())
+    source = RolloutDataSource(make_args(num_prompts=20, rollout_shuffle=True))
+    epochs = [labels(source.get_samples(20)) for _ in range(3)]
+    assert (random.random(), np.random.random()) == expected
+    assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    again = RolloutDataSource(make_args(num_prompts=20, rollout_shuffle=True))
+    assert [labels(again.get_samples(20)) for _ in range(3)] == epochs
+    other = RolloutDataSource(make_args(num_prompts=20, rollout_shuffle=True, rollout_seed=7))
+    assert labels(other.get_samples(20)) != epochs[0]
+
+
+def test_fewer_prompts_than_a_batch_wrap_as_often_as_needed(make_args: Args) -> None:
+    source = RolloutDataSource(make_args(num_prompts=3, rollout_shuffle=True))
+    got = labels(source.get_samples(10))
+    assert len(got) == 10
+    assert all(sorted(got[i : i + 3]) == [0, 1, 2] for i in (0, 3, 6))
+    assert len(source) == 3
+
+
+def test_without_dataset(rollout_args: Args) -> None:
+    source = RolloutDataSourceWithBuffer(rollout_args(rollout_global_dataset=False))
+    groups = source.get_samples(3)
+    assert [[s.prompt for s in group] for group in groups] == [["", ""]] * 3
+    assert len(source) == 0
+    with pytest.raises(ValueError, match="--prompt-data is missing; --disable-rollout-global-dataset"):
+        RolloutDataSource(rollout_args())
+
+
+def test_dataset_given_to_a_subclass(rollout_args: Args) -> None:
+    class Mine(RolloutDataSource):
+        def __init__(self, dataset: list[Sample], args: Namespace) -> None:
+            super().__init__(dataset, args)
+
+    source = Mine([Sample(prompt="a"), Sample(prompt="b")], rollout_args())
+    assert [group[0].prompt for group in source.get_samples(3)] == ["a", "b", "a"]
+    assert isinstance(source, DataSource)
+
+
+def test_buffer_first_in_first_out(make_args: Args) -> None:
+    source = RolloutDataSourceWithBuffer(make_args())
+    groups = source.get_samples(4)
+    source.add_samples(groups[1:])
+    assert source.get_buffer_length() == 3
+    assert source.get_samples(2) == groups[1:3]
+    mixed = source.get_samples(3)
+    assert mixed[0] is groups[3]
+    assert labels(mixed[1:]) == [4, 5]
+    source.add_samples([groups[0][:1]])
+    assert source.get_samples(1) == [groups[0][:1]]
+    for wrong in ([[]], [groups[0][0]], [["x"]]):
+        with pytest.raises(TypeError, match="non-empty lists of Sample"):
+            source.add_samples(wrong)  # type: ignore[arg-type]
+
+
+def test_source_without_buffer_refuses(make_args: Args) -> None:
+    source = RolloutDataSource(make_args())
+    source.add_samples([])
+    with pytest.raises(RuntimeError, match=r"no buffer .* --data-source-path"):
+        source.add_samples(source.get_samples(1))
+
+
+def test_buffer_filter(make_args: Args, tmp_path: Path) -> None:
+    hook = tmp_path / "mine.py"
+    hook.write_text(
+        "def newest(args, rollout_id, buffer, num_samples):\n"
+        "    assert rollout_id == 5\n"
+        "    return [buffer.pop() for _ in range(min(len(buffer), num_samples))]\n"
+        "def too_many(args, rollout_id, buffer, num_samples):\n"
+        "    return buffer\n"
+    )
+    source = RolloutDataSourceWithBuffer(make_args(buffer_filter_path=f"{hook}:newest"))
+    source.rollout_id = 5
+    source.add_samples(source.get_samples(3))
+    assert labels(source.get_samples(4)) == [2, 1, 0, 3]
+    source = RolloutDataSourceWithBuffer(make_args(buffer_filter_path=f"{hook}:too_many"))
+    source.add_samples(source.get_samples(3))
+    with pytest.raises(ValueError, match="too_many returned 3 groups, asked for 2"):
+        source.get_samples(2)
+    with pytest.raises(ValueError, match=r"--buffer-filter-path .*'newst'.*did you mean newest"):
+        RolloutDataSourceWithBuffer(make_args(buffer_filter_path=f"{hook}:newst"))
+
+
+def test_buffer_filter_method_of_a_subclass(make_args: Args) -> None:
+    class ByReward(RolloutDataSourceWithBuffer):
+        def buffer_filter(self, args: Namespace, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]]:
+            buffer.sort(key=lambda group: -(group[0].reward or 0))  # type: ignore[operator]
+            return super().buffer_filter(args, buffer, num_samples)
+
+    source = ByReward(make_args())
+    groups = source.get_samples(3)
+    for group, reward in zip(groups, (0.1, 0.9, 0.5), strict=True):
+        group[0].reward = reward
+    source.add_samples(groups)
+    assert labels(source.get_samples(3)) == [1, 2, 0]
+
+
+def test_resume_continues_exactly(make_args: Args) -> None:
+    args = make_args(num_prompts=7, rollout_shuffle=True)
+    source = RolloutDataSourceWithBuffer(args)
+    source.get_samples(random.randrange(1, 30))
+    partial = source.get_samples(2)
+    partial[0][0].append_response_tokens(
+        tokens=[5, 6], log_probs=[-0.5, -0.25], meta_info={"weight_version": 3, "finish_reason": {"type": "abort"}}
+    )
+    source.add_samples(partial)
+    state = pickle.loads(pickle.dumps(source.state_dict()))
+    expected = source.get_samples(20)
+
+    resumed = RolloutDataSourceWithBuffer(args)
+    resumed.load_state_dict(state)
+    got = resumed.get_samples(20)
+    assert got == expected
+    assert got[0][0].status is Status.ABORTED
+    assert (got[0][0].rollout_log_probs, got[0][0].weight_versions) == ([-0.5, -0.25], ["3"])
+    assert resumed.state_dict() == source.state_dict()
+
+
+def test_resume_over_other_data(make_args: Args, caplog: pytest.LogCaptureFixture) -> None:
+    source = RolloutDataSource(make_args(num_prompts=10))
+    source.get_samples(6)
+    grown = RolloutDataSource(make_args(num_prompts=12))
+    grown.load_state_dict(source.state_dict())
+    assert "num_prompts: 10 then, 12 now" in caplog.text
+    shrunk = RolloutDataSource(make_args(num_prompts=5))
+    with pytest.raises(ValueError, match="--prompt-data has 5 prompts, the checkpoint was 6 into an epoch of 10"):
+        shrunk.load_state_dict(source.state_dict())

@@ -1,0 +1,199 @@
+"""Reading prompt files: slices, formats, templates, filters, and the message of every bad row."""
+
+from __future__ import annotations
+
+import json
+import random
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.rollout.dataset import PromptDataset, load_prompts, train_prompt_spec
+from slime.rollout.reading import read_rows, split_slice
+from slime.rollout.tokenizer import load_tokenizer
+
+NUM_GPUS = 0
+
+Args = Callable[..., Namespace]
+Write = Callable[..., str]
+
+
+def load(args: Namespace) -> PromptDataset:
+    return load_prompts(train_prompt_spec(args))
+
+
+def rows(n: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"question {i}", "label": str(i)} for i in range(n)]
+
+
+def write_parquet(path: Path, values: list[dict[str, Any]]) -> str:
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(values), path, row_group_size=7)
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_slices_are_pythons(kind: str, tmp_path: Path, write_jsonl: Write) -> None:
+    n = random.randrange(15, 40)
+    path = write_jsonl(rows(n)) if kind == "jsonl" else write_parquet(tmp_path / "d.parquet", rows(n))
+    bounds: list[int | None] = [None, 0, 3, n - 1, n, n + 9, -1, -4, -n, -n - 5]
+    for start in bounds:
+        for stop in bounds:
+            text = f"{path}@[{'' if start is None else start}:{'' if stop is None else stop}]"
+            got = [row.value["label"] for row in read_rows(text) if row.value]
+            assert got == [str(i) for i in range(n)][start:stop], text
+
+
+def test_slice_syntax() -> None:
+    assert split_slice("a/b.jsonl@[ -5 : ]") == (Path("a/b.jsonl"), slice(-5, None))
+    assert split_slice("a@b.jsonl") == (Path("a@b.jsonl"), slice(None))
+    for wrong in ("x.jsonl@[1:2:3]", "x.jsonl@[3]", "x.jsonl@[a:b]"):
+        with pytest.raises(ValueError, match=r"path@\[start:stop\]"):
+            split_slice(wrong)
+
+
+def test_blank_lines_are_no_rows_but_lines(write_jsonl: Write) -> None:
+    path = write_jsonl([rows(1)[0], "", "   ", rows(2)[1]])
+    assert [row.where for row in read_rows(path)] == [f"{path}, line 1", f"{path}, line 4"]
+    assert [row.value["label"] for row in read_rows(path + "@[-1:]") if row.value] == ["1"]
+
+
+def test_files_that_do_not_read(rollout_args: Args, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--prompt-data: there is no file .*nothing.jsonl"):
+        load(rollout_args(prompt_data=str(tmp_path / "nothing.jsonl")))
+    (tmp_path / "x.csv").write_text("a,b")
+    with pytest.raises(ValueError, match=r"x.csv: unknown suffix '.csv'; use .jsonl, .json, .ndjson or .parquet"):
+        load(rollout_args(prompt_data=str(tmp_path / "x.csv")))
+    (tmp_path / "x.parquet").write_text("no parquet")
+    with pytest.raises(ValueError, match=r"x.parquet is no readable parquet file"):
+        load(rollout_args(prompt_data=str(tmp_path / "x.parquet")))
+
+
+def test_strings_are_taken_as_they_are_and_tokenised_once(rollout_args: Args, write_jsonl: Write) -> None:
+    args = rollout_args(prompt_data=write_jsonl([{"prompt": "1 + 1 =", "label": 2, "metadata": None}]))
+    dataset = load(args)
+    sample = dataset[0]
+    assert (sample.prompt, sample.label, sample.metadata) == ("1 + 1 =", "2", {})
+    assert load_tokenizer(args.hf_checkpoint).decode(sample.tokens) == "1 + 1 ="
+    sample.metadata["x"] = sample.tokens.append(0)
+    assert dataset[0].metadata == {}
+    assert len(dataset[0].tokens) == 7
+
+
+@pytest.mark.parametrize("prompt", ["hello", [{"role": "user", "content": "hello"}]])
+def test_chat_template_and_tools(prompt: Any, rollout_args: Args, write_jsonl: Write) -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    data = [{"prompt": prompt, "label": "x"}, {"prompt": prompt, "label": "x", "tools": json.dumps(tools)}]
+    dataset = load(rollout_args(prompt_data=write_jsonl(data), apply_chat_template=True))
+    plain = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    assert dataset[0].prompt == plain
+    assert dataset[1].prompt == f"<|im_start|>system\n{json.dumps(tools)}<|im_end|>\n{plain}"
+    assert dataset[1].metadata == {"tools": tools}
+
+
+def test_chat_template_kwargs(rollout_args: Args, write_jsonl: Write, make_tokenizer: Callable[..., Path]) -> None:
+    template = "{{ messages[0].content }}|{{ mood }}"
+    args = rollout_args(
+        prompt_data=write_jsonl(rows(1)),
+        hf_checkpoint=str(make_tokenizer(template)),
+        apply_chat_template=True,
+        apply_chat_template_kwargs={"mood": "glad"},
+    )
+    assert load(args)[0].prompt == "question 0|glad"
+
+
+def test_template_missing_or_refusing(
+    rollout_args: Args, write_jsonl: Write, make_tokenizer: Callable[..., Path]
+) -> None:
+    path = write_jsonl(rows(2))
+    with pytest.raises(ValueError, match=r"--apply-chat-template: the tokenizer of .* has no chat template"):
+        load(rollout_args(prompt_data=path, hf_checkpoint=str(make_tokenizer(None)), apply_chat_template=True))
+    refusing = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ValueError, match="line 1: the chat template refuses the conversation: roles must alternate"):
+        load(rollout_args(prompt_data=path, hf_checkpoint=str(make_tokenizer(refusing)), apply_chat_template=True))
+
+
+def test_metadata_is_parsed(rollout_args: Args, write_jsonl: Write) -> None:
+    data = [
+        {"prompt": "p", "label": "x", "metadata": {"rm_type": "f1"}},
+        {"prompt": "p", "label": "x", "metadata": '{"session_id": "s", "n": [1, 2]}'},
+    ]
+    dataset = load(rollout_args(prompt_data=write_jsonl(data)))
+    assert [dataset[i].metadata for i in range(2)] == [{"rm_type": "f1"}, {"session_id": "s", "n": [1, 2]}]
+
+
+BAD_ROWS: list[tuple[Any, str]] = [
+    ('{"prompt": "p"', "not JSON: .* at column"),
+    ("[1, 2]", "a JSON object is expected, this is an array"),
+    ({"question": "p", "label": "x"}, r"there is no key 'prompt' \(--input-key\); the keys are 'label', 'question'"),
+    ({"prompt": "p"}, r"there is no key 'label' \(--label-key\); the keys are 'prompt'"),
+    ({"prompt": 5, "label": "x"}, r"'prompt' \(--input-key\) is a int; a string or a list of chat messages"),
+    ({"prompt": [], "label": "x"}, "is an empty list of messages"),
+    ({"prompt": [{"content": "x"}], "label": "x"}, "message 0 of 'prompt' .* is not an object with a 'role'"),
+    ({"prompt": [{"role": "user", "content": "x"}], "label": "x"}, "holds chat messages: add --apply-chat-template"),
+    ({"prompt": "p", "label": "x", "metadata": "{no"}, r"'metadata' \(--metadata-key\) is a string that is no JSON"),
+    ({"prompt": "p", "label": "x", "metadata": "[1]"}, r"'metadata' \(--metadata-key\) is a list, not an object"),
+    ({"prompt": "p", "label": "x", "tools": "{}"}, r"'tools' \(--tool-key\) is a dict, not a list of tools"),
+]
+
+
+@pytest.mark.parametrize(("row", "message"), BAD_ROWS)
+def test_bad_row_is_an_error_or_skipped(row: Any, message: str, rollout_args: Args, write_jsonl: Write) -> None:
+    path = write_jsonl([*rows(2), row, *rows(1)])
+    with pytest.raises(ValueError, match=message) as error:
+        load(rollout_args(prompt_data=path))
+    assert str(error.value).startswith(f"--prompt-data {path}, line 3: ")
+    dataset = load(rollout_args(prompt_data=path, skip_bad_rows=True))
+    assert (len(dataset), dataset.num_bad) == (3, 1)
+
+
+def test_not_utf8_and_bad_parquet_row(rollout_args: Args, tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"prompt": "\xff", "label": "x"}\n')
+    with pytest.raises(ValueError, match=r"x.jsonl, line 1: not UTF-8"):
+        load(rollout_args(prompt_data=str(path)))
+    parquet = write_parquet(tmp_path / "x.parquet", [{"prompt": "a", "label": "b"}, {"prompt": None, "label": "b"}])
+    with pytest.raises(ValueError, match=r"x.parquet, row 2: 'prompt' \(--input-key\) is a NoneType"):
+        load(rollout_args(prompt_data=parquet))
+
+
+def test_parquet_columns(rollout_args: Args, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    values = [{"prompt": messages, "label": "x", "metadata": {"a": 1}}, {"prompt": messages, "label": "y"}]
+    args = rollout_args(prompt_data=write_parquet(tmp_path / "x.parquet", values), apply_chat_template=True)
+    dataset = load(args)
+    assert dataset[1].prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert [dataset[i].metadata for i in range(2)] == [{"a": 1}, {}]
+
+
+@pytest.mark.parametrize("messages", [False, True])
+def test_length_filter_counts(messages: bool, rollout_args: Args, write_jsonl: Write) -> None:
+    lengths = [random.randrange(1, 60) for _ in range(50)] + [30, 31]
+    texts = ["x" * n for n in lengths]
+    data = [{"prompt": [{"role": "user", "content": t}] if messages else t, "label": "x"} for t in texts]
+    # Templates add 2 special tokens, "user\n", "\n" and the generation prompt "<|im_start|>assistant\n".
+    limit = 30 + (2 + 5 + 1 + 11 if messages else 0)
+    args = rollout_args(prompt_data=write_jsonl(data), rollout_max_prompt_len=limit)
+    if messages:
+        args.custom_generate_function_path = "my.generate"
+    dataset = load(args)
+    assert len(dataset) == sum(n <= 30 for n in lengths)
+    assert dataset.num_too_long == sum(n > 30 for n in lengths)
+
+
+def test_nothing_left_is_an_error(rollout_args: Args, write_jsonl: Write) -> None:
+    path = write_jsonl([*rows(3), "{"])
+    with pytest.raises(ValueError, match=r"no row is left of 4 \(1 bad, 3 longer than 2 tokens\)"):
+        load(rollout_args(prompt_data=path, rollout_max_prompt_len=2, skip_bad_rows=True))
+
+
+def test_more_rows_than_a_batch(rollout_args: Args, write_jsonl: Write) -> None:
+    dataset = load(rollout_args(prompt_data=write_jsonl(rows(2500))))
+    picked = random.randrange(2500)
+    assert dataset[picked].label == str(picked)
+    assert vars(dataset[picked])["source_row"].endswith(f"line {picked + 1}")

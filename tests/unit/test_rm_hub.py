@@ -1,0 +1,288 @@
+"""Rewards: every built-in type, a user's functions, and answers that take algebra or never end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.rollout.hooks import HookError
+from slime.rollout.rm_hub import algebra, async_rm, batched_async_rm
+from slime.rollout.rm_hub.algebra import AlgebraPool
+from slime.rollout.rm_hub.answers import last_boxed, quick_equal
+from slime.utils.types import Sample
+
+NUM_GPUS = 0
+
+Args = Callable[..., Namespace]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[AlgebraPool]:
+    pool = AlgebraPool(1, seconds=3.0)
+    yield pool
+    pool.close()
+
+
+def reward(args: Namespace, response: str, label: Any = None, **fields: Any) -> Any:
+    return asyncio.run(async_rm(args, Sample(index=3, response=response, label=label, **fields)))
+
+
+def test_last_boxed() -> None:
+    assert last_boxed(r"so \boxed{1} and \boxed{\frac{1}{2}} .") == r"\frac{1}{2}"
+    assert last_boxed(r"\boxed{7} then \boxed{broken") == "7"
+    assert last_boxed(r"\fbox{x^{2}}") == "x^{2}"
+    assert last_boxed("no box") is None
+
+
+def test_integers_are_exact_and_quick() -> None:
+    for _ in range(200):
+        a, b = random.randint(-(10**12), 10**12), random.randint(-(10**12), 10**12)
+        assert quick_equal(str(a), f"{a}")
+        assert quick_equal(f"+{abs(a)}", f"00{abs(a)}")
+        assert quick_equal(str(a), str(b)) is (a == b)
+    started = time.perf_counter()
+    for _ in range(1000):
+        quick_equal("1234", "1235")
+    assert time.perf_counter() - started < 0.1
+
+
+@pytest.mark.parametrize(
+    ("answer", "label", "verdict"),
+    [
+        ("1,234", "1234", True),
+        (r"\$5", "5", True),
+        ("50\\%", "50", True),
+        (r"\text{ east}", "east", True),
+        (r"\dfrac{1}{2}", r"\frac12", True),
+        ("0.5", "1/2", True),
+        (r"-\frac{3}{4}", "-0.75", True),
+        ("12 \\text{ cm}", "12", True),
+        ("90^\\circ", "90", True),
+        ("1 1/2", "11/2", None),
+        ("3.0", "3", True),
+        ("0.333", r"\frac{1}{3}", False),
+        ("1/0", "1", None),
+        ("", "5", False),
+        ("x+1", "1+x", None),
+    ],
+)
+def test_quick_equal(answer: str, label: str, verdict: bool | None) -> None:
+    assert quick_equal(answer, label) is verdict
+
+
+def test_algebra_in_a_process(pool: AlgebraPool) -> None:
+    async def verdicts() -> list[bool]:
+        pairs = [("x+1", "1+x"), (r"\sqrt{8}", r"2\sqrt{2}"), ("(x-1)^2", "x^2-2x+1"), ("x+1", "x+2"), ("}{", "x")]
+        return [await pool.equal(*pair) for pair in pairs]
+
+    assert asyncio.run(verdicts()) == [True, True, True, False, False]
+
+
+def test_endless_algebra_is_killed_and_stalls_nothing(pool: AlgebraPool) -> None:
+    async def scenario() -> tuple[bool, int, bool]:
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0.01)
+                ticks += 1
+
+        ticking = asyncio.create_task(tick())
+        endless = await pool.equal("10^{10^{10^{9}}}", "7^{10^{10^{9}}}+x")
+        ticking.cancel()
+        return endless, ticks, await pool.equal("x+1", "1+x")
+
+    assert asyncio.run(pool.equal("x+1", "1+x"))  # the process is up: what follows measures grading
+    first = pool._workers[0]._process
+    assert first is not None
+    started = time.monotonic()
+    endless, ticks, afterwards = asyncio.run(scenario())
+    assert (endless, afterwards) == (False, True)
+    assert time.monotonic() - started < 60
+    assert ticks > 0
+    assert first.poll() is not None
+
+
+def test_grade_worker_does_not_import_torch_and_ends_with_its_owner() -> None:
+    code = "import sys, slime.rollout.rm_hub.grade_worker as w; w.equal('x', 'x'); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "slime.rollout.rm_hub.grade_worker"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+    )
+    assert worker.stdin is not None
+    worker.stdin.close()
+    assert worker.wait(timeout=120) == 0
+
+
+def test_math(rollout_args: Args, monkeypatch: pytest.MonkeyPatch, pool: AlgebraPool) -> None:
+    args = rollout_args(rm_type="math")
+    total = random.randrange(1000)
+    assert reward(args, rf"the answer is \boxed{{{total}}}", str(total)) == 1.0
+    assert reward(args, rf"\boxed{{{total}}} no, \boxed{{{total + 1}}}", str(total)) == 0.0
+    assert reward(args, f"the answer is {total}", str(total)) == 0.0
+    assert reward(args, r"\boxed{5}", r"thus \boxed{5}") == 1.0
+    assert reward(args, r"\boxed{5}", ["4", "5"]) == 1.0
+    assert reward(args, r"\boxed{}", "") == 0.0
+    assert reward(rollout_args(rm_type="boxed_math"), r"\boxed{5}", "5") == 1.0
+    with pytest.raises(ValueError, match="rm_type math needs a label, sample 3 has none: is --label-key set"):
+        reward(args, r"\boxed{5}")
+    monkeypatch.setattr(algebra, "algebra_pool", lambda: pool)
+    assert reward(args, r"\boxed{b+a}", "a+b") == 1.0
+
+
+def test_deepscaler(rollout_args: Args) -> None:
+    args = rollout_args(rm_type="deepscaler")
+    assert reward(args, r"<think>\boxed{1}</think> \boxed{2}", "2") == 1.0
+    assert reward(args, r"<think>\boxed{2}</think> \boxed{1}", "2") == 0.0
+    assert reward(args, r"###Response \boxed{2}", "2") == 1.0
+    assert reward(args, r"\boxed{2}", "2") == 0.0
+    assert reward(args, r"</think>\boxed{2}", "") == 0.0
+
+
+def test_dapo(rollout_args: Args) -> None:
+    args = rollout_args(rm_type="dapo")
+    assert reward(args, "Answer: 3\nno\nAnswer: $n = 42$", "42") == {"score": 1.0, "acc": True, "pred": "42"}
+    assert reward(args, "Answer: 42.0", 42) == {"score": 1.0, "acc": True, "pred": "42.0"}
+    assert reward(args, "42", "42") == {"score": -1.0, "acc": False, "pred": "[INVALID]"}
+    assert reward(args, "Answer: 42" + "." * 301, "42")["acc"] is False
+    assert reward(args, r"answer: \text{north}", "north")["acc"] is True
+
+
+def test_f1(rollout_args: Args) -> None:
+    args = rollout_args(rm_type="f1")
+    assert reward(args, "The Eiffel Tower!", "eiffel tower") == 1.0
+    assert reward(args, "big tower", "eiffel tower") == pytest.approx(0.5)
+    assert reward(args, "yes it is", "yes") == 0.0
+    assert reward(args, "Yes.", "yes") == 1.0
+    assert reward(args, "", "tower") == 0.0
+    assert reward(rollout_args(rm_type="boxed_f1"), r"well \boxed{Paris} it is", "paris") == 1.0
+    assert reward(rollout_args(rm_type="boxed_f1"), "no box", "paris") == 0.0
+
+
+def test_random_is_fair_and_reproducible(rollout_args: Args) -> None:
+    args = rollout_args(rm_type="random")
+    samples = [Sample(index=i, group_index=i // 8, response="same") for i in range(2000)]
+
+    async def all_rewards() -> list[Any]:
+        return [await async_rm(args, sample) for sample in samples]
+
+    first, second = asyncio.run(all_rewards()), asyncio.run(all_rewards())
+    assert first == second
+    assert set(first) == {0.0, 1.0}
+    assert 850 < sum(first) < 1150
+
+
+def test_remote_rm(rollout_args: Args) -> None:
+    from aiohttp import web
+
+    asked: list[Any] = []
+
+    async def scenario() -> list[Any]:
+        async def answer(request: web.Request) -> web.Response:
+            asked.append(await request.json())
+            if len(asked) == 1:
+                return web.Response(status=503)
+            return web.json_response({"score": 0.5} if asked[-1]["label"] == "a" else "nonsense")
+
+        app = web.Application()
+        app.router.add_post("/", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
+        args = rollout_args(rm_type="remote_rm", rm_url=url)
+        try:
+            good = await async_rm(args, Sample(prompt="p", response="r", label="a"))
+            with pytest.raises(ValueError, match="must answer with a number or an object, not 'nonsense'"):
+                await async_rm(args, Sample(prompt="p", response="r", label="b"))
+            return [good]
+        finally:
+            from slime.utils.http_utils import close_session
+
+            await close_session()
+            await runner.cleanup()
+
+    assert asyncio.run(scenario()) == [{"score": 0.5}]
+    assert asked[1] == {"prompt": "p", "response": "r", "label": "a"}
+    with pytest.raises(ValueError, match="remote_rm needs --rm-url"):
+        reward(rollout_args(rm_type="remote_rm"), "r", "a")
+
+
+def test_choice_of_reward(rollout_args: Args, tmp_path: Path) -> None:
+    hook = tmp_path / "mine.py"
+    hook.write_text(
+        "import numpy\n"
+        "async def reward_func(args, sample, **kwargs): return 0.25\n"
+        "def plain(args, sample, **kwargs): return numpy.float32(0.75)\n"
+        "def nothing(args, sample, **kwargs): return None\n"
+    )
+    args = rollout_args(rm_type="math")
+    assert reward(args, "Paris", "paris", metadata={"rm_type": "f1"}) == 1.0
+    args.custom_rm_path = str(hook)
+    assert reward(args, "Paris", "paris", metadata={"rm_type": "f1"}) == 0.25
+    assert reward(args, "x", custom_rm_path=f"{hook}:plain") == 0.75
+    assert reward(args, "x", custom_rm_path=f"{hook}:nothing") is None
+    with pytest.raises(ValueError, match=r"unknown rm_type 'maths': there are dapo, deepscaler, f1, math, random"):
+        reward(rollout_args(rm_type="maths"), "x", "y")
+    with pytest.raises(ValueError, match="give --rm-type, --custom-rm-path or metadata"):
+        reward(rollout_args(), "x", "y")
+    with pytest.raises(ValueError, match=r"--custom-rm-path nowhere.fn: there is no module 'nowhere'"):
+        reward(rollout_args(custom_rm_path="nowhere.fn"), "x", "y")
+
+
+def test_failing_hooks_are_named(rollout_args: Args, tmp_path: Path) -> None:
+    hook = tmp_path / "broken.py"
+    hook.write_text(
+        "def raises(args, sample, **kwargs):\n    return [][3]\n"
+        "async def text(args, sample, **kwargs):\n    return 'good'\n"
+        "def sleepy(args, sample, **kwargs):\n    import time; time.sleep(3)\n"
+    )
+    path = f"{hook}:raises"
+    with pytest.raises(HookError, match=r"--custom-rm-path .*broken.py:raises raised IndexError") as error:
+        reward(rollout_args(custom_rm_path=path), "x")
+    assert "return [][3]" in str(error.value)
+    with pytest.raises(HookError, match=r"broken.py:text must return a number or a dict, not 'good'"):
+        reward(rollout_args(custom_rm_path=f"{hook}:text"), "x")
+    with pytest.raises(TimeoutError, match=r"sample 3 by --custom-rm-path .*:sleepy took longer than 0.1 s \(--reward"):
+        reward(rollout_args(custom_rm_path=f"{hook}:sleepy", reward_timeout=0.1), "x")
+
+
+def test_batched(rollout_args: Args, tmp_path: Path) -> None:
+    hook = tmp_path / "batched.py"
+    hook.write_text(
+        "async def reward_func(args, samples, **kwargs): return [float(s.index) for s in samples]\n"
+        "async def short(args, samples, **kwargs): return [1.0]\n"
+        "async def one(args, sample, **kwargs): return -float(sample.index)\n"
+    )
+    samples = [Sample(index=i, response="Paris", label="paris") for i in range(3)]
+    args = rollout_args(custom_rm_path=str(hook), group_rm=True)
+    assert asyncio.run(batched_async_rm(args, samples)) == [0.0, 1.0, 2.0]
+    args.custom_rm_path = f"{hook}:short"
+    with pytest.raises(HookError, match="must return a list of 3 rewards"):
+        asyncio.run(batched_async_rm(args, samples))
+    args = rollout_args(custom_rm_path=f"{hook}:one")
+    assert asyncio.run(batched_async_rm(args, samples)) == [0.0, -1.0, -2.0]
+    assert asyncio.run(batched_async_rm(rollout_args(rm_type="f1"), samples)) == [1.0] * 3
+
+
+def test_pool_leaves_no_process_behind() -> None:
+    pool = AlgebraPool(1)
+    assert asyncio.run(pool.equal("x+1", "1+x"))
+    process = pool._workers[0]._process
+    assert process is not None
+    pool.close()
+    assert process.poll() is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)
