@@ -1,0 +1,29 @@
+"""What is loaded and saved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime.options.schema import option
+
+
+@dataclass
+class CheckpointOptions:
+    """Checkpoints."""
+
+    load: str | None = option(None, "Checkpoint directory to resume from; without one in it training starts fresh.")
+    save: str | None = option(None, "Directory for checkpoints.")
+    save_interval: int | None = option(
+        None, "Save every so many rollouts; with --save or --save-hf also after the last.", at_least=1
+    )
+    save_hf: str | None = option(
+        None, "Directory for a Hugging Face export, written when a checkpoint is; {rollout_id} in it is filled in."
+    )
+    ref_load: str | None = option(
+        None,
+        "Reference model, a Hugging Face or torch_dist directory; training also starts from it without --load.",
+        aliases=("--initial-megatron-checkpoint",),
+    )
+    run_dir: str | None = option(
+        None, "Directory for config.yaml, metrics.jsonl and logs; default --save, else outputs/<time>."
+    )

@@ -1,0 +1,65 @@
+"""Where processes run, how long each wait may last, and how weights travel from the trainer to the engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from slime.options.schema import option
+
+
+@dataclass
+class ClusterOptions:
+    """Cluster: which slots train and which generate (a slot is a GPU, or a CPU on a host without GPUs)."""
+
+    actor_num_nodes: int = option(1, "Number of training nodes.", at_least=1)
+    actor_num_gpus_per_node: int = option(8, "Training slots on each training node.", at_least=1)
+    rollout_num_gpus: int | None = option(
+        None, "Slots for generation; with --colocate the training slots are used and this is ignored.", at_least=0
+    )
+    rollout_num_gpus_per_engine: int = option(1, "Slots of one SGLang engine (its tensor-parallel size).", at_least=1)
+    num_gpus_per_node: int = option(8, "Slots that one node has; an engine does not cross nodes.", at_least=1)
+    colocate: bool = option(False, "Generate on the training slots, taking turns.")
+    offload: bool = option(False, "Both --offload-train and --offload-rollout.")
+    offload_train: bool | None = option(
+        None, "Free the trainer's device memory while engines generate; default with --colocate."
+    )
+    offload_rollout: bool | None = option(
+        None, "Free the engines' device memory while the trainer works; default with --colocate."
+    )
+    train_backend: Literal["megatron"] = option("megatron", "What trains.")
+    train_env_vars: dict[str, Any] | None = option(None, "Environment variables of the training workers, as JSON.")
+    distributed_timeout_minutes: float = option(10.0, "Deadline of one collective among training ranks.", above=0)
+    no_api_keys: bool = option(False, "Run servers without API keys; only where every server listens on loopback.")
+
+
+@dataclass
+class DeadlineOptions:
+    """Deadlines: in seconds; every wait has one."""
+
+    placement_timeout: float = option(300.0, "Until the cluster has given the slots.", above=0)
+    engine_start_timeout: float = option(600.0, "Until an engine or the router answers and is registered.", above=0)
+    rollout_timeout: float = option(3600.0, "One generate or eval call as a whole.", above=0)
+    request_timeout: float = option(1800.0, "One generation request.", above=0)
+    reward_timeout: float = option(120.0, "One reward call.", above=0)
+    train_timeout: float = option(3600.0, "One training call on a rollout's batch.", above=0)
+    weight_update_timeout: float = option(600.0, "One push of the weights to all engines.", above=0)
+    checkpoint_timeout: float = option(1800.0, "Writing or reading one checkpoint.", above=0)
+
+
+@dataclass
+class WeightUpdateOptions:
+    """Weight update: from the trainer to the engines."""
+
+    update_weight_transport: Literal["tensor", "distributed", "nccl", "disk"] | None = option(
+        None,
+        "tensor: handles on the same host (default with --colocate); distributed (or nccl): one collective group "
+        "(default otherwise); disk: an HF directory per version.",
+    )
+    update_weight_mode: Literal["full"] = option("full", "full: every push carries every weight.")
+    update_weight_buffer_size: int = option(512 * 2**20, "Bytes of one bucket of weights.", at_least=1)
+    update_weight_disk_dir: str | None = option(None, "Directory shared with the engines for transport disk.")
+    update_weight_disk_keep_files: bool = option(False, "Keep the directories of earlier versions.")
+    check_weight_update_equal: bool = option(
+        False, "After every push prove that engine and trainer agree byte by byte."
+    )

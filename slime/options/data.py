@@ -1,0 +1,51 @@
+"""Prompts, and how many of them make a rollout and an optimizer step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from slime.options.schema import option
+
+
+@dataclass
+class DataOptions:
+    """Data: where prompts come from."""
+
+    prompt_data: str | None = option(None, "JSONL or parquet file; path@[a:b] takes a slice of its rows.")
+    data_source_path: str = option(
+        "slime.rollout.data_source.RolloutDataSourceWithBuffer",
+        "Class (args) with get_samples, add_samples, save, load.",
+        hook=("RolloutDataSourceWithBuffer", "RolloutDataSource", "DataSource"),
+    )
+    input_key: str = option("input", "Column of the prompt: a string or a list of chat messages.")
+    label_key: str | None = option(None, "Column of the expected answer.")
+    metadata_key: str = option("metadata", "Column of further fields: an object, or JSON text of one.")
+    tool_key: str = option("tools", "Column of tool definitions for the chat template.")
+    apply_chat_template: bool = option(False, "Render chat messages with the tokenizer's chat template.")
+    apply_chat_template_kwargs: dict[str, Any] | None = option(None, "Arguments of the chat template, as JSON.")
+    skip_bad_rows: bool = option(False, "Count and skip rows that cannot be read, instead of stopping.")
+
+
+@dataclass
+class BatchOptions:
+    """Batches: rollout-batch-size x n-samples-per-prompt = global-batch-size x num-steps-per-rollout."""
+
+    num_rollout: int | None = option(None, "Rollouts to train; 0 only evaluates.", at_least=0)
+    num_epoch: int | None = option(None, "Passes over the prompts, where --num-rollout is not given.", at_least=1)
+    start_rollout_id: int | None = option(
+        None, "First rollout; default after the loaded checkpoint, else 0.", at_least=0
+    )
+    rollout_batch_size: int | None = option(None, "Prompts of one rollout. Required.", at_least=1)
+    n_samples_per_prompt: int = option(1, "Responses for each prompt.", at_least=1)
+    global_batch_size: int | None = option(None, "Responses of one optimizer step; derived when not given.", at_least=1)
+    num_steps_per_rollout: int | None = option(
+        None, "Optimizer steps on one rollout; 1 where neither this nor --global-batch-size is given.", at_least=1
+    )
+    micro_batch_size: int = option(1, "Samples of one forward pass; ignored by --use-dynamic-batch-size.", at_least=1)
+    use_dynamic_batch_size: bool = option(False, "Pack samples into micro-batches of at most --max-tokens-per-gpu.")
+    max_tokens_per_gpu: int | None = option(
+        None, "Tokens of one micro-batch and slot; a longer sample is alone. Multiplied by the context-parallel size.",
+        at_least=1,
+    )  # fmt: skip
+    balance_data: bool = option(False, "Give every data-parallel rank about the same amount of work.")

@@ -1,0 +1,24 @@
+"""Looking closer: parts of the loop alone, and what was configured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime.options.schema import option
+
+
+@dataclass
+class DebugOptions:
+    """Debug."""
+
+    dry_run: bool = option(False, "Validate everything, print the resolved configuration and placement, and stop.")
+    custom_config_path: str | None = option(
+        None, "YAML file: its keys set options (and win over flags), and other keys become attributes of args."
+    )
+    debug_rollout_only: bool = option(False, "Only generate; no trainer is started.")
+    debug_train_only: bool = option(False, "Only train; no engine is started.")
+    save_debug_rollout_data: str | None = option(None, "File for every rollout's samples; {rollout_id} is filled in.")
+    load_debug_rollout_data: str | None = option(
+        None, "Train on files saved so instead of generating; {rollout_id} is filled in."
+    )
+    allow_config_mismatch: bool = option(False, "Warn, instead of stopping, where flags contradict config.json.")

@@ -1,0 +1,66 @@
+"""How responses are generated and rewarded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from slime.options.schema import option
+
+DEFAULT_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
+
+
+@dataclass
+class RolloutOptions:
+    """Rollout: the model and how it is sampled."""
+
+    hf_checkpoint: str | None = option(
+        None, "Hugging Face directory or hub id: tokenizer, config.json, initial weights. Required."
+    )
+    rollout_function_path: str = option(
+        DEFAULT_ROLLOUT,
+        "Function (args, rollout_id, data_source, evaluation=False) that makes one rollout.",
+        hook=("generate_rollout",),
+    )
+    custom_generate_function_path: str | None = option(
+        None,
+        "async function (args, sample, sampling_params) that generates one sample, for tools and several turns.",
+        hook=("generate", "custom_generate"),
+    )
+    max_turns: int | None = option(None, "For custom generate functions: turns of one sample at most.", at_least=1)
+    rollout_temperature: float = option(1.0, "Sampling temperature; the trainer's log-probs use it too.", above=0)
+    rollout_top_p: float = option(1.0, "Nucleus sampling; log-probs of the trainer assume 1.", above=0)
+    rollout_top_k: int = option(-1, "Sample from the k most likely tokens; -1 is all.", at_least=-1)
+    rollout_max_context_len: int | None = option(None, "Prompt and response tokens together.", at_least=1)
+    rollout_max_prompt_len: int | None = option(None, "Longer prompts are left out of the dataset.", at_least=1)
+    rollout_max_response_len: int | None = option(None, "Tokens of one response at most.", at_least=1)
+    rollout_skip_special_tokens: bool = option(False, "Leave special tokens out of the response text.")
+    rollout_stop: list[str] | None = option(None, "Strings that end a response.")
+    rollout_stop_token_ids: list[int] | None = option(None, "Token ids that end a response.")
+    rollout_shuffle: bool = option(False, "Shuffle the prompts anew in every epoch.")
+    rollout_seed: int = option(42, "Seed of the shuffle and of per-request sampling seeds.")
+    loss_mask_type: Literal["qwen", "qwen3", "qwen3_5", "distill_qwen"] = option(
+        "qwen", "Supervised data: whose chat template decides which tokens of a conversation are trained."
+    )
+
+
+@dataclass
+class RewardOptions:
+    """Reward: how a response is judged."""
+
+    rm_type: str | None = option(
+        None, "Built-in reward: math, dapo, deepscaler, f1, random, remote_rm; boxed_<name> takes the boxed part first."
+    )
+    custom_rm_path: str | None = option(
+        None, "async function (args, sample, **kwargs) -> float or dict.", hook=("reward_func", "custom_rm")
+    )
+    reward_key: str | None = option(None, "Entry of a dict reward that is trained on.")
+    eval_reward_key: str | None = option(None, "Entry of a dict reward that evaluation reports; default --reward-key.")
+    rm_url: str | None = option(None, "Where --rm-type remote_rm posts {prompt, response, label}.")
+
+
+@dataclass
+class EngineOptions:
+    """Engines: SGLang's own flags are under --help sglang and --help router."""
+
+    sglang_server_concurrency: int = option(512, "Requests in flight per engine.", at_least=1)

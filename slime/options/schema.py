@@ -1,0 +1,115 @@
+"""From a documented dataclass field to a command-line flag: the one way in which slime's own options are declared."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    aliases: tuple[str, ...] = (),
+    hook: tuple[str, ...] | None = None,
+    at_least: float | None = None,
+    above: float | None = None,
+) -> Any:
+    """A dataclass field that becomes a flag.
+
+    Args:
+        default: the value where neither flag nor YAML sets it.
+        help: what the flag means, for ``--help`` and for readers of the class.
+        aliases: further names of the same flag.
+        hook: the field holds a function path; the names that a bare file is searched for.
+        at_least: smallest allowed value.
+        above: bound that the value must exceed.
+    """
+    metadata = {
+        "help": help,
+        "aliases": aliases,
+        "hook": hook,
+        "at_least": at_least,
+        "above": above,
+    }
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def flag_of(field: dataclasses.Field[Any]) -> str:
+    """The flag of a field, ``--rollout-batch-size``."""
+    return "--" + field.name.replace("_", "-")
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object given on the command line.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is no JSON object.
+    """
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON ({error}): {text!r}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"not a JSON object: {text!r}")
+    return value
+
+
+def _bounded(scalar: type, field: dataclasses.Field[Any]) -> Callable[[str], Any]:
+    """A converter that also checks ``at_least`` and ``above``."""
+    at_least, above = field.metadata["at_least"], field.metadata["above"]
+
+    def convert(text: str) -> Any:
+        value = scalar(text)
+        if at_least is not None and not value >= at_least:
+            raise argparse.ArgumentTypeError(f"must be at least {at_least}, not {text}")
+        if above is not None and not value > above:
+            raise argparse.ArgumentTypeError(f"must be above {above}, not {text}")
+        return value
+
+    convert.__name__ = scalar.__name__
+    return convert
+
+
+def _add_list(group: Any, names: list[str], element: Any, common: dict[str, Any]) -> None:
+    """``--x a b`` for a list; for a list of lists every occurrence of the flag adds one."""
+    if get_origin(element) is list:
+        group.add_argument(*names, action="append", nargs="+", type=get_args(element)[0], metavar="WORD", **common)
+    else:
+        group.add_argument(*names, nargs="+", type=element, metavar=element.__name__.upper(), **common)
+
+
+def add_options(parser: argparse.ArgumentParser, options: type) -> None:
+    """Add every field of an options class to the parser, in a group titled by the class's docstring."""
+    group = parser.add_argument_group((options.__doc__ or options.__name__).strip().rstrip("."))
+    hints = get_type_hints(options)
+    for field in dataclasses.fields(options):
+        annotation = hints[field.name]
+        if get_origin(annotation) in (Union, types.UnionType):
+            annotation = next(a for a in get_args(annotation) if a is not type(None))
+        names = [flag_of(field), *field.metadata["aliases"]]
+        common = {"dest": field.name, "default": field.default, "help": field.metadata["help"]}
+        if annotation is bool:
+            group.add_argument(*names, action="store_const", const=True, **common)
+            if field.default is None:
+                opposite = dict(common, help=f"The opposite of {names[0]}.")
+                group.add_argument("--no-" + names[0][2:], action="store_const", const=False, **opposite)
+        elif get_origin(annotation) is Literal:
+            group.add_argument(*names, choices=get_args(annotation), **common)
+        elif get_origin(annotation) is list:
+            _add_list(group, names, get_args(annotation)[0], common)
+        elif get_origin(annotation) is dict:
+            group.add_argument(*names, type=json_object, metavar="JSON", **common)
+        else:
+            metavar = "PATH:FUNCTION" if field.metadata["hook"] is not None else annotation.__name__.upper()
+            group.add_argument(*names, type=_bounded(annotation, field), metavar=metavar, **common)
+
+
+def hook_fields(groups: tuple[type, ...]) -> Iterator[dataclasses.Field[Any]]:
+    """The fields that hold function paths."""
+    for group in groups:
+        yield from (field for field in dataclasses.fields(group) if field.metadata["hook"] is not None)

@@ -1,0 +1,165 @@
+"""SGLang's and its router's flags, passed through under ``--sglang-`` and ``--router-``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from slime.options.installed import PendingFlags
+
+ENGINE_PACKAGE = "sglang"
+ENGINE_READER = (
+    "import sys; from slime.backends.sglang import compat; compat.install(); "
+    "from slime.options.sglang import write_engine_flags; write_engine_flags(sys.argv[1])"
+)
+ROUTER_PACKAGE = "sglang-router"
+ROUTER_READER = "import sys; from slime.options.sglang import write_router_flags; write_router_flags(sys.argv[1])"
+
+SET_BY_SLIME = frozenset(
+    (
+        *("model_path", "config", "trust_remote_code", "random_seed", "enable_memory_saver", "tp_size", "port", "host"),
+        *("nnodes", "node_rank", "dist_init_addr", "gpu_id_step", "base_gpu_id", "nccl_port", "skip_server_warmup"),
+        *("enable_return_routed_experts", "help", "api_key", "admin_api_key"),
+    )
+)
+"""Attributes of SGLang's own parser that slime decides."""
+
+ROUTER_SET_BY_SLIME = frozenset(("help", "worker_urls", "api_key", "prefill", "decode", "pd_disaggregation"))
+"""Attributes of the router's own parser that slime decides."""
+
+
+def write_engine_flags(path: str) -> None:
+    """Write a record of every server flag; imports SGLang, so it runs in a process of its own."""
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    _write(parser, SET_BY_SLIME, path)
+
+
+def write_router_flags(path: str) -> None:
+    """Write a record of every router flag; imports sglang_router, so it runs in a process of its own."""
+    from sglang_router.router_args import RouterArgs
+
+    parser = argparse.ArgumentParser()
+    RouterArgs.add_cli_args(parser, use_router_prefix=False, exclude_host_port=True)
+    _write(parser, ROUTER_SET_BY_SLIME, path)
+
+
+def _write(parser: argparse.ArgumentParser, left_out: frozenset[str], path: str) -> None:
+    Path(path).write_text(json.dumps([_record(a) for a in parser._actions if a.dest not in left_out]))
+
+
+def _record(action: argparse.Action) -> dict[str, Any]:
+    plain = isinstance(action.default, (str, int, float, bool, list, dict, type(None)))
+    return {
+        "flags": list(action.option_strings),
+        "dest": action.dest,
+        "nargs": action.nargs,
+        "const": action.const if isinstance(action.const, (str, int, float, bool)) else None,
+        "type": getattr(action.type, "__name__", "str"),
+        "choices": list(action.choices) if action.choices else None,
+        "default": action.default if plain and action.default != argparse.SUPPRESS else None,
+        "help": action.help if action.help and action.help != argparse.SUPPRESS else "",
+    }
+
+
+_WIDEST_CHOICES = 80
+"""Characters of a list of choices that stands beside its flag in the help; a longer one goes into the text."""
+
+
+class PassThrough(argparse.Action):
+    """Keeps a flag both as an attribute and, word by word, for another program's command line.
+
+    The words gather in the attribute named by ``words``: attribute -> the flag as that program knows it, with its
+    values. A switch sets ``value``.
+    """
+
+    def __init__(
+        self,
+        option_strings: Sequence[str],
+        dest: str,
+        words: str,
+        own_flag: str,
+        value: Any = None,
+        convert: Callable[[str], Any] = str,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(option_strings, dest, **kwargs)
+        self.words, self.own_flag, self.const, self.convert = words, own_flag, value, convert
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: Any = None) -> None:
+        """Record one occurrence; a later one replaces it."""
+        texts = values if isinstance(values, list) else [] if values is None else [values]
+        setattr(namespace, self.words, {**getattr(namespace, self.words, {}), self.dest: [self.own_flag, *texts]})
+        try:
+            converted = [self.convert(text) for text in texts]
+        except ValueError as error:
+            raise argparse.ArgumentError(self, f"invalid value: {' '.join(texts)!r}") from error
+        single = self.const if not converted else converted[0]
+        setattr(namespace, self.dest, converted if self.nargs in ("+", "*") else single)
+
+
+def _human_int(text: str) -> int:
+    """``8192`` or ``8k``, ``1.5M``: SGLang's way to write large integers (powers of 1000, of 1024 with an i)."""
+    units = {"k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+    number = text.strip().lower().rstrip("kmgi")
+    unit = text.strip().lower()[len(number) :]
+    return int(text) if not unit else int(float(number) * units[unit])
+
+
+_CONVERTERS: dict[str, Callable[[str], Any]] = {
+    "int": int,
+    "float": float,
+    "loads": json.loads,
+    "json_list_type": json.loads,
+    "human_readable_int": _human_int,
+}
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, pending: PendingFlags) -> None:
+    """Add ``--sglang-<flag>`` for every flag of the installed SGLang that slime neither sets nor has of its own."""
+    group = parser.add_argument_group("SGLang: flags of the installed server, with --sglang- in front")
+    for record in pending.result():
+        _add(parser, group, record, "sglang")
+
+
+def add_router_flags(parser: argparse.ArgumentParser, pending: PendingFlags) -> None:
+    """Add ``--router-<flag>`` for every flag of the installed sglang-router that slime does not set."""
+    group = parser.add_argument_group("Router: flags of the installed sglang-router, with --router- in front")
+    for record in pending.result():
+        _add(parser, group, record, "router")
+
+
+def _add(parser: argparse.ArgumentParser, group: Any, record: dict[str, Any], program: str) -> None:
+    choices = record["choices"] if record["type"] == "str" else None
+    help = record["help"].replace("%(default)s", str(record["default"])).replace("%", "%%")
+    metavar = None if choices or record["nargs"] == 0 else record["type"].upper()
+    if choices and len(",".join(choices)) > _WIDEST_CHOICES:
+        help, metavar = f"{help} One of {', '.join(choices)}.", "NAME"
+    for own in record["flags"]:
+        name = f"--{program}-{own[2:]}"
+        if name not in parser._option_string_actions:
+            on = not own.startswith("--no-") or record["dest"].startswith("no_")
+            group.add_argument(
+                name,
+                action=PassThrough,
+                dest=f"{program}_{record['dest']}",
+                words=f"{program}_words",
+                own_flag=own,
+                value=on if record["const"] is None else record["const"],
+                nargs=record["nargs"],
+                choices=choices,
+                metavar=metavar,
+                convert=_CONVERTERS.get(record["type"], str),
+                default=record["default"],
+                help=help,
+            )
+
+
+def command_line(words: dict[str, list[str]]) -> list[str]:
+    """The gathered words as one argument list."""
+    return [word for passed in words.values() for word in passed]

@@ -1,0 +1,28 @@
+"""Where metrics go besides metrics.jsonl."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from slime.options.schema import option
+
+
+@dataclass
+class TrackingOptions:
+    """Tracking: metrics.jsonl is always written; these add more."""
+
+    use_wandb: bool = option(False, "Log to Weights & Biases.")
+    wandb_mode: Literal["online", "offline", "disabled"] | None = option(None, "Default: what WANDB_MODE says.")
+    wandb_dir: str | None = option(None, "Directory for W&B files; default the run directory.")
+    wandb_key: str | None = option(None, "API key; default WANDB_API_KEY.")
+    wandb_host: str | None = option(None, "URL of a self-hosted server.")
+    wandb_team: str | None = option(None, "Team or user that owns the run.")
+    wandb_project: str | None = option(None, "Project; default slime.")
+    wandb_group: str | None = option(None, "Group of the run.")
+    wandb_run_id: str | None = option(None, "Continue the run with this id.")
+    disable_wandb_random_suffix: bool = option(False, "Do not add a random suffix to the run's name.")
+    wandb_always_use_train_step: bool = option(False, "Use the optimizer step as x axis of every metric.")
+    use_tensorboard: bool = option(False, "Log to TensorBoard.")
+    tb_project_name: str | None = option(None, "Directory of the project's runs; default the run directory.")
+    tb_experiment_name: str | None = option(None, "Directory of this run below it.")

@@ -1,0 +1,115 @@
+"""Flags of the upstream system that this version does not have: using one is an error that says what to do."""
+
+from __future__ import annotations
+
+REPLACED: dict[str, str] = {
+    "--disable-weights-backuper": "reference and actor weights are always kept on the CPU; drop it",
+    "--distributed-backend": "the device decides: nccl on GPUs, gloo without",
+    "--eval": "use --eval-interval; with --num-rollout 0 the run only evaluates",
+    "--http-proxy": "set the http_proxy environment variable",
+    "--log-probs-max-tokens-per-gpu": "log-prob passes use the micro-batches of --max-tokens-per-gpu",
+    "--megatron-to-hf-mode": "weights are always mapped by the tables in slime/models; drop it",
+    "--min-batch-collection-ratio": "it had no effect; drop it",
+    "--qkv-format": "sequences are always packed (thd); drop it",
+    "--sglang-host": "engines listen on the address of the node that they run on",
+    "--sglang-model-path": "engines serve --hf-checkpoint",
+    "--sglang-port": "ports are reserved when an engine starts",
+    "--sglang-random-seed": "use --rollout-seed",
+    "--sglang-router-request-timeout-secs": "use --request-timeout",
+    "--sglang-tensor-parallel-size": "use --rollout-num-gpus-per-engine",
+    "--sglang-tp-size": "use --rollout-num-gpus-per-engine",
+    "--override-opt_param-scheduler": "on resume the flags' schedule is used anyway; drop it",
+    "--train-iters": "it follows from --num-rollout and --num-steps-per-rollout",
+    "--train-memory-margin-bytes": "it has no meaning here; drop it",
+    "--true-on-policy-mode": "one step per rollout is on policy; add --sglang-enable-deterministic-inference",
+    "--use-custom-fsdp": "the distributed optimizer shards optimizer state; there is no FSDP backend",
+    "--use-megatron-fsdp": "the distributed optimizer shards optimizer state; there is no FSDP backend",
+    "--use-slime-router": "the router is sglang-router; see --help router",
+}
+"""Flags that will not come, with what replaces them."""
+
+REPLACED_PREFIXES: dict[str, str] = {
+    "--ci-metric-checker-": "metrics.jsonl has every metric",
+    "--slime-router-": "the router is sglang-router; see --help router",
+}
+"""The same for whole families of flags."""
+
+NOT_YET: dict[str, str] = {
+    "algorithm": """
+        --custom-advantage-function-path --custom-loss-function-path --custom-pg-loss-reducer-function-path
+        --gamma --kl-coef --lambd --normalize-advantages --ref-update-interval
+        --reset-optimizer-states --use-rollout-entropy --use-stateless-adam --use-unbiased-kl""",
+    "off-policy correction": """
+        --custom-tis-function-path --get-mismatch-metrics --keep-old-actor --opsm-delta --tis-clip --tis-clip-low
+        --tis-threshold --use-opsm --use-rollout-logprobs --use-tis""",
+    "critic": """
+        --critic-load --critic-lr --critic-lr-warmup-iters --critic-num-gpus-per-node --critic-num-nodes --critic-save
+        --megatron-config-path --num-critic-only-steps --use-critic --value-clip""",
+    "distillation": "--opd-kl-coef --opd-teacher-ckpt-step --opd-teacher-load --opd-type --use-opd",
+    "rollout": """
+        --buffer-filter-path --custom-convert-samples-to-train-data-path --custom-eval-rollout-log-function-path
+        --custom-rollout-log-function-path --disable-rollout-global-dataset --dynamic-sampling-filter-path
+        --fetch-trajectory-retry-times --group-rm --load-forge-rollout-data --mask-offpolicy-in-partial-rollout
+        --multimodal-keys --over-sampling-batch-size --partial-rollout --rollout-all-samples-process-path
+        --rollout-buffer-url --rollout-data-postprocess-path --rollout-data-transport --rollout-external-engine-addrs
+        --rollout-sample-filter-path --rollout-sample-hook-path --rollout-task-type --use-distributed-post""",
+    "engine layout": "--prefill-num-servers --sglang-config --sglang-router-ip --sglang-router-port",
+    "fault tolerance": """
+        --rollout-health-check-first-wait --rollout-health-check-interval --rollout-health-check-timeout
+        --use-fault-tolerance""",
+    "asynchronous training": "--async-buffer-size --max-weight-staleness --release-train --update-weights-interval",
+    "weight update": """
+        --custom-update-weight-post-write-path --update-weight-delta-checksum --update-weight-delta-encoding
+        --update-weight-local-checkpoint-dir""",
+    "model": """
+        --custom-megatron-before-log-prob-hook-path --custom-megatron-before-train-step-hook-path
+        --custom-megatron-init-path --custom-model-provider-path --enable-mtp-training --freeze-indexer
+        --freeze-params-name-list --lora-alpha --lora-rank --lora-target-modules
+        --megatron-deepgemm-forward-layers --megatron-deepgemm-forward-modules --megatron-deepgemm-moe-forward-layers
+        --megatron-deepgemm-moe-forward-modules --model-name --only-train-params-name-list --qwen-gdn-backend --spec
+        --use-rollout-routing-replay --use-routing-replay""",
+    "batches and memory": """
+        --balance-by-flops --data-pad-size-multiplier --log-probs-chunk-size --recompute-loss-function
+        --use-dynamic-global-batch-size""",
+    "checkpoints": """
+        --async-save --ckpt-step --finetune --no-load-optim --no-load-rng --no-save-optim --ref-ckpt-step""",
+    "eval": "--eval-config",
+    "tracking": "--log-correct-samples --log-multi-turn --log-passrate --log-reward-category",
+    "debug": """
+        --ci-disable-kl-checker --ci-load-grad-norm --ci-save-grad-norm --ci-test
+        --ci-train-rollout-logprob-abs-diff-threshold --dump-details --load-debug-rollout-data-subsample
+        --memory-recorder --memory-snapshot-dir --memory-snapshot-num-steps --profile-target --record-memory-history
+        --save-debug-train-data""",
+}
+"""Flags that later versions will have, by role: when one comes, its name goes."""
+
+NOT_YET_VALUES: dict[str, tuple[str, ...]] = {
+    "--advantage-estimator": ("cispo", "gspo", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+    "--loss-type": ("custom_loss",),
+    "--update-weight-mode": ("delta",),
+    "--rm-type": ("gpqa", "ifbench"),
+    "--transformer-impl": ("inference_optimized", "transformer_engine"),
+}
+"""Values of available flags that later versions will have."""
+
+
+def unavailable_flags() -> set[str]:
+    """Every flag that only produces an error."""
+    return set(REPLACED).union(*(names.split() for names in NOT_YET.values()))
+
+
+def explain_flag(flag: str) -> str | None:
+    """Why a flag is not available, or None for any other flag."""
+    if flag in REPLACED:
+        return f"{flag} is not available: {REPLACED[flag]}"
+    family = next((prefix for prefix in REPLACED_PREFIXES if flag.startswith(prefix)), None)
+    if family is not None:
+        return f"{flag} is not available: {REPLACED_PREFIXES[family]}"
+    if any(flag in names.split() for names in NOT_YET.values()):
+        return f"{flag} is not available yet in this version"
+    return None
+
+
+def explain_value(flag: str, value: str) -> str | None:
+    """Why a value of an available flag is not available, or None for any other value."""
+    return f"{flag} {value} is not available yet in this version" if value in NOT_YET_VALUES.get(flag, ()) else None

@@ -1,0 +1,235 @@
+"""What follows from the options, and what cannot be: each function fills in derived values or raises `OptionError`."""
+
+from __future__ import annotations
+
+import os
+import time
+from argparse import Namespace
+from pathlib import Path
+
+from slime.options.errors import OptionError
+
+SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
+
+
+def derive_all(args: Namespace, warnings: list[str]) -> None:
+    """Everything that needs neither the model's config nor a user's code; warnings are appended to the list."""
+    _precision(args)
+    _debug_modes(args)
+    _placement(args, warnings)
+    _batches(args)
+    _algorithm(args)
+    _data(args)
+    _evaluation(args, warnings)
+    _run_directory(args)
+    _checkpoints(args)
+    _weight_update(args)
+
+
+def _precision(args: Namespace) -> None:
+    args.params_dtype = args.precision
+    args.bf16 = args.precision == "bfloat16"
+    args.fp16 = args.precision == "float16"
+
+
+def _debug_modes(args: Namespace) -> None:
+    if args.load_debug_rollout_data:
+        args.debug_train_only = True
+    if args.debug_rollout_only and args.debug_train_only:
+        other = "--load-debug-rollout-data" if args.load_debug_rollout_data else "--debug-train-only"
+        raise OptionError(f"--debug-rollout-only and {other} exclude each other")
+
+
+def _placement(args: Namespace, warnings: list[str]) -> None:
+    """``placement``, the slots of both sides, and what is offloaded."""
+    args.actor_num_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
+    args.world_size = args.actor_num_gpus
+    args.placement = (
+        "rollout_only"
+        if args.debug_rollout_only
+        else "train_only"
+        if args.debug_train_only
+        else "colocate"
+        if args.colocate
+        else "disaggregate"
+    )
+    if args.placement == "train_only":
+        args.rollout_num_gpus = 0
+    elif args.placement == "colocate":
+        if args.rollout_num_gpus not in (None, args.actor_num_gpus):
+            warnings.append(
+                f"--rollout-num-gpus {args.rollout_num_gpus} is ignored with --colocate: "
+                f"generation uses the {args.actor_num_gpus} training slots"
+            )
+        args.rollout_num_gpus = args.actor_num_gpus
+    elif args.rollout_num_gpus is None and args.placement == "rollout_only":
+        args.rollout_num_gpus = args.actor_num_gpus
+    if args.rollout_num_gpus is None or (args.rollout_num_gpus == 0 and args.placement != "train_only"):
+        raise OptionError("--rollout-num-gpus is missing: give engines slots of their own, or share them by --colocate")
+    _engines(args)
+    shared = args.placement == "colocate"
+    for name in ("offload_train", "offload_rollout"):
+        if getattr(args, name) is None or args.placement.endswith("_only"):
+            setattr(args, name, shared or (args.offload and not args.placement.endswith("_only")))
+
+
+def _engines(args: Namespace) -> None:
+    per_engine = args.rollout_num_gpus_per_engine
+    if per_engine > args.num_gpus_per_node:
+        raise OptionError(
+            f"--rollout-num-gpus-per-engine {per_engine} is more than --num-gpus-per-node {args.num_gpus_per_node}: "
+            "an engine over several nodes is not available yet"
+        )
+    if args.rollout_num_gpus % per_engine:
+        raise OptionError(
+            f"{args.rollout_num_gpus} rollout slots are no multiple of --rollout-num-gpus-per-engine {per_engine}"
+        )
+    args.num_engines = args.rollout_num_gpus // per_engine
+
+
+def _batches(args: Namespace) -> None:
+    """rollout-batch-size x n-samples-per-prompt = global-batch-size x num-steps-per-rollout, exactly."""
+    if args.rollout_batch_size is None:
+        raise OptionError("--rollout-batch-size is missing")
+    if args.num_rollout is None and args.num_epoch is None:
+        raise OptionError("--num-rollout or --num-epoch is missing")
+    if args.num_rollout is not None:
+        args.num_epoch = None
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    prompts, responses = args.rollout_batch_size, args.n_samples_per_prompt
+    produced = f"--rollout-batch-size {prompts} x --n-samples-per-prompt {responses} = {samples}"
+    steps, batch = args.num_steps_per_rollout, args.global_batch_size
+    if batch is None:
+        steps = steps or 1
+        if samples % steps:
+            raise OptionError(f"{produced} is no multiple of --num-steps-per-rollout {steps}")
+    elif steps is None and samples % batch:
+        raise OptionError(f"{produced} is no multiple of --global-batch-size {batch}")
+    elif steps is not None and samples != batch * steps:
+        raise OptionError(
+            f"{produced}, but --global-batch-size {batch} x --num-steps-per-rollout {steps} = {batch * steps}"
+        )
+    args.num_steps_per_rollout = steps or samples // batch
+    args.global_batch_size = samples // args.num_steps_per_rollout
+    args.train_iters = None if args.num_rollout is None else args.num_rollout * args.num_steps_per_rollout
+    if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
+        raise OptionError("--use-dynamic-batch-size needs --max-tokens-per-gpu")
+
+
+def _algorithm(args: Namespace) -> None:
+    if args.eps_clip_high is None:
+        args.eps_clip_high = args.eps_clip
+    if args.kl_loss_coef and not args.use_kl_loss:
+        raise OptionError(f"--kl-loss-coef {args.kl_loss_coef} has no effect without --use-kl-loss")
+    if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
+        raise OptionError("--lr-warmup-fraction and --lr-warmup-iters exclude each other")
+    if args.disable_compute_advantages_and_returns and args.loss_type != "sft_loss":
+        raise OptionError("--disable-compute-advantages-and-returns leaves nothing to train but --loss-type sft_loss")
+    if args.loss_type == "sft_loss":
+        args.disable_compute_advantages_and_returns = True
+        if args.rollout_function_path == "slime.rollout.sglang_rollout.generate_rollout":
+            args.rollout_function_path = SFT_ROLLOUT
+        return
+    normalized = not args.disable_rewards_normalization and not args.debug_rollout_only
+    if args.n_samples_per_prompt == 1 and args.advantage_estimator == "grpo" and normalized:
+        raise OptionError(
+            "--n-samples-per-prompt 1 leaves --advantage-estimator grpo nothing to compare a response with: "
+            "every advantage is 0; use 2 or more, or --disable-rewards-normalization"
+        )
+    if args.rm_type is None and args.custom_rm_path is None and args.placement != "train_only":
+        raise OptionError("--rm-type or --custom-rm-path is missing: responses need a reward")
+
+
+def _data(args: Namespace) -> None:
+    if args.rollout_max_context_len is not None and args.rollout_max_prompt_len is None:
+        args.rollout_max_prompt_len = args.rollout_max_context_len - 1
+    if args.rm_type is not None and args.rm_type.removeprefix("boxed_") == "remote_rm" and args.rm_url is None:
+        raise OptionError("--rm-type remote_rm needs --rm-url")
+    if args.eval_reward_key is None:
+        args.eval_reward_key = args.reward_key
+    if args.prompt_data is not None:
+        args.prompt_data = _data_file("--prompt-data", args.prompt_data)
+    elif args.data_source_path.startswith("slime.rollout.data_source.") and not args.load_debug_rollout_data:
+        raise OptionError("--prompt-data is missing")
+
+
+def _data_file(flag: str, path: str) -> str:
+    """The path, absolute, with its slice."""
+    file, bracket, rest = path.partition("@[")
+    if not Path(file).expanduser().is_file():
+        raise OptionError(f"{flag} {path}: there is no file {file}")
+    return os.path.abspath(os.path.expanduser(file)) + bracket + rest
+
+
+def _evaluation(args: Namespace, warnings: list[str]) -> None:
+    """``eval_prompt_data`` as a flat list NAME PATH NAME PATH, ``eval_datasets`` as pairs."""
+    datasets: dict[str, str] = {}
+    for words in args.eval_prompt_data or []:
+        if len(words) == 1:
+            words = [Path(words[0].partition("@[")[0]).stem, words[0]]
+        if len(words) % 2:
+            raise OptionError(f"--eval-prompt-data takes pairs NAME PATH, not {len(words)} words: {' '.join(words)}")
+        for name, path in zip(words[::2], words[1::2], strict=True):
+            if name in datasets:
+                raise OptionError(f"--eval-prompt-data names {name!r} twice")
+            datasets[name] = _data_file("--eval-prompt-data", path)
+    args.eval_datasets = list(datasets.items())
+    args.eval_prompt_data = [word for pair in args.eval_datasets for word in pair]
+    if args.eval_interval is not None and not datasets and args.eval_function_path is None:
+        raise OptionError("--eval-interval needs --eval-prompt-data")
+    if args.eval_interval is not None and args.placement == "train_only":
+        raise OptionError("--eval-interval needs engines, and --debug-train-only starts none")
+    if args.eval_interval is None and datasets:
+        warnings.append("--eval-prompt-data has no effect without --eval-interval")
+    if args.eval_function_path is None:
+        is_sft = args.rollout_function_path == SFT_ROLLOUT
+        args.eval_function_path = (
+            "slime.rollout.sglang_rollout.generate_rollout" if is_sft else args.rollout_function_path
+        )
+    if args.eval_max_context_len is not None and args.eval_max_prompt_len is None:
+        args.eval_max_prompt_len = args.eval_max_context_len - 1
+    needs_length = args.loss_type != "sft_loss" and args.placement != "train_only"
+    if needs_length and args.rollout_max_response_len is None and args.rollout_max_context_len is None:
+        raise OptionError("--rollout-max-response-len is missing")
+
+
+def _run_directory(args: Namespace) -> None:
+    args.launch_dir = os.getcwd()
+    chosen = args.run_dir or args.save or Path("outputs") / time.strftime("%Y%m%d-%H%M%S")
+    args.run_dir = os.path.abspath(os.path.expanduser(chosen))
+
+
+def _checkpoints(args: Namespace) -> None:
+    if args.save_interval is not None and args.save is None and args.save_hf is None:
+        raise OptionError("--save-interval needs --save or --save-hf")
+    for name in ("load", "save", "save_hf", "ref_load"):
+        if getattr(args, name) is not None:
+            setattr(args, name, os.path.abspath(os.path.expanduser(getattr(args, name))))
+    if args.ref_load is not None and not os.path.isdir(args.ref_load):
+        raise OptionError(f"--ref-load {args.ref_load}: there is no such directory")
+    if args.use_kl_loss and args.ref_load is None and args.placement != "rollout_only":
+        raise OptionError(
+            "--use-kl-loss needs --ref-load: a Hugging Face or torch_dist directory of the reference model"
+        )
+    for name in ("save_debug_rollout_data", "load_debug_rollout_data"):
+        template = getattr(args, name)
+        if template is not None:
+            setattr(args, name, os.path.abspath(os.path.expanduser(template)))
+    template = args.save_debug_rollout_data
+    if template is not None and "{rollout_id}" not in template:
+        raise OptionError(f"--save-debug-rollout-data {template}: {{rollout_id}} is missing in it")
+
+
+def _weight_update(args: Namespace) -> None:
+    transport = {"nccl": "distributed"}.get(args.update_weight_transport, args.update_weight_transport)
+    shared = args.placement == "colocate"
+    args.update_weight_transport = transport or ("tensor" if shared else "distributed")
+    if transport == "distributed" and shared:
+        raise OptionError(
+            "--update-weight-transport distributed needs separate slots, not --colocate; use tensor or disk"
+        )
+    if transport == "tensor" and args.placement == "disaggregate":
+        raise OptionError("--update-weight-transport tensor needs --colocate; use distributed or disk")
+    if args.update_weight_transport == "disk":
+        directory = args.update_weight_disk_dir or os.path.join(args.run_dir, "weights")
+        args.update_weight_disk_dir = os.path.abspath(os.path.expanduser(directory))

@@ -1,0 +1,219 @@
+"""The command line: assemble the option groups, derive, validate; nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from slime.options import megatron, sglang
+from slime.options.algorithm import AlgorithmOptions
+from slime.options.checkpoint import CheckpointOptions
+from slime.options.cluster import ClusterOptions, DeadlineOptions, WeightUpdateOptions
+from slime.options.data import BatchOptions, DataOptions
+from slime.options.debug import DebugOptions
+from slime.options.describe import describe_groups
+from slime.options.errors import OptionError
+from slime.options.eval import EvalOptions
+from slime.options.installed import InstalledFlagsError, start_reading
+from slime.options.layout import check_layout
+from slime.options.model import apply_shape, model_directory
+from slime.options.parser import HelpAction, StrictParser, flag_values
+from slime.options.rollout import EngineOptions, RewardOptions, RolloutOptions
+from slime.options.schema import add_options, flag_of, hook_fields
+from slime.options.tracking import TrackingOptions
+from slime.options.unavailable import explain_flag
+from slime.options.validate import derive_all
+from slime.utils.misc import load_function, load_module, split_function_path
+
+GROUPS: tuple[type, ...] = (
+    ClusterOptions,
+    DeadlineOptions,
+    WeightUpdateOptions,
+    RolloutOptions,
+    RewardOptions,
+    EngineOptions,
+    DataOptions,
+    BatchOptions,
+    EvalOptions,
+    AlgorithmOptions,
+    CheckpointOptions,
+    TrackingOptions,
+    DebugOptions,
+)
+"""slime's own options, in the order of ``--help``."""
+
+HELP_SECTIONS = {"megatron": "Megatron", "sglang": "SGLang", "router": "Router"}
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line as one flat namespace with every option, Megatron and SGLang value under its upstream name.
+
+    A bad input prints one line that names the flag and exits with status 2, before any device is taken.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if os.getcwd() not in sys.path:  # hooks beside the user's script, as in the workers
+        sys.path.insert(0, os.getcwd())
+    parser = StrictParser(description="Reinforcement learning of language models: Megatron trains, SGLang generates.")
+    try:
+        yaml_values = _read_yaml(words)
+        defaults = _assemble(parser, words, yaml_values)
+        given = parser.parse_set(words) | _parse_yaml(parser, yaml_values)
+        args = argparse.Namespace(**(defaults | given))
+        warnings = _resolve(args, set(given))
+    except (OptionError, InstalledFlagsError) as error:
+        parser.error(str(error))
+    for warning in warnings:
+        print(f"{parser.prog}: warning: {warning}", file=sys.stderr)
+    return args
+
+
+def describe(args: argparse.Namespace) -> str:
+    """The resolved configuration as YAML, grouped, with API keys left out."""
+    return describe_groups(args, GROUPS)
+
+
+def _assemble(parser: StrictParser, words: Sequence[str], yaml_values: dict[str, Any]) -> dict[str, Any]:
+    """Add every flag there is to the parser; returns the defaults."""
+    sections = "|".join(HELP_SECTIONS)
+    parser.add_argument(
+        "-h", "--help", action=HelpAction, sections=HELP_SECTIONS, metavar="SECTION",
+        help=f"Show slime's own flags, or those of one section ({sections}), or all.",
+    )  # fmt: skip
+    for group in GROUPS:
+        add_options(parser, group)
+    own = {action.dest for action in parser._actions}
+    _add_hook_flags(parser, words, yaml_values)
+    with (
+        start_reading(megatron.PACKAGE, megatron.READER) as fields,
+        start_reading(sglang.ENGINE_PACKAGE, sglang.ENGINE_READER) as server,
+        start_reading(sglang.ROUTER_PACKAGE, sglang.ROUTER_READER) as router,
+    ):
+        megatron.add_megatron_flags(parser, fields, own)
+        sglang.add_engine_flags(parser, server)
+        sglang.add_router_flags(parser, router)
+    return parser.split_defaults()
+
+
+def _given_hooks(words: Sequence[str], yaml_values: dict[str, Any]) -> list[tuple[str, str]]:
+    """The (flag, function path) pairs that the user wrote."""
+    flags = {flag_of(field): field.name for field in hook_fields(GROUPS)}
+    pairs = [(flag, path) for flag, path in flag_values(words) if flag in flags]
+    return pairs + [(flag, str(yaml_values[name])) for flag, name in flags.items() if yaml_values.get(name)]
+
+
+def _add_hook_flags(parser: StrictParser, words: Sequence[str], yaml_values: dict[str, Any]) -> None:
+    """Let the modules that function paths name add flags of their own, by ``add_arguments(parser)``."""
+    sources = [_source(flag, path) for flag, path in _given_hooks(words, yaml_values)]
+    modules = {load_module(source).__file__: source for source in sources}  # a file may be named in several ways
+    for source in modules.values():
+        add_arguments = getattr(load_module(source), "add_arguments", None)
+        if add_arguments is not None:
+            try:
+                add_arguments(parser.add_argument_group(f"Hook {source}"))
+            except argparse.ArgumentError as error:
+                raise OptionError(f"{source}: its add_arguments failed: {error}") from error
+
+
+def _source(flag: str, path: str) -> str:
+    """The module of a function path, loaded; errors name the flag."""
+    try:
+        source = split_function_path(path)[0]
+        load_module(source)
+    except ValueError as error:
+        raise OptionError(f"{flag} {path}: {error}") from error
+    return source
+
+
+def _read_yaml(words: Sequence[str]) -> dict[str, Any]:
+    """The entries of ``--custom-config-path``, with underscores in their names."""
+    flag = "--custom-config-path"
+    path = dict(flag_values(words)).get(flag)
+    if path is None:
+        return {}
+    try:
+        with open(os.path.expanduser(path)) as file:
+            values = yaml.safe_load(file) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise OptionError(f"{flag} {path}: {error}") from error
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise OptionError(f"{flag} {path}: not a mapping of names to values")
+    return {key.replace("-", "_"): value for key, value in values.items()}
+
+
+def _parse_yaml(parser: StrictParser, values: dict[str, Any]) -> dict[str, Any]:
+    """YAML entries through the same types and checks as flags; entries that no flag knows stay as they are."""
+    words: list[str] = []
+    plain: dict[str, Any] = {}
+    for key, value in values.items():
+        reason = explain_flag("--" + key.replace("_", "-"))
+        if reason is not None:
+            raise OptionError(f"--custom-config-path: {reason}")
+        try:
+            tokens = parser.tokens_of(key, value)
+        except ValueError as error:
+            raise OptionError(f"--custom-config-path: {error}") from error
+        if tokens is None:
+            plain[key] = value
+        else:
+            words += tokens
+    return plain | parser.parse_set(words)
+
+
+def _resolve(args: argparse.Namespace, given: set[str]) -> list[str]:
+    """Derive and validate, the quick checks first; returns warnings."""
+    warnings: list[str] = []
+    args.sglang_cli = sglang.command_line(vars(args).pop("sglang_words", {}))
+    args.router_cli = sglang.command_line(vars(args).pop("router_words", {}))
+    args.sglang_router_ip = args.sglang_router_port = args.sglang_router_api_key = None  # known once the router runs
+    _load_hooks(args, given)
+    derive_all(args, warnings)
+    _check_reward_name(args)
+    args.hf_checkpoint = model_directory(args.hf_checkpoint, with_weights=not args.dry_run)
+    apply_shape(args, _shape(args), given, warnings)
+    if args.placement != "rollout_only":
+        check_layout(args)
+    return warnings
+
+
+def _shape(args: argparse.Namespace) -> dict[str, Any]:
+    """The model's shape by its config.json."""
+    from transformers import AutoConfig
+
+    from slime.models import shape_from_hf
+
+    try:
+        return shape_from_hf(AutoConfig.from_pretrained(args.hf_checkpoint))
+    except (ValueError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise OptionError(f"--hf-checkpoint {args.hf_checkpoint}: {reason}") from error
+
+
+def _check_reward_name(args: argparse.Namespace) -> None:
+    from slime.rollout.rm_hub.graders import GRADERS
+
+    if args.rm_type is not None and args.rm_type.removeprefix("boxed_") not in GRADERS:
+        raise OptionError(
+            f"--rm-type {args.rm_type}: there are {', '.join(sorted(GRADERS))}, each also as boxed_<name>"
+        )
+
+
+def _load_hooks(args: argparse.Namespace, given: set[str]) -> None:
+    """Load the given function paths; a file becomes absolute and names its function, since workers run elsewhere."""
+    for field in hook_fields(GROUPS):
+        path = getattr(args, field.name)
+        if field.name not in given or path is None:
+            continue
+        names = field.metadata["hook"]
+        try:
+            load_function(path, flag=flag_of(field), default_names=names)
+        except ValueError as error:
+            raise OptionError(str(error)) from error
+        source, name = split_function_path(path)
+        if source.endswith(".py"):
+            name = name or next(n for n in names if hasattr(load_module(source), n))
+            setattr(args, field.name, f"{os.path.abspath(os.path.expanduser(source))}:{name}")

@@ -1,0 +1,331 @@
+"""The whole command line: derived values, and for every bad input one line that names the flag and exit status 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from slime.utils.arguments import describe, parse_args
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "vocab_size": 300,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 2048,
+    "hidden_act": "silu",
+}
+QWEN3_MOE = QWEN3 | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+}
+
+Parse = Callable[..., Namespace]
+Fails = Callable[..., str]
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory of a test: models, prompt data and hooks."""
+    for name, config in (("model", QWEN3), ("moe", QWEN3_MOE)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    for name in ("data", "aime", "gsm8k"):
+        (tmp_path / f"{name}.jsonl").write_text('{"input": "1+1", "label": "2"}\n')
+    (tmp_path / "hook.py").write_text(
+        "def add_arguments(parser):\n"
+        "    parser.add_argument('--tool-budget', type=int, default=3)\n"
+        "async def reward_func(args, sample, **kwargs):\n    return 1.0\n"
+        "async def generate(args, sample, sampling_params):\n    return sample\n"
+    )
+    (tmp_path / "clash.py").write_text((tmp_path / "hook.py").read_text())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return tmp_path
+
+
+BASE = {
+    "--hf-checkpoint": "model",
+    "--prompt-data": "data.jsonl",
+    "--num-rollout": "3",
+    "--rollout-batch-size": "4",
+    "--n-samples-per-prompt": "4",
+    "--rollout-max-response-len": "16",
+    "--rm-type": "math",
+    "--actor-num-gpus-per-node": "2",
+    "--colocate": "",
+    "--fp32": "",
+}
+
+
+def command(words: str = "", without: str = "") -> list[str]:
+    """A small valid command line, less some of its flags, and more words."""
+    kept = {flag: value for flag, value in BASE.items() if flag not in without.split()}
+    return [word for pair in kept.items() for word in pair if word] + words.split()
+
+
+@pytest.fixture
+def parse() -> Parse:
+    return lambda words="", without="": parse_args(command(words, without))
+
+
+@pytest.fixture
+def fails(capsys: pytest.CaptureFixture[str]) -> Fails:
+    def run(words: str = "", without: str = "") -> str:
+        with pytest.raises(SystemExit) as stop:
+            parse_args(command(words, without))
+        line = capsys.readouterr().err
+        assert stop.value.code == 2
+        match = re.search(r"^[^\n]*: error: ([^\n]+)\n\Z", line, re.MULTILINE)
+        assert match, line
+        return match[1]
+
+    return run
+
+
+def test_shape_comes_from_the_config(parse: Parse, directory: Path) -> None:
+    args = parse()
+    assert args.hf_checkpoint == str(directory / "model")
+    assert (args.num_layers, args.hidden_size, args.vocab_size, args.num_query_groups) == (4, 128, 300, 2)
+    assert (args.swiglu, args.qk_layernorm, args.untie_embeddings_and_output_weights) == (True, True, False)
+    assert args.rotary_base == 1000000
+    assert args.params_dtype == "float32"
+    assert parse("", "--fp32").params_dtype == "bfloat16"
+    assert pickle.loads(pickle.dumps(args)) == args
+
+
+@pytest.mark.parametrize(
+    ("words", "steps", "batch"),
+    [
+        ("", 1, 16),
+        ("--num-steps-per-rollout 2", 2, 8),
+        ("--global-batch-size 4", 4, 4),
+        ("--global-batch-size 8 --num-steps-per-rollout 2", 2, 8),
+    ],
+)
+def test_batch_equation(parse: Parse, words: str, steps: int, batch: int) -> None:
+    args = parse(words)
+    assert (args.num_steps_per_rollout, args.global_batch_size) == (steps, batch)
+    assert args.rollout_batch_size * args.n_samples_per_prompt == batch * steps
+    assert args.train_iters == 3 * steps
+
+
+def test_placements(parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
+    args = parse("--rollout-num-gpus 6")
+    assert (args.placement, args.rollout_num_gpus, args.num_engines) == ("colocate", 2, 2)
+    assert "--rollout-num-gpus 6 is ignored with --colocate" in capsys.readouterr().err
+    assert (args.offload_train, args.offload_rollout, args.update_weight_transport) == (True, True, "tensor")
+    args = parse("--rollout-num-gpus 4 --rollout-num-gpus-per-engine 2", "--colocate")
+    assert (args.placement, args.actor_num_gpus, args.rollout_num_gpus, args.num_engines) == ("disaggregate", 2, 4, 2)
+    assert (args.offload_train, args.offload_rollout, args.update_weight_transport) == (False, False, "distributed")
+    args = parse("--rollout-num-gpus 1 --update-weight-transport nccl --offload-train", "--colocate")
+    assert (args.update_weight_transport, args.offload_train, args.offload_rollout) == ("distributed", True, False)
+    args = parse("--debug-rollout-only --rollout-num-gpus 3")
+    assert (args.placement, args.num_engines, args.offload_rollout) == ("rollout_only", 3, False)
+    args = parse("--load-debug-rollout-data dump/{rollout_id}.pt", "--prompt-data")
+    assert (args.placement, args.num_engines, args.debug_train_only) == ("train_only", 0, True)
+    args = parse("--update-weight-transport disk --run-dir out")
+    assert args.update_weight_disk_dir == os.path.abspath("out/weights")
+
+
+def test_run_directory(parse: Parse, directory: Path) -> None:
+    assert Path(parse().run_dir).parent == directory / "outputs"
+    assert parse("--save ckpt").run_dir == str(directory / "ckpt")
+    assert parse("--save ckpt --run-dir elsewhere").run_dir == str(directory / "elsewhere")
+    assert parse().launch_dir == str(directory)
+
+
+def test_eval_data_repeated_paired_and_alone(parse: Parse, directory: Path) -> None:
+    aime, gsm8k = (str(directory / f"{name}.jsonl") for name in ("aime", "gsm8k"))
+    for words in ("aime aime.jsonl --eval-prompt-data gsm8k gsm8k.jsonl", "aime aime.jsonl gsm8k gsm8k.jsonl"):
+        args = parse(f"--eval-interval 5 --eval-prompt-data {words}")
+        assert args.eval_datasets == [("aime", aime), ("gsm8k", gsm8k)]
+        assert args.eval_prompt_data == ["aime", aime, "gsm8k", gsm8k]
+    assert parse("--eval-interval 5 --eval-prompt-data aime.jsonl@[0:1]").eval_datasets == [("aime", aime + "@[0:1]")]
+    assert args.eval_function_path == args.rollout_function_path
+
+
+def test_supervised_training(parse: Parse) -> None:
+    words = "--loss-type sft_loss --debug-train-only --n-samples-per-prompt 1"
+    args = parse(words, "--rm-type --rollout-max-response-len")
+    assert args.rollout_function_path == "slime.rollout.sft_rollout.generate_rollout"
+    assert args.disable_compute_advantages_and_returns
+
+
+def test_hooks_are_loaded_and_their_flags_known(parse: Parse, directory: Path, fails: Fails) -> None:
+    args = parse("--custom-rm-path hook.py --custom-generate-function-path hook:generate --tool-budget 7")
+    assert args.custom_rm_path == f"{directory}/hook.py:reward_func"
+    assert args.custom_generate_function_path == "hook:generate"
+    assert args.tool_budget == 7
+    assert "conflicting option string" in fails("--custom-rm-path hook.py --custom-generate-function-path clash.py")
+    assert parse("--custom-rm-path hook.py").tool_budget == 3
+    assert "unknown flag --tool-budget" in fails("--tool-budget 7")
+
+
+def test_yaml_is_merged_before_derivation(parse: Parse, directory: Path, fails: Fails) -> None:
+    settings = {
+        "rollout_batch_size": 8,
+        "lr": "3e-5",
+        "colocate": False,
+        "rollout-num-gpus": 2,
+        "eval_prompt_data": ["aime", "aime.jsonl"],
+        "eval_interval": 2,
+        "train_env_vars": {"A": "1"},
+        "sglang_mem_fraction_static": 0.5,
+        "custom_rm_path": "hook.py:reward_func",
+        "my_setting": {"deep": [1, 2]},
+    }
+    (directory / "c.yaml").write_text(yaml.safe_dump(settings))
+    args = parse("--custom-config-path c.yaml --sglang-mem-fraction-static 0.9 --lr 1")
+    assert (args.rollout_batch_size, args.global_batch_size, args.lr) == (8, 32, 3e-5)
+    assert (args.placement, args.rollout_num_gpus) == ("disaggregate", 2)
+    assert args.eval_datasets[0][0] == "aime"
+    assert args.train_env_vars == {"A": "1"}
+    assert args.sglang_cli == ["--mem-fraction-static", "0.5"]
+    assert args.tool_budget == 3
+    assert args.my_setting == {"deep": [1, 2]}
+    for content, expected in (
+        ("rollout_batch_size: many", "argument --rollout-batch-size: invalid int value: 'many'"),
+        ("use_tis: true", "--custom-config-path: --use-tis is not available yet"),
+        ("colocate: 3", "neither true nor false"),
+        ("lr: true", "--lr takes a value"),
+        ("- 1", "not a mapping"),
+        ("a: [", "--custom-config-path c.yaml: "),
+    ):
+        (directory / "c.yaml").write_text(content)
+        assert expected in fails("--custom-config-path c.yaml")
+    assert "--custom-config-path no.yaml" in fails("--custom-config-path no.yaml")
+
+
+def test_config_mismatch(parse: Parse, fails: Fails, capsys: pytest.CaptureFixture[str]) -> None:
+    agreed = (
+        "--num-layers 4 --swiglu --norm-epsilon 1e-06 --rotary-base 10000 --rotary-base 1000000 --disable-bias-linear"
+    )
+    assert parse(agreed).num_layers == 4
+    line = fails("--rotary-base 10000 --num-layers 36")
+    assert "--rotary-base is 10000.0, config.json means 1000000" in line
+    assert "--num-layers is 36, config.json means 4" in line
+    assert "--allow-config-mismatch" in line
+    args = parse("--rotary-base 10000 --allow-config-mismatch")
+    assert args.rotary_base == 10000
+    assert "warning: flags contradict config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "without", "expected"),
+    [
+        ("", "--hf-checkpoint", "--hf-checkpoint is missing"),
+        ("--hf-checkpoint /no/model", "", "--hf-checkpoint /no/model: there is no such directory"),
+        ("--hf-checkpoint nobody/no-such-model", "", "nobody/no-such-model: no such directory, not in the Hugging"),
+        ("--hf-checkpoint .", "", "there is no config.json"),
+        ("", "--prompt-data", "--prompt-data is missing"),
+        ("--prompt-data no.jsonl@[0:3]", "", "--prompt-data no.jsonl@[0:3]: there is no file no.jsonl"),
+        ("", "--rollout-batch-size", "--rollout-batch-size is missing"),
+        ("", "--num-rollout", "--num-rollout or --num-epoch is missing"),
+        ("", "--rm-type", "--rm-type or --custom-rm-path is missing"),
+        ("--rm-type maths", "", "--rm-type maths: there are dapo"),
+        ("--rm-type remote_rm", "", "--rm-type remote_rm needs --rm-url"),
+        ("", "--rollout-max-response-len", "--rollout-max-response-len is missing"),
+        ("--global-batch-size 5", "", "--rollout-batch-size 4 x --n-samples-per-prompt 4 = 16 is no multiple of --"),
+        ("--num-steps-per-rollout 3", "", "= 16 is no multiple of --num-steps-per-rollout 3"),
+        ("--num-steps-per-rollout 2 --global-batch-size 16", "", "= 16, but --global-batch-size 16 x --num-steps"),
+        ("--n-samples-per-prompt 1", "", "--n-samples-per-prompt 1 leaves --advantage-estimator grpo nothing"),
+        ("--use-dynamic-batch-size", "", "--use-dynamic-batch-size needs --max-tokens-per-gpu"),
+        ("", "--colocate", "--rollout-num-gpus is missing"),
+        ("--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2", "--colocate", "3 rollout slots are no multiple"),
+        ("--rollout-num-gpus-per-engine 16", "", "more than --num-gpus-per-node 8"),
+        ("--debug-rollout-only --debug-train-only", "", "--debug-rollout-only and --debug-train-only exclude"),
+        ("--use-kl-loss", "", "--use-kl-loss needs --ref-load"),
+        ("--use-kl-loss --ref-load /no/ref", "", "--ref-load /no/ref: there is no such directory"),
+        ("--kl-loss-coef 0.1", "", "--kl-loss-coef 0.1 has no effect without --use-kl-loss"),
+        ("--save-interval 3", "", "--save-interval needs --save"),
+        ("--eval-interval 3", "", "--eval-interval needs --eval-prompt-data"),
+        ("--eval-prompt-data a aime.jsonl b", "", "--eval-prompt-data takes pairs NAME PATH, not 3 words"),
+        ("--eval-prompt-data a aime.jsonl a gsm8k.jsonl", "", "--eval-prompt-data names 'a' twice"),
+        ("--eval-prompt-data a no.jsonl", "", "--eval-prompt-data no.jsonl: there is no file"),
+        ("--update-weight-transport distributed", "", "distributed needs separate slots"),
+        ("--update-weight-transport tensor --rollout-num-gpus 1", "--colocate", "tensor needs --colocate"),
+        ("--custom-rm-path hook.py:reward", "", "--custom-rm-path hook.py:reward: hook.py has no 'reward'; did you"),
+        ("--custom-rm-path none.py", "", "--custom-rm-path none.py: there is no file"),
+        ("--rollout-function-path slime.nowhere.fn", "", "--rollout-function-path slime.nowhere.fn: there is no"),
+        ("--tensor-model-parallel-size 4", "", "2 training slots"),
+        ("--disable-compute-advantages-and-returns", "", "leaves nothing to train but --loss-type sft_loss"),
+        ("--transformer-impl transformer_engine", "", "--transformer-impl transformer_engine is not available yet"),
+        ("--lr-warmup-fraction 0.1 --lr-warmup-iters 3", "", "exclude each other"),
+        ("--save-debug-rollout-data dump.pt", "", "{rollout_id} is missing"),
+        ("--hf-checkpoint moe --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1", "",
+         "does not sum the experts' gradients"),
+        ("--rolout-batch-size 4", "", "unknown flag --rolout-batch-size; did you mean --rollout-batch-size?"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_with_status_2(fails: Fails, words: str, without: str, expected: str) -> None:
+    assert expected in fails(words, without)
+
+
+def test_unsupported_model(directory: Path, fails: Fails) -> None:
+    (directory / "model" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    assert "model_type 'gpt2' is not supported" in fails()
+
+
+def test_describe_is_yaml_without_secrets(parse: Parse) -> None:
+    args = parse("--use-wandb --wandb-key s3cret --sglang-log-level info --dry-run")
+    args.sglang_router_api_key = "t0ken"
+    text = describe(args)
+    assert "s3cret" not in text
+    assert "t0ken" not in text
+    sections: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    assert sections["batches"]["global_batch_size"] == 16
+    assert sections["cluster"]["no_api_keys"] is False
+    assert sections["tracking"]["wandb_key"] == "<redacted>"
+    assert sections["sglang"]["sglang_cli"] == ["--log-level", "info"]
+    assert sections["derived"]["placement"] == "colocate"
+    assert sections["versions"]["megatron-core"]
+
+
+def test_the_quick_start_documents_command(parse: Parse, directory: Path) -> None:
+    """The arrays of the quick start, on the test's model."""
+    words = """
+        --ref-load model --load ckpt --save ckpt --save-interval 20
+        --input-key prompt --label-key label --apply-chat-template --rollout-shuffle --rm-type deepscaler
+        --num-rollout 3000 --rollout-batch-size 16 --n-samples-per-prompt 8 --num-steps-per-rollout 1
+        --global-batch-size 128 --rollout-max-response-len 8192 --rollout-temperature 0.8 --balance-data
+        --eval-interval 5 --eval-prompt-data aime aime.jsonl --n-samples-per-eval-prompt 16
+        --eval-max-response-len 16384 --eval-top-p 0.7
+        --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 1 --context-parallel-size 2
+        --expert-model-parallel-size 1 --expert-tensor-parallel-size 1
+        --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+        --use-dynamic-batch-size --max-tokens-per-gpu 4608
+        --advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.00 --kl-loss-type low_var_kl --entropy-coef 0.00
+        --eps-clip 0.2 --eps-clip-high 0.28
+        --optimizer adam --lr 1e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98
+        --rollout-num-gpus-per-engine 2 --actor-num-nodes 1 --actor-num-gpus-per-node 4 --rollout-num-gpus 4
+    """
+    args = parse(words, "--colocate")
+    assert (args.data_parallel_size, args.num_engines, args.global_batch_size) == (1, 2, 128)
+    assert (args.eps_clip, args.eps_clip_high, args.kl_loss_type, args.kl_loss_coef) == (0.2, 0.28, "low_var_kl", 0)
+    assert (args.lr_decay_style, args.adam_beta2, args.weight_decay) == ("constant", 0.98, 0.1)
+    assert (args.recompute_granularity, args.recompute_method, args.recompute_num_layers) == ("full", "uniform", 1)
+    assert args.ref_load == str(directory / "model")

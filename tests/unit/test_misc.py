@@ -1,0 +1,79 @@
+"""Function paths: every accepted form, and an error that says what is missing."""
+
+from __future__ import annotations
+
+import collections
+import secrets
+from pathlib import Path
+
+import pytest
+
+from slime.utils.misc import load_function
+
+
+@pytest.fixture
+def hook_file(tmp_path: Path) -> Path:
+    file = tmp_path / f"hook_{secrets.token_hex(4)}.py"
+    file.write_text(
+        "COUNT = [1]\n"
+        "def reward_func(x):\n    return x + 1\n"
+        "class Box:\n    @staticmethod\n    def open():\n        return 'open'\n"
+    )
+    return file
+
+
+@pytest.mark.parametrize("path", ["collections.OrderedDict", "collections:OrderedDict"])
+def test_dotted_and_colon_form(path: str) -> None:
+    assert load_function(path) is collections.OrderedDict
+
+
+def test_file_form_is_loaded_once(hook_file: Path) -> None:
+    function = load_function(f"{hook_file}:reward_func")
+    assert function(41) == 42
+    assert load_function(f"{hook_file}:reward_func") is function
+    assert load_function(f"{hook_file}:Box.open")() == "open"
+    assert function.__globals__["COUNT"] == [1]
+
+
+def test_relative_file_and_absolute_file_are_one_module(hook_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(hook_file.parent)
+    assert load_function(f"{hook_file.name}:reward_func") is load_function(f"{hook_file}:reward_func")
+
+
+def test_bare_file_takes_the_first_default_name(hook_file: Path) -> None:
+    assert load_function(str(hook_file), default_names=("custom_rm", "reward_func", "Box"))(1) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("collections.OrderedDcit", "collections has no 'OrderedDcit'; did you mean OrderedDict"),
+        ("slime.utils.tipes.Sample", "there is no module 'slime.utils.tipes'; did you mean slime.utils.types"),
+        ("no_such_package.sub.fn", "there is no module 'no_such_package'"),
+        ("/no/such/file.py:fn", "there is no file /no/such/file.py"),
+        ("function", "names no function"),
+        ("sys:version", "'version' is a str, not a function or class"),
+    ],
+)
+def test_error_names_flag_path_and_what_is_missing(path: str, expected: str) -> None:
+    import slime.utils  # noqa: F401  the near names come from the imported parent package
+
+    with pytest.raises(ValueError, match="--custom-rm-path") as error:
+        load_function(path, flag="--custom-rm-path")
+    assert path in str(error.value)
+    assert expected in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_bare_file_without_a_match(hook_file: Path) -> None:
+    with pytest.raises(ValueError, match=r"none of generate, custom_generate is in it; write .*:function"):
+        load_function(str(hook_file), default_names=("generate", "custom_generate"))
+
+
+def test_failing_import_tells_the_cause(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("import no_such_dependency_of_a_hook\n")
+    with pytest.raises(ValueError, match=r"importing .*broken.py failed: ModuleNotFoundError: .*no_such_dependency"):
+        load_function(f"{broken}:fn", flag="--custom-rm-path")
+    with pytest.raises(ValueError, match="no_such_dependency"):
+        load_function(f"{broken}:fn")

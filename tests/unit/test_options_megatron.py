@@ -1,0 +1,193 @@
+"""Megatron's flags mean what Megatron-LM means by them: all model scripts, through to megatron-core's dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.options.layout import check_layout
+from slime.options.megatron import config_kwargs
+from slime.options.parser import StrictParser
+from slime.utils.arguments import _assemble
+
+SHAPES: dict[str, str] = json.loads(Path(__file__).with_name("test_options_shapes.json").read_text())
+
+RENAMED = {
+    "--num-experts": "num_moe_experts",
+    "--norm-epsilon": "layernorm_epsilon",
+    "--apply-layernorm-1p": "layernorm_zero_centered_gamma",
+    "--use-gated-attention": "attention_output_gate",
+}
+SWITCHES_OFF = {
+    "--disable-bias-linear": "add_bias_linear",
+    "--no-rope-fusion": "apply_rope_fusion",
+    "--no-masked-softmax-fusion": "masked_softmax_fusion",
+}
+NEEDS_TRANSFORMER_ENGINE = {"moe_permute_fusion": False, "moe_grouped_gemm": False}
+
+
+@pytest.fixture(scope="module")
+def parse() -> Any:
+    parser = StrictParser(prog="train.py")
+    defaults = _assemble(parser, [], {})
+
+    def parse(words: str) -> Namespace:
+        args = Namespace(**defaults | parser.parse_set(words.split()))
+        args.params_dtype = args.precision
+        return args
+
+    return parse
+
+
+def pairs(words: str) -> list[tuple[str, str | None]]:
+    """Flags with their value, or None for a switch."""
+    split = words.split()
+    follow = [*split[1:], "--"]
+    return [(w, None if n.startswith("--") else n) for w, n in zip(split, follow, strict=False) if w.startswith("--")]
+
+
+def agrees(actual: Any, text: str | None) -> bool:
+    """Whether a value is what the command line said."""
+    if text is None:
+        return actual is True
+    if isinstance(actual, list):
+        return actual == eval(text)
+    return str(actual) == text or float(actual) == float(text)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_model_scripts_give_the_config_that_they_mean(name: str, parse: Any) -> None:
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    args = parse(SHAPES[name])
+    cls = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
+    fields = {field.name for field in dataclasses.fields(cls)}
+    kwargs = config_kwargs(args, cls)
+    small = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4} if not SHAPES[name] else {}
+    config = cls(**kwargs | NEEDS_TRANSFORMER_ENGINE | small)
+    compared = 0
+    for flag, text in pairs(SHAPES[name]):
+        field = RENAMED.get(flag, flag[2:].replace("-", "_"))
+        if flag in SWITCHES_OFF:
+            assert getattr(config, SWITCHES_OFF[flag]) is False
+        elif flag == "--swiglu":
+            assert config.gated_linear_unit
+            assert config.activation_func.__name__ == "silu"
+        elif field in NEEDS_TRANSFORMER_ENGINE:
+            assert kwargs[field] is True
+        elif field in fields:
+            assert agrees(getattr(config, field), text), flag
+        elif flag in ("--use-rotary-position-embeddings", "--no-position-embedding"):
+            assert args.position_embedding_type == "rope"
+        else:
+            assert agrees(getattr(args, field), text), flag
+        compared += 1
+    assert compared == len(pairs(SHAPES[name]))
+
+
+def test_optimizer_and_ddp_flags(parse: Any) -> None:
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+
+    args = parse(
+        "--optimizer adam --lr 3e-4 --min-lr 1e-5 --weight-decay 0.1 --adam-beta1 0.8 --adam-beta2 0.98 "
+        "--adam-eps 1e-6 --clip-grad 0.5 --fp16 --accumulate-allreduce-grads-in-fp32 --overlap-grad-reduce "
+        "--overlap-param-gather --ddp-bucket-size 4000000 --no-check-for-nan-in-loss-and-grad "
+        "--use-precision-aware-optimizer"
+    )
+    assert str(config_kwargs(parse("--exp-avg-dtype bf16"), OptimizerConfig)["exp_avg_dtype"]) == "torch.bfloat16"
+    optimizer = OptimizerConfig(**config_kwargs(args, OptimizerConfig) | {"use_precision_aware_optimizer": False})
+    assert (optimizer.lr, optimizer.min_lr, optimizer.weight_decay) == (3e-4, 1e-5, 0.1)
+    assert (optimizer.adam_beta1, optimizer.adam_beta2, optimizer.adam_eps) == (0.8, 0.98, 1e-6)
+    assert (optimizer.clip_grad, optimizer.fp16, optimizer.bf16) == (0.5, True, False)
+    assert optimizer.use_distributed_optimizer
+    ddp = DistributedDataParallelConfig(**config_kwargs(args, DistributedDataParallelConfig))
+    assert ddp.grad_reduce_in_fp32
+    assert ddp.overlap_grad_reduce
+    assert ddp.overlap_param_gather
+    assert ddp.use_distributed_optimizer
+    assert (ddp.bucket_size, ddp.check_for_nan_in_grad) == (4000000, False)
+    plain = config_kwargs(parse("--no-use-distributed-optimizer"), DistributedDataParallelConfig)
+    assert "use_distributed_optimizer" not in plain
+
+
+def test_enum_list_and_precision_fields(parse: Any) -> None:
+    import torch
+    from megatron.core.transformer.enums import AttnBackend
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    args = parse(
+        "--attention-backend flash --cp-comm-type p2p --moe-aux-loss-coeff 0.1 --fp8-format hybrid --bf16 "
+        "--recompute-modules core_attn moe_act --microbatch-group-size-per-virtual-pipeline-stage 4"
+    )
+    kwargs = config_kwargs(args, TransformerConfig)
+    assert kwargs["attention_backend"] is AttnBackend.flash
+    assert kwargs["cp_comm_type"] == "p2p"
+    assert kwargs["moe_aux_loss_coeff"] == 0.1
+    assert kwargs["recompute_modules"] == ["core_attn", "moe_act"]
+    assert kwargs["microbatch_group_size_per_vp_stage"] == 4
+    assert kwargs["fp8"] == "hybrid"
+    assert kwargs["params_dtype"] is kwargs["pipeline_dtype"] is torch.bfloat16
+    assert kwargs["bf16"] is True
+    assert kwargs["fp16"] is False
+    assert "calculate_per_token_loss" not in config_kwargs(parse("--calculate-per-token-loss"), TransformerConfig)
+
+
+DENSE = {"num_layers": 8, "num_attention_heads": 8, "num_query_groups": 4, "group_query_attention": True}
+MOE = DENSE | {"num_experts": 8}
+
+
+def layout(parse: Any, words: str, world: int, shape: dict[str, Any], batch: int = 64) -> Namespace:
+    args = parse(words)
+    vars(args).update(shape | {"world_size": world, "global_batch_size": batch})
+    check_layout(args)
+    return args
+
+
+def test_layout_derivations(parse: Any) -> None:
+    args = layout(parse, "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2", 8, DENSE)
+    assert args.data_parallel_size == 2
+    assert args.sequence_parallel
+    assert args.expert_tensor_parallel_size == 2
+    assert not layout(parse, "--sequence-parallel", 2, DENSE).sequence_parallel
+    words = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2"
+    assert layout(parse, words, 2, DENSE).virtual_pipeline_model_parallel_size == 2
+    words = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 4"
+    assert layout(parse, words, 2, DENSE).virtual_pipeline_model_parallel_size == 4
+    args = layout(parse, "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2", 4, MOE)
+    assert args.expert_tensor_parallel_size == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "shape", "expected"),
+    [
+        ("--tensor-model-parallel-size 2", 3, DENSE, "3 training slots .* are no multiple of .*-size 2"),
+        ("--tensor-model-parallel-size 8", 8, DENSE, "--num-query-groups 4 is no multiple of"),
+        ("--pipeline-model-parallel-size 3", 3, DENSE, "--num-layers 8 is no multiple of --pipeline"),
+        ("--num-layers-per-virtual-pipeline-stage 2", 1, DENSE, "needs --pipeline-model-parallel-size above 1"),
+        ("--expert-model-parallel-size 2", 2, DENSE, "the model has no experts"),
+        ("--expert-model-parallel-size 3", 3, MOE, "--num-experts 8 is no multiple of --expert-model-parallel-size 3"),
+        ("--tensor-model-parallel-size 2", 2, MOE, "need --sequence-parallel"),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
+            2,
+            MOE,
+            "does not sum the experts' gradients",
+        ),
+        ("--recompute-granularity full", 1, DENSE, "needs --recompute-method and --recompute-num-layers"),
+        ("--allgather-cp --context-parallel-size 2", 2, DENSE, "--allgather-cp is not available yet"),
+    ],
+)
+def test_layouts_that_are_refused(parse: Any, words: str, world: int, shape: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        layout(parse, words, world, shape)
+
+
+def test_a_batch_smaller_than_the_ranks_is_refused(parse: Any) -> None:
+    with pytest.raises(ValueError, match="--global-batch-size 2 is less than 4 data-parallel ranks"):
+        layout(parse, "", 4, DENSE, batch=2)

@@ -1,0 +1,221 @@
+"""The parser: strict, later duplicates win, grouped help, flags of the installed packages with a cache."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from slime.options.installed import InstalledFlagsError, start_reading
+from slime.options.parser import StrictParser, flag_values
+from slime.options.patterns import layer_pattern, window
+from slime.options.schema import add_options, option
+from slime.utils.arguments import _assemble
+
+
+@dataclass
+class Example:
+    """Example: one of each kind."""
+
+    batch: int = option(4, "Size.", at_least=1)
+    rate: float | None = option(None, "Rate.", above=0)
+    kind: Literal["a", "b"] = option("a", "Kind.", aliases=("--sort",))
+    fast: bool = option(False, "Fast.")
+    offload: bool | None = option(None, "Offload.")
+    stops: list[str] | None = option(None, "Stops.")
+    pairs: list[list[str]] | None = option(None, "Pairs.")
+    settings: dict[str, Any] | None = option(None, "Settings.")
+
+
+@pytest.fixture
+def parser() -> StrictParser:
+    made = StrictParser(prog="train.py")
+    add_options(made, Example)
+    return made
+
+
+@pytest.fixture(scope="module")
+def full_parser() -> StrictParser:
+    made = StrictParser(prog="train.py")
+    _assemble(made, [], {})
+    return made
+
+
+def fails(parser: StrictParser, words: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """The one error line of a parse that must fail."""
+    with pytest.raises(SystemExit) as stop:
+        parser.parse_set(words.split())
+    captured = capsys.readouterr()
+    assert stop.value.code == 2
+    assert captured.out == ""
+    match = re.fullmatch(r"train\.py: error: ([^\n]+)\n", captured.err)
+    assert match
+    return match[1]
+
+
+def test_defaults_are_apart_from_what_is_given(parser: StrictParser) -> None:
+    defaults = parser.split_defaults()
+    assert defaults["batch"] == 4
+    assert defaults["fast"] is False
+    assert defaults["offload"] is None
+    assert parser.parse_set([]) == {}
+    assert parser.parse_set(["--sort", "b", "--no-offload"]) == {"kind": "b", "offload": False}
+
+
+def test_later_duplicates_win_and_repeated_lists_gather(parser: StrictParser) -> None:
+    parser.split_defaults()
+    words = "--batch 2 --stops x y --batch=8 --stops z --pairs a b --pairs c d"
+    given = parser.parse_set(words.split())
+    assert given == {"batch": 8, "stops": ["z"], "pairs": [["a", "b"], ["c", "d"]]}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--bach 3 --ofload --zzz", "unknown flag --bach; did you mean --batch?; unknown flag --ofload; did you mean"),
+        ("--batc 3", "unknown flag --batc; did you mean --batch?"),
+        ("--batch 0", "argument --batch: must be at least 1, not 0"),
+        ("--batch x", "argument --batch: invalid int value: 'x'"),
+        ("--rate 0", "argument --rate: must be above 0, not 0"),
+        ("--kind c", "invalid choice: 'c'"),
+        ("--settings [1]", "not a JSON object"),
+        ("--batch 2 stray", "unexpected argument 'stray' after 2"),
+    ],
+)
+def test_errors_are_one_line_with_status_2(
+    parser: StrictParser, words: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert expected in fails(parser, words, capsys)
+
+
+def test_unknown_flags_name_the_nearest_in_every_source(
+    full_parser: StrictParser, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--rolout-batch-size 4 --tensor_model_parallel_size 2 --sglang-mem-fraction 0.8 --router-polcy random"
+    line = fails(full_parser, words, capsys)
+    assert "unknown flag --rolout-batch-size; did you mean --rollout-batch-size?" in line
+    assert "--tensor_model_parallel_size; did you mean --tensor-model-parallel-size?" in line
+    assert "--sglang-mem-fraction; did you mean --sglang-mem-fraction-static?" in line
+    assert "--router-polcy; did you mean --router-policy?" in line
+
+
+def test_pass_through_keeps_attribute_and_words(full_parser: StrictParser) -> None:
+    words = "--sglang-mem-fraction-static 0.5 --sglang-log-level INFO --sglang-mem-fraction-static 0.8 "
+    words += "--sglang-context-length 8k --sglang-disable-radix-cache --sglang-no-lora-strict-loading "
+    words += "--router-policy round_robin --router-disable-retries --sglang-cuda-graph-bs-decode 1 2 4"
+    given = full_parser.parse_set(words.split())
+    assert given["sglang_mem_fraction_static"] == 0.8
+    assert given["sglang_context_length"] == 8000
+    assert given["sglang_disable_radix_cache"] is True
+    assert given["sglang_lora_strict_loading"] is False
+    assert given["sglang_cuda_graph_bs_decode"] == [1, 2, 4]
+    assert given["sglang_words"]["sglang_mem_fraction_static"] == ["--mem-fraction-static", "0.8"]
+    assert given["sglang_words"]["sglang_cuda_graph_bs_decode"] == ["--cuda-graph-bs-decode", "1", "2", "4"]
+    assert given["router_words"]["router_policy"] == ["--policy", "round_robin"]
+    assert given["router_disable_retries"] is True
+
+
+@pytest.mark.parametrize("section", [None, "megatron", "sglang", "router", "all"])
+def test_help_is_grouped(section: str | None, full_parser: StrictParser, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        full_parser.parse_set(["--help", *([section] if section else [])])
+    out = capsys.readouterr().out
+    assert stop.value.code == 0
+    flags = {
+        None: "--rollout-batch-size INT",
+        "megatron": "--tensor-model-parallel-size INT",
+        "sglang": "--sglang-mem-fraction-static FLOAT",
+        "router": "--router-policy {",
+        "all": "--rollout-batch-size INT",
+    }
+    for other, flag in flags.items():
+        assert (flag in out) == (section in (other, "all") or (section is None and other == "all"))
+    assert "==SUPPRESS==" not in out
+    assert max(map(len, out.splitlines())) <= 160
+
+
+def test_flag_values_reads_both_forms() -> None:
+    assert flag_values(["--a", "1", "--b=2", "--c"]) == [("--a", "1"), ("--b", "2"), ("--c", "")]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("4", 4), ("[0,1,1]", [0, 1, 1]), ("[0]*1+[1]*3", [0, 1, 1, 1]), ("([1]*2+[0])*2", [1, 1, 0, 1, 1, 0])],
+)
+def test_layer_patterns(text: str, value: int | list[int]) -> None:
+    assert layer_pattern(text) == value
+
+
+@pytest.mark.parametrize("text", ["__import__('os')", "[1]*10**9", "x", "[0]+", "[1]*99999999", "[[1]]"])
+def test_layer_patterns_refuse_other_expressions(text: str) -> None:
+    with pytest.raises(Exception, match="neither a number nor a list"):
+        layer_pattern(text)
+
+
+def test_window() -> None:
+    assert window("128,0") == (128, 0)
+    with pytest.raises(Exception, match="LEFT,RIGHT"):
+        window("128")
+
+
+WRITES_ONE = "import sys, json, pathlib; pathlib.Path(sys.argv[1]).write_text(json.dumps([{'flags': ['--x']}]))"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_flags_are_read_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert start_reading("pytest", WRITES_ONE).result() == [{"flags": ["--x"]}]
+    assert len(list(cache.rglob("pytest-*.json"))) == 1
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: pytest.fail("read again"))
+    assert start_reading("pytest", WRITES_ONE).result() == [{"flags": ["--x"]}]
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"a": 1}', "[]", '[{"no": "flags"}]', "[3]", "\x00"])
+def test_a_broken_cache_is_read_anew(cache: Path, content: str) -> None:
+    start_reading("pytest", WRITES_ONE).result()
+    (file,) = cache.rglob("pytest-*.json")
+    file.write_text(content)
+    assert start_reading("pytest", WRITES_ONE).result() == [{"flags": ["--x"]}]
+    assert json.loads(file.read_text()) == [{"flags": ["--x"]}]
+
+
+def test_parsing_works_where_no_cache_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert start_reading("pytest", WRITES_ONE).result() == [{"flags": ["--x"]}]
+
+
+def test_a_reading_that_is_left_ends(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with start_reading("pytest", "import time; time.sleep(600)") as pending:
+        process = pending._process
+    assert process is not None
+    assert process.returncode is not None
+    monkeypatch.setattr("slime.options.installed.READ_TIMEOUT", 0.2)
+    with pytest.raises(InstalledFlagsError, match=r"reading the flags of pytest .* took more than"):
+        start_reading("pytest", "import time; time.sleep(599)").result()
+
+
+def test_a_package_that_is_not_installed_has_no_flags(cache: Path) -> None:
+    assert start_reading("no-such-package-here", "raise SystemExit(1)").result() == []
+
+
+def test_a_package_that_does_not_import_is_named(cache: Path) -> None:
+    with pytest.raises(InstalledFlagsError, match=r"reading the flags of pytest .* failed: .*no_such_module"):
+        start_reading("pytest", "import no_such_module").result()
+    assert not list(cache.rglob("*.json"))
+
+
+def test_options_import_no_engine() -> None:
+    code = "import slime.utils.arguments, sys; print({'torch', 'sglang', 'megatron', 'ray'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == "set()"
