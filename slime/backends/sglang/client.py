@@ -1,0 +1,281 @@
+"""Engines over HTTP: `EngineControl` for control calls, `GenerateClient` for generation through the router."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import aiohttp
+import requests
+
+from slime.utils.http_utils import RequestError, redact, send
+
+__all__ = ["EngineControl", "EngineError", "GenerateClient", "RequestError"]
+
+_CONNECT_TIMEOUT_S = 10.0
+_FLUSH_POLL_S = 0.1
+_BODY_IN_ERROR = 2000
+
+
+class EngineError(RuntimeError):
+    """An engine died, refused or did not answer; the message names the engine, the call and the answer."""
+
+
+class EngineControl:
+    """Control calls to one engine, straight to it (the router forwards none); synchronous, usable from any thread."""
+
+    def __init__(self, url: str, admin_key: str | None, generate_key: str | None, timeout: float) -> None:
+        """
+        Args:
+            url: the engine's address.
+            admin_key: opens what changes the engine.
+            generate_key: opens what only reads it.
+            timeout: seconds that any one call may take.
+        """
+        self.url = url
+        self._admin_key = admin_key
+        self._generate_key = generate_key
+        self.timeout = timeout
+        self._capabilities: frozenset[str] | None = None
+
+    def health(self, timeout: float = 5.0) -> bool:
+        """Whether the server answers its health check; False too where nothing listens."""
+        try:
+            return self._request("GET", "/health", key=self._generate_key, timeout=timeout).ok
+        except EngineError:
+            return False
+
+    def pause(self, mode: str = "abort") -> None:
+        """Stop generating. ``abort`` ends the running requests with what they have; ``retract`` and ``in_place`` keep
+        them, and make `flush_cache` fail while there are any."""
+        self._post("/pause_generation", {"mode": mode})
+
+    def continue_(self, timeout: float | None = None) -> None:
+        """Generate again after `pause`."""
+        self._post("/continue_generation", {}, timeout=timeout)
+
+    def flush_cache(self) -> None:
+        """Forget every cached key and value; waits while requests that `pause` aborted are still leaving.
+
+        Raises:
+            EngineError: the engine refused until the deadline.
+        """
+        deadline = time.monotonic() + self.timeout
+        while True:
+            reply = self._request("POST", "/flush_cache", {})
+            if reply.ok:
+                return
+            if reply.status_code != 400 or time.monotonic() > deadline:
+                raise self._refusal("POST", "/flush_cache", reply)
+            time.sleep(_FLUSH_POLL_S)
+
+    def weight_version(self) -> str:
+        """The version of the weights that the engine says it has."""
+        return str(self._get("/model_info", key=self._generate_key)["weight_version"])
+
+    def set_weight_version(self, version: str) -> None:
+        """Give the present weights a version; running requests are left alone."""
+        self._post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+
+    def weight_checksums(self) -> list[dict[str, str]]:
+        """A 64-bit digest of each parameter's bytes: one dict a tensor-parallel rank, by the engine's own names."""
+        reply = self._post("/weights_checker", {"action": "checksum"})
+        return [rank["checksums"] for rank in reply["ranks"]]
+
+    def update_weights_from_tensor(self, payloads: Sequence[str], load_format: str = "flattened_bucket") -> None:
+        """Load one bucket.
+
+        Args:
+            payloads: one base64 pickle for each rank of the engine.
+            load_format: how a payload is laid out.
+        """
+        self._post(
+            "/update_weights_from_tensor",
+            {"serialized_named_tensors": list(payloads), "load_format": load_format, "flush_cache": False},
+        )
+
+    def init_weights_update_group(
+        self, *, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str
+    ) -> None:
+        """Have the engine's ranks join a collective group, in order from ``rank_offset`` on; rank 0 sends."""
+        body = {
+            "master_address": master_address,
+            "master_port": master_port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "group_name": group_name,
+            "backend": backend,
+        }
+        self._post("/init_weights_update_group", body)
+
+    def update_weights_from_distributed(
+        self, *, names: list[str], dtypes: list[str], shapes: list[list[int]], group_name: str
+    ) -> None:
+        """Have the engine receive one broadcast, a flattened bucket of these tensors, and load it."""
+        body = {
+            "names": names,
+            "dtypes": dtypes,
+            "shapes": shapes,
+            "group_name": group_name,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+        }
+        self._post("/update_weights_from_distributed", body)
+
+    def destroy_weights_update_group(self, group_name: str, timeout: float | None = None) -> None:
+        """Have the engine leave a collective group."""
+        self._post("/destroy_weights_update_group", {"group_name": group_name}, timeout=timeout)
+
+    def update_weights_from_disk(self, path: str) -> None:
+        """Have the engine load a Hugging Face directory that it can read under this path."""
+        self._post("/update_weights_from_disk", {"model_path": path, "flush_cache": False})
+
+    def begin_weight_update(self) -> None:
+        """Open an update session, on releases that demand one (0.5.17 has none, 0.5.23 answers 400 without)."""
+        if "/begin_weight_update" in self.capabilities:
+            self._post("/begin_weight_update", {})
+
+    def end_weight_update(self) -> None:
+        """Close the session of `begin_weight_update`."""
+        if "/end_weight_update" in self.capabilities:
+            self._post("/end_weight_update", {})
+
+    def abort_all(self) -> None:
+        """End every running request; each returns what it has."""
+        self._post("/abort_request", {"abort_all": True})
+
+    def release_memory(self, tags: Sequence[str] | None = None) -> None:
+        """Give memory back: ``weights``, ``kv_cache``, ``cuda_graph``, by default all. The engine must be idle."""
+        self._post("/release_memory_occupation", {} if tags is None else {"tags": list(tags)})
+
+    def resume_memory(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory again; the content of ``weights`` is then undefined until the next update."""
+        self._post("/resume_memory_occupation", {} if tags is None else {"tags": list(tags)})
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        """The paths that the server has, from its OpenAPI document; asked for once."""
+        if self._capabilities is None:
+            self._capabilities = frozenset(self._get("/openapi.json", key=self._generate_key)["paths"])
+        return self._capabilities
+
+    def _get(self, path: str, key: str | None) -> Any:
+        reply = self._request("GET", path, key=key)
+        if not reply.ok:
+            raise self._refusal("GET", path, reply)
+        return reply.json()
+
+    def _post(self, path: str, body: dict[str, Any], timeout: float | None = None) -> Any:
+        reply = self._request("POST", path, body, timeout=timeout)
+        if not reply.ok:
+            raise self._refusal("POST", path, reply)
+        try:
+            return reply.json()
+        except ValueError:
+            return reply.text
+
+    def _request(
+        self, method: str, path: str, body: Any = None, *, key: str | None = None, timeout: float | None = None
+    ) -> requests.Response:
+        key = key or self._admin_key or self._generate_key
+        timeout = self.timeout if timeout is None else timeout
+        # A session for each call: control calls come from several threads, and one that a pause of minutes left open
+        # may have been closed by the server. Without trust_env no proxy of the host stands between us and the engine.
+        with requests.Session() as session:
+            session.trust_env = False
+            try:
+                return session.request(
+                    method,
+                    self.url + path,
+                    json=body,
+                    headers={"Authorization": f"Bearer {key}"} if key else {},
+                    timeout=(min(_CONNECT_TIMEOUT_S, timeout), timeout),
+                )
+            except requests.Timeout as error:
+                raise EngineError(f"engine {self.url}: {method} {path}: no answer within {timeout:.0f} s") from error
+            except requests.RequestException as error:
+                raise EngineError(f"engine {self.url}: {method} {path}: {error}") from error
+
+    def _refusal(self, method: str, path: str, reply: requests.Response) -> EngineError:
+        secrets = tuple(key for key in (self._admin_key, self._generate_key) if key)
+        body = redact(reply.text[:_BODY_IN_ERROR], secrets)
+        return EngineError(f"engine {self.url}: {method} {path}: status {reply.status_code}: {body}")
+
+
+class GenerateClient:
+    """Generation requests through the router, on one event loop."""
+
+    def __init__(
+        self, router_url: str, api_key: str | None, max_connections: int, request_timeout: float, retries: int
+    ) -> None:
+        """
+        Args:
+            router_url: the router's address.
+            api_key: the router's key.
+            max_connections: requests in flight at most; more wait here, not in the router.
+            request_timeout: seconds for one request as a whole, waiting for a connection included.
+            retries: how often a request is sent again where the server surely did not work on it.
+        """
+        self._url = f"{router_url}/generate"
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._max_connections = max_connections
+        self._timeout = request_timeout
+        self._retries = retries
+        self._session: aiohttp.ClientSession | None = None
+
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        *,
+        headers: Mapping[str, str] | None = None,
+        **fields: Any,
+    ) -> dict[str, Any]:
+        """One completion with its tokens' log-probs.
+
+        Args:
+            input_ids: the prompt's tokens.
+            sampling_params: SGLang's.
+            headers: further request headers, such as the router's routing key.
+            fields: further fields of the request (``rid``, ``return_routed_experts``, ...).
+
+        Returns:
+            SGLang's reply: ``text``, ``output_ids``, ``meta_info``.
+
+        Raises:
+            RequestError: the request failed for good.
+        """
+        payload = {
+            "input_ids": list(input_ids),
+            "sampling_params": dict(sampling_params),
+            "return_logprob": True,
+            **fields,
+        }
+        reply = await send(
+            self._open_session(),
+            "POST",
+            self._url,
+            payload,
+            headers={**self._headers, **(headers or {})},
+            retries=self._retries,
+        )
+        if not isinstance(reply, dict):
+            raise RequestError(f"POST {self._url}: the reply is no JSON object: {str(reply)[:200]}")
+        return reply
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        # Opened by the first request: a session belongs to the loop that runs when it is made.
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=self._max_connections),
+                timeout=aiohttp.ClientTimeout(total=self._timeout),
+                trust_env=False,
+            )
+        return self._session

@@ -1,0 +1,181 @@
+"""One SGLang server: its command line and environment, its start, and whether it lives."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+
+from slime.backends.sglang.client import EngineControl, EngineError
+from slime.backends.sglang.process import ADMIN_KEY_VARIABLE, GENERATE_KEY_VARIABLE, ServerProcess
+from slime.utils.http_utils import PortReservation, http_url
+
+__all__ = ["Engine", "EngineError"]
+
+_CPU_FLAGS = [
+    *("--device", "cpu"),
+    *("--attention-backend", "torch_native"),
+    *("--grammar-backend", "none"),
+    *("--max-total-tokens", "65536"),
+    *("--max-running-requests", "64"),
+    "--sleep-on-idle",
+]
+"""What a server without GPUs needs: kernels that exist there, a bounded cache, and no core burnt while idle."""
+
+_SERVER_ENVIRONMENT = {
+    # /health then says that the server lives, without generating a token, which an engine that has paused or given its
+    # memory back cannot do. The router asks it all the time.
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+    # A server whose scheduler has died waits 65 s for core dumps before it ends, unless told not to make any.
+    "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false",
+    "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "false",
+}
+"""Defaults; what the host's environment sets counts more."""
+_CPU_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+_PORT_TRIES = 3
+_PORT_TAKEN = ("address already in use", "Address already in use", "EADDRINUSE")
+_POLL_S = 0.25
+_TAIL_LINES = 40
+
+
+class Engine:
+    """One engine: a server process of ``rollout_num_gpus_per_engine`` ranks on this host."""
+
+    def __init__(
+        self,
+        args: Namespace,
+        rank: int,
+        host: str,
+        api_keys: tuple[str, str] | None,
+        log_path: str | Path,
+        cuda_devices: list[int] | None,
+    ) -> None:
+        """
+        Args:
+            args: the run's options.
+            rank: which engine of the run this is; it shifts the sampling seed.
+            host: the address at which others reach the engine; it listens on no other.
+            api_keys: (generate, admin), or None for an open server on loopback.
+            log_path: the server's log.
+            cuda_devices: the GPUs it may use, as CUDA_VISIBLE_DEVICES names them; None without GPUs.
+        """
+        self._args = args
+        self._rank = rank
+        self._host = host
+        self._api_keys = api_keys
+        self._log_path = log_path
+        self._cuda_devices = cuda_devices
+        self._ports: list[PortReservation] = []
+        self._process: ServerProcess | None = None
+        self.url = ""
+
+    def start(self) -> None:
+        """Start the server; returns when it is ready.
+
+        Raises:
+            EngineError: it died or was not ready within ``--engine-start-timeout``; with the last lines of its log.
+        """
+        for attempt in range(_PORT_TRIES):
+            try:
+                self._start_once()
+                return
+            except EngineError as error:
+                self.stop()
+                if attempt == _PORT_TRIES - 1 or not any(sign in str(error) for sign in _PORT_TAKEN):
+                    raise
+            except BaseException:
+                self.stop()
+                raise
+
+    def _start_once(self) -> None:
+        self._ports = [PortReservation(self._host) for _ in range(2)]
+        self.url = http_url(self._host, self._ports[0].port)
+        self._process = ServerProcess(
+            self._command(*(reservation.port for reservation in self._ports)),
+            self._environment(),
+            self._log_path,
+            secrets=self._api_keys or (),
+        )
+        for reservation in self._ports:
+            reservation.release()
+        self._process.start()
+        self._wait_ready()
+
+    def _command(self, port: int, collective_port: int) -> list[str]:
+        args = self._args
+        flags = [
+            *("--model-path", str(args.hf_checkpoint)),
+            *("--host", self._host),
+            *("--port", str(port)),
+            *("--nccl-port", str(collective_port)),
+            *("--tp-size", str(args.rollout_num_gpus_per_engine)),
+            *("--dtype", args.params_dtype),
+            *("--random-seed", str(args.seed + self._rank)),
+            "--skip-server-warmup",
+        ]
+        if self._cuda_devices is None:
+            flags += _CPU_FLAGS
+        elif args.offload_rollout:
+            flags += ["--enable-memory-saver"]
+        # The user's flags come last: where argparse sees a flag twice, the later one counts.
+        return [sys.executable, "-m", "slime.backends.sglang.launch", *flags, *args.sglang_cli]
+
+    def _environment(self) -> dict[str, str]:
+        env = {**_SERVER_ENVIRONMENT, **os.environ}
+        if self._api_keys is not None:
+            env[GENERATE_KEY_VARIABLE], env[ADMIN_KEY_VARIABLE] = self._api_keys
+        if self._cuda_devices is None:
+            return {**_CPU_ENVIRONMENT, **env}
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self._cuda_devices))
+        return env
+
+    def _wait_ready(self) -> None:
+        deadline = time.monotonic() + self._args.engine_start_timeout
+        control = self.control(timeout=5.0)
+        while not control.health():
+            self.check()
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"engine {self._rank} at {self.url} was not ready within {self._args.engine_start_timeout:.0f} s "
+                    f"(--engine-start-timeout){self._log_end()}"
+                )
+            time.sleep(_POLL_S)
+
+    def control(self, timeout: float) -> EngineControl:
+        """A client for control calls to this engine, each within ``timeout`` seconds."""
+        generate_key, admin_key = self._api_keys or (None, None)
+        return EngineControl(self.url, admin_key, generate_key, timeout)
+
+    @property
+    def pid(self) -> int | None:
+        """Id of the supervisor above the server's processes."""
+        return self._process.pid if self._process else None
+
+    def poll(self) -> int | None:
+        """The server's exit status; None while it runs."""
+        return self._process.poll() if self._process else None
+
+    def check(self) -> None:
+        """Raise EngineError, with the last lines of its log, if the server has ended."""
+        status = self.poll()
+        if status is not None:
+            raise EngineError(
+                f"engine {self._rank} at {self.url} ended with status {status}{_ended_by(status)}{self._log_end()}"
+            )
+
+    def stop(self) -> None:
+        """End every process of the server; may be called again."""
+        if self._process is not None:
+            self._process.stop()
+        for reservation in self._ports:
+            reservation.close()
+
+    def _log_end(self) -> str:
+        tail = self._process.tail(_TAIL_LINES) if self._process else ""
+        return f"\nlast lines of {self._log_path}:\n{tail}"
+
+
+def _ended_by(status: int) -> str:
+    return f" (signal {status - 128})" if status > 128 else ""

@@ -1,0 +1,58 @@
+"""Start one SGLang server: ``python -m slime.backends.sglang.launch <flags of sglang.launch_server>``.
+
+It is SGLang's own launcher, with the CPU fixes of `compat` before it, and with keys that come by environment, because
+a command line is readable by every user of the host, and that are struck from the log, where SGLang prints them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Any
+
+from slime.backends.sglang import compat
+from slime.backends.sglang.process import ADMIN_KEY_VARIABLE, GENERATE_KEY_VARIABLE
+from slime.utils.http_utils import redact
+
+
+def _strike_keys_from_log() -> None:
+    secrets = tuple(
+        key for key in (os.environ.get(GENERATE_KEY_VARIABLE), os.environ.get(ADMIN_KEY_VARIABLE)) if key is not None
+    )
+    make_record = logging.getLogRecordFactory()
+
+    def make_redacted_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make_record(*args, **kwargs)
+        if secrets and any(secret in (text := record.getMessage()) for secret in secrets):
+            record.msg, record.args = redact(text, secrets), None
+        return record
+
+    logging.setLogRecordFactory(make_redacted_record)
+
+
+# At the top level: SGLang spawns its schedulers, and a spawned process runs this module again, but not `main`.
+compat.install()
+_strike_keys_from_log()
+
+
+def main() -> None:
+    """Run the server until it is told to end."""
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    flags = sys.argv[1:]
+    for flag, variable in (("--api-key", GENERATE_KEY_VARIABLE), ("--admin-api-key", ADMIN_KEY_VARIABLE)):
+        if variable in os.environ:
+            flags += [flag, os.environ[variable]]
+    try:
+        run_server(prepare_server_args(flags))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main()

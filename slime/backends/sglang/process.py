@@ -1,0 +1,113 @@
+"""A server process under its supervisor: start, poll, stop, and the last lines of its log."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+
+import slime
+from slime.utils.http_utils import redact
+
+GENERATE_KEY_VARIABLE = "SLIME_ENGINE_API_KEY"
+ADMIN_KEY_VARIABLE = "SLIME_ENGINE_ADMIN_API_KEY"
+_AFTER_KILL_S = 15.0
+
+
+class ServerProcess:
+    """One server that ends with its owner (this process), whatever ends the owner.
+
+    The command runs under `slime.backends.sglang.supervisor`, in a session of its own, so that Ctrl-C in the terminal
+    reaches the driver only and the server is stopped in order.
+    """
+
+    def __init__(
+        self,
+        command: list[str],
+        env: Mapping[str, str],
+        log_path: str | Path,
+        secrets: tuple[str, ...] = (),
+        grace: float = 10.0,
+    ) -> None:
+        """
+        Args:
+            command: the server's command line, without secrets.
+            env: its whole environment.
+            log_path: file that standard output and error are appended to.
+            secrets: strings that `tail` replaces by ``***``.
+            grace: seconds that the server has to end in order before it is killed.
+        """
+        self._command = command
+        self._env = {**env, "PYTHONPATH": _with_our_package(env.get("PYTHONPATH", ""))}
+        self._log_path = Path(log_path)
+        self._secrets = secrets
+        self._grace = grace
+        self._supervisor: subprocess.Popen[bytes] | None = None
+        self._owner_end: int | None = None
+
+    def start(self) -> None:
+        """Start the supervisor, which starts the command; returns at once."""
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        supervisor_end, self._owner_end = os.pipe()
+        supervisor = [sys.executable, "-m", "slime.backends.sglang.supervisor"]
+        options = ["--owner-fd", str(supervisor_end), "--grace", str(self._grace)]
+        try:
+            with self._log_path.open("ab") as log:
+                self._supervisor = subprocess.Popen(
+                    [*supervisor, *options, "--", *self._command],
+                    env=self._env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(supervisor_end,),
+                    start_new_session=True,
+                )
+        finally:
+            os.close(supervisor_end)
+
+    @property
+    def pid(self) -> int | None:
+        """The supervisor's process id; every process of the server is below it."""
+        return self._supervisor.pid if self._supervisor else None
+
+    def poll(self) -> int | None:
+        """The server's exit status, 128 + n if signal n ended it; None while it runs or before `start`."""
+        return self._supervisor.poll() if self._supervisor else None
+
+    def stop(self) -> None:
+        """End the whole tree: TERM, a grace period, KILL. Returns when it is gone; may be called again.
+
+        Raises:
+            RuntimeError: the supervisor did not end within its own deadlines (it is then killed, and the server dies
+                with it).
+        """
+        if self._owner_end is not None:
+            os.close(self._owner_end)
+            self._owner_end = None
+        if self._supervisor is None:
+            return
+        try:
+            self._supervisor.wait(self._grace + _AFTER_KILL_S)
+        except subprocess.TimeoutExpired as error:
+            self._supervisor.kill()
+            self._supervisor.wait(_AFTER_KILL_S)
+            raise RuntimeError(
+                f"supervisor {self._supervisor.pid} did not end its server within {self._grace + _AFTER_KILL_S:.0f} s; "
+                f"see {self._log_path}"
+            ) from error
+
+    def tail(self, lines: int = 40) -> str:
+        """The last lines of the log, secrets struck out."""
+        if not self._log_path.exists():
+            return ""
+        with self._log_path.open(errors="replace") as log:
+            return redact("".join(deque(log, maxlen=lines)), self._secrets)
+
+
+def _with_our_package(python_path: str) -> str:
+    # The owner may have found `slime` through its working directory or sys.path, which a new process does not inherit.
+    root = str(Path(slime.__file__).parents[1])
+    return os.pathsep.join([root, *(part for part in python_path.split(os.pathsep) if part and part != root)])

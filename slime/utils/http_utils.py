@@ -1,0 +1,222 @@
+"""HTTP for hooks and clients: `post` and `get` with retries and our keys; addresses and ports of this host."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import random
+import socket
+import weakref
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+RETRIED_STATUSES = frozenset({429, 502, 503, 504})
+"""The server did not take the request: sending it again cannot do its work twice."""
+_RETRIED_ERRORS = (aiohttp.ClientConnectionError, ConnectionError)
+_FIRST_BACKOFF_S = 0.25
+_LONGEST_BACKOFF_S = 4.0
+_BODY_IN_ERROR = 500
+_PORTS = range(20000, 30000)
+
+_api_keys: dict[str, str] = {}
+_sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = weakref.WeakKeyDictionary()
+
+
+class RequestError(RuntimeError):
+    """A request that failed for good; ``status`` is None where no reply came."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def origin_of(url: str) -> str:
+    """``scheme://host:port`` of a URL."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+def http_url(host: str, port: int) -> str:
+    """``http://host:port``, with brackets around an IPv6 address."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def register_api_key(url: str, key: str) -> None:
+    """Send ``key`` as bearer token with every later request of this process to the origin of ``url``."""
+    _api_keys[origin_of(url)] = key
+
+
+def authorization(url: str) -> dict[str, str]:
+    """The headers that open one of our own servers.
+
+    Known origins are those of `register_api_key` and, for processes that a hook starts, the pair of variables
+    ``SLIME_ROUTER_URL`` and ``SLIME_ROUTER_API_KEY``. A key never goes to any other origin.
+    """
+    origin = origin_of(url)
+    key = _api_keys.get(origin)
+    if key is None and origin == origin_of(os.environ.get("SLIME_ROUTER_URL", "")):
+        key = os.environ.get("SLIME_ROUTER_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def redact(text: str, secrets: tuple[str, ...]) -> str:
+    """``text`` with every secret replaced by ``***``."""
+    for secret in secrets:
+        text = text.replace(secret, "***")
+    return text
+
+
+async def send(
+    session: aiohttp.ClientSession,
+    method: str,
+    url: str,
+    payload: Any = None,
+    *,
+    headers: Mapping[str, str] | None = None,
+    retries: int,
+) -> Any:
+    """Send one request, again with growing pauses where the server surely did not work on it.
+
+    Refused and reset connections and the statuses of `RETRIED_STATUSES` are worth another try; any other error status
+    and a timeout (the work may be under way) are not.
+
+    Returns:
+        The reply, parsed where it is JSON, else its text.
+
+    Raises:
+        RequestError: naming the URL, what came back and how often it was tried.
+    """
+    pause = _FIRST_BACKOFF_S
+    for attempt in range(retries + 1):
+        status: int | None = None
+        try:
+            async with session.request(method, url, json=payload, headers=headers) as reply:
+                status, text = reply.status, await reply.text()
+            if status < 400:
+                return _parse(text)
+            problem = f"status {status}: {text[:_BODY_IN_ERROR]}"
+            worth_retrying = status in RETRIED_STATUSES
+        except TimeoutError as error:
+            raise RequestError(f"{method} {url}: no reply within {session.timeout.total} s") from error
+        except _RETRIED_ERRORS as error:
+            problem, worth_retrying = f"{type(error).__name__}: {error}", True
+        if not worth_retrying or attempt == retries:
+            raise RequestError(f"{method} {url}: {problem} (tried {attempt + 1} times)", status)
+        # Full jitter: without it all requests that a restarted server refused come back at the same moment.
+        await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+        pause = min(pause * 2, _LONGEST_BACKOFF_S)
+    raise AssertionError("unreachable")
+
+
+async def post(
+    url: str,
+    payload: Any,
+    max_retries: int = 60,
+    action: str = "post",
+    headers: Mapping[str, str] | None = None,
+) -> Any:
+    """Send ``payload`` as JSON and return the parsed reply; the key of our own servers is added.
+
+    Args:
+        url: where to; the router's address for generation.
+        payload: anything JSON can hold; None sends no body.
+        max_retries: how often to try again after a refusal or a status of `RETRIED_STATUSES`.
+        action: the HTTP method, in lower case as upstream's hooks write it.
+        headers: further headers; an ``Authorization`` here wins over ours.
+
+    Raises:
+        RequestError: the request failed for good.
+    """
+    return await send(
+        _session(), action.upper(), url, payload, headers={**authorization(url), **(headers or {})}, retries=max_retries
+    )
+
+
+async def get(url: str, max_retries: int = 60, headers: Mapping[str, str] | None = None) -> Any:
+    """`post` without a body, by GET."""
+    return await post(url, None, max_retries=max_retries, action="get", headers=headers)
+
+
+async def close_session() -> None:
+    """Close the connections that `post` and `get` keep on the running event loop."""
+    session = _sessions.pop(asyncio.get_running_loop(), None)
+    if session is not None:
+        await session.close()
+
+
+def _session() -> aiohttp.ClientSession:
+    # One session a loop: aiohttp's connections belong to the loop they were opened on.
+    loop = asyncio.get_running_loop()
+    session = _sessions.get(loop)
+    if session is None or session.closed:
+        session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=1800), trust_env=False
+        )
+        _sessions[loop] = session
+    return session
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def host_ip() -> str:
+    """The address at which other hosts reach this one; loopback on a host without a route."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # connecting a datagram socket sends nothing: it only asks for the route
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
+class PortReservation:
+    """A TCP port that no one else takes between now and the moment our server listens on it.
+
+    The port is held twice. Bound, until `release`: no program can take it. And by an abstract Unix socket named after
+    it, until `close` or the end of this process: no other reservation on this host can take it while the server, whose
+    start takes seconds, has yet to bind it. Ports are below the range from which the kernel serves port 0.
+    """
+
+    def __init__(self, host: str) -> None:
+        """Reserve a port on ``host``.
+
+        Raises:
+            OSError: no port is free, or ``host`` is not an address of this machine.
+        """
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        for port in _PORTS:
+            lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            bound = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                lock.bind(f"\0slime-port-{port}")
+                # No SO_REUSEADDR, with which two sockets may bind one port; no listen(), which would answer too early.
+                bound.bind((host, port))
+            except OSError as error:
+                lock.close()
+                bound.close()
+                if error.errno == errno.EADDRNOTAVAIL:
+                    raise OSError(error.errno, f"{host} is not an address of this machine") from error
+                continue
+            self.port = port
+            self._lock = lock
+            self._bound = bound
+            return
+        raise OSError(f"no free port on {host} in {_PORTS.start}-{_PORTS.stop - 1}")
+
+    def release(self) -> None:
+        """Let go of the port itself: call it just before the server binds it."""
+        self._bound.close()
+
+    def close(self) -> None:
+        """End the reservation."""
+        self.release()
+        self._lock.close()

@@ -1,0 +1,207 @@
+"""A real SGLang server, alone and behind a real router: generation, control, keys, death."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import requests
+from transformers import AutoModelForCausalLM
+
+from slime.backends.sglang.client import EngineControl, EngineError, GenerateClient
+from slime.backends.sglang.engine import Engine
+from slime.utils.http_utils import RequestError, close_session, post
+from tests.integration.tiny import KEYS, Service, engine_args, log_probs_of
+
+NUM_GPUS = 0
+
+pytestmark = pytest.mark.integration
+
+SAMPLING = {"temperature": 1.0, "max_new_tokens": 24, "ignore_eos": True}
+
+
+def generate_all(service: Service, prompts: list[list[int]], seeds: list[int]) -> list[dict[str, Any]]:
+    """All prompts at the same time, through the router."""
+
+    async def run() -> list[dict[str, Any]]:
+        client = GenerateClient(service.router.url, KEYS[0], max_connections=64, request_timeout=120, retries=3)
+        try:
+            calls = [client.generate(p, SAMPLING | {"sampling_seed": s}) for p, s in zip(prompts, seeds, strict=True)]
+            return await asyncio.gather(*calls)
+        finally:
+            await client.close()
+
+    return asyncio.run(run())
+
+
+def test_log_probs_are_those_of_the_model_and_seeds_decide_the_tokens(service: Service, tiny_model_dir: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir).eval()
+    prompts = [[2 + (7 * i + j) % 250 for j in range(3 + 5 * i)] for i in range(8)]
+    seeds = list(range(100, 108))
+    service.control.flush_cache()
+    replies = generate_all(service, prompts, seeds)
+    # Weights may have been pushed by another test: then only the comparison with the model on disk is void.
+    if service.control.weight_version() == "default":
+        for prompt, reply in zip(prompts, replies, strict=True):
+            triples = reply["meta_info"]["output_token_logprobs"]
+            assert [token for _, token, _ in triples] == reply["output_ids"]
+            expected = log_probs_of(model, prompt, reply["output_ids"])
+            assert max(abs(lp - e) for (lp, _, _), e in zip(triples, expected.tolist(), strict=True)) < 1e-4
+    again = generate_all(service, prompts[::-1], seeds[::-1])[::-1]
+    assert [r["output_ids"] for r in again] == [r["output_ids"] for r in replies]
+    one_prompt = generate_all(service, [prompts[0]] * 4, [1, 2, 3, 4])
+    assert len({tuple(r["output_ids"]) for r in one_prompt}) == 4
+
+
+def test_a_prompt_that_is_too_long_is_refused_at_once(service: Service) -> None:
+    with pytest.raises(RequestError, match="status 400") as caught:
+        generate_all(service, [[5] * 600], [1])
+    assert caught.value.status == 400
+
+
+def test_keys_open_what_they_should_and_are_in_no_log(service: Service) -> None:
+    generation = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 1}}
+
+    def status(url: str, body: dict[str, Any], key: str | None) -> int:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        return requests.post(url, json=body, headers=headers, timeout=30).status_code
+
+    for url in (service.engine.url, service.router.url):
+        assert [status(f"{url}/generate", generation, key) for key in (None, *KEYS)] == [401, 200, 401]
+    flush = f"{service.engine.url}/flush_cache"
+    assert [status(flush, {}, key) for key in (None, *KEYS)] == [401, 401, 200]
+    for log in ("engine_0.log", "router.log"):
+        text = (service.args.run_dir / log).read_text()
+        assert not any(key in text for key in KEYS)
+    server_args = (service.args.run_dir / "engine_0.log").read_text()
+    assert "server_args=" in server_args
+    assert "api_key='***'" in server_args
+    assert service.engine.pid is not None
+    for process in psutil.Process(service.engine.pid).children(recursive=True):
+        assert not any(key in argument for key in KEYS for argument in process.cmdline())
+
+
+def test_post_of_a_hook_reaches_the_router_with_its_key(service: Service) -> None:
+    async def run() -> Any:
+        try:
+            return await post(
+                f"{service.router.url}/generate", {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}}
+            )
+        finally:
+            await close_session()
+
+    assert asyncio.run(run())["meta_info"]["completion_tokens"] == 2
+
+
+def test_pause_aborts_with_partial_tokens_and_continue_serves_again(service: Service) -> None:
+    replies: list[dict[str, Any]] = []
+
+    def long_request() -> None:
+        body = {
+            "input_ids": [5, 6, 7],
+            "sampling_params": {"max_new_tokens": 450, "ignore_eos": True},
+            "return_logprob": True,
+        }
+        headers = {"Authorization": f"Bearer {KEYS[0]}"}
+        replies.append(requests.post(f"{service.engine.url}/generate", json=body, headers=headers, timeout=60).json())
+
+    thread = threading.Thread(target=long_request)
+    thread.start()
+    loads = f"{service.engine.url}/v1/loads?include=core"
+    deadline = time.monotonic() + 20
+    while not requests.get(loads, headers={"Authorization": f"Bearer {KEYS[0]}"}, timeout=10).json()["loads"][0][
+        "num_running_reqs"
+    ]:
+        assert time.monotonic() < deadline, "the request never ran"
+    service.control.pause()
+    service.control.flush_cache()
+    thread.join(30)
+    service.control.continue_()
+    (reply,) = replies
+    assert reply["meta_info"]["finish_reason"]["type"] == "abort"
+    assert 0 < len(reply["output_ids"]) < 450
+    assert len(reply["meta_info"]["output_token_logprobs"]) == len(reply["output_ids"])
+    assert generate_all(service, [[5, 6]], [1])[0]["meta_info"]["finish_reason"]["type"] == "length"
+
+
+def test_capabilities_and_health(service: Service) -> None:
+    assert service.control.health()
+    assert {"/generate", "/update_weights_from_tensor"} <= service.control.capabilities
+    assert "/begin_weight_update" not in service.control.capabilities
+    nobody = EngineControl("http://127.0.0.1:9", None, None, timeout=5)
+    assert not nobody.health()
+    with pytest.raises(EngineError, match=r"engine http://127\.0\.0\.1:9: GET /model_info"):
+        nobody.weight_version()
+
+
+def test_router_removes_and_adds_an_engine(service: Service) -> None:
+    service.router.remove(service.engine.url)
+    deadline = time.monotonic() + 20
+    while (status := asyncio.run(_status_of_one_try(service))) != 503:
+        assert time.monotonic() < deadline, f"the router still sends to an engine that was removed: status {status}"
+    service.router.add(service.engine.url)
+    service.router.wait_registered([service.engine.url], timeout=60)
+    assert asyncio.run(_status_of_one_try(service)) == 200
+    with pytest.raises(EngineError, match=r"had not registered http://127\.0\.0\.1:9 after 1 s"):
+        service.router.wait_registered(["http://127.0.0.1:9"], timeout=1)
+
+
+async def _status_of_one_try(service: Service) -> int | None:
+    client = GenerateClient(service.router.url, KEYS[0], max_connections=1, request_timeout=30, retries=0)
+    try:
+        await client.generate([5, 6], {"max_new_tokens": 1})
+    except RequestError as error:
+        return error.status
+    finally:
+        await client.close()
+    return 200
+
+
+def test_an_engine_that_cannot_start_says_why_at_once(tmp_path: Path) -> None:
+    args = engine_args(tmp_path / "nothing-here", tmp_path)
+    engine = Engine(args, 3, "127.0.0.1", KEYS, tmp_path / "engine_3.log", None)
+    started = time.monotonic()
+    with pytest.raises(EngineError, match=r"engine 3 at .* ended with status \d+[\s\S]*nothing-here") as caught:
+        engine.start()
+    assert time.monotonic() - started < 120, "death is seen at once, not at --engine-start-timeout"
+    assert not any(key in str(caught.value) for key in KEYS)
+
+
+OWNER = """
+import argparse, json, sys
+from slime.backends.sglang.engine import Engine
+values = json.loads(sys.argv[1])
+Engine(argparse.Namespace(**values), 0, "127.0.0.1", None, values["run_dir"] + "/engine.log", None).start()
+"""
+
+
+def test_sigkill_of_the_owner_leaves_no_process_of_a_real_server(tiny_model_dir: Path, tmp_path: Path) -> None:
+    values = vars(engine_args(tiny_model_dir, tmp_path)) | {"run_dir": str(tmp_path)}
+    with open(tmp_path / "owner.log", "w") as log:
+        owner = subprocess.Popen(
+            [sys.executable, "-c", OWNER, json.dumps(values)], stdout=log, stderr=log, env=dict(os.environ)
+        )
+    tree: list[psutil.Process] = []
+    try:
+        deadline = time.monotonic() + 200
+        # Not ready yet: the server has just spawned its scheduler and its detokenizer, the hardest moment to end it.
+        while len(tree) < 4:
+            assert owner.poll() is None, (tmp_path / "owner.log").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+            tree = psutil.Process(owner.pid).children(recursive=True)
+    finally:
+        owner.send_signal(signal.SIGKILL)
+        owner.wait(10)
+    _, alive = psutil.wait_procs(tree, timeout=30)
+    assert not alive

@@ -1,0 +1,236 @@
+"""Retries, keys and ports: what is sent again, where a key goes, who may take a port."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from slime.backends.sglang.client import EngineControl, EngineError, GenerateClient
+from slime.utils import http_utils
+from slime.utils.http_utils import PortReservation, RequestError, close_session, get, http_url, post, register_api_key
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@asynccontextmanager
+async def serving(handler: Handler) -> AsyncIterator[str]:
+    """The URL of a server on loopback that answers every request by ``handler``."""
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handler)
+    runner = web.AppRunner(app, handler_cancellation=True)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await close_session()
+        await runner.cleanup()
+
+
+@pytest.fixture(autouse=True)
+def quick_and_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_utils, "_FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(http_utils, "_api_keys", {})
+    monkeypatch.delenv("SLIME_ROUTER_URL", raising=False)
+    monkeypatch.delenv("SLIME_ROUTER_API_KEY", raising=False)
+
+
+def answers(*replies: tuple[int, Any]) -> tuple[Handler, list[dict[str, Any]]]:
+    """A handler that gives these (status, body), the last one for ever, and the list of what it was sent."""
+    seen: list[dict[str, Any]] = []
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        body = await request.json() if request.can_read_body else None
+        seen.append({"method": request.method, "path": request.path, "body": body, "headers": dict(request.headers)})
+        status, reply = replies[min(len(seen), len(replies)) - 1]
+        return web.json_response(reply, status=status) if not isinstance(reply, str) else web.Response(text=reply)
+
+    return handler, seen
+
+
+@pytest.mark.parametrize("status", sorted(http_utils.RETRIED_STATUSES))
+def test_a_server_that_did_not_work_is_asked_again(status: int) -> None:
+    async def scenario() -> None:
+        handler, seen = answers((status, {}), (status, {}), (200, {"text": "done"}))
+        async with serving(handler) as url:
+            assert await post(f"{url}/generate", {"n": 3}) == {"text": "done"}
+        assert [request["body"] for request in seen] == [{"n": 3}] * 3
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 413, 500])
+def test_other_errors_are_final_and_say_what_came_back(status: int) -> None:
+    async def scenario() -> None:
+        handler, seen = answers((status, {"error": "prompt too long"}))
+        async with serving(handler) as url:
+            with pytest.raises(RequestError, match=rf"/generate: status {status}: .*prompt too long") as caught:
+                await post(f"{url}/generate", {})
+        assert caught.value.status == status
+        assert len(seen) == 1
+
+    asyncio.run(scenario())
+
+
+def test_retries_end() -> None:
+    async def scenario() -> None:
+        handler, seen = answers((503, {"error": "no_available_workers"}))
+        async with serving(handler) as url:
+            with pytest.raises(RequestError, match=r"no_available_workers.*tried 4 times"):
+                await post(url, {}, max_retries=3)
+        assert len(seen) == 4
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_starts_late_is_reached() -> None:
+    async def scenario() -> None:
+        reservation = PortReservation("127.0.0.1")
+        url = http_url("127.0.0.1", reservation.port)
+        reservation.release()
+        request = asyncio.create_task(post(url, {}))
+        await asyncio.sleep(0.05)
+        handler, _ = answers((200, {"late": True}))
+        app = web.Application()
+        app.router.add_post("/", handler)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", reservation.port).start()
+        assert await asyncio.wait_for(request, 10) == {"late": True}
+        await close_session()
+        await runner.cleanup()
+        reservation.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_reply_that_is_no_json_is_text_and_get_sends_no_body() -> None:
+    async def scenario() -> None:
+        handler, seen = answers((200, "plain words"))
+        async with serving(handler) as url:
+            assert await get(f"{url}/health") == "plain words"
+        assert (seen[0]["method"], seen[0]["body"]) == ("GET", None)
+
+    asyncio.run(scenario())
+
+
+def test_keys_go_to_their_own_origin_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        handler, seen = answers((200, {}))
+        async with serving(handler) as ours, serving(handler) as foreign:
+            register_api_key(f"{ours}/generate", "k1")
+            await post(f"{ours}/x", {})
+            await post(f"{foreign}/x", {})
+            await post(f"{ours}/x", {}, headers={"Authorization": "Bearer mine"})
+            monkeypatch.setenv("SLIME_ROUTER_API_KEY", "k2")
+            await post(f"{foreign}/x", {})
+            monkeypatch.setenv("SLIME_ROUTER_URL", foreign)
+            await post(f"{foreign}/x", {})
+        sent = [request["headers"].get("Authorization") for request in seen]
+        assert sent == ["Bearer k1", None, "Bearer mine", None, "Bearer k2"]
+
+    asyncio.run(scenario())
+
+
+def test_post_works_on_one_event_loop_after_another() -> None:
+    async def scenario() -> Any:
+        handler, _ = answers((200, {"ok": 1}))
+        async with serving(handler) as url:
+            return await post(url, {})
+
+    assert asyncio.run(scenario()) == asyncio.run(scenario()) == {"ok": 1}
+
+
+def test_generate_client_bounds_its_connections_and_its_time() -> None:
+    async def scenario() -> None:
+        running, most = 0, 0
+
+        async def handler(request: web.Request) -> web.StreamResponse:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            payload = await request.json()
+            assert request.headers["Authorization"] == "Bearer k"
+            assert payload["return_logprob"] is True
+            await asyncio.sleep(payload["sampling_params"]["seconds"])
+            running -= 1
+            return web.json_response({"echo": payload["input_ids"], "rid": payload.get("rid")})
+
+        async with serving(handler) as url:
+            client = GenerateClient(url, "k", max_connections=3, request_timeout=1.0, retries=2)
+            replies = await asyncio.gather(*[client.generate([i], {"seconds": 0.05}, rid=str(i)) for i in range(9)])
+            assert [reply["echo"] for reply in replies] == [[i] for i in range(9)]
+            assert replies[4]["rid"] == "4"
+            assert most == 3
+            with pytest.raises(RequestError, match=r"no reply within 1\.0 s"):
+                await client.generate([1], {"seconds": 5})
+            await client.close()
+
+    asyncio.run(scenario())
+
+
+def test_control_errors_name_engine_call_and_answer_without_keys() -> None:
+    async def scenario() -> None:
+        async def refuse(request: web.Request) -> web.StreamResponse:
+            return web.json_response({"message": f"no, {request.headers['Authorization']}"}, status=400)
+
+        async def hang(request: web.Request) -> web.StreamResponse:
+            await asyncio.sleep(60)
+            return web.Response()
+
+        async with serving(refuse) as url:
+            control = EngineControl(url, "admin-s3cret", "generate-s3cret", timeout=5)
+            with pytest.raises(EngineError) as caught:
+                await asyncio.to_thread(control.pause)
+            expected = rf'engine {url}: POST /pause_generation: status 400: {{"message": "no, Bearer ***"}}'
+            assert str(caught.value) == expected
+        async with serving(hang) as url:
+            control = EngineControl(url, None, None, timeout=0.2)
+            with pytest.raises(EngineError, match=rf"engine {url}: POST /continue_generation: no answer within"):
+                await asyncio.to_thread(control.continue_)
+            assert not await asyncio.to_thread(control.health, 0.2)
+
+    asyncio.run(scenario())
+
+
+def test_flush_waits_for_requests_that_are_leaving() -> None:
+    async def scenario() -> None:
+        handler, seen = answers((400, {"m": "busy"}), (400, {"m": "busy"}), (200, {}))
+        async with serving(handler) as url:
+            await asyncio.to_thread(EngineControl(url, None, None, timeout=5).flush_cache)
+        assert len(seen) == 3
+        busy, _ = answers((400, {"m": "busy"}))
+        async with serving(busy) as url:
+            with pytest.raises(EngineError, match="flush_cache: status 400"):
+                await asyncio.to_thread(EngineControl(url, None, None, timeout=0.3).flush_cache)
+
+    asyncio.run(scenario())
+
+
+def test_a_reserved_port_is_taken_until_released_and_never_reserved_twice() -> None:
+    first = PortReservation("127.0.0.1")
+    in_another_process = "from slime.utils.http_utils import PortReservation as R; print(R('127.0.0.1').port)"
+    other = subprocess.run([sys.executable, "-c", in_another_process], capture_output=True, text=True, check=True)
+    assert int(other.stdout) != first.port
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with pytest.raises(OSError, match="in use"):
+            server.bind(("127.0.0.1", first.port))
+        first.release()
+        assert PortReservation("127.0.0.1").port != first.port, "released for the server, still ours"
+        server.bind(("127.0.0.1", first.port))
+    first.close()
+
+
+def test_an_address_of_another_machine_is_an_error() -> None:
+    with pytest.raises(OSError, match=r"192\.0\.2\.1 is not an address of this machine"):
+        PortReservation("192.0.2.1")

@@ -1,0 +1,171 @@
+"""A server under its supervisor ends with its owner, whatever ends the owner, and with every process below it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slime.backends.sglang.process import ServerProcess
+
+# A server with a child in a session of its own, whose own child is an orphan in yet another session. With `stubborn`
+# every one of them ignores TERM. Each writes its pid beside the others.
+TREE = """
+import os, signal, sys, time
+directory, stubborn = sys.argv[1], sys.argv[2] == "stubborn"
+if stubborn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def note(name):
+    with open(os.path.join(directory, name + ".tmp"), "w") as f:
+        f.write(str(os.getpid()))
+    os.rename(os.path.join(directory, name + ".tmp"), os.path.join(directory, name))
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        if os.fork() == 0:
+            os.setsid()
+            note("orphan")
+            while True: time.sleep(1)
+        os._exit(0)
+    note("session")
+    while True: time.sleep(1)
+note("server")
+print("hello from the server, the key is s3cret", flush=True)
+while True: time.sleep(1)
+"""
+NAMES = ("server", "session", "orphan")
+
+OWNER = """
+import os, sys, time
+from slime.backends.sglang.process import ServerProcess
+server = ServerProcess([sys.executable, "-c", sys.argv[1], *sys.argv[2:]], os.environ, sys.argv[2] + "/log", grace=2.0)
+server.start()
+if sys.argv[2].endswith("forked") and os.fork() == 0:
+    time.sleep(60)
+while True: time.sleep(1)
+"""
+
+
+def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.02)
+
+
+def tree_pids(directory: Path) -> list[int]:
+    wait_for(lambda: all((directory / name).exists() for name in NAMES), 20, f"all of {NAMES} started")
+    return [int((directory / name).read_text()) for name in NAMES]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> ServerProcess:
+    return ServerProcess(
+        [sys.executable, "-c", TREE, str(tmp_path), "obedient"], os.environ, tmp_path / "log", secrets=("s3cret",)
+    )
+
+
+def start_owner(directory: Path, kind: str) -> tuple[subprocess.Popen[bytes], list[int]]:
+    directory.mkdir(exist_ok=True)
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, TREE, str(directory), kind], start_new_session=True)
+    return owner, tree_pids(directory)
+
+
+def test_stop_ends_every_process_and_may_be_repeated(server: ServerProcess, tmp_path: Path) -> None:
+    server.start()
+    pids = tree_pids(tmp_path)
+    assert server.poll() is None
+    started = time.monotonic()
+    server.stop()
+    assert time.monotonic() - started < 5, "an obedient tree needs no KILL"
+    assert not [pid for pid in pids if alive(pid)]
+    assert server.poll() == 128 + signal.SIGTERM
+    server.stop()
+
+
+def test_tail_strikes_out_secrets(server: ServerProcess, tmp_path: Path) -> None:
+    server.start()
+    tree_pids(tmp_path)
+    wait_for(lambda: "hello" in server.tail(), 5, "the server's line in the log")
+    server.stop()
+    assert server.tail() == "hello from the server, the key is ***\n"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_tree_ends_with_its_owner(tmp_path: Path, signum: int) -> None:
+    owner, pids = start_owner(tmp_path, "obedient")
+    owner.send_signal(signum)
+    owner.wait(10)
+    wait_for(lambda: not any(map(alive, pids)), 10, "the tree ended")
+
+
+def test_tree_that_ignores_term_is_killed(tmp_path: Path) -> None:
+    owner, pids = start_owner(tmp_path, "stubborn")
+    owner.kill()
+    owner.wait(10)
+    wait_for(lambda: not any(map(alive, pids)), 20, "the stubborn tree was killed")
+
+
+def test_owner_with_a_forked_child_that_keeps_the_pipe_open(tmp_path: Path) -> None:
+    owner, pids = start_owner(tmp_path / "forked", "obedient")
+    wait_for(lambda: len(psutil.Process(owner.pid).children()) == 2, 10, "the owner forked")
+    (fork,) = (p for p in psutil.Process(owner.pid).children() if "supervisor" not in " ".join(p.cmdline()))
+    try:
+        owner.kill()
+        owner.wait(10)
+        wait_for(lambda: not any(map(alive, pids)), 10, "the tree ended although a fork holds the pipe")
+        assert fork.is_running()
+    finally:
+        fork.kill()
+
+
+def test_server_dies_with_a_killed_supervisor(server: ServerProcess, tmp_path: Path) -> None:
+    server.start()
+    pids = tree_pids(tmp_path)
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGKILL)
+    try:
+        wait_for(lambda: not alive(pids[0]), 5, "the server itself ended")
+        assert server.poll() == -signal.SIGKILL
+    finally:
+        for pid in pids[1:]:
+            os.kill(pid, signal.SIGKILL)
+        server.stop()
+
+
+def test_ctrl_c_in_the_terminal_reaches_the_owner_only(server: ServerProcess, tmp_path: Path) -> None:
+    server.start()
+    tree_pids(tmp_path)
+    assert server.pid is not None
+    assert os.getsid(server.pid) != os.getsid(0)
+    assert os.getpgid(server.pid) != os.getpgid(0)
+    server.stop()
+
+
+def test_exit_status_and_leftovers_of_a_server_that_ends_by_itself(tmp_path: Path) -> None:
+    code = (
+        "import os, subprocess, sys; "
+        f"child = subprocess.Popen(['sleep', '100'], start_new_session=True); open({str(tmp_path / 'pid')!r}, 'w')"
+        ".write(str(child.pid)); print('boom', flush=True); os._exit(7)"
+    )
+    server = ServerProcess([sys.executable, "-c", code], os.environ, tmp_path / "log")
+    server.start()
+    wait_for(lambda: server.poll() is not None, 10, "the supervisor ended")
+    assert server.poll() == 7
+    assert server.tail() == "boom\n"
+    assert not alive(int((tmp_path / "pid").read_text()))
+    server.stop()
