@@ -1,0 +1,28 @@
+"""Publishing weights: from buckets of Hugging Face tensors, the same on every training rank, to every engine."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import TYPE_CHECKING
+
+from slime.weights.engines import EngineAddress
+
+if TYPE_CHECKING:
+    from slime.weights.publisher import WeightPublisher
+
+__all__ = ["EngineAddress", "make_publisher"]
+
+
+def make_publisher(args: Namespace, rank: int, engines: list[EngineAddress]) -> WeightPublisher:
+    """The publisher of ``args.update_weight_transport`` for training rank ``rank``; call its ``connect`` next."""
+    # Imported here: a driver needs the addresses only, and not torch.
+    from slime.weights.disk import DiskPublisher
+    from slime.weights.distributed import DistributedPublisher
+    from slime.weights.tensor import TensorPublisher
+
+    publishers: dict[str, type[WeightPublisher]] = {
+        "tensor": TensorPublisher,
+        "distributed": DistributedPublisher,
+        "disk": DiskPublisher,
+    }
+    return publishers[args.update_weight_transport](args, rank, engines)

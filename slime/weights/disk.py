@@ -1,0 +1,46 @@
+"""Weights by a shared file system: a Hugging Face directory for each version, renamed into place when complete."""
+
+from __future__ import annotations
+
+import shutil
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from slime.weights.engines import EngineAddress
+from slime.weights.hf_directory import HFDirectoryWriter, NamedTensors, weights_directory
+from slime.weights.publisher import WeightPublisher
+
+
+class DiskPublisher(WeightPublisher):
+    """Rank 0 writes ``weight_v000012``; the engines load it; the version before it is removed.
+
+    The engines generate while the files are written, and pause only to read them.
+    """
+
+    pauses_for_buckets = False
+
+    def __init__(self, args: Namespace, rank: int, engines: list[EngineAddress]) -> None:
+        super().__init__(args, rank, engines)
+        self._root = weights_directory(args)
+        self._writer: HFDirectoryWriter | None = None
+
+    def _prepare(self, version: int) -> None:
+        self._writer = HFDirectoryWriter(self._root / f"weight_v{version:06d}", Path(self.args.hf_checkpoint))
+
+    def _deliver(self, bucket: NamedTensors, staged: Any) -> None:
+        assert self._writer is not None
+        self._writer.add(bucket)
+
+    def _complete(self, version: int) -> None:
+        assert self._writer is not None
+        directory = self._writer.commit()
+        self.each_engine("push", lambda control: control.update_weights_from_disk(str(directory)))
+        if not self.args.update_weight_disk_keep_files:
+            for old in self._root.glob("weight_v*"):
+                if old != directory:
+                    shutil.rmtree(old)
+
+    def _abandon(self) -> None:
+        if self._writer is not None:
+            self._writer.discard()

@@ -1,0 +1,131 @@
+"""Weights to engines on other devices: one collective group of training rank 0 and every engine rank, NCCL or gloo."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+import time
+from argparse import Namespace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from slime.backends.sglang.client import EngineError
+from slime.utils import device
+from slime.utils.http_utils import PortReservation, host_ip
+from slime.weights.engines import EngineAddress, call_all
+from slime.weights.hf_directory import NamedTensors
+from slime.weights.publisher import WeightPublisher
+
+_LEAVE_TIMEOUT_S = 5.0
+_group_numbers = itertools.count()
+
+
+class DistributedPublisher(WeightPublisher):
+    """Rank 0 broadcasts each bucket as one flat tensor; the other training ranks have no part in it."""
+
+    def __init__(self, args: Namespace, rank: int, engines: list[EngineAddress]) -> None:
+        super().__init__(args, rank, engines)
+        self._group: dist.ProcessGroup | None = None
+        self._group_name = ""
+
+    def _open(self) -> None:
+        if self.rank != 0:
+            return
+        self._close()
+        # A name of its own for each group: torch refuses one that this process, or a living engine, has used before.
+        self._group_name = f"slime-weights-{os.getpid()}-{next(_group_numbers)}"
+        loopback = all(control.url.startswith(("http://127.", "http://[::1]")) for control in self.controls)
+        host = "127.0.0.1" if loopback else host_ip()
+        reservation = PortReservation(host)
+        world_size = 1 + sum(engine.num_gpus for engine in self.engines)
+        calls: dict[str, Any] = {}
+        offset = 1
+        for engine, control in zip(self.engines, self.controls, strict=True):
+            calls[engine.url] = lambda control=control, offset=offset: control.init_weights_update_group(
+                master_address=host,
+                master_port=reservation.port,
+                rank_offset=offset,
+                world_size=world_size,
+                group_name=self._group_name,
+                backend=device.collective_backend(),
+            )
+            offset += engine.num_gpus
+        # Rank 0 joins in a thread as well: an engine that refuses is then an error at once, not after the deadline.
+        calls["training rank 0"] = lambda: join_as_sender(
+            host, reservation.port, world_size, self._group_name, timedelta(seconds=self.timeout)
+        )
+        reservation.release()
+        try:
+            self._group = call_all(calls, self.timeout, "joining the weight update group")["training rank 0"]
+        finally:
+            reservation.close()
+
+    def _deliver(self, bucket: NamedTensors, staged: Any) -> None:
+        if self._group is None:
+            raise EngineError("push: the group was left after a failed update; connect again")
+        # The engine lays the tensors out one after another without padding: larger element sizes first keeps every
+        # one of them aligned.
+        ordered = sorted(bucket, key=lambda named: -named[1].element_size())
+        flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for _, tensor in ordered])
+        work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
+        self.each_engine(
+            "push",
+            lambda control: control.update_weights_from_distributed(
+                names=[name for name, _ in ordered],
+                dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in ordered],
+                shapes=[list(tensor.shape) for _, tensor in ordered],
+                group_name=self._group_name,
+            ),
+        )
+        # Every engine has answered that it has loaded the tensors, so the broadcast has ended.
+        work.wait(timedelta(seconds=max(1.0, self._deadline - time.monotonic())))
+
+    def _abandon(self) -> None:
+        """Leave the group although a broadcast may hang in it, without waiting for that."""
+        if self._group is None:
+            return
+        group, self._group = self._group, None
+        # An engine that refused leaves and closes its connections, which ends our broadcast with an error; ours then
+        # close, which releases an engine that waits for the rest. gloo has no other way to end a collective early.
+        for control in self.controls:
+            with contextlib.suppress(EngineError):
+                control.destroy_weights_update_group(self._group_name, timeout=_LEAVE_TIMEOUT_S)
+        group.abort()
+        threading.Thread(target=dist.destroy_process_group, args=(group,), daemon=True).start()
+
+    def _close(self) -> None:
+        if self._group is None:
+            return
+        group, self._group = self._group, None
+        for control in self.controls:
+            with contextlib.suppress(EngineError):
+                control.destroy_weights_update_group(self._group_name, timeout=_LEAVE_TIMEOUT_S)
+        dist.destroy_process_group(group)
+
+
+def join_as_sender(host: str, port: int, world_size: int, group_name: str, timeout: timedelta) -> dist.ProcessGroup:
+    """Serve the rendezvous and join, as rank 0, a group of processes that have no default group in common.
+
+    torch has no public call for that. These are the steps that the engine takes on its side
+    (``sglang.srt.utils.common.init_custom_process_group``, which cannot be imported without all of SGLang): both sides
+    must build the same store prefixes, or they wait for each other until the deadline.
+    """
+    store, _, _ = next(c10d.rendezvous(f"tcp://{host}:{port}", 0, world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    group, _ = c10d._new_process_group_helper(
+        world_size,
+        0,
+        [],
+        c10d.Backend(device.collective_backend()),
+        c10d.PrefixStore(group_name, store),
+        group_name=c10d.GroupName(group_name),
+        timeout=timeout,
+    )
+    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
+    return group

@@ -1,0 +1,209 @@
+"""The sequence that every transport follows: pause, flush, push, set and check the version, go on."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from slime.backends.sglang.client import EngineControl, EngineError
+from slime.weights.engines import EngineAddress, call_all
+from slime.weights.equality import EqualityCheck
+from slime.weights.hf_directory import NamedTensors
+
+_CONTINUE_TIMEOUT_S = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Update:
+    """One publication under way."""
+
+    version: int
+    paused_at: float | None = None
+    nbytes: int = 0
+    check: EqualityCheck | None = None
+
+
+class WeightPublisher:
+    """Brings the trainer's weights to every engine. Every training rank has one; rank 0's talks to the engines.
+
+    A transport overrides `_open`, `_close`, `_stage` (collective, every rank) and `_deliver` (rank 0).
+    """
+
+    pauses_for_buckets = True
+    """Whether buckets go straight into the engines, which must then be paused from the first one on."""
+
+    def __init__(self, args: Namespace, rank: int, engines: list[EngineAddress]) -> None:
+        """
+        Args:
+            args: the run's options.
+            rank: this process's rank among the trainers.
+            engines: in the order of their slots; the same list on every rank.
+        """
+        self.args = args
+        self.rank = rank
+        self.engines = engines
+        self.timeout: float = args.weight_update_timeout
+        self.controls: list[EngineControl] = [engine.control(self.timeout) for engine in engines] if rank == 0 else []
+        self._version = -1
+        self._deadline = 0.0
+
+    def connect(self) -> None:
+        """Prepare the transport; collective over the training ranks.
+
+        Raises:
+            EngineError: an engine did not take part; it names engine and phase.
+        """
+        self._deadline = time.monotonic() + self.timeout
+        self._open()
+
+    def publish(self, version: int, buckets: Iterable[NamedTensors]) -> dict[str, float]:
+        """Push weights; collective over the training ranks.
+
+        Whatever happens, the buckets are drained on every rank (their iterator holds collectives that other ranks wait
+        in) and engines that still answer are told to continue.
+
+        Args:
+            version: larger than any before.
+            buckets: the same names and shapes on every rank, each a full tensor on this rank's device; a bucket is not
+                used after the next one has been asked for.
+
+        Returns:
+            ``seconds`` in all, ``paused_seconds`` of them without generation, ``bytes`` to each engine.
+
+        Raises:
+            ValueError: a version that does not grow.
+            EngineError: it names engine, phase and version; on the ranks that took part in what failed, which is
+                rank 0 unless the buckets could not be made. The engines' weights are then undefined.
+        """
+        if version <= self._version:
+            raise ValueError(f"weight version {version} does not grow: {self._version} was published before")
+        start = time.monotonic()
+        self._deadline = start + self.timeout
+        update = _Update(version)
+        failure = self._attempt(lambda: self._begin(update))
+        try:
+            for bucket in buckets:
+                update.nbytes += sum(tensor.nbytes for _, tensor in bucket)
+                staged = self._stage(bucket)
+                failure = failure or self._attempt(functools.partial(self._push, update, bucket, staged))
+            failure = failure or self._attempt(lambda: self._finish(update))
+            self._release()
+        except Exception as error:
+            failure = failure or error
+        self._end(update, failure)
+        if failure is not None:
+            raise EngineError(f"weight update to version {version} ({type(self).__name__}): {failure}") from failure
+        self._version = version
+        end = time.monotonic()
+        paused = update.paused_at or start
+        return {"seconds": end - start, "paused_seconds": end - paused, "bytes": float(update.nbytes)}
+
+    def close(self) -> None:
+        """Leave the transport; may be called again, and with engines that are gone."""
+        self._close()
+
+    def _open(self) -> None:
+        """Prepare the transport (every rank)."""
+
+    def _close(self) -> None:
+        """Undo `_open`; must not raise for engines that are gone."""
+
+    def _prepare(self, version: int) -> None:
+        """Before the first bucket (rank 0)."""
+
+    def _stage(self, bucket: NamedTensors) -> Any:
+        """Make a bucket ready (every rank; may be collective); its result goes to `_deliver` on rank 0."""
+        return None
+
+    def _deliver(self, bucket: NamedTensors, staged: Any) -> None:
+        """Bring a bucket to every engine (rank 0)."""
+        raise NotImplementedError
+
+    def _complete(self, version: int) -> None:
+        """After the last bucket, with the engines paused, before the version is set (rank 0)."""
+
+    def _release(self) -> None:
+        """After the last bucket (every rank; may be collective)."""
+
+    def _abandon(self) -> None:
+        """After a failure: drop what an engine may still be waiting in, or what is half written (rank 0)."""
+
+    def each_engine(
+        self, phase: str, call: Callable[[EngineControl], Any], timeout: float | None = None
+    ) -> dict[str, Any]:
+        """``call`` on all engines at the same time, within what is left of the deadline; results by URL."""
+        remaining = max(0.0, self._deadline - time.monotonic()) if timeout is None else timeout
+        return call_all({control.url: functools.partial(call, control) for control in self.controls}, remaining, phase)
+
+    def _attempt(self, step: Callable[[], None]) -> Exception | None:
+        """Take a step of rank 0; what it raised. Other ranks skip it, and must hear of a failure only at the end."""
+        if self.rank != 0:
+            return None
+        try:
+            step()
+        except Exception as error:
+            return error
+        return None
+
+    def _begin(self, update: _Update) -> None:
+        if self.args.check_weight_update_equal:
+            update.check = EqualityCheck(self.args, update.version)
+        self._prepare(update.version)
+        if self.pauses_for_buckets:
+            self._pause(update)
+
+    def _push(self, update: _Update, bucket: NamedTensors, staged: Any) -> None:
+        self._deliver(bucket, staged)
+        if update.check is not None:
+            update.check.add(bucket)
+
+    def _pause(self, update: _Update) -> None:
+        update.paused_at = time.monotonic()
+        self.each_engine("pause", lambda control: control.pause())
+        # Keys and values that the old weights made must not serve tokens of the new ones.
+        self.each_engine("flush", lambda control: control.flush_cache())
+        self.each_engine("begin", lambda control: control.begin_weight_update())
+
+    def _finish(self, update: _Update) -> None:
+        if not self.pauses_for_buckets:
+            self._pause(update)
+        self._complete(update.version)
+        self.each_engine("end", lambda control: control.end_weight_update())
+        if update.check is not None:
+            update.check.run(self.each_engine)
+        version = str(update.version)
+        self.each_engine("set version", lambda control: control.set_weight_version(version))
+        found = self.each_engine("check version", lambda control: control.weight_version())
+        wrong = {url: value for url, value in found.items() if value != version}
+        if wrong:
+            raise EngineError(f"check version: engines report {wrong} instead of {version}")
+        self.each_engine("continue", lambda control: control.continue_())
+
+    def _end(self, update: _Update, failure: Exception | None) -> None:
+        if self.rank != 0:
+            return
+        if update.check is not None:
+            update.check.discard()
+        if failure is None:
+            return
+        self._abandon()
+        # Each for itself: a dead engine must not keep the others from going on.
+        for control in self.controls:
+            try:
+                control.continue_(timeout=_CONTINUE_TIMEOUT_S)
+            except EngineError as error:
+                logger.warning("after a failed weight update: %s", error)
+
+
+def trainer_world_size() -> int:
+    """Number of training ranks; 1 in a process without torch.distributed."""
+    return dist.get_world_size() if dist.is_initialized() else 1

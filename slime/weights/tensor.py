@@ -1,0 +1,153 @@
+"""Weights to engines on the same devices: CUDA IPC handles, or shared memory without GPUs; only handles travel by HTTP.
+
+A payload is a pickle that the server's unpickler accepts. It is made here, without importing SGLang, whose import takes
+seconds, and which on CPU works only with the stand-ins of `backends.sglang.compat`, which a trainer must not have.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import io
+import os
+from argparse import Namespace
+from datetime import timedelta
+from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing import reductions
+
+from slime.utils import device
+from slime.weights.engines import EngineAddress
+from slime.weights.hf_directory import NamedTensors
+from slime.weights.publisher import WeightPublisher, trainer_world_size
+
+_ALIGNMENT = 16
+"""Bytes; a view of the flat buffer as any dtype must start at a multiple of that dtype's size."""
+_DEVICE_ARGUMENT = 6
+"""Where torch's rebuild_cuda_tensor takes the device."""
+
+
+class SharedBuffer:
+    """A flat uint8 tensor that engines on the same host can open.
+
+    Without GPUs it is an anonymous memory file, opened through ``/proc/PID/fd/N`` and gone with the last process that
+    maps it. torch's own sharing of CPU tensors would leave files in /dev/shm when a trainer is killed, fills a
+    container's small /dev/shm, and hands descriptors by a socket whose key the server does not know.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        if device.is_cuda():
+            self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device.current_device())
+            return
+        self._file = os.fdopen(os.memfd_create("slime-weights"), "rb+")
+        self._file.truncate(nbytes)
+        self._path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
+        self.tensor = torch.from_file(self._path, shared=True, size=nbytes, dtype=torch.uint8)
+
+    def reduce(self, pickled: object) -> Any:
+        """How a receiver builds ``pickled``, for `pickle.Pickler.reducer_override`."""
+        if pickled is not self.tensor:
+            return NotImplemented
+        if not self.tensor.is_cuda:
+            open_file = functools.partial(torch.from_file, dtype=torch.uint8)
+            return open_file, (self._path, True, self.tensor.numel())
+        rebuild, arguments = reductions.reduce_tensor(self.tensor)
+        # SGLang's receiver takes the GPU's UUID in place of its index, which differs between processes.
+        uuid = str(torch.get_device_module().get_device_properties(arguments[_DEVICE_ARGUMENT]).uuid)
+        return rebuild, (*arguments[:_DEVICE_ARGUMENT], uuid, *arguments[_DEVICE_ARGUMENT + 1 :])
+
+
+def flat_layout(bucket: NamedTensors) -> tuple[list[SimpleNamespace], int]:
+    """Where each tensor lies in the flat buffer, in the terms of SGLang's FlattenedTensorMetadata; and its size.
+
+    SGLang reads attributes only. Its own class cannot be pickled without importing SGLang.
+    """
+    layout, end = [], 0
+    for name, tensor in bucket:
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        end = start + tensor.nbytes
+        layout.append(
+            SimpleNamespace(
+                name=name, shape=tensor.shape, dtype=tensor.dtype, start_idx=start, end_idx=end, numel=tensor.nbytes
+            )
+        )
+    return layout, end
+
+
+class TensorPublisher(WeightPublisher):
+    """Training rank r shares its device with engine slot r, and serves that slot.
+
+    The buckets are the same on every rank, so each slot's rank hands out its own copy and no byte crosses devices.
+    """
+
+    def __init__(self, args: Namespace, rank: int, engines: list[EngineAddress]) -> None:
+        super().__init__(args, rank, engines)
+        self._slots = sum(engine.num_gpus for engine in engines)
+        self._group: dist.ProcessGroup | None = None
+        self._buffer: SharedBuffer | None = None
+
+    def _open(self) -> None:
+        world_size = trainer_world_size()
+        if world_size < self._slots:
+            raise ValueError(
+                f"--update-weight-transport tensor needs a training rank beside each engine rank, but there are "
+                f"{world_size} training and {self._slots} engine ranks; use --update-weight-transport distributed"
+            )
+        if world_size > 1:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
+
+    def _close(self) -> None:
+        self._buffer = None
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+    def _stage(self, bucket: NamedTensors) -> list[str | None]:
+        # Rank 0 comes here only after the engines have loaded the bucket before: the buffer may be written again.
+        self._barrier()
+        payload = self._fill(bucket) if self.rank < self._slots else None
+        if self._group is None:
+            return [payload]
+        gathered: list[str | None] | None = [None] * dist.get_world_size(self._group) if self.rank == 0 else None
+        dist.gather_object(payload, gathered, dst=0, group=self._group)
+        return gathered or []
+
+    def _fill(self, bucket: NamedTensors) -> str:
+        layout, size = flat_layout(bucket)
+        if self._buffer is None or self._buffer.tensor.numel() < size:
+            self._buffer = None  # the smaller one goes first: on a GPU there may be no room for both
+            self._buffer = SharedBuffer(size)
+        flat = self._buffer.tensor
+        for place, (_, tensor) in zip(layout, bucket, strict=True):
+            flat[place.start_idx : place.end_idx].copy_(tensor.detach().reshape(-1).view(torch.uint8))
+        device.synchronize()
+        return _serialize({"flattened_tensor": flat, "metadata": layout}, self._buffer)
+
+    def _deliver(self, bucket: NamedTensors, staged: list[str]) -> None:
+        payloads, first = {}, 0
+        for engine in self.engines:
+            payloads[engine.url] = staged[first : first + engine.num_gpus]
+            first += engine.num_gpus
+        self.each_engine("push", lambda control: control.update_weights_from_tensor(payloads[control.url]))
+
+    def _release(self) -> None:
+        self._barrier()
+        self._buffer = None
+
+    def _barrier(self) -> None:
+        if self._group is not None:
+            dist.barrier(self._group)
+
+
+def _serialize(payload: dict[str, Any], buffer: SharedBuffer) -> str:
+    class Pickler(ForkingPickler):
+        def reducer_override(self, pickled: object) -> Any:
+            return buffer.reduce(pickled)
+
+    stream = io.BytesIO()
+    Pickler(stream).dump(payload)
+    return base64.b64encode(stream.getvalue()).decode()

@@ -1,0 +1,194 @@
+"""Publishing from two training ranks to stand-ins for engines that note every call and open every payload."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import os
+import pickle
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from slime.backends.sglang.client import EngineError
+from slime.utils.http_utils import PortReservation
+from slime.weights import EngineAddress, make_publisher
+from slime.weights.hf_directory import NamedTensors
+
+NUM_GPUS = 0
+
+RANKS = 2
+
+
+def buckets(seed: int) -> Iterator[NamedTensors]:
+    """Odd shapes and mixed types, the same on every rank, with a collective in the iterator as the real one has."""
+    generator = torch.Generator().manual_seed(seed)
+    for index, shape in enumerate([(3,), (5, 7), (), (2, 3, 4)]):
+        if dist.is_initialized():
+            dist.barrier()
+        yield [
+            (f"{index}.half", torch.randn(shape, generator=generator).bfloat16()),
+            (f"{index}.byte", torch.randint(0, 255, shape, generator=generator, dtype=torch.uint8)),
+            (f"{index}.full", torch.randn(shape, generator=generator).permute(tuple(reversed(range(len(shape)))))),
+        ]
+
+
+class FakeEngine:
+    """Answers control calls; refuses the call of number ``refuse_push`` that brings weights."""
+
+    def __init__(self, refuse_push: int | None = None, openapi: tuple[str, ...] = ()) -> None:
+        self.calls: list[str] = []
+        self.tensors: list[dict[str, torch.Tensor]] = []
+        self.version = "default"
+        self.payload_counts: set[int] = set()
+        engine = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                reply = {"weight_version": engine.version, "paths": dict.fromkeys(openapi)}
+                self._answer(200, reply)
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                self._answer(*engine.handle(self.path, body))
+
+            def _answer(self, status: int, reply: dict[str, Any]) -> None:
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(json.dumps(reply).encode())
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        self._refuse_push = refuse_push
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def handle(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        self.calls.append(path.strip("/"))
+        if path == "/update_weight_version":
+            self.version = body["new_version"]
+        if path != "/update_weights_from_tensor":
+            return 200, {}
+        if self.calls.count("update_weights_from_tensor") == self._refuse_push:
+            return 400, {"message": "no room"}
+        self.payload_counts.add(len(body["serialized_named_tensors"]))
+        received: dict[str, torch.Tensor] = {}
+        for payload in body["serialized_named_tensors"]:
+            opened = pickle.loads(base64.b64decode(payload))
+            for place in opened["metadata"]:
+                flat = opened["flattened_tensor"][place.start_idx : place.end_idx]
+                received[place.name] = flat.view(place.dtype).reshape(place.shape).clone()
+        self.tensors.append(received)
+        return 200, {}
+
+    def close(self) -> None:
+        self._server.shutdown()
+
+
+@pytest.fixture
+def engines(request: pytest.FixtureRequest) -> Iterator[list[FakeEngine]]:
+    made = [FakeEngine(**kwargs) for kwargs in request.param]
+    yield made
+    for engine in made:
+        engine.close()
+
+
+def run_rank(rank: int, port: int, addresses: list[EngineAddress], seeds: list[int], results: str) -> None:
+    """One training rank: publish once for each seed; what that returned or raised goes into a file."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+    dist.init_process_group("gloo")
+    args = argparse.Namespace(
+        update_weight_transport="tensor", weight_update_timeout=30.0, check_weight_update_equal=False
+    )
+    publisher = make_publisher(args, rank, addresses)
+    publisher.connect()
+    outcomes: list[Any] = []
+    for version, seed in enumerate(seeds, start=1):
+        try:
+            outcomes.append(publisher.publish(version, buckets(seed)))
+        except EngineError as error:
+            outcomes.append(str(error))
+    publisher.close()
+    Path(results, str(rank)).write_text(json.dumps(outcomes))
+    dist.destroy_process_group()
+
+
+def publish(engines: list[FakeEngine], num_gpus: int, seeds: list[int], tmp_path: Path) -> list[list[Any]]:
+    addresses = [EngineAddress(engine.url, num_gpus) for engine in engines]
+    reservation = PortReservation("127.0.0.1")
+    reservation.release()
+    mp.spawn(run_rank, (reservation.port, addresses, seeds, str(tmp_path)), nprocs=RANKS)
+    reservation.close()
+    return [json.loads((tmp_path / str(rank)).read_text()) for rank in range(RANKS)]
+
+
+def assert_received(engine: FakeEngine, seed: int) -> None:
+    sent = [dict(bucket) for bucket in buckets(seed)]
+    received = engine.tensors[-len(sent) :]
+    for expected, got in zip(sent, received, strict=True):
+        assert expected.keys() == got.keys()
+        assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+@pytest.mark.parametrize("engines", [[{}, {}]], indirect=True)
+def test_each_rank_serves_the_engine_beside_it(engines: list[FakeEngine], tmp_path: Path) -> None:
+    outcomes = publish(engines, 1, [11, 12], tmp_path)
+    for engine in engines:
+        assert (
+            engine.calls
+            == [
+                "pause_generation",
+                "flush_cache",
+                *["update_weights_from_tensor"] * 4,
+                "update_weight_version",
+                "continue_generation",
+            ]
+            * 2
+        )
+        assert engine.payload_counts == {1}
+        assert engine.version == "2"
+        assert_received(engine, 12)
+    assert [outcome["bytes"] for outcome in outcomes[0]] == [outcome["bytes"] for outcome in outcomes[1]]
+
+
+@pytest.mark.parametrize(
+    "engines", [[{"openapi": ("/begin_weight_update", "/end_weight_update")}]], indirect=True, ids=["sessions"]
+)
+def test_one_engine_of_two_ranks_gets_a_payload_of_each(engines: list[FakeEngine], tmp_path: Path) -> None:
+    publish(engines, 2, [5], tmp_path)
+    (engine,) = engines
+    assert engine.payload_counts == {2}
+    assert engine.calls[:3] == ["pause_generation", "flush_cache", "begin_weight_update"]
+    assert engine.calls[-3:] == ["end_weight_update", "update_weight_version", "continue_generation"]
+    assert_received(engine, 5)
+
+
+@pytest.mark.parametrize("engines", [[{}, {"refuse_push": 2}]], indirect=True)
+def test_a_refusal_reaches_rank_0_and_no_rank_or_engine_is_left_waiting(
+    engines: list[FakeEngine], tmp_path: Path
+) -> None:
+    outcomes = publish(engines, 1, [21, 22], tmp_path)
+    error, figures = outcomes[0]
+    assert error.startswith("weight update to version 1 (TensorPublisher): push: engine " + engines[1].url)
+    assert "no room" in error
+    assert figures["bytes"] > 0
+    first = engines[0].calls.index("continue_generation")
+    assert engines[0].calls[: first + 1] == [
+        "pause_generation",
+        "flush_cache",
+        *["update_weights_from_tensor"] * 2,
+        "continue_generation",
+    ]
+    for engine in engines:
+        assert engine.version == "2"
+        assert_received(engine, 22)
