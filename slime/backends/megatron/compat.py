@@ -1,0 +1,208 @@
+"""What megatron-core 0.16.1 needs from outside: a CPU shim where there is no CUDA, and fixes of two of its defects.
+
+`install` is the first thing a worker process calls, before anything else imports ``megatron.core``. No patch
+re-implements Megatron: those of the shim answer "which device" with "cpu".
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_FACTORIES = (
+    "tensor",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "arange",
+    "rand",
+    "randn",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+)
+
+
+@functools.cache
+def install() -> None:
+    """Patch torch and megatron-core for this host; a second call does nothing.
+
+    With CUDA only the defects are fixed. Without, ``torch.cuda`` as Megatron uses it means the CPU from here on, for
+    the whole process: call this in Megatron's own workers only.
+    """
+    warnings.filterwarnings("ignore", message=r".*Apex (is|are) not installed")
+    if not torch.cuda.is_available():
+        _answer_cuda_calls_with_cpu()
+        _put_cuda_factories_on_cpu()
+        _make_cuda_tensor_methods_work()
+        _import_without_compiling()
+        _use_cpu_generator()
+        _take_split_sizes_as_they_are()
+        _exchange_uneven_parts()
+    _fix_router_without_transformer_engine()
+    _fix_distributed_optimizer_load()
+
+
+def _answer_cuda_calls_with_cpu() -> None:
+    """Device, stream and RNG functions: torch.cpu has them as no-ops. Goes when Megatron asks for the accelerator.
+
+    Each is a function object of its own: Dynamo refuses one function under two names.
+    """
+    cuda, cpu = torch.cuda, torch.cpu
+    patches: dict[str, Any] = {
+        "current_device": lambda: "cpu",
+        "synchronize": lambda *_: None,
+        "set_device": lambda *_: None,
+        "current_stream": lambda *_: cpu.current_stream(),
+        "default_stream": lambda *_: cpu.current_stream(),
+        "stream": lambda stream: cpu.stream(stream),
+        "Stream": type(
+            "Stream",
+            (cpu.Stream,),
+            {
+                "__init__": lambda self, *_, **__: cpu.Stream.__init__(self),
+                "record_event": lambda self, event=None: cpu.Event(),
+            },
+        ),
+        "manual_seed": lambda seed: torch.manual_seed(seed),
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+    }
+    for name, value in patches.items():
+        setattr(cuda, name, value)
+    cuda.random.get_rng_state = patches["get_rng_state"]
+    cuda.random.set_rng_state = patches["set_rng_state"]
+
+
+def _put_cuda_factories_on_cpu() -> None:
+    """A literal ``device="cuda"`` (schedules, gradient clipping, loss scale, MoE metrics). Goes with the shim."""
+
+    def wrap(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(factory)
+        def call(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+            if device is not None:
+                kwargs["device"] = "cpu" if str(device).startswith("cuda") else device
+            return factory(*args, **kwargs)
+
+        return call
+
+    for name in _FACTORIES:
+        setattr(torch, name, wrap(getattr(torch, name)))
+
+
+def _make_cuda_tensor_methods_work() -> None:
+    """``.cuda()``, and ``.type()`` that optimizers compare with ``'torch.cuda.FloatTensor'``. Goes with the shim."""
+    real_type = torch.Tensor.type
+
+    def type_(self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is not None:
+            return real_type(self, dtype, *args, **kwargs)
+        return real_type(self).replace("torch.", "torch.cuda.", 1)
+
+    torch.Tensor.type = type_  # type: ignore[method-assign,assignment]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+
+
+def _import_without_compiling() -> None:
+    """Megatron wraps helpers in ``torch.compile``: on a CPU seconds of Dynamo and a C++ compiler, for nothing."""
+    compiler = torch.compile
+    torch.compile = lambda fn, *_, **__: fn  # type: ignore[assignment]
+    try:
+        importlib.import_module("megatron.core")
+    finally:
+        torch.compile = compiler
+
+
+def _use_cpu_generator() -> None:
+    """The RNG tracker takes its setter from torch.cuda's internals. Goes with the shim."""
+    from megatron.core.tensor_parallel import random
+
+    random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
+    # fork() reports this every time, now by construction.
+    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+
+
+def _take_split_sizes_as_they_are() -> None:
+    """The all-to-all dispatcher makes its split sizes plain numbers only if they were on a GPU. Goes with the shim."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
+
+
+def _exchange_uneven_parts() -> None:
+    """gloo gathers and scatters only parts of one size; experts under tensor parallelism have as many rows as tokens.
+
+    NCCL does this by broadcasts and reductions too. Goes when gloo takes uneven parts.
+    """
+    gather, scatter = dist.all_gather, dist.reduce_scatter
+
+    def all_gather(parts: list[Tensor], own: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        if len({part.shape for part in parts}) == 1:
+            return gather(parts, own, group=group, async_op=async_op)
+        for source, part in enumerate(parts):
+            if source == dist.get_rank(group):
+                part.copy_(own)
+            if part.numel():
+                dist.broadcast(part, group_src=source, group=group)
+        return None
+
+    def reduce_scatter(
+        own: Tensor, parts: list[Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if len({part.shape for part in parts}) == 1:
+            return scatter(own, parts, op, group, async_op)
+        for target, part in enumerate(parts):
+            total = part.clone()
+            if total.numel():
+                dist.reduce(total, op=op, group_dst=target, group=group)
+            if target == dist.get_rank(group):
+                own.copy_(total)
+        return None
+
+    for patched in (all_gather, reduce_scatter):
+        setattr(dist, patched.__name__, patched)
+
+
+def _fix_router_without_transformer_engine() -> None:
+    """The MoE router reads a name that a failed import of Transformer Engine never bound. Fixed after 0.16."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def _fix_distributed_optimizer_load() -> None:
+    """Loading the distributed optimizer of torch's AdamW: ``KeyError: 'step'``, and one step tensor for all parameters.
+
+    AdamW advances ``step`` in place once per parameter, so a shared one makes a resumed run silently wrong. Only
+    without Transformer Engine and Apex, whose FusedAdam keeps the step in the parameter group.
+    """
+    from megatron.core.optimizer import distrib_optimizer
+
+    if distrib_optimizer.HAVE_APEX_OR_TE:
+        return
+    optimizer_class = distrib_optimizer.DistributedOptimizer
+    inner = optimizer_class._set_main_param_and_optimizer_states
+
+    @torch.no_grad()
+    def load(self: Any, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        if "step" in state:
+            state["step"] = state["step"].clone()
+            tensors = {**tensors, "step": state["step"]}
+        inner(self, model_param, tensors)
+
+    optimizer_class._set_main_param_and_optimizer_states = load

@@ -1,0 +1,160 @@
+"""Sharded Megatron parameters to full Hugging Face tensors on every rank, in bounded buckets and a fixed order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from slime.models import Family, Shape
+from slime.utils import device
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """Where a parameter lives; parameters with one owner are gathered together."""
+
+    is_expert: bool
+    stage: int
+    """Pipeline rank."""
+    expert_rank: int
+    """Expert-parallel rank; 0 for parameters outside experts, which all of them hold."""
+    dtype: torch.dtype
+
+
+_Held = tuple[_Owner, tuple[int, ...]]
+"""Owner and shape of a shard."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One parameter, as every rank knows it."""
+
+    name: str
+    owner: _Owner
+    local_shape: tuple[int, ...]
+    """Of one tensor-parallel shard."""
+    hf: tuple[tuple[str, tuple[int, ...]], ...]
+    """Names and shapes of the Hugging Face tensors that it becomes."""
+
+    @property
+    def local_numel(self) -> int:
+        return prod(self.local_shape)
+
+    @property
+    def hf_numel(self) -> int:
+        return sum(prod(shape) for _, shape in self.hf)
+
+    @property
+    def hf_bytes(self) -> int:
+        return self.hf_numel * self.owner.dtype.itemsize
+
+
+class Gatherer:
+    """Gathers a model; constructing it agrees with the other ranks on who holds what (collective)."""
+
+    def __init__(self, parameters: dict[str, torch.nn.Parameter], family: Family, shape: Shape) -> None:
+        self.parameters, self.family, self.shape = parameters, family, shape
+        where: dict[str, _Held] = {}
+        for name, parameter in parameters.items():
+            is_expert = ".experts." in name
+            expert_rank = parallel_state.get_expert_model_parallel_rank() if is_expert else 0
+            stage = parallel_state.get_pipeline_model_parallel_rank()
+            where[name] = _Owner(is_expert, stage, expert_rank, parameter.dtype), tuple(parameter.shape)
+        for group in (
+            parallel_state.get_expert_model_parallel_group(),
+            parallel_state.get_pipeline_model_parallel_group(),
+        ):
+            where = _merge(where, group)
+        entries = [self._entry(name, *where[name]) for name in family.parameters(shape) if name in where]
+        self.entries = sorted(
+            (e for e in entries if e.hf), key=lambda e: (e.owner.is_expert, e.owner.stage, e.owner.expert_rank)
+        )
+
+    def _entry(self, name: str, owner: _Owner, local_shape: tuple[int, ...]) -> _Entry:
+        shards = [torch.empty(local_shape, device="meta")] * _tensor_group(owner).size()
+        hf = self.family.join(name, shards, self.shape)
+        return _Entry(name, owner, local_shape, tuple((n, tuple(t.shape)) for n, t in hf))
+
+    def buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """Full tensors by Hugging Face name; the same on every rank (collective)."""
+        for bucket in _cut(self.entries, lambda entry: entry.hf_bytes, bucket_bytes):
+            tensors: list[tuple[str, Tensor]] = []
+            for owner, segment in groupby(bucket, key=lambda entry: entry.owner):
+                tensors += self._segment(owner, list(segment))
+            yield tensors
+
+    @torch.no_grad()
+    def _segment(self, owner: _Owner, entries: list[_Entry]) -> list[tuple[str, Tensor]]:
+        numel = sum(entry.hf_numel for entry in entries)
+        full = torch.empty(numel, dtype=owner.dtype, device=device.current_device())
+        tensors: list[tuple[str, Tensor]] = []
+        offset = 0
+        for entry in entries:
+            for name, shape in entry.hf:
+                tensors.append((name, full[offset : offset + prod(shape)].view(shape)))
+                offset += prod(shape)
+        if owner.stage == parallel_state.get_pipeline_model_parallel_rank():
+            experts = parallel_state.get_expert_model_parallel_group()
+            if not owner.is_expert or owner.expert_rank == experts.rank():
+                self._fill(tensors, owner, entries)
+            if owner.is_expert:
+                _broadcast(full, owner.expert_rank, experts)
+        _broadcast(full, owner.stage, parallel_state.get_pipeline_model_parallel_group())
+        return tensors
+
+    def _fill(self, tensors: list[tuple[str, Tensor]], owner: _Owner, entries: list[_Entry]) -> None:
+        """Gather the shards over tensor-parallel ranks, all in one collective, and put them where they belong."""
+        group = _tensor_group(owner)
+        local = torch.cat([self.parameters[entry.name].detach().flatten() for entry in entries])
+        shards = local[None]
+        if group.size() > 1:
+            shards = local.new_empty(group.size(), local.numel())
+            dist.all_gather_into_tensor(shards.view(-1), local, group=group)
+        targets = iter(tensors)
+        offset = 0
+        for entry in entries:
+            parts = shards[:, offset : offset + entry.local_numel].unflatten(1, entry.local_shape).unbind(0)
+            for _, tensor in self.family.join(entry.name, parts, self.shape):
+                next(targets)[1].copy_(tensor)
+            offset += entry.local_numel
+
+
+def _tensor_group(owner: _Owner) -> dist.ProcessGroup:
+    if owner.is_expert:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def _merge(own: dict[str, _Held], group: dist.ProcessGroup) -> dict[str, _Held]:
+    """The union over the group; where several ranks hold a name, the first one's value."""
+    if group.size() == 1:
+        return own
+    gathered: list[dict[str, _Held]] = [{} for _ in range(group.size())]
+    dist.all_gather_object(gathered, own, group=group)
+    return {name: value for part in reversed(gathered) for name, value in part.items()}
+
+
+def _broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
+    if group.size() > 1:
+        dist.broadcast(tensor, group_src=source, group=group)
+
+
+def _cut(entries: list[_Entry], size: Callable[[_Entry], int], limit: int) -> Iterator[list[_Entry]]:
+    """Consecutive runs whose sizes add up to at most ``limit``, or one entry."""
+    run: list[_Entry] = []
+    used = 0
+    for entry in entries:
+        if run and used + size(entry) > limit:
+            yield run
+            run, used = [], 0
+        run.append(entry)
+        used += size(entry)
+    if run:
+        yield run

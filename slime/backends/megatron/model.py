@@ -1,0 +1,138 @@
+"""The Megatron model of one training rank: configuration, layer specification, pipeline chunks."""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from slime.backends.megatron.attention import PackedAttention
+from slime.backends.megatron.norm import RMSNorm
+from slime.options.megatron import config_kwargs
+from slime.utils import device
+
+logger = logging.getLogger(__name__)
+
+_WITHOUT_TRANSFORMER_ENGINE: dict[str, Any] = {
+    "persist_layer_norm": False,
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "apply_rope_fusion": False,
+    "moe_permute_fusion": False,
+    "moe_grouped_gemm": False,
+    "use_cpu_initialization": False,
+}
+"""Settings that need kernels of Transformer Engine or Apex, at the value that does not."""
+
+_WITHOUT_CUDA: dict[str, Any] = {"bias_activation_fusion": False, "bias_dropout_fusion": False}
+"""Settings that compile GPU kernels."""
+
+
+def transformer_config(args: Namespace) -> TransformerConfig:
+    """The model's configuration from the options.
+
+    Sequences are packed and vary in length, the loss is a sum over tokens that its caller has already normalised, and
+    weights come from a checkpoint: these are not options.
+    """
+    values = config_kwargs(args, TransformerConfig)
+    forced = {**_WITHOUT_TRANSFORMER_ENGINE, **({} if device.is_cuda() else _WITHOUT_CUDA)}
+    unused = sorted(name for name, value in forced.items() if values.get(name, value) != value)
+    if unused:
+        logger.warning("ignored, because they need kernels that are not installed here: %s", ", ".join(unused))
+    interleaved = args.virtual_pipeline_model_parallel_size is not None
+    values.update(
+        forced,
+        perform_initialization=False,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        calculate_per_token_loss=True,
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+    )
+    return TransformerConfig(**values)
+
+
+def padded_vocab_size(args: Namespace) -> int:
+    """The vocabulary rounded up so that every tensor-parallel rank holds the same number of rows.
+
+    Raises:
+        ValueError: ``--padded-vocab-size`` is too small, or tensor parallelism does not divide it.
+    """
+    tp, padded = args.tensor_model_parallel_size, args.padded_vocab_size
+    if padded is None:
+        multiple = args.make_vocab_size_divisible_by * tp
+        return -(-args.vocab_size // multiple) * multiple
+    if padded < args.vocab_size or padded % tp:
+        raise ValueError(
+            f"--padded-vocab-size {padded} must be at least the vocabulary's {args.vocab_size} and a multiple of "
+            f"--tensor-model-parallel-size {tp}"
+        )
+    return padded
+
+
+def build_model(args: Namespace) -> list[GPTModel]:
+    """This rank's pipeline stages (one, or one per virtual stage), on its device, with weights yet to be loaded.
+
+    `parallel.initialize_distributed` must have been called. The model returns logits [1, tokens, vocabulary / TP] on
+    the last stage and hidden states on the others.
+    """
+    config = transformer_config(args)
+    stages = args.virtual_pipeline_model_parallel_size
+    return [_build_stage(args, config, i if stages else None) for i in range(stages or 1)]
+
+
+def wrap(chunks: list[GPTModel]) -> list[torch.nn.Module]:
+    """The chunks as the training loop calls them: with inputs and outputs cast where the parameters are 16 bit wide."""
+    return [Float16Module(c.config, c) if c.config.bf16 or c.config.fp16 else c for c in chunks]
+
+
+def unwrap(module: torch.nn.Module) -> GPTModel:
+    """The model within DistributedDataParallel and Float16Module."""
+    inner: Any = module
+    while not isinstance(inner, GPTModel):
+        inner = inner.module
+    return inner
+
+
+def _build_stage(args: Namespace, config: TransformerConfig, vp_stage: int | None) -> GPTModel:
+    model = GPTModel(
+        config,
+        _block_spec(config, vp_stage),
+        vocab_size=padded_vocab_size(args),
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        vp_stage=vp_stage,
+    )
+    return model.to(device.current_device())
+
+
+def _block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Megatron's own layers, with torch's RMSNorm and packed attention."""
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
+    )
+    for layer in block.layer_specs:
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+        attention = parts.self_attention.submodules
+        attention.core_attention = PackedAttention
+        attention.q_layernorm = attention.k_layernorm = RMSNorm if config.qk_layernorm else IdentityOp
+    block.layer_norm = RMSNorm
+    return block

@@ -1,0 +1,58 @@
+"""Process groups, parallel layout and random seeds of one training rank."""
+
+from __future__ import annotations
+
+import os
+import random
+from argparse import Namespace
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from slime.utils import device
+
+
+def initialize_distributed(args: Namespace) -> None:
+    """Join the run's process group, build Megatron's groups in it and seed all generators.
+
+    Rank, world size and the rendezvous address are read from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
+    `compat.install` must have been called; the options have checked that the layout fits.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    where = device.bind_local_device(int(os.environ.get("LOCAL_RANK", 0)))
+    dist.init_process_group(
+        backend=device.collective_backend(),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        device_id=where if device.is_cuda() else None,
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
+    )
+    set_seeds(args.seed)
+
+
+def set_seeds(seed: int) -> None:
+    """Seed Python, numpy, torch and Megatron's per-region generators; pipeline stages differ, replicas do not."""
+    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def destroy() -> None:
+    """Leave all process groups."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

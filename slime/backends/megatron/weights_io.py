@@ -1,0 +1,206 @@
+"""Hugging Face weights in and out of a sharded Megatron model, through the tables of `slime.models`."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig
+
+from slime.backends.megatron.gather import Gatherer
+from slime.backends.megatron.model import unwrap
+from slime.models import Family, Shape, family_of, weight_shape
+
+_INDEX = "model.safetensors.index.json"
+_IGNORED_EXTRA = re.compile(r"\.rotary_emb\.inv_freq$")
+_SHARD_BYTES = 4 * 2**30
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
+_LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
+
+
+def global_parameters(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """(name, parameter) of this rank, with layer and expert numbers that count over all pipeline and expert ranks."""
+    expert_rank = parallel_state.get_expert_model_parallel_rank()
+    expert_ranks = parallel_state.get_expert_model_parallel_world_size()
+    for chunk in chunks:
+        model = unwrap(chunk)
+        layers = {name: module.layer_number - 1 for name, module in model.decoder.layers.named_children()}
+        first_expert = (model.config.num_moe_experts or 0) // expert_ranks * expert_rank
+        for name, parameter in model.named_parameters():
+            yield _global_name(name, layers, first_expert), parameter
+
+
+def _global_name(local: str, layers: dict[str, int], first_expert: int) -> str:
+    name = _LAYER.sub(lambda match: str(layers[match[0]]), local)
+    return _EXPERT.sub(lambda match: str(int(match[0]) + first_expert), name)
+
+
+class _FileTensor:
+    """A tensor in a safetensors file; indexing reads that part only."""
+
+    def __init__(self, handle: Any, name: str) -> None:
+        self._slice = handle.get_slice(name)
+        self.shape: Sequence[int] = self._slice.get_shape()
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+        return self._slice[index]
+
+
+class HFWeights:
+    """The tensors of a Hugging Face directory by name, read on demand; files are opened once and memory-mapped."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.file_of = _files_of(directory)
+        self._stack = ExitStack()
+        self._handles: dict[str, Any] = {}
+
+    def __enter__(self) -> HFWeights:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def __getitem__(self, name: str) -> _FileTensor:
+        file = self.file_of[name]
+        if file not in self._handles:
+            self._handles[file] = self._stack.enter_context(safe_open(self.directory / file, framework="pt"))
+        return _FileTensor(self._handles[file], name)
+
+
+def _files_of(directory: Path) -> dict[str, str]:
+    """Tensor name -> file name.
+
+    Raises:
+        FileNotFoundError: neither an index nor a single safetensors file, or a file of the index is missing.
+    """
+    index = directory / _INDEX
+    if index.is_file():
+        files = json.loads(index.read_text())["weight_map"]
+        missing = sorted({file for file in files.values() if not (directory / file).is_file()})
+        if missing:
+            raise FileNotFoundError(f"{index} names files that are not there: {', '.join(missing)}")
+        return files
+    single = directory / "model.safetensors"
+    if not single.is_file():
+        raise FileNotFoundError(f"{directory} has no {_INDEX} and no model.safetensors")
+    with safe_open(single, framework="pt") as handle:
+        return dict.fromkeys(handle.keys(), single.name)
+
+
+def check_names(family: Family, shape: Shape, names: Iterable[str], directory: Path) -> None:
+    """Raise ValueError listing the tensors that a checkpoint lacks or has too many."""
+    found = set(names)
+    wanted = {source for name in family.parameters(shape) for source in family.sources(name, shape)}
+    extra = {name for name in found - wanted if not _IGNORED_EXTRA.search(name)}
+    if shape.tied:
+        extra.discard("lm_head.weight")
+    problems = [
+        f"{title}: {', '.join(sorted(some)[:10])}{f' and {len(some) - 10} more' if len(some) > 10 else ''}"
+        for title, some in (("missing", wanted - found), ("unexpected", extra))
+        if some
+    ]
+    if problems:
+        raise ValueError(f"{directory}: weights do not fit config.json; {'; '.join(problems)}")
+
+
+@torch.no_grad()
+def load_hf(chunks: Sequence[torch.nn.Module], hf_dir: str | Path) -> None:
+    """Fill the model's parameters from a Hugging Face directory; each rank reads only the slices that it holds.
+
+    Raises:
+        FileNotFoundError: no safetensors files.
+        ValueError: missing, unexpected or wrongly shaped tensors, by name.
+    """
+    directory = Path(hf_dir)
+    config = AutoConfig.from_pretrained(directory)
+    family, shape = family_of(config), weight_shape(config)
+    with HFWeights(directory) as weights:
+        check_names(family, shape, weights.file_of, directory)
+        for name, parameter in global_parameters(chunks):
+            rank = _shard_rank(name)
+            parameter.copy_(family.shard(name, weights.__getitem__, shape, tuple(parameter.shape), rank))
+
+
+def _shard_rank(name: str) -> int:
+    if ".experts." in name:
+        return parallel_state.get_expert_tensor_parallel_rank()
+    return parallel_state.get_tensor_model_parallel_rank()
+
+
+def export_hf_buckets(
+    chunks: Sequence[torch.nn.Module], family: Family, shape: Shape, bucket_bytes: int
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """The whole model as Hugging Face tensors, in buckets of at most ``bucket_bytes`` (or one tensor, if larger).
+
+    Collective over all ranks: each gets the same buckets, in the same order at every call, with full tensors on its
+    device. They share one buffer per bucket, which is freed when its tensors are. Tied output layers are left out, the
+    vocabulary's padding is stripped.
+    """
+    return Gatherer(dict(global_parameters(chunks)), family, shape).buckets(bucket_bytes)
+
+
+def save_hf(chunks: Sequence[torch.nn.Module], directory: str | Path, origin_hf_dir: str | Path) -> None:
+    """Write the model as a Hugging Face directory: sharded safetensors and the origin's config and tokenizer files.
+
+    Collective; rank 0 writes, one file at a time, into the existing directory ``directory``. The caller makes the
+    directory visible under its final name afterwards.
+    """
+    target, origin = Path(directory), Path(origin_hf_dir)
+    config = AutoConfig.from_pretrained(origin)
+    buckets = export_hf_buckets(chunks, family_of(config), weight_shape(config), _SHARD_BYTES)
+    if dist.get_rank() == 0:
+        write_hf(buckets, target, origin)
+    else:
+        for _ in buckets:
+            pass
+    dist.barrier()
+
+
+def write_hf(buckets: Iterable[list[tuple[str, Tensor]]], target: Path, origin: Path) -> None:
+    """Write buckets of tensors, one safetensors file each, and what else makes a Hugging Face directory."""
+    parts: list[tuple[str, list[str]]] = []
+    total, dtype = 0, None
+    for bucket in buckets:
+        part = f"part-{len(parts):05d}.safetensors"
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in bucket}
+        save_file(tensors, target / part, metadata={"format": "pt"})
+        parts.append((part, list(tensors)))
+        total += sum(tensor.nbytes for tensor in tensors.values())
+        dtype = next(iter(tensors.values())).dtype
+    weight_map = {}
+    for i, (part, names) in enumerate(parts):
+        file = f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" if len(parts) > 1 else "model.safetensors"
+        (target / part).rename(target / file)
+        weight_map.update(dict.fromkeys(names, file))
+    if len(parts) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (target / _INDEX).write_text(json.dumps(index, indent=2))
+    copy_hf_assets(origin, target)
+    _set_dtype(target / "config.json", str(dtype).removeprefix("torch."))
+
+
+def copy_hf_assets(origin: Path, target: Path) -> None:
+    """Copy config, tokenizer and generation config: every small file that holds no weights."""
+    for file in sorted(origin.iterdir()):
+        if file.is_file() and file.suffix in (".json", ".txt", ".model", ".jinja", ".py") and file.name != _INDEX:
+            shutil.copyfile(file, target / file.name)
+
+
+def _set_dtype(config_file: Path, dtype: str) -> None:
+    """The files hold what was trained, which need not be the origin's type."""
+    config = json.loads(config_file.read_text())
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    if config.get(key) != dtype:
+        config_file.write_text(json.dumps({**config, key: dtype}, indent=2) + "\n")

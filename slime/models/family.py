@@ -1,0 +1,235 @@
+"""How a model family's weights map between Hugging Face and Megatron-core: one table of rows, read in both directions.
+
+A row says of which Hugging Face tensors a Megatron parameter is put together. Its rule lists, for one tensor-parallel
+rank, the *pieces* of those tensors in the order in which the rank's shard holds them; loading, sharding, gathering and
+exporting all follow from that list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Source(Protocol):
+    """A tensor, or a tensor in a file of which slices can be read."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the rules need to know of a model."""
+
+    num_layers: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    vocab_size: int
+    tied: bool
+    """Whether the output layer is the input embedding."""
+    num_experts: int = 0
+    moe_layers: tuple[bool, ...] = ()
+    """Per layer, whether its MLP is a mixture of experts; empty for a dense model."""
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether layer ``layer`` (from 0) has experts."""
+        return bool(self.moe_layers) and self.moe_layers[layer]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """``start:stop`` of Hugging Face tensor number ``source`` of a row, along the row's dimension."""
+
+    source: int
+    start: int
+    stop: int
+
+
+Rule = Callable[[Shape, int, int], list[Piece]]
+"""(shape, extent of the shard along the row's dimension, tensor-parallel rank) -> pieces in the shard's order."""
+
+
+def whole(shape: Shape, extent: int, rank: int) -> list[Piece]:
+    """One tensor under another name, cut into even chunks."""
+    return [Piece(0, rank * extent, (rank + 1) * extent)]
+
+
+def gate_up(shape: Shape, extent: int, rank: int) -> list[Piece]:
+    """Gate and up projection of a gated MLP in one matrix; each rank holds its chunk of either."""
+    half = extent // 2
+    return [Piece(source, rank * half, (rank + 1) * half) for source in (0, 1)]
+
+
+def vocabulary(shape: Shape, extent: int, rank: int) -> list[Piece]:
+    """Rows of the vocabulary; Megatron's last shards may be padded beyond it."""
+    return [Piece(0, min(rank * extent, shape.vocab_size), min((rank + 1) * extent, shape.vocab_size))]
+
+
+def qkv(shape: Shape, extent: int, rank: int) -> list[Piece]:
+    """Query, key and value, interleaved by query group: [queries of the group | its key | its value].
+
+    Ranks hold even chunks; with more ranks than groups a chunk is part of a group.
+    """
+    queries = shape.num_attention_heads // shape.num_query_groups * shape.kv_channels
+    first, last = rank * extent, (rank + 1) * extent
+    pieces: list[Piece] = []
+    row = 0
+    for group in range(shape.num_query_groups):
+        for source, rows in ((0, queries), (1, shape.kv_channels), (2, shape.kv_channels)):
+            start, stop = max(first, row), min(last, row + rows)
+            if start < stop:
+                shift = group * rows - row
+                pieces.append(Piece(source, start + shift, stop + shift))
+            row += rows
+    return pieces
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a family's table; ``{}`` stands for the layer and, a second time, for the expert."""
+
+    megatron: str
+    hf: tuple[str, ...]
+    rule: Rule = whole
+    dim: int | None = None
+    """The dimension that tensor parallelism cuts; None: every rank holds all of it."""
+    layers: str = "all"
+    """Which layers have it: "all", "dense" or "moe"."""
+    if_tied: str | None = None
+    """With tied embeddings: the tensor to read instead; then the row is not written."""
+
+    def indices(self, shape: Shape) -> Iterator[tuple[int, ...]]:
+        """The layer and expert numbers the row stands for."""
+        depth = self.megatron.count("{}")
+        if depth == 0:
+            yield ()
+            return
+        for layer in range(shape.num_layers):
+            if self.layers != "all" and (self.layers == "moe") != shape.is_moe_layer(layer):
+                continue
+            if depth == 1:
+                yield (layer,)
+            else:
+                yield from ((layer, expert) for expert in range(shape.num_experts))
+
+
+@dataclass(frozen=True)
+class Family:
+    """The architectures that share one table.
+
+    Megatron parameter names are *global*: layer and expert numbers count over all pipeline and expert ranks.
+    """
+
+    model_types: tuple[str, ...]
+    """Values of ``model_type`` in config.json."""
+    rows: tuple[Row, ...]
+    megatron_args: Callable[[Any], dict[str, Any]]
+    """Hugging Face config -> Megatron-LM argument names and values."""
+
+    def row(self, name: str) -> tuple[Row, tuple[int, ...]]:
+        """The row of a global Megatron parameter name, and its layer and expert numbers.
+
+        Raises:
+            KeyError: no row has that name.
+        """
+        parts = name.split(".")
+        template = ".".join("{}" if part.isdigit() else part for part in parts)
+        for row in self.rows:
+            if row.megatron == template:
+                return row, tuple(int(part) for part in parts if part.isdigit())
+        raise KeyError(f"no row for the Megatron parameter {name} in the table of {', '.join(self.model_types)}")
+
+    def parameters(self, shape: Shape) -> Iterator[str]:
+        """Every global Megatron parameter name of a model, always in the same order."""
+        for row in self.rows:
+            for index in row.indices(shape):
+                yield row.megatron.format(*index)
+
+    def sources(self, name: str, shape: Shape) -> list[str]:
+        """The Hugging Face tensors that ``name`` is read from."""
+        row, index = self.row(name)
+        if shape.tied and row.if_tied:
+            return [row.if_tied]
+        return [hf.format(*index) for hf in row.hf]
+
+    def hf_names(self, name: str, shape: Shape) -> list[str]:
+        """The Hugging Face tensors that ``name`` is written to; none for a tied output layer."""
+        row, _ = self.row(name)
+        return [] if shape.tied and row.if_tied else self.sources(name, shape)
+
+    def shard(
+        self,
+        name: str,
+        get: Callable[[str], Source],
+        shape: Shape,
+        local_shape: Sequence[int],
+        rank: int,
+    ) -> Tensor:
+        """Tensor-parallel rank ``rank``'s part of a Megatron parameter, of shape ``local_shape``.
+
+        Only the slices of the Hugging Face tensors that this part holds are read. Vocabulary padding is zero.
+
+        Raises:
+            ValueError: the tensors do not have the shapes that the model's configuration implies.
+        """
+        row, _ = self.row(name)
+        names = self.sources(name, shape)
+        dim = row.dim or 0
+        pieces = row.rule(shape, local_shape[dim], rank if row.dim is not None else 0)
+        parts = []
+        for piece in pieces:
+            source = get(names[piece.source])
+            if piece.stop > source.shape[dim] or len(source.shape) != len(local_shape):
+                raise ValueError(_wrong_shape(name, names, [get(n) for n in names], local_shape))
+            parts.append(source[(*[slice(None)] * dim, slice(piece.start, piece.stop))])
+        tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+        missing = local_shape[dim] - tensor.shape[dim]
+        if missing and row.rule is vocabulary:
+            tensor = torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
+        if tuple(tensor.shape) != tuple(local_shape):
+            raise ValueError(_wrong_shape(name, names, [get(n) for n in names], local_shape))
+        return tensor
+
+    def to_megatron(self, name: str, get: Callable[[str], Source], shape: Shape) -> Tensor:
+        """The whole (uncut, unpadded) Megatron parameter ``name``."""
+        row, _ = self.row(name)
+        sources = [get(n) for n in self.sources(name, shape)]
+        full = list(sources[0].shape)
+        full[row.dim or 0] = sum(source.shape[row.dim or 0] for source in sources)
+        return self.shard(name, get, shape, full, 0)
+
+    def join(self, name: str, shards: Sequence[Tensor], shape: Shape) -> list[tuple[str, Tensor]]:
+        """The Hugging Face tensors of a Megatron parameter, from its shards in the order of tensor-parallel ranks.
+
+        Works on meta tensors too. The result may be views of the shards.
+        """
+        row, _ = self.row(name)
+        dim = row.dim or 0
+        names = self.hf_names(name, shape)
+        parts: list[list[tuple[int, Tensor]]] = [[] for _ in names]
+        for rank, shard in enumerate(shards if row.dim is not None else shards[:1]):
+            offset = 0
+            for piece in row.rule(shape, shard.shape[dim], rank) if names else ():
+                length = piece.stop - piece.start
+                parts[piece.source].append((piece.start, shard.narrow(dim, offset, length)))
+                offset += length
+        ordered = ([part for _, part in sorted(own, key=lambda p: p[0])] for own in parts)
+        tensors = (own[0] if len(own) == 1 else torch.cat(own, dim=dim) for own in ordered)
+        return list(zip(names, tensors, strict=True))
+
+    def to_hf(self, name: str, tensor: Tensor, shape: Shape) -> list[tuple[str, Tensor]]:
+        """The inverse of `to_megatron`; a padded vocabulary is stripped."""
+        return self.join(name, [tensor], shape)
+
+
+def _wrong_shape(name: str, names: Sequence[str], sources: Sequence[Source], local_shape: Sequence[int]) -> str:
+    found = ", ".join(f"{n} {list(source.shape)}" for n, source in zip(names, sources, strict=True))
+    return f"cannot make {name} {list(local_shape)} of {found}: the weights do not fit the shape in config.json"

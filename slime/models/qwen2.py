@@ -1,0 +1,16 @@
+"""Qwen2 and Qwen2.5: Llama with a bias on query, key and value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.models.family import Family
+from slime.models.rows import ATTENTION, EMBEDDING, MLP, NORMS, OUTPUT, QKV_BIAS
+from slime.models.shape import decoder_args
+
+
+def _args(config: Any) -> dict[str, Any]:
+    return {**decoder_args(config), "add_qkv_bias": True}
+
+
+FAMILY = Family(("qwen2",), EMBEDDING + NORMS + ATTENTION + QKV_BIAS + MLP + OUTPUT, _args)

@@ -1,0 +1,73 @@
+"""Rows that families share: the names of a pre-norm decoder with RMSNorm, grouped-query attention and a gated MLP."""
+
+from __future__ import annotations
+
+from slime.models.family import Row, Rule, gate_up, qkv, vocabulary, whole
+
+_LAYER = "decoder.layers.{}."
+_HF_LAYER = "model.layers.{}."
+_EMBEDDING = "model.embed_tokens.weight"
+
+
+def _row(megatron: str, *hf: str, rule: Rule = whole, dim: int | None = None, layers: str = "all") -> Row:
+    """A row of every layer; names within the layer."""
+    return Row(_LAYER + megatron, tuple(_HF_LAYER + name for name in hf), rule, dim, layers)
+
+
+EMBEDDING = (Row("embedding.word_embeddings.weight", (_EMBEDDING,), vocabulary, dim=0),)
+
+NORMS = (
+    _row("input_layernorm.weight", "input_layernorm.weight"),
+    _row("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
+)
+
+ATTENTION = (
+    _row(
+        "self_attention.linear_qkv.weight",
+        "self_attn.q_proj.weight",
+        "self_attn.k_proj.weight",
+        "self_attn.v_proj.weight",
+        rule=qkv,
+        dim=0,
+    ),
+    _row("self_attention.linear_proj.weight", "self_attn.o_proj.weight", dim=1),
+)
+
+QKV_BIAS = (
+    _row(
+        "self_attention.linear_qkv.bias",
+        "self_attn.q_proj.bias",
+        "self_attn.k_proj.bias",
+        "self_attn.v_proj.bias",
+        rule=qkv,
+        dim=0,
+    ),
+)
+
+QK_NORM = (
+    _row("self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
+    _row("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
+)
+
+MLP = (
+    _row("mlp.linear_fc1.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", rule=gate_up, dim=0, layers="dense"),
+    _row("mlp.linear_fc2.weight", "mlp.down_proj.weight", dim=1, layers="dense"),
+)
+
+EXPERTS = (
+    _row("mlp.router.weight", "mlp.gate.weight", layers="moe"),
+    _row(
+        "mlp.experts.local_experts.{}.linear_fc1.weight",
+        "mlp.experts.{}.gate_proj.weight",
+        "mlp.experts.{}.up_proj.weight",
+        rule=gate_up,
+        dim=0,
+        layers="moe",
+    ),
+    _row("mlp.experts.local_experts.{}.linear_fc2.weight", "mlp.experts.{}.down_proj.weight", dim=1, layers="moe"),
+)
+
+OUTPUT = (
+    Row("decoder.final_layernorm.weight", ("model.norm.weight",)),
+    Row("output_layer.weight", ("lm_head.weight",), vocabulary, dim=0, if_tied=_EMBEDDING),
+)

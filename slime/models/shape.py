@@ -1,0 +1,95 @@
+"""The shape of a decoder from its Hugging Face config, under Megatron-LM's argument names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.models.family import Shape
+
+_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""The constants that megatron-core's ``use_rope_scaling`` has built in."""
+
+
+def decoder_args(config: Any) -> dict[str, Any]:
+    """Megatron-LM arguments of a Llama-like decoder.
+
+    Raises:
+        ValueError: the config asks for something that the Megatron model does not have.
+    """
+    heads = config.num_attention_heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    _refuse_unsupported(config)
+    return {
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "ffn_hidden_size": config.intermediate_size,
+        "num_attention_heads": heads,
+        "num_query_groups": groups,
+        "group_query_attention": groups != heads,
+        "kv_channels": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "normalization": "RMSNorm",
+        "norm_epsilon": config.rms_norm_eps,
+        "swiglu": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "qk_layernorm": False,
+        "untie_embeddings_and_output_weights": not config.tie_word_embeddings,
+        "max_position_embeddings": config.max_position_embeddings,
+        "vocab_size": config.vocab_size,
+        **rope_args(config),
+    }
+
+
+def rope_args(config: Any) -> dict[str, Any]:
+    """Megatron-LM arguments of rotary position embeddings; transformers 5 keeps them in ``rope_parameters``.
+
+    Raises:
+        ValueError: a scaling that megatron-core does not compute.
+    """
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    theta: float = rope.get("rope_theta", getattr(config, "rope_theta", 10000.0))
+    percent: float = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", 1.0))
+    args: dict[str, Any] = {
+        "position_embedding_type": "rope",
+        "rotary_base": int(theta) if theta == int(theta) else theta,
+        "rotary_percent": float(percent),
+        "use_rope_scaling": kind == "llama3",
+    }
+    if kind == "llama3":
+        other = {k: rope.get(k) for k, v in _LLAMA3_ROPE.items() if rope.get(k) != v}
+        if other:
+            raise ValueError(f"rope_type llama3 with {other}: megatron-core has {_LLAMA3_ROPE} built in")
+        args["rope_scaling_factor"] = float(rope["factor"])
+    elif kind == "linear":
+        args["rotary_seq_len_interpolation_factor"] = float(rope["factor"])
+    elif kind != "default":
+        raise ValueError(f"rope_type {kind!r} is not supported; supported are default, linear and llama3")
+    return args
+
+
+def _refuse_unsupported(config: Any) -> None:
+    """Raise on what would load without an error and compute something else."""
+    if config.hidden_act != "silu":
+        raise ValueError(f"hidden_act {config.hidden_act!r} is not supported; supported is silu")
+    sliding = [kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"]
+    if sliding or getattr(config, "use_sliding_window", False):
+        raise ValueError(f"{config.model_type}: layers of type {sliding[:1] or ['sliding']} are not supported")
+    for flag in ("mlp_bias", "attention_bias"):
+        if getattr(config, flag, False):
+            raise ValueError(f"{config.model_type} with {flag}=true is not supported")
+
+
+def rule_shape(args: dict[str, Any]) -> Shape:
+    """The part of a family's arguments that the weight rules use."""
+    pattern = args.get("moe_layer_freq") or ()
+    return Shape(
+        num_layers=args["num_layers"],
+        num_attention_heads=args["num_attention_heads"],
+        num_query_groups=args["num_query_groups"],
+        kv_channels=args["kv_channels"],
+        vocab_size=args["vocab_size"],
+        tied=not args["untie_embeddings_and_output_weights"],
+        num_experts=args.get("num_experts") or 0,
+        moe_layers=tuple(bool(moe) for moe in pattern),
+    )

@@ -1,0 +1,54 @@
+"""The Megatron model against Hugging Face under every layout: logits, gradients, weights in and out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.parallel.conftest import Run
+
+NUM_GPUS = 0
+
+DENSE = ["qwen2", "qwen3", "qwen3_tied", "llama"]
+MOE = ["qwen3_moe"]
+
+TP, PP, CP, EP = (f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context", "expert_model"))
+VPP, SP = "virtual_pipeline_model_parallel_size", "sequence_parallel"
+
+full = pytest.mark.full
+
+CASES = [
+    pytest.param(1, {}, DENSE + MOE, id="single"),
+    pytest.param(2, {TP: 2, SP: True}, ["qwen3", *MOE], id="tp2-sp"),
+    pytest.param(2, {PP: 2, VPP: 2}, ["qwen3_tied", *MOE], id="pp2-vpp2"),
+    pytest.param(2, {CP: 2}, ["qwen3", *MOE], id="cp2"),
+    pytest.param(2, {EP: 2}, MOE, id="ep2"),
+    pytest.param(2, {}, DENSE + MOE, id="dp2", marks=full),
+    pytest.param(2, {TP: 2}, DENSE, id="tp2", marks=full),
+    pytest.param(2, {TP: 2, SP: True}, DENSE, id="tp2-sp-all", marks=full),
+    pytest.param(2, {PP: 2}, DENSE + MOE, id="pp2", marks=full),
+    pytest.param(2, {CP: 2, "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+                 DENSE + MOE, id="cp2-recompute", marks=full),
+    pytest.param(4, {TP: 2, SP: True, EP: 2}, MOE, id="tp2-sp-ep2", marks=full),
+    pytest.param(2, {TP: 2, SP: True, EP: 2, "expert_tensor_parallel_size": 1}, MOE, id="tp2-sp-ep2-etp1", marks=full),
+    pytest.param(4, {TP: 2, PP: 2, SP: True}, DENSE + MOE, id="tp2-pp2", marks=full),
+    pytest.param(4, {CP: 2, PP: 2}, DENSE + MOE, id="cp2-pp2", marks=full),
+    pytest.param(4, {EP: 2, PP: 2}, MOE, id="ep2-pp2", marks=full),
+    pytest.param(4, {TP: 2, CP: 2, SP: True}, DENSE + MOE, id="tp2-cp2", marks=full),
+]  # fmt: skip
+
+
+@pytest.mark.full
+def test_bfloat16_stays_near_float32(run_layout: Run) -> None:
+    """bfloat16 has 8 bits: errors of a few percent of the largest logit (about 6) and gradient are rounding."""
+    for kind, (logits, gradients) in run_layout(2, {TP: 2, SP: True, "params_dtype": "bfloat16"}, DENSE).items():
+        assert logits < 0.4, kind
+        assert gradients < 0.15, kind
+
+
+@pytest.mark.parametrize(("ranks", "layout", "kinds"), CASES)
+def test_layout(run_layout: Run, ranks: int, layout: dict[str, Any], kinds: list[str]) -> None:
+    for kind, (logits, gradients) in run_layout(ranks, layout, kinds).items():
+        assert logits < 1e-4, kind
+        assert gradients < 1e-4, kind

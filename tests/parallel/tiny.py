@@ -1,0 +1,125 @@
+"""Tiny Hugging Face models of every family with random weights, and what transformers computes with them."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from slime.models import shape_from_hf
+
+VOCAB = 131
+LENGTHS = [[16, 32, 8], [24, 8, 8], [40, 16], [8, 48]]
+"""Tokens of each sequence of each micro-batch: multiples of 8, so that every layout can cut them."""
+
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "head_dim": 24, "tie_word_embeddings": False},
+    "qwen3_tied": {"model_type": "qwen3", "head_dim": 24, "tie_word_embeddings": True},
+    "llama": {
+        "model_type": "llama",
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 5000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 24,
+        "tie_word_embeddings": False,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+}
+
+
+def config(kind: str) -> Any:
+    """The transformers config of a kind."""
+    options = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        **KINDS[kind],
+    }
+    return AutoConfig.for_model(**options)
+
+
+def model(kind: str) -> torch.nn.Module:
+    """A model with random weights, norms and biases included."""
+    torch.manual_seed(1 + list(KINDS).index(kind))
+    made = AutoModelForCausalLM.from_config(config(kind), dtype=torch.float32, attn_implementation="sdpa")
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            parameter.normal_(0.0, 0.2 if parameter.dim() == 1 else 0.1)
+            if "norm" in name:
+                parameter.add_(1.0)
+    return made
+
+
+def save(kind: str, directory: Path) -> None:
+    """Write the model to ``directory`` and, beside it, inputs, logits and the gradients of
+    ``(logits * coefficients).sum()``."""
+    directory.mkdir()
+    made = model(kind)
+    made.save_pretrained(directory)
+    reference: dict[str, torch.Tensor] = {}
+    for i, lengths in enumerate(LENGTHS):
+        sequences = [torch.randint(0, VOCAB, (length,)) for length in lengths]
+        logits = torch.cat([made(sequence[None]).logits[0] for sequence in sequences])
+        coefficients = torch.randn_like(logits)
+        (logits * coefficients).sum().backward()
+        reference |= {f"tokens{i}": torch.cat(sequences), f"coefficients{i}": coefficients, f"logits{i}": logits}
+    grads = made.state_dict()
+    grads.update({name: p.grad for name, p in made.named_parameters() if p.grad is not None})
+    made.load_state_dict(grads)
+    made.save_pretrained(directory / "grads")
+    save_file({k: v.detach().contiguous() for k, v in reference.items()}, directory / "reference.safetensors")
+
+
+def reference(directory: Path) -> dict[str, torch.Tensor]:
+    """What `save` wrote beside the model."""
+    return load_file(directory / "reference.safetensors")
+
+
+def arguments(directory: Path, **options: Any) -> Namespace:
+    """Options of one training rank for the model in ``directory``, as `parse_args` would make them."""
+    return Namespace(
+        **{
+            "tensor_model_parallel_size": 1,
+            "pipeline_model_parallel_size": 1,
+            "virtual_pipeline_model_parallel_size": None,
+            "context_parallel_size": 1,
+            "expert_model_parallel_size": 1,
+            "expert_tensor_parallel_size": None,
+            "sequence_parallel": False,
+            "make_vocab_size_divisible_by": 8,
+            "padded_vocab_size": None,
+            "attention_dropout": 0.0,
+            "hidden_dropout": 0.0,
+            "num_experts": None,
+            "distributed_timeout_minutes": 2,
+            "seed": 1234,
+            "params_dtype": "float32",
+            "rope_scaling_factor": 8.0,
+            "rotary_seq_len_interpolation_factor": None,
+            **shape_from_hf(AutoConfig.from_pretrained(directory)),
+            **options,
+        }
+    )

@@ -1,0 +1,138 @@
+"""One rank of one layout, under torchrun: for each model directory, everything is compared with Hugging Face.
+
+``torchrun --nproc-per-node N worker.py '{"tensor_model_parallel_size": 2}' WORK_DIR MODEL_DIR...``
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime.backends.megatron import compat
+
+compat.install()
+
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from torch import Tensor  # noqa: E402
+from transformers import AutoConfig  # noqa: E402
+
+from slime.backends.megatron import attention, model, parallel, weights_io  # noqa: E402
+from slime.models import family_of, weight_shape  # noqa: E402
+from slime.utils import device  # noqa: E402
+from tests.parallel import tiny  # noqa: E402
+
+
+def micro_batch(reference: dict[str, Tensor], number: int) -> dict[str, Any]:
+    """Micro-batch ``number`` as this rank sees it: its part of the tokens, and of what Hugging Face made of them."""
+    lengths = tiny.LENGTHS[number]
+    cp = parallel_state.get_context_parallel_group()
+    index = attention.zigzag_index(lengths, cp.size(), cp.rank())
+    where = device.current_device()
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    return {
+        "tokens": reference[f"tokens{number}"][index][None].to(where),
+        "positions": positions[index][None].to(where),
+        "coefficients": reference[f"coefficients{number}"][index].to(where),
+        "logits": reference[f"logits{number}"][index].to(where),
+        "params": attention.packed_params(lengths),
+    }
+
+
+def forward_step(batches: Any, module: torch.nn.Module) -> tuple[Tensor, Any]:
+    batch = next(batches)
+    out = module(batch["tokens"], batch["positions"], None, packed_seq_params=batch["params"])
+
+    def loss(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        first = parallel_state.get_tensor_model_parallel_rank() * logits.size(-1)
+        own = batch["coefficients"][:, first : first + logits.size(-1)]
+        total = (logits[0, :, : own.size(-1)].float() * own).sum()
+        full = tensor_parallel.gather_from_tensor_model_parallel_region(logits.detach())[0, :, : tiny.VOCAB]
+        worst = (full.float() - batch["logits"]).abs().max()
+        return total, torch.tensor(1), {"worst": worst}
+
+    return out, loss
+
+
+def check_logits_and_gradients(chunks: list[torch.nn.Module], directory: Path) -> tuple[float, float]:
+    """Largest difference of a logit; largest difference of a gradient in units of its tensor's largest entry."""
+    config = model.unwrap(chunks[0]).config
+    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    wrapped = [DistributedDataParallel(config, ddp_config, c, disable_bucketing=True) for c in model.wrap(chunks)]
+    # Gradients are sums over micro-batches: without a number of tokens nothing divides them.
+    config.finalize_model_grads_func = lambda models, num_tokens=None, **kw: finalize_model_grads(models, None, **kw)
+    reference = tiny.reference(directory)
+    dp = parallel_state.get_data_parallel_group()
+    batches = [micro_batch(reference, i) for i in range(dp.rank(), len(tiny.LENGTHS), dp.size())]
+    done = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(batches) for _ in wrapped] if len(wrapped) > 1 else iter(batches),
+        model=wrapped if len(wrapped) > 1 else wrapped[0],
+        num_microbatches=len(batches),
+        seq_length=64,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    worst = max([float(step["worst"]) for step in done], default=0.0)
+    for _, parameter in weights_io.global_parameters(chunks):
+        parameter.data.copy_(parameter.main_grad)
+    wanted = load_file(directory / "grads" / "model.safetensors")
+    relative = max(
+        float((tensor.cpu() - wanted[name]).abs().max() / wanted[name].abs().max())
+        for name, tensor in exported(chunks, directory, 10_000)
+    )
+    return worst, relative
+
+
+def exported(chunks: list[torch.nn.Module], directory: Path, bucket_bytes: int) -> list[tuple[str, Tensor]]:
+    """All tensors of all buckets."""
+    config = AutoConfig.from_pretrained(directory)
+    buckets = weights_io.export_hf_buckets(chunks, family_of(config), weight_shape(config), bucket_bytes)
+    return [pair for bucket in buckets for pair in bucket]
+
+
+def check_export(chunks: list[torch.nn.Module], directory: Path, target: Path) -> None:
+    """What was loaded comes out bit for bit, on every rank, in an order that does not depend on the bucket size."""
+    dtype = model.unwrap(chunks[0]).config.params_dtype
+    wanted = {name: tensor.to(dtype) for name, tensor in load_file(directory / "model.safetensors").items()}
+    small, large = exported(chunks, directory, 1), exported(chunks, directory, 2**30)
+    assert [name for name, _ in small] == [name for name, _ in large]
+    assert sorted(wanted) == sorted(name for name, _ in small), set(wanted) ^ {name for name, _ in small}
+    for name, tensor in small + large:
+        assert torch.equal(tensor.cpu(), wanted[name]), name
+    if dist.get_rank() == 0:
+        target.mkdir(parents=True)
+    dist.barrier()
+    weights_io.save_hf(chunks, target, directory)
+    written = load_file(target / "model.safetensors")
+    assert sorted(written) == sorted(wanted)
+    assert all(torch.equal(written[name], wanted[name]) for name in wanted)
+    config, origin = (json.loads((path / "config.json").read_text()) for path in (target, directory))
+    assert config == {**origin, "dtype": str(dtype).removeprefix("torch.")}
+
+
+def main(layout: dict[str, Any], work: Path, directories: list[Path]) -> None:
+    parallel.initialize_distributed(tiny.arguments(directories[0], **layout))
+    report = {}
+    for directory in directories:
+        chunks = model.build_model(tiny.arguments(directory, **layout))
+        weights_io.load_hf(chunks, directory)
+        check_export(chunks, directory, work / "saved" / directory.name)
+        report[directory.name] = check_logits_and_gradients(chunks, directory)
+    (work / f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
+    parallel.destroy()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), Path(sys.argv[2]), [Path(name) for name in sys.argv[3:]])

@@ -1,0 +1,96 @@
+"""Packed attention against attention written out in full, forward and backward, on every context-parallel rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from slime.backends.megatron.attention import (
+    AttentionPlan,
+    packed_attention,
+    packed_params,
+    plan_of,
+    zigzag_index,
+)
+
+CPU = torch.device("cpu")
+HEADS, GROUPS, CHANNELS = 6, 2, 16
+
+
+def inputs(tokens: int) -> list[Tensor]:
+    """Query, key and value of random numbers."""
+    return [torch.randn(tokens, n, CHANNELS, dtype=torch.float64, requires_grad=True) for n in (HEADS, GROUPS, GROUPS)]
+
+
+def dense(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float) -> Tensor:
+    """Softmax attention, one matrix over the whole stream; what is later or in another sequence is masked."""
+    key, value = (x.repeat_interleave(HEADS // GROUPS, dim=1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    position = torch.arange(len(sequence))
+    allowed = (sequence[:, None] == sequence[None]) & (position[:, None] >= position[None])
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~allowed, -torch.inf).softmax(-1), value)
+
+
+def with_gradients(out: Tensor, of: list[Tensor], upstream: Tensor) -> list[Tensor]:
+    return [out.detach(), *torch.autograd.grad(out, of, upstream)]
+
+
+@pytest.mark.parametrize("lengths", [[7], [1, 1, 1], [5, 40, 3, 17, 33, 34, 120, 1], [64] * 4, [0, 9, 0, 4]])
+def test_same_as_dense_attention(lengths: list[int]) -> None:
+    qkv = inputs(sum(lengths))
+    plan = AttentionPlan(lengths, 1, 0, CPU)
+    upstream = torch.randn(sum(lengths), HEADS, CHANNELS, dtype=torch.float64)
+    got = with_gradients(packed_attention(*qkv, plan, 0.3), qkv, upstream)
+    want = with_gradients(dense(*qkv, lengths, 0.3), qkv, upstream)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("cp_size", [2, 3, 4])
+def test_context_parallel_ranks_together_give_the_whole(cp_size: int) -> None:
+    """Ranks side by side in one process: what a rank gathers is the local streams one after the other."""
+    lengths = [2 * cp_size * n for n in (1, 5, 2, 9)]
+    qkv = inputs(sum(lengths))
+    upstream = torch.randn(sum(lengths), HEADS, CHANNELS, dtype=torch.float64)
+    indices = [zigzag_index(lengths, cp_size, rank) for rank in range(cp_size)]
+    gathered = torch.cat(indices)
+    assert torch.equal(gathered.sort().values, torch.arange(sum(lengths)))
+    local = []
+    for rank in range(cp_size):
+        plan = AttentionPlan(lengths, cp_size, rank, CPU)
+        assert plan.key_index is not None
+        key, value = (x[gathered].index_select(0, plan.key_index) for x in qkv[1:])
+        local.append(packed_attention(qkv[0][indices[rank]], key, value, plan, 0.25))
+    whole = torch.zeros_like(upstream).index_copy(0, gathered, torch.cat(local))
+    got = with_gradients(whole, qkv, upstream)
+    want = with_gradients(dense(*qkv, lengths, 0.25), qkv, upstream)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+
+
+def test_padding_is_bounded() -> None:
+    lengths = [*torch.randint(20, 60, (32,)).tolist(), 2000, 300, 290]
+    groups, query_slots, _ = AttentionPlan(lengths, 1, 0, CPU).padded
+    rows = sum(group.query_rows for group in groups)
+    assert len(query_slots) == len(query_slots.unique()) == sum(lengths)
+    assert rows <= sum(n + 8 for n in lengths)
+    assert len(groups) <= 8
+
+
+def test_the_plan_is_made_once_for_a_micro_batch() -> None:
+    params = packed_params([8, 16, 4])
+    assert params.cu_seqlens_q.tolist() == [0, 8, 24, 28]
+    assert params.max_seqlen_q == 16
+    plan = plan_of(params, 2, 1, CPU)
+    assert plan_of(params, 2, 1, CPU) is plan
+    assert plan.queries == [2, 2, 4, 4, 1, 1]
+    assert plan.keys == [4, 6, 8, 12, 2, 3]
+
+
+def test_lengths_that_cannot_be_cut_are_refused() -> None:
+    with pytest.raises(ValueError, match="multiples of 4, not 6"):
+        AttentionPlan([8, 6], 2, 0, CPU)
+    with pytest.raises(ValueError, match="multiples of 4, not 6"):
+        zigzag_index([8, 6], 2, 0)

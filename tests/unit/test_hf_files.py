@@ -1,0 +1,85 @@
+"""Hugging Face directories: what is read of them, what is written, and the errors of incomplete ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from slime.backends.megatron.weights_io import HFWeights, check_names, write_hf
+from slime.models import family_of, weight_shape
+from tests.parallel import tiny
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    directory = tmp_path / "origin"
+    tiny.model("qwen3_moe").save_pretrained(directory)
+    (directory / "tokenizer.json").write_text("{}")
+    return directory
+
+
+def tensors_of(directory: Path) -> dict[str, Tensor]:
+    with HFWeights(directory) as weights:
+        return {name: weights[name][:,] for name in weights.file_of}
+
+
+def check(names: list[str], directory: Path) -> None:
+    config = tiny.config("qwen3_moe")
+    check_names(family_of(config), weight_shape(config), names, directory)
+
+
+def test_parts_of_a_tensor_are_read(model_dir: Path) -> None:
+    with HFWeights(model_dir) as weights:
+        name = "model.layers.0.self_attn.o_proj.weight"
+        source = weights[name]
+        assert list(source.shape) == [64, 96]
+        whole = source[:,]
+        assert torch.equal(source[:, 24:48], whole[:, 24:48])
+        assert torch.equal(source[3:5,], whole[3:5])
+
+
+def test_what_is_written_in_parts_loads(model_dir: Path, tmp_path: Path) -> None:
+    tensors = tensors_of(model_dir)
+    names = sorted(tensors)
+    buckets = [[(name, tensors[name].bfloat16()) for name in names[i::3]] for i in range(3)]
+    target = tmp_path / "target"
+    target.mkdir()
+    write_hf(buckets, target, model_dir)
+    assert sorted(path.name for path in target.glob("*.safetensors")) == [
+        f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)
+    ]
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.numel() * 2 for tensor in tensors.values())
+    assert (target / "tokenizer.json").read_text() == "{}"
+    assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
+    written = tensors_of(target)
+    assert all(torch.equal(written[name], tensor.bfloat16()) for name, tensor in tensors.items())
+    loaded = AutoModelForCausalLM.from_pretrained(target)
+    assert loaded.dtype == torch.bfloat16
+    assert torch.equal(loaded.lm_head.weight, tensors["lm_head.weight"].bfloat16())
+
+
+def test_missing_and_unexpected_tensors_are_listed(model_dir: Path) -> None:
+    names = list(tensors_of(model_dir))
+    check([*names, "model.rotary_emb.inv_freq"], model_dir)
+    names.remove("model.layers.2.mlp.experts.3.up_proj.weight")
+    with pytest.raises(ValueError, match=r"missing: model\.layers\.2\.mlp\.experts\.3\.up_proj\.weight; unexpected: q"):
+        check([*names, "quantizer.scale"], model_dir)
+    with pytest.raises(ValueError, match=r"missing: .* and 66 more"):
+        check(names[:1], model_dir)
+
+
+def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"has no model\.safetensors\.index\.json and no model\.safetensors"):
+        HFWeights(tmp_path)
+    save_file({"a": torch.zeros(1)}, tmp_path / "one.safetensors")
+    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(FileNotFoundError, match=r"files that are not there: two\.safetensors"):
+        HFWeights(tmp_path)

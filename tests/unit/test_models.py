@@ -1,0 +1,183 @@
+"""The weight tables, both ways, against the models that transformers builds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from slime.models import Family, family_of, shape_from_hf, weight_shape
+from slime.models.family import Shape
+from tests.parallel import tiny
+
+
+def checkpoint(kind: str) -> tuple[Family, Shape, dict[str, Tensor]]:
+    """A random model under the tensor names of its files."""
+    model = tiny.model(kind)
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        tensors.update(per_expert(name, tensor))
+    config = tiny.config(kind)
+    if config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    return family_of(config), weight_shape(config), tensors
+
+
+def per_expert(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+    """transformers 5 fuses experts in memory; files hold them one by one."""
+    prefix, _, fused = name.rpartition(".experts.")
+    if not prefix:
+        yield name, tensor
+        return
+    for expert, weight in enumerate(tensor):
+        parts = weight.chunk(2) if fused == "gate_up_proj" else (weight,)
+        for part, of in zip(parts, fused.removesuffix("_proj").split("_"), strict=True):
+            yield f"{prefix}.experts.{expert}.{of}_proj.weight", part
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_round_trip_is_exact(kind: str) -> None:
+    family, shape, tensors = checkpoint(kind)
+    back: dict[str, Tensor] = {}
+    for name in family.parameters(shape):
+        full = family.to_megatron(name, tensors.__getitem__, shape)
+        pairs = family.to_hf(name, full, shape)
+        assert [hf for hf, _ in pairs] == family.hf_names(name, shape)
+        assert not back.keys() & dict(pairs).keys()
+        back.update(pairs)
+    assert back.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(back[name], tensor), name
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_shards_join_to_what_they_were_cut_from(kind: str, size: int) -> None:
+    """Four ranks are more than the two query groups, and 131 words are padded."""
+    family, shape, tensors = checkpoint(kind)
+    for name in family.parameters(shape):
+        row, _ = family.row(name)
+        local = list(family.to_megatron(name, tensors.__getitem__, shape).shape)
+        if row.dim is not None:
+            local[row.dim] = -(-local[row.dim] // size)
+        shards = [family.shard(name, tensors.__getitem__, shape, local, rank) for rank in range(size)]
+        assert all(list(shard.shape) == local for shard in shards)
+        for hf, tensor in family.join(name, shards, shape):
+            assert torch.equal(tensor, tensors[hf]), name
+
+
+def test_query_groups_are_interleaved() -> None:
+    family, shape, _ = checkpoint("qwen3")
+    q, k, v = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight", ""
+    d = shape.kv_channels
+    sources = {q: torch.arange(4 * d)[:, None], k: 1000 + torch.arange(2 * d)[:, None]}
+    v = k.replace("k_proj", "v_proj")
+    sources[v] = 2000 + torch.arange(2 * d)[:, None]
+    merged = family.to_megatron("decoder.layers.0.self_attention.linear_qkv.weight", sources.__getitem__, shape)
+    group = [torch.arange(2 * d), 1000 + torch.arange(d), 2000 + torch.arange(d)]
+    second = [torch.arange(2 * d, 4 * d), 1000 + torch.arange(d, 2 * d), 2000 + torch.arange(d, 2 * d)]
+    assert torch.equal(merged[:, 0], torch.cat(group + second))
+
+
+def test_vocabulary_padding_is_zero_and_stripped() -> None:
+    family, shape, tensors = checkpoint("qwen3")
+    name = "output_layer.weight"
+    shards = [family.shard(name, tensors.__getitem__, shape, (72, 64), rank) for rank in range(2)]
+    assert not shards[1][131 - 72 :].any()
+    [(hf, tensor)] = family.join(name, shards, shape)
+    assert hf == "lm_head.weight"
+    assert torch.equal(tensor, tensors[hf])
+
+
+def test_tied_output_layer_is_read_from_the_embedding_and_not_written() -> None:
+    family, shape, tensors = checkpoint("qwen3_tied")
+    full = family.to_megatron("output_layer.weight", tensors.__getitem__, shape)
+    assert torch.equal(full, tensors["model.embed_tokens.weight"])
+    assert family.to_hf("output_layer.weight", full, shape) == []
+
+
+def test_only_needed_slices_are_read() -> None:
+    family, shape, tensors = checkpoint("qwen3")
+    read: list[int] = []
+
+    class Recorder:
+        def __init__(self, tensor: Tensor) -> None:
+            self.tensor, self.shape = tensor, tensor.shape
+
+        def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+            part = self.tensor[index]
+            read.append(part.numel())
+            return part
+
+    name = "decoder.layers.2.mlp.linear_fc1.weight"
+    shard = family.shard(name, lambda n: Recorder(tensors[n]), shape, (48, 64), 3)
+    assert sum(read) == shard.numel()
+
+
+def test_shape_of_published_configs() -> None:
+    llama = AutoConfig.for_model(
+        "llama",
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    )
+    shape = shape_from_hf(llama)
+    assert shape["use_rope_scaling"] is True
+    assert (shape["rope_scaling_factor"], shape["rotary_base"], shape["kv_channels"]) == (8.0, 500000, 128)
+    assert (shape["num_query_groups"], shape["group_query_attention"], shape["ffn_hidden_size"]) == (8, True, 14336)
+    moe = shape_from_hf(tiny.config("qwen3_moe"))
+    assert moe["moe_layer_freq"] == [1, 0, 1, 1]
+    assert (moe["num_experts"], moe["moe_router_topk"], moe["moe_router_pre_softmax"]) == (4, 2, False)
+    assert shape_from_hf(tiny.config("qwen2"))["add_qkv_bias"] is True
+    assert shape_from_hf(tiny.config("qwen3"))["qk_layernorm"] is True
+
+
+def rope(**parameters: object) -> dict[str, object]:
+    return {"rope_parameters": {"rope_theta": 1e4, **parameters}}
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "message"),
+    [
+        ("gpt2", {}, "model_type 'gpt2' is not supported; supported are llama, qwen2, qwen3, qwen3_moe"),
+        ("llama", rope(rope_type="yarn", factor=4.0), "rope_type 'yarn' is not supported"),
+        ("llama", rope(**LLAMA3, high_freq_factor=8.0), "rope_type llama3 with {'high_freq_factor': 8.0}"),
+        ("llama", {"attention_bias": True}, "llama with attention_bias=true is not supported"),
+        ("llama", {"mlp_bias": True}, "llama with mlp_bias=true is not supported"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, "sliding_attention"),
+    ],
+)
+def test_what_would_compute_something_else_is_refused(
+    model_type: str, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message.replace("{", r"\{")):
+        shape_from_hf(AutoConfig.for_model(model_type, **options))
+
+
+def test_unknown_parameter_and_wrong_shape_are_named() -> None:
+    family, shape, tensors = checkpoint("qwen3")
+    with pytest.raises(KeyError, match=r"decoder\.layers\.0\.mlp\.linear_fc3\.weight"):
+        family.row("decoder.layers.0.mlp.linear_fc3.weight")
+    tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(7, 64)
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.up_proj\.weight \[7, 64\]"):
+        family.shard("decoder.layers.0.mlp.linear_fc1.weight", tensors.__getitem__, shape, (96, 64), 0)
