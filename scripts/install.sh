@@ -1,0 +1,102 @@
+#!/usr/bin/env bash
+# Usage: scripts/install.sh [auto|cpu|cuda]
+#
+# Installs slime and everything it needs into the active virtual environment, or into .venv (made when missing) when
+# none is active. auto takes cuda where nvidia-smi lists a GPU, else cpu. A second call with nothing changed returns at once.
+#
+#   SLIME_TORCH_INDEX=URL   take torch from this package index, e.g. https://download.pytorch.org/whl/cpu
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+say() { printf 'install: %s\n' "$*"; }
+die() { printf 'install: error: %s\n' "$*" >&2; exit 1; }
+
+supported() { # PYTHON: it runs and is 3.11 or 3.12 (a version manager's shim can exist and not run)
+    "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1
+}
+
+find_python() {
+    local candidate
+    for candidate in python3 python3.12 python3.11 python; do
+        if supported "$candidate"; then echo "$candidate"; return; fi
+    done
+    die "no Python 3.11 or 3.12 on PATH; install one (e.g. apt-get install python3.11 python3.11-venv)" \
+        "or activate a virtual environment that has it"
+}
+
+environment() { # prints the virtual environment to install into; makes .venv when there is none
+    local venv=${VIRTUAL_ENV:-$PWD/.venv} python
+    if [ ! -e "$venv" ]; then
+        python=$(find_python) || exit 1
+        "$python" -c 'import ensurepip, venv' 2>/dev/null ||
+            die "$python has no venv module; install it (on Debian and Ubuntu: apt-get install" \
+                "$("$python" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])'))"
+        "$python" -m venv "$venv" >&2 || die "$python -m venv $venv failed; see the lines above"
+    fi
+    supported "$venv/bin/python" ||
+        die "the virtual environment $venv does not have Python 3.11 or 3.12; deactivate or remove it and run this again"
+    "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$venv/bin/python" -m ensurepip >/dev/null 2>&1 ||
+        die "the virtual environment $venv has no pip and no ensurepip to get it; remove it and run this again"
+    echo "$venv"
+}
+
+check_compiler() { # torch.compile, triton and megatron-core's data helpers compile on first use
+    local compiler="${CC:-}"
+    [ -n "$compiler" ] || compiler=$(command -v cc gcc clang | head -n 1) || true
+    command -v "${compiler%% *}" >/dev/null 2>&1 ||
+        die "no C compiler on PATH; install one (e.g. apt-get install build-essential) or set CC"
+}
+
+# Wanted state of the environment in one line: what the stamp holds when the last installation finished.
+wanted_state() { # MODE PYTHON
+    { echo "$1 ${SLIME_TORCH_INDEX:-} $PWD"; "$2" -V; cat requirements/*.txt pyproject.toml setup.py; } | sha256sum
+}
+
+pip_install() { # LABEL PIP_ARGUMENT...
+    local label=$1 start=$SECONDS
+    shift
+    if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@" >>"$log" 2>&1; then
+        # pip repeats one such warning per package and configured but missing index directory.
+        grep -v '^WARNING: Location ' "$log" | tail -n 30 >&2 || true
+        die "pip could not install $label; whole log: $log"
+    fi
+    say "$label ($((SECONDS - start)) s)"
+}
+
+pinned() { # FILE PACKAGE: the "package==version" line of a requirements file
+    grep -E "^$2==" "$1"
+}
+
+mode=${1:-auto}
+case $mode in
+    auto) if nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then mode=cuda; else mode=cpu; fi ;;
+    cpu | cuda) ;;
+    -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; exit 0 ;;
+    *) say "error: unknown argument '$mode'; usage: scripts/install.sh [auto|cpu|cuda]" >&2; exit 2 ;;
+esac
+
+venv=$(environment) || exit 1
+state=$(wanted_state "$mode" "$venv/bin/python")
+stamp=$venv/.slime-install
+if [ "$(cat "$stamp" 2>/dev/null)" = "$state" ]; then
+    say "up to date: $venv ($mode)"
+    exit 0
+fi
+check_compiler
+
+log=$venv/slime-install.log
+: >"$log"
+rm -f "$stamp"
+say "$mode, $("$venv/bin/python" -V), into $venv (a few minutes; log: $log)"
+constraints=requirements/constraints-$mode.txt
+if [ -n "${SLIME_TORCH_INDEX:-}" ]; then
+    pip_install "torch from $SLIME_TORCH_INDEX" --no-deps --index-url "$SLIME_TORCH_INDEX" \
+        "$(pinned "requirements/$mode.txt" torch)"
+fi
+pip_install "requirements/$mode.txt and dev.txt" -r "requirements/$mode.txt" -r requirements/dev.txt -c "$constraints"
+if [ "$mode" = cpu ]; then
+    pip_install requirements/cpu-nodeps.txt --no-deps -r requirements/cpu-nodeps.txt
+fi
+pip_install slime --no-deps -e .
+echo "$state" >"$stamp"
+say "done: $venv"

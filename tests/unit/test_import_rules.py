@@ -1,0 +1,229 @@
+"""Who may import whom, as one table; imports inside functions count too."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ENGINES = ("ray", "sglang", "sglang_router", "megatron")
+NOUNS = ("slime.utils.types", "slime.algorithms", "slime.batching")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a part may import; a part may always import itself."""
+
+    part: str
+    ours: tuple[str, ...]
+    engines: tuple[str, ...] = ()
+    """Those of ENGINES that it may import."""
+    lazily: tuple[str, ...] = ()
+    """Modules of the other engines that it may import inside a function."""
+    only: tuple[str, ...] | None = None
+    """If given, the only packages besides ours and the standard library."""
+
+
+# The longest part that matches a module holds.
+RULES = (
+    Rule("slime.utils.types", NOUNS),
+    Rule("slime.algorithms", NOUNS),
+    Rule("slime.batching", NOUNS),
+    Rule("slime.models", (), only=("torch", "transformers")),
+    Rule("slime.options", (), engines=("megatron", "sglang", "sglang_router")),
+    Rule("slime.observability", ("slime.utils",)),
+    Rule("slime.utils", ("slime.utils",)),
+    Rule("slime.utils.arguments", ("slime.utils", "slime.options", "slime.models", "slime.rollout.rm_hub.graders")),
+    Rule("slime.data", ("slime.utils", "slime.rollout")),
+    Rule(
+        "slime.rollout",
+        ("slime.backends.sglang.client", "slime.utils", "slime.observability", "slime.algorithms", "slime.batching"),
+    ),
+    Rule(
+        "slime.backends.megatron",
+        ("slime.models", "slime.algorithms", "slime.batching", "slime.utils", "slime.options", "slime.observability"),
+        engines=("megatron",),
+    ),
+    Rule(
+        "slime.backends.sglang",
+        ("slime.utils", "slime.options", "slime.observability"),
+        engines=("sglang", "sglang_router"),
+    ),
+    Rule(
+        "slime.weights",
+        (
+            "slime.models",
+            "slime.backends.megatron",
+            "slime.backends.sglang.client",
+            "slime.utils",
+            "slime.observability",
+        ),
+        lazily=("sglang.srt.weight_sync.tensor_bucket", "sglang.srt.utils.MultiprocessingSerializer"),
+    ),
+    Rule("slime.ray", ("slime",), engines=("ray",)),
+    Rule("slime.external_utils", ("slime.utils",)),
+    Rule("slime", ()),
+    Rule("train", ("slime.ray", "slime.utils.arguments")),
+    Rule("train_async", ("slime.ray", "slime.utils.arguments")),
+)
+
+TORCH_CUDA = {"slime/utils/device.py", "slime/backends/megatron/compat.py", "slime/backends/sglang/compat.py"}
+OPTIONAL = ("wandb", "matplotlib", "math_verify", "peft", "tensorboard", "torch.utils.tensorboard")
+
+FILES = sorted(ROOT.glob("slime/**/*.py")) + [p for p in (ROOT / "train.py", ROOT / "train_async.py") if p.exists()]
+
+
+@dataclass(frozen=True)
+class Import:
+    name: str
+    """Dotted; of ``from a import b`` it is ``a.b``."""
+    lazy: bool
+    """Inside a function."""
+    line: int
+
+
+def called(node: ast.Call) -> str:
+    return getattr(node.func, "attr", getattr(node.func, "id", ""))
+
+
+def imports_of(tree: ast.Module, package: str) -> Iterator[Import]:
+    """Every import statement and ``import_module("...")``; ``package`` is what relative imports start from."""
+
+    def visit(node: ast.AST, lazy: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, lazy, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parts = package.split(".")
+            base = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
+            source = ".".join(filter(None, (base, node.module)))
+            yield from (Import(f"{source}.{alias.name}", lazy, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.Call) and called(node) in ("import_module", "__import__"):
+            constants = [a.value for a in node.args[:1] if isinstance(a, ast.Constant)]
+            yield from (Import(str(name), lazy, node.lineno) for name in constants)
+        inside = lazy or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, inside)
+
+    return visit(tree, False)
+
+
+def within(name: str, modules: tuple[str, ...]) -> bool:
+    return any(name == module or name.startswith(module + ".") for module in modules)
+
+
+def rule_of(module: str) -> Rule:
+    return max((rule for rule in RULES if within(module, (rule.part,))), key=lambda rule: len(rule.part))
+
+
+def violation(module: str, found: Import, rule: Rule) -> str | None:
+    """Why ``module`` may not do this import, or None."""
+    name, top = found.name, found.name.split(".")[0]
+    if name == "slime":
+        return None  # the empty package by itself; its parts are imported by name
+    if top in ("slime", "train", "train_async"):
+        return None if within(name, (*rule.ours, rule.part)) else f"{rule.part} may import of ours only {rule.ours}"
+    if top in ENGINES and top not in rule.engines:
+        if within(name, rule.lazily):
+            return None if found.lazy else f"{name} only inside a function"
+        return f"{rule.part} may not import {top}" + (f" other than {rule.lazily}" if rule.lazily else "")
+    if rule.only is not None and top not in rule.only and top not in sys.stdlib_module_names:
+        return f"{rule.part} may import only {rule.only}"
+    return None
+
+
+def module_of(file: Path) -> tuple[str, str]:
+    """Dotted name, and the package that relative imports start from."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    if parts[-1] == "__init__":
+        return ".".join(parts[:-1]), ".".join(parts[:-1])
+    return ".".join(parts), ".".join(parts[:-1])
+
+
+def torch_cuda_lines(tree: ast.Module) -> list[int]:
+    lines = []
+    for node in ast.walk(tree):
+        attribute = isinstance(node, ast.Attribute) and node.attr == "cuda" and getattr(node.value, "id", "") == "torch"
+        imported = isinstance(node, (ast.Import, ast.ImportFrom)) and any(
+            within(found.name, ("torch.cuda",)) for found in imports_of(ast.Module([node], []), "")
+        )
+        if attribute or imported:
+            lines.append(node.lineno)
+    return lines
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(FILES) > 20
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_file(file: Path) -> None:
+    """One file keeps the table, names torch.cuda only where allowed, and takes optional packages where it uses them."""
+    tree = ast.parse(file.read_text(), str(file))
+    module, package = module_of(file)
+    rule = rule_of(module)
+    found = list(imports_of(tree, package))
+    errors = [
+        f"{file}:{i.line}: {module} imports {i.name}: {why}" for i in found if (why := violation(module, i, rule))
+    ]
+    errors += [
+        f"{file}:{i.line}: {i.name} is optional: import it inside the function that uses it"
+        for i in found
+        if within(i.name, OPTIONAL) and not i.lazy
+    ]
+    if str(file.relative_to(ROOT)) not in TORCH_CUDA:
+        errors += [f"{file}:{line}: torch.cuda belongs in slime/utils/device.py" for line in torch_cuda_lines(tree)]
+    assert not errors, "\n".join(errors)
+
+
+@pytest.mark.parametrize(
+    ("module", "statement", "allowed"),
+    [
+        ("slime.algorithms.losses", "import ray", False),
+        ("slime.algorithms.losses", "from slime.utils.types import Sample", True),
+        ("slime.algorithms.losses", "from slime.utils import misc", False),
+        ("slime.models.qwen", "import numpy", False),
+        ("slime.models.qwen", "import torch.nn.functional as F, dataclasses, transformers", True),
+        ("slime.models.qwen", "from .family import Family", True),
+        ("slime.options.cluster", "from slime.utils.misc import load_function", False),
+        ("slime.rollout.generate", "from slime.backends.sglang.client import GenerateClient", True),
+        ("slime.rollout.generate", "from slime.backends.sglang import client", True),
+        ("slime.rollout.generate", "from slime.backends.sglang import engine", False),
+        ("slime.rollout.generate", "def f():\n    import megatron.core", False),
+        ("slime.rollout.generate", "import importlib\nimportlib.import_module('megatron.core')", False),
+        ("slime.backends.megatron.model", "def f():\n    from sglang import srt", False),
+        ("slime.backends.megatron.model", "from slime.backends.sglang.client import EngineControl", False),
+        ("slime.backends.sglang.engine", "import ray", False),
+        ("slime.backends.sglang.engine", "from ..megatron import model", False),
+        ("slime.weights.tensor", "from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket", False),
+        (
+            "slime.weights.tensor",
+            "def f():\n    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket",
+            True,
+        ),
+        ("slime.weights.tensor", "def f():\n    from sglang.srt.utils import kill_process_tree", False),
+        ("slime.ray.run", "from slime.weights import EngineAddress\nimport ray", True),
+        ("slime.ray.run", "import sglang", False),
+        ("train", "from slime.ray.run import Run\nfrom slime.utils.arguments import parse_args", True),
+        ("train", "from slime.rollout import loop", False),
+    ],
+)
+def test_the_checker_itself(module: str, statement: str, allowed: bool) -> None:
+    found = imports_of(ast.parse(statement), module.rpartition(".")[0])
+    assert all(violation(module, i, rule_of(module)) is None for i in found) == allowed
+
+
+@pytest.mark.parametrize(
+    ("statement", "named"),
+    [
+        ("import torch\ntorch.cuda.synchronize()", True),
+        ("def f():\n    from torch.cuda import Event", True),
+        ("from torch import cuda", True),
+        ("x.cuda()", False),
+        ("device = 'cuda'", False),
+    ],
+)
+def test_torch_cuda_is_found(statement: str, named: bool) -> None:
+    assert bool(torch_cuda_lines(ast.parse(statement))) == named

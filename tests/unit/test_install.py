@@ -1,0 +1,168 @@
+"""scripts/install.sh and the options of scripts/test.sh, with a stand-in for Python and pip: nothing is downloaded."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ("bash", "cat", "dirname", "env", "grep", "head", "rm", "sed", "sha256sum", "tail")
+
+# Answers like a Python with pip: -V, -c (exit status $VERSION_OK or $VENV_OK), -m venv, -m ensurepip, -m pip.
+PYTHON = """#!/usr/bin/env bash
+case "$1 $2" in
+    -V*) echo "Python 3.11.0" ;;
+    "-c import sys; sys.exit"*) exit "${VERSION_OK:-0}" ;;
+    "-c import ensurepip"*) exit "${VENV_OK:-0}" ;;
+    "-c import sys; print"*) echo python3.11-venv ;;
+    "-m venv") mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
+    "-m pip")
+        [ "$3" != --version ] || exit 0
+        printf '%s\\n' "$*" >>"$PIP_CALLS"
+        [ -n "${PIP_FAILS:-}" ] || exit 0
+        printf '%s\\n' "WARNING: Location 'x' is ignored" "ERROR: no such package"
+        exit 1 ;;
+    *) exit 1 ;;
+esac
+"""
+
+
+class Checkout:
+    """A copy of what install.sh reads, with a PATH that holds only the stand-ins and a few tools."""
+
+    def __init__(self, directory: Path) -> None:
+        self.root = directory / "checkout"
+        self.bin = directory / "bin"
+        self.calls = directory / "pip-calls"
+        self.bin.mkdir()
+        for name in ("requirements", "scripts"):
+            shutil.copytree(ROOT / name, self.root / name)
+        for name in ("pyproject.toml", "setup.py"):
+            shutil.copy(ROOT / name, self.root)
+        for name in (*TOOLS, "mkdir", "cp"):
+            (self.bin / name).symlink_to(str(shutil.which(name)))
+        self.executable("python3", PYTHON)
+        self.executable("cc", "#!/usr/bin/env bash\n")
+
+    def executable(self, name: str, text: str) -> None:
+        path = self.bin / name
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def run(self, *arguments: str, script: str = "install.sh", **env: str) -> subprocess.CompletedProcess[str]:
+        variables = {"PATH": str(self.bin), "PIP_CALLS": str(self.calls), **env}
+        command = [str(self.bin / "bash"), str(self.root / "scripts" / script), *arguments]
+        return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
+
+    def pip_calls(self) -> list[str]:
+        return self.calls.read_text().splitlines() if self.calls.exists() else []
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path)
+
+
+def test_cpu_installs_engines_without_dependencies_and_only_once(checkout: Checkout) -> None:
+    first = checkout.run("cpu")
+    assert first.returncode == 0, first.stderr
+    calls = checkout.pip_calls()
+    assert ["--no-deps" in call for call in calls] == [False, True, True]
+    assert "requirements/cpu.txt" in calls[0]
+    assert "-c requirements/constraints-cpu.txt" in calls[0]
+    assert calls[1].endswith("--no-deps -r requirements/cpu-nodeps.txt")
+    assert calls[2].endswith("--no-deps -e .")
+    assert (checkout.root / ".venv" / "bin" / "python").exists()
+
+    second = checkout.run("auto")
+    assert second.returncode == 0
+    assert "up to date" in second.stdout
+    assert checkout.pip_calls() == calls
+
+    with (checkout.root / "requirements" / "common.txt").open("a") as file:
+        file.write("\nnew==1\n")
+    assert "up to date" not in checkout.run().stdout
+    assert len(checkout.pip_calls()) == 2 * len(calls)
+
+
+def test_a_gpu_selects_the_cuda_set(checkout: Checkout) -> None:
+    checkout.executable("nvidia-smi", "#!/usr/bin/env bash\necho 'GPU 0: some'\n")
+    assert checkout.run().returncode == 0
+    calls = checkout.pip_calls()
+    assert "-r requirements/cuda.txt" in calls[0]
+    assert "-c requirements/constraints-cuda.txt" in calls[0]
+    assert len(calls) == 2
+
+
+def test_another_torch_index_is_used_for_torch_alone(checkout: Checkout) -> None:
+    index = "https://example.org/whl/cpu"
+    assert checkout.run("cpu", SLIME_TORCH_INDEX=index).returncode == 0
+    first, *others = checkout.pip_calls()
+    assert f"--no-deps --index-url {index} torch==" in first
+    assert not any(index in call for call in others)
+
+
+def test_the_active_environment_is_used(checkout: Checkout, tmp_path: Path) -> None:
+    venv = tmp_path / "mine"
+    (venv / "bin").mkdir(parents=True)
+    shutil.copy(checkout.bin / "python3", venv / "bin" / "python")
+    result = checkout.run("cpu", VIRTUAL_ENV=str(venv))
+    assert result.returncode == 0, result.stderr
+    assert (venv / ".slime-install").exists()
+    assert not (checkout.root / ".venv").exists()
+
+
+def test_pip_failure_shows_the_end_of_its_log_and_is_tried_again(checkout: Checkout) -> None:
+    result = checkout.run("cpu", PIP_FAILS="1")
+    assert result.returncode == 1
+    assert "ERROR: no such package" in result.stderr
+    assert "WARNING: Location" not in result.stderr
+    assert "could not install requirements/cpu.txt" in result.stderr
+    assert checkout.run("cpu").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("env", "missing", "message"),
+    [
+        ({"VERSION_OK": "1"}, None, "no Python 3.11 or 3.12 on PATH; install one"),
+        ({}, "python3", "no Python 3.11 or 3.12 on PATH; install one"),
+        ({"VENV_OK": "1"}, None, "python3 has no venv module; install it"),
+        ({}, "cc", "no C compiler on PATH; install one"),
+    ],
+)
+def test_what_is_missing_is_one_line_that_says_what_to_do(
+    checkout: Checkout, env: dict[str, str], missing: str | None, message: str
+) -> None:
+    if missing is not None:
+        (checkout.bin / missing).unlink()
+    result = checkout.run("cpu", **env)
+    assert result.returncode == 1
+    assert len(result.stderr.splitlines()) == 1
+    assert f"install: error: {message}" in result.stderr
+    assert checkout.pip_calls() == []
+
+
+def test_an_active_environment_of_another_python_is_refused(checkout: Checkout, tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    result = checkout.run("cpu", VIRTUAL_ENV=str(tmp_path / "old"))
+    assert result.returncode == 1
+    assert "does not have Python 3.11 or 3.12" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        ("install.sh", ["gpu"], "unknown argument 'gpu'"),
+        ("test.sh", ["--fast"], "unknown argument '--fast'"),
+        ("test.sh", ["--shard", "3/2"], "--shard takes I/N"),
+        ("test.sh", ["--shard", "0/2"], "--shard takes I/N"),
+        ("test.sh", ["--shard"], "--shard takes I/N"),
+    ],
+)
+def test_wrong_arguments_end_with_status_2(checkout: Checkout, script: str, arguments: list[str], message: str) -> None:
+    result = checkout.run(*arguments, script=script)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert not os.path.exists(checkout.root / ".venv")
