@@ -1,0 +1,177 @@
+"""Where metrics go: metrics.jsonl always, TensorBoard and Weights & Biases when asked."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+_FINISH_S = 60
+
+
+class _Sink(Protocol):
+    def write(self, metrics: dict[str, float], step_key: str, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsLogger:
+    """Gives every line of metrics to all sinks that the options ask for; owned by the driver process."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._sinks: list[_Sink] = [_JsonLines(Path(args.run_dir) / "metrics.jsonl")]
+        if args.use_tensorboard:
+            self._sinks.append(_TensorBoard(args))
+        if args.use_wandb:
+            self._sinks.append(_Wandb(args))
+
+    def log(self, metrics: Mapping[str, Any], step_key: str, step: int) -> None:
+        """Log one line.
+
+        Args:
+            metrics: scalars by name (numbers, numpy scalars, tensors of one element).
+            step_key: name of the x axis, e.g. ``"rollout/step"``.
+            step: position on it.
+
+        Raises:
+            TypeError: a metric is no scalar; the message names it.
+        """
+        scalars = {name: _scalar(name, value) for name, value in metrics.items()}
+        for sink in self._sinks:
+            sink.write(scalars, step_key, step)
+
+    def close(self) -> None:
+        """Flush and close every sink; calling it again does nothing."""
+        sinks, self._sinks = self._sinks, []
+        for sink in sinks:
+            sink.close()
+
+
+def _scalar(name: str, value: Any) -> float:
+    if hasattr(value, "item"):
+        try:
+            value = value.item()
+        except (RuntimeError, ValueError) as error:
+            raise TypeError(f"metric {name!r} is a {type(value).__name__} of not exactly one element") from error
+    if not isinstance(value, (bool, int, float)):
+        raise TypeError(f"metric {name!r} is a {type(value).__name__}; log scalars")
+    return value
+
+
+class _JsonLines:
+    """One JSON object a line: the metrics, the step key and ``time`` (seconds since the epoch).
+
+    JSON has no NaN and no infinity: they are the strings "NaN", "Infinity" and "-Infinity", which ``float()`` reads.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab+")
+        # A host that went down may have left half a line; the next one must not be appended to it.
+        if self._file.seek(0, os.SEEK_END) > 0:
+            self._file.seek(-1, os.SEEK_END)
+            if self._file.read(1) != b"\n":
+                self._file.write(b"\n")
+
+    def write(self, metrics: dict[str, float], step_key: str, step: int) -> None:
+        line: dict[str, Any] = {step_key: step, "time": time.time()}
+        line |= {name: _json_value(value) for name, value in metrics.items() if name not in line}
+        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _json_value(value: float) -> float | str:
+    if math.isfinite(value):
+        return value
+    if math.isnan(value):
+        return "NaN"
+    return "Infinity" if value > 0 else "-Infinity"
+
+
+class _TensorBoard:
+    """Event files in ``<--tb-project-name or the run directory>/<--tb-experiment-name or "tensorboard">``."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        directory = Path(args.tb_project_name or args.run_dir) / (args.tb_experiment_name or "tensorboard")
+        self._writer = SummaryWriter(str(directory))
+
+    def write(self, metrics: dict[str, float], step_key: str, step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, global_step=step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    """One W&B run; each group of metrics (``rollout/*``, ``train/*``, ...) is drawn over its own step key."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        import wandb
+
+        group = args.wandb_group
+        if group and not args.disable_wandb_random_suffix:
+            group = f"{group}_{secrets.token_hex(4)}"
+        directory = Path(args.wandb_dir or args.run_dir)
+        directory.mkdir(parents=True, exist_ok=True)
+        settings: dict[str, Any] = {"finish_timeout": _FINISH_S, "finish_timeout_raises": False}
+        if args.wandb_host:
+            settings["base_url"] = args.wandb_host
+        if args.wandb_key:
+            # Unlike wandb.login, this leaves the key out of ~/.netrc.
+            settings["api_key"] = args.wandb_key
+        self._run = wandb.init(
+            project=args.wandb_project or "slime",
+            entity=args.wandb_team,
+            group=group,
+            name=group,
+            id=args.wandb_run_id,
+            resume="allow" if args.wandb_run_id else None,
+            dir=str(directory),
+            mode=args.wandb_mode,
+            config=_run_config(args),
+            settings=wandb.Settings(**settings),
+        )
+        self._axes: set[str] = set()
+        self._train_steps_per_rollout: float | None = None
+        if args.wandb_always_use_train_step:
+            samples = args.rollout_batch_size * args.n_samples_per_prompt
+            self._train_steps_per_rollout = samples / args.global_batch_size
+
+    def write(self, metrics: dict[str, float], step_key: str, step: int) -> None:
+        if self._train_steps_per_rollout is not None and step_key != "train/step":
+            step = int(step * self._train_steps_per_rollout)
+        if step_key not in self._axes:
+            self._axes.add(step_key)
+            self._run.define_metric(step_key, hidden=True)
+        for name in metrics:
+            if name not in self._axes:
+                self._axes.add(name)
+                self._run.define_metric(name, step_metric=step_key)
+        self._run.log(metrics | {step_key: step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _run_config(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that describe the run, without secrets and without the command lines that may repeat them."""
+    secret = {"wandb_key", "sglang_cli", "router_cli"}
+    plain = (str, int, float, bool, type(None), list, tuple, dict)
+    return {
+        name: value if isinstance(value, plain) else str(value)
+        for name, value in vars(args).items()
+        if name not in secret and "api_key" not in name
+    }

@@ -1,0 +1,45 @@
+"""The line that a driver prints at the end of a step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+_REWARDS = ("rollout/raw_reward", "rollout/rewards")
+_LOSS = "train/loss"
+_EVAL_SCORE = re.compile(r"eval/(?!step$)[^/]+$")
+_EVAL_DETAIL = re.compile(r"-(truncated_ratio|no_reward|avg@\d+|pass@\d+)$")
+_PHASES = {
+    "perf/rollout_time": "rollout",
+    "perf/train_time": "train",
+    "perf/update_weights_time": "weight update",
+    "perf/eval_time": "eval",
+    "perf/save_model_time": "save",
+}
+
+
+def step_line(rollout_id: int, num_rollout: int, metrics: Mapping[str, float]) -> str:
+    """One line on a finished step: rollout, mean reward, loss, evaluation, seconds, longest phase.
+
+    Args:
+        rollout_id: counted from 0; printed from 1.
+        num_rollout: rollouts in the whole run.
+        metrics: everything logged during the step; what is not there is left out of the line.
+    """
+    parts = [f"rollout {rollout_id + 1}/{num_rollout}"]
+    reward = next((metrics[key] for key in _REWARDS if key in metrics), None)
+    if reward is not None:
+        parts.append(f"reward {reward:.3f}")
+    if _LOSS in metrics:
+        parts.append(f"loss {metrics[_LOSS]:.4f}")
+    for key, value in metrics.items():
+        if _EVAL_SCORE.match(key) and not _EVAL_DETAIL.search(key):
+            parts.append(f"{key} {value:.3f}")
+    phases = {label: metrics[key] for key, label in _PHASES.items() if key in metrics}
+    total = metrics.get("perf/step_time", sum(phases.values()))
+    if total:
+        parts.append(f"{total:.1f} s")
+    if phases:
+        longest = max(phases, key=phases.__getitem__)
+        parts.append(f"bound by {longest} ({phases[longest]:.1f} s)")
+    return " | ".join(parts)
