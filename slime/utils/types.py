@@ -151,7 +151,7 @@ class Sample:
                 self.weight_versions.append(str(meta_info["weight_version"]))
             if update_terminal_info:
                 finish = (meta_info.get("finish_reason") or {}).get("type")
-                self.status = _STATUS_OF_FINISH.get(finish, self.status)
+                self.status = _STATUS_OF_FINISH.get(str(finish), self.status)
         self.check()
 
     def check(self) -> None:

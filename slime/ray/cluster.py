@@ -1,0 +1,56 @@
+"""Connecting to Ray: our own local one, or the running one that RAY_ADDRESS names (``ray job submit`` sets it)."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from slime.utils import device
+
+_OBJECT_STORE_WITHOUT_GPU = 512 << 20
+_HOST_SWITCHES = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
+
+
+def connect(args: argparse.Namespace, slots: int) -> None:
+    """Join the Ray of RAY_ADDRESS, or start a local one with room for ``slots`` slots; it ends with this process."""
+    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": True}
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(**quiet)
+        return
+    # Ray warns that it will stop hiding GPUs from tasks that ask for none; no actor of ours relies on that.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    local: dict[str, Any] = {"num_cpus": max(os.cpu_count() or 1, slots), "include_dashboard": False}
+    if not device.is_cuda():
+        local["object_store_memory"] = _OBJECT_STORE_WITHOUT_GPU
+    ray.init(address="local", **local, **quiet)
+
+
+def actor_environment(extra: dict[str, str] | None = None) -> dict[str, Any]:
+    """The ``runtime_env`` of our actors: the driver's import path, the host's switches, one thread unless told."""
+    root = str(Path(__file__).resolve().parents[2])
+    import_path = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    variables = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(import_path)), "OMP_NUM_THREADS": "1"}
+    variables |= {name: os.environ[name] for name in _HOST_SWITCHES if name in os.environ}
+    # Slots are placed by us, from the placement group's probe; Ray must not hide the other GPUs of an engine.
+    variables["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
+    return {"env_vars": variables | (extra or {})}
+
+
+def enter_actor(args: argparse.Namespace) -> None:
+    """First call in every actor process: the driver's working directory, so that relative paths of hooks hold."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    if os.path.isdir(args.launch_dir):
+        os.chdir(args.launch_dir)
+        if args.launch_dir not in sys.path:
+            sys.path.insert(0, args.launch_dir)
+
+
+def as_actor(cls: type) -> Any:
+    """``cls`` as a Ray actor whose ``watch`` has a thread of its own and so never waits for another method."""
+    return ray.remote(concurrency_groups={"watch": 1})(cls)

@@ -1,0 +1,50 @@
+"""The Ray actor of one engine: it owns one SGLang server tree and tells when that dies."""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+
+import ray
+
+from slime.backends.sglang.engine import Engine
+from slime.ray.cluster import enter_actor
+
+_POLL_S = 0.5
+
+
+class EngineActor:
+    """One engine; ``start`` returns its address when it answers."""
+
+    def __init__(
+        self, args: argparse.Namespace, rank: int, api_keys: tuple[str, str] | None, gpus: list[int] | None
+    ) -> None:
+        enter_actor(args)
+        self._engine = Engine(
+            args,
+            rank=rank,
+            host=ray.util.get_node_ip_address() if api_keys is not None else "127.0.0.1",
+            api_keys=api_keys,
+            log_path=f"{args.run_dir}/logs/engine_{rank}.log",
+            cuda_devices=gpus,
+        )
+        self._running = threading.Event()
+
+    def start(self) -> str:
+        """Start the server; its URL once it is ready."""
+        self._engine.start()
+        self._running.set()
+        return self._engine.url
+
+    @ray.method(concurrency_group="watch")
+    def watch(self) -> None:
+        """Return, by raising EngineError with the log's last lines, when the started server dies."""
+        self._running.wait()
+        while True:
+            self._engine.check()
+            time.sleep(_POLL_S)
+
+    def stop(self) -> None:
+        """End the server tree."""
+        self._engine.stop()

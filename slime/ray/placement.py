@@ -1,0 +1,109 @@
+"""One placement group for the run; its bundles, sorted by host and GPU, are the logical slots 0..n-1."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from slime.ray.supervision import RunError
+from slime.utils import device
+
+# Trainer and engine of a colocated slot share one unit of its resource.
+_TRAIN_SHARE, _ENGINE_SHARE = 0.4, 0.2
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One bundle of the placement group: a GPU, or a CPU on a host without GPUs."""
+
+    bundle: int
+    host: str
+    gpu: int | None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The slots in logical order, and which of them train and generate."""
+
+    group: PlacementGroup | None
+    slots: list[Slot]
+    train: list[Slot]
+    rollout: list[Slot]
+
+    def options(self, slot: Slot, *, trains: bool) -> dict[str, Any]:
+        """Ray options that put an actor on ``slot``."""
+        share = _TRAIN_SHARE if trains else _ENGINE_SHARE
+        resources = {"num_cpus": 0, "num_gpus": share} if slot.gpu is not None else {"num_cpus": share}
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=self.group, placement_group_bundle_index=slot.bundle
+        )
+        return {**resources, "scheduling_strategy": strategy}
+
+    def release(self) -> None:
+        """Give the slots back."""
+        if self.group is not None:
+            remove_placement_group(self.group)
+
+
+def slot_counts(args: argparse.Namespace) -> tuple[int, int, int]:
+    """(slots in all, training slots, index of the first rollout slot) of ``args.placement``."""
+    train = args.actor_num_gpus
+    rollout = args.rollout_num_gpus or 0
+    return {
+        "train_only": (train, train, train),
+        "rollout_only": (rollout, 0, 0),
+        "colocate": (max(train, rollout), train, 0),
+        "disaggregate": (train + rollout, train, train),
+    }[args.placement]
+
+
+def place(args: argparse.Namespace) -> Placement:
+    """Reserve the run's slots.
+
+    Raises:
+        RunError: the cluster has too few, with the command that would start enough, or they did not become free.
+    """
+    total, train, rollout_start = slot_counts(args)
+    if total == 0:
+        return Placement(None, [], [], [])
+    resource = "GPU" if device.is_cuda() else "CPU"
+    available = int(ray.cluster_resources().get(resource, 0))
+    if available < total:
+        flag = "--num-gpus" if resource == "GPU" else "--num-cpus"
+        raise RunError(
+            f"placement: the run needs {total} {resource} slots ({train} to train, {total - rollout_start} to "
+            f"generate) and Ray has {available}; lower --actor-num-gpus-per-node / --rollout-num-gpus, or start more: "
+            f"`ray start --head {flag} {total}`"
+        )
+    bundle = {"GPU": 1, "CPU": 1} if resource == "GPU" else {"CPU": 1}
+    group = placement_group([bundle] * total, strategy="PACK")
+    if not group.wait(args.placement_timeout):
+        free = ray.available_resources().get(resource, 0)
+        remove_placement_group(group)
+        raise RunError(
+            f"placement: {total} {resource} slots were not free within {args.placement_timeout:.0f} s "
+            f"(free now: {free:.0f}; --placement-timeout)"
+        )
+    slots = _probe(group, total, resource == "GPU", args.placement_timeout)
+    return Placement(group, slots, slots[:train], slots[rollout_start:])
+
+
+def _probe(group: PlacementGroup, count: int, with_gpu: bool, timeout: float) -> list[Slot]:
+    """Ask each bundle where it is, and sort by host address and GPU."""
+
+    def report() -> tuple[str, int | None]:
+        return ray.util.get_node_ip_address(), int(ray.get_gpu_ids()[0]) if with_gpu else None
+
+    def probe(bundle: int) -> ray.ObjectRef:
+        strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
+        share = {"num_cpus": 0, "num_gpus": 0.1} if with_gpu else {"num_cpus": 0.1}
+        return ray.remote(report).options(scheduling_strategy=strategy, **share).remote()
+
+    found = ray.get([probe(i) for i in range(count)], timeout=timeout)
+    slots = [Slot(bundle, host, gpu) for bundle, (host, gpu) in enumerate(found)]
+    return sorted(slots, key=lambda s: ([int(x) if x.isdigit() else -1 for x in s.host.split(".")], s.host, s.gpu or 0))

@@ -1,0 +1,241 @@
+"""The verbs of the drivers: start a run's parts, generate, train, push weights, save, evaluate, stop."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import secrets
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from slime.observability.metrics import MetricsLogger
+from slime.observability.progress import step_line
+from slime.ray.cluster import actor_environment, as_actor, connect
+from slime.ray.engine_actor import EngineActor
+from slime.ray.placement import Placement, place, slot_counts
+from slime.ray.rollout_manager import RolloutManager
+from slime.ray.supervision import RunError, Supervisor
+from slime.ray.train_actor import TrainActor
+from slime.utils.arguments import describe
+from slime.weights import EngineAddress
+
+_STOP_S = 20.0
+_CONTROL_S = 60.0
+logger = logging.getLogger(__name__)
+
+
+class Run:
+    """A run's actors; as a context manager it ends every process that it started, however the block is left.
+
+    A part that ``args.placement`` does without (no trainers, no engines) is an empty list: its verbs do nothing.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self._supervisor = Supervisor()
+        self._engines: list[Any] = []
+        self._trainers: list[Any] = []
+        self._manager: Any = None
+        self._placement: Placement | None = None
+        self._metrics: MetricsLogger | None = None
+        self._step: dict[str, float] = {}
+        self._step_started = time.monotonic()
+        self._dp_ranks = [0]
+        self._dp_size = 1
+        self._optimizer_steps = 0
+
+    # ---- life
+
+    def __enter__(self) -> Run:
+        signal.signal(signal.SIGTERM, _exit_on_sigterm)
+        args = self.args
+        Path(args.run_dir, "logs").mkdir(parents=True, exist_ok=True)
+        Path(args.run_dir, "config.yaml").write_text(describe(args))
+        try:
+            connect(args, slot_counts(args)[0])
+            self._placement = place(args)
+            self._metrics = MetricsLogger(args)
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stop()
+
+    def start(self) -> None:
+        """Start data source, engines, router and trainers, in parallel where they do not need each other."""
+        args = self.args
+        keys = None if args.no_api_keys else (secrets.token_urlsafe(24), secrets.token_urlsafe(24))
+        self._manager = as_actor(RolloutManager).options(num_cpus=0, runtime_env=actor_environment()).remote(args, keys)
+        self._supervisor.watch("the rollout manager", self._manager)
+        (args.num_rollout,) = self._wait({"the rollout manager": self._manager.num_rollout.remote()}, "load data")
+        engine_starts = self._create_engines(keys)
+        self._start_trainers()
+        urls = self._supervisor.wait(engine_starts, "start engines", args.engine_start_timeout + _CONTROL_S)
+        if urls:
+            self._wait({"the router": self._manager.start.remote(urls)}, "start router", args.engine_start_timeout)
+            self._connect_trainers(urls, keys)
+
+    def _create_engines(self, keys: tuple[str, str] | None) -> dict[str, ray.ObjectRef]:
+        args, placement = self.args, self._placement
+        assert placement is not None
+        width = args.rollout_num_gpus_per_engine
+        starts = {}
+        for rank in range(len(placement.rollout) // width):
+            slots = placement.rollout[rank * width : (rank + 1) * width]
+            gpus = None if slots[0].gpu is None else [s.gpu for s in slots if s.gpu is not None]
+            options = placement.options(slots[0], trains=False)
+            actor = (
+                as_actor(EngineActor).options(runtime_env=actor_environment(), **options).remote(args, rank, keys, gpus)
+            )
+            self._engines.append(actor)
+            self._supervisor.watch(f"engine {rank}", actor)
+            starts[f"engine {rank}"] = actor.start.remote()
+        return starts
+
+    def _start_trainers(self) -> None:
+        args, placement = self.args, self._placement
+        assert placement is not None
+        # torch and megatron-core warn of their own deprecations, many lines a rank; no code of users runs there.
+        environment = actor_environment({"PYTHONWARNINGS": "ignore", **(args.train_env_vars or {})})
+        on_host: Counter[str] = Counter()
+        for rank, slot in enumerate(placement.train):
+            local_rank = on_host[slot.host] if slot.gpu is None else slot.gpu
+            on_host[slot.host] += 1
+            options = placement.options(slot, trains=True)
+            actor = (
+                as_actor(TrainActor)
+                .options(runtime_env=environment, **options)
+                .remote(args, rank, len(placement.train), local_rank)
+            )
+            self._trainers.append(actor)
+            self._supervisor.watch(f"trainer {rank}", actor)
+        if not self._trainers:
+            args.start_rollout_id = args.start_rollout_id or 0
+            return
+        (master,) = self._wait({"trainer 0": self._trainers[0].reserve_address.remote()}, "start trainers")
+        answers = self._all_trainers("start", "start trainers", args.train_timeout, master, args.num_rollout)
+        first, self._dp_size, state = answers[0]
+        if args.start_rollout_id is None:
+            args.start_rollout_id = first
+        self._dp_ranks = self._all_trainers("dp_rank", "start trainers", _CONTROL_S)
+        if state is not None:
+            restored = self._manager.restore.remote(args.start_rollout_id - 1, state)
+            self._wait({"the rollout manager": restored}, "restore the data source")
+            self._optimizer_steps = state.get("optimizer_steps", 0)
+
+    def _connect_trainers(self, urls: list[str], keys: tuple[str, str] | None) -> None:
+        args = self.args
+        generate_key, admin_key = keys or (None, None)
+        addresses = [EngineAddress(url, args.rollout_num_gpus_per_engine, generate_key, admin_key) for url in urls]
+        self._all_trainers("connect", "connect trainers to engines", args.weight_update_timeout, addresses)
+
+    def _stop(self) -> None:
+        """Orderly where it works, by force where it does not; the servers' supervisors see to the rest."""
+        calls = [actor.stop.remote() for actor in (*self._trainers, *self._engines, self._manager) if actor is not None]
+        if calls:
+            with contextlib.suppress(RayError):
+                ray.wait(calls, num_returns=len(calls), timeout=_STOP_S)
+        if self._placement is not None:
+            with contextlib.suppress(RayError):
+                self._placement.release()
+        if self._metrics is not None:
+            self._metrics.close()
+        ray.shutdown()
+
+    # ---- the loop's verbs
+
+    def generate(self, rollout_id: int) -> list[ray.ObjectRef]:
+        """One rollout; a reference to one batch for each data-parallel rank."""
+        self._step, self._step_started = {}, time.monotonic()
+        calls = {"the rollout manager": self._manager.generate.remote(rollout_id, self._dp_size)}
+        ((batches, metrics),) = self._wait(calls, f"rollout {rollout_id}", self.args.rollout_timeout)
+        self._log(metrics, "rollout/step", rollout_id)
+        return batches
+
+    def train(self, rollout_id: int, batches: list[ray.ObjectRef]) -> None:
+        """Train on one rollout's batches, and log one line of metrics an optimizer step."""
+        calls = {
+            f"trainer {rank}": actor.train.remote(rollout_id, batches[dp_rank])
+            for rank, (actor, dp_rank) in enumerate(zip(self._trainers, self._dp_ranks, strict=False))
+        }
+        answers = self._wait(calls, f"train on rollout {rollout_id}", self.args.train_timeout)
+        for metrics in answers[0] if answers else []:
+            self._log(metrics, "train/step", self._optimizer_steps)
+            self._optimizer_steps += 1
+
+    def push_weights(self, version: int) -> None:
+        """Give every engine the trainers' weights; ``version`` is the number of rollouts they were trained on."""
+        if not (self._engines and self._trainers):
+            return
+        phase = f"push weights of version {version}"
+        metrics = self._all_trainers("publish", phase, self.args.weight_update_timeout, version)[0]
+        self._supervisor.version = str(version)
+        self._step |= metrics
+        self._log(metrics, "rollout/step", max(version - 1, 0))
+
+    def evaluate(self, version: int) -> None:
+        """Score the engines' weights, which were trained on ``version`` rollouts."""
+        started = time.monotonic()
+        calls = {"the rollout manager": self._manager.evaluate.remote(version)}
+        (metrics,) = self._wait(calls, f"evaluation of weight version {version}", self.args.rollout_timeout)
+        self._log(metrics | {"perf/eval_time": time.monotonic() - started}, "eval/step", version)
+
+    def save(self, rollout_id: int) -> None:
+        """Write a checkpoint and an HF directory, whichever is asked for."""
+        if not self._trainers or not (self.args.save or self.args.save_hf):
+            return
+        args, started = self.args, time.monotonic()
+        (state,) = self._wait({"the rollout manager": self._manager.state.remote(rollout_id)}, "save the data source")
+        state = state | {"optimizer_steps": self._optimizer_steps}
+        phase = f"save after rollout {rollout_id}"
+        if args.save:
+            self._all_trainers("save", phase, args.checkpoint_timeout, rollout_id, state)
+        if args.save_hf:
+            self._all_trainers("save_hf", phase, args.checkpoint_timeout, args.save_hf.format(rollout_id=rollout_id))
+        self._log({"perf/save_model_time": time.monotonic() - started}, "rollout/step", rollout_id)
+
+    def end_step(self, rollout_id: int) -> None:
+        """Print the step's line."""
+        seconds = time.monotonic() - self._step_started
+        self._log({"perf/step_time": seconds}, "rollout/step", rollout_id)
+        print(step_line(rollout_id, self.args.num_rollout, self._step), flush=True)
+
+    # ---- helpers
+
+    def _wait(self, calls: dict[str, ray.ObjectRef], phase: str, timeout: float = _CONTROL_S) -> list[Any]:
+        return self._supervisor.wait(calls, phase, timeout)
+
+    def _all_trainers(self, method: str, phase: str, timeout: float, *values: Any) -> list[Any]:
+        calls = {f"trainer {rank}": getattr(a, method).remote(*values) for rank, a in enumerate(self._trainers)}
+        return self._wait(calls, phase, timeout)
+
+    def _log(self, metrics: dict[str, float], step_key: str, step: int) -> None:
+        assert self._metrics is not None
+        self._step |= metrics
+        self._metrics.log(metrics, step_key, step)
+
+
+def is_due(rollout_id: int, interval: int | None, last: int | None = None) -> bool:
+    """Whether something done every ``interval`` rollouts (None: never) is due after ``rollout_id``.
+
+    With ``last``, the number of rollouts of the run, it is also due after the run's last one.
+    """
+    return rollout_id + 1 == last or (interval is not None and (rollout_id + 1) % interval == 0)
+
+
+def _exit_on_sigterm(signum: int, frame: FrameType | None) -> None:
+    sys.exit(128 + signum)
+
+
+__all__ = ["Run", "RunError", "is_due"]

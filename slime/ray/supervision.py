@@ -1,0 +1,98 @@
+"""Waiting for Ray calls: every wait has a deadline and ends at once when any process of the run dies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+_POLL_S = 1.0
+_BLAME_S = 5.0
+
+
+class RunError(RuntimeError):
+    """The run cannot go on; the message says who failed, in which phase, and why."""
+
+
+class Supervisor:
+    """Knows every actor of the run, and waits for their answers.
+
+    Each watched actor has a method ``watch`` that only returns, by raising, when the process it owns has died. The
+    death of an idle actor thus ends the wait for a busy one that would otherwise hang in a collective.
+    """
+
+    def __init__(self) -> None:
+        self._watches: dict[ray.ObjectRef, str] = {}
+        self.version = "none yet"
+
+    def watch(self, name: str, actor: Any) -> None:
+        """Fail every later `wait` when ``actor`` or the process that it owns dies."""
+        self._watches[actor.watch.remote()] = name
+
+    def wait(self, calls: Mapping[str, ray.ObjectRef], phase: str, timeout: float) -> list[Any]:
+        """The answers of ``calls`` (who was asked -> reference), in their order.
+
+        Raises:
+            RunError: a call failed, a watched actor died, or ``timeout`` seconds passed.
+        """
+        deadline = time.monotonic() + timeout
+        names = {ref: who for who, ref in calls.items()}
+        pending = list(names)
+        while pending:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                waiting = ", ".join(names[ref] for ref in pending)
+                raise RunError(
+                    f"{phase}: no answer within {timeout:.0f} s from {waiting} (weight version {self.version})"
+                )
+            done, _ = ray.wait([*pending, *self._watches], num_returns=1, timeout=min(left, _POLL_S))
+            for ref in done:
+                if ref in self._watches:
+                    self._raise_failure(ref, self._watches[ref], phase)
+                elif self._failed(ref):
+                    self._blame(ref, names[ref], phase)
+                pending = [p for p in pending if p != ref]
+        return [_get(ref) for ref in names]
+
+    @staticmethod
+    def _failed(ref: ray.ObjectRef) -> bool:
+        try:
+            _get(ref)
+        except (RayTaskError, RayActorError):
+            return True
+        return False
+
+    def _blame(self, ref: ray.ObjectRef, who: str, phase: str) -> None:
+        # A call often fails because somebody else died; the death explains more than the broken connection.
+        dead, _ = ray.wait(list(self._watches), num_returns=1, timeout=_BLAME_S) if self._watches else ([], [])
+        for watch in dead:
+            self._raise_failure(watch, self._watches[watch], phase)
+        self._raise_failure(ref, who, phase)
+
+    def _raise_failure(self, ref: ray.ObjectRef, who: str, phase: str) -> None:
+        try:
+            _get(ref)
+        except RayTaskError as error:
+            raise RunError(f"{phase}: {who} failed (weight version {self.version}): {_reason(error)}") from None
+        except RayActorError as error:
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            raise RunError(f"{phase}: the process of {who} died (weight version {self.version}): {lines[0]}") from None
+        raise RunError(f"{phase}: {who} ended its watch without a failure")
+
+
+def _get(ref: ray.ObjectRef) -> Any:
+    try:
+        return ray.get(ref, timeout=60)
+    except GetTimeoutError:
+        raise RunError("an answer that Ray called ready could not be fetched within 60 s") from None
+
+
+def _reason(error: RayTaskError) -> str:
+    """One line for errors that we raise for users; the remote traceback for all others."""
+    cause = error.cause
+    if type(cause).__module__.startswith("slime.") or isinstance(cause, ValueError):
+        return str(cause)
+    return f"\n{error}"

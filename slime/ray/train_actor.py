@@ -1,0 +1,97 @@
+"""The Ray actor of one training rank: the Megatron trainer, and the publisher of its weights."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from slime.ray.cluster import enter_actor
+from slime.utils.http_utils import PortReservation
+from slime.utils.types import TrainBatch
+from slime.weights import EngineAddress
+
+_ROLLOUT_STATE = "rollout_state.pt"
+
+
+class TrainActor:
+    """One rank; every method but ``watch`` and ``reserve_address`` is collective over all ranks."""
+
+    def __init__(self, args: argparse.Namespace, rank: int, world_size: int, local_rank: int) -> None:
+        enter_actor(args)
+        self._args = args
+        self._rank = rank
+        self._reservation: PortReservation | None = None
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local_rank))
+
+    @ray.method(concurrency_group="watch")
+    def watch(self) -> None:
+        """Never returns: the death of this process is what the caller waits for."""
+        threading.Event().wait()
+
+    def reserve_address(self) -> tuple[str, int]:
+        """Host and port at which rank 0 will serve the rendezvous."""
+        self._reservation = PortReservation(ray.util.get_node_ip_address())
+        return ray.util.get_node_ip_address(), self._reservation.port
+
+    def start(self, master: tuple[str, int], num_rollout: int) -> tuple[int, int, dict[str, Any] | None]:
+        """Build the model and load its weights; (first rollout id, data-parallel size, the data side's saved state)."""
+        if self._reservation is not None:
+            self._reservation.release()
+        os.environ.update(MASTER_ADDR=master[0], MASTER_PORT=str(master[1]))
+        self._args.num_rollout = num_rollout
+        from slime.backends.megatron.trainer import MegatronTrainer
+
+        self._trainer = MegatronTrainer(self._args)
+        state = None
+        if self._trainer.resumed_from and (path := Path(self._trainer.resumed_from, _ROLLOUT_STATE)).is_file():
+            state = torch.load(path, weights_only=False)
+        return self._trainer.start_rollout_id, self._trainer.dp_size, state
+
+    def dp_rank(self) -> int:
+        """Which data-parallel shard this rank trains on."""
+        return self._trainer.dp_rank
+
+    def connect(self, engines: list[EngineAddress]) -> None:
+        """Prepare the weight transport to ``engines``."""
+        from slime.weights import make_publisher
+
+        self._publisher = make_publisher(self._args, self._rank, engines)
+        self._publisher.connect()
+
+    def publish(self, version: int) -> dict[str, float]:
+        """Push the present weights to every engine as ``version``."""
+        figures = self._publisher.publish(version, self._trainer.export_buckets())
+        return {
+            "perf/update_weights_time": figures["seconds"],
+            "perf/update_weights_paused_time": figures["paused_seconds"],
+            "perf/update_weights_wire_bytes": figures["bytes"],
+        }
+
+    def train(self, rollout_id: int, batch: TrainBatch) -> list[dict[str, float]]:
+        """Train on one rollout; one dict of metrics an optimizer step."""
+        return self._trainer.train(rollout_id, batch)
+
+    def save(self, rollout_id: int, rollout_state: dict[str, Any]) -> None:
+        """Write one complete checkpoint, with the data side's state, or none."""
+        from slime.backends.megatron.checkpoint import begin_save, commit_save
+
+        directory = begin_save(self._args.save, rollout_id)
+        self._trainer.save(directory)
+        if self._rank == 0:
+            torch.save(rollout_state, Path(directory, _ROLLOUT_STATE))
+        commit_save(self._args.save, rollout_id)
+
+    def save_hf(self, directory: str) -> None:
+        """Write the present weights as a Hugging Face directory."""
+        self._trainer.save_hf(directory)
+
+    def stop(self) -> None:
+        """Leave the transport's process groups."""
+        if hasattr(self, "_publisher"):
+            self._publisher.close()

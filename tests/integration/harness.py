@@ -1,0 +1,124 @@
+"""Runs train.py as users do, watches its whole process tree, and reads what it wrote."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class TrainProcess:
+    """One ``python3 train.py``; every process that it starts stays findable, because this process adopts orphans."""
+
+    def __init__(self, flags: Sequence[str], log: Path, env: dict[str, str] | None = None) -> None:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self.log = log
+        self._before = {p.pid for p in psutil.Process().children(recursive=True)}
+        environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | (env or {})
+        with open(log, "w") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, str(ROOT / "train.py"), *flags],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                cwd=log.parent,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+
+    def __enter__(self) -> TrainProcess:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """End what a failed test has left."""
+        for process in self.descendants():
+            process.kill()
+
+    def wait(self, timeout: float) -> int:
+        """The exit status; AssertionError with the log's end when it takes longer than ``timeout`` seconds."""
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"train.py ran longer than {timeout} s:\n{self.tail()}") from None
+
+    def kill(self, signum: int = signal.SIGKILL) -> None:
+        """Send a signal to the driver alone."""
+        self._process.send_signal(signum)
+
+    def tail(self, characters: int = 6000) -> str:
+        """The end of the driver's output."""
+        return self.log.read_text(errors="replace")[-characters:]
+
+    def descendants(self) -> list[psutil.Process]:
+        """Live processes of this run, wherever they were re-parented."""
+        found = []
+        for process in psutil.Process().children(recursive=True):
+            try:
+                if process.pid in self._before:
+                    continue
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+                elif process.ppid() == os.getpid() and process.pid != self.pid:
+                    os.waitpid(process.pid, os.WNOHANG)
+            except (psutil.NoSuchProcess, ChildProcessError):
+                continue
+        return found
+
+    def find(self, *words: str, without: str = "slime.backends.sglang.supervisor") -> psutil.Process:
+        """The one process of this run whose command line holds every word, and not ``without``."""
+
+        def matches(process: psutil.Process) -> bool:
+            try:
+                line = " ".join(process.cmdline())
+            except psutil.NoSuchProcess:
+                return False
+            return all(word in line for word in words) and without not in line
+
+        found = [p for p in self.descendants() if matches(p)]
+        assert len(found) == 1, f"{words}: {[(p.pid, p.cmdline()) for p in found]}"
+        return found[0]
+
+    def wait_until(self, condition: Callable[[], Any], timeout: float, what: str) -> Any:
+        """Poll until ``condition()`` is true while the driver lives; its value."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            if value := condition():
+                return value
+            assert self._process.poll() is None, f"train.py ended before {what}:\n{self.tail()}"
+            time.sleep(0.2)
+        raise AssertionError(f"{what} not seen within {timeout} s:\n{self.tail()}")
+
+    def assert_no_process_left(self, timeout: float = 60) -> None:
+        """Every process of the run ends within ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
+        while (left := self.descendants()) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        lines = [(p.pid, " ".join(p.cmdline())[:150]) for p in left if p.is_running()]
+        for process in left:
+            process.kill()
+        assert not lines, f"processes left {timeout} s after the run: {lines}"
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl; none when it is not there yet."""
+    path = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def series(run_dir: Path, key: str) -> list[float]:
+    """The values of one metric, in order of writing."""
+    return [line[key] for line in read_metrics(run_dir) if key in line]

@@ -1,0 +1,204 @@
+"""The whole loop with the real parts: train.py, Ray, SGLang and its router, Megatron-core."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.integration.harness import ROOT, TrainProcess, read_metrics, series
+
+NUM_GPUS = 0
+pytestmark = pytest.mark.integration
+
+_RUN_S = 240
+_ROLLOUTS = 3
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with random weights and a few addition problems."""
+    path = tmp_path_factory.mktemp("train")
+    tiny = [str(path / "model"), "--num-layers", "2", "--hidden-size", "64"]
+    subprocess.run(
+        [sys.executable, str(ROOT / "tools/make_tiny_model.py"), *tiny],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        timeout=120,
+    )
+    rng = random.Random(torch.seed())
+    for name, count in (("train", 10), ("eval", 6)):
+        pairs = [(rng.randrange(100), rng.randrange(100)) for _ in range(count)]
+        rows = [{"prompt": [{"role": "user", "content": f"{a}+{b}="}], "label": str(a + b)} for a, b in pairs]
+        (path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+Value = str | int | bool | list[str] | None
+
+
+def flags(workspace: Path, run_dir: Path, **changes: Value) -> list[str]:
+    """The command line of a tiny run; ``changes`` are flags by their names, None takes one out, True is a switch."""
+    values: dict[str, Value] = {
+        "hf-checkpoint": str(workspace / "model"),
+        "run-dir": str(run_dir),
+        "prompt-data": str(workspace / "train.jsonl"),
+        "input-key": "prompt",
+        "label-key": "label",
+        "apply-chat-template": True,
+        "rollout-shuffle": True,
+        "rm-type": "random",
+        "num-rollout": _ROLLOUTS,
+        "rollout-batch-size": 4,
+        "n-samples-per-prompt": 4,
+        "rollout-max-response-len": 8,
+        "use-dynamic-batch-size": True,
+        "max-tokens-per-gpu": 256,
+        "advantage-estimator": "grpo",
+        "use-kl-loss": True,
+        "kl-loss-coef": "0.01",
+        "kl-loss-type": "low_var_kl",
+        "ref-load": str(workspace / "model"),
+        "lr": "1e-3",
+        "fp32": True,
+        "seed": 7,
+        "actor-num-gpus-per-node": 1,
+        "colocate": True,
+        "sglang-enable-deterministic-inference": True,
+    }
+    values |= {name.replace("_", "-"): value for name, value in changes.items()}
+    line: list[str] = []
+    for name, value in values.items():
+        if value is None or value is False:
+            continue
+        words = [] if value is True else value if isinstance(value, list) else [str(value)]
+        line += [f"--{name}", *words]
+    return line
+
+
+@pytest.fixture(scope="module")
+def colocated(workspace: Path) -> Path:
+    """The directory of one uninterrupted colocated run with checkpoints, evaluation and dumped samples."""
+    run_dir = workspace / "colocated"
+    line = flags(
+        workspace,
+        run_dir,
+        save=str(run_dir),
+        save_interval=1,
+        save_hf=str(run_dir / "hf_{rollout_id}"),
+        save_debug_rollout_data=str(run_dir / "samples_{rollout_id}.pt"),
+        eval_interval=_ROLLOUTS,
+        eval_prompt_data=["add", str(workspace / "eval.jsonl")],
+        n_samples_per_eval_prompt=2,
+        check_weight_update_equal=True,
+    )
+    _run(line, workspace / "colocated.log")
+    return run_dir
+
+
+def _run(line: list[str], log: Path) -> None:
+    """Run to a good end that leaves no process."""
+    with TrainProcess(line, log) as process:
+        assert process.wait(_RUN_S) == 0, process.tail()
+        process.assert_no_process_left()
+
+
+def test_colocated_run_trains_and_agrees_with_the_engine(colocated: Path) -> None:
+    differences = series(colocated, "train/train_rollout_logprob_abs_diff")
+    assert len(differences) == _ROLLOUTS
+    assert max(differences) < 1e-4
+    assert all(x > 0 for x in series(colocated, "train/grad_norm"))
+    # The first rollout comes from the reference's own weights: no KL yet, some later.
+    kl = series(colocated, "train/kl_loss")
+    assert kl[0] == 0.0
+    assert kl[-1] > 0.0
+    assert len(series(colocated, "eval/add")) == 2
+    assert all("time" in line for line in read_metrics(colocated))
+
+
+def test_checkpoints_are_complete_and_load_in_transformers(colocated: Path) -> None:
+    assert (colocated / "latest_checkpointed_iteration.txt").read_text().strip() == str(_ROLLOUTS - 1)
+    assert not list(colocated.glob(".iter_*"))
+    first, last = (AutoModelForCausalLM.from_pretrained(colocated / f"hf_{i}").state_dict() for i in (0, _ROLLOUTS - 1))
+    assert any(not torch.equal(first[name], last[name]) for name in first)
+
+
+def _samples(run_dir: Path, rollout_id: int) -> list[tuple[list[int], str]]:
+    data = torch.load(run_dir / f"samples_{rollout_id}.pt", weights_only=False)
+    return [(s["tokens"], s["label"]) for s in data["samples"]]
+
+
+def test_resume_after_a_killed_driver_equals_the_uninterrupted_run(workspace: Path, colocated: Path) -> None:
+    run_dir = workspace / "killed"
+    line = flags(
+        workspace,
+        run_dir,
+        save=str(run_dir),
+        load=str(run_dir),
+        save_interval=1,
+        save_debug_rollout_data=str(run_dir / "samples_{rollout_id}.pt"),
+    )
+    latest = run_dir / "latest_checkpointed_iteration.txt"
+    with TrainProcess(line, workspace / "killed.log") as process:
+        process.wait_until(latest.exists, _RUN_S, "the first checkpoint")
+        process.kill()
+        process.wait(10)
+        process.assert_no_process_left()
+    resumed_at = int(latest.read_text()) + 1
+    assert resumed_at < _ROLLOUTS, "killed too late to show a resume"
+
+    _run(line, workspace / "resumed.log")
+    assert latest.read_text().strip() == str(_ROLLOUTS - 1)
+    for rollout_id in range(resumed_at, _ROLLOUTS):
+        assert _samples(run_dir, rollout_id) == _samples(colocated, rollout_id)
+    expected = series(colocated, "train/loss")[resumed_at:]
+    assert series(run_dir, "train/loss")[-len(expected) :] == pytest.approx(expected, rel=1e-5, abs=1e-7)
+
+
+def test_disaggregated_run_with_two_trainers(workspace: Path) -> None:
+    run_dir = workspace / "disaggregated"
+    slots: dict[str, Value] = {"colocate": None, "actor_num_gpus_per_node": 2, "rollout_num_gpus": 1}
+    _run(flags(workspace, run_dir, check_weight_update_equal=True, **slots), workspace / "disaggregated.log")
+    differences = series(run_dir, "train/train_rollout_logprob_abs_diff")
+    assert len(differences) == _ROLLOUTS
+    assert max(differences) < 1e-4
+
+
+VICTIMS = {
+    "engine server": (("slime.backends.sglang.launch",), "engine 0"),
+    "engine actor": (("ray::EngineActor",), "engine 0"),
+    "manager": (("ray::RolloutManager",), "the rollout manager"),
+    "trainer": (("ray::TrainActor",), "trainer 0"),
+}
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_death_of_a_process_ends_the_run_with_its_name(workspace: Path, victim: str) -> None:
+    words, culprit = VICTIMS[victim]
+    run_dir = workspace / f"death_of_{victim.replace(' ', '_')}"
+    line = flags(workspace, run_dir, num_rollout=100, save=str(run_dir), save_interval=1)
+    with TrainProcess(line, workspace / f"{run_dir.name}.log") as process:
+        process.wait_until(lambda: series(run_dir, "train/loss"), _RUN_S, "the first training step")
+        process.find(*words).kill()
+        assert process.wait(60) == 1, process.tail()
+        process.assert_no_process_left()
+    error = [text for text in process.tail().splitlines() if "error:" in text]
+    assert error, process.tail()
+    assert culprit in error[-1]
+    assert not list(run_dir.glob("iter_*/.*")), "a half-written checkpoint has a final name"
+
+
+def test_ctrl_c_leaves_no_process(workspace: Path) -> None:
+    run_dir = workspace / "interrupted"
+    with TrainProcess(flags(workspace, run_dir, num_rollout=100), workspace / "interrupted.log") as process:
+        process.wait_until(lambda: series(run_dir, "train/loss"), _RUN_S, "the first training step")
+        process.kill(signal.SIGINT)
+        assert process.wait(60) == 130, process.tail()
+        process.assert_no_process_left()

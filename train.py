@@ -1,0 +1,52 @@
+"""Train a model with reinforcement learning: generate, train, push the new weights, and again.
+
+`python3 train.py --help` lists every option; `--dry-run` checks them and prints what would run.
+"""
+
+import argparse
+import sys
+
+from slime.ray.run import Run, RunError, is_due
+from slime.utils.arguments import describe, parse_args
+
+
+def main() -> None:
+    """Run the synchronous loop."""
+    args = parse_args()
+    if args.dry_run:
+        print(describe(args))
+        return
+    try:
+        train(args)
+    except RunError as error:
+        sys.exit(f"train.py: error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def train(args: argparse.Namespace) -> None:
+    """Rollout after rollout, from the checkpoint's to ``--num-rollout``."""
+    with Run(args) as run:
+        run.start()
+        run.push_weights(version=args.start_rollout_id)
+
+        if args.eval_interval and not args.skip_eval_before_train:
+            run.evaluate(version=args.start_rollout_id)
+
+        for rollout_id in range(args.start_rollout_id, args.num_rollout):
+            batches = run.generate(rollout_id)
+            run.train(rollout_id, batches)
+
+            if is_due(rollout_id, args.save_interval, last=args.num_rollout):
+                run.save(rollout_id)
+
+            run.push_weights(version=rollout_id + 1)
+
+            if is_due(rollout_id, args.eval_interval):
+                run.evaluate(version=rollout_id + 1)
+
+            run.end_step(rollout_id)
+
+
+if __name__ == "__main__":
+    main()
