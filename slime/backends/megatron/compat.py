@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _device
 
 _FACTORIES = (
     "tensor",
@@ -95,6 +96,8 @@ def _put_cuda_factories_on_cpu() -> None:
 
         return call
 
+    # `with torch.device(...)` recognises factories by a list that torch makes on first use: it must hold the real ones.
+    _device._device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, wrap(getattr(torch, name)))
 

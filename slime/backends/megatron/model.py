@@ -10,6 +10,12 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import Float16Module
@@ -120,7 +126,22 @@ def _build_stage(args: Namespace, config: TransformerConfig, vp_stage: int | Non
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
         vp_stage=vp_stage,
     )
+    _mark_cut_weights(model)
     return model.to(device.current_device())
+
+
+def _mark_cut_weights(model: GPTModel) -> None:
+    """Mark the weights that tensor parallelism cuts, so that the gradient norm sums over all their shards.
+
+    megatron-core 0.16.1 does so only together with its random initialisation, which weights that are loaded do without.
+    """
+    for module in model.modules():
+        if getattr(module, "weight", None) is None:
+            continue
+        if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding)):
+            set_tensor_model_parallel_attributes(module.weight, True, 0, 1)
+        elif isinstance(module, RowParallelLinear):
+            set_tensor_model_parallel_attributes(module.weight, True, 1, 1)
 
 
 def _block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:

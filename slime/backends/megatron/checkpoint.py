@@ -1,0 +1,268 @@
+"""Checkpoints: directories that are complete or absent, and what megatron-core's torch_dist format holds of a trainer.
+
+``SAVE/iter_0000012/`` is the state after rollout 12 and ``SAVE/latest_checkpointed_iteration.txt`` names the last one.
+A checkpoint is written in ``SAVE/.iter_0000012.tmp`` and renamed when it is whole, so that a run that dies while it
+saves leaves the one before in place.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import random
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from slime.backends.megatron.optimizer import parts_of
+from slime.utils import device
+
+_LATEST = "latest_checkpointed_iteration.txt"
+_TORCH_DIST = "metadata.json"
+logger = logging.getLogger(__name__)
+
+
+def begin_save(save_dir: str | Path, rollout_id: int) -> str:
+    """An empty directory to write the checkpoint of ``rollout_id`` in; what an earlier try left there is removed.
+
+    With ``torch.distributed`` all ranks call it.
+    """
+    return str(begin_directory(_directory(save_dir, rollout_id)))
+
+
+def commit_save(save_dir: str | Path, rollout_id: int) -> None:
+    """Give the directory of `begin_save` its name and make it the latest, each in one step.
+
+    With ``torch.distributed`` all ranks call it, each after its last write.
+    """
+    commit_directory(_directory(save_dir, rollout_id))
+    if _is_first_rank():
+        latest = Path(save_dir, _LATEST)
+        aside = latest.with_name(f".{_LATEST}.tmp")
+        with aside.open("w") as stream:
+            stream.write(str(rollout_id))
+            stream.flush()
+            os.fsync(stream.fileno())
+        aside.replace(latest)
+        _sync(latest.parent)
+    _barrier()
+
+
+def begin_directory(final: Path) -> Path:
+    """An empty directory beside ``final``, to become it with `commit_directory`; all ranks call it."""
+    unfinished = _unfinished(final)
+    if _is_first_rank():
+        if unfinished.exists():
+            shutil.rmtree(unfinished)
+        unfinished.mkdir(parents=True)
+    _barrier()
+    return unfinished
+
+
+def commit_directory(final: Path) -> None:
+    """Rename what `begin_directory` gave to ``final``, in place of what is there; all ranks call it, after writing."""
+    _barrier()
+    if _is_first_rank():
+        unfinished = _unfinished(final)
+        for path in (*unfinished.rglob("*"), unfinished):
+            _sync(path)
+        replaced = final.with_name(f".{final.name}.replaced")
+        shutil.rmtree(replaced, ignore_errors=True)
+        if final.exists():
+            final.rename(replaced)
+        unfinished.rename(final)
+        _sync(final.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+    _barrier()
+
+
+def find_checkpoint(load_dir: str | Path) -> tuple[Path, int] | None:
+    """The latest checkpoint as (directory, rollout id); None where there is none.
+
+    Raises:
+        FileNotFoundError: the one that the directory calls its latest is not there.
+        ValueError: a file of the latest that holds no number.
+    """
+    latest = Path(load_dir, _LATEST)
+    if not latest.is_file():
+        return None
+    text = latest.read_text().strip()
+    if not text.isdecimal():
+        raise ValueError(f"{latest} should hold the number of a checkpoint, not {text!r}")
+    rollout_id = int(text)
+    directory = _directory(load_dir, rollout_id)
+    if not directory.is_dir():
+        present = sorted(p.name for p in Path(load_dir).glob("iter_*"))
+        raise FileNotFoundError(f"{latest} names {directory.name}, but {load_dir} has {', '.join(present) or 'none'}")
+    return directory, rollout_id
+
+
+def is_torch_dist(directory: str | Path) -> bool:
+    """Whether the directory itself is a whole torch_dist checkpoint."""
+    return Path(directory, _TORCH_DIST).is_file()
+
+
+def save_state(
+    directory: str,
+    model_chunks: Sequence[Any],
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+) -> None:
+    """Write model, optimizer, scheduler and random state of all ranks into an empty directory; collective."""
+    # By default a multiprocessing.Manager: a server process, started anew from the main module (seconds), that outlives
+    # a killed trainer. Only saves in the background read the queue from another process.
+    filesystem_async._results_queue = queue.Queue()
+    state = _model_state(model_chunks)
+    state["optimizer"] = optimizer.sharded_state_dict(state, metadata=_metadata())
+    state["scheduler"] = scheduler.state_dict()
+    state["rng_state"] = _sharded_rng_state()
+    state["layout"] = _layout()
+    state["distributed_optimizer"] = _is_distributed(optimizer)
+    dist_checkpointing.save(state, directory)
+
+
+def load_model(directory: str | Path, model_chunks: Sequence[Any]) -> None:
+    """Read the weights only, whatever parallel layout they were saved from; collective."""
+    _put_model(dist_checkpointing.load(_model_state(model_chunks), str(directory)), model_chunks)
+
+
+def load_state(
+    directory: str | Path,
+    model_chunks: Sequence[Any],
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+) -> None:
+    """Continue from what `save_state` wrote: training then goes on as if it had never stopped; collective.
+
+    Random state of another tensor or pipeline layout belongs to no rank of this one: it stays as seeded, with a
+    warning.
+
+    Raises:
+        ValueError: the state of a distributed optimizer for one that is not, or the other way round.
+    """
+    saved = dist_checkpointing.load_common_state_dict(str(directory))
+    if saved["distributed_optimizer"] != _is_distributed(optimizer):
+        flag = "--use-distributed-optimizer" if saved["distributed_optimizer"] else "--no-use-distributed-optimizer"
+        raise ValueError(f"{directory} was saved with {flag}, and its optimizer state can only be loaded with it")
+    state = _model_state(model_chunks)
+    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=True, metadata=_metadata())
+    same_layout = saved["layout"] == _layout()
+    if same_layout:
+        state["rng_state"] = _sharded_rng_state()
+    else:
+        logger.warning(f"{directory} has {saved['layout']}, this run {_layout()}: its random state is not restored")
+    loaded = dist_checkpointing.load(state, str(directory))
+    _put_model(loaded, model_chunks)
+    optimizer.load_state_dict(loaded["optimizer"])
+    scheduler.load_state_dict(loaded["scheduler"])
+    if same_layout:
+        _set_rng_state(loaded["rng_state"][0])
+
+
+# ---- directories
+
+
+def _directory(root: str | Path, rollout_id: int) -> Path:
+    return Path(root, f"iter_{rollout_id:07d}")
+
+
+def _unfinished(final: Path) -> Path:
+    return final.with_name(f".{final.name}.tmp")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+# ---- state
+
+
+def _metadata() -> dict[str, Any]:
+    """Optimizer shards are saved in the model's shape, so that another data-parallel size can read them."""
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+
+
+def _chunk_key(model_chunks: Sequence[Any], i: int) -> str:
+    return f"model{i}" if len(model_chunks) > 1 else "model"
+
+
+def _model_state(model_chunks: Sequence[Any]) -> dict[str, Any]:
+    return {
+        _chunk_key(model_chunks, i): chunk.sharded_state_dict(metadata=_metadata())
+        for i, chunk in enumerate(model_chunks)
+    }
+
+
+def _put_model(loaded: dict[str, Any], model_chunks: Sequence[Any]) -> None:
+    for i, chunk in enumerate(model_chunks):
+        chunk.load_state_dict(loaded[_chunk_key(model_chunks, i)])
+
+
+def _layout() -> dict[str, int]:
+    return {
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+    }
+
+
+def _is_distributed(optimizer: MegatronOptimizer) -> bool:
+    return any(isinstance(part, DistributedOptimizer) for part in parts_of(optimizer))
+
+
+def _sharded_rng_state() -> ShardedObject:
+    """Tensor and pipeline ranks have their own generators, data-parallel ones the same."""
+    state: dict[str, Any] = {
+        "random": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    if device.is_cuda():
+        state["device"] = torch.get_device_module(device.current_device()).get_rng_state()
+    return ShardedObject(
+        "rng_state",
+        [state],
+        (
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_tensor_model_parallel_world_size(),
+        ),
+        (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()),
+        replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    random.setstate(state["random"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+    if "device" in state:
+        torch.get_device_module(device.current_device()).set_rng_state(state["device"])

@@ -1,0 +1,50 @@
+"""Several sets of weights for one model: host copies that take turns on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from slime.utils import device
+
+
+class WeightSets:
+    """The model holds one set, named by ``current``; others wait in host memory, pinned where there is a GPU."""
+
+    def __init__(self, model_chunks: list[torch.nn.Module], current: str) -> None:
+        self._chunks = model_chunks
+        self._copies: dict[str, list[Tensor]] = {}
+        self.current = current
+
+    def keep(self, name: str) -> None:
+        """Copy what the model holds to host memory, as ``name``."""
+        if name not in self._copies:
+            self._copies[name] = [
+                torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=device.is_cuda()) for t in self._tensors()
+            ]
+        for copy, tensor in zip(self._copies[name], self._tensors(), strict=True):
+            copy.copy_(tensor)
+
+    def switch(self, name: str) -> None:
+        """Put the kept set ``name`` into the model; the one that it held is kept.
+
+        Raises:
+            KeyError: a set that was never kept.
+        """
+        if name == self.current:
+            return
+        if name not in self._copies:
+            raise KeyError(f"no weights named {name!r} were loaded, only {sorted({self.current, *self._copies})}")
+        self.keep(self.current)
+        for copy, tensor in zip(self._copies[name], self._tensors(), strict=True):
+            tensor.copy_(copy)
+        self.current = name
+
+    def _tensors(self) -> Iterator[Tensor]:
+        # Read anew each time: data-parallel wrapping moves parameters into its own buffers.
+        for module in self._chunks:
+            for tensor in chain(module.parameters(), module.buffers()):
+                yield tensor.data

@@ -1,0 +1,177 @@
+"""Every layout of the trainer against plain PyTorch on a Hugging Face model, and its checkpoints."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.parallel import plain, rollouts, tiny
+from tests.parallel.cases import CASES
+
+NUM_GPUS = 0
+WORKER = Path(__file__).with_name("trainer_worker.py")
+RTOL = 1e-5
+ROUNDING = 2.5e-7
+"""Of a float32 weight near 1, which is added to and rounded once a step."""
+SAME = {"cut_in_three": "grpo", "static": "grpo"}
+"""Cases that plain PyTorch trains as another one, since they must not differ from it."""
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2": (2, {}),
+    "distopt": (2, {"use_distributed_optimizer": True}),
+    "one": (1, {}),
+    "overlap": (2, {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}),
+    "tp2": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "pp2": (2, {"pipeline_model_parallel_size": 2}),
+    "vpp2": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+    "cp2": (2, {"context_parallel_size": 2}),
+}
+EVERYWHERE = ("grpo", "per_token", "sft")
+COMPARED = (*EVERYWHERE, "sgd")
+FAST = ("dp2", "distopt", "one")
+EXTRA = {
+    "one": ("sgd", "cut_in_three", "static", "resume", "reload_other", "reference", "nan"),
+    "distopt": ("resume", "nan"),
+}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model") / "qwen3"
+    tiny.model("qwen3").save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("layouts")
+
+
+@pytest.fixture(scope="module")
+def expected(model_dir: Path) -> dict[str, tuple[list[dict[str, float]], dict[str, Tensor]]]:
+    """What plain PyTorch makes of the cases."""
+    results = {}
+    for name in COMPARED:
+        case = CASES[name]
+        args = rollouts.arguments(model_dir, **case.options)
+        rates = [args.lr_warmup_init, (args.lr_warmup_init + args.lr) / 2]
+        results[name] = plain.train(args, model_dir, [case.rows(0)], case.steps, rates)
+    return results
+
+
+def run(layout: str, model_dir: Path, work: Path) -> Path:
+    """Let a layout train its cases, once a session; its results."""
+    results = work / layout
+    if results.exists():
+        return results
+    results.mkdir()
+    ranks, options = LAYOUTS[layout]
+    cases = (*EVERYWHERE, *EXTRA.get(layout, ("resume",)))
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(WORKER)]
+    command += [str(model_dir), str(results), str(work / "distopt"), json.dumps(options), *cases]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(WORKER.parents[2]),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+    log = results / "log"
+    with log.open("w") as stream:
+        done = subprocess.run(
+            [sys.executable, *command], env=environment, stdout=stream, stderr=subprocess.STDOUT, timeout=300
+        )
+    assert done.returncode == 0, log.read_text()[-6000:]
+    return results
+
+
+def metrics_of(results: Path, case: str) -> list[dict[str, float]]:
+    """Of rank 0, after checking that every rank has the same."""
+    ranks = [json.loads(file.read_text()) for file in sorted(results.glob(f"{case}.rank*.json"))]
+    for other in ranks[1:]:
+        for mine, theirs in zip(ranks[0], other, strict=True):
+            assert {k: v for k, v in mine.items() if not k.startswith("perf/")} == {
+                k: v for k, v in theirs.items() if not k.startswith("perf/")
+            }
+    return ranks[0]
+
+
+def check(
+    results: Path, case: str, expected: tuple[list[dict[str, float]], dict[str, Tensor]], model_dir: Path
+) -> None:
+    """Metrics and weights of a case."""
+    wanted_metrics, wanted_weights = expected
+    by_row = (
+        "rollout/rewards",
+        "rollout/raw_reward",
+        "rollout/response_lengths",
+        "rollout/total_lengths",
+        "rollout/trunc",
+    )
+    metrics = metrics_of(results, case)
+    assert len(metrics) == len(wanted_metrics)
+    for got, wanted in zip(metrics, wanted_metrics, strict=True):
+        assert {name for name in got if not name.startswith("perf/")} == set(wanted)
+        for name, value in wanted.items():
+            if case == "cut_in_three" and name.startswith(by_row):
+                continue
+            assert math.isclose(got[name], value, rel_tol=RTOL, abs_tol=RTOL), f"{case} {name}: {got[name]} != {value}"
+    before = dict(AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).named_parameters())
+    moved = max(float((wanted_weights[name] - before[name]).abs().max()) for name in wanted_weights)
+    weights = load_file(results / f"{case}.safetensors")
+    assert set(weights) == set(wanted_weights)
+    worst = max(float((weights[name] - wanted_weights[name]).abs().max()) for name in weights)
+    assert worst < RTOL * moved + ROUNDING, f"{case}: weights differ by {worst}, and moved by {moved}"
+
+
+def check_resume(results: Path, resumed: str, *, exactly: bool) -> None:
+    """The second half from a checkpoint is the second half."""
+    whole, again = load_file(results / "uninterrupted.safetensors"), load_file(results / f"{resumed}.safetensors")
+    for one, two in zip(metrics_of(results, "uninterrupted"), metrics_of(results, resumed), strict=True):
+        for name in (n for n in one if not n.startswith("perf/")):
+            assert one[name] == two[name] if exactly else math.isclose(one[name], two[name], rel_tol=1e-4, abs_tol=1e-4)
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, again[name]) if exactly else torch.allclose(tensor, again[name], atol=1e-5), name
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if name in FAST else pytest.mark.full) for name in LAYOUTS]
+)
+def test_layout(layout: str, model_dir: Path, work: Path, expected: Any) -> None:
+    if layout == "one":
+        run("distopt", model_dir, work)  # whose checkpoint it loads
+    results = run(layout, model_dir, work)
+    for case in (*COMPARED, *SAME):
+        if case in EVERYWHERE or case in EXTRA.get(layout, ()):
+            check(results, case, expected[SAME.get(case, case)], model_dir)
+    check_resume(results, "resumed", exactly=True)
+    if layout == "one":
+        check_reload(results, work / "distopt")
+
+
+def check_reload(results: Path, saved_by: Path) -> None:
+    """What two ranks with a distributed optimizer saved goes on in one process."""
+    for suffix in ("safetensors", "rank0.json"):
+        (saved_by / f"reloaded.{suffix}").write_bytes((results / f"reloaded.{suffix}").read_bytes())
+    check_resume(saved_by, "reloaded", exactly=False)
+
+
+def test_first_step_is_on_policy_exactly(model_dir: Path, work: Path) -> None:
+    results = run("one", model_dir, work)
+    for case in ("grpo", "per_token", "static", "cut_in_three"):
+        first, second = metrics_of(results, case)
+        assert first["train/ppo_kl"] == 0.0
+        assert first["train/pg_clipfrac"] == 0.0
+        assert first["train/kl_loss"] == 0.0
+        assert second["train/ppo_kl"] != 0.0
+        assert second["train/kl_loss"] > 0.0

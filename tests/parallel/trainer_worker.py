@@ -1,0 +1,134 @@
+"""One rank of one layout, under torchrun: trains on every case asked for, and writes metrics and weights of each.
+
+``torchrun --nproc-per-node N trainer_worker.py MODEL_DIR WORK_DIR OTHER_WORK_DIR '{LAYOUT}' CASE...``
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from slime.backends.megatron import checkpoint, parallel
+from slime.backends.megatron import trainer as trainer_module
+from slime.backends.megatron.trainer import MegatronTrainer, TrainingError
+from tests.parallel import rollouts
+from tests.parallel.cases import CASES, Case
+
+
+class Rank:
+    """What this process does with one case after the other."""
+
+    def __init__(self, model_dir: Path, work: Path, layout: dict[str, Any]) -> None:
+        self.model_dir, self.work, self.layout = model_dir, work, layout
+
+    def arguments(self, case: Case, **options: Any) -> Namespace:
+        return rollouts.arguments(self.model_dir, **{**case.options, **self.layout, **options})
+
+    def train(self, trainer: MegatronTrainer, case: Case, first: int, last: int) -> list[dict[str, float]]:
+        metrics = []
+        for rollout_id in range(first, last):
+            rows = case.rows(rollout_id)
+            batch = rollouts.batches(rows, trainer.dp_size, case.steps, case.micro_batch_size)[trainer.dp_rank]
+            metrics += trainer.train(rollout_id, batch)
+        return metrics
+
+    def weights(self, trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for bucket in trainer.export_buckets() for name, tensor in bucket}
+
+    def write(self, name: str, metrics: list[dict[str, float]], weights: dict[str, torch.Tensor]) -> None:
+        (self.work / f"{name}.rank{dist.get_rank()}.json").write_text(json.dumps(metrics))
+        if dist.get_rank() == 0:
+            save_file({n: t.cpu().contiguous() for n, t in weights.items()}, self.work / f"{name}.safetensors")
+
+    def run(self, name: str) -> None:
+        case = CASES[name]
+        trainer = MegatronTrainer(self.arguments(case))
+        self.write(name, self.train(trainer, case, 0, case.rollouts), self.weights(trainer))
+
+    def resume(self) -> None:
+        """Train, save half-way, go on; then the second half again from the checkpoint."""
+        case, save_dir = CASES["resume"], self.work / "checkpoint"
+        trainer = MegatronTrainer(self.arguments(case))
+        assert trainer.start_rollout_id == 0
+        self.train(trainer, case, 0, 2)
+        trainer.save(checkpoint.begin_save(save_dir, 1))
+        checkpoint.commit_save(save_dir, 1)
+        checkpoint.begin_save(save_dir, 2)  # what a run leaves that dies while it saves
+        random = torch.rand(3)
+        self.write("uninterrupted", self.train(trainer, case, 2, 4), self.weights(trainer))
+        again = self.reload(save_dir)
+        assert torch.equal(torch.rand(3), random)
+        again.sleep()
+        again.wake()
+        self.write("resumed", self.train(again, case, 2, 4), self.weights(again))
+
+    def reload(self, save_dir: Path, **options: Any) -> MegatronTrainer:
+        trainer = MegatronTrainer(self.arguments(CASES["resume"], load=str(save_dir), **options))
+        assert trainer.start_rollout_id == 2
+        assert trainer.resumed_from == str(save_dir / "iter_0000001")
+        return trainer
+
+    def reload_other(self, other: Path) -> None:
+        """Go on from what another layout saved."""
+        trainer = self.reload(other / "checkpoint", use_distributed_optimizer=True)
+        with pytest.raises(ValueError, match="was saved with --use-distributed-optimizer"):
+            self.reload(other / "checkpoint", use_distributed_optimizer=False)
+        self.write("reloaded", self.train(trainer, CASES["resume"], 2, 4), self.weights(trainer))
+
+    def nan(self) -> None:
+        """A step that is not finite stops with its place, on every rank."""
+        case = CASES["grpo"]
+        trainer = MegatronTrainer(self.arguments(case))
+        rows = case.rows(0)
+        rows.rewards[-1] = float("nan")
+        batch = rollouts.batches(rows, trainer.dp_size, case.steps)[trainer.dp_rank]
+        with pytest.raises(TrainingError, match="rollout 7, step 2 of 2: the loss is nan"):
+            trainer.train(7, batch)
+
+    def reference(self) -> None:
+        """A reference from a torch_dist directory, and both sets of weights in turns."""
+        directory = str(self.work / "checkpoint" / "iter_0000001")
+        trainer = MegatronTrainer(self.arguments(CASES["grpo"], ref_load=directory))
+        before = self.weights(trainer)
+        case = CASES["grpo"]
+        self.train(trainer, case, 0, 1)
+        after = self.weights(trainer)
+        trainer.use_weights("ref")
+        assert all(torch.equal(t, before[n]) for n, t in self.weights(trainer).items())
+        trainer.use_weights("actor")
+        assert all(torch.equal(t, after[n]) for n, t in self.weights(trainer).items())
+        assert not all(torch.equal(t, before[n]) for n, t in after.items())
+        target = self.work / "hf"
+        trainer.save_hf(str(target))
+        trainer.save_hf(str(target))
+        assert sorted(p.name for p in self.work.glob("*hf*")) == ["hf"]
+
+
+def main() -> None:
+    model_dir, work, other = (Path(name) for name in sys.argv[1:4])
+    layout = json.loads(sys.argv[4])
+    rank = Rank(model_dir, work, layout)
+    parallel.initialize_distributed(rollouts.arguments(model_dir, **layout))
+    # Trainers follow one another here, and a process can join the rendezvous of torchrun only once.
+    trainer_module.initialize_distributed = lambda args: parallel.set_seeds(args.seed)
+    for name in sys.argv[5:]:
+        if name in CASES and name != "resume":
+            rank.run(name)
+        elif name == "reload_other":
+            rank.reload_other(other)
+        else:
+            getattr(rank, name)()
+    parallel.destroy()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

@@ -1,0 +1,130 @@
+"""Packed micro-batches against a loop over every token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from slime.backends.megatron.batch import MicroBatch, PackLayout, pack, ranges
+from slime.utils.types import OptimizerStep, Ragged, TrainBatch
+from tests.parallel import rollouts
+
+
+def layout(cp_size: int = 1, cp_rank: int = 0, multiple: int = 1, per_token_loss: bool = False) -> PackLayout:
+    return PackLayout(cp_size, cp_rank, multiple, per_token_loss, torch.device("cpu"))
+
+
+def step_of(batch: TrainBatch) -> OptimizerStep:
+    return OptimizerStep([np.arange(len(batch))], num_rollouts=len(batch), num_tokens=int(batch.loss_mask.values.sum()))
+
+
+def whole_stream(batch: TrainBatch, rows: np.ndarray, cp_size: int, multiple: int) -> list[dict[str, float]]:
+    """One dict a token, padding included, and where each sequence of the stream begins."""
+    tokens: list[dict[str, float]] = []
+    chunk = 2 * cp_size if cp_size > 1 else 1
+    for row in rows:
+        ids, mask = batch.tokens[row], batch.loss_mask[row]
+        prompt = len(ids) - len(mask)
+        for t in range(-(-len(ids) // chunk) * chunk):
+            entry = {
+                "token": int(ids[t]) if t < len(ids) else 0,
+                "position": t,
+                "row": int(row),
+                "mask": 0,
+                "log_prob": 0.0,
+            }
+            j = t + 1 - prompt
+            if 0 <= j < len(mask):
+                assert batch.rollout_log_probs is not None
+                entry |= {"mask": int(mask[j]), "log_prob": batch.rollout_log_probs[row][j], "label": int(ids[t + 1])}
+            tokens.append(entry)
+    position = 0
+    while len(tokens) % np.lcm(chunk, cp_size * multiple):
+        tokens.append({"token": 0, "position": position, "row": -1, "mask": 0, "log_prob": 0.0})
+        position += 1
+    return tokens
+
+
+def part_of_rank(tokens: list[dict[str, float]], cp_size: int, cp_rank: int) -> list[dict[str, float]]:
+    """The zigzag cut, sequence by sequence."""
+    starts = [i for i, token in enumerate(tokens) if token["position"] == 0] + [len(tokens)]
+    mine = []
+    for start, end in pairwise(starts):
+        chunk = (end - start) // (2 * cp_size)
+        for c in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            mine += tokens[start + c * chunk : start + (c + 1) * chunk]
+    return mine
+
+
+@pytest.mark.parametrize("multiple", [1, 3, 8])
+@pytest.mark.parametrize(("cp_size", "cp_rank"), [(1, 0), (2, 0), (2, 1), (3, 2)])
+def test_every_token(cp_size: int, cp_rank: int, multiple: int) -> None:
+    batch = rollouts.columns(cp_size * 10 + multiple)
+    rows = np.random.default_rng(0).permutation(len(batch))[:7]
+    packed = pack(batch, rows, step_of(batch), layout(cp_size, cp_rank, multiple))
+    stream = whole_stream(batch, rows, cp_size, multiple)
+    want = stream if cp_size == 1 else part_of_rank(stream, cp_size, cp_rank)
+    assert packed.tokens.shape == packed.position_ids.shape == (1, len(want))
+    assert packed.tokens[0].tolist() == [token["token"] for token in want]
+    assert packed.position_ids[0].tolist() == [token["position"] for token in want]
+    assert len(want) % multiple == 0
+    assert packed.rollout_log_probs is not None
+    for t, token in enumerate(want):
+        row = int(token["row"])
+        weight = token["mask"] / max(int(batch.rollout_mask_sums[row]), 1) / len(batch) if row >= 0 else 0.0
+        assert packed.weights[t] == pytest.approx(weight)
+        assert packed.rollout_log_probs[t] == pytest.approx(token["log_prob"])
+        if "label" in token:
+            assert packed.labels[t] == token["label"]
+            assert packed.advantages[t] == batch.rewards[row]
+    boundaries = [i for i, token in enumerate(stream) if token["position"] == 0] + [len(stream)]
+    assert packed.packed_seq_params.cu_seqlens_q.tolist() == boundaries
+    assert packed.packed_seq_params.max_seqlen_q == max(np.diff(boundaries))
+
+
+def all_of(batch: TrainBatch, **options: bool) -> list[MicroBatch]:
+    """The batch in pieces, on two context-parallel ranks."""
+    step = step_of(batch)
+    pieces = np.array_split(np.arange(len(batch)), 5)
+    return [pack(batch, rows, step, layout(2, rank, **options)) for rows in pieces for rank in range(2)]
+
+
+def test_weights_add_up_to_one_rollout_each() -> None:
+    batch = rollouts.columns(1)
+    counted = int((batch.rollout_mask_sums > 0).sum())
+    assert counted < len(batch)  # the fully masked one counts in the denominator
+    total = sum(float(packed.weights.sum()) for packed in all_of(batch))
+    assert total == pytest.approx(counted / len(batch), rel=1e-6)
+
+
+def test_weights_of_the_per_token_loss_are_all_the_same() -> None:
+    batch = rollouts.columns(2)
+    weights = torch.cat([packed.weights for packed in all_of(batch, per_token_loss=True)])
+    assert float(weights.sum()) == pytest.approx(1.0, rel=1e-6)
+    assert weights.unique().tolist() == pytest.approx([0.0, 1 / int(batch.loss_mask.values.sum())])
+
+
+def test_rows_without_an_engine_have_no_log_probs() -> None:
+    batch = rollouts.columns(3, with_engine=False)
+    assert pack(batch, np.arange(4), step_of(batch), layout()).rollout_log_probs is None
+
+
+def test_response_without_a_prompt_is_refused() -> None:
+    batch = rollouts.columns(4)
+    masks = [batch.loss_mask[row] for row in range(len(batch))]
+    masks[5] = np.ones(len(batch.tokens[5]), dtype=np.uint8)
+    broken = replace(batch, loss_mask=Ragged.from_rows(masks, np.uint8))
+    with pytest.raises(ValueError, match=r"sample 5: \d+ response tokens of \d+ leave no prompt token"):
+        pack(broken, np.arange(len(batch)), step_of(batch), layout())
+
+
+def test_ranges() -> None:
+    rng = np.random.default_rng(5)
+    starts, lengths = rng.integers(0, 100, 20), rng.integers(0, 6, 20)
+    want = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
+    assert np.array_equal(ranges(starts, lengths), want)
+    assert len(ranges(np.array([3]), np.array([0]))) == 0

@@ -1,0 +1,83 @@
+"""Checkpoint directories are complete or absent, whenever a run stops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slime.backends.megatron.checkpoint import (
+    begin_directory,
+    begin_save,
+    commit_directory,
+    commit_save,
+    find_checkpoint,
+    is_torch_dist,
+)
+
+
+def write(save_dir: Path, rollout_id: int, text: str) -> None:
+    Path(begin_save(save_dir, rollout_id), "data").write_text(text)
+    commit_save(save_dir, rollout_id)
+
+
+def test_save_appears_only_when_committed(tmp_path: Path) -> None:
+    save_dir = tmp_path / "save"
+    assert find_checkpoint(save_dir) is None
+    begin_save(save_dir, 12)
+    assert find_checkpoint(save_dir) is None
+    assert not (save_dir / "iter_0000012").exists()
+    commit_save(save_dir, 12)
+    assert find_checkpoint(save_dir) == (save_dir / "iter_0000012", 12)
+    assert (save_dir / "latest_checkpointed_iteration.txt").read_text() == "12"
+    assert sorted(p.name for p in save_dir.iterdir()) == ["iter_0000012", "latest_checkpointed_iteration.txt"]
+
+
+def test_half_written_save_is_ignored_and_replaced(tmp_path: Path) -> None:
+    write(tmp_path, 3, "three")
+    Path(begin_save(tmp_path, 4), "half").write_text("written")
+    assert find_checkpoint(tmp_path) == (tmp_path / "iter_0000003", 3)
+    write(tmp_path, 4, "four")
+    assert find_checkpoint(tmp_path) == (tmp_path / "iter_0000004", 4)
+    assert [p.name for p in (tmp_path / "iter_0000004").iterdir()] == ["data"]
+    assert (tmp_path / "iter_0000003" / "data").read_text() == "three"
+
+
+def test_run_that_dies_before_it_names_the_latest_resumes_from_the_one_before(tmp_path: Path) -> None:
+    write(tmp_path, 3, "three")
+    begin_save(tmp_path, 4)
+    commit_directory(tmp_path / "iter_0000004")
+    assert find_checkpoint(tmp_path) == (tmp_path / "iter_0000003", 3)
+
+
+def test_save_over_an_older_one_replaces_it(tmp_path: Path) -> None:
+    write(tmp_path, 5, "old")
+    write(tmp_path, 5, "new")
+    assert (tmp_path / "iter_0000005" / "data").read_text() == "new"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_directory_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    target = tmp_path / "hf"
+    for text in ("one", "two"):
+        (begin_directory(target) / text).write_text(text)
+        commit_directory(target)
+    assert [p.name for p in target.iterdir()] == ["two"]
+    assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+
+
+def test_latest_that_is_not_there(tmp_path: Path) -> None:
+    write(tmp_path, 1, "one")
+    latest = tmp_path / "latest_checkpointed_iteration.txt"
+    latest.write_text("2")
+    with pytest.raises(FileNotFoundError, match=r"names iter_0000002, but .* has iter_0000001"):
+        find_checkpoint(tmp_path)
+    latest.write_text("release")
+    with pytest.raises(ValueError, match="should hold the number of a checkpoint, not 'release'"):
+        find_checkpoint(tmp_path)
+
+
+def test_torch_dist_directory_is_known_by_the_file_written_last(tmp_path: Path) -> None:
+    assert not is_torch_dist(tmp_path)
+    (tmp_path / "metadata.json").write_text("{}")
+    assert is_torch_dist(tmp_path)
