@@ -6,20 +6,18 @@
 import argparse
 import sys
 
-from slime.ray.run import Run, RunError, is_due
-from slime.utils.arguments import describe, parse_args
+from slime.ray.run import Run, RunError, dry_run, is_due
+from slime.utils.arguments import parse_args
 
 
 def main() -> None:
     """Run the synchronous loop."""
     args = parse_args()
-    if args.dry_run:
-        print(describe(args))
-        return
     try:
-        train(args)
+        (dry_run if args.dry_run else train)(args)
     except RunError as error:
-        sys.exit(f"train.py: error: {error}")
+        print(f"train.py: error: {error}", file=sys.stderr)
+        sys.exit(error.exit_status)
     except KeyboardInterrupt:
         sys.exit(130)
 

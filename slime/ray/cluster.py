@@ -11,24 +11,30 @@ from typing import Any
 
 import ray
 
+from slime.ray import janitor
 from slime.utils import device
 
 _OBJECT_STORE_WITHOUT_GPU = 512 << 20
 _HOST_SWITCHES = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
 
 
-def connect(args: argparse.Namespace, slots: int) -> None:
-    """Join the Ray of RAY_ADDRESS, or start a local one with room for ``slots`` slots; it ends with this process."""
+def connect(args: argparse.Namespace, slots: int) -> int | None:
+    """Join the Ray of RAY_ADDRESS, or start a local one with room for ``slots`` slots, which ends with this process.
+
+    Returns:
+        With a local Ray, the descriptor that its janitor watches, to be closed after ``ray.shutdown``.
+    """
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": True}
     if os.environ.get("RAY_ADDRESS"):
         ray.init(**quiet)
-        return
+        return None
     # Ray warns that it will stop hiding GPUs from tasks that ask for none; no actor of ours relies on that.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     local: dict[str, Any] = {"num_cpus": max(os.cpu_count() or 1, slots), "include_dashboard": False}
     if not device.is_cuda():
         local["object_store_memory"] = _OBJECT_STORE_WITHOUT_GPU
     ray.init(address="local", **local, **quiet)
+    return janitor.start()
 
 
 def actor_environment(extra: dict[str, str] | None = None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from slime.ray.supervision import RunError
+from slime.ray.supervision import InputError, RunError
 from slime.utils import device
 
 # Trainer and engine of a colocated slot share one unit of its resource.
@@ -62,11 +62,24 @@ def slot_counts(args: argparse.Namespace) -> tuple[int, int, int]:
     }[args.placement]
 
 
+def describe_placement(args: argparse.Namespace) -> str:
+    """One line a slot: who trains and who generates there."""
+    total, train, rollout_start = slot_counts(args)
+    lines = [f"placement: {args.placement}, {total} slots of one {'GPU' if device.is_cuda() else 'CPU'}"]
+    for slot in range(total):
+        users = [f"training rank {slot}"] if slot < train else []
+        if slot >= rollout_start:
+            users.append(f"engine {(slot - rollout_start) // args.rollout_num_gpus_per_engine}")
+        lines.append(f"  slot {slot}: {', '.join(users)}")
+    return "\n".join(lines)
+
+
 def place(args: argparse.Namespace) -> Placement:
     """Reserve the run's slots.
 
     Raises:
-        RunError: the cluster has too few, with the command that would start enough, or they did not become free.
+        InputError: the cluster has too few; with the command that would start enough.
+        RunError: they did not become free in time.
     """
     total, train, rollout_start = slot_counts(args)
     if total == 0:
@@ -75,7 +88,7 @@ def place(args: argparse.Namespace) -> Placement:
     available = int(ray.cluster_resources().get(resource, 0))
     if available < total:
         flag = "--num-gpus" if resource == "GPU" else "--num-cpus"
-        raise RunError(
+        raise InputError(
             f"placement: the run needs {total} {resource} slots ({train} to train, {total - rollout_start} to "
             f"generate) and Ray has {available}; lower --actor-num-gpus-per-node / --rollout-num-gpus, or start more: "
             f"`ray start --head {flag} {total}`"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import time
 from pathlib import Path
@@ -31,15 +32,14 @@ class RolloutManager:
         self._args = args
         self._api_keys = api_keys
         self._router: Router | None = None
-        self._data_source = load_function(args.data_source_path, flag="--data-source-path")(args)
+        self._data_source: Any = None
         self._rollout = load_function(args.rollout_function_path, flag="--rollout-function-path")
         self._evaluate = load_function(args.eval_function_path, flag="--eval-function-path")
 
-    def num_rollout(self) -> int:
-        """How many rollouts the run has, from ``--num-rollout`` or from ``--num-epoch`` and the number of prompts."""
-        if self._args.num_rollout is not None:
-            return self._args.num_rollout
-        return self._args.num_epoch * len(self._data_source) // self._args.rollout_batch_size
+    def load_data(self) -> int:
+        """Read the prompts; how many rollouts the run has."""
+        self._data_source = make_data_source(self._args)
+        return num_rollout(self._args, self._data_source)
 
     def start(self, engine_urls: list[str]) -> None:
         """Start the router, register the engines at it, and make it known to hooks."""
@@ -108,6 +108,22 @@ class RolloutManager:
         if self._router is not None:
             router, self._router = self._router, None
             router.stop()
+
+
+def make_data_source(args: argparse.Namespace) -> Any:
+    """The run's data source, of the user's class where ``--data-source-path`` names one.
+
+    Raises:
+        ValueError: a file or row that cannot be read.
+    """
+    return load_function(args.data_source_path, flag="--data-source-path")(args)
+
+
+def num_rollout(args: argparse.Namespace, data_source: Any) -> int:
+    """``--num-rollout``, or what ``--num-epoch`` makes of the number of prompts; a last, partial batch wraps."""
+    if args.num_rollout is not None:
+        return args.num_rollout
+    return math.ceil(args.num_epoch * len(data_source) / args.rollout_batch_size)
 
 
 def _flatten(samples: Any) -> list[Sample]:

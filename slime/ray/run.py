@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import os
 import secrets
 import signal
 import sys
@@ -21,9 +22,9 @@ from slime.observability.metrics import MetricsLogger
 from slime.observability.progress import step_line
 from slime.ray.cluster import actor_environment, as_actor, connect
 from slime.ray.engine_actor import EngineActor
-from slime.ray.placement import Placement, place, slot_counts
-from slime.ray.rollout_manager import RolloutManager
-from slime.ray.supervision import RunError, Supervisor
+from slime.ray.placement import Placement, describe_placement, place, slot_counts
+from slime.ray.rollout_manager import RolloutManager, make_data_source, num_rollout
+from slime.ray.supervision import LOAD_DATA, InputError, RunError, Supervisor
 from slime.ray.train_actor import TrainActor
 from slime.utils.arguments import describe
 from slime.weights import EngineAddress
@@ -47,6 +48,7 @@ class Run:
         self._manager: Any = None
         self._placement: Placement | None = None
         self._metrics: MetricsLogger | None = None
+        self._janitor: int | None = None
         self._step: dict[str, float] = {}
         self._step_started = time.monotonic()
         self._dp_ranks = [0]
@@ -61,9 +63,8 @@ class Run:
         Path(args.run_dir, "logs").mkdir(parents=True, exist_ok=True)
         Path(args.run_dir, "config.yaml").write_text(describe(args))
         try:
-            connect(args, slot_counts(args)[0])
-            self._placement = place(args)
             self._metrics = MetricsLogger(args)
+            self._janitor = connect(args, slot_counts(args)[0])
         except BaseException:
             self._stop()
             raise
@@ -78,7 +79,9 @@ class Run:
         keys = None if args.no_api_keys else (secrets.token_urlsafe(24), secrets.token_urlsafe(24))
         self._manager = as_actor(RolloutManager).options(num_cpus=0, runtime_env=actor_environment()).remote(args, keys)
         self._supervisor.watch("the rollout manager", self._manager)
-        (args.num_rollout,) = self._wait({"the rollout manager": self._manager.num_rollout.remote()}, "load data")
+        loaded = {"the rollout manager": self._manager.load_data.remote()}
+        (args.num_rollout,) = self._wait(loaded, LOAD_DATA, args.rollout_timeout)
+        self._placement = place(args)
         engine_starts = self._create_engines(keys)
         self._start_trainers()
         urls = self._supervisor.wait(engine_starts, "start engines", args.engine_start_timeout + _CONTROL_S)
@@ -152,6 +155,8 @@ class Run:
         if self._metrics is not None:
             self._metrics.close()
         ray.shutdown()
+        if self._janitor is not None:
+            os.close(self._janitor)
 
     # ---- the loop's verbs
 
@@ -226,6 +231,21 @@ class Run:
         self._metrics.log(metrics, step_key, step)
 
 
+def dry_run(args: argparse.Namespace) -> None:
+    """Check everything that can be checked without starting anything, and print what would run.
+
+    Raises:
+        InputError: a data file or row that cannot be read.
+    """
+    try:
+        data_source = make_data_source(args)
+    except ValueError as error:
+        raise InputError(f"{LOAD_DATA}: {error}") from None
+    print(describe(args))
+    print(describe_placement(args))
+    print(f"data: {len(data_source)} prompts, {num_rollout(args, data_source)} rollouts")
+
+
 def is_due(rollout_id: int, interval: int | None, last: int | None = None) -> bool:
     """Whether something done every ``interval`` rollouts (None: never) is due after ``rollout_id``.
 
@@ -238,4 +258,4 @@ def _exit_on_sigterm(signum: int, frame: FrameType | None) -> None:
     sys.exit(128 + signum)
 
 
-__all__ = ["Run", "RunError", "is_due"]
+__all__ = ["Run", "RunError", "dry_run", "is_due"]

@@ -9,12 +9,21 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+LOAD_DATA = "load data"
 _POLL_S = 1.0
 _BLAME_S = 5.0
 
 
 class RunError(RuntimeError):
     """The run cannot go on; the message says who failed, in which phase, and why."""
+
+    exit_status = 1
+
+
+class InputError(RunError):
+    """What the user gave cannot be run, as far as only the cluster or the data could tell."""
+
+    exit_status = 2
 
 
 class Supervisor:
@@ -76,7 +85,8 @@ class Supervisor:
         try:
             _get(ref)
         except RayTaskError as error:
-            raise RunError(f"{phase}: {who} failed (weight version {self.version}): {_reason(error)}") from None
+            kind = InputError if phase == LOAD_DATA and isinstance(error.cause, ValueError) else RunError
+            raise kind(f"{phase}: {who} failed (weight version {self.version}): {_reason(error)}") from None
         except RayActorError as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             raise RunError(f"{phase}: the process of {who} died (weight version {self.version}): {lines[0]}") from None

@@ -81,15 +81,9 @@ class TrainProcess:
     def find(self, *words: str, without: str = "slime.backends.sglang.supervisor") -> psutil.Process:
         """The one process of this run whose command line holds every word, and not ``without``."""
 
-        def matches(process: psutil.Process) -> bool:
-            try:
-                line = " ".join(process.cmdline())
-            except psutil.NoSuchProcess:
-                return False
-            return all(word in line for word in words) and without not in line
-
-        found = [p for p in self.descendants() if matches(p)]
-        assert len(found) == 1, f"{words}: {[(p.pid, p.cmdline()) for p in found]}"
+        lines = {p: _command(p) for p in self.descendants()}
+        found = [p for p, line in lines.items() if all(word in line for word in words) and without not in line]
+        assert len(found) == 1, f"{words}: {[lines[p] for p in found]}"
         return found[0]
 
     def wait_until(self, condition: Callable[[], Any], timeout: float, what: str) -> Any:
@@ -102,15 +96,26 @@ class TrainProcess:
             time.sleep(0.2)
         raise AssertionError(f"{what} not seen within {timeout} s:\n{self.tail()}")
 
-    def assert_no_process_left(self, timeout: float = 60) -> None:
-        """Every process of the run ends within ``timeout`` seconds."""
+    def assert_no_process_left(self, timeout: float = 60, ignore: Sequence[str] = ()) -> None:
+        """Every process of the run, but those with a word of ``ignore`` in their command, ends within ``timeout`` s."""
+
+        def live() -> list[psutil.Process]:
+            return [p for p in self.descendants() if not any(word in _command(p) for word in ignore)]
+
         deadline = time.monotonic() + timeout
-        while (left := self.descendants()) and time.monotonic() < deadline:
+        while (left := live()) and time.monotonic() < deadline:
             time.sleep(0.5)
-        lines = [(p.pid, " ".join(p.cmdline())[:150]) for p in left if p.is_running()]
+        lines = [(p.pid, _command(p)[:150]) for p in left if p.is_running()]
         for process in left:
             process.kill()
         assert not lines, f"processes left {timeout} s after the run: {lines}"
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return ""
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -18,14 +18,17 @@ from tests.integration.harness import ROOT, TrainProcess, read_metrics, series
 NUM_GPUS = 0
 pytestmark = pytest.mark.integration
 
-_RUN_S = 240
+RUN_S = 240
 _ROLLOUTS = 3
 
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_workspace(tmp_path_factory.mktemp("train"))
+
+
+def make_workspace(path: Path) -> Path:
     """A tiny model with random weights and a few addition problems."""
-    path = tmp_path_factory.mktemp("train")
     tiny = [str(path / "model"), "--num-layers", "2", "--hidden-size", "64"]
     subprocess.run(
         [sys.executable, str(ROOT / "tools/make_tiny_model.py"), *tiny],
@@ -106,7 +109,7 @@ def colocated(workspace: Path) -> Path:
 def _run(line: list[str], log: Path) -> None:
     """Run to a good end that leaves no process."""
     with TrainProcess(line, log) as process:
-        assert process.wait(_RUN_S) == 0, process.tail()
+        assert process.wait(RUN_S) == 0, process.tail()
         process.assert_no_process_left()
 
 
@@ -147,7 +150,7 @@ def test_resume_after_a_killed_driver_equals_the_uninterrupted_run(workspace: Pa
     )
     latest = run_dir / "latest_checkpointed_iteration.txt"
     with TrainProcess(line, workspace / "killed.log") as process:
-        process.wait_until(latest.exists, _RUN_S, "the first checkpoint")
+        process.wait_until(latest.exists, RUN_S, "the first checkpoint")
         process.kill()
         process.wait(10)
         process.assert_no_process_left()
@@ -185,20 +188,22 @@ def test_death_of_a_process_ends_the_run_with_its_name(workspace: Path, victim: 
     run_dir = workspace / f"death_of_{victim.replace(' ', '_')}"
     line = flags(workspace, run_dir, num_rollout=100, save=str(run_dir), save_interval=1)
     with TrainProcess(line, workspace / f"{run_dir.name}.log") as process:
-        process.wait_until(lambda: series(run_dir, "train/loss"), _RUN_S, "the first training step")
+        process.wait_until(lambda: series(run_dir, "train/loss"), RUN_S, "the first training step")
         process.find(*words).kill()
         assert process.wait(60) == 1, process.tail()
         process.assert_no_process_left()
-    error = [text for text in process.tail().splitlines() if "error:" in text]
-    assert error, process.tail()
-    assert culprit in error[-1]
-    assert not list(run_dir.glob("iter_*/.*")), "a half-written checkpoint has a final name"
+    errors = [text for text in process.log.read_text().splitlines() if text.startswith("train.py: error:")]
+    assert len(errors) == 1, process.tail()
+    assert culprit in errors[0]
+    checkpoints = list(run_dir.glob("iter_*"))
+    assert checkpoints
+    assert all((path / ".metadata").exists() and (path / "rollout_state.pt").exists() for path in checkpoints)
 
 
 def test_ctrl_c_leaves_no_process(workspace: Path) -> None:
     run_dir = workspace / "interrupted"
     with TrainProcess(flags(workspace, run_dir, num_rollout=100), workspace / "interrupted.log") as process:
-        process.wait_until(lambda: series(run_dir, "train/loss"), _RUN_S, "the first training step")
+        process.wait_until(lambda: series(run_dir, "train/loss"), RUN_S, "the first training step")
         process.kill(signal.SIGINT)
         assert process.wait(60) == 130, process.tail()
         process.assert_no_process_left()

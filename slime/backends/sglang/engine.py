@@ -37,7 +37,7 @@ _CPU_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1", "PYTHO
 _PORT_TRIES = 3
 _PORT_TAKEN = ("address already in use", "Address already in use", "EADDRINUSE")
 _POLL_S = 0.25
-_TAIL_LINES = 40
+_TAIL_LINES = 20
 
 
 class Engine:

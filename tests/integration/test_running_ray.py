@@ -1,0 +1,104 @@
+"""train.py on a Ray that was there before it: submitted as a job, short of slots, and killed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slime.utils.http_utils import PortReservation
+from tests.integration.harness import ROOT, TrainProcess, series
+from tests.integration.test_train import RUN_S, flags, make_workspace
+
+NUM_GPUS = 0
+pytestmark = pytest.mark.integration
+
+_HOST = "127.0.0.1"
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_workspace(tmp_path_factory.mktemp("running_ray"))
+
+
+@pytest.fixture(scope="module")
+def ray_head(workspace: Path) -> Iterator[dict[str, str]]:
+    """A Ray of two CPUs with its job server; the environment that leads to it."""
+    ports = {name: PortReservation(_HOST) for name in ("gcs", "dashboard", "client")}
+    for reservation in ports.values():
+        reservation.release()
+    numbers = {name: str(reservation.port) for name, reservation in ports.items()}
+    ray = Path(sys.executable).with_name("ray")
+    command = [str(ray), "start", "--head", "--block", "--num-cpus=2", f"--node-ip-address={_HOST}"]
+    command += [f"--port={numbers['gcs']}", f"--dashboard-port={numbers['dashboard']}", f"--dashboard-host={_HOST}"]
+    command += [f"--ray-client-server-port={numbers['client']}", f"--temp-dir={workspace}/r", "--disable-usage-stats"]
+    with open(workspace / "head.log", "w") as log:
+        head = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    url = f"http://{_HOST}:{numbers['dashboard']}"
+    try:
+        deadline = time.monotonic() + 120
+        while not _answers(f"{url}/api/version"):
+            assert head.poll() is None, (workspace / "head.log").read_text()[-3000:]
+            assert time.monotonic() < deadline, (workspace / "head.log").read_text()[-3000:]
+            time.sleep(0.5)
+        yield {"RAY_ADDRESS": f"{_HOST}:{numbers['gcs']}", "RAY_JOB_SERVER": url}
+    finally:
+        head.terminate()
+        head.wait(60)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as reply:
+            return reply.status == 200
+    except urllib.error.HTTPError as error:
+        return error.code in (401, 403)  # it answers, and wants the token that the ray command has
+    except OSError:
+        return False
+
+
+def test_too_few_slots_is_one_line_with_the_command_that_helps(workspace: Path, ray_head: dict[str, str]) -> None:
+    line = flags(workspace, workspace / "few", actor_num_gpus_per_node=3)
+    with TrainProcess(line, workspace / "few.log", {"RAY_ADDRESS": ray_head["RAY_ADDRESS"]}) as process:
+        assert process.wait(RUN_S) == 2, process.tail()
+        process.assert_no_process_left(ignore=["ray::IDLE", "default_worker.py"])
+    error = process.tail().splitlines()[-1]
+    assert "3 CPU slots" in error
+    assert "ray start --head --num-cpus 3" in error
+
+
+def test_job_submission_trains(workspace: Path, ray_head: dict[str, str]) -> None:
+    run_dir = workspace / "job"
+    line = flags(workspace, run_dir, num_rollout=1)
+    ray = Path(sys.executable).with_name("ray")
+    submit = [str(ray), "job", "submit", f"--address={ray_head['RAY_JOB_SERVER']}", "--", sys.executable]
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {"PYTHONPATH": str(ROOT)}
+    with open(workspace / "job.log", "w") as log:
+        status = subprocess.run(
+            [*submit, str(ROOT / "train.py"), *line],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            timeout=RUN_S,
+            env=environment,
+            cwd=workspace,
+        ).returncode
+    assert status == 0, (workspace / "job.log").read_text()[-4000:]
+    assert len(series(run_dir, "train/loss")) == 1
+    assert max(series(run_dir, "train/train_rollout_logprob_abs_diff")) < 1e-4
+
+
+def test_killed_driver_leaves_only_ray(workspace: Path, ray_head: dict[str, str]) -> None:
+    run_dir = workspace / "killed"
+    line = flags(workspace, run_dir, num_rollout=100)
+    with TrainProcess(line, workspace / "killed.log", {"RAY_ADDRESS": ray_head["RAY_ADDRESS"]}) as process:
+        process.wait_until(lambda: series(run_dir, "train/loss"), RUN_S, "the first training step")
+        process.kill()
+        process.wait(10)
+        process.assert_no_process_left(ignore=["ray::IDLE", "default_worker.py"])

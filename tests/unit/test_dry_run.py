@@ -1,0 +1,71 @@
+"""``train.py --dry-run``: everything is checked, the resolved run is printed, nothing is started."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import train
+from tools import make_tiny_model
+
+GOOD = {"prompt": [{"role": "user", "content": "1+1="}], "label": "2"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("dry_run") / "model"
+    assert make_tiny_model.main([str(path), "--num-layers", "1", "--hidden-size", "32"]) == 0
+    return path
+
+
+def _dry_run(model: Path, rows: str, monkeypatch: pytest.MonkeyPatch, *more: str) -> int:
+    data = model.parent / "data.jsonl"
+    data.write_text(rows)
+    run_dir = ["--run-dir", str(model.parent / "run")]
+    batch = ["--num-rollout", "3", "--rollout-batch-size", "2", "--n-samples-per-prompt", "4", *run_dir]
+    keys = ["--input-key", "prompt", "--label-key", "label", "--apply-chat-template", "--rm-type", "math"]
+    placement = ["--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "1", "--rollout-max-response-len", "8"]
+    files = ["--hf-checkpoint", str(model), "--prompt-data", str(data)]
+    monkeypatch.setattr(sys, "argv", ["train.py", "--dry-run", "--fp32", *files, *batch, *keys, *placement, *more])
+    try:
+        train.main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def test_prints_configuration_placement_and_data(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _dry_run(model, (json.dumps(GOOD) + "\n") * 5, monkeypatch) == 0
+    out = capsys.readouterr().out
+    assert "global_batch_size: 8" in out
+    assert "slot 0: training rank 0" in out
+    assert "slot 2: engine 0" in out
+    assert "data: 5 prompts, 3 rollouts" in out
+    assert not (model.parent / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ("{not json", ("data.jsonl", "line 2")),
+        (json.dumps({"prompt": GOOD["prompt"]}), ("data.jsonl", "line 2", "'label'")),
+        (json.dumps({"label": "2"}), ("data.jsonl", "line 2", "'prompt'")),
+    ],
+)
+def test_bad_row_is_one_line_with_status_2(
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    row: str,
+    expected: tuple[str, ...],
+) -> None:
+    assert _dry_run(model, f"{json.dumps(GOOD)}\n{row}\n", monkeypatch) == 2
+    error = capsys.readouterr().err.strip().splitlines()
+    assert len(error) == 1, error
+    assert all(word in error[0] for word in expected), error[0]
+    assert _dry_run(model, f"{json.dumps(GOOD)}\n{row}\n", monkeypatch, "--skip-bad-rows") == 0
