@@ -1,0 +1,57 @@
+"""From one reward a rollout to one advantage-ready reward a row: normalisation within each prompt's group."""
+
+from __future__ import annotations
+
+import numpy as np
+
+STD_EPSILON = 1e-6
+
+
+def normalize_rewards(
+    rewards: np.ndarray, group_ids: np.ndarray, rollout_ids: np.ndarray, *, divide_by_std: bool
+) -> np.ndarray:
+    """Group-relative rewards, ``(r - mean) / (std + 1e-6)`` (GRPO, arXiv:2402.03300, section 4.1.2).
+
+    Mean and (unbiased) standard deviation are taken over the *rollouts* of a group, found by ``group_ids`` and not by
+    position, so groups may be uneven, interleaved, or cut into any number of rows without a change to the result. The
+    reward of a rollout is the mean over its rows.
+
+    A group with a single rollout has no baseline of its own: its rows keep their reward unchanged (plain REINFORCE,
+    unbiased), never a silent zero. Option validation rejects ``--n-samples-per-prompt 1`` with normalisation, so that
+    this happens only to a group that lost its other rollouts on the way.
+
+    Args:
+        rewards: float [rows].
+        group_ids: int [rows], one id a prompt.
+        rollout_ids: int [rows], rows with one id are parts of one rollout.
+        divide_by_std: False subtracts the mean only (Dr. GRPO, arXiv:2503.20783).
+
+    Returns:
+        float64 [rows].
+
+    Raises:
+        ValueError: a rollout that belongs to two groups.
+    """
+    rewards = np.asarray(rewards, dtype=np.float64)
+    rollouts, first_row, rollout_of_row = np.unique(rollout_ids, return_index=True, return_inverse=True)
+    groups, group_of_row = np.unique(group_ids, return_inverse=True)
+    group_of_rollout = group_of_row[first_row]
+    stray = np.flatnonzero(group_of_rollout[rollout_of_row] != group_of_row)
+    if stray.size:
+        row = int(stray[0])
+        raise ValueError(
+            f"row {row}: rollout_id {rollouts[rollout_of_row[row]]} is in group {groups[group_of_row[row]]} and in "
+            f"group {groups[group_of_rollout[rollout_of_row[row]]]}; a rollout belongs to one group"
+        )
+
+    # Measured from the group's first reward, so that equal rewards give exactly 0 and not a rounding error over 1e-6.
+    first_rollout = np.unique(group_of_rollout, return_index=True)[1]
+    origin = rewards[first_row[first_rollout]]
+    shifted = rewards - origin[group_of_row]
+    reward_of_rollout = np.bincount(rollout_of_row, shifted) / np.bincount(rollout_of_row)
+    size = np.bincount(group_of_rollout)
+    mean = np.bincount(group_of_rollout, reward_of_rollout) / size
+    squares = np.bincount(group_of_rollout, (reward_of_rollout - mean[group_of_rollout]) ** 2)
+    scale = np.sqrt(squares / np.maximum(size - 1, 1)) + STD_EPSILON if divide_by_std else np.ones(len(groups))
+    normalized = (shifted - mean[group_of_row]) / scale[group_of_row]
+    return np.where(size[group_of_row] == 1, rewards, normalized)

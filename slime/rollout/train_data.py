@@ -1,0 +1,222 @@
+"""From the samples of one rollout to one training batch per data-parallel rank, and the rollout's metrics."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from slime.algorithms.rewards import normalize_rewards
+from slime.batching.columns import train_batches
+from slime.batching.schedule import attention_costs, build_schedule
+from slime.utils.misc import load_function
+from slime.utils.types import Ragged, Sample, Status, TrainBatch
+
+
+def to_train_batches(args: Namespace, samples: list[Sample], dp_size: int) -> tuple[list[TrainBatch], dict[str, float]]:
+    """Check, normalise, schedule and deal out the samples of one rollout.
+
+    Args:
+        args: `parse_args` namespace: kind of loss, reward normalisation, batch sizes, layout.
+        samples: flat, in any order; samples that one rollout was cut into share ``rollout_id``.
+        dp_size: data-parallel ranks.
+
+    Returns:
+        One batch per data-parallel rank, and the metrics of `rollout_metrics`.
+
+    Raises:
+        ValueError: a sample that cannot be trained on (named by its index), or counts that do not divide into steps.
+    """
+    columns = to_columns(args, samples)
+    lengths = columns.tokens.lengths
+    dynamic = args.use_dynamic_batch_size
+    schedule = build_schedule(
+        lengths,
+        columns.rollout_ids,
+        _row_sums(columns.loss_mask),
+        dp_size=dp_size,
+        global_batch_size=args.global_batch_size,
+        micro_batch_size=None if dynamic else args.micro_batch_size,
+        max_tokens=args.max_tokens_per_gpu * args.context_parallel_size if dynamic else None,
+        micro_batch_multiple=_micro_batch_multiple(args),
+        row_costs=attention_costs(lengths, args.hidden_size) if args.balance_data else None,
+    )
+    return train_batches(columns, schedule), rollout_metrics(samples, columns)
+
+
+def to_columns(args: Namespace, samples: list[Sample]) -> TrainBatch:
+    """Every sample as one row, unscheduled (``steps`` is empty). Raises ValueError as `to_train_batches` does."""
+    if not samples:
+        raise ValueError("the rollout returned no samples")
+    for position, sample in enumerate(samples):
+        _check(position, sample)
+    rollout_ids = _rollout_ids(samples)
+    loss_mask = Ragged.from_rows((_loss_mask(s) for s in samples), np.uint8)
+    _, rollout_of_row = np.unique(rollout_ids, return_inverse=True)
+    mask_sums = np.bincount(rollout_of_row, _row_sums(loss_mask)).astype(np.int64)
+    raw_rewards, rewards = _rewards(args, samples, rollout_ids)
+    return TrainBatch(
+        tokens=_tokens(args, samples),
+        loss_mask=loss_mask,
+        rewards=rewards.astype(np.float32),
+        raw_rewards=raw_rewards.astype(np.float32),
+        rollout_ids=rollout_ids,
+        rollout_mask_sums=mask_sums[rollout_of_row],
+        group_indices=np.array([-1 if s.group_index is None else s.group_index for s in samples], dtype=np.int64),
+        sample_indices=np.array([i if s.index is None else s.index for i, s in enumerate(samples)], dtype=np.int64),
+        truncated=np.array([s.status is Status.TRUNCATED for s in samples], dtype=np.bool_),
+        rollout_log_probs=_rollout_log_probs(args, samples),
+        steps=[],
+    )
+
+
+def rollout_metrics(samples: list[Sample], columns: TrainBatch) -> dict[str, float]:
+    """Means over rollouts of rewards, over samples of lengths; groups of equal rewards, counted by that reward."""
+    lengths = np.array([s.effective_response_length for s in samples], dtype=np.float64)
+    _, first_row, rollout_of_row = np.unique(columns.rollout_ids, return_index=True, return_inverse=True)
+    rows_of_rollout = np.bincount(rollout_of_row)
+    raw = np.bincount(rollout_of_row, columns.raw_rewards) / rows_of_rollout
+    groups = columns.group_indices[first_row]
+    metrics = {
+        "rollout/raw_reward": float(raw.mean()),
+        "rollout/rewards": float((np.bincount(rollout_of_row, columns.rewards) / rows_of_rollout).mean()),
+        "rollout/response_len/mean": float(lengths.mean()),
+        "rollout/response_len/median": float(np.median(lengths)),
+        "rollout/response_len/max": float(lengths.max()),
+        "rollout/response_len/min": float(lengths.min()),
+        "rollout/total_lengths": float(columns.tokens.lengths.mean()),
+        "rollout/truncated_ratio": float(columns.truncated.mean()),
+        "rollout/num_samples": float(len(samples)),
+        "rollout/num_rollouts": float(len(first_row)),
+    }
+    for reward, count in _zero_std_groups(raw, groups).items():
+        metrics[f"rollout/zero_std/count_{reward:g}"] = float(count)
+    return metrics
+
+
+def _zero_std_groups(raw: np.ndarray, groups: np.ndarray) -> Counter[float]:
+    """How many groups of at least two rollouts have one and the same reward throughout, by that reward."""
+    order = np.argsort(groups, kind="stable")
+    starts = np.flatnonzero(np.diff(groups[order], prepend=groups[order][0] - 1))
+    low, high = np.minimum.reduceat(raw[order], starts), np.maximum.reduceat(raw[order], starts)
+    sizes = np.diff(np.append(starts, len(order)))
+    return Counter(np.round(low[(low == high) & (sizes > 1)], 4).tolist())
+
+
+def _micro_batch_multiple(args: Namespace) -> int:
+    """Megatron's interleaved schedule takes micro-batches in groups of this many."""
+    if args.virtual_pipeline_model_parallel_size is None:
+        return 1
+    return int(args.microbatch_group_size_per_virtual_pipeline_stage or args.pipeline_model_parallel_size)
+
+
+def _name(position: int, sample: Sample) -> str:
+    return f"sample {sample.index} (position {position}, group {sample.group_index}, status {sample.status.value})"
+
+
+def _check(position: int, sample: Sample) -> None:
+    sample.check()
+    if sample.response_length < 1:
+        raise ValueError(
+            f"{_name(position, sample)}: empty response; a rollout must replace or leave out such a sample"
+        )
+    if sample.response_length >= len(sample.tokens):
+        raise ValueError(
+            f"{_name(position, sample)}: {len(sample.tokens)} tokens, all of them response; the first response token "
+            f"needs at least one prompt token before it"
+        )
+
+
+def _loss_mask(sample: Sample) -> Sequence[int] | np.ndarray:
+    if sample.remove_sample:
+        return np.zeros(sample.response_length, dtype=np.uint8)
+    if sample.loss_mask is None:
+        return np.ones(sample.response_length, dtype=np.uint8)
+    if not set(sample.loss_mask) <= {0, 1}:
+        raise ValueError(f"sample {sample.index}: loss_mask must be of 0 and 1, got {sorted(set(sample.loss_mask))}")
+    return sample.loss_mask
+
+
+def _tokens(args: Namespace, samples: list[Sample]) -> Ragged:
+    tokens = Ragged.from_rows((s.tokens for s in samples), np.int32)
+    wrong = np.flatnonzero((tokens.values < 0) | (tokens.values >= args.vocab_size))
+    if wrong.size:
+        position = int(np.searchsorted(tokens.offsets, wrong[0], side="right")) - 1
+        raise ValueError(
+            f"{_name(position, samples[position])}: token id {tokens.values[wrong[0]]} is outside the model's "
+            f"vocabulary of {args.vocab_size}"
+        )
+    return tokens
+
+
+def _rollout_ids(samples: list[Sample]) -> np.ndarray:
+    """A sample without a ``rollout_id`` is a rollout of its own, under a number that no other has."""
+    unused = 1 + max((s.rollout_id for s in samples if s.rollout_id is not None), default=-1)
+    return np.array(
+        [unused + i if s.rollout_id is None else s.rollout_id for i, s in enumerate(samples)], dtype=np.int64
+    )
+
+
+def _rollout_log_probs(args: Namespace, samples: list[Sample]) -> Ragged | None:
+    """The engine's log-probs: of every sample or of none. SFT has no use for them."""
+    if args.loss_type == "sft_loss":
+        return None
+    missing = [i for i, s in enumerate(samples) if s.rollout_log_probs is None]
+    if len(missing) == len(samples):
+        return None
+    if missing:
+        raise ValueError(
+            f"{_name(missing[0], samples[missing[0]])}: no rollout_log_probs, but other samples have them "
+            f"({len(missing)} of {len(samples)} samples lack them)"
+        )
+    log_probs = Ragged.from_rows((s.rollout_log_probs or [] for s in samples), np.float32)
+    wrong = np.flatnonzero(~np.isfinite(log_probs.values))
+    if wrong.size:
+        position = int(np.searchsorted(log_probs.offsets, wrong[0], side="right")) - 1
+        raise ValueError(f"{_name(position, samples[position])}: a rollout_log_prob is {log_probs.values[wrong[0]]}")
+    return log_probs
+
+
+def _rewards(args: Namespace, samples: list[Sample], rollout_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Raw and post-processed rewards, float64 [rows]."""
+    if args.loss_type == "sft_loss":
+        zeros = np.zeros(len(samples))
+        return zeros, zeros
+    if hook := getattr(args, "custom_reward_post_process_path", None):
+        flag = "--custom-reward-post-process-path"
+        raw_rewards, rewards = load_function(hook, flag=flag)(args, samples)
+        return (
+            _reward_column(raw_rewards, samples, f"raw reward of {flag}"),
+            _reward_column(rewards, samples, f"reward of {flag}"),
+        )
+    raw = _reward_column([s.get_reward_value(args) for s in samples], samples, "reward")
+    if args.disable_rewards_normalization:
+        return raw, raw
+    for position, sample in enumerate(samples):
+        if sample.group_index is None:
+            raise ValueError(
+                f"{_name(position, sample)}: rewards are normalised by group, so every sample needs a group_index "
+                f"(or pass --disable-rewards-normalization)"
+            )
+    groups = np.array([s.group_index for s in samples], dtype=np.int64)
+    divide_by_std = not args.disable_grpo_std_normalization
+    return raw, normalize_rewards(raw, groups, rollout_ids, divide_by_std=divide_by_std)
+
+
+def _reward_column(rewards: Iterable[float], samples: list[Sample], what: str) -> np.ndarray:
+    column = np.array([float(r) for r in rewards], dtype=np.float64)
+    if len(column) != len(samples):
+        raise ValueError(f"{what}: {len(column)} values for {len(samples)} samples")
+    wrong = np.flatnonzero(~np.isfinite(column))
+    if wrong.size:
+        position = int(wrong[0])
+        raise ValueError(f"{_name(position, samples[position])}: the {what} is {column[position]}")
+    return column
+
+
+def _row_sums(mask: Ragged) -> np.ndarray:
+    """int64 [rows]"""
+    totals = np.concatenate([[0], np.cumsum(mask.values, dtype=np.int64)])
+    return np.diff(totals[mask.offsets])

@@ -1,0 +1,193 @@
+"""The tools that make the quickstart's model and data."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+NUM_GPUS = 0
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+make_tiny_model = load("make_tiny_model")
+make_arithmetic_data = load("make_arithmetic_data")
+
+
+def digests(directory: Path) -> dict[str, str]:
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(directory.iterdir())}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny") / "model"
+    assert make_tiny_model.main([str(directory)]) == 0
+    return directory
+
+
+@pytest.mark.parametrize("tool", ["make_tiny_model.py", "make_arithmetic_data.py"])
+def test_help_needs_no_engine(tool: str) -> None:
+    done = subprocess.run([sys.executable, TOOLS / tool, "--help"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert "--seed" in done.stdout
+
+
+def test_the_default_model_is_about_a_million_parameters_and_starts_near_uniform(model_dir: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    assert model.config.model_type == "qwen3"
+    assert 0.7e6 < sum(p.numel() for p in model.parameters()) < 1.0e6
+    assert model.config.vocab_size == len(tokenizer)
+    tokens = torch.randint(0, len(tokenizer), (4, 32))
+    with torch.no_grad():
+        loss = model(tokens, labels=tokens).loss
+    assert torch.isfinite(loss)
+    assert loss < 1.5 * torch.tensor(float(len(tokenizer))).log()
+
+
+def test_the_tokenizer_is_lossless_and_a_digit_is_a_token(model_dir: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    text = "héllo\n\t 你好 superuser  12+345 <think>\\boxed{7}</think> \U0001f600"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert len(tokenizer("12+345=")["input_ids"]) == 7
+    assert len(tokenizer("\\boxed{46}")["input_ids"]) == 4
+    assert tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id) == "<|im_end|>"
+    for name in tokenizer.all_special_tokens:
+        assert len(tokenizer(name)["input_ids"]) == 1
+    assert None not in tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+
+
+def test_the_chat_template_is_short(model_dir: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    messages = [{"role": "user", "content": "12+34="}]
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert prompt == "<|im_start|>user\n12+34=<|im_end|>\n<|im_start|>assistant\n"
+    assert len(tokenizer(prompt)["input_ids"]) == 14
+    answered = [*messages, {"role": "assistant", "content": "\\boxed{46}"}]
+    assert tokenizer.apply_chat_template(answered, tokenize=False) == prompt + "\\boxed{46}<|im_end|>\n"
+
+
+def test_the_seed_decides_the_weights(model_dir: Path, tmp_path: Path) -> None:
+    for name, seed in (("same", "0"), ("other", "1")):
+        assert make_tiny_model.main([str(tmp_path / name), "--seed", seed]) == 0
+    assert digests(tmp_path / "same") == digests(model_dir)
+    other = digests(tmp_path / "other")
+    assert other.pop("model.safetensors") != digests(model_dir)["model.safetensors"]
+    assert other.items() <= digests(model_dir).items()
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3_moe"])
+def test_every_architecture_loads_and_runs(arch: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    flags = "--hidden-size 32 --num-layers 2 --num-heads 4 --num-kv-heads 2 --intermediate-size 48 --num-experts 4"
+    out = tmp_path / arch
+    assert make_tiny_model.main([str(out), "--arch", arch, "--dtype", "bfloat16", *flags.split()]) == 0
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.config.model_type == arch
+    assert model.dtype is torch.bfloat16
+    with torch.no_grad():
+        assert torch.isfinite(model(torch.arange(10)[None]).logits).all()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--hidden-size 130 --num-heads 4", "--hidden-size 130 is not a multiple of --num-heads 4"),
+        ("--num-heads 4 --num-kv-heads 3", "--num-heads 4 is not a multiple of --num-kv-heads 3"),
+        ("--hidden-size 12 --num-heads 4", "must be even for rotary embeddings"),
+        ("--vocab-size 200", "--vocab-size 200 is too small: the tokenizer has 266 tokens"),
+        ("--arch qwen3_moe --num-experts 2 --experts-per-token 3", "--experts-per-token 3 > --num-experts 2"),
+    ],
+)
+def test_a_shape_that_does_not_work_is_one_line(
+    flags: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert make_tiny_model.main([str(tmp_path / "out"), *flags.split()]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_directory_with_files_is_kept_unless_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "precious").write_text("mine")
+    assert make_tiny_model.main([str(tmp_path)]) == 2
+    assert "is not empty; pass --overwrite" in capsys.readouterr().err
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("symbol", ["+", "-", "*"])
+def test_data_is_right_and_disjoint(symbol: str, tmp_path: Path) -> None:
+    assert make_arithmetic_data.main([str(tmp_path), "--operator", symbol, "--seed", "3"]) == 0
+    solve = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}[symbol]
+    problems: dict[str, set[tuple[int, ...]]] = {}
+    for name in ("sft", "train", "eval"):
+        problems[name] = set()
+        for row in rows(tmp_path / f"{name}.jsonl"):
+            question = (row["messages"] if name == "sft" else row["prompt"])[0]
+            assert question["role"] == "user"
+            left, right = re.fullmatch(rf"(\d\d){re.escape(symbol)}(\d\d)=", question["content"]).groups()  # type: ignore[union-attr]
+            a, b = int(left), int(right)
+            problems[name].add((a, b) if symbol == "-" else (min(a, b), max(a, b)))
+            if name == "sft":
+                assert row["messages"][1] == {"role": "assistant", "content": f"\\boxed{{{solve(a, b)}}}"}
+            else:
+                assert row["label"] == str(solve(a, b))
+            assert (row["metadata"].get("rm_type") == "math") == (name == "eval")
+    assert len(rows(tmp_path / "eval.jsonl")) == len(problems["eval"]) == 512
+    assert len(problems["sft"]) > 1500
+    assert len(problems["train"]) > 1500
+    assert not (problems["sft"] & problems["train"] | problems["sft"] & problems["eval"])
+    assert not problems["train"] & problems["eval"]
+
+
+def test_the_seed_decides_the_data(tmp_path: Path) -> None:
+    for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
+        assert make_arithmetic_data.main([str(tmp_path / name), "--seed", seed]) == 0
+    assert digests(tmp_path / "a") == digests(tmp_path / "b")
+    assert not set(digests(tmp_path / "a").values()) & set(digests(tmp_path / "c").values())
+
+
+def test_a_problem_in_two_files_is_found(tmp_path: Path) -> None:
+    assert make_arithmetic_data.main([str(tmp_path)]) == 0
+    stray = make_arithmetic_data.row(*reversed(rows(tmp_path / "eval.jsonl")[7]["metadata"]["operands"]), "+", "sft")
+    with (tmp_path / "sft.jsonl").open("a") as file:
+        file.write(json.dumps(stray) + "\n")
+    with pytest.raises(ValueError, match=r"is in sft\.jsonl and in eval\.jsonl"):
+        make_arithmetic_data.check_disjoint(tmp_path)
+
+
+def test_asking_for_more_than_there_is_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert make_arithmetic_data.main([str(tmp_path), "--digits", "1", "--num-eval", "60"]) == 2
+    assert "no problem is left for sft.jsonl: there are 45" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        make_arithmetic_data.main([str(tmp_path), "--sft-fraction", "1.5"])
+    assert "--sft-fraction 1.5 is not between 0 and 1" in capsys.readouterr().err

@@ -1,0 +1,187 @@
+"""Make a tiny Hugging Face model with random weights and a byte-level tokenizer: everything local, in a second.
+
+The default has about 0.9 M parameters in Qwen3's architecture and learns two-digit arithmetic within minutes on a CPU.
+Every byte is a token, so a digit is one; so are the words of the chat template and ``\\boxed{``, to keep it short.
+The same arguments and seed give the same files.
+
+    python tools/make_tiny_model.py outputs/tiny --seed 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+SPECIAL_TOKENS = [PAD, TURN_START, TURN_END]
+WORDS = ["system", "user", "assistant", "tool", "<think>", "</think>", "\\boxed{"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ARCHITECTURES = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+}
+
+
+def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """Bytes, special tokens and a few words, filled up to ``vocab_size`` so that every id of the model decodes."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    unused = vocab_size - len(alphabet) - len(SPECIAL_TOKENS) - len(WORDS)
+    if unused < 0:
+        raise ValueError(f"--vocab-size {vocab_size} is too small: the tokenizer has {vocab_size - unused} tokens")
+    tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = SPECIAL_TOKENS + [f"<|unused_{i}|>" for i in range(unused)]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in WORDS])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=TURN_END, pad_token=PAD, clean_up_tokenization_spaces=False
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def make_config(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
+    """The architecture's configuration for the shape that ``options`` give."""
+    import transformers
+
+    values: dict[str, Any] = {
+        "vocab_size": options.vocab_size,
+        "hidden_size": options.hidden_size,
+        "num_hidden_layers": options.num_layers,
+        "num_attention_heads": options.num_heads,
+        "num_key_value_heads": options.num_kv_heads,
+        "intermediate_size": options.intermediate_size,
+        "max_position_embeddings": options.max_position_embeddings,
+        "tie_word_embeddings": options.tie_word_embeddings,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+        "dtype": options.dtype,
+    }
+    if options.arch != "qwen2":
+        values["head_dim"] = options.hidden_size // options.num_heads
+    if options.arch == "qwen3_moe":
+        values |= {
+            "num_experts": options.num_experts,
+            "num_experts_per_tok": options.experts_per_token,
+            "moe_intermediate_size": options.intermediate_size,
+            "norm_topk_prob": True,
+        }
+    config: PretrainedConfig = getattr(transformers, ARCHITECTURES[options.arch][0])(**values)
+    return config
+
+
+def make_model(config: PretrainedConfig, arch: str, seed: int) -> PreTrainedModel:
+    """Random weights: matrices of deviation ``1 / sqrt(hidden_size)``, gains 1, biases 0."""
+    import torch
+    import transformers
+
+    model: PreTrainedModel = getattr(transformers, ARCHITECTURES[arch][1])(config).to(torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            if parameter.dim() >= 2:
+                parameter.normal_(0.0, config.hidden_size**-0.5, generator=generator)
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    return model.to(config.dtype)
+
+
+def write(options: argparse.Namespace) -> int:
+    """Write model and tokenizer to ``options.output``; returns the number of parameters.
+
+    Raises:
+        ValueError: a shape that does not work, or an output directory that has something in it.
+    """
+    from transformers.utils import logging
+
+    check(options)
+    logging.disable_progress_bar()
+    output = Path(options.output)
+    if output.is_dir() and any(output.iterdir()):
+        if not options.overwrite:
+            raise ValueError(f"{output} is not empty; pass --overwrite to replace it")
+        shutil.rmtree(output)
+    tokenizer = make_tokenizer(options.vocab_size)
+    model = make_model(make_config(options, tokenizer), options.arch, options.seed)
+    output.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raise ValueError where sizes do not fit each other."""
+    for whole, part in (("hidden_size", "num_heads"), ("num_heads", "num_kv_heads")):
+        if getattr(options, whole) % getattr(options, part):
+            flags = [f"--{name.replace('_', '-')} {getattr(options, name)}" for name in (whole, part)]
+            raise ValueError(f"{flags[0]} is not a multiple of {flags[1]}")
+    if (options.hidden_size // options.num_heads) % 2:
+        raise ValueError("--hidden-size / --num-heads must be even for rotary embeddings")
+    if options.experts_per_token > options.num_experts:
+        raise ValueError(f"--experts-per-token {options.experts_per_token} > --num-experts {options.num_experts}")
+
+
+def positive(text: str) -> int:
+    """An int above 0, for argparse."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not above 0")
+    return value
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Command-line options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", help="directory to write, in Hugging Face format")
+    parser.add_argument("--arch", choices=sorted(ARCHITECTURES), default="qwen3", help="default: %(default)s")
+    sizes = {
+        "hidden-size": (128, "width"),
+        "num-layers": (4, "decoder layers"),
+        "num-heads": (4, "attention heads"),
+        "num-kv-heads": (2, "key/value heads"),
+        "intermediate-size": (384, "width of the feed-forward layer, or of one expert"),
+        "vocab-size": (320, "tokens, at least 266"),
+        "max-position-embeddings": (2048, "longest sequence"),
+        "num-experts": (8, "experts of a layer, qwen3_moe only"),
+        "experts-per-token": (2, "experts that a token takes, qwen3_moe only"),
+    }
+    for name, (default, text) in sizes.items():
+        parser.add_argument(f"--{name}", type=positive, default=default, help=f"{text}; default: {default}")
+    parser.add_argument("--tie-word-embeddings", action="store_true", help="one matrix for input and output embeddings")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="of the weights")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights; default: %(default)s")
+    parser.add_argument("--overwrite", action="store_true", help="replace what is in the output directory")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse(argv)
+    try:
+        count = write(options)
+    except ValueError as error:
+        print(f"make_tiny_model.py: {error}", file=sys.stderr)
+        return 2
+    print(f"{options.output}: {options.arch}, {count:,} parameters, {options.dtype}, seed {options.seed}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
