@@ -12,21 +12,31 @@ from typing import Any
 import ray
 
 from slime.ray import janitor
+from slime.ray.supervision import RunError
 from slime.utils import device
 
 _OBJECT_STORE_WITHOUT_GPU = 512 << 20
 _HOST_SWITCHES = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
 
 
-def connect(args: argparse.Namespace, slots: int) -> int | None:
+def connect(slots: int) -> int | None:
     """Join the Ray of RAY_ADDRESS, or start a local one with room for ``slots`` slots, which ends with this process.
 
     Returns:
         With a local Ray, the descriptor that its janitor watches, to be closed after ``ray.shutdown``.
+
+    Raises:
+        RunError: the running Ray could not be joined.
     """
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": True}
     if os.environ.get("RAY_ADDRESS"):
-        ray.init(**quiet)
+        try:
+            ray.init(**quiet)
+        except ConnectionError as error:
+            raise RunError(
+                f"connect to Ray: {error} (RAY_ADDRESS={os.environ['RAY_ADDRESS']}); is it running? A Ray that wants "
+                f"tokens, as `ray start` makes by default, is joined with RAY_AUTH_MODE=token"
+            ) from None
         return None
     # Ray warns that it will stop hiding GPUs from tasks that ask for none; no actor of ours relies on that.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -41,7 +51,10 @@ def actor_environment(extra: dict[str, str] | None = None) -> dict[str, Any]:
     """The ``runtime_env`` of our actors: the driver's import path, the host's switches, one thread unless told."""
     root = str(Path(__file__).resolve().parents[2])
     import_path = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    variables = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(import_path)), "OMP_NUM_THREADS": "1"}
+    variables = {
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(import_path)),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }
     variables |= {name: os.environ[name] for name in _HOST_SWITCHES if name in os.environ}
     # Slots are placed by us, from the placement group's probe; Ray must not hide the other GPUs of an engine.
     variables["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"

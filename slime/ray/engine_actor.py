@@ -18,7 +18,7 @@ class EngineActor:
     """One engine; ``start`` returns its address when it answers."""
 
     def __init__(
-        self, args: argparse.Namespace, rank: int, api_keys: tuple[str, str] | None, gpus: list[int] | None
+        self, args: argparse.Namespace, rank: int, api_keys: tuple[str, str] | None, gpus: list[str] | None
     ) -> None:
         enter_actor(args)
         self._engine = Engine(

@@ -19,12 +19,18 @@ _GRACE_S = 10.0
 
 
 def start() -> int:
-    """Start a janitor for this process; the descriptor to close when everything has ended in order."""
+    """Start a janitor for this process; the descriptor to give to `dismiss` when everything has ended in order."""
     janitor_end, owner_end = os.pipe()
     command = [sys.executable, "-m", "slime.ray.janitor", str(janitor_end), str(os.getpid())]
     subprocess.Popen(command, pass_fds=(janitor_end,), stdin=subprocess.DEVNULL, start_new_session=True)
     os.close(janitor_end)
     return owner_end
+
+
+def dismiss(owner_end: int) -> None:
+    """End the janitor: there is nothing left to do for it."""
+    os.write(owner_end, b"done")
+    os.close(owner_end)
 
 
 def ray_processes(owner: int) -> list[psutil.Process]:
@@ -45,6 +51,8 @@ def main() -> None:
     known = ray_processes(owner)
     while not select.select([owner_fd], [], [], _LOOK_S)[0]:
         known = ray_processes(owner) or known
+    if os.read(owner_fd, 1):
+        return
     # psutil compares start times: a process that took over the id of one of these is not touched.
     _, left = psutil.wait_procs(known, timeout=_GRACE_S)
     for process in left:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -23,7 +24,8 @@ class Slot:
 
     bundle: int
     host: str
-    gpu: int | None
+    gpu: str | None
+    """As CUDA_VISIBLE_DEVICES names it: a number or an id."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,8 @@ def place(args: argparse.Namespace) -> Placement:
     total, train, rollout_start = slot_counts(args)
     if total == 0:
         return Placement(None, [], [], [])
-    resource = "GPU" if device.is_cuda() else "CPU"
+    # The driver's own host may have none: `ray job submit` runs it on a head node.
+    resource = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
     available = int(ray.cluster_resources().get(resource, 0))
     if available < total:
         flag = "--num-gpus" if resource == "GPU" else "--num-cpus"
@@ -102,21 +105,47 @@ def place(args: argparse.Namespace) -> Placement:
             f"placement: {total} {resource} slots were not free within {args.placement_timeout:.0f} s "
             f"(free now: {free:.0f}; --placement-timeout)"
         )
-    slots = _probe(group, total, resource == "GPU", args.placement_timeout)
+    try:
+        slots = _probe(group, total, resource == "GPU", args.placement_timeout)
+        _check_engines(slots[rollout_start:], args.rollout_num_gpus_per_engine)
+    except BaseException:
+        remove_placement_group(group)
+        raise
     return Placement(group, slots, slots[:train], slots[rollout_start:])
+
+
+def _check_engines(slots: list[Slot], width: int) -> None:
+    """Raise InputError for an engine with slots on two hosts: its server runs on one."""
+    for first in range(0, len(slots), width):
+        hosts = sorted({slot.host for slot in slots[first : first + width]})
+        if len(hosts) > 1:
+            raise InputError(
+                f"placement: engine {first // width} of {width} slots would lie on the hosts {', '.join(hosts)}; "
+                f"choose --rollout-num-gpus-per-engine and --actor-num-gpus-per-node so that engines end where hosts do"
+            )
 
 
 def _probe(group: PlacementGroup, count: int, with_gpu: bool, timeout: float) -> list[Slot]:
     """Ask each bundle where it is, and sort by host address and GPU."""
 
-    def report() -> tuple[str, int | None]:
-        return ray.util.get_node_ip_address(), int(ray.get_gpu_ids()[0]) if with_gpu else None
+    def report() -> tuple[str, str | None]:
+        return ray.util.get_node_ip_address(), str(ray.get_gpu_ids()[0]) if with_gpu else None
 
     def probe(bundle: int) -> ray.ObjectRef:
         strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
         share = {"num_cpus": 0, "num_gpus": 0.1} if with_gpu else {"num_cpus": 0.1}
         return ray.remote(report).options(scheduling_strategy=strategy, **share).remote()
 
-    found = ray.get([probe(i) for i in range(count)], timeout=timeout)
+    try:
+        found = ray.get([probe(i) for i in range(count)], timeout=timeout)
+    except RayError as error:
+        raise RunError(f"placement: the slots did not say within {timeout:.0f} s where they are: {error}") from None
     slots = [Slot(bundle, host, gpu) for bundle, (host, gpu) in enumerate(found)]
-    return sorted(slots, key=lambda s: ([int(x) if x.isdigit() else -1 for x in s.host.split(".")], s.host, s.gpu or 0))
+    return sorted(slots, key=_logical_order)
+
+
+def _logical_order(slot: Slot) -> tuple[list[int], str, int, str]:
+    """By host address, then by GPU number, or by id where GPUs are named so."""
+    address = [int(part) if part.isdigit() else -1 for part in slot.host.split(".")]
+    gpu = slot.gpu or ""
+    return address, slot.host, int(gpu) if gpu.isdigit() else -1, gpu

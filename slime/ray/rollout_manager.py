@@ -14,7 +14,7 @@ import torch
 
 from slime.backends.sglang.router import Router
 from slime.ray.cluster import enter_actor
-from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, flatten_samples
 from slime.rollout.data_source import RolloutDataSource
 from slime.rollout.evaluation import eval_metrics
 from slime.rollout.train_data import to_train_batches
@@ -39,7 +39,8 @@ class RolloutManager:
     def load_data(self) -> int:
         """Read the prompts; how many rollouts the run has."""
         self._data_source = make_data_source(self._args)
-        return num_rollout(self._args, self._data_source)
+        self._args.num_rollout = num_rollout(self._args, self._data_source)
+        return self._args.num_rollout
 
     def start(self, engine_urls: list[str]) -> None:
         """Start the router, register the engines at it, and make it known to hooks."""
@@ -75,7 +76,7 @@ class RolloutManager:
             output = self._rollout(args, rollout_id, self._data_source)
             if not isinstance(output, RolloutFnTrainOutput):
                 output = RolloutFnTrainOutput(samples=output)
-            samples, metrics = _flatten(output.samples), dict(output.metrics or {})
+            samples, metrics = flatten_samples(output.samples), dict(output.metrics or {})
         metrics.setdefault("perf/rollout_time", time.monotonic() - started)
         if args.save_debug_rollout_data:
             _save_samples(args.save_debug_rollout_data, rollout_id, samples)
@@ -124,13 +125,6 @@ def num_rollout(args: argparse.Namespace, data_source: Any) -> int:
     if args.num_rollout is not None:
         return args.num_rollout
     return math.ceil(args.num_epoch * len(data_source) / args.rollout_batch_size)
-
-
-def _flatten(samples: Any) -> list[Sample]:
-    """Groups, or deeper nests of a fan-out, to one flat list in order."""
-    if isinstance(samples, Sample):
-        return [samples]
-    return [leaf for part in samples for leaf in _flatten(part)]
 
 
 def _save_samples(template: str, rollout_id: int, samples: list[Sample]) -> None:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-import os
 import secrets
 import signal
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slime.observability.metrics import MetricsLogger
 from slime.observability.progress import step_line
+from slime.ray import janitor
 from slime.ray.cluster import actor_environment, as_actor, connect
 from slime.ray.engine_actor import EngineActor
 from slime.ray.placement import Placement, describe_placement, place, slot_counts
@@ -31,6 +31,8 @@ from slime.weights import EngineAddress
 
 _STOP_S = 20.0
 _CONTROL_S = 60.0
+_MARGIN_S = 60.0
+"""What our wait allows beyond the deadline of the call itself, whose own error says more."""
 logger = logging.getLogger(__name__)
 
 
@@ -61,10 +63,9 @@ class Run:
         signal.signal(signal.SIGTERM, _exit_on_sigterm)
         args = self.args
         Path(args.run_dir, "logs").mkdir(parents=True, exist_ok=True)
-        Path(args.run_dir, "config.yaml").write_text(describe(args))
         try:
             self._metrics = MetricsLogger(args)
-            self._janitor = connect(args, slot_counts(args)[0])
+            self._janitor = connect(slot_counts(args)[0])
         except BaseException:
             self._stop()
             raise
@@ -77,16 +78,21 @@ class Run:
         """Start data source, engines, router and trainers, in parallel where they do not need each other."""
         args = self.args
         keys = None if args.no_api_keys else (secrets.token_urlsafe(24), secrets.token_urlsafe(24))
-        self._manager = as_actor(RolloutManager).options(num_cpus=0, runtime_env=actor_environment()).remote(args, keys)
+        # Where the driver is, are the files that it has checked.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        options = {"num_cpus": 0, "runtime_env": actor_environment(), "scheduling_strategy": here}
+        self._manager = as_actor(RolloutManager).options(**options).remote(args, keys)
         self._supervisor.watch("the rollout manager", self._manager)
         loaded = {"the rollout manager": self._manager.load_data.remote()}
         (args.num_rollout,) = self._wait(loaded, LOAD_DATA, args.rollout_timeout)
+        Path(args.run_dir, "config.yaml").write_text(describe(args))
         self._placement = place(args)
         engine_starts = self._create_engines(keys)
         self._start_trainers()
-        urls = self._supervisor.wait(engine_starts, "start engines", args.engine_start_timeout + _CONTROL_S)
+        urls = self._supervisor.wait(engine_starts, "start engines", args.engine_start_timeout + _MARGIN_S)
         if urls:
-            self._wait({"the router": self._manager.start.remote(urls)}, "start router", args.engine_start_timeout)
+            started = {"the router": self._manager.start.remote(urls)}
+            self._wait(started, "start router", args.engine_start_timeout + _MARGIN_S)
             self._connect_trainers(urls, keys)
 
     def _create_engines(self, keys: tuple[str, str] | None) -> dict[str, ray.ObjectRef]:
@@ -111,29 +117,27 @@ class Run:
         assert placement is not None
         # torch and megatron-core warn of their own deprecations, many lines a rank; no code of users runs there.
         environment = actor_environment({"PYTHONWARNINGS": "ignore", **(args.train_env_vars or {})})
-        on_host: Counter[str] = Counter()
         for rank, slot in enumerate(placement.train):
-            local_rank = on_host[slot.host] if slot.gpu is None else slot.gpu
-            on_host[slot.host] += 1
             options = placement.options(slot, trains=True)
             actor = (
                 as_actor(TrainActor)
                 .options(runtime_env=environment, **options)
-                .remote(args, rank, len(placement.train), local_rank)
+                .remote(args, rank, len(placement.train), slot.gpu)
             )
             self._trainers.append(actor)
             self._supervisor.watch(f"trainer {rank}", actor)
         if not self._trainers:
             args.start_rollout_id = args.start_rollout_id or 0
             return
-        (master,) = self._wait({"trainer 0": self._trainers[0].reserve_address.remote()}, "start trainers")
+        reserved = {"trainer 0": self._trainers[0].reserve_address.remote()}
+        (master,) = self._wait(reserved, "start trainers", args.train_timeout)
         answers = self._all_trainers("start", "start trainers", args.train_timeout, master, args.num_rollout)
         first, self._dp_size, state = answers[0]
         if args.start_rollout_id is None:
             args.start_rollout_id = first
         self._dp_ranks = self._all_trainers("dp_rank", "start trainers", _CONTROL_S)
         if state is not None:
-            restored = self._manager.restore.remote(args.start_rollout_id - 1, state)
+            restored = self._manager.restore.remote(first - 1, state)
             self._wait({"the rollout manager": restored}, "restore the data source")
             self._optimizer_steps = state.get("optimizer_steps", 0)
 
@@ -141,7 +145,8 @@ class Run:
         args = self.args
         generate_key, admin_key = keys or (None, None)
         addresses = [EngineAddress(url, args.rollout_num_gpus_per_engine, generate_key, admin_key) for url in urls]
-        self._all_trainers("connect", "connect trainers to engines", args.weight_update_timeout, addresses)
+        deadline = args.weight_update_timeout + _MARGIN_S
+        self._all_trainers("connect", "connect trainers to engines", deadline, addresses)
 
     def _stop(self) -> None:
         """Orderly where it works, by force where it does not; the servers' supervisors see to the rest."""
@@ -156,7 +161,7 @@ class Run:
             self._metrics.close()
         ray.shutdown()
         if self._janitor is not None:
-            os.close(self._janitor)
+            janitor.dismiss(self._janitor)
 
     # ---- the loop's verbs
 
@@ -164,7 +169,7 @@ class Run:
         """One rollout; a reference to one batch for each data-parallel rank."""
         self._step, self._step_started = {}, time.monotonic()
         calls = {"the rollout manager": self._manager.generate.remote(rollout_id, self._dp_size)}
-        ((batches, metrics),) = self._wait(calls, f"rollout {rollout_id}", self.args.rollout_timeout)
+        ((batches, metrics),) = self._wait(calls, f"rollout {rollout_id}", self.args.rollout_timeout + _MARGIN_S)
         self._log(metrics, "rollout/step", rollout_id)
         return batches
 
@@ -184,7 +189,7 @@ class Run:
         if not (self._engines and self._trainers):
             return
         phase = f"push weights of version {version}"
-        metrics = self._all_trainers("publish", phase, self.args.weight_update_timeout, version)[0]
+        metrics = self._all_trainers("publish", phase, self.args.weight_update_timeout + _MARGIN_S, version)[0]
         self._supervisor.version = str(version)
         self._step |= metrics
         self._log(metrics, "rollout/step", max(version - 1, 0))
@@ -193,7 +198,8 @@ class Run:
         """Score the engines' weights, which were trained on ``version`` rollouts."""
         started = time.monotonic()
         calls = {"the rollout manager": self._manager.evaluate.remote(version)}
-        (metrics,) = self._wait(calls, f"evaluation of weight version {version}", self.args.rollout_timeout)
+        deadline = self.args.rollout_timeout + _MARGIN_S
+        (metrics,) = self._wait(calls, f"evaluation of weight version {version}", deadline)
         self._log(metrics | {"perf/eval_time": time.monotonic() - started}, "eval/step", version)
 
     def save(self, rollout_id: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 LOAD_DATA = "load data"
 _POLL_S = 1.0
@@ -70,7 +70,7 @@ class Supervisor:
     def _failed(ref: ray.ObjectRef) -> bool:
         try:
             _get(ref)
-        except (RayTaskError, RayActorError):
+        except RayError:
             return True
         return False
 
@@ -90,6 +90,8 @@ class Supervisor:
         except RayActorError as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             raise RunError(f"{phase}: the process of {who} died (weight version {self.version}): {lines[0]}") from None
+        except RayError as error:
+            raise RunError(f"{phase}: Ray could not run {who} (weight version {self.version}): {error}") from None
         raise RunError(f"{phase}: {who} ended its watch without a failure")
 
 

@@ -22,12 +22,12 @@ _ROLLOUT_STATE = "rollout_state.pt"
 class TrainActor:
     """One rank; every method but ``watch`` and ``reserve_address`` is collective over all ranks."""
 
-    def __init__(self, args: argparse.Namespace, rank: int, world_size: int, local_rank: int) -> None:
+    def __init__(self, args: argparse.Namespace, rank: int, world_size: int, gpu: str | None) -> None:
         enter_actor(args)
         self._args = args
         self._rank = rank
         self._reservation: PortReservation | None = None
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local_rank))
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local_rank(gpu)))
 
     @ray.method(concurrency_group="watch")
     def watch(self) -> None:
@@ -49,7 +49,10 @@ class TrainActor:
 
         self._trainer = MegatronTrainer(self._args)
         state = None
-        if self._trainer.resumed_from and (path := Path(self._trainer.resumed_from, _ROLLOUT_STATE)).is_file():
+        if self._trainer.resumed_from:
+            path = Path(self._trainer.resumed_from, _ROLLOUT_STATE)
+            if not path.is_file():
+                raise ValueError(f"--load: {path} is missing: without it the data could only start from the beginning")
             state = torch.load(path, weights_only=False)
         return self._trainer.start_rollout_id, self._trainer.dp_size, state
 
@@ -95,3 +98,11 @@ class TrainActor:
         """Leave the transport's process groups."""
         if hasattr(self, "_publisher"):
             self._publisher.close()
+
+
+def local_rank(gpu: str | None) -> int:
+    """The number of ``gpu`` among the devices that this process sees; 0 without GPUs."""
+    if gpu is None:
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",").index(gpu) if visible else int(gpu)

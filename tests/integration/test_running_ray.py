@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from slime.utils.http_utils import PortReservation
@@ -20,6 +21,8 @@ NUM_GPUS = 0
 pytestmark = pytest.mark.integration
 
 _HOST = "127.0.0.1"
+_RAYS_OWN = ["ray::IDLE", "default_worker.py"]
+"""Workers that a running Ray keeps for the next job."""
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +46,20 @@ def ray_head(workspace: Path) -> Iterator[dict[str, str]]:
     url = f"http://{_HOST}:{numbers['dashboard']}"
     try:
         deadline = time.monotonic() + 120
-        while not _answers(f"{url}/api/version"):
+        while not (_answers(f"{url}/api/version") and _agents_of(head.pid) == 2):
             assert head.poll() is None, (workspace / "head.log").read_text()[-3000:]
             assert time.monotonic() < deadline, (workspace / "head.log").read_text()[-3000:]
             time.sleep(0.5)
-        yield {"RAY_ADDRESS": f"{_HOST}:{numbers['gcs']}", "RAY_JOB_SERVER": url}
+        # `ray start` asks for the token that it wrote into the home directory; clients send it in this mode only.
+        yield {"RAY_ADDRESS": f"{_HOST}:{numbers['gcs']}", "RAY_AUTH_MODE": "token", "RAY_API_SERVER_ADDRESS": url}
     finally:
         head.terminate()
         head.wait(60)
+
+
+def _agents_of(head: int) -> int:
+    """How many of a node's two agents are there: without them it takes no job."""
+    return sum("Agent" in process.name() for process in psutil.Process(head).children(recursive=True))
 
 
 def _answers(url: str) -> bool:
@@ -65,9 +74,9 @@ def _answers(url: str) -> bool:
 
 def test_too_few_slots_is_one_line_with_the_command_that_helps(workspace: Path, ray_head: dict[str, str]) -> None:
     line = flags(workspace, workspace / "few", actor_num_gpus_per_node=3)
-    with TrainProcess(line, workspace / "few.log", {"RAY_ADDRESS": ray_head["RAY_ADDRESS"]}) as process:
+    with TrainProcess(line, workspace / "few.log", ray_head) as process:
         assert process.wait(RUN_S) == 2, process.tail()
-        process.assert_no_process_left(ignore=["ray::IDLE", "default_worker.py"])
+        process.assert_no_process_left(ignore=_RAYS_OWN)
     error = process.tail().splitlines()[-1]
     assert "3 CPU slots" in error
     assert "ray start --head --num-cpus 3" in error
@@ -77,18 +86,24 @@ def test_job_submission_trains(workspace: Path, ray_head: dict[str, str]) -> Non
     run_dir = workspace / "job"
     line = flags(workspace, run_dir, num_rollout=1)
     ray = Path(sys.executable).with_name("ray")
-    submit = [str(ray), "job", "submit", f"--address={ray_head['RAY_JOB_SERVER']}", "--", sys.executable]
-    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {"PYTHONPATH": str(ROOT)}
-    with open(workspace / "job.log", "w") as log:
-        status = subprocess.run(
-            [*submit, str(ROOT / "train.py"), *line],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            timeout=RUN_S,
-            env=environment,
-            cwd=workspace,
-        ).returncode
+    submit = [str(ray), "job", "submit", "--", sys.executable]
+    environment = os.environ | ray_head | {"PYTHONPATH": str(ROOT)}
+    del environment["RAY_ADDRESS"]  # the command line takes it for the job server's
+    status, deadline = 1, time.monotonic() + 60
+    while status and time.monotonic() < deadline:
+        with open(workspace / "job.log", "w") as log:
+            status = subprocess.run(
+                [*submit, str(ROOT / "train.py"), *line],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                timeout=RUN_S,
+                env=environment,
+                cwd=workspace,
+            ).returncode
+        if "No available agent" not in (workspace / "job.log").read_text():
+            break
+        time.sleep(1)
     assert status == 0, (workspace / "job.log").read_text()[-4000:]
     assert len(series(run_dir, "train/loss")) == 1
     assert max(series(run_dir, "train/train_rollout_logprob_abs_diff")) < 1e-4
@@ -97,8 +112,8 @@ def test_job_submission_trains(workspace: Path, ray_head: dict[str, str]) -> Non
 def test_killed_driver_leaves_only_ray(workspace: Path, ray_head: dict[str, str]) -> None:
     run_dir = workspace / "killed"
     line = flags(workspace, run_dir, num_rollout=100)
-    with TrainProcess(line, workspace / "killed.log", {"RAY_ADDRESS": ray_head["RAY_ADDRESS"]}) as process:
+    with TrainProcess(line, workspace / "killed.log", ray_head) as process:
         process.wait_until(lambda: series(run_dir, "train/loss"), RUN_S, "the first training step")
         process.kill()
         process.wait(10)
-        process.assert_no_process_left(ignore=["ray::IDLE", "default_worker.py"])
+        process.assert_no_process_left(ignore=_RAYS_OWN)

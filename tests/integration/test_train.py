@@ -188,7 +188,7 @@ def test_death_of_a_process_ends_the_run_with_its_name(workspace: Path, victim: 
     run_dir = workspace / f"death_of_{victim.replace(' ', '_')}"
     line = flags(workspace, run_dir, num_rollout=100, save=str(run_dir), save_interval=1)
     with TrainProcess(line, workspace / f"{run_dir.name}.log") as process:
-        process.wait_until(lambda: series(run_dir, "train/loss"), RUN_S, "the first training step")
+        process.wait_until((run_dir / "latest_checkpointed_iteration.txt").exists, RUN_S, "the first checkpoint")
         process.find(*words).kill()
         assert process.wait(60) == 1, process.tail()
         process.assert_no_process_left()

@@ -25,8 +25,8 @@ _CPU_FLAGS = [
 """What a server without GPUs needs: kernels that exist there, a bounded cache, and no core burnt while idle."""
 
 _SERVER_ENVIRONMENT = {
-    # /health then says that the server lives, without generating a token, which an engine that has paused or given its
-    # memory back cannot do. The router asks it all the time.
+    # /health then says that the server lives, without generating a token, which a paused engine cannot do. The router
+    # asks it all the time.
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
     # A server whose scheduler has died waits 65 s for core dumps before it ends, unless told not to make any.
     "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false",
@@ -50,7 +50,7 @@ class Engine:
         host: str,
         api_keys: tuple[str, str] | None,
         log_path: str | Path,
-        cuda_devices: list[int] | None,
+        cuda_devices: list[str] | None,
     ) -> None:
         """
         Args:
@@ -117,8 +117,6 @@ class Engine:
         ]
         if self._cuda_devices is None:
             flags += _CPU_FLAGS
-        elif args.offload_rollout:
-            flags += ["--enable-memory-saver"]
         # The user's flags come last: where argparse sees a flag twice, the later one counts.
         return [sys.executable, "-m", "slime.backends.sglang.launch", *flags, *args.sglang_cli]
 
@@ -147,11 +145,6 @@ class Engine:
         """A client for control calls to this engine, each within ``timeout`` seconds."""
         generate_key, admin_key = self._api_keys or (None, None)
         return EngineControl(self.url, admin_key, generate_key, timeout)
-
-    @property
-    def pid(self) -> int | None:
-        """Id of the supervisor above the server's processes."""
-        return self._process.pid if self._process else None
 
     def poll(self) -> int | None:
         """The server's exit status; None while it runs."""
