@@ -198,14 +198,6 @@ class Family:
             raise ValueError(_wrong_shape(name, names, [get(n) for n in names], local_shape))
         return tensor
 
-    def to_megatron(self, name: str, get: Callable[[str], Source], shape: Shape) -> Tensor:
-        """The whole (uncut, unpadded) Megatron parameter ``name``."""
-        row, _ = self.row(name)
-        sources = [get(n) for n in self.sources(name, shape)]
-        full = list(sources[0].shape)
-        full[row.dim or 0] = sum(source.shape[row.dim or 0] for source in sources)
-        return self.shard(name, get, shape, full, 0)
-
     def join(self, name: str, shards: Sequence[Tensor], shape: Shape) -> list[tuple[str, Tensor]]:
         """The Hugging Face tensors of a Megatron parameter, from its shards in the order of tensor-parallel ranks.
 
@@ -224,10 +216,6 @@ class Family:
         ordered = ([part for _, part in sorted(own, key=lambda p: p[0])] for own in parts)
         tensors = (own[0] if len(own) == 1 else torch.cat(own, dim=dim) for own in ordered)
         return list(zip(names, tensors, strict=True))
-
-    def to_hf(self, name: str, tensor: Tensor, shape: Shape) -> list[tuple[str, Tensor]]:
-        """The inverse of `to_megatron`; a padded vocabulary is stripped."""
-        return self.join(name, [tensor], shape)
 
 
 def _wrong_shape(name: str, names: Sequence[str], sources: Sequence[Source], local_shape: Sequence[int]) -> str:

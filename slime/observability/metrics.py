@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from slime.utils.redaction import redacted
+
 _FINISH_S = 60
 
 
@@ -167,11 +169,6 @@ class _Wandb:
 
 
 def _run_config(args: argparse.Namespace) -> dict[str, Any]:
-    """The options that describe the run, without secrets and without the command lines that may repeat them."""
-    secret = {"wandb_key", "sglang_cli", "router_cli"}
+    """The options that describe the run, without secrets."""
     plain = (str, int, float, bool, type(None), list, tuple, dict)
-    return {
-        name: value if isinstance(value, plain) else str(value)
-        for name, value in vars(args).items()
-        if name not in secret and "api_key" not in name
-    }
+    return {name: value if isinstance(value, plain) else str(value) for name, value in redacted(vars(args)).items()}

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from slime.options.schema import option
+
+LATEST = "latest_checkpointed_iteration.txt"
+"""The file of a checkpoint directory that names the last checkpoint in it."""
+
+
+def has_checkpoint(directory: str | Path) -> bool:
+    """Whether a directory names a checkpoint that a run can resume from."""
+    return Path(directory, LATEST).is_file()
+
+
+def is_torch_dist(directory: str | Path) -> bool:
+    """Whether a directory itself is a whole torch_dist checkpoint: it has the file that is written last."""
+    return Path(directory, "metadata.json").is_file()
 
 
 @dataclass
 class CheckpointOptions:
     """Checkpoints."""
 
-    load: str | None = option(None, "Checkpoint directory to resume from; without one in it training starts fresh.")
+    load: str | None = option(
+        None, "Directory of checkpoints to resume from; where it is --save too, none is needed yet."
+    )
     save: str | None = option(None, "Directory for checkpoints.")
     save_interval: int | None = option(
         None, "Save every so many rollouts; with --save or --save-hf also after the last.", at_least=1

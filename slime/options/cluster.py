@@ -20,13 +20,6 @@ class ClusterOptions:
     rollout_num_gpus_per_engine: int = option(1, "Slots of one SGLang engine (its tensor-parallel size).", at_least=1)
     num_gpus_per_node: int = option(8, "Slots that one node has; an engine does not cross nodes.", at_least=1)
     colocate: bool = option(False, "Generate on the training slots, taking turns.")
-    offload: bool = option(False, "Both --offload-train and --offload-rollout.")
-    offload_train: bool | None = option(
-        None, "Free the trainer's device memory while engines generate; default with --colocate."
-    )
-    offload_rollout: bool | None = option(
-        None, "Free the engines' device memory while the trainer works; default with --colocate."
-    )
     train_backend: Literal["megatron"] = option("megatron", "What trains.")
     train_env_vars: dict[str, Any] | None = option(None, "Environment variables of the training workers, as JSON.")
     distributed_timeout_minutes: float = option(10.0, "Deadline of one collective among training ranks.", above=0)

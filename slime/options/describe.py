@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from argparse import Namespace
 from typing import Any
 
@@ -16,43 +15,31 @@ DERIVED = (
     *("placement", "actor_num_gpus", "num_engines", "world_size", "data_parallel_size", "train_iters", "params_dtype"),
     *("eval_datasets", "launch_dir"),
 )
-REDACTED = "<redacted>"
-_SECRET = re.compile(r"^wandb_key$|^(?!no_).*(api[_-]?keys?|password|secret)$", re.IGNORECASE)
 
 
 def describe_groups(args: Namespace, groups: tuple[type, ...]) -> str:
     """YAML: what was derived, one section a group, then what no group declares (Megatron's, and a user's own keys).
 
     SGLang's and the router's hundreds of values are given by the flags that were passed, on top of the installed
-    version's defaults.
+    version's defaults. The caller has taken secrets out.
     """
-    values = {name: _plain(name, value) for name, value in sorted(vars(args).items())}
+    values = {name: _plain(value) for name, value in sorted(vars(args).items())}
     sections: dict[str, dict[str, Any]] = {"versions": {name: version_of(name) for name in PACKAGES}}
     sections["derived"] = {name: values.pop(name) for name in DERIVED if name in values}
     for group in groups:
         title = (group.__doc__ or "").split(":")[0].strip().rstrip(".").lower()
         sections[title] = {field.name: values.pop(field.name, None) for field in dataclasses.fields(group)}
-    sections["sglang"] = {name: _redact_words(values.pop(name)) for name in ("sglang_cli", "router_cli")}
+    sections["sglang"] = {name: values.pop(name) for name in ("sglang_cli", "router_cli")}
     sections["megatron and others"] = {
         name: value for name, value in values.items() if not name.startswith(("sglang_", "router_"))
     }
     return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=120)
 
 
-def _plain(name: str, value: Any) -> Any:
-    """A value that YAML can hold, with secrets replaced."""
-    if _SECRET.search(name):
-        return None if value is None else REDACTED
+def _plain(value: Any) -> Any:
+    """A value that YAML can hold."""
     if isinstance(value, dict):
-        return {str(key): _plain(str(key).lower(), item) for key, item in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain("", item) for item in value]
+        return [_plain(item) for item in value]
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
-
-
-def _redact_words(words: list[str]) -> list[str]:
-    redacted = list(words)
-    for position, word in enumerate(words[:-1]):
-        if word.startswith("--") and _SECRET.search(word[2:]):
-            redacted[position + 1] = REDACTED
-    return redacted

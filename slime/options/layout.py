@@ -33,6 +33,12 @@ def check_layout(args: Namespace) -> None:
     _divides("num_attention_heads", args.num_attention_heads, "tensor_model_parallel_size", tp)
     if args.group_query_attention and args.num_query_groups:
         _divides("num_query_groups", args.num_query_groups, "tensor_model_parallel_size", tp)
+    padded = args.padded_vocab_size
+    if padded is not None and (padded < args.vocab_size or padded % tp):
+        raise OptionError(
+            f"--padded-vocab-size {padded} must be at least the vocabulary's {args.vocab_size} and a multiple of "
+            f"--tensor-model-parallel-size {tp}"
+        )
     _check_experts(args)
     _check_pipeline(args)
     _check_recompute(args)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from slime.options.patterns import layer_pattern, window
+from slime.options.patterns import layer_pattern
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,11 @@ FLAGS: tuple[Flag, ...] = (
     _switch("--use-gated-attention", "attention_output_gate", "The same as --attention-output-gate."),
     _switch("--post-self-attn-layernorm", "post_self_attn_layernorm", "A norm after attention (GLM-4)."),
     _switch("--post-mlp-layernorm", "post_mlp_layernorm", "A norm after the MLP (GLM-4)."),
-    Flag("--window-size", "window_size", "Sliding window LEFT,RIGHT.", window, field="window_size"),
     *(
         Flag(f"--{name.replace('_', '-')}", name, f"{help}: N, or a list such as [0]*3+[1]*89.", layer_pattern)
         for name, help in (
             ("moe_layer_freq", "Which layers have experts"),
             ("linear_attention_freq", "Which layers have linear attention"),
-            ("window_attn_skip_freq", "Which layers have full attention"),
             ("no_rope_freq", "Which layers have no rotary embedding"),
         )
     ),
@@ -146,7 +144,6 @@ FLAGS: tuple[Flag, ...] = (
     _switch("--no-bias-swiglu-fusion", "bias_activation_fusion", "No fused activation.", False),
     _switch("--no-bias-gelu-fusion", "bias_activation_fusion", "No fused activation.", False),
     _switch("--no-initialization", "perform_initialization", "Leave weights uninitialised.", False, True),
-    _switch("--te-rng-tracker", "use_te_rng_tracker", "Transformer Engine's random state."),
     _switch("--recompute-activations", "recompute_granularity", "Recompute selectively.", "selective", None),
     Flag("--fp8-format", "fp8", "FP8 format.", str, choices=("e4m3", "hybrid")),
     Flag("--fp4-format", "fp4", "FP4 format.", str, choices=("e2m1",)),
@@ -172,12 +169,6 @@ FLAGS: tuple[Flag, ...] = (
         field="check_for_nan_in_grad",
     ),
     Flag("--ddp-bucket-size", "ddp_bucket_size", "Parameters of one gradient bucket.", int, field="bucket_size"),
-    _switch(
-        "--ddp-average-in-collective",
-        "ddp_average_in_collective",
-        "Average gradients in the collective.",
-        field="average_in_collective",
-    ),
     # Learning-rate and weight-decay schedule; steps are optimizer steps.
     Flag(
         "--lr-decay-style",
@@ -243,11 +234,12 @@ DEFAULTS: dict[str, Any] = {
 
 HIDDEN: frozenset[str] = frozenset(
     (
-        *("activation_func", "autocast_dtype", "barrier_with_L1_time", "bf16", "calculate_per_token_loss"),
-        *("config_logger_dir", "embedding_init_method", "finalize_model_grads_func", "fp16", "gated_linear_unit"),
-        *("grad_scale_func", "grad_sync_func", "init_method", "no_sync_func", "output_layer_init_method"),
-        *("param_sync_func", "params_dtype", "pipeline_dtype", "quant_recipe", "timers", "use_custom_fsdp"),
-        "use_megatron_fsdp",
+        *("activation_func", "autocast_dtype", "average_in_collective", "barrier_with_L1_time", "bf16"),
+        *("calculate_per_token_loss", "config_logger_dir", "embedding_init_method", "finalize_model_grads_func"),
+        *("fp16", "gated_linear_unit", "grad_scale_func", "grad_sync_func", "init_method", "no_sync_func"),
+        "output_layer_init_method",
+        *("param_sync_func", "params_dtype", "pipeline_dtype", "quant_recipe", "softmax_type", "timers"),
+        *("use_custom_fsdp", "use_megatron_fsdp", "use_te_rng_tracker", "window_attn_skip_freq"),
     )
 )
 """Fields that are no flag: callables, values that slime computes, and features that it does not run."""

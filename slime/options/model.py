@@ -8,6 +8,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from slime.options.checkpoint import has_checkpoint, is_torch_dist
 from slime.options.errors import OptionError
 
 WEIGHT_FILES = ["*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "*.h5", "*.onnx"]
@@ -15,6 +16,10 @@ WEIGHT_FILES = ["*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack"
 
 def model_directory(checkpoint: str | None, *, with_weights: bool) -> str:
     """``--hf-checkpoint`` as an absolute directory; a hub id is downloaded (or found in the cache) first.
+
+    Args:
+        checkpoint: what the user gave.
+        with_weights: whether to download weights too.
 
     Raises:
         OptionError: it is missing, is neither directory nor hub id, or cannot be downloaded.
@@ -31,6 +36,28 @@ def model_directory(checkpoint: str | None, *, with_weights: bool) -> str:
     return str(directory.resolve())
 
 
+def check_weights(args: Namespace) -> None:
+    """Refuse model directories without the weights that engines or trainers will load from them.
+
+    Raises:
+        OptionError: ``--hf-checkpoint`` or ``--ref-load`` holds none.
+    """
+    trains = args.placement != "rollout_only"
+    source = args.ref_load if trains else None
+    if source is not None and not (has_weights(source) or has_checkpoint(source) or is_torch_dist(source)):
+        raise OptionError(f"--ref-load {source}: there are neither *.safetensors nor a checkpoint in it")
+    resumes = args.load is not None and has_checkpoint(args.load)
+    trainer_reads = trains and source is None and not resumes
+    engine_reads = args.num_engines > 0 and getattr(args, "sglang_load_format", "auto") in ("auto", "safetensors")
+    if (trainer_reads or engine_reads) and not has_weights(args.hf_checkpoint):
+        raise OptionError(f"--hf-checkpoint {args.hf_checkpoint}: there are no *.safetensors in it")
+
+
+def has_weights(directory: str) -> bool:
+    """Whether there are weights in Hugging Face's format."""
+    return any(Path(directory).glob("*.safetensors"))
+
+
 def _download(hub_id: str, with_weights: bool) -> str:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -45,6 +72,19 @@ def _download(hub_id: str, with_weights: bool) -> str:
     except (HfHubHTTPError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise OptionError(f"--hf-checkpoint {hub_id}: downloading it from the hub failed: {reason}") from error
+
+
+def take_rotary_factor(args: Namespace, given: set[str]) -> None:
+    """``--rotary-scaling-factor``, as Llama's model scripts call ``--rope-scaling-factor``; with MLA it is its own."""
+    if "rotary_scaling_factor" not in given or args.multi_latent_attention:
+        return
+    factor = args.rotary_scaling_factor
+    if "rope_scaling_factor" in given and not _same(args.rope_scaling_factor, factor):
+        raise OptionError(
+            f"--rotary-scaling-factor {factor} and --rope-scaling-factor {args.rope_scaling_factor} differ: drop one"
+        )
+    args.rope_scaling_factor = factor
+    given.add("rope_scaling_factor")
 
 
 def apply_shape(args: Namespace, shape: dict[str, Any], given: set[str], warnings: list[str]) -> None:

@@ -37,17 +37,3 @@ def _evaluate(node: ast.expr) -> int | list[int]:
                 raise ValueError("too many layers")
             return left * right
     raise ValueError(ast.dump(node))
-
-
-def window(text: str) -> tuple[int, int]:
-    """A sliding window ``LEFT,RIGHT``; -1 is unbounded.
-
-    Raises:
-        argparse.ArgumentTypeError: anything else.
-    """
-    parts = text.strip("() ").split(",")
-    try:
-        left, right = (int(part) for part in parts)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not LEFT,RIGHT: {text!r}") from error
-    return left, right

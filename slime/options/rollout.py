@@ -32,7 +32,9 @@ class RolloutOptions:
     rollout_top_p: float = option(1.0, "Nucleus sampling; log-probs of the trainer assume 1.", above=0)
     rollout_top_k: int = option(-1, "Sample from the k most likely tokens; -1 is all.", at_least=-1)
     rollout_max_context_len: int | None = option(None, "Prompt and response tokens together.", at_least=1)
-    rollout_max_prompt_len: int | None = option(None, "Longer prompts are left out of the dataset.", at_least=1)
+    rollout_max_prompt_len: int | None = option(
+        None, "Longer prompts are left out; at most one less than the context.", at_least=1
+    )
     rollout_max_response_len: int | None = option(None, "Tokens of one response at most.", at_least=1)
     rollout_skip_special_tokens: bool = option(False, "Leave special tokens out of the response text.")
     rollout_stop: list[str] | None = option(None, "Strings that end a response.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 REPLACED: dict[str, str] = {
+    "--ddp-average-in-collective": "token weights make gradients a mean over all ranks, so they are summed; drop it",
     "--disable-weights-backuper": "reference and actor weights are always kept on the CPU; drop it",
     "--distributed-backend": "the device decides: nccl on GPUs, gloo without",
     "--eval": "use --eval-interval; with --num-rollout 0 the run only evaluates",
@@ -10,6 +11,8 @@ REPLACED: dict[str, str] = {
     "--log-probs-max-tokens-per-gpu": "log-prob passes use the micro-batches of --max-tokens-per-gpu",
     "--megatron-to-hf-mode": "weights are always mapped by the tables in slime/models; drop it",
     "--min-batch-collection-ratio": "it had no effect; drop it",
+    "--no-offload-rollout": "nothing is offloaded in this version; drop it",
+    "--no-offload-train": "nothing is offloaded in this version; drop it",
     "--qkv-format": "sequences are always packed (thd); drop it",
     "--sglang-host": "engines listen on the address of the node that they run on",
     "--sglang-model-path": "engines serve --hf-checkpoint",
@@ -19,11 +22,13 @@ REPLACED: dict[str, str] = {
     "--sglang-tensor-parallel-size": "use --rollout-num-gpus-per-engine",
     "--sglang-tp-size": "use --rollout-num-gpus-per-engine",
     "--override-opt_param-scheduler": "on resume the flags' schedule is used anyway; drop it",
+    "--te-rng-tracker": "random state is torch's, Transformer Engine is not used; drop it",
     "--train-iters": "it follows from --num-rollout and --num-steps-per-rollout",
     "--train-memory-margin-bytes": "it has no meaning here; drop it",
     "--true-on-policy-mode": "one step per rollout is on policy; add --sglang-enable-deterministic-inference",
     "--use-custom-fsdp": "the distributed optimizer shards optimizer state; there is no FSDP backend",
     "--use-megatron-fsdp": "the distributed optimizer shards optimizer state; there is no FSDP backend",
+    "--use-te-rng-tracker": "random state is torch's, Transformer Engine is not used; drop it",
     "--use-slime-router": "the router is sglang-router; see --help router",
 }
 """Flags that will not come, with what replaces them."""
@@ -66,11 +71,12 @@ NOT_YET: dict[str, str] = {
         --custom-megatron-init-path --custom-model-provider-path --enable-mtp-training --freeze-indexer
         --freeze-params-name-list --lora-alpha --lora-rank --lora-target-modules
         --megatron-deepgemm-forward-layers --megatron-deepgemm-forward-modules --megatron-deepgemm-moe-forward-layers
-        --megatron-deepgemm-moe-forward-modules --model-name --only-train-params-name-list --qwen-gdn-backend --spec
-        --use-rollout-routing-replay --use-routing-replay""",
+        --megatron-deepgemm-moe-forward-modules --model-name --only-train-params-name-list --qwen-gdn-backend
+        --softmax-type --spec --use-rollout-routing-replay --use-routing-replay --window-attn-skip-freq
+        --window-size""",
     "batches and memory": """
-        --balance-by-flops --data-pad-size-multiplier --log-probs-chunk-size --recompute-loss-function
-        --use-dynamic-global-batch-size""",
+        --balance-by-flops --data-pad-size-multiplier --log-probs-chunk-size --offload --offload-rollout --offload-train
+        --recompute-loss-function --use-dynamic-global-batch-size""",
     "checkpoints": """
         --async-save --ckpt-step --finetune --no-load-optim --no-load-rng --no-save-optim --ref-ckpt-step""",
     "eval": "--eval-config",

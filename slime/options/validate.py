@@ -7,6 +7,7 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
+from slime.options.checkpoint import LATEST, has_checkpoint, is_torch_dist
 from slime.options.errors import OptionError
 
 SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
@@ -23,7 +24,27 @@ def derive_all(args: Namespace, warnings: list[str]) -> None:
     _evaluation(args, warnings)
     _run_directory(args)
     _checkpoints(args)
+    _templates(args)
+    _load_directory(args, warnings)
     _weight_update(args)
+
+
+def limit_prompts(args: Namespace) -> None:
+    """Lower both longest prompts to what leaves a context room for one response token; needs the model's shape.
+
+    Supervised prompts are conversations, which the model's context does not limit unless a flag does.
+    """
+    longest, given = args.max_position_embeddings, args.rollout_max_prompt_len
+    context = args.rollout_max_context_len or (None if args.loss_type == "sft_loss" else longest)
+    args.rollout_max_prompt_len = _below(context, given)
+    context = args.eval_max_context_len or args.rollout_max_context_len or longest
+    args.eval_max_prompt_len = _below(context, args.eval_max_prompt_len or given)
+
+
+def _below(context: int | None, given: int | None) -> int | None:
+    """The smaller of a given length and one token less than the context."""
+    lengths = [length for length in (given, None if context is None else context - 1) if length is not None]
+    return min(lengths, default=None)
 
 
 def _precision(args: Namespace) -> None:
@@ -41,7 +62,7 @@ def _debug_modes(args: Namespace) -> None:
 
 
 def _placement(args: Namespace, warnings: list[str]) -> None:
-    """``placement``, the slots of both sides, and what is offloaded."""
+    """``placement``, and the slots of both sides."""
     args.actor_num_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
     args.world_size = args.actor_num_gpus
     args.placement = (
@@ -67,10 +88,6 @@ def _placement(args: Namespace, warnings: list[str]) -> None:
     if args.rollout_num_gpus is None or (args.rollout_num_gpus == 0 and args.placement != "train_only"):
         raise OptionError("--rollout-num-gpus is missing: give engines slots of their own, or share them by --colocate")
     _engines(args)
-    shared = args.placement == "colocate"
-    for name in ("offload_train", "offload_rollout"):
-        if getattr(args, name) is None or args.placement.endswith("_only"):
-            setattr(args, name, shared or (args.offload and not args.placement.endswith("_only")))
 
 
 def _engines(args: Namespace) -> None:
@@ -141,8 +158,6 @@ def _algorithm(args: Namespace) -> None:
 
 
 def _data(args: Namespace) -> None:
-    if args.rollout_max_context_len is not None and args.rollout_max_prompt_len is None:
-        args.rollout_max_prompt_len = args.rollout_max_context_len - 1
     if args.rm_type is not None and args.rm_type.removeprefix("boxed_") == "remote_rm" and args.rm_url is None:
         raise OptionError("--rm-type remote_rm needs --rm-url")
     if args.eval_reward_key is None:
@@ -186,8 +201,6 @@ def _evaluation(args: Namespace, warnings: list[str]) -> None:
         args.eval_function_path = (
             "slime.rollout.sglang_rollout.generate_rollout" if is_sft else args.rollout_function_path
         )
-    if args.eval_max_context_len is not None and args.eval_max_prompt_len is None:
-        args.eval_max_prompt_len = args.eval_max_context_len - 1
     needs_length = args.loss_type != "sft_loss" and args.placement != "train_only"
     if needs_length and args.rollout_max_response_len is None and args.rollout_max_context_len is None:
         raise OptionError("--rollout-max-response-len is missing")
@@ -202,7 +215,7 @@ def _run_directory(args: Namespace) -> None:
 def _checkpoints(args: Namespace) -> None:
     if args.save_interval is not None and args.save is None and args.save_hf is None:
         raise OptionError("--save-interval needs --save or --save-hf")
-    for name in ("load", "save", "save_hf", "ref_load"):
+    for name in ("load", "save", "ref_load"):
         if getattr(args, name) is not None:
             setattr(args, name, os.path.abspath(os.path.expanduser(getattr(args, name))))
     if args.ref_load is not None and not os.path.isdir(args.ref_load):
@@ -211,13 +224,50 @@ def _checkpoints(args: Namespace) -> None:
         raise OptionError(
             "--use-kl-loss needs --ref-load: a Hugging Face or torch_dist directory of the reference model"
         )
-    for name in ("save_debug_rollout_data", "load_debug_rollout_data"):
+
+
+def _templates(args: Namespace) -> None:
+    """Paths with a place for the rollout's number."""
+    for name in ("save_hf", "save_debug_rollout_data", "load_debug_rollout_data"):
         template = getattr(args, name)
-        if template is not None:
-            setattr(args, name, os.path.abspath(os.path.expanduser(template)))
-    template = args.save_debug_rollout_data
-    if template is not None and "{rollout_id}" not in template:
-        raise OptionError(f"--save-debug-rollout-data {template}: {{rollout_id}} is missing in it")
+        if template is None:
+            continue
+        flag = "--" + name.replace("_", "-")
+        try:
+            paths = {template.format(rollout_id=rollout_id) for rollout_id in (0, 1)}
+        except (LookupError, ValueError, TypeError, AttributeError) as error:
+            reason = f"{{{error.args[0]}}}" if isinstance(error, KeyError) else str(error)
+            raise OptionError(
+                f"{flag} {template}: only {{rollout_id}} is filled in, and braces of its own are doubled: {reason}"
+            ) from error
+        if name == "save_debug_rollout_data" and len(paths) == 1:
+            raise OptionError(f"{flag} {template}: {{rollout_id}} is missing in it")
+        setattr(args, name, os.path.abspath(os.path.expanduser(template)))
+
+
+def _load_directory(args: Namespace, warnings: list[str]) -> None:
+    """What ``--load`` must hold: checkpoints of an earlier run, or nothing where this run saves there."""
+    if args.load is None or args.placement == "rollout_only" or has_checkpoint(args.load):
+        return
+    directory = Path(args.load)
+    if (directory / "config.json").is_file():
+        raise OptionError(
+            f"--load {directory} is a Hugging Face directory: --load is for resuming; name it by --hf-checkpoint, or "
+            "by --ref-load"
+        )
+    if is_torch_dist(directory):
+        raise OptionError(
+            f"--load {directory} is one checkpoint: name the directory above it to resume, or start from its weights "
+            "by --ref-load"
+        )
+    if args.save is None or os.path.realpath(args.save) != os.path.realpath(directory):
+        raise OptionError(
+            f"--load {directory}: there is no checkpoint in it (no {LATEST}); drop it to start fresh, or let --save "
+            "name the same directory"
+        )
+    warnings.append(
+        f"there is no checkpoint in --load {directory} yet: training starts from {args.ref_load or args.hf_checkpoint}"
+    )
 
 
 def _weight_update(args: Namespace) -> None:

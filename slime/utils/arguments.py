@@ -21,14 +21,16 @@ from slime.options.errors import OptionError
 from slime.options.eval import EvalOptions
 from slime.options.installed import InstalledFlagsError, start_reading
 from slime.options.layout import check_layout
-from slime.options.model import apply_shape, model_directory
+from slime.options.model import apply_shape, check_weights, model_directory, take_rotary_factor
 from slime.options.parser import HelpAction, StrictParser, flag_values
 from slime.options.rollout import EngineOptions, RewardOptions, RolloutOptions
 from slime.options.schema import add_options, flag_of, hook_fields
 from slime.options.tracking import TrackingOptions
+from slime.options.training import check_training
 from slime.options.unavailable import explain_flag
-from slime.options.validate import derive_all
+from slime.options.validate import derive_all, limit_prompts
 from slime.utils.misc import load_function, load_module, split_function_path
+from slime.utils.redaction import redacted
 
 GROUPS: tuple[type, ...] = (
     ClusterOptions,
@@ -73,8 +75,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def describe(args: argparse.Namespace) -> str:
-    """The resolved configuration as YAML, grouped, with API keys left out."""
-    return describe_groups(args, GROUPS)
+    """The resolved configuration as YAML, grouped, without secrets."""
+    return describe_groups(argparse.Namespace(**redacted(vars(args))), GROUPS)
 
 
 def _assemble(parser: StrictParser, words: Sequence[str], yaml_values: dict[str, Any]) -> dict[str, Any]:
@@ -173,9 +175,15 @@ def _resolve(args: argparse.Namespace, given: set[str]) -> list[str]:
     _load_hooks(args, given)
     derive_all(args, warnings)
     _check_reward_name(args)
+    is_local = args.hf_checkpoint is not None and os.path.isdir(os.path.expanduser(args.hf_checkpoint))
     args.hf_checkpoint = model_directory(args.hf_checkpoint, with_weights=not args.dry_run)
+    if is_local or not args.dry_run:
+        check_weights(args)
+    take_rotary_factor(args, given)
     apply_shape(args, _shape(args), given, warnings)
+    limit_prompts(args)
     if args.placement != "rollout_only":
+        check_training(args, given)
         check_layout(args)
     return warnings
 

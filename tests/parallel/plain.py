@@ -80,15 +80,8 @@ def _step(
     total.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
     optimizer.step()
-    lengths = [len(rows.tokens[row]) for row in chosen]
-    responses = [len(rows.loss_mask[row]) for row in chosen]
     return metrics | {
         "train/grad_norm": float(norm),
-        "rollout/rewards": float(rows.rewards[chosen].mean()),
-        "rollout/raw_reward": float(rows.raw_rewards[chosen].mean()),
-        "rollout/response_lengths": sum(responses) / len(chosen),
-        "rollout/total_lengths": sum(lengths) / len(chosen),
-        "rollout/truncated": float(rows.truncated[chosen].mean()),
         "train/lr-pg_0": optimizer.param_groups[0]["lr"],
         "train/lr-pg_1": optimizer.param_groups[0]["lr"],
     }

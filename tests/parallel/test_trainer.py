@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from slime.rollout.metrics import engine_metrics, speed_metrics
+from slime.rollout.train_data import rollout_metrics
+from slime.utils.types import Sample
 from tests.parallel import plain, rollouts, tiny
 from tests.parallel.cases import CASES
 
@@ -111,20 +115,11 @@ def check(
 ) -> None:
     """Metrics and weights of a case."""
     wanted_metrics, wanted_weights = expected
-    by_row = (
-        "rollout/rewards",
-        "rollout/raw_reward",
-        "rollout/response_lengths",
-        "rollout/total_lengths",
-        "rollout/trunc",
-    )
     metrics = metrics_of(results, case)
     assert len(metrics) == len(wanted_metrics)
     for got, wanted in zip(metrics, wanted_metrics, strict=True):
         assert {name for name in got if not name.startswith("perf/")} == set(wanted)
         for name, value in wanted.items():
-            if case == "cut_in_three" and name.startswith(by_row):
-                continue
             assert math.isclose(got[name], value, rel_tol=RTOL, abs_tol=RTOL), f"{case} {name}: {got[name]} != {value}"
     before = dict(AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).named_parameters())
     moved = max(float((wanted_weights[name] - before[name]).abs().max()) for name in wanted_weights)
@@ -175,3 +170,21 @@ def test_first_step_is_on_policy_exactly(model_dir: Path, work: Path) -> None:
         assert first["train/kl_loss"] == 0.0
         assert second["train/ppo_kl"] != 0.0
         assert second["train/kl_loss"] > 0.0
+
+
+def test_no_metric_is_on_two_axes(model_dir: Path, work: Path) -> None:
+    """The trainer's are drawn over optimizer steps, the rollout's over rollouts."""
+    results = run("one", model_dir, work)
+    trained = {name for case in ("grpo", "sft") for metrics in metrics_of(results, case) for name in metrics}
+    samples = [Sample(index=i, tokens=[1, 2, 3], response_length=2) for i in range(4)]
+    for sample in samples:
+        sample.prefix_cache_info.total_prompt_tokens = sample.prefix_cache_info.cached_tokens = 1
+        sample.spec_info.spec_draft_token_num = sample.spec_info.spec_verify_ct = 1
+    generated = {
+        **rollout_metrics(samples, rollouts.columns(0, rollouts=4)),
+        **speed_metrics(Namespace(rollout_num_gpus=1), samples, 1.0),
+        **engine_metrics(samples),
+    }
+    assert {"rollout/log_probs", "rollout/ref_log_probs", "rollout/rollout_log_probs", "rollout/advantages"} < trained
+    assert {"rollout/raw_reward", "rollout/total_lengths", "rollout/spec_accept_rate"} < generated.keys()
+    assert not trained & generated.keys()

@@ -131,7 +131,7 @@ def main(layout: dict[str, Any], work: Path, directories: list[Path]) -> None:
         check_export(chunks, directory, work / "saved" / directory.name)
         report[directory.name] = check_logits_and_gradients(chunks, directory)
     (work / f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
-    parallel.destroy()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, config in (("model", QWEN3), ("moe", QWEN3_MOE)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
+        (tmp_path / name / "model.safetensors").touch()
     for name in ("data", "aime", "gsm8k"):
         (tmp_path / f"{name}.jsonl").write_text('{"input": "1+1", "label": "2"}\n')
     (tmp_path / "hook.py").write_text(
@@ -137,14 +138,14 @@ def test_placements(parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
     args = parse("--rollout-num-gpus 6")
     assert (args.placement, args.rollout_num_gpus, args.num_engines) == ("colocate", 2, 2)
     assert "--rollout-num-gpus 6 is ignored with --colocate" in capsys.readouterr().err
-    assert (args.offload_train, args.offload_rollout, args.update_weight_transport) == (True, True, "tensor")
+    assert args.update_weight_transport == "tensor"
     args = parse("--rollout-num-gpus 4 --rollout-num-gpus-per-engine 2", "--colocate")
     assert (args.placement, args.actor_num_gpus, args.rollout_num_gpus, args.num_engines) == ("disaggregate", 2, 4, 2)
-    assert (args.offload_train, args.offload_rollout, args.update_weight_transport) == (False, False, "distributed")
-    args = parse("--rollout-num-gpus 1 --update-weight-transport nccl --offload-train", "--colocate")
-    assert (args.update_weight_transport, args.offload_train, args.offload_rollout) == ("distributed", True, False)
+    assert args.update_weight_transport == "distributed"
+    args = parse("--rollout-num-gpus 1 --update-weight-transport nccl", "--colocate")
+    assert args.update_weight_transport == "distributed"
     args = parse("--debug-rollout-only --rollout-num-gpus 3")
-    assert (args.placement, args.num_engines, args.offload_rollout) == ("rollout_only", 3, False)
+    assert (args.placement, args.num_engines) == ("rollout_only", 3)
     args = parse("--load-debug-rollout-data dump/{rollout_id}.pt", "--prompt-data")
     assert (args.placement, args.num_engines, args.debug_train_only) == ("train_only", 0, True)
     args = parse("--update-weight-transport disk --run-dir out")
@@ -275,14 +276,124 @@ def test_config_mismatch(parse: Parse, fails: Fails, capsys: pytest.CaptureFixtu
         ("--disable-compute-advantages-and-returns", "", "leaves nothing to train but --loss-type sft_loss"),
         ("--transformer-impl transformer_engine", "", "--transformer-impl transformer_engine is not available yet"),
         ("--lr-warmup-fraction 0.1 --lr-warmup-iters 3", "", "exclude each other"),
+        ("--lr-warmup-iters 3", "", "--lr-warmup-iters 3: the learning rate would warm up for 3 optimizer steps of 3"),
+        ("--lr-warmup-fraction 1", "", "--lr-warmup-fraction 1.0: the learning rate would warm up for 3 optimizer"),
+        ("--lr-warmup-iters 2 --lr-decay-iters 2 --num-epoch 1", "--num-rollout", "2 optimizer steps of 2"),
+        ("--lr 1e-5 --min-lr 1e-4", "", "--min-lr 0.0001 is above --lr 1e-05"),
+        ("--lr-warmup-init 1", "", "--lr-warmup-init 1.0 is above --lr 1e-06"),
+        ("--lr-decay-style WSD", "", "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
+        ("--optimizer sgd --use-distributed-optimizer", "", "--optimizer sgd cannot be distributed"),
+        ("--optimizer lion", "", "--optimizer lion: there are adam and sgd"),
+        ("--padded-vocab-size 299", "", "--padded-vocab-size 299 must be at least the vocabulary's 300"),
+        ("--padded-vocab-size 301 --tensor-model-parallel-size 2", "", "a multiple of --tensor-model-parallel-size 2"),
+        ("--hf-checkpoint moe --moe-aux-loss-coeff 0 0.01", "", "--moe-aux-loss-coeff [0.0, 0.01] is not available"),
+        ("--hf-checkpoint moe --moe-z-loss-coeff 0.1", "", "--moe-z-loss-coeff 0.1 is not available yet"),
+        ("--attention-dropout 0.1", "", "--attention-dropout 0.1 is not available yet"),
+        ("--hidden-dropout 0.1", "", "--hidden-dropout 0.1 is not available yet"),
+        ("--apply-layernorm-1p", "", "--apply-layernorm-1p is not available yet"),
+        ("--post-self-attn-layernorm", "", "--post-self-attn-layernorm is not available yet"),
+        ("--post-mlp-layernorm", "", "--post-mlp-layernorm is not available yet"),
+        ("--enable-experimental", "", "--enable-experimental is not available yet"),
+        ("--ddp-average-in-collective", "", "--ddp-average-in-collective is not available: token weights"),
+        ("--te-rng-tracker", "", "--te-rng-tracker is not available"),
+        ("--window-size 128,0", "", "--window-size is not available yet"),
+        ("--softmax-type off-by-one", "", "--softmax-type is not available yet"),
+        ("--offload", "", "--offload is not available yet"),
+        ("--no-offload-train", "", "nothing is offloaded"),
+        ("--rotary-scaling-factor 4 --rope-scaling-factor 8", "", "--rotary-scaling-factor 4.0 and --rope-scaling-fac"),
         ("--save-debug-rollout-data dump.pt", "", "{rollout_id} is missing"),
+        ("--save-debug-rollout-data {rollout}/{rollout_id}.pt", "", "only {rollout_id} is filled in"),
+        ("--load-debug-rollout-data {}.pt", "", "--load-debug-rollout-data {}.pt: only {rollout_id}"),
+        ("--save-hf {rollout_id", "", "--save-hf {rollout_id: only {rollout_id}"),
+        ("--save-hf {rollout_id.x}", "", "--save-hf {rollout_id.x}: only {rollout_id}"),
+        ("--load ckpt", "", "ckpt: there is no checkpoint in it (no latest_checkpointed_iteration.txt)"),
+        ("--load ckpt --save other", "", "ckpt: there is no checkpoint in it"),
+        ("--load model --save model", "", "model is a Hugging Face directory: --load is for resuming"),
+        ("--load torch_dist", "", "torch_dist is one checkpoint: name the directory above it"),
+        ("--hf-checkpoint bare", "", "bare: there are no *.safetensors in it"),
+        ("--hf-checkpoint bare --debug-rollout-only", "", "bare: there are no *.safetensors in it"),
+        ("--ref-load bare", "", "--ref-load {directory}/bare: there are neither *.safetensors nor a checkpoint"),
         ("--hf-checkpoint moe --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1", "",
          "does not sum the experts' gradients"),
         ("--rolout-batch-size 4", "", "unknown flag --rolout-batch-size; did you mean --rollout-batch-size?"),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_line_with_status_2(fails: Fails, words: str, without: str, expected: str) -> None:
-    assert expected in fails(words, without)
+def test_bad_input_is_one_line_with_status_2(
+    fails: Fails, directory: Path, words: str, without: str, expected: str
+) -> None:
+    (directory / "torch_dist").mkdir()
+    (directory / "torch_dist" / "metadata.json").touch()
+    (directory / "bare").mkdir()
+    (directory / "bare" / "config.json").write_text(json.dumps(QWEN3))
+    assert expected.replace("{directory}", str(directory)) in fails(words, without)
+
+
+def test_weights_are_asked_for_only_where_they_are_read(parse: Parse, directory: Path) -> None:
+    (directory / "model" / "model.safetensors").unlink()
+    (directory / "ref").mkdir()
+    (directory / "ref" / "model.safetensors").touch()
+    parse("--debug-rollout-only --sglang-load-format dummy")
+    assert parse("--debug-train-only --ref-load ref").ref_load == str(directory / "ref")
+    (directory / "ref" / "model.safetensors").rename(directory / "ref" / "metadata.json")
+    parse("--debug-train-only --ref-load ref")
+    (directory / "ckpt").mkdir()
+    (directory / "ckpt" / "latest_checkpointed_iteration.txt").write_text("3")
+    parse("--debug-train-only --load ckpt")
+
+
+def test_a_fresh_run_may_load_from_where_it_saves(parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
+    parse("--load ckpt --save ckpt/")
+    assert capsys.readouterr().err.count("warning: there is no checkpoint in --load") == 1
+    parse("--load ckpt --debug-rollout-only")
+
+
+def test_sgd_is_not_distributed(parse: Parse) -> None:
+    assert parse().use_distributed_optimizer is True
+    assert parse("--optimizer sgd").use_distributed_optimizer is False
+
+
+def test_a_run_that_only_evaluates_has_no_schedule(parse: Parse) -> None:
+    words = "--num-rollout 0 --lr-warmup-iters 10 --eval-interval 1 --eval-prompt-data aime.jsonl"
+    assert parse(words, "--num-rollout").train_iters == 0
+
+
+def test_save_paths_are_templates(parse: Parse, directory: Path) -> None:
+    args = parse("--save-hf hf/{rollout_id:05d} --save-debug-rollout-data {{d}}/{rollout_id:03d}.pt")
+    assert args.save_hf.format(rollout_id=7) == f"{directory}/hf/00007"
+    assert args.save_debug_rollout_data.format(rollout_id=7) == f"{directory}/{{d}}/007.pt"
+    assert parse("--save-hf hf").save_hf == str(directory / "hf")
+
+
+@pytest.mark.parametrize(
+    ("words", "rollout", "evaluation"),
+    [
+        ("", 2047, 2047),
+        ("--rollout-max-prompt-len 100", 100, 100),
+        ("--rollout-max-prompt-len 9999", 2047, 2047),
+        ("--rollout-max-context-len 512 --rollout-max-prompt-len 600", 511, 511),
+        ("--rollout-max-context-len 512 --eval-max-context-len 1024", 511, 1023),
+        ("--rollout-max-prompt-len 100 --eval-max-prompt-len 3000", 100, 2047),
+        ("--rollout-max-prompt-len 600 --rollout-max-context-len 512 --eval-max-context-len 700", 511, 600),
+    ],
+)
+def test_prompts_leave_room_for_a_response(parse: Parse, words: str, rollout: int, evaluation: int) -> None:
+    args = parse(words)
+    assert (args.rollout_max_prompt_len, args.eval_max_prompt_len) == (rollout, evaluation)
+
+
+def test_conversations_are_limited_only_by_flags(parse: Parse) -> None:
+    words = "--loss-type sft_loss --debug-train-only"
+    assert parse(words).rollout_max_prompt_len is None
+    assert parse(f"{words} --rollout-max-context-len 512").rollout_max_prompt_len == 511
+
+
+def test_rotary_factor_of_llama_scripts(parse: Parse, directory: Path, fails: Fails) -> None:
+    rope = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope |= {"original_max_position_embeddings": 8192}
+    llama = QWEN3 | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_scaling": rope}
+    (directory / "model" / "config.json").write_text(json.dumps(llama))
+    assert parse("--use-rope-scaling --rotary-scaling-factor 32.0").rope_scaling_factor == 32.0
+    assert "--rope-scaling-factor is 8.0, config.json means 32.0" in fails("--rotary-scaling-factor 8")
 
 
 def test_unsupported_model(directory: Path, fails: Fails) -> None:
@@ -290,8 +401,12 @@ def test_unsupported_model(directory: Path, fails: Fails) -> None:
     assert "model_type 'gpt2' is not supported" in fails()
 
 
-def test_describe_is_yaml_without_secrets(parse: Parse) -> None:
-    args = parse("--use-wandb --wandb-key s3cret --sglang-log-level info --dry-run")
+def test_describe_is_yaml_without_secrets(directory: Path) -> None:
+    (directory / "c.yaml").write_text("judge_secret: s3cret\njudge: {api_key: s3cret, url: here}\n")
+    words = "--wandb-key s3cret --sglang-ssl-keyfile-password s3cret --custom-config-path c.yaml"
+    environment = {"WANDB_API_KEY": "s3cret", "HF_TOKEN": "s3cret", "AWS_SECRET_ACCESS_KEY": "s3cret"}
+    flags = ["--train-env-vars", json.dumps(environment), "--input-key", "question", "--rollout-stop-token-ids", "7"]
+    args = parse_args(command(f"--use-wandb {words} --sglang-log-level info --dry-run") + flags)
     args.sglang_router_api_key = "t0ken"
     text = describe(args)
     assert "s3cret" not in text
@@ -300,7 +415,12 @@ def test_describe_is_yaml_without_secrets(parse: Parse) -> None:
     assert sections["batches"]["global_batch_size"] == 16
     assert sections["cluster"]["no_api_keys"] is False
     assert sections["tracking"]["wandb_key"] == "<redacted>"
-    assert sections["sglang"]["sglang_cli"] == ["--log-level", "info"]
+    assert sections["cluster"]["train_env_vars"] == dict.fromkeys(environment, "<redacted>")
+    assert sections["data"]["input_key"] == "question"
+    assert sections["rollout"]["rollout_stop_token_ids"] == [7]
+    assert sections["megatron and others"]["judge"] == {"api_key": "<redacted>", "url": "here"}
+    words = ["--ssl-keyfile-password", "<redacted>", "--log-level", "info"]
+    assert sections["sglang"]["sglang_cli"] == words
     assert sections["derived"]["placement"] == "colocate"
     assert sections["versions"]["megatron-core"]
 

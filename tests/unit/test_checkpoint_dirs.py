@@ -12,8 +12,8 @@ from slime.backends.megatron.checkpoint import (
     commit_directory,
     commit_save,
     find_checkpoint,
-    is_torch_dist,
 )
+from slime.options.checkpoint import is_torch_dist
 
 
 def write(save_dir: Path, rollout_id: int, text: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import pytest
 import torch
@@ -38,13 +38,21 @@ def per_expert(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
             yield f"{prefix}.experts.{expert}.{of}_proj.weight", part
 
 
+def whole(family: Family, name: str, tensors: Mapping[str, Tensor], shape: Shape) -> Tensor:
+    """The uncut, unpadded Megatron parameter."""
+    dim = family.row(name)[0].dim or 0
+    sources = [tensors[hf] for hf in family.sources(name, shape)]
+    full = list(sources[0].shape)
+    full[dim] = sum(source.shape[dim] for source in sources)
+    return family.shard(name, tensors.__getitem__, shape, full, 0)
+
+
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_round_trip_is_exact(kind: str) -> None:
     family, shape, tensors = checkpoint(kind)
     back: dict[str, Tensor] = {}
     for name in family.parameters(shape):
-        full = family.to_megatron(name, tensors.__getitem__, shape)
-        pairs = family.to_hf(name, full, shape)
+        pairs = family.join(name, [whole(family, name, tensors, shape)], shape)
         assert [hf for hf, _ in pairs] == family.hf_names(name, shape)
         assert not back.keys() & dict(pairs).keys()
         back.update(pairs)
@@ -60,7 +68,7 @@ def test_shards_join_to_what_they_were_cut_from(kind: str, size: int) -> None:
     family, shape, tensors = checkpoint(kind)
     for name in family.parameters(shape):
         row, _ = family.row(name)
-        local = list(family.to_megatron(name, tensors.__getitem__, shape).shape)
+        local = list(whole(family, name, tensors, shape).shape)
         if row.dim is not None:
             local[row.dim] = -(-local[row.dim] // size)
         shards = [family.shard(name, tensors.__getitem__, shape, local, rank) for rank in range(size)]
@@ -76,7 +84,7 @@ def test_query_groups_are_interleaved() -> None:
     sources = {q: torch.arange(4 * d)[:, None], k: 1000 + torch.arange(2 * d)[:, None]}
     v = k.replace("k_proj", "v_proj")
     sources[v] = 2000 + torch.arange(2 * d)[:, None]
-    merged = family.to_megatron("decoder.layers.0.self_attention.linear_qkv.weight", sources.__getitem__, shape)
+    merged = whole(family, "decoder.layers.0.self_attention.linear_qkv.weight", sources, shape)
     group = [torch.arange(2 * d), 1000 + torch.arange(d), 2000 + torch.arange(d)]
     second = [torch.arange(2 * d, 4 * d), 1000 + torch.arange(d, 2 * d), 2000 + torch.arange(d, 2 * d)]
     assert torch.equal(merged[:, 0], torch.cat(group + second))
@@ -94,9 +102,9 @@ def test_vocabulary_padding_is_zero_and_stripped() -> None:
 
 def test_tied_output_layer_is_read_from_the_embedding_and_not_written() -> None:
     family, shape, tensors = checkpoint("qwen3_tied")
-    full = family.to_megatron("output_layer.weight", tensors.__getitem__, shape)
+    full = whole(family, "output_layer.weight", tensors, shape)
     assert torch.equal(full, tensors["model.embed_tokens.weight"])
-    assert family.to_hf("output_layer.weight", full, shape) == []
+    assert family.join("output_layer.weight", [full], shape) == []
 
 
 def test_only_needed_slices_are_read() -> None:

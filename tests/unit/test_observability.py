@@ -180,6 +180,10 @@ def test_wandb_offline_writes_metrics_and_options_without_secrets(
         wandb_always_use_train_step=True,
         sglang_router_api_key="sk-router-secret",
         sglang_cli=["--api-key", "sk-cli-secret"],
+        sglang_ssl_keyfile_password="p-secret",
+        train_env_vars={"HF_TOKEN": "hf-secret", "N": "env-secret"},
+        judge_secret="yaml-secret",
+        input_key="question",
         lr=0.25,
     )
     logger = MetricsLogger(args)
@@ -193,7 +197,8 @@ def test_wandb_offline_writes_metrics_and_options_without_secrets(
     assert [(row.get("rollout/raw_reward"), row.get("rollout/step")) for row in rows[:1]] == [(reward, 6)]
     assert [(row.get("train/loss"), row.get("train/step")) for row in rows[1:]] == [(0.5, 6)]
     assert (run.run_id, run.project, run.run_group, run.display_name) == ("run1234", "arithmetic", "g", "g")
-    assert config["lr"] == 0.25
+    assert (config["lr"], config["input_key"]) == (0.25, "question")
+    assert config["train_env_vars"] == {"HF_TOKEN": "<redacted>", "N": "<redacted>"}
     for file in (tmp_path / "w").rglob("*"):
         if file.is_file():
             content = file.read_bytes()

@@ -14,7 +14,7 @@ import pytest
 
 from slime.options.installed import InstalledFlagsError, start_reading
 from slime.options.parser import StrictParser, flag_values
-from slime.options.patterns import layer_pattern, window
+from slime.options.patterns import layer_pattern
 from slime.options.schema import add_options, option
 from slime.utils.arguments import _assemble
 
@@ -156,12 +156,6 @@ def test_layer_patterns(text: str, value: int | list[int]) -> None:
 def test_layer_patterns_refuse_other_expressions(text: str) -> None:
     with pytest.raises(Exception, match="neither a number nor a list"):
         layer_pattern(text)
-
-
-def test_window() -> None:
-    assert window("128,0") == (128, 0)
-    with pytest.raises(Exception, match="LEFT,RIGHT"):
-        window("128")
 
 
 WRITES_ONE = "import sys, json, pathlib; pathlib.Path(sys.argv[1]).write_text(json.dumps([{'flags': ['--x']}]))"

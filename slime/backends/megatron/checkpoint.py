@@ -27,10 +27,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from slime.backends.megatron.optimizer import parts_of
+from slime.options.checkpoint import LATEST, has_checkpoint
 from slime.utils import device
 
-_LATEST = "latest_checkpointed_iteration.txt"
-_TORCH_DIST = "metadata.json"
 logger = logging.getLogger(__name__)
 
 
@@ -49,8 +48,8 @@ def commit_save(save_dir: str | Path, rollout_id: int) -> None:
     """
     commit_directory(_directory(save_dir, rollout_id))
     if _is_first_rank():
-        latest = Path(save_dir, _LATEST)
-        aside = latest.with_name(f".{_LATEST}.tmp")
+        latest = Path(save_dir, LATEST)
+        aside = latest.with_name(f".{LATEST}.tmp")
         with aside.open("w") as stream:
             stream.write(str(rollout_id))
             stream.flush()
@@ -95,9 +94,9 @@ def find_checkpoint(load_dir: str | Path) -> tuple[Path, int] | None:
         FileNotFoundError: the one that the directory calls its latest is not there.
         ValueError: a file of the latest that holds no number.
     """
-    latest = Path(load_dir, _LATEST)
-    if not latest.is_file():
+    if not has_checkpoint(load_dir):
         return None
+    latest = Path(load_dir, LATEST)
     text = latest.read_text().strip()
     if not text.isdecimal():
         raise ValueError(f"{latest} should hold the number of a checkpoint, not {text!r}")
@@ -107,11 +106,6 @@ def find_checkpoint(load_dir: str | Path) -> tuple[Path, int] | None:
         present = sorted(p.name for p in Path(load_dir).glob("iter_*"))
         raise FileNotFoundError(f"{latest} names {directory.name}, but {load_dir} has {', '.join(present) or 'none'}")
     return directory, rollout_id
-
-
-def is_torch_dist(directory: str | Path) -> bool:
-    """Whether the directory itself is a whole torch_dist checkpoint."""
-    return Path(directory, _TORCH_DIST).is_file()
 
 
 def save_state(

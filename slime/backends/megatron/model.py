@@ -68,21 +68,11 @@ def transformer_config(args: Namespace) -> TransformerConfig:
 
 
 def padded_vocab_size(args: Namespace) -> int:
-    """The vocabulary rounded up so that every tensor-parallel rank holds the same number of rows.
-
-    Raises:
-        ValueError: ``--padded-vocab-size`` is too small, or tensor parallelism does not divide it.
-    """
-    tp, padded = args.tensor_model_parallel_size, args.padded_vocab_size
-    if padded is None:
-        multiple = args.make_vocab_size_divisible_by * tp
-        return -(-args.vocab_size // multiple) * multiple
-    if padded < args.vocab_size or padded % tp:
-        raise ValueError(
-            f"--padded-vocab-size {padded} must be at least the vocabulary's {args.vocab_size} and a multiple of "
-            f"--tensor-model-parallel-size {tp}"
-        )
-    return padded
+    """The vocabulary rounded up so that every tensor-parallel rank holds the same number of rows."""
+    if args.padded_vocab_size is not None:
+        return int(args.padded_vocab_size)
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    return int(-(-args.vocab_size // multiple) * multiple)
 
 
 def build_model(args: Namespace) -> list[GPTModel]:

@@ -22,13 +22,13 @@ def initialize_distributed(args: Namespace) -> None:
     `compat.install` must have been called; the options have checked that the layout fits.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    where = device.bind_local_device(int(os.environ.get("LOCAL_RANK", 0)))
+    device.bind_local_device(int(os.environ.get("LOCAL_RANK", 0)))
+    # No device_id: torch would split later groups off this one, and weight publishing makes one with other processes.
     dist.init_process_group(
         backend=device.collective_backend(),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
-        device_id=where if device.is_cuda() else None,
     )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
@@ -49,10 +49,3 @@ def set_seeds(seed: int) -> None:
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-
-
-def destroy() -> None:
-    """Leave all process groups."""
-    parallel_state.destroy_model_parallel()
-    if dist.is_initialized():
-        dist.destroy_process_group()

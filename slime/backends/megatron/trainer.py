@@ -18,6 +18,7 @@ from transformers import AutoConfig
 
 from slime.backends.megatron import compat
 from slime.models import family_of, weight_shape
+from slime.options.checkpoint import is_torch_dist
 from slime.utils import device
 from slime.utils.types import OptimizerStep, TrainBatch
 
@@ -31,12 +32,11 @@ from slime.backends.megatron import checkpoint, weights_io  # noqa: E402
 from slime.backends.megatron.batch import MicroBatch, PackLayout, pack  # noqa: E402
 from slime.backends.megatron.log_probs import log_probs_and_entropy  # noqa: E402
 from slime.backends.megatron.loss import LOSSES, reduce_tokens  # noqa: E402
-from slime.backends.megatron.metrics import row_sums, step_metrics  # noqa: E402
+from slime.backends.megatron.metrics import step_metrics  # noqa: E402
 from slime.backends.megatron.model import build_model, wrap  # noqa: E402
 from slime.backends.megatron.optimizer import (  # noqa: E402
     make_optimizer,
     make_scheduler,
-    move_moments,
     wrap_data_parallel,
 )
 from slime.backends.megatron.parallel import initialize_distributed  # noqa: E402
@@ -129,7 +129,8 @@ class MegatronTrainer:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         reports = self._pass(micro_batches, self._loss, forward_only=False)
-        metrics = step_metrics(reports, row_sums(batch, step))
+        tokens = sum(int(batch.tokens.lengths[rows].sum()) for rows in step.micro_batches)
+        metrics = step_metrics(reports, tokens)
         self._check_finite(where, "loss", metrics["train/loss"])
         done, grad_norm, _ = self._optimizer.step()
         if not done:
@@ -195,7 +196,6 @@ class MegatronTrainer:
     def _connect_schedule(self) -> None:
         """Tell Megatron's schedules how gradients are summed; they find it in the model's configuration."""
         config, chunks = self.model_chunks[0].config, self._chunks
-        _refuse_auxiliary_losses(config)
         config.finalize_model_grads_func = _finalize_gradients
         config.grad_scale_func = self._optimizer.scale_loss
         single = len(chunks) == 1
@@ -232,7 +232,7 @@ class MegatronTrainer:
             return
         source = self.args.ref_load or self.args.hf_checkpoint
         found = checkpoint.find_checkpoint(source)
-        if found is not None or checkpoint.is_torch_dist(source):
+        if found is not None or is_torch_dist(source):
             checkpoint.load_model(found[0] if found else source, self.model_chunks)
         else:
             weights_io.load_hf(self.model_chunks, source)
@@ -257,28 +257,6 @@ class MegatronTrainer:
         unfinished = checkpoint.begin_directory(Path(directory))
         weights_io.save_hf(self.model_chunks, unfinished, self.args.hf_checkpoint)
         checkpoint.commit_directory(Path(directory))
-
-    def sleep(self) -> None:
-        """Free the gradients and put optimizer moments into host memory; weights stay where they are."""
-        for chunk in self._chunks:
-            chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
-        move_moments(self._optimizer, torch.device("cpu"))
-        device.release_cached_memory()
-
-    def wake(self) -> None:
-        """Undo `sleep`, before the next `train` or `save`."""
-        for chunk in self._chunks:
-            chunk.restore_grad_buffers(synchronize=False)
-        move_moments(self._optimizer, device.current_device())
-
-
-def _refuse_auxiliary_losses(config: Any) -> None:
-    """Megatron multiplies these by token counts that it divides gradients by afterwards, which is not done here."""
-    coefficients = config.moe_aux_loss_coeff
-    if any(coefficients if isinstance(coefficients, list) else [coefficients]) or config.moe_z_loss_coeff:
-        raise ValueError(
-            "--moe-aux-loss-coeff and --moe-z-loss-coeff are not supported: leave them out, or set them to 0"
-        )
 
 
 def _forward(output: Any, micro_batches: Iterator[MicroBatch], model: Any, *_: Any, **__: Any) -> tuple[Tensor, Any]:

@@ -1,0 +1,75 @@
+"""Optimizer and schedule of the trainer, and what Megatron's flags offer that it would not do."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from slime.options.errors import OptionError
+
+OPTIMIZERS = ("adam", "sgd")
+
+_NOT_COMPUTED = (
+    *("apply_layernorm_1p", "enable_experimental", "post_mlp_layernorm", "post_self_attn_layernorm"),
+    *("attention_dropout", "hidden_dropout", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
+)
+"""Settings that model scripts may name, and that must stay off or 0: the model here goes without them, or, as with
+auxiliary losses, Megatron scales them by token counts by which gradients are not divided here."""
+
+
+def check_training(args: Namespace, given: set[str]) -> None:
+    """Choose the distributed optimizer where the user did not, and refuse what cannot be trained with.
+
+    Raises:
+        OptionError: an optimizer or a schedule that cannot be, or a feature that the trainer does not have.
+    """
+    for name in _NOT_COMPUTED:
+        value = getattr(args, name)
+        if any(value) if isinstance(value, list) else value:
+            flag = "--" + name.replace("_", "-")
+            shown = flag if value is True else f"{flag} {value}"
+            raise OptionError(f"{shown} is not available yet in this version")
+    _check_optimizer(args, given)
+    _check_schedule(args)
+
+
+def _check_optimizer(args: Namespace, given: set[str]) -> None:
+    if args.optimizer not in OPTIMIZERS:
+        raise OptionError(f"--optimizer {args.optimizer}: there are {' and '.join(OPTIMIZERS)}")
+    if args.optimizer != "adam":
+        if args.use_distributed_optimizer and "use_distributed_optimizer" in given:
+            raise OptionError(f"--optimizer {args.optimizer} cannot be distributed: drop --use-distributed-optimizer")
+        args.use_distributed_optimizer = False
+
+
+def _check_schedule(args: Namespace) -> None:
+    for flag, rate in (("--min-lr", args.min_lr), ("--lr-warmup-init", args.lr_warmup_init)):
+        if rate > args.lr:
+            raise OptionError(f"{flag} {rate} is above --lr {args.lr}")
+    if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:
+        raise OptionError("--lr-decay-style WSD needs --lr-wsd-decay-iters")
+    if args.num_rollout is not None or args.lr_decay_iters is not None:
+        warmup_and_decay_steps(args)
+
+
+def warmup_and_decay_steps(args: Namespace) -> tuple[int, int]:
+    """Optimizer steps of the learning rate's warm-up, and those until its decay ends, warm-up included.
+
+    With ``--num-epoch`` and no ``--lr-decay-iters`` they are known once the prompts are counted.
+
+    Raises:
+        OptionError: a warm-up that is not shorter than the decay.
+    """
+    if args.num_rollout == 0:
+        return 0, 1
+    decay = args.lr_decay_iters or args.num_rollout * args.num_steps_per_rollout
+    warmup = args.lr_warmup_iters
+    if args.lr_warmup_fraction is not None:
+        warmup = int(args.lr_warmup_fraction * decay)
+    if warmup >= decay:
+        flag = "--lr-warmup-iters" if args.lr_warmup_fraction is None else "--lr-warmup-fraction"
+        raise OptionError(
+            f"{flag} {warmup if args.lr_warmup_fraction is None else args.lr_warmup_fraction}: the learning rate would "
+            f"warm up for {warmup} optimizer steps of {decay} (--lr-decay-iters, else --num-rollout x "
+            "--num-steps-per-rollout)"
+        )
+    return warmup, decay

@@ -1,0 +1,73 @@
+"""Options without their secrets, for files and services that keep them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+REDACTED = "<redacted>"
+
+_ENVIRONMENT = re.compile(r"(^|_)env(_vars?|ironment)?$")
+_SECRET = re.compile(r"passw(or)?d|passphrase|secret|credential")
+_WORD = r"(^|_|access|api|auth|private)(key|token)"
+_NAMED_FOR_ONE = re.compile(_WORD + "$")
+_NAMED_FOR_SOME = re.compile(_WORD + "s?(_|$)")
+_HARMLESS = re.compile(
+    r"^(eval_)?(input|label|metadata|multimodal|reward|tool)_keys?$"  # columns and entries
+    r"|^(bos|eos|pad|stop|unk)_token$|(^|_)token_(dispatcher|drop|map)|_tokens_buckets$|_path$"
+)
+
+
+def redacted(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy in which every secret is `REDACTED`, at any depth: what its name calls one, and all environment variables.
+
+    In a list, the words after ``--some-password`` are judged by that name, as on a command line.
+    """
+    return {name: _redact(str(name), value) for name, value in options.items()}
+
+
+def is_secret(name: str, value: Any) -> bool:
+    """Whether an option's name calls its value a secret.
+
+    A number, unless the name ends in key or token (``judge_token: 123``), is a count or an id, not a secret.
+    """
+    name = name.lstrip("-").replace("-", "_").lower()
+    if value is None or isinstance(value, bool):
+        return False
+    if _SECRET.search(name):
+        return True
+    if _HARMLESS.search(name):
+        return False
+    return bool(_NAMED_FOR_ONE.search(name) or (_NAMED_FOR_SOME.search(name) and not _is_numeric(value)))
+
+
+def _redact(name: str, value: Any) -> Any:
+    if isinstance(value, Mapping) and _ENVIRONMENT.search(name.lower()):
+        return dict.fromkeys(value, REDACTED)
+    if is_secret(name, value):
+        return REDACTED
+    if isinstance(value, Mapping):
+        return redacted(value)
+    return _redact_words(value) if isinstance(value, (list, tuple)) else value
+
+
+def _redact_words(words: Sequence[Any]) -> list[Any]:
+    flag, result = "", []
+    for word in words:
+        if isinstance(word, str) and word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            result.append(flag + equals + str(_redact(flag, value)) if equals else flag)
+        else:
+            result.append(_redact(flag, word))
+    return result
+
+
+def _is_numeric(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_numeric(item) for item in value)
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True

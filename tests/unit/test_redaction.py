@@ -1,0 +1,74 @@
+"""What counts as a secret among options, and what only sounds like one."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import pytest
+
+from slime.utils.redaction import REDACTED, redacted
+
+SECRETS = """
+WANDB_API_KEY HF_TOKEN AWS_SECRET_ACCESS_KEY AWS_ACCESS_KEY_ID wandb_key sglang_router_api_key api_keys judge_secret
+sglang_ssl_keyfile_password openai-api-key apiKey accessToken token key judge_credentials db_passwd secret_of_judge
+bearer_token_value
+"""
+COLUMNS = """
+input_key label_key metadata_key tool_key reward_key eval_input_key eval_label_key eval_reward_key eval_tool_key
+"""
+
+
+@pytest.mark.parametrize("name", SECRETS.split())
+def test_secrets_are_replaced(name: str) -> None:
+    secret = secrets.token_urlsafe(8)
+    assert redacted({name: secret}) == {name: REDACTED}
+    assert redacted({"judge": {name: [secret]}, "n": 1}) == {"judge": {name: REDACTED}, "n": 1}
+    assert redacted({name: None}) == {name: None}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, "column") for name in COLUMNS.split()),
+        ("multimodal_keys", ["image"]),
+        ("rollout_stop_token_ids", [1, 2]),
+        ("rollout_skip_special_tokens", True),
+        ("max_tokens_per_gpu", 4608),
+        ("max_tokens", "4608"),
+        ("sglang_max_total_tokens", 2**20),
+        ("calculate_per_token_loss", False),
+        ("no_api_keys", True),
+        ("moe_token_dispatcher_type", "alltoall"),
+        ("moe_token_drop_policy", "probs"),
+        ("tokenizer_type", "HuggingFaceTokenizer"),
+        ("sglang_tokenizer_mode", "auto"),
+        ("sglang_prompt_tokens_buckets", ["tse", "10"]),
+        ("sglang_bucket_inter_token_latency", [0.1]),
+        ("linear_num_key_heads", 16),
+        ("linear_key_head_dim", 128),
+        ("monkey", "banana"),
+        ("eval_interval", 5),
+    ],
+)
+def test_harmless_names_are_kept(name: str, value: Any) -> None:
+    assert redacted({name: value}) == {name: value}
+
+
+def test_password_and_singular_names_are_secret_even_as_numbers() -> None:
+    assert redacted({"db_password": 1234, "judge_token": 5678}) == {"db_password": REDACTED, "judge_token": REDACTED}
+
+
+def test_environment_variables_keep_their_names_only() -> None:
+    options = {"train_env_vars": {"PATH_TO_JUDGE": "x", "N": 3}, "judge": {"env": {"A": "b"}}}
+    assert redacted(options) == {
+        "train_env_vars": {"PATH_TO_JUDGE": REDACTED, "N": REDACTED},
+        "judge": {"env": {"A": REDACTED}},
+    }
+
+
+def test_words_of_a_command_line() -> None:
+    words = ["--log-level", "info", "--ssl-keyfile-password", "p", "--api-keys", "a", "b", "--max-total-tokens", "9"]
+    wanted = ["--log-level", "info", "--ssl-keyfile-password", REDACTED, "--api-keys", REDACTED, REDACTED]
+    assert redacted({"sglang_cli": words}) == {"sglang_cli": [*wanted, "--max-total-tokens", "9"]}
+    assert redacted({"router_cli": ["--api-key=k", "--x=y"]}) == {"router_cli": [f"--api-key={REDACTED}", "--x=y"]}
