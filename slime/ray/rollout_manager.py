@@ -37,7 +37,9 @@ class RolloutManager:
         self._evaluate = load_function(args.eval_function_path, flag="--eval-function-path")
 
     def load_data(self) -> int:
-        """Read the prompts; how many rollouts the run has."""
+        """Read the prompts, which recorded rollouts do without; how many rollouts the run has."""
+        if self._args.load_debug_rollout_data:
+            return self._args.num_rollout
         self._data_source = make_data_source(self._args)
         self._args.num_rollout = num_rollout(self._args, self._data_source)
         return self._args.num_rollout
@@ -88,20 +90,21 @@ class RolloutManager:
         output = self._evaluate(self._args, rollout_id, self._data_source, evaluation=True)
         if not isinstance(output, RolloutFnEvalOutput):
             output = RolloutFnEvalOutput(data=output)
-        return eval_metrics(self._args, output)
+        return eval_metrics(output)
 
     def state(self, rollout_id: int) -> dict[str, Any]:
         """What a checkpoint needs of the data side; a user's own data source saves itself beside it."""
         if isinstance(self._data_source, RolloutDataSource):
             return {"data_source": self._data_source.state_dict()}
-        self._data_source.save(rollout_id)
+        if self._data_source is not None:
+            self._data_source.save(rollout_id)
         return {}
 
     def restore(self, rollout_id: int, state: dict[str, Any]) -> None:
         """The inverse of `state`."""
         if isinstance(self._data_source, RolloutDataSource):
             self._data_source.load_state_dict(state["data_source"])
-        else:
+        elif self._data_source is not None:
             self._data_source.load(rollout_id)
 
     def stop(self) -> None:

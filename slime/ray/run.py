@@ -243,13 +243,18 @@ def dry_run(args: argparse.Namespace) -> None:
     Raises:
         InputError: a data file or row that cannot be read.
     """
-    try:
-        data_source = make_data_source(args)
-    except ValueError as error:
-        raise InputError(f"{LOAD_DATA}: {error}") from None
     print(describe(args))
     print(describe_placement(args))
-    print(f"data: {len(data_source)} prompts, {num_rollout(args, data_source)} rollouts")
+    if args.load_debug_rollout_data:
+        return
+    try:
+        source = make_data_source(args)
+    except ValueError as error:
+        raise InputError(f"{LOAD_DATA}: {error}") from None
+    left_out = [
+        f"{getattr(source, name, 0)} {what}" for name, what in (("num_bad", "bad"), ("num_too_long", "too long"))
+    ]
+    print(f"data: {len(source)} prompts ({', '.join(left_out)} left out), {num_rollout(args, source)} rollouts")
 
 
 def is_due(rollout_id: int, interval: int | None, last: int | None = None) -> bool:

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from slime.rollout.dataset import load_prompts, train_prompt_spec
-from slime.utils.misc import load_function
+from slime.rollout.dataset import PromptDataset, load_prompts, train_prompt_spec
 from slime.utils.types import Group, Sample
 
 logger = logging.getLogger(__name__)
+
+_WITH_BUFFER = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
 
 
 class DataSource(abc.ABC):
@@ -47,14 +48,17 @@ class DataSource(abc.ABC):
 class RolloutDataSource(DataSource):
     """Prompts of ``--prompt-data`` in the order of a shuffle per epoch, as many epochs as asked for.
 
-    ``RolloutDataSource(args)``, or ``RolloutDataSource(dataset, args)`` over any sequence of samples. With
-    ``--disable-rollout-global-dataset`` it hands out samples with an empty prompt.
+    ``RolloutDataSource(args)``, or ``RolloutDataSource(dataset, args)`` over any sequence of samples.
     """
 
     def __init__(self, *dataset_and_args: Any) -> None:
         *given, args = dataset_and_args
         self.args: Namespace = args
-        self.dataset: Sequence[Sample] | None = given[0] if given else self._load(args)
+        self.dataset: Sequence[Sample] | PromptDataset = given[0] if given else self._load(args)
+        self.num_bad = getattr(self.dataset, "num_bad", 0)
+        """Rows left out by ``--skip-bad-rows``."""
+        self.num_too_long = getattr(self.dataset, "num_too_long", 0)
+        """Rows left out by ``--rollout-max-prompt-len``."""
         self.rollout_id: int | None = None
         """The rollout under way; `generate_rollout` keeps it."""
         self._epoch = 0
@@ -64,15 +68,13 @@ class RolloutDataSource(DataSource):
         self._order = self._shuffled(0)
 
     @staticmethod
-    def _load(args: Namespace) -> Any:
-        if not getattr(args, "rollout_global_dataset", True):
-            return None
+    def _load(args: Namespace) -> PromptDataset:
         if not args.prompt_data:
-            raise ValueError("--prompt-data is missing; --disable-rollout-global-dataset goes without it")
+            raise ValueError("--prompt-data is missing")
         return load_prompts(train_prompt_spec(args))
 
     def __len__(self) -> int:
-        return 0 if self.dataset is None else len(self.dataset)
+        return len(self.dataset)
 
     def _shuffled(self, epoch: int) -> np.ndarray:
         """Row order of an epoch, by a generator of its own: the global ones belong to the user's code."""
@@ -96,8 +98,6 @@ class RolloutDataSource(DataSource):
         return group
 
     def _next_prompt(self) -> Sample:
-        if self.dataset is None:
-            return Sample()
         if self._cursor == len(self._order):
             self._epoch += 1
             self._cursor = 0
@@ -115,7 +115,7 @@ class RolloutDataSource(DataSource):
         if samples:
             raise RuntimeError(
                 f"{type(self).__name__} has no buffer to take {len(samples)} groups back into; use "
-                "--data-source-path slime.rollout.data_source.RolloutDataSourceWithBuffer"
+                f"--data-source-path {_WITH_BUFFER}"
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -133,8 +133,13 @@ class RolloutDataSource(DataSource):
         """Continue where `state_dict` was taken; other data or another shuffle than then is warned of.
 
         Raises:
-            ValueError: the position lies beyond the data.
+            ValueError: the position lies beyond the data, or the state has a buffer, which would be lost.
         """
+        if state.get("buffer"):
+            raise ValueError(
+                f"the checkpoint has {len(state['buffer'])} groups in its buffer, and {type(self).__name__} has none: "
+                f"resume with the --data-source-path it was made with, such as {_WITH_BUFFER}"
+            )
         present = self.state_dict()
         changed = [key for key in ("num_prompts", "shuffle") if state[key] != present[key]]
         if changed:
@@ -151,7 +156,7 @@ class RolloutDataSource(DataSource):
 
 
 def pop_first(args: Namespace, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:
-    """The default of ``--buffer-filter-path``: first in, first out. What it leaves in ``buffer`` is offered again."""
+    """First in, first out. What it leaves in ``buffer`` is offered again."""
     taken = buffer[:num_samples]
     del buffer[:num_samples]
     return taken
@@ -163,27 +168,21 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def __init__(self, *dataset_and_args: Any) -> None:
         super().__init__(*dataset_and_args)
         self.buffer: list[Group] = []
-        self._filter_path = getattr(self.args, "buffer_filter_path", None)
-        self._filter = pop_first
-        if self._filter_path:
-            self._filter = load_function(
-                self._filter_path, flag="--buffer-filter-path", default_names=("buffer_filter",)
-            )
 
     def buffer_filter(self, args: Namespace, buffer: list[Group], num_samples: int) -> list[Group]:
         """Choose up to ``num_samples`` groups and take them out of ``buffer``; for subclasses to override."""
-        return self._filter(args, self.rollout_id, buffer, num_samples)
+        return pop_first(args, self.rollout_id, buffer, num_samples)
 
     def get_samples(self, num_samples: int) -> list[Group]:
-        """Groups of the buffer, as the filter chooses them, then new ones.
+        """Groups of the buffer, as `buffer_filter` chooses them, then new ones.
 
         Raises:
-            ValueError: the filter chose more than it was asked for.
+            ValueError: it chose more than it was asked for.
         """
         groups = list(self.buffer_filter(self.args, self.buffer, num_samples)) if self.buffer else []
         if len(groups) > num_samples:
             raise ValueError(
-                f"--buffer-filter-path {self._filter_path} returned {len(groups)} groups, asked for {num_samples}"
+                f"{type(self).__name__}.buffer_filter returned {len(groups)} groups, asked for {num_samples}"
             )
         return groups + super().get_samples(num_samples - len(groups))
 
@@ -207,6 +206,15 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         return super().state_dict() | {"buffer": [[sample.to_dict() for sample in group] for group in self.buffer]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
-        super().load_state_dict(state)
+        """Continue where `state_dict` was taken.
+
+        Raises:
+            ValueError: as of `RolloutDataSource.load_state_dict`, or the state is that of a class without a buffer.
+        """
+        if "buffer" not in state:
+            raise ValueError(
+                f"the checkpoint's data source had no buffer, {type(self).__name__} has one: resume with the "
+                "--data-source-path it was made with"
+            )
+        super().load_state_dict({key: value for key, value in state.items() if key != "buffer"})
         self.buffer = [[Sample.from_dict(fields) for fields in group] for group in state["buffer"]]

@@ -74,7 +74,9 @@ class PromptDataset:
 
     rows: list[PromptRow]
     num_bad: int = 0
+    """Rows that ``--skip-bad-rows`` left out."""
     num_too_long: int = 0
+    """Rows whose prompt was longer than `PromptSpec.max_prompt_len`."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -165,7 +167,8 @@ def _report(spec: PromptSpec, dataset: PromptDataset, num_read: int, shown: list
     left_out = f"{dataset.num_bad} bad, {dataset.num_too_long} longer than {spec.max_prompt_len} tokens"
     if not dataset.rows:
         raise ValueError(f"{spec.flag} {spec.path}: no row is left of {num_read} ({left_out})")
-    logger.info("%s %s: %d prompts of %d rows (%s)", spec.flag, spec.path, len(dataset), num_read, left_out)
+    level = logging.WARNING if dataset.num_bad or dataset.num_too_long else logging.INFO
+    logger.log(level, "%s %s: %d prompts of %d rows (%s)", spec.flag, spec.path, len(dataset), num_read, left_out)
     for message in shown:
         logger.warning("skipped: %s", message)
 

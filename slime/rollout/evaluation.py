@@ -57,11 +57,14 @@ def eval_groups(args: Namespace, name: str, path: str) -> list[Group]:
     return groups
 
 
-async def eval_rollout(args: Namespace, rollout_id: int) -> RolloutFnEvalOutput:
+async def eval_rollout(args: Namespace, version: int) -> RolloutFnEvalOutput:
     """Generate and reward every evaluation set of ``args.eval_datasets``, pairs of name and path.
 
     Where the engine is deterministic, a prompt has the same sampling seeds in every evaluation, so that two of them
     differ by the weights alone.
+
+    Args:
+        version: of the weights that are scored, for the message of a deadline.
 
     Raises:
         ValueError: there is no evaluation set, or one does not read.
@@ -82,7 +85,7 @@ async def eval_rollout(args: Namespace, rollout_id: int) -> RolloutFnEvalOutput:
             for group in groups
         ]
         limit = f"within {args.rollout_timeout:g} s (--rollout-timeout)"
-        what = f"evaluation after rollout {rollout_id}"
+        what = f"evaluation of weight version {version}"
         done = iter(
             await run_all(jobs, timeout=args.rollout_timeout, late=lambda: f"{what}: {state.progress()} {limit}")
         )
@@ -105,7 +108,7 @@ def _reward(args: Namespace, sample: Sample) -> float | None:
     return sample.get_reward_value(Namespace(reward_key=args.eval_reward_key))
 
 
-def eval_metrics(args: Namespace, output: RolloutFnEvalOutput) -> dict[str, float]:
+def eval_metrics(output: RolloutFnEvalOutput) -> dict[str, float]:
     """``eval/`` metrics of an evaluation function's output.
 
     ``eval/<name>`` is the mean reward; ``-avg@n`` the same where each prompt has n > 1 responses, ``-pass@k`` the

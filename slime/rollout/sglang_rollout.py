@@ -12,9 +12,9 @@ from slime.rollout.data_source import RolloutDataSource
 from slime.rollout.hooks import HookError, accepts, call_hook
 from slime.rollout.loop import background_loop, run_all
 from slime.rollout.metrics import engine_metrics, speed_metrics
-from slime.rollout.rm_hub import async_rm, batched_async_rm
+from slime.rollout.rm_hub import async_rm
 from slime.rollout.sampling import request_seed, train_sampling_params
-from slime.rollout.state import RolloutState, rollout_state, router_url
+from slime.rollout.state import RolloutState, rollout_state
 from slime.rollout.tokenizer import load_tokenizer
 from slime.utils.misc import load_function
 from slime.utils.types import Group, Sample, Status
@@ -23,15 +23,13 @@ _MAX_ABORTS = 16
 _FINISHED = (Status.COMPLETED, Status.TRUNCATED)
 
 
-def get_model_url(args: Namespace, model_name: str, endpoint: str = "/generate") -> str:
-    """The URL at which a custom generate function reaches a served model."""
-    return router_url(args, model_name) + endpoint
-
-
 def generate_rollout(
     args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """One rollout of ``--rollout-batch-size`` groups, in the order of the data source, or an evaluation.
+
+    Args:
+        rollout_id: of an evaluation, the version of the weights that it scores.
 
     Raises:
         TimeoutError: ``--rollout-timeout`` passed; the message says how many samples were done and what was waited for.
@@ -41,7 +39,7 @@ def generate_rollout(
     if evaluation:
         from slime.rollout.evaluation import eval_rollout  # it generates by the functions below
 
-        what = f"the evaluation after rollout {rollout_id}"
+        what = f"the evaluation of weight version {rollout_id}"
         return background_loop().run(eval_rollout(args, rollout_id), timeout=args.rollout_timeout, what=what)
     if isinstance(data_source, RolloutDataSource):
         data_source.rollout_id = rollout_id
@@ -105,10 +103,7 @@ async def generate_and_rm(
             _generate_and_rm(args, state, sample, _params_of_member(sampling_params, position), evaluation)
             for position, sample in enumerate(sample_or_group)
         ]
-        done = await run_all(jobs)
-        if getattr(args, "group_rm", False):
-            await _reward_group(args, state, flatten_samples(done))
-        return done
+        return await run_all(jobs)
 
 
 def _params_of_member(params: dict[str, Any], position: int) -> dict[str, Any]:
@@ -124,9 +119,8 @@ async def _generate_and_rm(
         async with state.semaphore:
             with state.doing(sample, "generating"):
                 result = await _generate(args, sample, params, evaluation)
-    if not getattr(args, "group_rm", False):
-        with state.doing(sample, "rewarding"):
-            await run_all([_reward(args, part) for part in flatten_samples(result)])
+    with state.doing(sample, "rewarding"):
+        await run_all([_reward(args, part) for part in flatten_samples(result)])
     state.num_samples_done += 1
     return result
 
@@ -134,14 +128,6 @@ async def _generate_and_rm(
 async def _reward(args: Namespace, sample: Sample) -> None:
     if sample.reward is None and sample.status is not Status.ABORTED:
         sample.reward = await async_rm(args, sample)
-
-
-async def _reward_group(args: Namespace, state: RolloutState, samples: list[Sample]) -> None:
-    if any(sample.reward is None for sample in samples):
-        with state.doing(samples[0], "rewarding its group"):
-            rewards = await batched_async_rm(args, samples)
-        for sample, reward in zip(samples, rewards, strict=True):
-            sample.reward = reward
 
 
 async def _generate(args: Namespace, sample: Sample, params: dict[str, Any], evaluation: bool) -> Sample | list[Sample]:

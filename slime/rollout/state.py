@@ -68,19 +68,13 @@ def concurrency(args: Namespace) -> int:
     return args.sglang_server_concurrency * max(1, args.num_engines)
 
 
-def router_url(args: Namespace, model_name: str | None = None) -> str:
-    """Address of the router of a model; of the trained one by default.
+def router_url(args: Namespace) -> str:
+    """Address of the router.
 
     Raises:
-        ValueError: there is no router yet, or no model of that name.
+        ValueError: there is none yet.
     """
-    routers = getattr(args, "sglang_model_routers", None) or {}
-    if model_name in routers:
-        host, port = routers[model_name]
-    elif routers and model_name is not None:
-        raise ValueError(f"there is no model {model_name!r}; the models served are {sorted(routers)}")
-    else:
-        host, port = args.sglang_router_ip, args.sglang_router_port
+    host, port = args.sglang_router_ip, args.sglang_router_port
     if not host or not port:
         raise ValueError("no router is running: args.sglang_router_ip and args.sglang_router_port are not set")
     return http_url(host, int(port))

@@ -16,6 +16,7 @@ def load_tokenizer(checkpoint: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=True)
+        # False, not unset: that asks at the terminal.
+        return AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"--hf-checkpoint {checkpoint}: its tokenizer does not load: {error}") from error

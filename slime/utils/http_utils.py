@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 import aiohttp
 
 RETRIED_STATUSES = frozenset({429, 502, 503, 504})
-"""The server did not take the request: sending it again cannot do its work twice."""
-_RETRIED_ERRORS = (aiohttp.ClientConnectionError, ConnectionError)
+"""The server was busy, or the router has lost the engine that had the request: another try may reach one that lives."""
+_RETRIED_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
 _FIRST_BACKOFF_S = 0.25
 _LONGEST_BACKOFF_S = 4.0
 _BODY_IN_ERROR = 500
@@ -80,10 +80,13 @@ async def send(
     headers: Mapping[str, str] | None = None,
     retries: int,
 ) -> Any:
-    """Send one request, again with growing pauses where the server surely did not work on it.
+    """Send one request, again with growing pauses where another try may succeed.
 
-    Refused and reset connections and the statuses of `RETRIED_STATUSES` are worth another try; any other error status
-    and a timeout (the work may be under way) are not.
+    Tried again are connections that were refused or that broke off, be it in the middle of the reply, and the statuses
+    of `RETRIED_STATUSES`. Only a refused connection and status 429 mean that the server surely did not work on the
+    request; after the others it may have, and the work is then done twice: send nothing this way, with retries, that
+    must happen at most once. Not tried again are other error statuses, which would come back, timeouts, whose work may
+    still be under way, and replies that are no HTTP.
 
     Returns:
         The reply, parsed where it is JSON, else its text.
@@ -103,8 +106,8 @@ async def send(
             worth_retrying = status in RETRIED_STATUSES
         except TimeoutError as error:
             raise RequestError(f"{method} {url}: no reply within {session.timeout.total} s") from error
-        except _RETRIED_ERRORS as error:
-            problem, worth_retrying = f"{type(error).__name__}: {error}", True
+        except (*_RETRIED_ERRORS, aiohttp.ClientError) as error:
+            problem, worth_retrying = f"{type(error).__name__}: {error}", isinstance(error, _RETRIED_ERRORS)
         if not worth_retrying or attempt == retries:
             raise RequestError(f"{method} {url}: {problem} (tried {attempt + 1} times)", status)
         # Full jitter: without it all requests that a restarted server refused come back at the same moment.
@@ -125,7 +128,8 @@ async def post(
     Args:
         url: where to; the router's address for generation.
         payload: anything JSON can hold; None sends no body.
-        max_retries: how often to try again after a refusal or a status of `RETRIED_STATUSES`.
+        max_retries: how often to try again after a lost connection or a status of `RETRIED_STATUSES`; see `send` for
+            what the server may then do twice.
         action: the HTTP method, in lower case as upstream's hooks write it.
         headers: further headers; an ``Authorization`` here wins over ours.
 
@@ -140,13 +144,6 @@ async def post(
 async def get(url: str, max_retries: int = 60, headers: Mapping[str, str] | None = None) -> Any:
     """`post` without a body, by GET."""
     return await post(url, None, max_retries=max_retries, action="get", headers=headers)
-
-
-async def close_session() -> None:
-    """Close the connections that `post` and `get` keep on the running event loop."""
-    session = _sessions.pop(asyncio.get_running_loop(), None)
-    if session is not None:
-        await session.close()
 
 
 def _session() -> aiohttp.ClientSession:

@@ -36,6 +36,7 @@ class DiskPublisher(WeightPublisher):
         assert self._writer is not None
         directory = self._writer.commit()
         self.each_engine("push", lambda control: control.update_weights_from_disk(str(directory)))
+        self._writer = None  # the engines have it: a later publication that fails must not take it away
         if not self.args.update_weight_disk_keep_files:
             for old in self._root.glob("weight_v*"):
                 if old != directory:
@@ -44,3 +45,4 @@ class DiskPublisher(WeightPublisher):
     def _abandon(self) -> None:
         if self._writer is not None:
             self._writer.discard()
+            self._writer = None

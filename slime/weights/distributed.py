@@ -41,7 +41,8 @@ class DistributedPublisher(WeightPublisher):
         # A name of its own for each group: torch refuses one that this process, or a living engine, has used before.
         self._group_name = f"slime-weights-{os.getpid()}-{next(_group_numbers)}"
         loopback = all(control.url.startswith(("http://127.", "http://[::1]")) for control in self.controls)
-        host = "127.0.0.1" if loopback else host_ip()
+        # The address at which the other trainers reach rank 0: the host may have others that the engines cannot reach.
+        host = "127.0.0.1" if loopback else os.environ.get("MASTER_ADDR") or host_ip()
         reservation = PortReservation(host)
         world_size = 1 + sum(engine.num_gpus for engine in self.engines)
         calls: dict[str, Any] = {}
@@ -88,25 +89,26 @@ class DistributedPublisher(WeightPublisher):
 
     def _abandon(self) -> None:
         """Leave the group although a broadcast may hang in it, without waiting for that."""
-        if self._group is None:
-            return
-        group, self._group = self._group, None
         # An engine that refused leaves and closes its connections, which ends our broadcast with an error; ours then
         # close, which releases an engine that waits for the rest. gloo has no other way to end a collective early.
-        for control in self.controls:
-            with contextlib.suppress(EngineError):
-                control.destroy_weights_update_group(self._group_name, timeout=_LEAVE_TIMEOUT_S)
-        group.abort()
-        threading.Thread(target=dist.destroy_process_group, args=(group,), daemon=True).start()
+        group = self._leave()
+        if group is not None:
+            group.abort()
+            threading.Thread(target=dist.destroy_process_group, args=(group,), daemon=True).start()
 
     def _close(self) -> None:
-        if self._group is None:
-            return
+        group = self._leave()
+        if group is not None:
+            dist.destroy_process_group(group)
+
+    def _leave(self) -> dist.ProcessGroup | None:
+        """Have the engines leave, those that still answer; the group that this side has yet to leave."""
         group, self._group = self._group, None
-        for control in self.controls:
-            with contextlib.suppress(EngineError):
-                control.destroy_weights_update_group(self._group_name, timeout=_LEAVE_TIMEOUT_S)
-        dist.destroy_process_group(group)
+        if group is not None:
+            for control in self.controls:
+                with contextlib.suppress(EngineError):
+                    control.destroy_weights_update_group(self._group_name, timeout=_LEAVE_TIMEOUT_S)
+        return group
 
 
 def join_as_sender(host: str, port: int, world_size: int, group_name: str, timeout: timedelta) -> dist.ProcessGroup:

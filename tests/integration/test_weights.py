@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import requests
 import torch
@@ -23,7 +22,7 @@ from slime.backends.sglang.client import EngineError
 from slime.weights import EngineAddress, make_publisher
 from slime.weights.hf_directory import NamedTensors
 from slime.weights.publisher import WeightPublisher
-from tests.integration.tiny import KEYS, Service, log_probs_of, random_weights
+from tests.integration.tiny import KEYS, Service, log_probs_of, processes_of, random_weights
 
 NUM_GPUS = 0
 
@@ -217,10 +216,7 @@ def test_a_dead_engine_is_an_error_at_once(service: Service, transport: str) -> 
 def test_an_engine_that_hangs_is_an_error_at_the_deadline(service: Service, publish: Any, transport: str) -> None:
     publisher = publish(transport)
     publisher.timeout = 3.0
-    assert service.engine.pid is not None
-    scheduler = next(
-        p for p in psutil.Process(service.engine.pid).children(recursive=True) if "scheduler" in " ".join(p.cmdline())
-    )
+    scheduler = next(p for p in processes_of(service) if "scheduler" in " ".join(p.cmdline()))
     os.kill(scheduler.pid, signal.SIGSTOP)
     threading.Timer(6.0, os.kill, (scheduler.pid, signal.SIGCONT)).start()
     started = time.monotonic()

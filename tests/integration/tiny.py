@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -27,7 +28,6 @@ def engine_args(hf_checkpoint: Path, run_dir: Path, **changes: Any) -> argparse.
         "rollout_num_gpus_per_engine": 1,
         "params_dtype": "float32",
         "seed": 1234,
-        "offload_rollout": False,
         "sglang_cli": [],
         "router_cli": [],
         "engine_start_timeout": 300.0,
@@ -100,3 +100,9 @@ class Service:
     router: Router
     address: EngineAddress
     control: EngineControl
+
+
+def processes_of(service: Service) -> list[psutil.Process]:
+    """The server's processes, below its supervisor."""
+    assert service.engine._process is not None
+    return psutil.Process(service.engine._process.pid).children(recursive=True)

@@ -105,7 +105,7 @@ def rollout_args(tokenizer_dir: Path) -> Callable[..., Namespace]:
             "eval_max_context_len": None,
             "eval_min_new_tokens": None,
         }
-        unknown = set(changes) - set(defaults) - {"buffer_filter_path", "rollout_global_dataset", "group_rm"}
+        unknown = set(changes) - set(defaults)
         assert not unknown, unknown
         return Namespace(**defaults | changes)
 

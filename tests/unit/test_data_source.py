@@ -6,7 +6,6 @@ import pickle
 import random
 from argparse import Namespace
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -69,13 +68,17 @@ def test_fewer_prompts_than_a_batch_wrap_as_often_as_needed(make_args: Args) -> 
     assert len(source) == 3
 
 
-def test_without_dataset(rollout_args: Args) -> None:
-    source = RolloutDataSourceWithBuffer(rollout_args(rollout_global_dataset=False))
-    groups = source.get_samples(3)
-    assert [[s.prompt for s in group] for group in groups] == [["", ""]] * 3
-    assert len(source) == 0
-    with pytest.raises(ValueError, match="--prompt-data is missing; --disable-rollout-global-dataset"):
+def test_prompts_are_needed(rollout_args: Args) -> None:
+    with pytest.raises(ValueError, match="--prompt-data is missing"):
         RolloutDataSource(rollout_args())
+
+
+def test_rows_left_out_are_counted(rollout_args: Args, write_jsonl: Callable[..., str]) -> None:
+    lengths = [random.randrange(1, 20) for _ in range(30)]
+    path = write_jsonl(["{", *({"prompt": "x" * n, "label": ""} for n in [*lengths, 10]), "[]"])
+    source = RolloutDataSource(rollout_args(prompt_data=path, skip_bad_rows=True, rollout_max_prompt_len=10))
+    assert (source.num_bad, source.num_too_long) == (2, sum(n > 10 for n in lengths))
+    assert len(source) + source.num_too_long == 31
 
 
 def test_dataset_given_to_a_subclass(rollout_args: Args) -> None:
@@ -86,6 +89,7 @@ def test_dataset_given_to_a_subclass(rollout_args: Args) -> None:
     source = Mine([Sample(prompt="a"), Sample(prompt="b")], rollout_args())
     assert [group[0].prompt for group in source.get_samples(3)] == ["a", "b", "a"]
     assert isinstance(source, DataSource)
+    assert (source.num_bad, source.num_too_long) == (0, 0)
 
 
 def test_buffer_first_in_first_out(make_args: Args) -> None:
@@ -111,27 +115,6 @@ def test_source_without_buffer_refuses(make_args: Args) -> None:
         source.add_samples(source.get_samples(1))
 
 
-def test_buffer_filter(make_args: Args, tmp_path: Path) -> None:
-    hook = tmp_path / "mine.py"
-    hook.write_text(
-        "def newest(args, rollout_id, buffer, num_samples):\n"
-        "    assert rollout_id == 5\n"
-        "    return [buffer.pop() for _ in range(min(len(buffer), num_samples))]\n"
-        "def too_many(args, rollout_id, buffer, num_samples):\n"
-        "    return buffer\n"
-    )
-    source = RolloutDataSourceWithBuffer(make_args(buffer_filter_path=f"{hook}:newest"))
-    source.rollout_id = 5
-    source.add_samples(source.get_samples(3))
-    assert labels(source.get_samples(4)) == [2, 1, 0, 3]
-    source = RolloutDataSourceWithBuffer(make_args(buffer_filter_path=f"{hook}:too_many"))
-    source.add_samples(source.get_samples(3))
-    with pytest.raises(ValueError, match="too_many returned 3 groups, asked for 2"):
-        source.get_samples(2)
-    with pytest.raises(ValueError, match=r"--buffer-filter-path .*'newst'.*did you mean newest"):
-        RolloutDataSourceWithBuffer(make_args(buffer_filter_path=f"{hook}:newst"))
-
-
 def test_buffer_filter_method_of_a_subclass(make_args: Args) -> None:
     class ByReward(RolloutDataSourceWithBuffer):
         def buffer_filter(self, args: Namespace, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]]:
@@ -144,6 +127,17 @@ def test_buffer_filter_method_of_a_subclass(make_args: Args) -> None:
         group[0].reward = reward
     source.add_samples(groups)
     assert labels(source.get_samples(3)) == [1, 2, 0]
+
+
+def test_buffer_filter_that_chooses_too_many(make_args: Args) -> None:
+    class Greedy(RolloutDataSourceWithBuffer):
+        def buffer_filter(self, args: Namespace, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]]:
+            return buffer
+
+    source = Greedy(make_args())
+    source.add_samples(source.get_samples(3))
+    with pytest.raises(ValueError, match=r"Greedy\.buffer_filter returned 3 groups, asked for 2"):
+        source.get_samples(2)
 
 
 def test_resume_continues_exactly(make_args: Args) -> None:
@@ -176,3 +170,17 @@ def test_resume_over_other_data(make_args: Args, caplog: pytest.LogCaptureFixtur
     shrunk = RolloutDataSource(make_args(num_prompts=5))
     with pytest.raises(ValueError, match="--prompt-data has 5 prompts, the checkpoint was 6 into an epoch of 10"):
         shrunk.load_state_dict(source.state_dict())
+
+
+def test_resume_with_another_class(make_args: Args) -> None:
+    args = make_args()
+    plain, buffered = RolloutDataSource(args), RolloutDataSourceWithBuffer(args)
+    with pytest.raises(ValueError, match=r"had no buffer, RolloutDataSourceWithBuffer has one: .* --data-source-path"):
+        buffered.load_state_dict(plain.state_dict())
+    plain.load_state_dict(buffered.state_dict())
+    buffered.add_samples(buffered.get_samples(2))
+    with pytest.raises(
+        ValueError, match=r"2 groups in its buffer, and RolloutDataSource has none: .*--data-source-path"
+    ):
+        plain.load_state_dict(buffered.state_dict())
+    assert labels(plain.get_samples(1)) == [0], "the refused state has changed nothing"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 from argparse import Namespace
 from collections.abc import Callable
@@ -184,6 +185,31 @@ def test_length_filter_counts(messages: bool, rollout_args: Args, write_jsonl: W
     dataset = load(args)
     assert len(dataset) == sum(n <= 30 for n in lengths)
     assert dataset.num_too_long == sum(n > 30 for n in lengths)
+
+
+def test_rows_left_out_are_a_warning(rollout_args: Args, write_jsonl: Write, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "slime"):
+        load(rollout_args(prompt_data=write_jsonl(rows(3))))
+        assert [record.levelname for record in caplog.records] == ["INFO"]
+        caplog.clear()
+        long = {"prompt": "x" * 50, "label": ""}
+        path = write_jsonl([*rows(3), long, "{"])
+        load(rollout_args(prompt_data=path, rollout_max_prompt_len=40, skip_bad_rows=True))
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+    assert "3 prompts of 5 rows (1 bad, 1 longer than 40 tokens)" in caplog.text
+
+
+def test_a_tokenizer_of_its_own_code_is_refused(rollout_args: Args, write_jsonl: Write, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "model"
+    checkpoint.mkdir()
+    mark = tmp_path / "ran"
+    (checkpoint / "code.py").write_text(f"open({str(mark)!r}, 'w')\nclass Mine: pass\n")
+    config = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["code.Mine", None]}}
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps(config))
+    (checkpoint / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"--hf-checkpoint .*: its tokenizer does not load: "):
+        load(rollout_args(prompt_data=write_jsonl(rows(1)), hf_checkpoint=str(checkpoint)))
+    assert not mark.exists()
 
 
 def test_nothing_left_is_an_error(rollout_args: Args, write_jsonl: Write) -> None:

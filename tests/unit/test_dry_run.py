@@ -45,7 +45,7 @@ def test_prints_configuration_placement_and_data(
     assert "global_batch_size: 8" in out
     assert "slot 0: training rank 0" in out
     assert "slot 2: engine 0" in out
-    assert "data: 5 prompts, 3 rollouts" in out
+    assert "data: 5 prompts (0 bad, 0 too long left out), 3 rollouts" in out
     assert not (model.parent / "run").exists()
 
 
@@ -69,3 +69,4 @@ def test_bad_row_is_one_line_with_status_2(
     assert len(error) == 1, error
     assert all(word in error[0] for word in expected), error[0]
     assert _dry_run(model, f"{json.dumps(GOOD)}\n{row}\n", monkeypatch, "--skip-bad-rows") == 0
+    assert "data: 1 prompts (1 bad," in capsys.readouterr().out

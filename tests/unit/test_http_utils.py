@@ -15,7 +15,7 @@ from aiohttp import web
 
 from slime.backends.sglang.client import EngineControl, EngineError, GenerateClient
 from slime.utils import http_utils
-from slime.utils.http_utils import PortReservation, RequestError, close_session, get, http_url, post, register_api_key
+from slime.utils.http_utils import PortReservation, RequestError, get, http_url, post, register_api_key
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -32,7 +32,7 @@ async def serving(handler: Handler) -> AsyncIterator[str]:
     try:
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
-        await close_session()
+        await http_utils._session().close()
         await runner.cleanup()
 
 
@@ -92,6 +92,57 @@ def test_retries_end() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("when", ["before the reply", "within the reply"])
+@pytest.mark.parametrize("times", [2, 99], ids=["for a while", "for good"])
+def test_a_connection_that_breaks_off_is_tried_again(when: str, times: int) -> None:
+    async def scenario() -> None:
+        tries = 0
+
+        async def handler(request: web.Request) -> web.StreamResponse:
+            nonlocal tries
+            tries += 1
+            if tries > times:
+                return web.json_response({"text": "done"})
+            response = web.StreamResponse(headers={"Content-Length": "1000"})
+            if when == "within the reply":
+                await response.prepare(request)
+                await response.write(b'{"text": "do')
+            assert request.transport is not None
+            request.transport.abort()
+            return response
+
+        async with serving(handler) as url:
+            if times < 99:
+                assert await post(url, {}, max_retries=3) == {"text": "done"}
+                return
+            with pytest.raises(RequestError, match=r"(ServerDisconnected|ClientPayload|ClientOS)Error.*tried 4 times"):
+                await post(url, {}, max_retries=3)
+        assert tries == 4
+
+    asyncio.run(scenario())
+
+
+def test_a_reply_that_is_no_http_is_final() -> None:
+    async def scenario() -> None:
+        tries = 0
+
+        async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal tries
+            tries += 1
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"SSH-2.0-OpenSSH\r\n\r\n")
+            writer.close()
+
+        server = await asyncio.start_server(talk, "127.0.0.1", 0)
+        async with server:
+            with pytest.raises(RequestError, match=r"tried 1 times"):
+                await get(http_url(*server.sockets[0].getsockname()))
+        await http_utils._session().close()
+        assert tries == 1
+
+    asyncio.run(scenario())
+
+
 def test_a_server_that_starts_late_is_reached() -> None:
     async def scenario() -> None:
         reservation = PortReservation("127.0.0.1")
@@ -106,7 +157,7 @@ def test_a_server_that_starts_late_is_reached() -> None:
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", reservation.port).start()
         assert await asyncio.wait_for(request, 10) == {"late": True}
-        await close_session()
+        await http_utils._session().close()
         await runner.cleanup()
         reservation.close()
 

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from slime.rollout.hooks import HookError
-from slime.rollout.rm_hub import algebra, async_rm, batched_async_rm
+from slime.rollout.rm_hub import algebra, async_rm
 from slime.rollout.rm_hub.algebra import AlgebraPool
 from slime.rollout.rm_hub.answers import last_boxed, quick_equal
+from slime.utils import http_utils
 from slime.utils.types import Sample
 
 NUM_GPUS = 0
@@ -183,6 +184,13 @@ def test_random_is_fair_and_reproducible(rollout_args: Args) -> None:
     assert 850 < sum(first) < 1150
 
 
+def test_random_depends_on_the_response(rollout_args: Args) -> None:
+    args = rollout_args(rm_type="random")
+    before = [reward(args, f"{i} and {random.random()}") for i in range(400)]
+    after = [reward(args, f"{i} and {random.random()}") for i in range(400)]
+    assert 120 < sum(x != y for x, y in zip(before, after, strict=True)) < 280
+
+
 def test_remote_rm(rollout_args: Args) -> None:
     from aiohttp import web
 
@@ -209,9 +217,7 @@ def test_remote_rm(rollout_args: Args) -> None:
                 await async_rm(args, Sample(prompt="p", response="r", label="b"))
             return [good]
         finally:
-            from slime.utils.http_utils import close_session
-
-            await close_session()
+            await http_utils._session().close()
             await runner.cleanup()
 
     assert asyncio.run(scenario()) == [{"score": 0.5}]
@@ -259,22 +265,32 @@ def test_failing_hooks_are_named(rollout_args: Args, tmp_path: Path) -> None:
         reward(rollout_args(custom_rm_path=f"{hook}:sleepy", reward_timeout=0.1), "x")
 
 
-def test_batched(rollout_args: Args, tmp_path: Path) -> None:
-    hook = tmp_path / "batched.py"
-    hook.write_text(
-        "async def reward_func(args, samples, **kwargs): return [float(s.index) for s in samples]\n"
-        "async def short(args, samples, **kwargs): return [1.0]\n"
-        "async def one(args, sample, **kwargs): return -float(sample.index)\n"
-    )
-    samples = [Sample(index=i, response="Paris", label="paris") for i in range(3)]
-    args = rollout_args(custom_rm_path=str(hook), group_rm=True)
-    assert asyncio.run(batched_async_rm(args, samples)) == [0.0, 1.0, 2.0]
-    args.custom_rm_path = f"{hook}:short"
-    with pytest.raises(HookError, match="must return a list of 3 rewards"):
-        asyncio.run(batched_async_rm(args, samples))
-    args = rollout_args(custom_rm_path=f"{hook}:one")
-    assert asyncio.run(batched_async_rm(args, samples)) == [0.0, -1.0, -2.0]
-    assert asyncio.run(batched_async_rm(rollout_args(rm_type="f1"), samples)) == [1.0] * 3
+def test_waiting_for_the_pool_is_no_reward_that_hangs(rollout_args: Args, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def queued(answer: str, label: str) -> bool:
+        await asyncio.sleep(0.3)
+        return True
+
+    monkeypatch.setattr("slime.rollout.rm_hub.graders.answers_equal", queued)
+    args = rollout_args(rm_type="math", reward_timeout=0.05)
+    assert reward(args, r"\boxed{b+a}", "a+b") == 1.0
+
+
+def test_a_server_that_hangs_meets_the_deadline(rollout_args: Args, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def hang(*args: Any, **kwargs: Any) -> None:
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(http_utils, "post", hang)
+    args = rollout_args(rm_type="remote_rm", rm_url="http://127.0.0.1:9/", reward_timeout=0.05)
+    with pytest.raises(TimeoutError, match=r"sample 3 by rm_type remote_rm took longer than 0.05 s \(--reward-timeout"):
+        reward(args, "r", "a")
+
+
+def test_a_worker_that_does_not_start_names_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = AlgebraPool(1)
+    monkeypatch.setattr(algebra.sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match=r"did not get ready .*: is math-verify installed\?"):
+        asyncio.run(pool.equal("x+1", "1+x"))
+    pool.close()
 
 
 def test_pool_leaves_no_process_behind() -> None:

@@ -22,7 +22,7 @@ from slime.rollout.evaluation import eval_metrics, pass_at_k
 from slime.rollout.hooks import HookError
 from slime.rollout.loop import background_loop
 from slime.rollout.sampling import eval_sampling_params, request_seed, train_sampling_params
-from slime.rollout.sglang_rollout import generate, generate_and_rm, generate_rollout, get_model_url
+from slime.rollout.sglang_rollout import generate, generate_and_rm, generate_rollout
 from slime.rollout.tokenizer import load_tokenizer
 from slime.utils.http_utils import RequestError
 from slime.utils.types import Sample, Status
@@ -389,13 +389,6 @@ def test_finished_samples_of_the_buffer_are_not_generated_again(
     assert len(client.requests) == 4
 
 
-def test_group_rm(make_args: Args, use: Callable[..., FakeClient], tmp_path: Path) -> None:
-    use(FakeClient())
-    hook = hook_file(tmp_path, "async def rm(args, samples, **kwargs): return [s.index % 2 for s in samples]\n")
-    output = rollout(make_args(custom_rm_path=f"{hook}:rm", group_rm=True))
-    assert [[s.reward for s in group] for group in output.samples] == [[0.0, 1.0]] * 4
-
-
 def test_wrong_number_of_groups(make_args: Args, use: Callable[..., FakeClient]) -> None:
     use(FakeClient())
 
@@ -408,21 +401,15 @@ def test_wrong_number_of_groups(make_args: Args, use: Callable[..., FakeClient])
         rollout(args, 0, Short(args))
 
 
-def test_model_urls(rollout_args: Args) -> None:
-    args = rollout_args()
-    assert get_model_url(args, "actor") == "http://127.0.0.1:3000/generate"
-    args.sglang_model_routers = {"judge": ("::1", 4000)}
-    assert get_model_url(args, "judge", "/v1/chat/completions") == "http://[::1]:4000/v1/chat/completions"
-    with pytest.raises(ValueError, match=r"no model 'jugde'; the models served are \['judge'\]"):
-        get_model_url(args, "jugde")
+def test_no_router_yet(rollout_args: Args) -> None:
     with pytest.raises(ValueError, match="no router is running"):
-        get_model_url(rollout_args(sglang_router_port=None), "actor")
+        asyncio.run(generate(rollout_args(sglang_router_port=None), Sample(prompt="abc"), {"max_new_tokens": 1}))
 
 
 def evaluate(args: Namespace) -> tuple[RolloutFnEvalOutput, dict[str, float]]:
     output = generate_rollout(args, 0, None, evaluation=True)
     assert isinstance(output, RolloutFnEvalOutput)
-    return output, eval_metrics(args, output)
+    return output, eval_metrics(output)
 
 
 def test_evaluation_of_two_sets(rollout_args: Args, use: Callable[..., FakeClient], write_jsonl: Any) -> None:
@@ -443,6 +430,16 @@ def test_evaluation_of_two_sets(rollout_args: Args, use: Callable[..., FakeClien
     assert set(output.data) == {"half", "other"}
     assert metrics["eval/half"] == metrics["eval/half-avg@3"] == metrics["eval/half-pass@3"] == 0.5
     assert len(output.data["half"]["samples"]) == 12
+
+
+def test_a_late_evaluation_names_the_weights(
+    rollout_args: Args, use: Callable[..., FakeClient], write_jsonl: Any
+) -> None:
+    use(FakeClient(lambda *_: asyncio.sleep(60)))
+    path = write_jsonl([{"prompt": "x", "label": "1"}])
+    args = rollout_args(rm_type="f1", eval_datasets=[("e", path)], rollout_timeout=0.2)
+    with pytest.raises(TimeoutError, match=r"evaluation of weight version 6: 0 of 1 samples finished"):
+        generate_rollout(args, 6, None, evaluation=True)
 
 
 def test_evaluation_without_sets(rollout_args: Args, use: Callable[..., FakeClient]) -> None:
@@ -479,21 +476,21 @@ def test_pass_at_k_is_the_exact_probability() -> None:
             assert math.isclose(pass_at_k(n, sum(outcomes), k), sum(map(any, draws)) / len(draws), abs_tol=1e-12)
 
 
-def test_eval_metrics_by_hand(rollout_args: Args) -> None:
+def test_eval_metrics_by_hand() -> None:
     def sample(group: int, rollout_id: int) -> Sample:
         return Sample(group_index=group, rollout_id=rollout_id, response_length=2)
 
     samples = [sample(0, i) for i in range(4)] + [sample(1, i) for i in (4, 5, 6, 6, 7)]
     rewards = [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, None]
     data = {"d": {"rewards": rewards, "truncated": [False] * 9, "samples": samples}}
-    metrics = eval_metrics(rollout_args(), RolloutFnEvalOutput(data, {"perf/eval_time": 3.0}))
+    metrics = eval_metrics(RolloutFnEvalOutput(data, {"perf/eval_time": 3.0}))
     assert metrics["eval/d"] == metrics["eval/d-avg@4"] == pytest.approx(2 / 7)
     assert metrics["eval/d-no_reward"] == 1
     assert metrics["eval/d-pass@1"] == pytest.approx((0.5 + 0) / 2)
     assert metrics["eval/d-pass@2"] == pytest.approx(((1 - 1 / 6) + 0) / 2)
     assert metrics["eval/d-pass@4"] == 1.0
     assert metrics["perf/eval_time"] == 3.0
-    bare = eval_metrics(rollout_args(), RolloutFnEvalOutput({"d": {"rewards": [1.0, None], "truncated": []}}))
+    bare = eval_metrics(RolloutFnEvalOutput({"d": {"rewards": [1.0, None], "truncated": []}}))
     assert bare == {"eval/d": 1.0, "eval/d-no_reward": 1.0}
 
 

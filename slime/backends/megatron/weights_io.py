@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,15 +13,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
 
 from slime.backends.megatron.gather import Gatherer
 from slime.backends.megatron.model import unwrap
 from slime.models import Family, Shape, family_of, weight_shape
+from slime.utils.hf_writer import INDEX_NAME, HFWriter
 
-_INDEX = "model.safetensors.index.json"
 _IGNORED_EXTRA = re.compile(r"\.rotary_emb\.inv_freq$")
 _SHARD_BYTES = 4 * 2**30
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
@@ -85,7 +83,7 @@ def _files_of(directory: Path) -> dict[str, str]:
     Raises:
         FileNotFoundError: neither an index nor a single safetensors file, or a file of the index is missing.
     """
-    index = directory / _INDEX
+    index = directory / INDEX_NAME
     if index.is_file():
         files = json.loads(index.read_text())["weight_map"]
         missing = sorted({file for file in files.values() if not (directory / file).is_file()})
@@ -94,7 +92,7 @@ def _files_of(directory: Path) -> dict[str, str]:
         return files
     single = directory / "model.safetensors"
     if not single.is_file():
-        raise FileNotFoundError(f"{directory} has no {_INDEX} and no model.safetensors")
+        raise FileNotFoundError(f"{directory} has no {INDEX_NAME} and no model.safetensors")
     with safe_open(single, framework="pt") as handle:
         return dict.fromkeys(handle.keys(), single.name)
 
@@ -170,37 +168,7 @@ def save_hf(chunks: Sequence[torch.nn.Module], directory: str | Path, origin_hf_
 
 def write_hf(buckets: Iterable[list[tuple[str, Tensor]]], target: Path, origin: Path) -> None:
     """Write buckets of tensors, one safetensors file each, and what else makes a Hugging Face directory."""
-    parts: list[tuple[str, list[str]]] = []
-    total, dtype = 0, None
+    writer = HFWriter(target, origin)
     for bucket in buckets:
-        part = f"part-{len(parts):05d}.safetensors"
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in bucket}
-        save_file(tensors, target / part, metadata={"format": "pt"})
-        parts.append((part, list(tensors)))
-        total += sum(tensor.nbytes for tensor in tensors.values())
-        dtype = next(iter(tensors.values())).dtype
-    weight_map = {}
-    for i, (part, names) in enumerate(parts):
-        file = f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" if len(parts) > 1 else "model.safetensors"
-        (target / part).rename(target / file)
-        weight_map.update(dict.fromkeys(names, file))
-    if len(parts) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (target / _INDEX).write_text(json.dumps(index, indent=2))
-    copy_hf_assets(origin, target)
-    _set_dtype(target / "config.json", str(dtype).removeprefix("torch."))
-
-
-def copy_hf_assets(origin: Path, target: Path) -> None:
-    """Copy config, tokenizer and generation config: every small file that holds no weights."""
-    for file in sorted(origin.iterdir()):
-        if file.is_file() and file.suffix in (".json", ".txt", ".model", ".jinja", ".py") and file.name != _INDEX:
-            shutil.copyfile(file, target / file.name)
-
-
-def _set_dtype(config_file: Path, dtype: str) -> None:
-    """The files hold what was trained, which need not be the origin's type."""
-    config = json.loads(config_file.read_text())
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    if config.get(key) != dtype:
-        config_file.write_text(json.dumps({**config, key: dtype}, indent=2) + "\n")
+        writer.add(bucket)
+    writer.finish()

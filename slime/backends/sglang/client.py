@@ -141,18 +141,6 @@ class EngineControl:
         if "/end_weight_update" in self.capabilities:
             self._post("/end_weight_update", {})
 
-    def abort_all(self) -> None:
-        """End every running request; each returns what it has."""
-        self._post("/abort_request", {"abort_all": True})
-
-    def release_memory(self, tags: Sequence[str] | None = None) -> None:
-        """Give memory back: ``weights``, ``kv_cache``, ``cuda_graph``, by default all. The engine must be idle."""
-        self._post("/release_memory_occupation", {} if tags is None else {"tags": list(tags)})
-
-    def resume_memory(self, tags: Sequence[str] | None = None) -> None:
-        """Take memory again; the content of ``weights`` is then undefined until the next update."""
-        self._post("/resume_memory_occupation", {} if tags is None else {"tags": list(tags)})
-
     @property
     def capabilities(self) -> frozenset[str]:
         """The paths that the server has, from its OpenAPI document; asked for once."""
@@ -215,7 +203,7 @@ class GenerateClient:
             api_key: the router's key.
             max_connections: requests in flight at most; more wait here, not in the router.
             request_timeout: seconds for one request as a whole, waiting for a connection included.
-            retries: how often a request is sent again where the server surely did not work on it.
+            retries: how often a request is sent again where another try may succeed (`http_utils.send`).
         """
         self._url = f"{router_url}/generate"
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}

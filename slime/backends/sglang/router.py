@@ -1,4 +1,4 @@
-"""The sglang-router in front of the engines: start it, register engines, remove them."""
+"""The sglang-router in front of the engines: start it, register engines, stop it."""
 
 from __future__ import annotations
 
@@ -92,12 +92,6 @@ class Router:
             f"registered {', '.join(urls)}",
             timeout,
         )
-
-    def remove(self, url: str) -> None:
-        """Stop sending to the engine at ``url``; nothing happens if it is not registered."""
-        for worker in self._workers():
-            if worker["url"] == url:
-                self._call("DELETE", f"/workers/{worker['id']}")
 
     def check(self) -> None:
         """Raise EngineError, with the last lines of its log, if the router has ended."""

@@ -19,7 +19,7 @@ from slime.rollout.rm_hub.answers import quick_equal
 logger = logging.getLogger(__name__)
 
 _GRADE_S = 10.0
-_START_S = 120.0
+_START_S = 60.0
 _MAX_WORKERS = 8
 
 

@@ -136,3 +136,7 @@ GRADERS: dict[str, Grader] = {
 
 TAKES_THE_BOX = ("deepscaler", "math")
 """Rewards that look for the box themselves."""
+
+ASKS_A_SERVER = ("remote_rm",)
+"""Rewards that need ``--reward-timeout``. The others end by themselves: `algebra` bounds each answer, once a worker has
+taken it; waiting for a worker, as a whole rollout does at its end, is no sign of a reward that hangs."""

@@ -1,0 +1,72 @@
+"""Writing a Hugging Face directory bucket by bucket: sharded safetensors, and the origin's config and tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+NamedTensors = list[tuple[str, torch.Tensor]]
+"""One bucket: Hugging Face names and full tensors."""
+
+INDEX_NAME = "model.safetensors.index.json"
+_ASSETS = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
+_INDEX_END = ".index.json"
+
+
+class HFWriter:
+    """Writes into a directory; it is a complete model after `finish`, so write aside and rename it then."""
+
+    def __init__(self, directory: Path, origin: Path) -> None:
+        """
+        Args:
+            directory: an existing empty one.
+            origin: the Hugging Face directory whose other files (config, tokenizer) belong to the weights.
+        """
+        self._directory = directory
+        self._origin = origin
+        self._parts: list[list[str]] = []
+        self._bytes_of: Counter[torch.dtype] = Counter()
+
+    def add(self, bucket: NamedTensors) -> None:
+        """Write one bucket as one file. Its tensors may be views of one buffer, as long as they do not overlap."""
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in bucket}
+        save_file(tensors, self._directory / _part(len(self._parts)), metadata={"format": "pt"})
+        self._parts.append(list(tensors))
+        for tensor in tensors.values():
+            self._bytes_of[tensor.dtype] += tensor.nbytes
+
+    def finish(self) -> None:
+        """Give the files their names, and add what else makes a model: index, config, tokenizer."""
+        count = len(self._parts)
+        file_of: dict[str, str] = {}
+        for number, names in enumerate(self._parts):
+            file = f"model-{number + 1:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
+            (self._directory / _part(number)).rename(self._directory / file)
+            file_of |= dict.fromkeys(names, file)
+        if count > 1:
+            index = {"metadata": {"total_size": self._bytes_of.total()}, "weight_map": file_of}
+            (self._directory / INDEX_NAME).write_text(json.dumps(index, indent=2))
+        for path in self._origin.iterdir():
+            if path.is_file() and path.suffix in _ASSETS and not path.name.endswith(_INDEX_END):
+                shutil.copyfile(path, self._directory / path.name)
+        if self._bytes_of:
+            ((dtype, _),) = self._bytes_of.most_common(1)
+            _set_dtype(self._directory / "config.json", str(dtype).removeprefix("torch."))
+
+
+def _part(number: int) -> str:
+    # The number of files, which is in their final names, is known at the end only.
+    return f"part-{number:05d}.safetensors"
+
+
+def _set_dtype(config_file: Path, dtype: str) -> None:
+    """The files hold what was trained, which need not be the origin's type."""
+    config = json.loads(config_file.read_text())
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    if config.get(key) != dtype:
+        config_file.write_text(json.dumps({**config, key: dtype}, indent=2) + "\n")

@@ -1,0 +1,173 @@
+"""Writing weights, and the disk transport's versions, with stand-ins for engines."""
+
+from __future__ import annotations
+
+import json
+import os
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slime.backends.sglang.client import EngineError
+from slime.utils.hf_writer import HFWriter, NamedTensors
+from slime.weights import disk, distributed
+from slime.weights.disk import DiskPublisher
+from slime.weights.distributed import DistributedPublisher
+from slime.weights.engines import EngineAddress
+
+NUM_GPUS = 0
+
+
+@pytest.fixture
+def origin(tmp_path: Path) -> Path:
+    directory = tmp_path / "origin"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"model_type": "x", "dtype": "float64"}))
+    (directory / "merges.txt").write_text("a b")
+    for name in ("model.safetensors", "pytorch_model.bin", "pytorch_model.bin.index.json", "flax_model.msgpack"):
+        (directory / name).write_text("weights")
+    return directory
+
+
+def views_of_one_buffer(dtype: torch.dtype = torch.bfloat16) -> NamedTensors:
+    """Disjoint views, as a bucket of the trainer's has; of odd sizes, one of them transposed."""
+    flat = torch.randn(3 + 35 + 24 + 1).to(dtype)
+    a, b, c, d = flat.split([3, 35, 24, 1])
+    return [("a", a), ("b", b.view(5, 7)), ("c", c.view(4, 6).T), ("d", d[0])]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_views_of_one_buffer_are_written_as_they_are(count: int, origin: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    buckets = [[(f"{i}.{name}", tensor) for name, tensor in views_of_one_buffer()] for i in range(count)]
+    writer = HFWriter(target, origin)
+    for bucket in buckets:
+        writer.add(bucket)
+    writer.finish()
+    files = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else None
+    written = {path.name for path in target.iterdir()}
+    weights = {*files, "model.safetensors.index.json"} if files else {"model.safetensors"}
+    assert written == {"config.json", "merges.txt"} | weights
+    assert json.loads((target / "config.json").read_text()) == {"model_type": "x", "dtype": "bfloat16"}
+    for file, bucket in zip(files or ["model.safetensors"], buckets, strict=True):
+        stored = load_file(target / file)
+        assert stored.keys() == dict(bucket).keys()
+        assert all(torch.equal(stored[name], tensor) for name, tensor in bucket)
+        assert (target / file).stat().st_size < 63 * 2 + 2000, "the buffer was not written once for each view"
+    if files:
+        index = json.loads((target / "model.safetensors.index.json").read_text())
+        assert index["metadata"]["total_size"] == count * 63 * 2
+        assert index["weight_map"] == {
+            name: file for file, bucket in zip(files, buckets, strict=True) for name, _ in bucket
+        }
+
+
+def test_the_type_of_most_bytes_is_the_models(origin: Path, tmp_path: Path) -> None:
+    writer = HFWriter(tmp_path, origin)
+    writer.add([*views_of_one_buffer(torch.float16), ("router.bias", torch.randn(4))])
+    writer.finish()
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float16"
+
+
+class FakeControl:
+    """An engine that takes everything, unless told to refuse to load."""
+
+    url = "http://127.0.0.1:1"
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
+        self.version = ""
+        self.refuses = False
+
+    def update_weights_from_disk(self, path: str) -> None:
+        assert Path(path, "model.safetensors").is_file()
+        if self.refuses:
+            raise EngineError("refused")
+        self.loaded.append(path)
+
+    def set_weight_version(self, version: str) -> None:
+        self.version = version
+
+    def weight_version(self) -> str:
+        return self.version
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
+@pytest.fixture
+def publisher(origin: Path, tmp_path: Path) -> DiskPublisher:
+    args = Namespace(
+        update_weight_disk_dir=str(tmp_path / "versions"),
+        update_weight_disk_keep_files=False,
+        check_weight_update_equal=False,
+        weight_update_timeout=10.0,
+        hf_checkpoint=str(origin),
+    )
+    publisher = DiskPublisher(args, 0, [])
+    publisher.controls = [FakeControl()]  # type: ignore[list-item]
+    return publisher
+
+
+def versions(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "versions").iterdir())
+
+
+def test_a_failed_publication_leaves_the_version_before_it(
+    publisher: DiskPublisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (control,) = publisher.controls
+    publisher.publish(1, [views_of_one_buffer()])
+    assert versions(tmp_path) == ["weight_v000001"]
+
+    def fail(*_: Any) -> None:
+        raise OSError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("slime.weights.publisher.EqualityCheck", fail)
+        publisher.args.check_weight_update_equal = True
+        with pytest.raises(EngineError, match=r"version 2 .*no room"):
+            publisher.publish(2, [views_of_one_buffer()])
+    assert versions(tmp_path) == ["weight_v000001"], "before the writer was made"
+    publisher.args.check_weight_update_equal = False
+    with monkeypatch.context() as patch:
+        patch.setattr(disk.HFDirectoryWriter, "add", fail)
+        with pytest.raises(EngineError, match=r"version 3 .*no room"):
+            publisher.publish(3, [views_of_one_buffer()])
+    assert versions(tmp_path) == ["weight_v000001"], "while it was written"
+    control.refuses = True  # type: ignore[attr-defined]
+    with pytest.raises(EngineError, match=r"version 4 .*refused"):
+        publisher.publish(4, [views_of_one_buffer()])
+    assert versions(tmp_path) == ["weight_v000001"], "complete, but the engine refused it"
+    control.refuses = False  # type: ignore[attr-defined]
+    publisher.publish(5, [views_of_one_buffer()])
+    assert versions(tmp_path) == ["weight_v000005"]
+
+
+@pytest.mark.parametrize(
+    ("engine_host", "master", "expected"),
+    [("127.0.0.1", "10.1.2.3", "127.0.0.1"), ("10.1.2.4", "10.1.2.3", "10.1.2.3"), ("10.1.2.4", None, "10.9.9.9")],
+)
+def test_the_group_meets_at_the_trainers_address(
+    engine_host: str, master: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Reserved(Exception):
+        pass
+
+    def reserve(host: str) -> None:
+        raise Reserved(host)
+
+    monkeypatch.setattr(distributed, "PortReservation", reserve)
+    monkeypatch.setattr(distributed, "host_ip", lambda: "10.9.9.9")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    if master is not None:
+        monkeypatch.setitem(os.environ, "MASTER_ADDR", master)
+    args = Namespace(weight_update_timeout=10.0)
+    publisher = DistributedPublisher(args, 0, [EngineAddress(f"http://{engine_host}:1", 1)])
+    with pytest.raises(Reserved, match=expected):
+        publisher.connect()
