@@ -70,6 +70,7 @@ def make_config(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast)
         "intermediate_size": options.intermediate_size,
         "max_position_embeddings": options.max_position_embeddings,
         "tie_word_embeddings": options.tie_word_embeddings,
+        "initializer_range": options.initializer_range,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": None,
@@ -89,7 +90,7 @@ def make_config(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast)
 
 
 def make_model(config: PretrainedConfig, arch: str, seed: int) -> PreTrainedModel:
-    """Random weights: matrices of deviation ``1 / sqrt(hidden_size)``, gains 1, biases 0."""
+    """Random weights: matrices normal with deviation ``config.initializer_range``, gains 1, biases 0."""
     import torch
     import transformers
 
@@ -98,7 +99,7 @@ def make_model(config: PretrainedConfig, arch: str, seed: int) -> PreTrainedMode
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             if parameter.dim() >= 2:
-                parameter.normal_(0.0, config.hidden_size**-0.5, generator=generator)
+                parameter.normal_(0.0, config.initializer_range, generator=generator)
             else:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
     return model.to(config.dtype)
@@ -165,6 +166,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     }
     for name, (default, text) in sizes.items():
         parser.add_argument(f"--{name}", type=positive, default=default, help=f"{text}; default: {default}")
+    parser.add_argument(
+        "--initializer-range",
+        type=float,
+        default=0.04,
+        help="standard deviation of the matrices; the default learns well, 0.1 gives peaked predictions from the start",
+    )
     parser.add_argument("--tie-word-embeddings", action="store_true", help="one matrix for input and output embeddings")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="of the weights")
     parser.add_argument("--seed", type=int, default=0, help="of the weights; default: %(default)s")

@@ -109,6 +109,7 @@ def test_job_submission_trains(workspace: Path, ray_head: dict[str, str]) -> Non
     assert max(series(run_dir, "train/train_rollout_logprob_abs_diff")) < 1e-4
 
 
+@pytest.mark.full
 def test_killed_driver_leaves_only_ray(workspace: Path, ray_head: dict[str, str]) -> None:
     run_dir = workspace / "killed"
     line = flags(workspace, run_dir, num_rollout=100)

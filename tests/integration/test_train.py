@@ -174,17 +174,44 @@ def test_disaggregated_run_with_two_trainers(workspace: Path) -> None:
     assert max(differences) < 1e-4
 
 
-VICTIMS = {
-    "engine server": (("slime.backends.sglang.launch",), "engine 0"),
-    "engine actor": (("ray::EngineActor",), "engine 0"),
-    "manager": (("ray::RolloutManager",), "the rollout manager"),
-    "trainer": (("ray::TrainActor",), "trainer 0"),
-}
+@pytest.mark.full
+def test_disk_transport_with_two_steps_a_rollout_and_two_eval_sets(workspace: Path) -> None:
+    run_dir = workspace / "disk"
+    sets = ["one", str(workspace / "eval.jsonl"), "two", f"{workspace / 'eval.jsonl'}@[0:2]"]
+    changes: dict[str, Value] = {"update_weight_transport": "disk", "num_steps_per_rollout": 2, "eval_interval": 1}
+    _run(flags(workspace, run_dir, eval_prompt_data=sets, **changes), workspace / "disk.log")
+    assert len(series(run_dir, "train/loss")) == 2 * _ROLLOUTS
+    assert len(series(run_dir, "eval/one")) == len(series(run_dir, "eval/two")) == _ROLLOUTS + 1
+    # The first of the two steps is on policy, and the ratio exactly 1; the second is not.
+    clipped, drift = series(run_dir, "train/pg_clipfrac"), series(run_dir, "train/ppo_kl")
+    assert clipped[0::2] == drift[0::2] == [0.0] * _ROLLOUTS
+    assert all(drift[1::2])
+    assert max(series(run_dir, "train/train_rollout_logprob_abs_diff")) < 1e-4
 
 
-@pytest.mark.parametrize("victim", VICTIMS)
-def test_death_of_a_process_ends_the_run_with_its_name(workspace: Path, victim: str) -> None:
-    words, culprit = VICTIMS[victim]
+@pytest.mark.full
+def test_rollout_only(workspace: Path) -> None:
+    run_dir = workspace / "rollout_only"
+    changes: dict[str, Value] = {"colocate": None, "debug_rollout_only": True, "rollout_num_gpus": 1, "num_epoch": 1}
+    _run(
+        flags(workspace, run_dir, num_rollout=None, use_kl_loss=None, kl_loss_coef=None, **changes), workspace / "r.log"
+    )
+    assert len(series(run_dir, "rollout/raw_reward")) == 3  # ten prompts in batches of four
+    assert not series(run_dir, "train/loss")
+
+
+@pytest.mark.parametrize(
+    ("victim", "words", "culprit"),
+    [
+        ("engine server", ["slime.backends.sglang.launch"], "engine 0"),
+        ("manager", ["ray::RolloutManager"], "the rollout manager"),
+        pytest.param("engine actor", ["ray::EngineActor"], "engine 0", marks=pytest.mark.full),
+        pytest.param("trainer", ["ray::TrainActor"], "trainer 0", marks=pytest.mark.full),
+    ],
+)
+def test_death_of_a_process_ends_the_run_with_its_name(
+    workspace: Path, victim: str, words: list[str], culprit: str
+) -> None:
     run_dir = workspace / f"death_of_{victim.replace(' ', '_')}"
     line = flags(workspace, run_dir, num_rollout=100, save=str(run_dir), save_interval=1)
     with TrainProcess(line, workspace / f"{run_dir.name}.log") as process:

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Install, then train a tiny model with reinforcement learning on this machine: about ten minutes on two CPU cores.
+# Options are those of tools/quickstart.py: --output-dir DIR, --seed N, --rm-type random, --time-limit MINUTES.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash scripts/install.sh auto
+[ -n "${VIRTUAL_ENV:-}" ] || source .venv/bin/activate
+exec python3 tools/quickstart.py "$@"
