@@ -23,7 +23,7 @@ ROLLOUT_ARGS=(
    --rollout-shuffle
    --rollout-seed "${SEED}"
    --rm-type "${RM_TYPE}"
-   --num-rollout 80
+   --num-rollout 60
    --rollout-batch-size 64
    --n-samples-per-prompt 4
    --global-batch-size 256

@@ -169,7 +169,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--initializer-range",
         type=float,
-        default=0.04,
+        default=0.06,
         help="standard deviation of the matrices; the default learns well, 0.1 gives peaked predictions from the start",
     )
     parser.add_argument("--tie-word-embeddings", action="store_true", help="one matrix for input and output embeddings")
