@@ -184,7 +184,7 @@ def _rewards(args: Namespace, samples: list[Sample], rollout_ids: np.ndarray) ->
     if args.loss_type == "sft_loss":
         zeros = np.zeros(len(samples))
         return zeros, zeros
-    if hook := getattr(args, "custom_reward_post_process_path", None):
+    if hook := args.custom_reward_post_process_path:
         flag = "--custom-reward-post-process-path"
         raw_rewards, rewards = load_function(hook, flag=flag)(args, samples)
         return (
