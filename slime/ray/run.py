@@ -77,7 +77,8 @@ class Run:
     def start(self) -> None:
         """Start data source, engines, router and trainers, in parallel where they do not need each other."""
         args = self.args
-        keys = None if args.no_api_keys else (secrets.token_urlsafe(24), secrets.token_urlsafe(24))
+        # Hexadecimal: a key may end up behind a flag, and must not look like one.
+        keys = None if args.no_api_keys else (secrets.token_hex(24), secrets.token_hex(24))
         # Where the driver is, are the files that it has checked.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {"num_cpus": 0, "runtime_env": actor_environment(), "scheduling_strategy": here}

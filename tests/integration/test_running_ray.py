@@ -18,7 +18,7 @@ from tests.integration.harness import ROOT, TrainProcess, series
 from tests.integration.test_train import RUN_S, flags, make_workspace
 
 NUM_GPUS = 0
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.full]
 
 _HOST = "127.0.0.1"
 _RAYS_OWN = ["ray::IDLE", "default_worker.py"]
@@ -42,10 +42,12 @@ def ray_head(workspace: Path) -> Iterator[dict[str, str]]:
     command += [f"--port={numbers['gcs']}", f"--dashboard-port={numbers['dashboard']}", f"--dashboard-host={_HOST}"]
     command += [f"--ray-client-server-port={numbers['client']}", f"--temp-dir={workspace}/r", "--disable-usage-stats"]
     with open(workspace / "head.log", "w") as log:
-        head = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        # The dashboard's first start after an installation compiles its modules, which takes two cores over a minute.
+        patient = os.environ | {"RAY_DASHBOARD_STARTUP_TIMEOUT_S": "180"}
+        head = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=patient, start_new_session=True)
     url = f"http://{_HOST}:{numbers['dashboard']}"
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 240
         while not (_answers(f"{url}/api/version") and _agents_of(head.pid) == 2):
             assert head.poll() is None, (workspace / "head.log").read_text()[-3000:]
             assert time.monotonic() < deadline, (workspace / "head.log").read_text()[-3000:]
@@ -109,7 +111,6 @@ def test_job_submission_trains(workspace: Path, ray_head: dict[str, str]) -> Non
     assert max(series(run_dir, "train/train_rollout_logprob_abs_diff")) < 1e-4
 
 
-@pytest.mark.full
 def test_killed_driver_leaves_only_ray(workspace: Path, ray_head: dict[str, str]) -> None:
     run_dir = workspace / "killed"
     line = flags(workspace, run_dir, num_rollout=100)
