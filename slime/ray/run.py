@@ -140,7 +140,7 @@ class Run:
         if state is not None:
             restored = self._manager.restore.remote(first - 1, state)
             self._wait({"the rollout manager": restored}, "restore the data source")
-            self._optimizer_steps = state.get("optimizer_steps", 0)
+            self._optimizer_steps = state["optimizer_steps"]
 
     def _connect_trainers(self, urls: list[str], keys: tuple[str, str] | None) -> None:
         args = self.args
@@ -192,7 +192,6 @@ class Run:
         phase = f"push weights of version {version}"
         metrics = self._all_trainers("publish", phase, self.args.weight_update_timeout + _MARGIN_S, version)[0]
         self._supervisor.version = str(version)
-        self._step |= metrics
         self._log(metrics, "rollout/step", max(version - 1, 0))
 
     def evaluate(self, version: int) -> None:
