@@ -9,6 +9,7 @@ from pathlib import Path
 
 from slime.options.checkpoint import LATEST, has_checkpoint, is_torch_dist
 from slime.options.errors import OptionError
+from slime.options.rollout import DEFAULT_ROLLOUT
 
 SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
 
@@ -144,7 +145,7 @@ def _algorithm(args: Namespace) -> None:
         raise OptionError("--disable-compute-advantages-and-returns leaves nothing to train but --loss-type sft_loss")
     if args.loss_type == "sft_loss":
         args.disable_compute_advantages_and_returns = True
-        if args.rollout_function_path == "slime.rollout.sglang_rollout.generate_rollout":
+        if args.rollout_function_path == DEFAULT_ROLLOUT:
             args.rollout_function_path = SFT_ROLLOUT
         return
     normalized = not args.disable_rewards_normalization and not args.debug_rollout_only
@@ -198,9 +199,7 @@ def _evaluation(args: Namespace, warnings: list[str]) -> None:
         warnings.append("--eval-prompt-data has no effect without --eval-interval")
     if args.eval_function_path is None:
         is_sft = args.rollout_function_path == SFT_ROLLOUT
-        args.eval_function_path = (
-            "slime.rollout.sglang_rollout.generate_rollout" if is_sft else args.rollout_function_path
-        )
+        args.eval_function_path = DEFAULT_ROLLOUT if is_sft else args.rollout_function_path
     needs_length = args.loss_type != "sft_loss" and args.placement != "train_only"
     if needs_length and args.rollout_max_response_len is None and args.rollout_max_context_len is None:
         raise OptionError("--rollout-max-response-len is missing")

@@ -18,6 +18,7 @@ from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, 
 from slime.rollout.data_source import RolloutDataSource
 from slime.rollout.evaluation import eval_metrics
 from slime.rollout.train_data import to_train_batches
+from slime.utils import aside
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
@@ -133,9 +134,8 @@ def num_rollout(args: argparse.Namespace, data_source: Any) -> int:
 def _save_samples(template: str, rollout_id: int, samples: list[Sample]) -> None:
     path = Path(template.format(rollout_id=rollout_id))
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(path.name + ".tmp")
-    torch.save({"rollout_id": rollout_id, "samples": [s.to_dict() for s in samples]}, aside)
-    aside.replace(path)
+    content = {"rollout_id": rollout_id, "samples": [s.to_dict() for s in samples]}
+    aside.write_file(path, lambda unfinished: torch.save(content, unfinished))
 
 
 def _load_samples(template: str, rollout_id: int) -> list[Sample]:

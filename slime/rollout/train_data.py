@@ -24,7 +24,7 @@ def to_train_batches(args: Namespace, samples: list[Sample], dp_size: int) -> tu
         dp_size: data-parallel ranks.
 
     Returns:
-        One batch per data-parallel rank, and the metrics of `rollout_metrics`.
+        One batch per data-parallel rank, and the metrics of `rollout_metrics` and `reward_metrics`.
 
     Raises:
         ValueError: a sample that cannot be trained on (named by its index), or counts that do not divide into steps.
@@ -43,7 +43,10 @@ def to_train_batches(args: Namespace, samples: list[Sample], dp_size: int) -> tu
         micro_batch_multiple=_micro_batch_multiple(args),
         row_costs=attention_costs(lengths, args.hidden_size) if args.balance_data else None,
     )
-    return train_batches(columns, schedule), rollout_metrics(samples, columns)
+    metrics = rollout_metrics(samples, columns)
+    if args.loss_type != "sft_loss":
+        metrics |= reward_metrics(columns)
+    return train_batches(columns, schedule), metrics
 
 
 def to_columns(args: Namespace, samples: list[Sample]) -> TrainBatch:
@@ -73,15 +76,9 @@ def to_columns(args: Namespace, samples: list[Sample]) -> TrainBatch:
 
 
 def rollout_metrics(samples: list[Sample], columns: TrainBatch) -> dict[str, float]:
-    """Means over rollouts of rewards, over samples of lengths; groups of equal rewards, counted by that reward."""
+    """Counts, and how long and how often truncated the samples are."""
     lengths = np.array([s.effective_response_length for s in samples], dtype=np.float64)
-    _, first_row, rollout_of_row = np.unique(columns.rollout_ids, return_index=True, return_inverse=True)
-    rows_of_rollout = np.bincount(rollout_of_row)
-    raw = np.bincount(rollout_of_row, columns.raw_rewards) / rows_of_rollout
-    groups = columns.group_indices[first_row]
-    metrics = {
-        "rollout/raw_reward": float(raw.mean()),
-        "rollout/rewards": float((np.bincount(rollout_of_row, columns.rewards) / rows_of_rollout).mean()),
+    return {
         "rollout/response_len/mean": float(lengths.mean()),
         "rollout/response_len/median": float(np.median(lengths)),
         "rollout/response_len/max": float(lengths.max()),
@@ -89,7 +86,19 @@ def rollout_metrics(samples: list[Sample], columns: TrainBatch) -> dict[str, flo
         "rollout/total_lengths": float(columns.tokens.lengths.mean()),
         "rollout/truncated_ratio": float(columns.truncated.mean()),
         "rollout/num_samples": float(len(samples)),
-        "rollout/num_rollouts": float(len(first_row)),
+        "rollout/num_rollouts": float(len(np.unique(columns.rollout_ids))),
+    }
+
+
+def reward_metrics(columns: TrainBatch) -> dict[str, float]:
+    """Means over rollouts of rewards; groups of equal rewards, counted by that reward."""
+    _, first_row, rollout_of_row = np.unique(columns.rollout_ids, return_index=True, return_inverse=True)
+    rows_of_rollout = np.bincount(rollout_of_row)
+    raw = np.bincount(rollout_of_row, columns.raw_rewards) / rows_of_rollout
+    groups = columns.group_indices[first_row]
+    metrics = {
+        "rollout/raw_reward": float(raw.mean()),
+        "rollout/rewards": float((np.bincount(rollout_of_row, columns.rewards) / rows_of_rollout).mean()),
     }
     for reward, count in _zero_std_groups(raw, groups).items():
         metrics[f"rollout/zero_std/count_{reward:g}"] = float(count)

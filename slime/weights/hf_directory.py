@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from slime.utils import aside
 from slime.utils.hf_writer import HFWriter, NamedTensors
 
 __all__ = ["HFDirectoryWriter", "NamedTensors", "stored_names", "stored_tensors", "weights_directory"]
@@ -24,24 +25,22 @@ class HFDirectoryWriter(HFWriter):
             directory: where it shall be; replaced if it is there.
             template: a Hugging Face directory whose other files (config, tokenizer) are copied.
         """
-        self._aside = directory.with_name(f".{directory.name}.tmp")
         self._final = directory
         self._committed = False
-        shutil.rmtree(self._aside, ignore_errors=True)
-        self._aside.mkdir(parents=True)
-        super().__init__(self._aside, template)
+        super().__init__(aside.begin_directory(directory), template)
 
     def commit(self) -> Path:
         """Complete the directory and move it into place; its path."""
         self.finish()
-        shutil.rmtree(self._final, ignore_errors=True)
-        self._aside.rename(self._final)
+        aside.commit_directory(self._final)
         self._committed = True
         return self._final
 
     def discard(self) -> None:
         """Remove what has been written, committed or not."""
-        shutil.rmtree(self._final if self._committed else self._aside, ignore_errors=True)
+        aside.discard_directory(self._final)
+        if self._committed:
+            shutil.rmtree(self._final, ignore_errors=True)
 
 
 def weights_directory(args: Namespace) -> Path:

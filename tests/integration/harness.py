@@ -86,14 +86,14 @@ class TrainProcess:
         assert len(found) == 1, f"{words}: {[lines[p] for p in found]}"
         return found[0]
 
-    def wait_until(self, condition: Callable[[], Any], timeout: float, what: str) -> Any:
-        """Poll until ``condition()`` is true while the driver lives; its value."""
+    def wait_until(self, condition: Callable[[], Any], timeout: float, what: str, poll: float = 0.2) -> Any:
+        """Poll every ``poll`` seconds until ``condition()`` is true while the driver lives; its value."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             if value := condition():
                 return value
             assert self._process.poll() is None, f"train.py ended before {what}:\n{self.tail()}"
-            time.sleep(0.2)
+            time.sleep(poll)
         raise AssertionError(f"{what} not seen within {timeout} s:\n{self.tail()}")
 
     def assert_no_process_left(self, timeout: float = 60, ignore: Sequence[str] = ()) -> None:

@@ -15,7 +15,15 @@ import pytest
 
 from slime.utils.http_utils import PortReservation
 from tests.integration.harness import ROOT, TrainProcess, series
-from tests.integration.test_train import RUN_S, flags, make_workspace
+from tests.integration.test_train import (
+    ENGINE_ACTOR,
+    ENGINE_SERVER,
+    MANAGER,
+    RUN_S,
+    assert_death_ends_the_run,
+    flags,
+    make_workspace,
+)
 
 NUM_GPUS = 0
 pytestmark = [pytest.mark.integration, pytest.mark.full]
@@ -119,3 +127,10 @@ def test_killed_driver_leaves_only_ray(workspace: Path, ray_head: dict[str, str]
         process.kill()
         process.wait(10)
         process.assert_no_process_left(ignore=_RAYS_OWN)
+
+
+@pytest.mark.parametrize("victim", [ENGINE_SERVER, ENGINE_ACTOR, MANAGER])
+def test_death_of_a_process_ends_the_run_and_not_ray(
+    workspace: Path, ray_head: dict[str, str], victim: tuple[str, str]
+) -> None:
+    assert_death_ends_the_run(workspace, victim, env=ray_head, others=_RAYS_OWN)

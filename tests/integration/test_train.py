@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -200,31 +201,64 @@ def test_rollout_only(workspace: Path) -> None:
     assert not series(run_dir, "train/loss")
 
 
-@pytest.mark.parametrize(
-    ("victim", "words", "culprit"),
-    [
-        ("engine server", ["slime.backends.sglang.launch"], "engine 0"),
-        ("manager", ["ray::RolloutManager"], "the rollout manager"),
-        pytest.param("engine actor", ["ray::EngineActor"], "engine 0", marks=pytest.mark.full),
-        pytest.param("trainer", ["ray::TrainActor"], "trainer 0", marks=pytest.mark.full),
-    ],
-)
-def test_death_of_a_process_ends_the_run_with_its_name(
-    workspace: Path, victim: str, words: list[str], culprit: str
+ENGINE_SERVER = ("slime.backends.sglang.launch", "engine 0")
+ENGINE_ACTOR = ("ray::EngineActor", "engine 0")
+MANAGER = ("ray::RolloutManager", "the rollout manager")
+TRAINER = ("ray::TrainActor", "trainer 0")
+
+
+def assert_death_ends_the_run(
+    workspace: Path,
+    victim: tuple[str, str],
+    *,
+    while_saving: bool = False,
+    env: dict[str, str] | None = None,
+    others: Sequence[str] = (),
 ) -> None:
-    run_dir = workspace / f"death_of_{victim.replace(' ', '_')}"
+    """Kill one process of a run: it ends within 60 s, with one line that names the part, and checkpoints are whole.
+
+    Args:
+        victim: a word of its command line, and the name that the error must have.
+        while_saving: kill while a checkpoint is being written, not after the first one.
+        env: leads to a Ray that is there already.
+        others: words in the command lines of processes that are that Ray's own.
+    """
+    word, culprit = victim
+    run_dir = workspace / f"death_{'while_saving_' if while_saving else ''}{word.replace(':', '')}"
     line = flags(workspace, run_dir, num_rollout=100, save=str(run_dir), save_interval=1)
-    with TrainProcess(line, workspace / f"{run_dir.name}.log") as process:
+    with TrainProcess(line, workspace / f"{run_dir.name}.log", env) as process:
         process.wait_until((run_dir / "latest_checkpointed_iteration.txt").exists, RUN_S, "the first checkpoint")
-        process.find(*words).kill()
+        found = process.find(word)
+        if while_saving:
+            process.wait_until(lambda: any(run_dir.glob(".iter_*.tmp/*")), RUN_S, "an unfinished checkpoint", 0.001)
+        found.kill()
         assert process.wait(60) == 1, process.tail()
-        process.assert_no_process_left()
+        process.assert_no_process_left(ignore=others)
     errors = [text for text in process.log.read_text().splitlines() if text.startswith("train.py: error:")]
     assert len(errors) == 1, process.tail()
     assert culprit in errors[0]
     checkpoints = list(run_dir.glob("iter_*"))
     assert checkpoints
     assert all((path / ".metadata").exists() and (path / "rollout_state.pt").exists() for path in checkpoints)
+    assert any(run_dir.glob(".iter_*.tmp")) or not while_saving, "killed too late to show anything"
+
+
+@pytest.mark.parametrize(
+    "victim",
+    [
+        ENGINE_SERVER,
+        MANAGER,
+        pytest.param(ENGINE_ACTOR, marks=pytest.mark.full),
+        pytest.param(TRAINER, marks=pytest.mark.full),
+    ],
+)
+def test_death_of_a_process_ends_the_run_with_its_name(workspace: Path, victim: tuple[str, str]) -> None:
+    assert_death_ends_the_run(workspace, victim)
+
+
+@pytest.mark.full
+def test_death_while_a_checkpoint_is_written_leaves_the_one_before(workspace: Path) -> None:
+    assert_death_ends_the_run(workspace, TRAINER, while_saving=True)
 
 
 def test_ctrl_c_leaves_no_process(workspace: Path) -> None:

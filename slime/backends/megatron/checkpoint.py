@@ -8,10 +8,8 @@ saves leaves the one before in place.
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import random
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from slime.backends.megatron.optimizer import parts_of
 from slime.options.checkpoint import LATEST, has_checkpoint
-from slime.utils import device
+from slime.utils import aside, device
 
 logger = logging.getLogger(__name__)
 
@@ -48,42 +46,23 @@ def commit_save(save_dir: str | Path, rollout_id: int) -> None:
     """
     commit_directory(_directory(save_dir, rollout_id))
     if _is_first_rank():
-        latest = Path(save_dir, LATEST)
-        aside = latest.with_name(f".{LATEST}.tmp")
-        with aside.open("w") as stream:
-            stream.write(str(rollout_id))
-            stream.flush()
-            os.fsync(stream.fileno())
-        aside.replace(latest)
-        _sync(latest.parent)
+        aside.write_file(Path(save_dir, LATEST), lambda path: path.write_text(str(rollout_id)))
     _barrier()
 
 
 def begin_directory(final: Path) -> Path:
-    """An empty directory beside ``final``, to become it with `commit_directory`; all ranks call it."""
-    unfinished = _unfinished(final)
+    """`aside.begin_directory`, where all ranks call it and see the same file system."""
     if _is_first_rank():
-        if unfinished.exists():
-            shutil.rmtree(unfinished)
-        unfinished.mkdir(parents=True)
+        aside.begin_directory(final)
     _barrier()
-    return unfinished
+    return aside.unfinished(final)
 
 
 def commit_directory(final: Path) -> None:
-    """Rename what `begin_directory` gave to ``final``, in place of what is there; all ranks call it, after writing."""
+    """`aside.commit_directory`, where all ranks call it, each after its last write."""
     _barrier()
     if _is_first_rank():
-        unfinished = _unfinished(final)
-        for path in (*unfinished.rglob("*"), unfinished):
-            _sync(path)
-        replaced = final.with_name(f".{final.name}.replaced")
-        shutil.rmtree(replaced, ignore_errors=True)
-        if final.exists():
-            final.rename(replaced)
-        unfinished.rename(final)
-        _sync(final.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
+        aside.commit_directory(final)
     _barrier()
 
 
@@ -170,18 +149,6 @@ def load_state(
 
 def _directory(root: str | Path, rollout_id: int) -> Path:
     return Path(root, f"iter_{rollout_id:07d}")
-
-
-def _unfinished(final: Path) -> Path:
-    return final.with_name(f".{final.name}.tmp")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _is_first_rank() -> bool:

@@ -1,0 +1,57 @@
+"""Files and directories that are complete or absent: written aside, flushed to the disk, then renamed into place."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+
+def begin_directory(final: Path) -> Path:
+    """An empty directory beside ``final``, to become it with `commit_directory`; an earlier try's is emptied."""
+    discard_directory(final)
+    directory = unfinished(final)
+    directory.mkdir(parents=True)
+    return directory
+
+
+def commit_directory(final: Path) -> None:
+    """Rename what `begin_directory` gave to ``final``, in place of what is there."""
+    directory = unfinished(final)
+    for path in (*directory.rglob("*"), directory):
+        _flush(path)
+    replaced = final.with_name(f".{final.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if final.exists():
+        final.rename(replaced)
+    directory.rename(final)
+    _flush(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def discard_directory(final: Path) -> None:
+    """Remove what `begin_directory` gave, if it is there; ``final`` stays."""
+    shutil.rmtree(unfinished(final), ignore_errors=True)
+
+
+def write_file(final: Path, write: Callable[[Path], object]) -> None:
+    """Let ``write`` fill a file beside ``final``, and rename it in place of what is there."""
+    path = unfinished(final)
+    write(path)
+    _flush(path)
+    path.replace(final)
+    _flush(final.parent)
+
+
+def unfinished(final: Path) -> Path:
+    """Where ``final`` is written until it is whole."""
+    return final.with_name(f".{final.name}.tmp")
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
