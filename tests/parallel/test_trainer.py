@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from slime.rollout.metrics import engine_metrics, speed_metrics
-from slime.rollout.train_data import rollout_metrics
+from slime.rollout.train_data import reward_metrics, rollout_metrics
 from slime.utils.types import Sample
 from tests.parallel import plain, rollouts, tiny
 from tests.parallel.cases import CASES
@@ -182,6 +182,7 @@ def test_no_metric_is_on_two_axes(model_dir: Path, work: Path) -> None:
         sample.spec_info.spec_draft_token_num = sample.spec_info.spec_verify_ct = 1
     generated = {
         **rollout_metrics(samples, rollouts.columns(0, rollouts=4)),
+        **reward_metrics(rollouts.columns(0, rollouts=4)),
         **speed_metrics(Namespace(rollout_num_gpus=1), samples, 1.0),
         **engine_metrics(samples),
     }
