@@ -1,4 +1,9 @@
-"""Losses of one token: tensors of any shape in, the same shape out; masks and reductions are `weights`' matter."""
+"""Losses of one token: tensors of any shape in, the same shape out; masks and reductions are `weights`' matter.
+
+A *log ratio* is ``log_probs - old_log_probs``, policy over behaviour policy. ``row_mean`` is the caller's function that
+gives, at every token, the mean over the whole response's tokens with loss mask 1 (0 where it has none), differentiable,
+and across ranks where a response is cut over several.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +18,7 @@ LOW_VAR_KL_LIMIT = 10.0
 
 
 def policy_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
+    log_ratio: Tensor,
     advantages: Tensor,
     *,
     eps_clip: float,
@@ -23,14 +27,13 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor]:
     """Clipped surrogate loss of every token, to be minimised.
 
-    With ``rho = exp(log_probs - old_log_probs)``:
-    ``max(-rho * A, -clip(rho, 1 - eps_clip, 1 + eps_clip_high) * A)`` (PPO, arXiv:1707.06347, eq. 7; an upper range
-    above the lower one is DAPO's clip-higher, arXiv:2503.14476, section 3.1). Where A < 0, ``eps_clip_c`` bounds the
-    loss from above: ``min(-eps_clip_c * A, ...)`` (dual clip, arXiv:1912.09729).
+    With ``rho = exp(log_ratio)``: ``max(-rho * A, -clip(rho, 1 - eps_clip, 1 + eps_clip_high) * A)`` (PPO,
+    arXiv:1707.06347, eq. 7; an upper range above the lower one is DAPO's clip-higher, arXiv:2503.14476, section 3.1).
+    Where A < 0, ``eps_clip_c`` bounds the loss from above: ``min(-eps_clip_c * A, ...)`` (dual clip,
+    arXiv:1912.09729). On `sequence_log_ratio` it is GSPO's.
 
     Args:
-        log_probs: float, with gradient.
-        old_log_probs: same shape, log-probs under the behaviour policy; no gradient is wanted from it.
+        log_ratio: float, with gradient.
         advantages: same shape.
         eps_clip: lower clip range, and the upper one where ``eps_clip_high`` is None.
         eps_clip_high: upper clip range.
@@ -44,14 +47,58 @@ def policy_loss(
     """
     if eps_clip_c is not None and eps_clip_c <= 1.0:
         raise ValueError(f"--eps-clip-c must be above 1, got {eps_clip_c}")
-    upper = 1.0 + (eps_clip if eps_clip_high is None else eps_clip_high)
-    ratio = (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio = _ratio(log_ratio)
     unclipped = -ratio * advantages
-    at_bound = -ratio.clamp(1.0 - eps_clip, upper) * advantages
+    at_bound = -_clip(ratio, eps_clip, eps_clip_high) * advantages
     loss = torch.maximum(unclipped, at_bound)
     if eps_clip_c is not None:
         loss = torch.where(advantages < 0, torch.minimum(-eps_clip_c * advantages, loss), loss)
     return loss, at_bound > unclipped
+
+
+def sequence_log_ratio(log_ratio: Tensor, row_mean: Callable[[Tensor], Tensor]) -> Tensor:
+    """Log of GSPO's ratio of a token's response, ``(pi(y) / pi_old(y))^(1 / |y|)`` (arXiv:2507.18071, section 4).
+
+    Every token has the same one, and the gradient of each reaches all tokens of the response.
+    """
+    return row_mean(log_ratio)
+
+
+def cispo_loss(
+    log_probs: Tensor,
+    log_ratio: Tensor,
+    advantages: Tensor,
+    *,
+    eps_clip: float,
+    eps_clip_high: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """CISPO (arXiv:2506.13585): ``-stop_gradient(clip(rho, 1 - eps_clip, 1 + eps_clip_high)) * A * log_probs``.
+
+    The importance weight is clipped, not the update, so every token keeps a gradient.
+
+    Args:
+        log_probs: float, with gradient.
+        log_ratio: same shape; its gradient is not used.
+        advantages: same shape.
+        eps_clip: lower clip range, and the upper one where ``eps_clip_high`` is None.
+        eps_clip_high: upper clip range.
+
+    Returns:
+        The loss, and a bool tensor: where clipping changed the ratio.
+    """
+    ratio = _ratio(log_ratio.detach())
+    weight = _clip(ratio, eps_clip, eps_clip_high)
+    return -weight * advantages * log_probs, weight != ratio
+
+
+def opsm_keep(log_ratio: Tensor, advantages: Tensor, row_mean: Callable[[Tensor], Tensor], delta: float) -> Tensor:
+    """Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556, section 3.1): the factor of every token's loss.
+
+    0 where the advantage is negative and the response's mean of ``old_log_probs - log_probs`` is above ``delta``, else
+    1; float, the shape and dtype of ``log_ratio``, without gradient.
+    """
+    drift = -row_mean(log_ratio.detach())
+    return (~((advantages < 0) & (drift > delta))).to(log_ratio.dtype)
 
 
 def _k1(d: Tensor) -> Tensor:
@@ -66,23 +113,49 @@ def _k3(d: Tensor) -> Tensor:
     return (-d).clamp(max=MAX_LOG_RATIO).exp() - 1 + d
 
 
-def _low_var_kl(d: Tensor) -> Tensor:
-    return _k3(d).clamp(-LOW_VAR_KL_LIMIT, LOW_VAR_KL_LIMIT)
+KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": _k1, "k2": _k2, "k3": _k3, "low_var_kl": _k3}
 
 
-KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": _k1, "k2": _k2, "k3": _k3, "low_var_kl": _low_var_kl}
-
-
-def kl_estimate(log_probs: Tensor, base_log_probs: Tensor, kind: str) -> Tensor:
+def kl_estimate(
+    log_probs: Tensor, base_log_probs: Tensor, kind: str, importance_log_ratio: Tensor | None = None
+) -> Tensor:
     """One-sample estimate of KL(policy || base) at every token (J. Schulman, "Approximating KL divergence", 2020).
 
     With ``d = log_probs - base_log_probs``: k1 ``d``; k2 ``d^2 / 2``; k3 ``exp(-d) - 1 + d`` (also GRPO,
     arXiv:2402.03300, eq. 4); low_var_kl is k3 limited to [-10, 10]. As a loss, only k2 and k3 pull the policy to the
     base: the expected gradient of k1 is zero.
 
+    With ``importance_log_ratio``, log of the policy over the one that drew the tokens, the estimate is multiplied by
+    its exponential, through which the gradient flows too: k1 and k3 are then unbiased off-policy, and so are their
+    gradients (DeepSeek-V3.2, arXiv:2512.02556, section 3.1, for k3). The limit of low_var_kl comes after that.
+
     Raises:
         ValueError: an unknown ``kind``.
     """
     if kind not in KL_ESTIMATORS:
         raise ValueError(f"--kl-loss-type {kind!r} is none of {', '.join(KL_ESTIMATORS)}")
-    return KL_ESTIMATORS[kind](log_probs - base_log_probs)
+    kl = KL_ESTIMATORS[kind](log_probs - base_log_probs)
+    if importance_log_ratio is not None:
+        kl = _ratio(importance_log_ratio) * kl
+    return kl.clamp(-LOW_VAR_KL_LIMIT, LOW_VAR_KL_LIMIT) if kind == "low_var_kl" else kl
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, value_clip: float) -> tuple[Tensor, Tensor]:
+    """``max((clip(V, V_old - c, V_old + c) - G)^2, (V - G)^2)`` of every token, c being ``value_clip``.
+
+    The value clipping of OpenAI's PPO2 (arXiv:2005.12729), without its factor of 1/2.
+
+    Returns:
+        The loss, and a bool tensor: where V left the range.
+    """
+    limited = values.clamp(old_values - value_clip, old_values + value_clip)
+    loss = torch.maximum((limited - returns).square(), (values - returns).square())
+    return loss, limited != values
+
+
+def _ratio(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _clip(ratio: Tensor, eps_clip: float, eps_clip_high: float | None) -> Tensor:
+    return ratio.clamp(1.0 - eps_clip, 1.0 + (eps_clip if eps_clip_high is None else eps_clip_high))

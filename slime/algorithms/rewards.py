@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 
 STD_EPSILON = 1e-6
 
 
 def normalize_rewards(
-    rewards: np.ndarray, group_ids: np.ndarray, rollout_ids: np.ndarray, *, divide_by_std: bool
+    rewards: np.ndarray,
+    group_ids: np.ndarray,
+    rollout_ids: np.ndarray,
+    *,
+    divide_by_std: bool,
+    baseline: Literal["mean", "leave_one_out"] = "mean",
 ) -> np.ndarray:
-    """Group-relative rewards, ``(r - mean) / (std + 1e-6)`` (GRPO, arXiv:2402.03300, section 4.1.2).
+    """Group-relative rewards, ``(r - baseline) / (std + 1e-6)``.
+
+    The baseline is the mean of the group (GRPO, arXiv:2402.03300, section 4.1.2), or, ``leave_one_out``, of the other
+    rollouts of the group (RLOO, arXiv:2402.14740, which does not divide).
 
     Mean and (unbiased) standard deviation are taken over the *rollouts* of a group, found by ``group_ids`` and not by
     position, so groups may be uneven, interleaved, or cut into any number of rows without a change to the result. The
@@ -24,7 +34,8 @@ def normalize_rewards(
         rewards: float [rows].
         group_ids: int [rows], one id a prompt.
         rollout_ids: int [rows], rows with one id are parts of one rollout.
-        divide_by_std: False subtracts the mean only (Dr. GRPO, arXiv:2503.20783).
+        divide_by_std: False subtracts the baseline only (Dr. GRPO, arXiv:2503.20783).
+        baseline: what is subtracted.
 
     Returns:
         float64 [rows].
@@ -51,7 +62,12 @@ def normalize_rewards(
     reward_of_rollout = np.bincount(rollout_of_row, shifted) / np.bincount(rollout_of_row)
     size = np.bincount(group_of_rollout)
     mean = np.bincount(group_of_rollout, reward_of_rollout) / size
+    baseline_of_row = mean[group_of_row]
+    if baseline == "leave_one_out":
+        rollouts_of_row = size[group_of_row]
+        others = rollouts_of_row * baseline_of_row - reward_of_rollout[rollout_of_row]
+        baseline_of_row = others / np.maximum(rollouts_of_row - 1, 1)
     squares = np.bincount(group_of_rollout, (reward_of_rollout - mean[group_of_rollout]) ** 2)
     scale = np.sqrt(squares / np.maximum(size - 1, 1)) + STD_EPSILON if divide_by_std else np.ones(len(groups))
-    normalized = (shifted - mean[group_of_row]) / scale[group_of_row]
+    normalized = (shifted - baseline_of_row) / scale[group_of_row]
     return np.where(size[group_of_row] == 1, rewards, normalized)

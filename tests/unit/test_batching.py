@@ -1,85 +1,44 @@
-"""slime.batching: every row once, steps of whole rollouts, caps kept, as many micro-batches to every rank."""
+"""slime.batching: packing, dealing and their costs by example; `test_schedule_properties` has what holds for all."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import torch
 
 from slime.batching.columns import train_batches
-from slime.batching.schedule import ScheduledStep, attention_costs, build_schedule, pack_by_tokens
+from slime.batching.dealing import deal_by_cost
+from slime.batching.flops import DecoderShape, forward_flops
+from slime.batching.packing import pack_by_cost, pack_by_tokens
+from slime.batching.schedule import ScheduledStep, build_schedule
 from slime.utils.types import Ragged, TrainBatch
 
 NUM_GPUS = 0
 
 
-def first_occurrence_order(ids: np.ndarray) -> list[int]:
-    return list(dict.fromkeys(ids.tolist()))
+QWEN3_8B = DecoderShape(
+    num_layers=36,
+    hidden_size=4096,
+    ffn_hidden_size=12288,
+    num_attention_heads=32,
+    num_query_groups=8,
+    kv_channels=128,
+    vocab_size=151936,
+)
 
 
-def rows_of_step(step: ScheduledStep) -> list[int]:
-    return [int(row) for rank in step.micro_batches for rows in rank for row in rows]
+def skewed(rows: int, sigma: float = 1.0) -> np.ndarray:
+    """Log-normal lengths up to 16,384, as rollouts have them."""
+    return np.clip(np.random.default_rng().lognormal(np.log(2000), sigma, rows), 16, 16384).astype(np.int64)
 
 
-@st.composite
-def batches(draw: st.DrawFn) -> tuple[dict[str, np.ndarray], dict[str, int | None], bool]:
-    """Rows of shuffled cut rollouts, the options of a schedule that has enough rows, and whether to balance."""
-    steps, per_step = draw(st.integers(1, 3)), draw(st.integers(1, 12))
-    parts = draw(st.lists(st.integers(1, 3), min_size=steps * per_step, max_size=steps * per_step))
-    ids = np.repeat(draw(st.permutations(range(100, 100 + len(parts)))), parts)
-    ids = ids[np.array(draw(st.permutations(range(len(ids)))))]
-    lengths = np.array(draw(st.lists(st.integers(1, 50), min_size=len(ids), max_size=len(ids))))
-    mask_sums = np.array([draw(st.integers(0, int(n))) for n in lengths])
-    dynamic = draw(st.booleans())
-    options = {
-        "dp_size": draw(st.integers(1, 4)),
-        "micro_batch_multiple": draw(st.integers(1, 2)),
-        "global_batch_size": per_step,
-        "micro_batch_size": None if dynamic else draw(st.integers(1, 5)),
-        "max_tokens": draw(st.integers(1, 80)) if dynamic else None,
-    }
-    rows = {"lengths": lengths, "rollout_ids": ids, "mask_sums": mask_sums}
-    return rows, options, draw(st.booleans())
-
-
-@settings(max_examples=300, deadline=None)
-@given(batches())
-def test_every_schedule_keeps_its_promises(
-    case: tuple[dict[str, np.ndarray], dict[str, int | None], bool],
-) -> None:
-    rows, options, balanced = case
-    lengths, ids = rows["lengths"], rows["rollout_ids"]
-    costs = attention_costs(lengths, 64) if balanced else None
-    try:
-        schedule = build_schedule(**rows, **options, row_costs=costs)  # type: ignore[arg-type]
-    except ValueError as error:
-        if "too few for the" not in str(error):
-            raise
-        return
-    order = first_occurrence_order(ids)
-    per_step, dp_size = options["global_batch_size"], options["dp_size"]
-    assert per_step is not None
-    assert len(schedule) == len(order) // per_step
-    for number, step in enumerate(schedule):
-        expected = set(order[number * per_step : (number + 1) * per_step])
-        chosen = rows_of_step(step)
-        assert sorted(chosen) == [row for row in range(len(ids)) if ids[row] in expected]
-        assert step.num_rollouts == per_step
-        assert step.num_tokens == sum(int(rows["mask_sums"][row]) for row in chosen)
-        assert len(step.micro_batches) == dp_size
-        counts = {len(rank) for rank in step.micro_batches}
-        assert len(counts) == 1
-        assert counts.pop() % (options["micro_batch_multiple"] or 1) == 0
-        for micro_batch in (m for rank in step.micro_batches for m in rank):
-            assert len(micro_batch) > 0
-            assert micro_batch.dtype == np.int64
-            if options["max_tokens"] is not None:
-                assert len(micro_batch) == 1 or lengths[micro_batch].sum() <= options["max_tokens"]
-            else:
-                assert len(micro_batch) <= (options["micro_batch_size"] or 0)
+def work_of_ranks(schedule: list[ScheduledStep], costs: np.ndarray) -> np.ndarray:
+    """[ranks, micro-batches] of the first step."""
+    return np.array([[costs[rows].sum() for rows in rank] for rank in schedule[0].micro_batches])
 
 
 def test_static_micro_batches_are_consecutive_rows_dealt_in_turn() -> None:
@@ -111,19 +70,92 @@ def test_packing_is_within_its_bound_of_the_optimum() -> None:
     assert len(pack_by_tokens(lengths, np.arange(len(lengths)), 1000)) <= 200 * 11 / 9 + 1
 
 
-def test_balancing_evens_out_the_cost_of_ranks() -> None:
-    lengths = np.random.default_rng().integers(10, 4000, size=512)
-    costs = attention_costs(lengths, 128)
+def test_balancing_evens_out_the_work_of_ranks() -> None:
+    lengths = skewed(512)
+    costs = forward_flops(lengths, QWEN3_8B)
 
-    def spread(row_costs: np.ndarray | None) -> float:
+    def imbalance(row_costs: np.ndarray | None) -> float:
         schedule = build_schedule(
-            lengths, np.arange(512), lengths, dp_size=8, global_batch_size=512, max_tokens=8192, row_costs=row_costs
+            lengths, np.arange(512), lengths, dp_size=8, global_batch_size=512, max_tokens=16384, row_costs=row_costs
         )
-        loads = [sum(float(costs[m].sum()) for m in rank) for rank in schedule[0].micro_batches]
-        return max(loads) / (sum(loads) / len(loads))
+        loads = work_of_ranks(schedule, costs).sum(axis=1)
+        return float(loads.max() / loads.mean())
 
-    assert spread(costs) < 1.02
-    assert spread(costs) <= spread(None)
+    assert imbalance(costs) < 1.005
+    assert imbalance(costs) <= imbalance(None)
+
+
+def test_the_work_of_a_rank_lies_costliest_first() -> None:
+    costs = np.random.default_rng().random(48)
+    assert (np.diff(costs[deal_by_cost(costs, 6)], axis=1) <= 0).all()
+
+
+def test_exchanges_find_what_rounds_of_the_costliest_miss() -> None:
+    costs = np.array([9.0, 5.0, 5.0, 4.0, 3.0, 2.0])  # in rounds of two: 9 + 4 + 2 and 5 + 5 + 3
+    assert sorted(costs[deal_by_cost(costs, 2)].sum(axis=1)) == [14.0, 14.0]
+
+
+def test_a_good_deal_in_turn_is_kept() -> None:
+    costs = np.array([2.0, 8, 3, 1, 2, 3, 9, 2, 6])  # rounds of the costliest and exchanges would stay at 13
+    assert costs[deal_by_cost(costs, 3)].sum(axis=1).tolist() == [12.0, 12.0, 12.0]
+
+
+def test_rows_longer_than_the_cap_do_not_keep_the_others_from_balance() -> None:
+    lengths = np.array([50, 6, 6, 40, 2, 2])
+    packed = pack_by_cost(lengths, lengths.astype(np.float64) ** 2, np.arange(6), 10, 4, 1)
+    assert packed is not None
+    assert sorted(m.tolist() for m in packed) == [[0], [1, 4], [2, 5], [3]]
+
+
+@pytest.mark.parametrize("sigma", [0.6, 1.0])
+def test_balancing_micro_batches_evens_out_their_work(sigma: float) -> None:
+    lengths = skewed(1024, sigma)
+    costs = forward_flops(lengths, QWEN3_8B)
+
+    def work(balance: bool) -> np.ndarray:
+        schedule = build_schedule(
+            lengths,
+            np.arange(1024),
+            lengths,
+            dp_size=8,
+            global_batch_size=1024,
+            max_tokens=32768,
+            row_costs=costs,
+            balance_micro_batches=balance,
+        )
+        assert max(lengths[rows].sum() for rank in schedule[0].micro_batches for rows in rank) <= 32768
+        return work_of_ranks(schedule, costs)
+
+    plain, even = work(False), work(True)
+    assert even.std() / even.mean() < 0.5 * plain.std() / plain.mean()
+    assert even.max(axis=0).sum() < plain.max(axis=0).sum()  # what lockstep over ranks takes
+    assert even.sum(axis=1).max() < 1.01 * even.sum(axis=1).mean()
+
+
+@pytest.mark.parametrize(
+    ("longer_than_the_cap", "dp_size", "expected"),
+    [
+        (0, 2, [[0], [1], [2], [3, 4]]),  # one more a rank
+        (2, 4, [[0], [1], [2, 4], [3, 5, 6]]),  # 7 rows do not make 8: as without balancing
+    ],
+)
+def test_where_balanced_rows_find_no_room_there_are_more_micro_batches(
+    longer_than_the_cap: int, dp_size: int, expected: list[list[int]]
+) -> None:
+    # Into two of 10 go only 6 + 4 and 5 + 3 + 2, but 4 goes to the cheaper 5, 3 to 6, and 2 is left.
+    lengths = np.array([20] * longer_than_the_cap + [6, 5, 4, 3, 2])
+    rows = len(lengths)
+    schedule = build_schedule(
+        lengths,
+        np.arange(rows),
+        lengths,
+        dp_size=dp_size,
+        global_batch_size=rows,
+        max_tokens=10,
+        row_costs=lengths.astype(np.float64),
+        balance_micro_batches=True,
+    )
+    assert sorted(m.tolist() for rank in schedule[0].micro_batches for m in rank) == expected
 
 
 def test_rollouts_that_do_not_divide_into_steps_are_an_error_not_dropped() -> None:
@@ -147,22 +179,120 @@ def test_one_way_of_packing_has_to_be_chosen() -> None:
         build_schedule(ones, ones, ones, dp_size=1, global_batch_size=1, micro_batch_size=1, max_tokens=5)
 
 
-@pytest.mark.parametrize("balanced", [False, True])
-def test_a_hundred_thousand_rows_take_less_than_two_seconds(balanced: bool) -> None:
-    rng = np.random.default_rng()
-    lengths = rng.integers(20, 8192, size=100_000)
-    costs = attention_costs(lengths, 4096) if balanced else None
+WRONG = {
+    "max_tokens is 0": {"max_tokens": 0},
+    "micro_batch_size is -1": {"max_tokens": None, "micro_batch_size": -1},
+    "dp_size is 0": {"dp_size": 0},
+    "global_batch_size is 0": {"global_batch_size": 0},
+    "micro_batch_multiple is 0": {"micro_batch_multiple": 0},
+    "got shapes": {"mask_sums": np.ones(3)},
+    "row 2 has 0 tokens": {"lengths": np.array([1, 2, 0, 3])},
+    "row 1 costs nan": {"row_costs": np.array([1, np.nan, 1, 1])},
+    "row 3 costs 0.0": {"row_costs": np.array([1.0, 1.0, 1.0, 0.0])},
+    "balance_micro_batches needs max_tokens": {"balance_micro_batches": True},
+    "0 rollouts cannot be cut": {name: np.empty(0) for name in ("lengths", "rollout_ids", "mask_sums")},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_what_cannot_be_is_an_error(message: str) -> None:
+    right: dict[str, Any] = {
+        "lengths": np.ones(4),
+        "rollout_ids": np.arange(4),
+        "mask_sums": np.ones(4),
+        "dp_size": 2,
+        "global_batch_size": 4,
+        "max_tokens": 5,
+    }
+    with pytest.raises(ValueError, match=message):
+        build_schedule(**(right | WRONG[message]))
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "static": {"micro_batch_size": 4},
+    "static, ranks balanced": {"micro_batch_size": 4, "row_costs": ...},
+    "dynamic": {"max_tokens": 16384},
+    "dynamic, ranks balanced": {"max_tokens": 16384, "row_costs": ...},
+    "dynamic, micro-batches balanced": {"max_tokens": 16384, "row_costs": ..., "balance_micro_batches": True},
+    "the same where too many rows are long": {"max_tokens": 4096, "row_costs": ..., "balance_micro_batches": True},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_hundred_thousand_rows_take_less_than_two_seconds(mode: str) -> None:
+    lengths, options = skewed(100_000), dict(MODES[mode])
     start = time.process_time()
-    build_schedule(
-        lengths,
-        np.arange(100_000) // 2,
-        lengths,
-        dp_size=64,
-        global_batch_size=50_000,
-        max_tokens=9000,
-        row_costs=costs,
-    )
+    if "row_costs" in options:
+        options["row_costs"] = forward_flops(lengths, QWEN3_8B)
+    build_schedule(lengths, np.arange(100_000), lengths, dp_size=64, global_batch_size=100_000, **options)
     assert time.process_time() - start < 2.0
+
+
+TINY = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "attn_implementation": "eager",
+}
+TINY_SHAPE = DecoderShape(
+    num_layers=3,
+    hidden_size=32,
+    ffn_hidden_size=56,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=8,
+    vocab_size=101,
+)
+EXPERTS = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2, "mlp_only_layers": [1]}
+MOE_SHAPE = replace(TINY_SHAPE, num_moe_layers=2, num_experts=6, moe_router_topk=2, moe_ffn_hidden_size=24)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "shape"),
+    [
+        ("Qwen3", {"head_dim": 12}, replace(TINY_SHAPE, kv_channels=12)),
+        ("Qwen3", {"head_dim": 12, "tie_word_embeddings": True}, replace(TINY_SHAPE, kv_channels=12)),
+        ("Llama", {"num_key_value_heads": 4}, replace(TINY_SHAPE, num_query_groups=4)),
+        ("Qwen3Moe", EXPERTS | {"head_dim": 12}, replace(MOE_SHAPE, kv_channels=12)),
+        (
+            "Qwen2Moe",
+            EXPERTS | {"shared_expert_intermediate_size": 40},
+            replace(MOE_SHAPE, moe_shared_expert_intermediate_size=40),
+        ),
+    ],
+)
+def test_flops_are_those_that_a_forward_pass_is_counted_to_take(
+    name: str, options: dict[str, Any], shape: DecoderShape
+) -> None:
+    import transformers
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = getattr(transformers, f"{name}Config")(**(TINY | options))
+    # The counter sees no operations in grouped products of experts, so each expert is to be a product of its own.
+    config._experts_implementation = "eager"
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    assert model.config._attn_implementation == "eager"
+    for n in (1, 2, int(np.random.default_rng().integers(3, 40))):
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            model(torch.randint(0, 101, (1, n)), use_cache=False)
+        counted = counter.get_total_flops()
+        # Eager attention computes all n * n pairs and masks the n * (n - 1) / 2 that look ahead: 2 products x 2 each.
+        counted -= shape.num_layers * 4 * shape.num_attention_heads * shape.kv_channels * n * (n - 1) // 2
+        # Position angles are written as a product, [head width / 2, 1] x [1, n].
+        counted -= shape.kv_channels * n
+        # This model scales its shared expert by a number that it computes from each token, [n, hidden] x [hidden, 1].
+        counted -= shape.num_moe_layers * 2 * n * shape.hidden_size if shape.moe_shared_expert_intermediate_size else 0
+        assert forward_flops(np.array([n]), shape)[0] == counted
+
+
+def test_flops_of_rows_do_not_overflow_and_keep_the_order_of_lengths() -> None:
+    flops = forward_flops(np.array([1, 1000, 1 << 20], dtype=np.int32), QWEN3_8B)
+    assert flops.dtype == np.float64
+    assert (np.diff(flops) > 0).all()
+    assert flops[1] == pytest.approx(1000 * 2 * 7.57e9, rel=0.02)  # 2 a matrix parameter and token, little attention
 
 
 def test_each_rank_gets_its_rows_and_indices_into_them() -> None:
