@@ -49,3 +49,6 @@ class BatchOptions:
         at_least=1,
     )  # fmt: skip
     balance_data: bool = option(False, "Give every data-parallel rank about the same amount of work.")
+    balance_by_flops: bool = option(
+        False, "Make micro-batches of about the same amount of work, within --max-tokens-per-gpu."
+    )

@@ -21,4 +21,9 @@ class DebugOptions:
     load_debug_rollout_data: str | None = option(
         None, "Train on files saved so instead of generating; {rollout_id} is filled in."
     )
+    ci_test: bool = option(False, "Stop the run when what must hold in every run does not.")
+    ci_disable_kl_checker: bool = option(False, "Without the checks of the KL divergence on the first rollout.")
+    ci_train_rollout_logprob_abs_diff_threshold: float = option(
+        0.1, "For --ci-test: largest mean difference of the trainer's and the engine's log-probs.", above=0
+    )
     allow_config_mismatch: bool = option(False, "Warn, instead of stopping, where flags contradict config.json.")

@@ -12,8 +12,8 @@ from slime.options.installed import version_of
 
 PACKAGES = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers")
 DERIVED = (
-    *("placement", "actor_num_gpus", "num_engines", "world_size", "data_parallel_size", "train_iters", "params_dtype"),
-    *("eval_datasets", "launch_dir"),
+    *("placement", "actor_num_gpus", "num_engines", "world_size", "data_parallel_size", "train_iters"),
+    *("params_dtype", "use_critic", "needs_reference", "reward_baseline", "reward_std", "eval_datasets", "launch_dir"),
 )
 
 

@@ -30,6 +30,8 @@ def check_training(args: Namespace, given: set[str]) -> None:
             raise OptionError(f"{shown} is not available yet in this version")
     _check_optimizer(args, given)
     _check_schedule(args)
+    if args.use_critic:
+        _check_schedule(critic_options(args), "critic-")
 
 
 def _check_optimizer(args: Namespace, given: set[str]) -> None:
@@ -41,10 +43,19 @@ def _check_optimizer(args: Namespace, given: set[str]) -> None:
         args.use_distributed_optimizer = False
 
 
-def _check_schedule(args: Namespace) -> None:
+def critic_options(args: Namespace) -> Namespace:
+    """``args`` as the critic reads them: with its own learning rate and warm-up."""
+    own = Namespace(**vars(args))
+    own.lr = args.lr if args.critic_lr is None else args.critic_lr
+    if args.critic_lr_warmup_iters is not None:
+        own.lr_warmup_iters, own.lr_warmup_fraction = args.critic_lr_warmup_iters, None
+    return own
+
+
+def _check_schedule(args: Namespace, role: str = "") -> None:
     for flag, rate in (("--min-lr", args.min_lr), ("--lr-warmup-init", args.lr_warmup_init)):
         if rate > args.lr:
-            raise OptionError(f"{flag} {rate} is above --lr {args.lr}")
+            raise OptionError(f"{flag} {rate} is above --{role}lr {args.lr}")
     if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:
         raise OptionError("--lr-decay-style WSD needs --lr-wsd-decay-iters")
     if args.num_rollout is not None or args.lr_decay_iters is not None:

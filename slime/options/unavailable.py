@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 REPLACED: dict[str, str] = {
+    "--critic-num-gpus-per-node": "the critic is on the actor's slots; drop it",
+    "--critic-num-nodes": "the critic is on the actor's slots; drop it",
     "--ddp-average-in-collective": "token weights make gradients a mean over all ranks, so they are summed; drop it",
     "--disable-weights-backuper": "reference and actor weights are always kept on the CPU; drop it",
     "--distributed-backend": "the device decides: nccl on GPUs, gloo without",
     "--eval": "use --eval-interval; with --num-rollout 0 the run only evaluates",
+    "--get-mismatch-metrics": "train/train_rollout_* and train/ois are always logged; drop it",
     "--http-proxy": "set the http_proxy environment variable",
     "--log-probs-max-tokens-per-gpu": "log-prob passes use the micro-batches of --max-tokens-per-gpu",
     "--megatron-to-hf-mode": "weights are always mapped by the tables in slime/models; drop it",
@@ -14,6 +17,7 @@ REPLACED: dict[str, str] = {
     "--no-offload-rollout": "nothing is offloaded in this version; drop it",
     "--no-offload-train": "nothing is offloaded in this version; drop it",
     "--qkv-format": "sequences are always packed (thd); drop it",
+    "--recompute-loss-function": "logits are always computed anew, --log-probs-chunk-size tokens at a time; drop it",
     "--sglang-host": "engines listen on the address of the node that they run on",
     "--sglang-model-path": "engines serve --hf-checkpoint",
     "--sglang-port": "ports are reserved when an engine starts",
@@ -26,8 +30,10 @@ REPLACED: dict[str, str] = {
     "--train-iters": "it follows from --num-rollout and --num-steps-per-rollout",
     "--train-memory-margin-bytes": "it has no meaning here; drop it",
     "--true-on-policy-mode": "one step per rollout is on policy; add --sglang-enable-deterministic-inference",
+    "--use-critic": "--advantage-estimator ppo has a critic; drop it",
     "--use-custom-fsdp": "the distributed optimizer shards optimizer state; there is no FSDP backend",
     "--use-megatron-fsdp": "the distributed optimizer shards optimizer state; there is no FSDP backend",
+    "--use-rollout-entropy": "train/entropy_loss is always logged; drop it",
     "--use-te-rng-tracker": "random state is torch's, Transformer Engine is not used; drop it",
     "--use-slime-router": "the router is sglang-router; see --help router",
 }
@@ -40,16 +46,8 @@ REPLACED_PREFIXES: dict[str, str] = {
 """The same for whole families of flags."""
 
 NOT_YET: dict[str, str] = {
-    "algorithm": """
-        --custom-advantage-function-path --custom-loss-function-path --custom-pg-loss-reducer-function-path
-        --gamma --kl-coef --lambd --normalize-advantages --ref-update-interval
-        --reset-optimizer-states --use-rollout-entropy --use-stateless-adam --use-unbiased-kl""",
-    "off-policy correction": """
-        --custom-tis-function-path --get-mismatch-metrics --keep-old-actor --opsm-delta --tis-clip --tis-clip-low
-        --tis-threshold --use-opsm --use-rollout-logprobs --use-tis""",
-    "critic": """
-        --critic-load --critic-lr --critic-lr-warmup-iters --critic-num-gpus-per-node --critic-num-nodes --critic-save
-        --megatron-config-path --num-critic-only-steps --use-critic --value-clip""",
+    "algorithm": "--ref-update-interval --reset-optimizer-states --use-stateless-adam",
+    "critic": "--megatron-config-path",
     "distillation": "--opd-kl-coef --opd-teacher-ckpt-step --opd-teacher-load --opd-type --use-opd",
     "rollout": """
         --buffer-filter-path --custom-convert-samples-to-train-data-path --custom-eval-rollout-log-function-path
@@ -75,23 +73,19 @@ NOT_YET: dict[str, str] = {
         --softmax-type --spec --use-rollout-routing-replay --use-routing-replay --window-attn-skip-freq
         --window-size""",
     "batches and memory": """
-        --balance-by-flops --data-pad-size-multiplier --log-probs-chunk-size --offload --offload-rollout --offload-train
-        --recompute-loss-function --use-dynamic-global-batch-size""",
+        --data-pad-size-multiplier --offload --offload-rollout --offload-train --use-dynamic-global-batch-size""",
     "checkpoints": """
         --async-save --ckpt-step --finetune --no-load-optim --no-load-rng --no-save-optim --ref-ckpt-step""",
     "eval": "--eval-config",
     "tracking": "--log-correct-samples --log-multi-turn --log-passrate --log-reward-category",
     "debug": """
-        --ci-disable-kl-checker --ci-load-grad-norm --ci-save-grad-norm --ci-test
-        --ci-train-rollout-logprob-abs-diff-threshold --dump-details --load-debug-rollout-data-subsample
+        --ci-load-grad-norm --ci-save-grad-norm --dump-details --load-debug-rollout-data-subsample
         --memory-recorder --memory-snapshot-dir --memory-snapshot-num-steps --profile-target --record-memory-history
         --save-debug-train-data""",
 }
 """Flags that later versions will have, by role: when one comes, its name goes."""
 
 NOT_YET_VALUES: dict[str, tuple[str, ...]] = {
-    "--advantage-estimator": ("cispo", "gspo", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
-    "--loss-type": ("custom_loss",),
     "--update-weight-mode": ("delta",),
     "--rm-type": ("gpqa", "ifbench"),
     "--transformer-impl": ("inference_optimized", "transformer_engine"),

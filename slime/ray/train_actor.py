@@ -10,23 +10,25 @@ from typing import Any
 
 import ray
 import torch
+from torch.distributed import TCPStore
 
 from slime.ray.cluster import enter_actor
-from slime.utils.http_utils import PortReservation
+from slime.utils.errors import BadInputError
 from slime.utils.types import TrainBatch
 from slime.weights import EngineAddress
 
 _ROLLOUT_STATE = "rollout_state.pt"
+_STORE_IS_THERE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 class TrainActor:
-    """One rank; every method but ``watch`` and ``reserve_address`` is collective over all ranks."""
+    """One rank; every method but ``watch`` and ``serve_rendezvous`` is collective over all ranks."""
 
     def __init__(self, args: argparse.Namespace, rank: int, world_size: int, gpu: str | None) -> None:
         enter_actor(args)
         self._args = args
         self._rank = rank
-        self._reservation: PortReservation | None = None
+        self._store: TCPStore | None = None
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local_rank(gpu)))
 
     @ray.method(concurrency_group="watch")
@@ -34,25 +36,31 @@ class TrainActor:
         """Never returns: the death of this process is what the caller waits for."""
         threading.Event().wait()
 
-    def reserve_address(self) -> tuple[str, int]:
-        """Host and port at which rank 0 will serve the rendezvous."""
-        self._reservation = PortReservation(ray.util.get_node_ip_address())
-        return ray.util.get_node_ip_address(), self._reservation.port
+    def serve_rendezvous(self) -> tuple[str, int]:
+        """Serve, on rank 0, the store at which all ranks meet; its host and port, which the kernel has chosen."""
+        host = ray.util.get_node_ip_address()
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return host, self._store.port
 
     def start(self, master: tuple[str, int], num_rollout: int) -> tuple[int, int, dict[str, Any] | None]:
-        """Build the model and load its weights; (first rollout id, data-parallel size, the data side's saved state)."""
-        if self._reservation is not None:
-            self._reservation.release()
+        """Build the model and load its weights.
+
+        Returns:
+            The first rollout's id, the data-parallel size and, on rank 0 of a resumed run, the data side's saved state.
+        """
         os.environ.update(MASTER_ADDR=master[0], MASTER_PORT=str(master[1]))
         self._args.num_rollout = num_rollout
         from slime.backends.megatron.trainer import MegatronTrainer
 
+        # So torch looks for the store of `serve_rendezvous` instead of serving one; other groups serve their own later.
+        os.environ[_STORE_IS_THERE] = "True"
         self._trainer = MegatronTrainer(self._args)
+        del os.environ[_STORE_IS_THERE]
         state = None
-        if self._trainer.resumed_from:
+        if self._trainer.resumed_from and self._rank == 0:
             path = Path(self._trainer.resumed_from, _ROLLOUT_STATE)
             if not path.is_file():
-                raise ValueError(f"--load: {path} is missing: without it the data could only start from the beginning")
+                raise BadInputError(f"--load: {path} is missing: without it the data could only start anew")
             state = torch.load(path, weights_only=False)
         return self._trainer.start_rollout_id, self._trainer.dp_size, state
 
@@ -80,14 +88,18 @@ class TrainActor:
         """Train on one rollout; one dict of metrics an optimizer step."""
         return self._trainer.train(rollout_id, batch)
 
-    def save(self, rollout_id: int, rollout_state: dict[str, Any]) -> None:
-        """Write one complete checkpoint, with the data side's state, or none."""
+    def save(self, rollout_id: int, rollout_state: dict[str, Any] | None) -> None:
+        """Write one complete checkpoint, with the data side's state, which rank 0 alone gets, or none."""
         from slime.backends.megatron.checkpoint import begin_save, commit_save
 
         directory = begin_save(self._args.save, rollout_id)
         self._trainer.save(directory)
         if self._rank == 0:
             torch.save(rollout_state, Path(directory, _ROLLOUT_STATE))
+        if self._args.use_critic:
+            # First: a run resumes by the actor's latest, and finds the critic's of the same rollout.
+            self._trainer.save_critic(begin_save(self._args.critic_save, rollout_id))
+            commit_save(self._args.critic_save, rollout_id)
         commit_save(self._args.save, rollout_id)
 
     def save_hf(self, directory: str) -> None:

@@ -10,7 +10,9 @@ import numpy as np
 
 from slime.algorithms.rewards import normalize_rewards
 from slime.batching.columns import train_batches
-from slime.batching.schedule import attention_costs, build_schedule
+from slime.batching.flops import DecoderShape, forward_flops
+from slime.batching.schedule import build_schedule
+from slime.rollout.metrics import length_stats
 from slime.utils.misc import load_function
 from slime.utils.types import Ragged, Sample, Status, TrainBatch
 
@@ -30,8 +32,9 @@ def to_train_batches(args: Namespace, samples: list[Sample], dp_size: int) -> tu
         ValueError: a sample that cannot be trained on (named by its index), or counts that do not divide into steps.
     """
     columns = to_columns(args, samples)
-    lengths = columns.tokens.lengths
+    lengths = _padded_lengths(args, columns.tokens.lengths)
     dynamic = args.use_dynamic_batch_size
+    balances = args.balance_data or args.balance_by_flops
     schedule = build_schedule(
         lengths,
         columns.rollout_ids,
@@ -41,7 +44,8 @@ def to_train_batches(args: Namespace, samples: list[Sample], dp_size: int) -> tu
         micro_batch_size=None if dynamic else args.micro_batch_size,
         max_tokens=args.max_tokens_per_gpu * args.context_parallel_size if dynamic else None,
         micro_batch_multiple=_micro_batch_multiple(args),
-        row_costs=attention_costs(lengths, args.hidden_size) if args.balance_data else None,
+        row_costs=forward_flops(lengths, _decoder_shape(args)) if balances else None,
+        balance_micro_batches=args.balance_by_flops,
     )
     metrics = rollout_metrics(samples, columns)
     if args.loss_type != "sft_loss":
@@ -77,12 +81,7 @@ def to_columns(args: Namespace, samples: list[Sample]) -> TrainBatch:
 
 def rollout_metrics(samples: list[Sample], columns: TrainBatch) -> dict[str, float]:
     """Counts, and how long and how often truncated the samples are."""
-    lengths = np.array([s.effective_response_length for s in samples], dtype=np.float64)
-    return {
-        "rollout/response_len/mean": float(lengths.mean()),
-        "rollout/response_len/median": float(np.median(lengths)),
-        "rollout/response_len/max": float(lengths.max()),
-        "rollout/response_len/min": float(lengths.min()),
+    return length_stats(samples, "rollout/response_len", effective=True) | {
         "rollout/total_lengths": float(columns.tokens.lengths.mean()),
         "rollout/truncated_ratio": float(columns.truncated.mean()),
         "rollout/num_samples": float(len(samples)),
@@ -119,6 +118,33 @@ def _micro_batch_multiple(args: Namespace) -> int:
     if args.virtual_pipeline_model_parallel_size is None:
         return 1
     return int(args.microbatch_group_size_per_virtual_pipeline_stage or args.pipeline_model_parallel_size)
+
+
+def _padded_lengths(args: Namespace, lengths: np.ndarray) -> np.ndarray:
+    """As the rows lie in a stream: context parallelism cuts each into two chunks a rank."""
+    cp_size = args.context_parallel_size
+    chunks = 2 * cp_size if cp_size > 1 else 1
+    return -(-lengths // chunks) * chunks
+
+
+def _decoder_shape(args: Namespace) -> DecoderShape:
+    moe_layers, every = 0, args.moe_layer_freq
+    if args.num_experts:
+        moe_layers = sum(every) if isinstance(every, list) else -(-args.num_layers // every)
+    return DecoderShape(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.ffn_hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups,
+        kv_channels=args.kv_channels,
+        vocab_size=args.vocab_size,
+        num_moe_layers=moe_layers,
+        num_experts=args.num_experts or 0,
+        moe_router_topk=args.moe_router_topk,
+        moe_ffn_hidden_size=args.moe_ffn_hidden_size or args.ffn_hidden_size,
+        moe_shared_expert_intermediate_size=args.moe_shared_expert_intermediate_size or 0,
+    )
 
 
 def _name(position: int, sample: Sample) -> str:
@@ -201,7 +227,7 @@ def _rewards(args: Namespace, samples: list[Sample], rollout_ids: np.ndarray) ->
             _reward_column(rewards, samples, f"reward of {flag}"),
         )
     raw = _reward_column([s.get_reward_value(args) for s in samples], samples, "reward")
-    if args.disable_rewards_normalization:
+    if args.reward_baseline is None:
         return raw, raw
     for position, sample in enumerate(samples):
         if sample.group_index is None:
@@ -210,8 +236,9 @@ def _rewards(args: Namespace, samples: list[Sample], rollout_ids: np.ndarray) ->
                 f"(or pass --disable-rewards-normalization)"
             )
     groups = np.array([s.group_index for s in samples], dtype=np.int64)
-    divide_by_std = not args.disable_grpo_std_normalization
-    return raw, normalize_rewards(raw, groups, rollout_ids, divide_by_std=divide_by_std)
+    return raw, normalize_rewards(
+        raw, groups, rollout_ids, baseline=args.reward_baseline, divide_by_std=args.reward_std
+    )
 
 
 def _reward_column(rewards: Iterable[float], samples: list[Sample], what: str) -> np.ndarray:

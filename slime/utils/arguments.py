@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from slime.options import megatron, sglang
-from slime.options.algorithm import AlgorithmOptions
+from slime.options.algorithm import AlgorithmOptions, CorrectionOptions, CriticOptions
 from slime.options.checkpoint import CheckpointOptions
 from slime.options.cluster import ClusterOptions, DeadlineOptions, WeightUpdateOptions
 from slime.options.data import BatchOptions, DataOptions
@@ -43,6 +43,8 @@ GROUPS: tuple[type, ...] = (
     BatchOptions,
     EvalOptions,
     AlgorithmOptions,
+    CorrectionOptions,
+    CriticOptions,
     CheckpointOptions,
     TrackingOptions,
     DebugOptions,

@@ -40,17 +40,36 @@ def run_layout(tmp_path: Path, models: Callable[[str], Path]) -> Run:
     """(ranks, layout, kinds) -> per kind the largest errors of logits and gradients over all ranks."""
 
     def run(ranks: int, layout: dict[str, Any], kinds: list[str]) -> dict[str, list[float]]:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        command += [str(Path(__file__).with_name("worker.py")), json.dumps(layout), str(tmp_path)]
-        command += [str(models(kind)) for kind in kinds]
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        log = tmp_path / "log"
-        with log.open("w") as stream:
-            done = subprocess.run(
-                command, env=env, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, timeout=TIMEOUT
-            )
-        assert done.returncode == 0, log.read_text()[-6000:]
+        torchrun(
+            ranks, "worker.py", json.dumps(layout), tmp_path, *(models(kind) for kind in kinds), log=tmp_path / "log"
+        )
         reports = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(ranks)]
         return {kind: [max(errors) for errors in zip(*(r[kind] for r in reports), strict=True)] for kind in kinds}
 
     return run
+
+
+def torchrun(ranks: int, worker: str, *arguments: str | Path, log: Path, timeout: float = TIMEOUT) -> None:
+    """Run a worker of this directory on a number of ranks; its output goes to ``log``.
+
+    Raises:
+        AssertionError: it failed, or took longer than ``timeout`` seconds, after which none of its processes is left.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += [str(Path(__file__).with_name(worker)), *map(str, arguments)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code: int | None = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            # Workers are in sessions of their own: their launcher ends them, in time.
+            if process.poll() is None:
+                process.terminate()
+                process.wait(60)
+    ended = f"status {code}" if code is not None else f"still running after {timeout} s"
+    assert code == 0, f"{worker}: {ended}\n{log.read_text()[-6000:]}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Container
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +13,21 @@ import numpy as np
 from slime.batching.columns import train_batches
 from slime.batching.schedule import build_schedule
 from slime.utils.types import Ragged, TrainBatch
+from tests.algorithm_options import algorithm_options
 from tests.parallel import tiny
+from tests.parallel.outcome import CLIP
 
 OPTIONS: dict[str, Any] = {
-    "load": None,
     "ref_load": None,
     "num_rollout": 4,
     "num_steps_per_rollout": 2,
     "update_weight_buffer_size": 2**20,
-    "loss_type": "policy_loss",
     "rollout_temperature": 0.8,
     "use_kl_loss": True,
     "kl_loss_coef": 0.05,
     "kl_loss_type": "low_var_kl",
     "entropy_coef": 0.01,
-    "eps_clip": 0.2,
     "eps_clip_high": 0.28,
-    "eps_clip_c": None,
-    "calculate_per_token_loss": False,
     "check_for_nan_in_loss_and_grad": True,
     "use_distributed_optimizer": False,
     "accumulate_allreduce_grads_in_fp32": True,
@@ -38,7 +37,6 @@ OPTIONS: dict[str, Any] = {
     "lr_decay_style": "cosine",
     "lr_decay_iters": None,
     "lr_warmup_iters": 2,
-    "lr_warmup_fraction": None,
     "lr_warmup_init": 1e-4,
     "lr_wsd_decay_iters": None,
     "lr_wsd_decay_style": None,
@@ -48,22 +46,19 @@ OPTIONS: dict[str, Any] = {
     "weight_decay_incr_style": "constant",
     "use_checkpoint_opt_param_scheduler": False,
     "adam_beta2": 0.95,
-    "clip_grad": 1.0,
+    "adam_eps": 1e-8,
+    "clip_grad": CLIP,
 }
 
 
 def arguments(model_dir: Path, **options: Any) -> Namespace:
     """As `parse_args` would make them."""
-    return tiny.arguments(model_dir, **{"hf_checkpoint": str(model_dir), **OPTIONS, **options})
+    algorithm = algorithm_options(**{**OPTIONS, **options})
+    return tiny.arguments(model_dir, **{"hf_checkpoint": str(model_dir), **vars(algorithm), **options})
 
 
 def columns(
-    seed: int,
-    rollouts: int = 16,
-    vocab: int = tiny.VOCAB,
-    prompt: int = 12,
-    response: int = 24,
-    with_engine: bool = True,
+    seed: int, rollouts: int = 16, prompt: int = 12, response: int = 24, with_engine: bool = True
 ) -> TrainBatch:
     """One row a rollout, of random lengths up to ``prompt`` + ``response``; some response tokens are masked."""
     rng = np.random.default_rng(seed)
@@ -71,11 +66,19 @@ def columns(
     responses = rng.integers(1, response + 1, rollouts)
     masks = [(rng.random(n) < 0.8).astype(np.uint8) for n in responses]
     masks[0][:] = 0  # a rollout without a loss token still counts
-    rewards = rng.normal(size=rollouts).astype(np.float32)
+    rows = _columns(rng, prompts.tolist(), masks)
     log_probs = [rng.normal(-4.0, 1.0, n) for n in responses]
+    return replace(rows, rollout_log_probs=Ragged.from_rows(log_probs, np.float32)) if with_engine else rows
+
+
+def _columns(rng: np.random.Generator, prompts: list[int], masks: list[np.ndarray]) -> TrainBatch:
+    """One row a rollout, of random tokens and rewards, four to a group; no engine made them."""
+    rollouts = len(masks)
+    rewards = rng.normal(size=rollouts).astype(np.float32)
     return TrainBatch(
         tokens=Ragged.from_rows(
-            [rng.integers(0, vocab, p + r) for p, r in zip(prompts, responses, strict=True)], np.int32
+            [rng.integers(0, tiny.VOCAB, prompt + len(mask)) for prompt, mask in zip(prompts, masks, strict=True)],
+            np.int32,
         ),
         loss_mask=Ragged.from_rows(masks, np.uint8),
         rewards=rewards,
@@ -85,9 +88,80 @@ def columns(
         group_indices=np.arange(rollouts) // 4,
         sample_indices=np.arange(rollouts),
         truncated=rng.random(rollouts) < 0.3,
-        rollout_log_probs=Ragged.from_rows(log_probs, np.float32) if with_engine else None,
+        rollout_log_probs=None,
         steps=[],
     )
+
+
+_RESPONSES = {
+    "one": 1,
+    "another one": 1,
+    "short": 3,
+    "some": 9,
+    "masked": 24,
+    "end masked": 60,
+    "cut": 130,
+    "long": 280,
+}
+
+
+def uneven(seed: int, rollouts: int) -> TrainBatch:
+    """Rollouts of 1 to 280 response tokens: every eight of `_RESPONSES`, in random order.
+
+    Tokens in the middle are masked; "masked" is so throughout, "end masked" in its last tokens too, and "cut" is three
+    samples, of which the second is fully masked.
+    """
+    rng = np.random.default_rng(seed)
+    kinds = [kind for _ in range(0, rollouts, len(_RESPONSES)) for kind in rng.permutation(list(_RESPONSES))]
+    masks = []
+    for kind in kinds:
+        mask = (rng.random(_RESPONSES[kind]) < 0.8).astype(np.uint8)
+        mask[0] = 1
+        if kind == "masked":
+            mask[:] = 0
+        elif kind == "end masked":
+            mask[-3:] = 0
+        elif kind == "cut":
+            mask[np.array_split(np.arange(len(mask)), 3)[1]] = 0
+        masks.append(mask)
+    rows = _columns(rng, rng.integers(1, 17, rollouts).tolist(), masks)
+    return cut(rows, {row for row, kind in enumerate(kinds) if kind == "cut"})
+
+
+def cut(rows: TrainBatch, chosen: Container[int]) -> TrainBatch:
+    """The chosen rows each as three samples: a part of the response, after all that came before."""
+    tokens, masks, log_probs, origin = [], [], [], []
+    for row in range(len(rows)):
+        mask = rows.loss_mask[row]
+        prompt = len(rows.tokens[row]) - len(mask)
+        for part in np.array_split(np.arange(len(mask)), 3 if row in chosen else 1):
+            if len(part) == 0:
+                continue
+            tokens.append(rows.tokens[row][: prompt + part[-1] + 1])
+            masks.append(mask[part])
+            if rows.rollout_log_probs is not None:
+                log_probs.append(rows.rollout_log_probs[row][part])
+            origin.append(row)
+    columns: dict[str, Any] = {field.name: getattr(rows, field.name) for field in fields(rows)}
+    columns = {name: column[origin] for name, column in columns.items() if isinstance(column, np.ndarray)}
+    return replace(
+        rows,
+        **columns,
+        tokens=Ragged.from_rows(tokens, np.int32),
+        loss_mask=Ragged.from_rows(masks, np.uint8),
+        rollout_log_probs=Ragged.from_rows(log_probs, np.float32) if log_probs else None,
+    )
+
+
+def from_engine(rows: TrainBatch, log_probs: list[np.ndarray], seed: int) -> TrainBatch:
+    """Rows as an engine that differs a little, in each token and in each row as a whole, samples them.
+
+    Args:
+        log_probs: the model's, of every row's response.
+    """
+    rng = np.random.default_rng(seed)
+    noisy = [row + rng.normal(0, 0.02) + rng.normal(0, 0.03, len(row)) for row in log_probs]
+    return replace(rows, rollout_log_probs=Ragged.from_rows(noisy, np.float32))
 
 
 def batches(
@@ -96,6 +170,7 @@ def batches(
     steps: int = 2,
     micro_batch_size: int | None = None,
     max_tokens: int | None = 96,
+    micro_batch_multiple: int = 1,
 ) -> list[TrainBatch]:
     """The rows as every data-parallel rank gets them."""
     schedule = build_schedule(
@@ -106,5 +181,6 @@ def batches(
         global_batch_size=len(np.unique(rows.rollout_ids)) // steps,
         micro_batch_size=micro_batch_size,
         max_tokens=None if micro_batch_size else max_tokens,
+        micro_batch_multiple=micro_batch_multiple,
     )
     return train_batches(rows, schedule)

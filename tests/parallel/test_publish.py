@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from slime.backends.sglang.client import EngineError
 from slime.utils.http_utils import PortReservation
 from slime.weights import EngineAddress, make_publisher
 from slime.weights.hf_directory import NamedTensors
+from tests.ranks import run_ranks
 
 NUM_GPUS = 0
 
@@ -127,7 +127,7 @@ def publish(engines: list[FakeEngine], num_gpus: int, seeds: list[int], tmp_path
     addresses = [EngineAddress(engine.url, num_gpus) for engine in engines]
     reservation = PortReservation("127.0.0.1")
     reservation.release()
-    mp.spawn(run_rank, (reservation.port, addresses, seeds, str(tmp_path)), nprocs=RANKS)
+    run_ranks(run_rank, (reservation.port, addresses, seeds, str(tmp_path)), RANKS)
     reservation.close()
     return [json.loads((tmp_path / str(rank)).read_text()) for rank in range(RANKS)]
 

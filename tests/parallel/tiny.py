@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from slime.models import shape_from_hf
 
@@ -61,7 +61,7 @@ def config(kind: str) -> Any:
     return AutoConfig.for_model(**options)
 
 
-def model(kind: str) -> torch.nn.Module:
+def model(kind: str) -> PreTrainedModel:
     """A model with random weights, norms and biases included."""
     torch.manual_seed(1 + list(KINDS).index(kind))
     made = AutoModelForCausalLM.from_config(config(kind), dtype=torch.float32, attn_implementation="sdpa")

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from slime.backends.megatron import checkpoint, parallel
 from slime.backends.megatron import trainer as trainer_module
 from slime.backends.megatron.trainer import MegatronTrainer, TrainingError
-from tests.parallel import rollouts
+from tests.parallel import gathering, rollouts
 from tests.parallel.cases import CASES, Case
 
 
@@ -40,9 +40,6 @@ class Rank:
             metrics += trainer.train(rollout_id, batch)
         return metrics
 
-    def weights(self, trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for bucket in trainer.export_buckets() for name, tensor in bucket}
-
     def write(self, name: str, metrics: list[dict[str, float]], weights: dict[str, torch.Tensor]) -> None:
         (self.work / f"{name}.rank{dist.get_rank()}.json").write_text(json.dumps(metrics))
         if dist.get_rank() == 0:
@@ -51,22 +48,36 @@ class Rank:
     def run(self, name: str) -> None:
         case = CASES[name]
         trainer = MegatronTrainer(self.arguments(case))
-        self.write(name, self.train(trainer, case, 0, case.rollouts), self.weights(trainer))
+        self.write(name, self.train(trainer, case, 0, case.rollouts), gathering.weights(trainer))
 
     def resume(self) -> None:
         """Train, save half-way, go on; then the second half again from the checkpoint."""
         case, save_dir = CASES["resume"], self.work / "checkpoint"
-        trainer = MegatronTrainer(self.arguments(case))
+        trainer = MegatronTrainer(self.arguments(case, save=str(save_dir)))
         assert trainer.start_rollout_id == 0
         self.train(trainer, case, 0, 2)
-        trainer.save(checkpoint.begin_save(save_dir, 1))
-        checkpoint.commit_save(save_dir, 1)
-        checkpoint.begin_save(save_dir, 2)  # what a run leaves that dies while it saves
+        self.save(trainer, 1)
         random = torch.rand(3)
-        self.write("uninterrupted", self.train(trainer, case, 2, 4), self.weights(trainer))
+        metrics = self.train(trainer, case, 2, 3)
+        self.save(trainer, 2, dies=True)
+        metrics += self.train(trainer, case, 3, 4)
+        self.write("uninterrupted", metrics, gathering.weights(trainer))
         again = self.reload(save_dir)
         assert torch.equal(torch.rand(3), random)
-        self.write("resumed", self.train(again, case, 2, 4), self.weights(again))
+        self.write("resumed", self.train(again, case, 2, 4), gathering.weights(again))
+        with pytest.raises(
+            FileNotFoundError, match=r"resumes after rollout 1, and --critic-load \S+ has no iter_0000001"
+        ):
+            self.reload(save_dir, critic_load=str(self.work))
+
+    def save(self, trainer: MegatronTrainer, rollout_id: int, *, dies: bool = False) -> None:
+        """In the order of `slime.ray.train_actor.TrainActor.save`, which may end before its last line."""
+        args = trainer.args
+        trainer.save(checkpoint.begin_save(args.save, rollout_id))
+        trainer.save_critic(checkpoint.begin_save(args.critic_save, rollout_id))
+        checkpoint.commit_save(args.critic_save, rollout_id)
+        if not dies:
+            checkpoint.commit_save(args.save, rollout_id)
 
     def reload(self, save_dir: Path, **options: Any) -> MegatronTrainer:
         trainer = MegatronTrainer(self.arguments(CASES["resume"], load=str(save_dir), **options))
@@ -79,7 +90,7 @@ class Rank:
         trainer = self.reload(other / "checkpoint", use_distributed_optimizer=True)
         with pytest.raises(ValueError, match="was saved with --use-distributed-optimizer"):
             self.reload(other / "checkpoint", use_distributed_optimizer=False)
-        self.write("reloaded", self.train(trainer, CASES["resume"], 2, 4), self.weights(trainer))
+        self.write("reloaded", self.train(trainer, CASES["resume"], 2, 4), gathering.weights(trainer))
 
     def nan(self) -> None:
         """A step that is not finite stops with its place, on every rank."""
@@ -88,21 +99,21 @@ class Rank:
         rows = case.rows(0)
         rows.rewards[-1] = float("nan")
         batch = rollouts.batches(rows, trainer.dp_size, case.steps)[trainer.dp_rank]
-        with pytest.raises(TrainingError, match="rollout 7, step 2 of 2: the loss is nan"):
+        with pytest.raises(TrainingError, match="rollout 7, step 2 of 2, actor: the train/loss is nan"):
             trainer.train(7, batch)
 
     def reference(self) -> None:
         """A reference from a torch_dist directory, and both sets of weights in turns."""
         directory = str(self.work / "checkpoint" / "iter_0000001")
         trainer = MegatronTrainer(self.arguments(CASES["grpo"], ref_load=directory))
-        before = self.weights(trainer)
+        before = gathering.weights(trainer)
         case = CASES["grpo"]
         self.train(trainer, case, 0, 1)
-        after = self.weights(trainer)
+        after = gathering.weights(trainer)
         trainer.use_weights("ref")
-        assert all(torch.equal(t, before[n]) for n, t in self.weights(trainer).items())
-        trainer.use_weights("actor")
-        assert all(torch.equal(t, after[n]) for n, t in self.weights(trainer).items())
+        assert all(torch.equal(t, before[n]) for n, t in gathering.weights(trainer).items())
+        trainer.use_weights("current")
+        assert all(torch.equal(t, after[n]) for n, t in gathering.weights(trainer).items())
         assert not all(torch.equal(t, before[n]) for n, t in after.items())
         target = self.work / "hf"
         trainer.save_hf(str(target))

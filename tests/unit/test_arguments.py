@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import re
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -15,23 +14,8 @@ import pytest
 import yaml
 
 from slime.utils.arguments import describe, parse_args
+from tests.command_line import QWEN3, command, failure, write_model, write_rows
 
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000,
-    "vocab_size": 300,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 2048,
-    "hidden_act": "silu",
-}
 QWEN3_MOE = QWEN3 | {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -50,12 +34,10 @@ Fails = Callable[..., str]
 @pytest.fixture(autouse=True)
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory of a test: models, prompt data and hooks."""
-    for name, config in (("model", QWEN3), ("moe", QWEN3_MOE)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
-        (tmp_path / name / "model.safetensors").touch()
+    write_model(tmp_path / "model")
+    write_model(tmp_path / "moe", QWEN3_MOE)
     for name in ("data", "aime", "gsm8k"):
-        (tmp_path / f"{name}.jsonl").write_text('{"input": "1+1", "label": "2"}\n')
+        write_rows(tmp_path / f"{name}.jsonl")
     (tmp_path / "hook.py").write_text(
         "def add_arguments(parser):\n"
         "    parser.add_argument('--tool-budget', type=int, default=3)\n"
@@ -68,26 +50,6 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-BASE = {
-    "--hf-checkpoint": "model",
-    "--prompt-data": "data.jsonl",
-    "--num-rollout": "3",
-    "--rollout-batch-size": "4",
-    "--n-samples-per-prompt": "4",
-    "--rollout-max-response-len": "16",
-    "--rm-type": "math",
-    "--actor-num-gpus-per-node": "2",
-    "--colocate": "",
-    "--fp32": "",
-}
-
-
-def command(words: str = "", without: str = "") -> list[str]:
-    """A small valid command line, less some of its flags, and more words."""
-    kept = {flag: value for flag, value in BASE.items() if flag not in without.split()}
-    return [word for pair in kept.items() for word in pair if word] + words.split()
-
-
 @pytest.fixture
 def parse() -> Parse:
     return lambda words="", without="": parse_args(command(words, without))
@@ -95,16 +57,7 @@ def parse() -> Parse:
 
 @pytest.fixture
 def fails(capsys: pytest.CaptureFixture[str]) -> Fails:
-    def run(words: str = "", without: str = "") -> str:
-        with pytest.raises(SystemExit) as stop:
-            parse_args(command(words, without))
-        line = capsys.readouterr().err
-        assert stop.value.code == 2
-        match = re.search(r"^[^\n]*: error: ([^\n]+)\n\Z", line, re.MULTILINE)
-        assert match, line
-        return match[1]
-
-    return run
+    return lambda words="", without="": failure(capsys, words, without)
 
 
 def test_shape_comes_from_the_config(parse: Parse, directory: Path) -> None:
@@ -210,7 +163,7 @@ def test_yaml_is_merged_before_derivation(parse: Parse, directory: Path, fails: 
     assert args.my_setting == {"deep": [1, 2]}
     for content, expected in (
         ("rollout_batch_size: many", "argument --rollout-batch-size: invalid int value: 'many'"),
-        ("use_tis: true", "--custom-config-path: --use-tis is not available yet"),
+        ("use_opd: true", "--custom-config-path: --use-opd is not available yet"),
         ("colocate: 3", "neither true nor false"),
         ("lr: true", "--lr takes a value"),
         ("- 1", "not a mapping"),
@@ -273,7 +226,6 @@ def test_config_mismatch(parse: Parse, fails: Fails, capsys: pytest.CaptureFixtu
         ("--custom-rm-path none.py", "", "--custom-rm-path none.py: there is no file"),
         ("--rollout-function-path slime.nowhere.fn", "", "--rollout-function-path slime.nowhere.fn: there is no"),
         ("--tensor-model-parallel-size 4", "", "2 training slots"),
-        ("--disable-compute-advantages-and-returns", "", "leaves nothing to train but --loss-type sft_loss"),
         ("--transformer-impl transformer_engine", "", "--transformer-impl transformer_engine is not available yet"),
         ("--lr-warmup-fraction 0.1 --lr-warmup-iters 3", "", "exclude each other"),
         ("--lr-warmup-iters 3", "", "--lr-warmup-iters 3: the learning rate would warm up for 3 optimizer steps of 3"),
@@ -332,13 +284,14 @@ def test_weights_are_asked_for_only_where_they_are_read(parse: Parse, directory:
     (directory / "model" / "model.safetensors").unlink()
     (directory / "ref").mkdir()
     (directory / "ref" / "model.safetensors").touch()
+    replay = "--load-debug-rollout-data dump/{rollout_id}.pt"
     parse("--debug-rollout-only --sglang-load-format dummy")
-    assert parse("--debug-train-only --ref-load ref").ref_load == str(directory / "ref")
+    assert parse(f"{replay} --ref-load ref").ref_load == str(directory / "ref")
     (directory / "ref" / "model.safetensors").rename(directory / "ref" / "metadata.json")
-    parse("--debug-train-only --ref-load ref")
+    parse(f"{replay} --ref-load ref")
     (directory / "ckpt").mkdir()
     (directory / "ckpt" / "latest_checkpointed_iteration.txt").write_text("3")
-    parse("--debug-train-only --load ckpt")
+    parse(f"{replay} --load ckpt")
 
 
 def test_a_fresh_run_may_load_from_where_it_saves(parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
@@ -367,16 +320,17 @@ def test_save_paths_are_templates(parse: Parse, directory: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "rollout", "evaluation"),
     [
-        ("", 2047, 2047),
+        ("", 2041, 2041),
         ("--rollout-max-prompt-len 100", 100, 100),
-        ("--rollout-max-prompt-len 9999", 2047, 2047),
+        ("--rollout-max-prompt-len 9999", 2041, 2041),
         ("--rollout-max-context-len 512 --rollout-max-prompt-len 600", 511, 511),
         ("--rollout-max-context-len 512 --eval-max-context-len 1024", 511, 1023),
-        ("--rollout-max-prompt-len 100 --eval-max-prompt-len 3000", 100, 2047),
+        ("--rollout-max-prompt-len 100 --eval-max-prompt-len 3000", 100, 2041),
         ("--rollout-max-prompt-len 600 --rollout-max-context-len 512 --eval-max-context-len 700", 511, 600),
     ],
 )
 def test_prompts_leave_room_for_a_response(parse: Parse, words: str, rollout: int, evaluation: int) -> None:
+    """Of the model's 2048 tokens the engine keeps six."""
     args = parse(words)
     assert (args.rollout_max_prompt_len, args.eval_max_prompt_len) == (rollout, evaluation)
 
@@ -419,8 +373,8 @@ def test_describe_is_yaml_without_secrets(directory: Path) -> None:
     assert sections["data"]["input_key"] == "question"
     assert sections["rollout"]["rollout_stop_token_ids"] == [7]
     assert sections["megatron and others"]["judge"] == {"api_key": "<redacted>", "url": "here"}
-    words = ["--ssl-keyfile-password", "<redacted>", "--log-level", "info"]
-    assert sections["sglang"]["sglang_cli"] == words
+    expected = ["--ssl-keyfile-password", "<redacted>", "--log-level", "info"]
+    assert sections["sglang"]["sglang_cli"] == expected
     assert sections["derived"]["placement"] == "colocate"
     assert sections["versions"]["megatron-core"]
 

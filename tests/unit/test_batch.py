@@ -3,61 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from slime.backends.megatron.batch import MicroBatch, PackLayout, pack, ranges
-from slime.utils.types import OptimizerStep, Ragged, TrainBatch
+from slime.utils.types import Ragged, TrainBatch
+from tests.micro_batches import fresh_rows, part_of_rank, step_of, whole_stream
 from tests.parallel import rollouts
 
 
-def layout(cp_size: int = 1, cp_rank: int = 0, multiple: int = 1, per_token_loss: bool = False) -> PackLayout:
-    return PackLayout(cp_size, cp_rank, multiple, per_token_loss, torch.device("cpu"))
-
-
-def step_of(batch: TrainBatch) -> OptimizerStep:
-    return OptimizerStep([np.arange(len(batch))], num_rollouts=len(batch), num_tokens=int(batch.loss_mask.values.sum()))
-
-
-def whole_stream(batch: TrainBatch, rows: np.ndarray, cp_size: int, multiple: int) -> list[dict[str, float]]:
-    """One dict a token, padding included, and where each sequence of the stream begins."""
-    tokens: list[dict[str, float]] = []
-    chunk = 2 * cp_size if cp_size > 1 else 1
-    for row in rows:
-        ids, mask = batch.tokens[row], batch.loss_mask[row]
-        prompt = len(ids) - len(mask)
-        for t in range(-(-len(ids) // chunk) * chunk):
-            entry = {
-                "token": int(ids[t]) if t < len(ids) else 0,
-                "position": t,
-                "row": int(row),
-                "mask": 0,
-                "log_prob": 0.0,
-            }
-            j = t + 1 - prompt
-            if 0 <= j < len(mask):
-                assert batch.rollout_log_probs is not None
-                entry |= {"mask": int(mask[j]), "log_prob": batch.rollout_log_probs[row][j], "label": int(ids[t + 1])}
-            tokens.append(entry)
-    position = 0
-    while len(tokens) % np.lcm(chunk, cp_size * multiple):
-        tokens.append({"token": 0, "position": position, "row": -1, "mask": 0, "log_prob": 0.0})
-        position += 1
-    return tokens
-
-
-def part_of_rank(tokens: list[dict[str, float]], cp_size: int, cp_rank: int) -> list[dict[str, float]]:
-    """The zigzag cut, sequence by sequence."""
-    starts = [i for i, token in enumerate(tokens) if token["position"] == 0] + [len(tokens)]
-    mine = []
-    for start, end in pairwise(starts):
-        chunk = (end - start) // (2 * cp_size)
-        for c in (cp_rank, 2 * cp_size - 1 - cp_rank):
-            mine += tokens[start + c * chunk : start + (c + 1) * chunk]
-    return mine
+def layout(
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    multiple: int = 1,
+    per_token_loss: bool = False,
+    constant_length: int | None = None,
+) -> PackLayout:
+    return PackLayout(cp_size, cp_rank, multiple, per_token_loss, constant_length, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("multiple", [1, 3, 8])
@@ -67,7 +32,7 @@ def test_every_token(cp_size: int, cp_rank: int, multiple: int) -> None:
     rows = np.random.default_rng(0).permutation(len(batch))[:7]
     packed = pack(batch, rows, step_of(batch), layout(cp_size, cp_rank, multiple))
     stream = whole_stream(batch, rows, cp_size, multiple)
-    want = stream if cp_size == 1 else part_of_rank(stream, cp_size, cp_rank)
+    want = part_of_rank(stream, cp_size, cp_rank)
     assert packed.tokens.shape == packed.position_ids.shape == (1, len(want))
     assert packed.tokens[0].tolist() == [token["token"] for token in want]
     assert packed.position_ids[0].tolist() == [token["position"] for token in want]
@@ -76,17 +41,21 @@ def test_every_token(cp_size: int, cp_rank: int, multiple: int) -> None:
     for t, token in enumerate(want):
         row = int(token["row"])
         weight = token["mask"] / max(int(batch.rollout_mask_sums[row]), 1) / len(batch) if row >= 0 else 0.0
-        assert packed.weights[t] == pytest.approx(weight)
+        assert packed.weights[t] == packed.mean_weights[t] == pytest.approx(weight)
+        assert packed.mask[t] == token["mask"]
+        assert row == -1 or rows[packed.row_of_token[t]] == row
         assert packed.rollout_log_probs[t] == pytest.approx(token["log_prob"])
         if "label" in token:
             assert packed.labels[t] == token["label"]
-            assert packed.advantages[t] == batch.rewards[row]
+    assert packed.lengths == [len(batch.tokens[row]) for row in rows.tolist()]
+    assert packed.row_counts.tolist() == [batch.loss_mask[row].sum() for row in rows.tolist()]
+    assert packed.responses.lengths.tolist() == [len(batch.loss_mask[row]) for row in rows.tolist()]
     boundaries = [i for i, token in enumerate(stream) if token["position"] == 0] + [len(stream)]
     assert packed.packed_seq_params.cu_seqlens_q.tolist() == boundaries
     assert packed.packed_seq_params.max_seqlen_q == max(np.diff(boundaries))
 
 
-def all_of(batch: TrainBatch, **options: bool) -> list[MicroBatch]:
+def all_of(batch: TrainBatch, **options: Any) -> list[MicroBatch]:
     """The batch in pieces, on two context-parallel ranks."""
     step = step_of(batch)
     pieces = np.array_split(np.arange(len(batch)), 5)
@@ -99,6 +68,25 @@ def test_weights_add_up_to_one_rollout_each() -> None:
     assert counted < len(batch)  # the fully masked one counts in the denominator
     total = sum(float(packed.weights.sum()) for packed in all_of(batch))
     assert total == pytest.approx(counted / len(batch), rel=1e-6)
+
+
+def test_parts_of_a_rollout_share_its_weight() -> None:
+    batch = fresh_rows()
+    of_rollout = dict.fromkeys(batch.rollout_ids.tolist(), 0.0)
+    for packed in all_of(batch):
+        for row, weight in zip(packed.rows[packed.row_of_token], packed.weights.tolist(), strict=True):
+            of_rollout[int(batch.rollout_ids[row])] += weight
+    counted = {int(i) for i, n in zip(batch.rollout_ids, batch.rollout_mask_sums, strict=True) if n}
+    assert of_rollout == pytest.approx({i: (i in counted) / len(of_rollout) for i in of_rollout}, rel=1e-6)
+
+
+def test_weights_of_a_constant_length_are_all_the_same_and_means_keep_theirs() -> None:
+    batch = fresh_rows()
+    constant, plain = all_of(batch, constant_length=9), all_of(batch)
+    weights = torch.cat([packed.weights for packed in constant])
+    assert weights.unique().tolist() == pytest.approx([0.0, 1 / 9 / len(np.unique(batch.rollout_ids))])
+    for mine, theirs in zip(constant, plain, strict=True):
+        assert torch.equal(mine.mean_weights, theirs.weights)
 
 
 def test_weights_of_the_per_token_loss_are_all_the_same() -> None:

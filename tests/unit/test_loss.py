@@ -1,132 +1,395 @@
-"""Token losses and their reduction."""
+"""Losses of packed micro-batches against plain float64 loops over rows, with their metrics and gradients."""
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from slime.backends.megatron.attention import packed_params
 from slime.backends.megatron.batch import MicroBatch
-from slime.backends.megatron.loss import LOSSES, TokenLoss, grpo_loss, reduce_tokens, sft_loss
+from slime.backends.megatron.loss import LOSSES, MAXIMUM, policy_loss, reduce_tokens, sft_loss, value_loss
+from slime.utils.types import TrainBatch
+from tests.algorithm_options import algorithm_options
+from tests.micro_batches import Rows, engine_rows, fresh_rows, near, numbers, packed, put, same, step_of, take
 
-TOKENS = 50
+NUM_GPUS = 0
+
+REDUCTIONS: list[dict[str, Any]] = [{}, {"calculate_per_token_loss": True}, {"loss_constant_length": 7}]
+WHITE = {"normalize_advantages": True}
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "clip higher, dual clip": {"eps_clip": 0.1, "eps_clip_high": 0.3, "eps_clip_c": 1.5},
+    "gspo": {"advantage_estimator": "gspo", "eps_clip": 0.05, "eps_clip_high": 0.08},
+    "gspo, dual clip": {"advantage_estimator": "gspo", "eps_clip": 0.01, "eps_clip_c": 1.02},
+    "cispo": {"advantage_estimator": "cispo", "eps_clip": 0.3, "eps_clip_high": 0.2},
+    "rloo": {"advantage_estimator": "rloo"},
+    "reinforce_plus_plus": {"advantage_estimator": "reinforce_plus_plus", **WHITE},
+    "reinforce_plus_plus_baseline": {"advantage_estimator": "reinforce_plus_plus_baseline", **WHITE},
+    "ppo": {"advantage_estimator": "ppo"},
+    "entropy": {"entropy_coef": 0.03},
+    "opsm": {"use_opsm": True, "opsm_delta": 0.01},
+    "opsm, gspo": {"use_opsm": True, "opsm_delta": 0.01, "advantage_estimator": "gspo", "eps_clip": 0.05},
+    "k1": {"use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": "k1"},
+    "k2": {"use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": "k2"},
+    "k3": {"use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": "k3"},
+    "low_var_kl": {"use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": "low_var_kl"},
+    "unbiased k1": {"use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": "k1", "use_unbiased_kl": True},
+    "unbiased k2": {"use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": "k2", "use_unbiased_kl": True},
+    "unbiased k3": {"use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": "k3", "use_unbiased_kl": True},
+    "unbiased low_var_kl": {
+        "use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": "low_var_kl", "use_unbiased_kl": True,
+    },
+    "unbiased kl of gspo": {
+        "use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": "k3", "use_unbiased_kl": True,
+        "advantage_estimator": "gspo",
+    },
+    "kl only measured": {"use_kl_loss": True, "kl_loss_type": "k2"},
+    "penalty in the rewards": {"kl_coef": 0.1},
+    "rollout log-probs": {"use_rollout_logprobs": True, "use_kl_loss": True, "kl_loss_coef": 0.1, "eps_clip": 0.4},
+    "everything": {
+        "advantage_estimator": "gspo", "eps_clip": 0.05, "eps_clip_c": 2.0, "entropy_coef": -0.01, "use_opsm": True,
+        "use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "low_var_kl", "use_unbiased_kl": True,
+    },
+}  # fmt: skip
 
 
-def arguments(**options: Any) -> Namespace:
-    defaults = {
-        "eps_clip": 0.2,
-        "eps_clip_high": None,
-        "eps_clip_c": None,
-        "entropy_coef": 0.0,
-        "kl_loss_coef": 0.1,
-        "kl_loss_type": "k3",
+@dataclass
+class Inputs:
+    """The same numbers as rows, for the loops, and as columns of micro-batches."""
+
+    args: Namespace
+    batch: TrainBatch
+    log_probs: Rows
+    entropy: Rows
+    advantages: Rows
+    old: Rows | None = None
+    ref: Rows | None = None
+    engine: Rows | None = None
+    micro_batches: list[MicroBatch] = field(default_factory=list)
+    of_policy: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Log-probs and entropy of every micro-batch, leaves."""
+
+
+def inputs(args: Namespace, *, with_old: bool = True, with_engine: bool = True) -> Inputs:
+    batch = fresh_rows(with_engine=with_engine)
+    log_probs = numbers(batch, -5, 0)
+    made = Inputs(args, batch, log_probs, numbers(batch, 0, 5), numbers(batch, -2, 2))
+    for row in made.advantages:  # a sign a row, as rewards give it; some are 0
+        row[:] = np.where(np.random.rand(len(row)) < 0.1, 0.0, np.abs(row) * np.random.choice([-1, 1]))
+    made.old = near(log_probs, 0.5) if with_old else None
+    made.ref = near(log_probs, 4.0) if args.needs_reference else None
+    made.engine = engine_rows(batch) if with_engine else None
+    if made.engine is not None and args.use_rollout_logprobs:
+        made.log_probs = near(made.engine, 0.75)
+    made.micro_batches = packed(
+        batch, per_token_loss=args.calculate_per_token_loss, constant_length=args.loss_constant_length
+    )
+    for micro_batch in made.micro_batches:
+        micro_batch.advantages = put(batch, micro_batch, made.advantages)
+        micro_batch.old_log_probs = put(batch, micro_batch, made.old) if made.old else None
+        micro_batch.ref_log_probs = put(batch, micro_batch, made.ref) if made.ref else None
+        leaves = [put(batch, micro_batch, rows).requires_grad_() for rows in (made.log_probs, made.entropy)]
+        made.of_policy.append((leaves[0], leaves[1]))
+    return made
+
+
+def from_micro_batches(made: Inputs) -> dict[str, float]:
+    """Metrics over all micro-batches, as `metrics.step_metrics` adds them up; gradients are left in the leaves."""
+    reports = []
+    for micro_batch, (log_probs, entropy) in zip(made.micro_batches, made.of_policy, strict=True):
+        loss = policy_loss(made.args, micro_batch, log_probs, entropy)
+        total, report = reduce_tokens(loss, micro_batch)
+        assert torch.equal(total.detach(), report["train/loss"])
+        assert not any(value.requires_grad for value in report.values())
+        total.backward()
+        reports.append(report)
+    return joined(reports)
+
+
+def joined(reports: list[dict[str, Tensor]]) -> dict[str, float]:
+    return {
+        name: float(max(r[name] for r in reports) if name.startswith(MAXIMUM) else sum_of(name, reports))
+        for name in reports[0]
     }
-    return Namespace(**{**defaults, **options})
 
 
-def micro_batch(**columns: Tensor | None) -> MicroBatch:
-    weights = torch.rand(TOKENS) * (torch.rand(TOKENS) < 0.7)
-    made = {
-        "tokens": torch.zeros(1, TOKENS, dtype=torch.long),
-        "position_ids": torch.arange(TOKENS)[None],
-        "packed_seq_params": packed_params([TOKENS]),
-        "labels": torch.zeros(TOKENS, dtype=torch.long),
-        "weights": weights,
-        "advantages": torch.randn(TOKENS),
-        "rollout_log_probs": None,
-    }
-    return MicroBatch(**{**made, **columns})  # type: ignore[arg-type]
+def sum_of(name: str, reports: list[dict[str, Tensor]]) -> Tensor:
+    return torch.stack([report[name].double() for report in reports]).sum()
 
 
-def policy() -> tuple[Tensor, Tensor]:
-    return (-3 * torch.rand(TOKENS)).requires_grad_(), torch.rand(TOKENS).requires_grad_()
+def plain_weights(args: Namespace, batch: TrainBatch, row: int) -> tuple[float, float]:
+    """Of one trained token in the loss and in a mean."""
+    step = step_of(batch)
+    if args.calculate_per_token_loss:
+        return 1 / step.num_tokens, 1 / step.num_tokens
+    parts = np.flatnonzero(batch.rollout_ids == batch.rollout_ids[row]).tolist()
+    of_rollout = [int(batch.loss_mask[part].sum()) for part in parts]
+    in_mean = 1 / max(sum(of_rollout), 1) / step.num_rollouts
+    return 1 / args.loss_constant_length / step.num_rollouts if args.loss_constant_length else in_mean, in_mean
 
 
-def test_first_step_has_ratio_one_and_the_policy_gradient() -> None:
-    log_probs, entropy = policy()
-    batch = micro_batch()
-    loss = grpo_loss(arguments(), batch, log_probs, entropy)
-    assert torch.equal(loss.loss, -batch.advantages)
-    assert torch.equal(loss.means["train/ppo_kl"], torch.zeros(TOKENS))
-    assert not loss.means["train/pg_clipfrac"].any()
-    loss.loss.sum().backward()
-    torch.testing.assert_close(log_probs.grad, -batch.advantages)
-    assert set(loss.means) == {
-        "train/loss",
-        "train/pg_loss",
-        "train/entropy_loss",
-        "train/pg_clipfrac",
-        "train/ppo_kl",
-        "rollout/log_probs",
-        "rollout/advantages",
-    }
+def plain_surrogate(
+    args: Namespace, log_prob: Tensor, log_ratio: Tensor, of_sequence: Tensor, advantage: float
+) -> tuple[Tensor, bool]:
+    """PPO (arXiv:1707.06347, eq. 7) with DAPO's clip-higher and the dual clip of arXiv:1912.09729; GSPO
+    (arXiv:2507.18071, eq. 5); CISPO (arXiv:2506.13585, eq. 4)."""
+    low, high = 1 - args.eps_clip, 1 + args.eps_clip_high
+    if args.advantage_estimator == "cispo":
+        weight = min(max(math.exp(log_ratio.item()), low), high)
+        return -weight * advantage * log_prob, weight != math.exp(log_ratio.item())
+    ratio = torch.exp(of_sequence if args.advantage_estimator == "gspo" else log_ratio)
+    limited = ratio if low <= ratio <= high else torch.tensor(low if ratio < low else high, dtype=torch.float64)
+    plain, bounded = -ratio * advantage, -limited * advantage
+    is_clipped = bool(bounded > plain)
+    loss = bounded if is_clipped else plain
+    if args.eps_clip_c is not None and advantage < 0 and loss > -args.eps_clip_c * advantage:
+        loss = torch.tensor(-args.eps_clip_c * advantage, dtype=torch.float64)
+    return loss, is_clipped
 
 
-def test_clipped_tokens_have_no_gradient() -> None:
-    log_probs, entropy = policy()
-    old = log_probs.detach() - torch.where(torch.arange(TOKENS) % 2 == 0, 0.5, 0.1)
-    batch = micro_batch(old_log_probs=old, advantages=torch.ones(TOKENS))
-    loss = grpo_loss(arguments(eps_clip=0.2, eps_clip_high=0.3), batch, log_probs, entropy)
-    loss.loss.sum().backward()
-    assert log_probs.grad is not None
-    assert not log_probs.grad[::2].any()
-    torch.testing.assert_close(log_probs.grad[1::2], -torch.tensor(0.1).exp().expand(TOKENS // 2))
-    assert loss.means["train/pg_clipfrac"].tolist() == [1.0, 0.0] * (TOKENS // 2)
-    torch.testing.assert_close(loss.means["train/ppo_kl"].detach(), old - log_probs.detach())
+def plain_kl(args: Namespace, difference: Tensor, log_ratio: Tensor) -> Tensor:
+    """J. Schulman, "Approximating KL divergence"; weighed as in DeepSeek-V3.2 (arXiv:2512.02556, section 3.1)."""
+    kind = args.kl_loss_type
+    kl = {"k1": difference, "k2": difference**2 / 2}.get(kind, torch.exp(-difference) - 1 + difference)
+    if args.use_unbiased_kl:
+        kl = kl * log_ratio.exp()
+    return kl.clamp(-10, 10) if kind == "low_var_kl" else kl
 
 
-def test_kl_and_entropy_are_added_with_their_weights() -> None:
-    log_probs, entropy = policy()
-    ref = log_probs.detach() + 0.3 * torch.randn(TOKENS)
-    batch = micro_batch(ref_log_probs=ref)
-    loss = grpo_loss(arguments(entropy_coef=0.02, kl_loss_coef=0.5, kl_loss_type="k2"), batch, log_probs, entropy)
-    kl = (log_probs - ref).square() / 2
-    torch.testing.assert_close(loss.loss, -batch.advantages - 0.02 * entropy + 0.5 * kl)
-    torch.testing.assert_close(loss.means["train/kl_loss"], kl)
-    assert torch.equal(loss.means["rollout/ref_log_probs"], ref)
-    same = grpo_loss(arguments(), micro_batch(ref_log_probs=log_probs.detach()), log_probs, entropy)
-    assert not same.means["train/kl_loss"].any()
-
-
-def test_difference_to_the_engine_is_that_of_counted_tokens() -> None:
-    log_probs, entropy = policy()
-    engine = log_probs.detach() + 0.01
-    batch = micro_batch(rollout_log_probs=engine)
-    ignored, counted = int((batch.weights == 0).nonzero()[0]), int((batch.weights > 0).nonzero()[0])
-    engine[ignored] += 100.0
-    engine[counted] += 0.5
-    _, report = reduce_tokens(grpo_loss(arguments(), batch, log_probs, entropy), batch.weights)
-    assert float(report["train/train_rollout_logprob_abs_diff_max"]) == pytest.approx(0.51, rel=1e-4)
-    wanted = 0.01 * float(batch.weights.sum()) + 0.5 * float(batch.weights[counted])
-    assert float(report["train/train_rollout_logprob_abs_diff"]) == pytest.approx(wanted, rel=1e-3)
-
-
-def test_supervised_loss_is_the_negative_log_likelihood() -> None:
-    log_probs, entropy = policy()
-    batch = micro_batch()
-    total, report = reduce_tokens(sft_loss(arguments(), batch, log_probs, entropy), batch.weights)
-    torch.testing.assert_close(total, -(log_probs * batch.weights).sum())
-    assert set(report) == {"train/loss", "train/entropy_loss"}
+def plain_policy_loss(made: Inputs) -> tuple[dict[str, float], list[Tensor], list[Tensor]]:
+    """Metrics, and the leaves with the gradients of the loss."""
+    args, batch = made.args, made.batch
+    log_probs, entropies = ([torch.tensor(r, requires_grad=True) for r in x] for x in (made.log_probs, made.entropy))
+    total, metrics, maximum = torch.zeros((), dtype=torch.float64), dict.fromkeys(names(made), 0.0), 0.0
+    for row in range(len(batch)):
+        counted = np.flatnonzero(batch.loss_mask[row]).tolist()
+        in_loss, in_mean = plain_weights(args, batch, row)
+        present = made.log_probs[row]
+        trainer = present if made.old is None else made.old[row]
+        behaviour = trainer
+        if args.use_rollout_logprobs:
+            assert made.engine is not None
+            trainer, behaviour = present, made.engine[row]
+        log_ratios = [log_probs[row][t] - behaviour[t] for t in range(len(present))]
+        of_sequence = sum((log_ratios[t] for t in counted), torch.zeros(())) / max(len(counted), 1)
+        for t in counted:
+            advantage = float(made.advantages[row][t])
+            policy, is_clipped = plain_surrogate(args, log_probs[row][t], log_ratios[t], of_sequence, advantage)
+            means = {
+                "train/pg_clipfrac": float(is_clipped),
+                "train/ppo_kl": behaviour[t] - present[t],
+                "train/ois": math.exp(present[t] - behaviour[t]),
+                "rollout/log_probs": behaviour[t],
+                "rollout/advantages": advantage,
+                "train/entropy_loss": made.entropy[row][t],
+            }
+            if args.use_opsm:
+                is_dropped = advantage < 0 and -of_sequence.item() > args.opsm_delta
+                policy = policy * (1 - is_dropped)
+                means["train/opsm_clipfrac"] = float(is_dropped)
+            terms = {"train/pg_loss": policy}
+            loss = policy - args.entropy_coef * entropies[row][t]
+            if made.ref is not None:
+                means["rollout/ref_log_probs"] = made.ref[row][t]
+            if made.ref is not None and args.use_kl_loss:
+                terms["train/kl_loss"] = plain_kl(args, log_probs[row][t] - made.ref[row][t], log_ratios[t])
+                loss = loss + args.kl_loss_coef * terms["train/kl_loss"]
+            if made.engine is not None:
+                difference = trainer[t] - made.engine[row][t]
+                means["rollout/rollout_log_probs"] = made.engine[row][t]
+                means["train/train_rollout_logprob_abs_diff"] = abs(difference)
+                means["train/train_rollout_kl"] = math.exp(difference) - 1 - difference
+                maximum = max(maximum, abs(difference))
+            total = total + in_loss * loss
+            for name, term in terms.items():
+                metrics[name] += in_loss * term.item()
+            for name, value in means.items():
+                metrics[name] += in_mean * value
     total.backward()
-    torch.testing.assert_close(log_probs.grad, -batch.weights)
+    metrics["train/loss"] = total.item()
+    if made.engine is not None:
+        metrics[MAXIMUM + "train/train_rollout_logprob_abs_diff"] = maximum
+    return metrics, log_probs, entropies
 
 
-def test_sums_do_not_depend_on_where_the_stream_is_cut() -> None:
-    weights, values = torch.rand(TOKENS), torch.randn(TOKENS)
+def names(made: Inputs) -> list[str]:
+    """Of the metrics of a policy loss."""
+    always = ["loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl", "ois"]
+    opsm = ["train/opsm_clipfrac"] if made.args.use_opsm else []
+    kl = ["train/kl_loss"] if made.args.use_kl_loss else []
+    ref = ["rollout/ref_log_probs"] if made.ref is not None else []
+    engine = ["rollout/rollout_log_probs", "train/train_rollout_kl", "train/train_rollout_logprob_abs_diff"]
+    return (
+        [f"train/{name}" for name in always]
+        + ["rollout/log_probs", "rollout/advantages", *opsm, *kl, *ref]
+        + (engine if made.engine is not None else [])
+    )
 
-    def report(part: slice) -> dict[str, Tensor]:
-        loss = TokenLoss(values[part], {"mean": values[part]}, {"largest": values[part].abs()})
-        return reduce_tokens(loss, weights[part])[1]
 
-    whole = report(slice(None))
-    parts = [report(slice(0, 13)), report(slice(13, 40)), report(slice(40, TOKENS))]
-    torch.testing.assert_close(whole["mean"], sum(part["mean"] for part in parts))
-    assert whole["largest_max"] == max(part["largest_max"] for part in parts)
+def check(made: Inputs) -> dict[str, float]:
+    """Values, metrics and gradients against the loops."""
+    got = from_micro_batches(made)
+    want, log_probs, entropies = plain_policy_loss(made)
+    assert set(got) == set(want)
+    for name, value in want.items():
+        assert got[name] == pytest.approx(value, rel=2e-5, abs=2e-6), name
+    for i, leaves in enumerate((log_probs, entropies)):
+        columns = [pair[i] for pair in made.of_policy]
+        gradients = [torch.zeros_like(column) if column.grad is None else column.grad for column in columns]
+        same(take(made.batch, made.micro_batches, gradients), [leaf.grad for leaf in leaves])
+        for gradient, micro_batch in zip(gradients, made.micro_batches, strict=True):
+            assert not gradient[micro_batch.mask == 0].any()
+    return got
+
+
+@pytest.mark.parametrize("with_old", [True, False], ids=["old", "on policy"])
+@pytest.mark.parametrize("name", list(POLICIES))
+def test_policy_loss(name: str, with_old: bool) -> None:
+    got = check(inputs(algorithm_options(**POLICIES[name]), with_old=with_old))
+    if with_old and POLICIES[name].get("advantage_estimator") != "gspo":
+        assert got["train/pg_clipfrac"] > 0
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS[1:], ids=["per token", "constant length"])
+@pytest.mark.parametrize("name", ["grpo", "cispo", "everything"])
+def test_reductions_of_the_policy_loss(name: str, reduction: dict[str, Any]) -> None:
+    check(inputs(algorithm_options(**POLICIES[name], **reduction)))
+
+
+def test_policy_loss_without_an_engines_log_probs() -> None:
+    got = check(inputs(algorithm_options(), with_engine=False))
+    assert not any("rollout_" in name for name in got)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo", "ppo"])
+@pytest.mark.parametrize("separate_pass", [True, False])
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
+def test_the_first_step_is_exactly_on_policy_and_at_the_reference(
+    estimator: str, separate_pass: bool, kind: str
+) -> None:
+    options = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": kind, "eps_clip": 0.0}
+    args = algorithm_options(advantage_estimator=estimator, **options)
+    made = inputs(args)
+    for micro_batch, (log_probs, _) in zip(made.micro_batches, made.of_policy, strict=True):
+        log_probs.data.add_(torch.rand_like(log_probs) / 3)  # off the grid
+        micro_batch.old_log_probs = log_probs.detach().clone() if separate_pass else None
+        micro_batch.ref_log_probs = log_probs.detach().clone()
+    got = from_micro_batches(made)
+    for name in ("train/ppo_kl", "train/pg_clipfrac", "train/kl_loss"):
+        assert got[name] == 0.0
+    for micro_batch, leaves in zip(made.micro_batches, made.of_policy, strict=True):
+        ratio = policy_loss(args, micro_batch, *leaves).means["train/ois"][micro_batch.mask > 0]
+        assert torch.equal(ratio, torch.ones_like(ratio))
+
+
+def test_opsm_clipfrac_is_a_plain_mean() -> None:
+    args = algorithm_options(use_opsm=True, opsm_delta=0.0, calculate_per_token_loss=True)
+    made = inputs(args)
+    made.old = [np.minimum(row + 0.25, 0.0) for row in made.log_probs]
+    for micro_batch in made.micro_batches:
+        micro_batch.old_log_probs = put(made.batch, micro_batch, made.old)
+    dropped, counted = 0, 0
+    for row, advantages in enumerate(made.advantages):
+        for t in np.flatnonzero(made.batch.loss_mask[row]):
+            drift = np.mean((made.old[row] - made.log_probs[row])[made.batch.loss_mask[row] == 1])
+            dropped += int(advantages[t] < 0 and drift > 0)
+            counted += 1
+    assert 0 < dropped < counted
+    assert check(made)["train/opsm_clipfrac"] == pytest.approx(dropped / counted, rel=1e-5)
+
+
+def test_means_do_not_change_under_a_constant_length() -> None:
+    made = inputs(algorithm_options(use_kl_loss=True, use_opsm=True))
+    plain = from_micro_batches(made)
+    constant = algorithm_options(use_kl_loss=True, use_opsm=True, loss_constant_length=5)
+    again = packed(made.batch, constant_length=5)
+    reports = []
+    for micro_batch in again:
+        for name in ("advantages", "old_log_probs", "ref_log_probs"):
+            rows = {"advantages": made.advantages, "old_log_probs": made.old, "ref_log_probs": made.ref}[name]
+            assert rows is not None
+            setattr(micro_batch, name, put(made.batch, micro_batch, rows))
+        columns = [put(made.batch, micro_batch, rows) for rows in (made.log_probs, made.entropy)]
+        reports.append(reduce_tokens(policy_loss(constant, micro_batch, *columns), micro_batch)[1])
+    got = joined(reports)
+    terms = {"train/loss", "train/pg_loss", "train/kl_loss"}
+    for name, value in plain.items():
+        assert (got[name] == pytest.approx(value, rel=1e-5, abs=1e-6)) == (name not in terms), name
+
+
+# ---- the critic and supervision
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS, ids=["per rollout", "per token", "constant length"])
+def test_value_loss(reduction: dict[str, Any]) -> None:
+    """OpenAI's PPO2 (arXiv:2005.12729, section 3), without the factor of 1/2."""
+    args = algorithm_options(advantage_estimator="ppo", value_clip=0.3, **reduction)
+    batch = fresh_rows()
+    values, returns = numbers(batch, -2, 2), numbers(batch, -2, 2)
+    old = [v + np.random.randint(-40, 41, len(v)) / 64 for v in values]
+    leaves = [torch.tensor(row, requires_grad=True) for row in values]
+    total, want = torch.zeros((), dtype=torch.float64), dict.fromkeys(("clipfrac", "values", "returns"), 0.0)
+    for row in range(len(batch)):
+        in_loss, in_mean = plain_weights(args, batch, row)
+        for t in np.flatnonzero(batch.loss_mask[row]).tolist():
+            value, low, high = leaves[row][t], old[row][t] - 0.3, old[row][t] + 0.3
+            limited = low if value < low else high if value > high else value
+            candidates = [(value - returns[row][t]) ** 2, torch.as_tensor((limited - returns[row][t]) ** 2)]
+            total = total + in_loss * max(candidates)
+            want["clipfrac"] += in_mean * float(limited is not value)
+            want["values"] += in_mean * old[row][t]
+            want["returns"] += in_mean * returns[row][t]
+    total.backward()
+    micro_batches = packed(
+        batch, per_token_loss=args.calculate_per_token_loss, constant_length=args.loss_constant_length
+    )
+    reports, columns = [], []
+    for micro_batch in micro_batches:
+        micro_batch.values, micro_batch.returns = put(batch, micro_batch, old), put(batch, micro_batch, returns)
+        columns.append(put(batch, micro_batch, values).requires_grad_())
+        loss, report = reduce_tokens(value_loss(args, micro_batch, columns[-1]), micro_batch, "train/critic-value_loss")
+        loss.backward()
+        reports.append(report)
+    assert joined(reports) == pytest.approx(
+        {
+            "train/critic-value_loss": total.item(),
+            "train/critic-value_clipfrac": want["clipfrac"],
+            "rollout/values": want["values"],
+            "rollout/returns": want["returns"],
+        },
+        rel=1e-5,
+        abs=1e-6,
+    )
+    assert 0 < want["clipfrac"] < 1
+    same(take(batch, micro_batches, [column.grad for column in columns]), [leaf.grad for leaf in leaves])
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS, ids=["per rollout", "per token", "constant length"])
+def test_supervised_loss_is_the_negative_log_likelihood(reduction: dict[str, Any]) -> None:
+    made = inputs(algorithm_options(loss_type="sft_loss", **reduction), with_engine=False)
+    reports = []
+    for micro_batch, (log_probs, entropy) in zip(made.micro_batches, made.of_policy, strict=True):
+        loss, report = reduce_tokens(sft_loss(made.args, micro_batch, log_probs, entropy), micro_batch)
+        loss.backward()
+        reports.append(report)
+    want = {"train/loss": 0.0, "train/entropy_loss": 0.0}
+    gradients = [np.zeros(len(row)) for row in made.log_probs]
+    for row in range(len(made.batch)):
+        weight, in_mean = plain_weights(made.args, made.batch, row)
+        for t in np.flatnonzero(made.batch.loss_mask[row]):
+            want["train/loss"] -= weight * made.log_probs[row][t]
+            want["train/entropy_loss"] += in_mean * made.entropy[row][t]
+            gradients[row][t] = -weight
+    assert joined(reports) == pytest.approx(want, rel=1e-5)
+    same(take(made.batch, made.micro_batches, [leaf.grad for leaf, _ in made.of_policy]), gradients)
 
 
 def test_every_loss_type_has_a_function() -> None:
-    assert set(LOSSES) == {"policy_loss", "sft_loss"}
+    assert {"policy_loss": policy_loss, "sft_loss": sft_loss} == LOSSES

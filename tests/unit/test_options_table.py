@@ -126,11 +126,11 @@ def test_no_flag_is_both_available_and_not(known_flags: set[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("--use-tis", "--use-tis is not available yet in this version"),
-        ("--tis-threshold 0.9 --partial-rollout", "--tis-threshold is not available yet in this version; --partial-"),
+        ("--use-opd", "--use-opd is not available yet in this version"),
+        ("--opd-kl-coef 0.9 --partial-rollout", "--opd-kl-coef is not available yet in this version; --partial-"),
         ("--sglang-tp-size 2", "--sglang-tp-size is not available: use --rollout-num-gpus-per-engine"),
         ("--slime-router-timeout 3", "the router is sglang-router"),
-        ("--advantage-estimator gspo", "--advantage-estimator gspo is not available yet in this version"),
+        ("--rm-type gpqa", "--rm-type gpqa is not available yet in this version"),
         ("--update-weight-mode=delta", "--update-weight-mode delta is not available yet"),
     ],
 )

@@ -11,16 +11,13 @@ import pytest
 
 from slime.rollout.train_data import to_columns, to_train_batches
 from slime.utils.types import Sample, Status
+from tests.algorithm_options import algorithm_options
 
 NUM_GPUS = 0
 
 
 def make_args(**changes: Any) -> Namespace:
     defaults: dict[str, Any] = {
-        "loss_type": "policy_loss",
-        "disable_rewards_normalization": False,
-        "disable_grpo_std_normalization": False,
-        "custom_reward_post_process_path": None,
         "reward_key": None,
         "global_batch_size": 8,
         "micro_batch_size": 2,
@@ -31,10 +28,21 @@ def make_args(**changes: Any) -> Namespace:
         "virtual_pipeline_model_parallel_size": None,
         "microbatch_group_size_per_virtual_pipeline_stage": None,
         "balance_data": False,
+        "balance_by_flops": False,
+        "num_layers": 2,
         "hidden_size": 64,
+        "ffn_hidden_size": 128,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "kv_channels": 16,
+        "num_experts": None,
+        "moe_layer_freq": 1,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": None,
+        "moe_shared_expert_intermediate_size": None,
         "vocab_size": 300,
     }
-    return Namespace(**{**defaults, **changes})
+    return algorithm_options(**{**defaults, **changes})
 
 
 def make_samples(groups: int = 4, per_group: int = 4, seed: int | None = None) -> list[Sample]:
@@ -93,6 +101,58 @@ def test_which_rewards_are_normalised(changes: dict[str, Any], mean: bool, std: 
     want = want / (raw.std(1, ddof=1, keepdims=True) + 1e-6) if std else want
     np.testing.assert_allclose(columns.rewards, want.ravel(), rtol=1e-5)
     np.testing.assert_allclose(columns.raw_rewards, raw.ravel(), rtol=1e-6)
+
+
+def uneven_groups() -> list[Sample]:
+    """Interleaved groups of 5, 3, 2 and a single sample; one rollout of the first is cut in two."""
+    groups = [0, 1, 0, 2, 0, 1, 3, 0, 2, 1, 0, 0]
+    samples = make_samples(groups=3, per_group=4)
+    for sample, group in zip(samples, groups, strict=True):
+        sample.group_index = group
+    samples[11].rollout_id = samples[10].rollout_id
+    return samples
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline"])
+def test_rewards_of_uneven_groups(estimator: str) -> None:
+    """GRPO (arXiv:2402.03300, 4.1.2), RLOO (arXiv:2402.14740, eq. 8), REINFORCE++-baseline (arXiv:2501.03262)."""
+    samples = uneven_groups()
+    whitened = estimator == "reinforce_plus_plus_baseline"
+    columns = to_columns(make_args(advantage_estimator=estimator, normalize_advantages=whitened), samples)
+    reward_of: dict[int, dict[int, float]] = {}  # group -> rollout -> mean over its samples
+    for sample in samples:
+        assert sample.group_index is not None
+        assert sample.rollout_id is not None
+        parts = [float(s.reward or 0.0) for s in samples if s.rollout_id == sample.rollout_id]  # type: ignore[arg-type]
+        reward_of.setdefault(sample.group_index, {})[sample.rollout_id] = sum(parts) / len(parts)
+    for i, sample in enumerate(samples):
+        of_group = reward_of[sample.group_index or 0]
+        reward = float(sample.reward or 0.0)  # type: ignore[arg-type]
+        others = [r for rollout, r in of_group.items() if rollout != sample.rollout_id]
+        values = list(of_group.values())
+        mean = sum(values) / len(values)
+        if len(values) == 1:
+            want = reward
+        elif estimator == "rloo":
+            want = reward - sum(others) / len(others)
+        elif whitened:
+            want = reward - mean
+        else:
+            std = (sum((r - mean) ** 2 for r in values) / (len(values) - 1)) ** 0.5
+            want = (reward - mean) / (std + 1e-6)
+        assert columns.rewards[i] == pytest.approx(want, rel=1e-5, abs=1e-6)
+        assert columns.raw_rewards[i] == pytest.approx(reward)
+
+
+@pytest.mark.parametrize("estimator", ["ppo", "reinforce_plus_plus"])
+def test_estimators_without_a_group_take_rewards_as_they_are(estimator: str) -> None:
+    samples = make_samples()
+    for sample in samples:
+        sample.group_index = None
+    options = {"advantage_estimator": estimator, "normalize_advantages": True, "n_samples_per_prompt": 1}
+    columns = to_columns(make_args(**options), samples)
+    np.testing.assert_array_equal(columns.rewards, columns.raw_rewards)
+    assert columns.rewards.tolist() == pytest.approx([s.reward for s in samples], rel=1e-6)
 
 
 def test_normalisation_follows_the_group_and_not_the_order() -> None:

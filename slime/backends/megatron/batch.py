@@ -13,11 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from slime.algorithms.weights import token_weights
 from slime.backends.megatron.attention import packed_params, zigzag_index
+from slime.backends.megatron.responses import Responses, sum_over_ranks
 from slime.utils.types import OptimizerStep, Ragged, TrainBatch
 
 
@@ -34,7 +36,11 @@ class PackLayout:
     multiple: int
     """The local stream is padded to a multiple of it: sequence parallelism cuts it over the tensor-parallel ranks."""
     per_token_loss: bool
+    constant_length: int | None
+    """``--loss-constant-length``"""
     device: torch.device
+    cp_group: dist.ProcessGroup | None = None
+    """The context-parallel ranks; None where there is one."""
 
 
 @dataclass
@@ -49,16 +55,55 @@ class MicroBatch:
     """Cumulative lengths of the padded sequences of the *whole* stream, also under context parallelism."""
     labels: Tensor
     """int64 [T], the next token; arbitrary where ``weights`` is 0."""
+    mask: Tensor
+    """float32 [T], 1 at the predictions of tokens that are trained, 0 at prompt, masked and padding positions."""
+    row_of_token: Tensor
+    """int64 [T], which sample of the micro-batch a token is of; any of them at padding positions."""
+    row_counts: Tensor
+    """float32 [R], the trained tokens of each whole sample, on all context-parallel ranks."""
     weights: Tensor
-    """float32 [T], the token's weight in the loss; 0 at prompt, masked and padding positions."""
-    advantages: Tensor
-    """float32 [T]"""
+    """float32 [T], the token's weight in the loss; 0 where the mask is."""
+    mean_weights: Tensor
+    """float32 [T], its weight in a mean over the step, which differs under a constant length."""
+    rows: np.ndarray
+    """int64 [R], the samples' rows in the `TrainBatch`."""
+    lengths: list[int]
+    """Tokens of each sample, prompt and response."""
+    step: OptimizerStep
+    responses: Responses
     rollout_log_probs: Tensor | None
     """float32 [T], from the engine; 0 outside responses."""
+    advantages: Tensor | None = None
+    """float32 [T]; None for losses without, and before `advantages.set_advantages`."""
+    returns: Tensor | None = None
+    """float32 [T], what the critic is trained on."""
+    values: Tensor | None = None
+    """float32 [T], the critic's before the rollout's first optimizer step."""
     old_log_probs: Tensor | None = None
-    """float32 [T], under the weights before the rollout's first optimizer step; None: the present pass's own."""
+    """float32 [T], under the behaviour policy; None: the present pass's own."""
     ref_log_probs: Tensor | None = None
     """float32 [T], under the reference model."""
+
+    def row_sum(self, column: Tensor) -> Tensor:
+        """At each token the sum over its whole sample's trained tokens, of and as a token vector.
+
+        Differentiable, and collective over the context-parallel ranks.
+        """
+        sums = column.new_zeros(len(self.row_counts)).index_add(0, self.row_of_token, column * self.mask)
+        return sum_over_ranks(sums, self.responses.group)[self.row_of_token]
+
+    def row_mean(self, column: Tensor) -> Tensor:
+        """At each token the mean over its whole sample's trained tokens; as `row_sum`."""
+        return self.row_sum(column) / self.row_counts.clamp(min=1)[self.row_of_token]
+
+    def row_min(self, column: Tensor) -> Tensor:
+        """At each token the least of its whole sample's trained tokens, inf where there is none; no gradient."""
+        masked = column.detach().masked_fill(self.mask == 0, torch.inf)
+        least = masked.new_full((len(self.row_counts),), torch.inf)
+        least = least.scatter_reduce(0, self.row_of_token, masked, "amin")
+        if self.responses.group is not None and self.responses.group.size() > 1:
+            dist.all_reduce(least, dist.ReduceOp.MIN, group=self.responses.group)
+        return least[self.row_of_token]
 
 
 def pack(batch: TrainBatch, rows: np.ndarray, step: OptimizerStep, layout: PackLayout) -> MicroBatch:
@@ -100,12 +145,17 @@ def pack(batch: TrainBatch, rows: np.ndarray, step: OptimizerStep, layout: PackL
     def tensor(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(layout.device)
 
-    weights = token_weights(
-        torch.from_numpy(column(batch.loss_mask, np.uint8)),
-        torch.from_numpy(row_of_token[local]),
-        torch.from_numpy(batch.rollout_mask_sums[rows]),
-        num_rollouts=None if layout.per_token_loss else step.num_rollouts,
-        num_tokens=step.num_tokens if layout.per_token_loss else None,
+    mask = column(batch.loss_mask, np.uint8)
+    weights, mean_weights = (
+        token_weights(
+            torch.from_numpy(mask),
+            torch.from_numpy(row_of_token[local]),
+            torch.from_numpy(batch.rollout_mask_sums[rows]),
+            num_rollouts=None if layout.per_token_loss else step.num_rollouts,
+            num_tokens=step.num_tokens if layout.per_token_loss else None,
+            constant_length=constant_length,
+        )
+        for constant_length in (layout.constant_length, None)
     )
     log_probs = batch.rollout_log_probs
     return MicroBatch(
@@ -113,8 +163,15 @@ def pack(batch: TrainBatch, rows: np.ndarray, step: OptimizerStep, layout: PackL
         position_ids=tensor((np.arange(total) - np.repeat(starts, padded))[local])[None],
         packed_seq_params=packed_params(padded.tolist()),
         labels=tensor(np.roll(tokens, -1)[local]),
+        mask=tensor(mask.astype(np.float32)),
+        row_of_token=tensor(row_of_token[local]),
+        row_counts=tensor(np.array([batch.loss_mask[row].sum() for row in rows.tolist()], dtype=np.float32)),
         weights=weights.to(layout.device),
-        advantages=tensor(batch.rewards.astype(np.float32)[rows][row_of_token[local]]),
+        mean_weights=mean_weights.to(layout.device),
+        rows=rows,
+        lengths=lengths.tolist(),
+        step=step,
+        responses=Responses(tensor(targets), torch.from_numpy(responses), tensor(local), total, layout.cp_group),
         rollout_log_probs=None if log_probs is None else tensor(column(log_probs, np.float32)),
     )
 

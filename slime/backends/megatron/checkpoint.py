@@ -24,6 +24,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from slime.backends.megatron.head import VALUE_HEAD_KEY
 from slime.backends.megatron.optimizer import parts_of
 from slime.options.checkpoint import LATEST, has_checkpoint
 from slime.utils import aside, device
@@ -36,7 +37,7 @@ def begin_save(save_dir: str | Path, rollout_id: int) -> str:
 
     With ``torch.distributed`` all ranks call it.
     """
-    return str(begin_directory(_directory(save_dir, rollout_id)))
+    return str(begin_directory(checkpoint_directory(save_dir, rollout_id)))
 
 
 def commit_save(save_dir: str | Path, rollout_id: int) -> None:
@@ -44,7 +45,7 @@ def commit_save(save_dir: str | Path, rollout_id: int) -> None:
 
     With ``torch.distributed`` all ranks call it, each after its last write.
     """
-    commit_directory(_directory(save_dir, rollout_id))
+    commit_directory(checkpoint_directory(save_dir, rollout_id))
     if _is_first_rank():
         aside.write_file(Path(save_dir, LATEST), lambda path: path.write_text(str(rollout_id)))
     _barrier()
@@ -80,7 +81,7 @@ def find_checkpoint(load_dir: str | Path) -> tuple[Path, int] | None:
     if not text.isdecimal():
         raise ValueError(f"{latest} should hold the number of a checkpoint, not {text!r}")
     rollout_id = int(text)
-    directory = _directory(load_dir, rollout_id)
+    directory = checkpoint_directory(load_dir, rollout_id)
     if not directory.is_dir():
         present = sorted(p.name for p in Path(load_dir).glob("iter_*"))
         raise FileNotFoundError(f"{latest} names {directory.name}, but {load_dir} has {', '.join(present) or 'none'}")
@@ -107,8 +108,17 @@ def save_state(
 
 
 def load_model(directory: str | Path, model_chunks: Sequence[Any]) -> None:
-    """Read the weights only, whatever parallel layout they were saved from; collective."""
-    _put_model(dist_checkpointing.load(_model_state(model_chunks), str(directory)), model_chunks)
+    """Read the weights only, whatever parallel layout they were saved from; collective.
+
+    The value head of a critic, which an actor's checkpoint lacks, keeps its initial weight.
+    """
+    present = dist_checkpointing.load_tensors_metadata(str(directory))
+    state = _model_state(model_chunks)
+    for chunk_state in state.values():
+        for name in [name for name, tensor in chunk_state.items() if _is_value_head(tensor)]:
+            if VALUE_HEAD_KEY not in present:
+                del chunk_state[name]
+    _put_model(dist_checkpointing.load(state, str(directory)), model_chunks, strict=False)
 
 
 def load_state(
@@ -147,7 +157,8 @@ def load_state(
 # ---- directories
 
 
-def _directory(root: str | Path, rollout_id: int) -> Path:
+def checkpoint_directory(root: str | Path, rollout_id: int) -> Path:
+    """Where the state after ``rollout_id`` is, or would be."""
     return Path(root, f"iter_{rollout_id:07d}")
 
 
@@ -182,9 +193,13 @@ def _model_state(model_chunks: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def _put_model(loaded: dict[str, Any], model_chunks: Sequence[Any]) -> None:
+def _is_value_head(tensor: Any) -> bool:
+    return getattr(tensor, "key", None) == VALUE_HEAD_KEY
+
+
+def _put_model(loaded: dict[str, Any], model_chunks: Sequence[Any], strict: bool = True) -> None:
     for i, chunk in enumerate(model_chunks):
-        chunk.load_state_dict(loaded[_chunk_key(model_chunks, i)])
+        chunk.load_state_dict(loaded[_chunk_key(model_chunks, i)], strict=strict)
 
 
 def _layout() -> dict[str, int]:

@@ -1,7 +1,12 @@
-"""Log-probabilities and entropy of a vocabulary that is split over tensor-parallel ranks."""
+"""Log-probabilities and entropy of the labels, from hidden states; no [tokens, vocabulary] tensor is kept.
+
+The stream is walked over in chunks of tokens: a chunk's logits are computed, reduced to a few numbers a token, and
+dropped; the backward pass computes them again. The vocabulary may be split over tensor-parallel ranks.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,81 +14,156 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def log_probs_and_entropy(
-    logits: Tensor,
+def token_terms(
+    hidden: Tensor,
+    weight: Tensor,
     labels: Tensor,
     *,
     vocab_size: int,
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
+    chunk_size: int | None = None,
+    wants_entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Of ``softmax(logits / temperature)``: log-probability of each label, and entropy; differentiable, in float32.
+    """Of ``softmax(hidden @ weight.T / temperature)``: log-probability of each label, and entropy, in float32.
 
-    Training, log-prob, reference and supervised passes all use this one function, so that equal logits give equal bits.
+    Training, log-prob, reference and supervised passes all use this one function, with the same chunks, so that equal
+    inputs give equal bits, with gradient or without.
 
     Args:
-        logits: [T, V / tp], this rank's columns: rank r of ``group`` holds r * V / tp to (r + 1) * V / tp.
+        hidden: [T, h], the same on every rank; computed with in the weight's type. Its gradient is this rank's *part*,
+            of its own columns: whoever made ``hidden`` sums the parts (`slime.backends.megatron.head.LanguageHead`).
+        weight: [V / tp, h], this rank's rows: rank r of ``group`` holds r * V / tp to (r + 1) * V / tp.
         labels: int64 [T], global ids below ``vocab_size``, the same on every rank.
-        vocab_size: columns that exist; those from here to V only pad the vocabulary and have probability 0.
+        vocab_size: rows that exist; those from here to V only pad the vocabulary and have probability 0.
         temperature: what the logits are divided by, above 0.
-        group: the tensor-parallel group; None where the vocabulary is not split.
+        group: the tensor-parallel group; None where the vocabulary is not split. Two small collectives a call.
+        chunk_size: tokens whose logits are held at a time; None for all at once.
+        wants_entropy_gradient: without, the entropy is a metric, and its backward term is left out.
 
     Returns:
         Two float32 [T], the same on every rank.
+
+    Raises:
+        ValueError: a ``chunk_size`` below 1.
     """
-    return _LogProbsAndEntropy.apply(logits, labels, vocab_size, temperature, group)
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size}: it is a number of tokens, or None for all at once")
+    first = group.rank() * weight.size(0) if group is not None else 0
+    columns = min(max(vocab_size - first, 0), weight.size(0))
+    own = (labels >= first) & (labels < first + columns)
+    log_probs, entropy = _TokenTerms.apply(
+        hidden.to(weight.dtype), weight, torch.where(own, labels - first, -1), columns, temperature, group, chunk_size
+    )
+    return log_probs, entropy if wants_entropy_gradient else entropy.detach()
 
 
-class _LogProbsAndEntropy(torch.autograd.Function):
-    """With p the softmax and g, h the gradients of log-prob and entropy H, the logits' gradient is
-    ``(g (onehot - p) - h p (log p + H)) / temperature``; of the forward pass only p is kept."""
+class _TokenTerms(torch.autograd.Function):
+    """With p the softmax, x the logits less their maximum (so p = exp(x) / total), m the mean of x under p, and g, h
+    the gradients of log-prob and entropy, the gradient of the logits is
+    ``(g onehot - p (g + h (x - m))) / temperature``; three numbers a token are kept for it."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, vocab_size: int, temperature: float, group: dist.ProcessGroup | None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        column: Tensor,
+        columns: int,
+        temperature: float,
+        group: dist.ProcessGroup | None,
+        chunk_size: int | None,
     ) -> tuple[Tensor, Tensor]:
-        split = group is not None and group.size() > 1
-        first = group.rank() * logits.size(-1) if group is not None else 0
-        columns = min(max(vocab_size - first, 0), logits.size(-1))
-        scaled = logits[:, :columns].float()
-        if temperature != 1.0:
-            scaled = scaled / temperature
-
-        highest = scaled.amax(-1) if columns else scaled.new_full((len(labels),), -torch.inf)
-        if split:
-            dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
-        scaled = scaled - highest[:, None]
-        own = (labels >= first) & (labels < first + columns)
-        column = torch.where(own, labels - first, 0)
-        at_label = (
-            scaled.gather(1, column[:, None])[:, 0].masked_fill(~own, 0.0) if columns else torch.zeros_like(highest)
-        )
-        p = scaled.exp()
-        sums = torch.stack([p.sum(-1), scaled.mul_(p).sum(-1), at_label])
-        if split:
-            dist.all_reduce(sums, group=group)
-        total, weighted, at_label = sums
-        log_total = total.log()
-        entropy = log_total - weighted / total
-        p.div_(total[:, None])
-
-        ctx.set_materialize_grads(False)  # None then says that the entropy is a metric only, which saves its term
-        ctx.save_for_backward(p, column, own, entropy)
-        ctx.temperature, ctx.shape, ctx.dtype = temperature, logits.shape, logits.dtype
-        return at_label - log_total, entropy
+        sums = torch.empty(4, len(hidden), dtype=torch.float32, device=hidden.device)
+        for part in _chunks(len(hidden), chunk_size):
+            sums[:, part] = _local_sums(_scaled_logits(hidden[part], weight[:columns], temperature), column[part])
+        if group is not None and group.size() > 1:
+            _add_up(sums, column >= 0, group)
+        highest, total, weighted, at_label = sums
+        mean, log_total = weighted / total, total.log()
+        ctx.set_materialize_grads(False)  # None then says that nothing depends on the entropy
+        ctx.save_for_backward(hidden, weight, column, highest, total, mean)
+        ctx.columns, ctx.temperature, ctx.chunk_size = columns, temperature, chunk_size
+        return at_label - log_total, log_total - mean
 
     @staticmethod
-    def backward(
-        ctx: Any, grad_log_prob: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Tensor, None, None, None, None]:
-        p, column, own, entropy = ctx.saved_tensors
-        grad = torch.zeros_like(p) if grad_log_prob is None else p * -grad_log_prob[:, None]
-        if grad_log_prob is not None and p.size(1):
-            grad.scatter_add_(1, column[:, None], (grad_log_prob * own)[:, None])
-        if grad_entropy is not None:
-            grad -= grad_entropy[:, None] * (torch.xlogy(p, p) + p * entropy[:, None])
-        if ctx.temperature != 1.0:
-            grad /= ctx.temperature
-        if p.size(1) < ctx.shape[1]:
-            grad = torch.nn.functional.pad(grad, (0, ctx.shape[1] - p.size(1)))
-        return grad.to(ctx.dtype), None, None, None, None
+    def backward(ctx: Any, of_log_prob: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, column, highest, total, mean = ctx.saved_tensors
+        if of_log_prob is None:
+            of_log_prob = torch.zeros_like(total)
+        chunks = list(_chunks(len(hidden), ctx.chunk_size))
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        hidden_grad = torch.empty_like(hidden) if wants_hidden else None
+        # Many chunks are summed in float32; of a single one there is nothing to sum.
+        sum_type = torch.float32 if len(chunks) > 1 else weight.dtype
+        weight_grad = torch.zeros_like(weight, dtype=sum_type) if wants_weight else None
+        rows = weight[: ctx.columns]
+        for part in chunks:
+            x = _scaled_logits(hidden[part], rows, ctx.temperature).sub_(highest[part, None])
+            g = of_log_prob[part] / ctx.temperature
+            h = None if of_entropy is None else of_entropy[part] / ctx.temperature
+            grad = _logits_grad(x, column[part], total[part], mean[part], g, h).to(weight.dtype)
+            del x  # its memory is the float32 gradient's
+            if hidden_grad is not None:
+                hidden_grad[part] = grad @ rows
+            if weight_grad is not None:
+                _add_product(weight_grad[: ctx.columns], grad.t(), hidden[part])
+            del grad  # before the next chunk's logits
+        return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None, None, None, None
+
+
+def _chunks(tokens: int, chunk_size: int | None) -> Iterator[slice]:
+    for start in range(0, tokens, chunk_size or max(tokens, 1)):
+        yield slice(start, min(start + chunk_size, tokens) if chunk_size else tokens)
+
+
+def _scaled_logits(hidden: Tensor, rows: Tensor, temperature: float) -> Tensor:
+    """float32, in memory of its own."""
+    logits = (hidden @ rows.t()).float()
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _local_sums(logits: Tensor, column: Tensor) -> Tensor:
+    """[4, tokens] of this rank's columns, with x the logits less their maximum, which are overwritten: the maximum, the
+    sums of exp(x) and of exp(x) x, and x at the label; 0 where another rank has it."""
+    if logits.size(1) == 0:
+        nothing = torch.zeros(4, len(logits), dtype=torch.float32, device=logits.device)
+        nothing[0] = torch.finfo(torch.float32).min  # finite: it is multiplied by 0
+        return nothing
+    highest = logits.amax(-1)
+    x = logits.sub_(highest[:, None])
+    at_label = x.gather(1, column.clamp(min=0)[:, None])[:, 0].masked_fill_(column < 0, 0.0)
+    e = x.exp()
+    return torch.stack([highest, e.sum(-1), x.mul_(e).sum(-1), at_label])
+
+
+def _add_up(sums: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
+    """Make every rank's `_local_sums` those of all columns; ``own``: whether this rank has the token's label."""
+    highest = sums[0].clone()
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+    shift = sums[0] - highest
+    _, total, weighted, at_label = sums
+    parts = torch.stack([total, weighted + shift * total, torch.where(own, at_label + shift, 0.0)])
+    parts[:2] *= shift.exp()
+    dist.all_reduce(parts, group=group)
+    sums[0], sums[1:] = highest, parts
+
+
+def _logits_grad(x: Tensor, column: Tensor, total: Tensor, mean: Tensor, g: Tensor, h: Tensor | None) -> Tensor:
+    """``g onehot - p (g + h (x - mean))`` of this rank's columns, in the memory of ``x``."""
+    if h is None:
+        grad = x.exp_().mul_((-g / total)[:, None])
+    else:
+        minus_p = x.exp().div_(-total[:, None])
+        grad = x.sub_(mean[:, None]).mul_(h[:, None]).add_(g[:, None]).mul_(minus_p)
+    if x.size(1):
+        grad.scatter_add_(1, column.clamp(min=0)[:, None], (g * (column >= 0))[:, None])
+    return grad
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += left @ right``, in place; a 16-bit product is rounded before it is added in float32."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right

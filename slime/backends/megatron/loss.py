@@ -6,86 +6,149 @@ the weighted sum over all tokens of all micro-batches and ranks is the loss, and
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
-from dataclasses import dataclass
+from argparse import Namespace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from slime.algorithms.losses import kl_estimate, policy_loss
+from slime.algorithms import losses
+from slime.backends.megatron import hooks
 from slime.backends.megatron.batch import MicroBatch
+from slime.backends.megatron.correction import corrected
 
-MAXIMUM = "_max"
+MAXIMUM = "largest:"
+"""What the name of a maximum begins with until `slime.backends.megatron.metrics` has taken it over all ranks."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class TokenLoss:
     """The loss of every token, with gradient, and what to report: float32 [T] each."""
 
     loss: Tensor
-    means: dict[str, Tensor]
-    """Reported as their weighted sum."""
-    maxima: dict[str, Tensor]
-    """Non-negative; reported, with `MAXIMUM` after the name, as the largest over tokens with a weight."""
+    terms: dict[str, Tensor] = field(default_factory=dict)
+    """Parts of the loss, reported as their sum with the weights of the loss."""
+    means: dict[str, Tensor] = field(default_factory=dict)
+    """Reported as their mean over the step."""
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+    """Non-negative; reported, with ``_max`` after the name, as the largest over trained tokens."""
+    reduced: dict[str, Tensor] = field(default_factory=dict)
+    """Scalars, with gradient, in the loss of the micro-batch beside the tokens'; reported as their sum."""
 
 
-def grpo_loss(args: argparse.Namespace, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> TokenLoss:
+def policy_loss(args: Namespace, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> TokenLoss:
     """``policy - entropy_coef * H + kl_loss_coef * KL(policy || reference)`` of every token.
 
-    The behaviour policy is the trainer's own before the rollout's first step. On that step it is the present one: the
-    ratio is exactly 1 and the gradient the policy gradient.
+    The behaviour policy is the trainer's own before the rollout's first step, where no option says otherwise. On that
+    step it is the present one: the ratio is exactly 1 and the gradient the policy gradient.
     """
+    assert batch.advantages is not None
     present = log_probs.detach()
-    old = present if batch.old_log_probs is None else batch.old_log_probs
-    pg_loss, clipped = policy_loss(
-        log_probs,
-        old,
-        batch.advantages,
-        eps_clip=args.eps_clip,
-        eps_clip_high=args.eps_clip_high,
-        eps_clip_c=args.eps_clip_c,
-    )
-    loss = pg_loss
-    means = {
-        "train/pg_loss": pg_loss,
-        "train/entropy_loss": entropy,
+    old = behaviour_log_probs(args, batch, present)
+    log_ratio = log_probs - old
+    pg_loss, clipped = _surrogate(args, batch, log_probs, log_ratio)
+    result = TokenLoss(loss=torch.zeros_like(pg_loss))
+    result.means = {
         "train/pg_clipfrac": clipped.float(),
         "train/ppo_kl": old - present,
+        "train/ois": log_ratio.detach().clamp(-losses.MAX_LOG_RATIO, losses.MAX_LOG_RATIO).exp(),
         "rollout/log_probs": old,
         "rollout/advantages": batch.advantages,
     }
-    maxima = {}
+    if args.use_opsm:
+        keep = losses.opsm_keep(log_ratio, batch.advantages, batch.row_mean, args.opsm_delta)
+        pg_loss = pg_loss * keep
+        result.means["train/opsm_clipfrac"] = 1 - keep
+    pg_loss, more = corrected(args, batch, pg_loss, old if batch.old_log_probs is not None else present)
+    result.means |= more
+    if args.custom_pg_loss_reducer_function_path is None:
+        result.loss = result.terms["train/pg_loss"] = pg_loss
+    else:
+        result.reduced["train/pg_loss"] = hooks.reduce_policy_loss(args, batch, pg_loss)
+    result.means["train/entropy_loss"] = entropy
     if args.entropy_coef != 0:
-        loss = loss - args.entropy_coef * entropy
+        result.loss = result.loss - args.entropy_coef * entropy
     if batch.ref_log_probs is not None:
-        means["rollout/ref_log_probs"] = batch.ref_log_probs
-        kl = kl_estimate(log_probs, batch.ref_log_probs, args.kl_loss_type)
-        loss = loss + args.kl_loss_coef * kl
-        means["train/kl_loss"] = kl
-    if batch.rollout_log_probs is not None:
-        difference = (old - batch.rollout_log_probs).abs()
-        means["rollout/rollout_log_probs"] = batch.rollout_log_probs
-        means["train/train_rollout_logprob_abs_diff"] = difference
-        maxima["train/train_rollout_logprob_abs_diff"] = difference
-    return TokenLoss(loss, {"train/loss": loss} | means, maxima)
+        _add_reference(args, batch, log_probs, log_ratio, result)
+    _add_mismatch(batch, old if not args.use_rollout_logprobs else present, result)
+    return result
 
 
-def sft_loss(args: argparse.Namespace, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> TokenLoss:
+def behaviour_log_probs(args: Namespace, batch: MicroBatch, present: Tensor) -> Tensor:
+    """Log-probs under the policy that the ratio is taken to; ``present`` on the first step on policy."""
+    if args.use_rollout_logprobs:
+        assert batch.rollout_log_probs is not None
+        return batch.rollout_log_probs
+    return present if batch.old_log_probs is None else batch.old_log_probs
+
+
+def _surrogate(args: Namespace, batch: MicroBatch, log_probs: Tensor, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """The policy loss of the estimator, and where it is clipped."""
+    clips = {"eps_clip": args.eps_clip, "eps_clip_high": args.eps_clip_high}
+    assert batch.advantages is not None
+    if args.advantage_estimator == "cispo":
+        return losses.cispo_loss(log_probs, log_ratio, batch.advantages, **clips)
+    if args.advantage_estimator == "gspo":
+        log_ratio = losses.sequence_log_ratio(log_ratio, batch.row_mean)
+    return losses.policy_loss(log_ratio, batch.advantages, eps_clip_c=args.eps_clip_c, **clips)
+
+
+def _add_reference(args: Namespace, batch: MicroBatch, log_probs: Tensor, log_ratio: Tensor, result: TokenLoss) -> None:
+    assert batch.ref_log_probs is not None
+    result.means["rollout/ref_log_probs"] = batch.ref_log_probs
+    if not args.use_kl_loss:
+        return
+    importance = log_ratio if args.use_unbiased_kl else None
+    kl = losses.kl_estimate(log_probs, batch.ref_log_probs, args.kl_loss_type, importance)
+    if args.kl_loss_coef != 0:
+        result.loss = result.loss + args.kl_loss_coef * kl
+    result.terms["train/kl_loss"] = kl
+
+
+def _add_mismatch(batch: MicroBatch, trainer: Tensor, result: TokenLoss) -> None:
+    """How far the trainer's log-probs are from the engine's, for the same tokens."""
+    if batch.rollout_log_probs is None:
+        return
+    difference = (trainer - batch.rollout_log_probs).abs()
+    result.means |= {
+        "rollout/rollout_log_probs": batch.rollout_log_probs,
+        "train/train_rollout_logprob_abs_diff": difference,
+        "train/train_rollout_kl": losses.kl_estimate(batch.rollout_log_probs, trainer, "k3"),
+    }
+    result.maxima["train/train_rollout_logprob_abs_diff"] = difference
+
+
+def sft_loss(args: Namespace, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> TokenLoss:
     """Negative log-likelihood of every token."""
-    return TokenLoss(-log_probs, {"train/loss": -log_probs, "train/entropy_loss": entropy}, {})
+    return TokenLoss(-log_probs, means={"train/entropy_loss": entropy})
 
 
-LOSSES: dict[str, Callable[[argparse.Namespace, MicroBatch, Tensor, Tensor], TokenLoss]] = {
-    "policy_loss": grpo_loss,
-    "sft_loss": sft_loss,
-}
+def value_loss(args: Namespace, batch: MicroBatch, values: Tensor) -> TokenLoss:
+    """Clipped squared error of the critic's values, to the returns."""
+    assert batch.values is not None
+    assert batch.returns is not None
+    loss, clipped = losses.value_loss(values, batch.values, batch.returns, value_clip=args.value_clip)
+    means = {
+        "train/critic-value_clipfrac": clipped.float(),
+        "rollout/values": batch.values,
+        "rollout/returns": batch.returns,
+    }
+    return TokenLoss(loss, means=means)
 
 
-def reduce_tokens(loss: TokenLoss, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The micro-batch's share of the loss, a scalar with gradient, and of the step's means and maxima, without."""
-    report = {name: (value.detach() * weights).sum() for name, value in loss.means.items()}
-    counts = weights > 0
-    for name, value in loss.maxima.items():
-        report[name + MAXIMUM] = torch.where(counts, value.detach(), 0.0).amax()
-    return (loss.loss * weights).sum(), report
+LOSSES = {"policy_loss": policy_loss, "sft_loss": sft_loss}
+
+
+def reduce_tokens(loss: TokenLoss, batch: MicroBatch, name: str = "train/loss") -> tuple[Tensor, dict[str, Tensor]]:
+    """The micro-batch's share of the loss, a scalar with gradient, and of the step's metrics, without.
+
+    Args:
+        name: of the loss among the metrics.
+    """
+    total = (loss.loss * batch.weights).sum() + sum(loss.reduced.values())
+    report = {name: total.detach()} | {key: value.detach() for key, value in loss.reduced.items()}
+    report |= {key: (value.detach() * batch.weights).sum() for key, value in loss.terms.items()}
+    report |= {key: (value.detach() * batch.mean_weights).sum() for key, value in loss.means.items()}
+    for key, value in loss.maxima.items():
+        report[MAXIMUM + key] = torch.where(batch.mask > 0, value.detach(), 0.0).amax()
+    return total, report

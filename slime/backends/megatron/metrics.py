@@ -29,7 +29,7 @@ def step_metrics(reports: list[dict[str, Tensor]], tokens: int) -> dict[str, flo
 def _reduce(reports: list[dict[str, Tensor]], tokens: int) -> dict[str, float]:
     names = list(reports[0])
     table = torch.stack([torch.stack([report[name] for name in names]) for report in reports])
-    is_maximum = torch.tensor([name.endswith(MAXIMUM) for name in names], device=table.device)
+    is_maximum = torch.tensor([name.startswith(MAXIMUM) for name in names], device=table.device)
     maxima = table.amax(0)
     # Context-parallel ranks share rows.
     own_tokens = tokens if parallel_state.get_context_parallel_rank() == 0 else 0
@@ -40,4 +40,5 @@ def _reduce(reports: list[dict[str, Tensor]], tokens: int) -> dict[str, float]:
         if is_maximum.any():
             dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
     sums[:-1] = torch.where(is_maximum, maxima.double(), sums[:-1])
-    return dict(zip([*names, "tokens"], sums.tolist(), strict=True))
+    shown = [f"{name.removeprefix(MAXIMUM)}_max" if name.startswith(MAXIMUM) else name for name in names]
+    return dict(zip([*shown, "tokens"], sums.tolist(), strict=True))

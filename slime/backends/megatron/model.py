@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core import parallel_state
@@ -22,6 +22,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from slime.backends.megatron.attention import PackedAttention
+from slime.backends.megatron.head import LanguageHead, ValueHead
 from slime.backends.megatron.norm import RMSNorm
 from slime.options.megatron import config_kwargs
 from slime.utils import device
@@ -75,15 +76,16 @@ def padded_vocab_size(args: Namespace) -> int:
     return int(-(-args.vocab_size // multiple) * multiple)
 
 
-def build_model(args: Namespace) -> list[GPTModel]:
+def build_model(args: Namespace, role: Literal["actor", "critic"] = "actor") -> list[GPTModel]:
     """This rank's pipeline stages (one, or one per virtual stage), on its device, with weights yet to be loaded.
 
-    `parallel.initialize_distributed` must have been called. The model returns logits [1, tokens, vocabulary / TP] on
-    the last stage and hidden states on the others.
+    `parallel.initialize_distributed` must have been called. Stages return hidden states: the last one the final ones of
+    all tokens, [1, tokens, h], for `log_probs.token_terms` with `head_weight`; a critic's last one values,
+    [1, tokens, 1]. The weight of its value head is random, from ``--seed``, and the same on every rank.
     """
     config = transformer_config(args)
     stages = args.virtual_pipeline_model_parallel_size
-    return [_build_stage(args, config, i if stages else None) for i in range(stages or 1)]
+    return [_build_stage(args, role, config, i if stages else None) for i in range(stages or 1)]
 
 
 def wrap(chunks: list[GPTModel]) -> list[torch.nn.Module]:
@@ -99,7 +101,14 @@ def unwrap(module: torch.nn.Module) -> GPTModel:
     return inner
 
 
-def _build_stage(args: Namespace, config: TransformerConfig, vp_stage: int | None) -> GPTModel:
+def head_weight(module: torch.nn.Module) -> torch.nn.Parameter:
+    """The output layer's weight [vocabulary / TP, h] of an actor's last stage: its own or the embedding's, if tied."""
+    model = unwrap(module)
+    tied = model.share_embeddings_and_output_weights
+    return model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+
+
+def _build_stage(args: Namespace, role: str, config: TransformerConfig, vp_stage: int | None) -> GPTModel:
     model = GPTModel(
         config,
         _block_spec(config, vp_stage),
@@ -107,7 +116,7 @@ def _build_stage(args: Namespace, config: TransformerConfig, vp_stage: int | Non
         max_sequence_length=args.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        share_embeddings_and_output_weights=role == "actor" and not args.untie_embeddings_and_output_weights,
         position_embedding_type=args.position_embedding_type,
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
@@ -116,6 +125,11 @@ def _build_stage(args: Namespace, config: TransformerConfig, vp_stage: int | Non
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
         vp_stage=vp_stage,
     )
+    if model.post_process:
+        if role == "critic":
+            model.output_layer = ValueHead(config, model.pg_collection.tp, args.seed)
+        else:
+            model.output_layer = LanguageHead(model.output_layer)
     _mark_cut_weights(model)
     return model.to(device.current_device())
 

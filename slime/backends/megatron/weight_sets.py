@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 
 import torch
@@ -42,6 +43,19 @@ class WeightSets:
         for copy, tensor in zip(self._copies[name], self._tensors(), strict=True):
             tensor.copy_(copy)
         self.current = name
+
+    def __contains__(self, name: str) -> bool:
+        return name == self.current or name in self._copies
+
+    @contextmanager
+    def switched(self, name: str) -> Iterator[None]:
+        """Within: the set ``name`` is in the model; after: the one before."""
+        before = self.current
+        self.switch(name)
+        try:
+            yield
+        finally:
+            self.switch(before)
 
     def _tensors(self) -> Iterator[Tensor]:
         # Read anew each time: data-parallel wrapping moves parameters into its own buffers.

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from slime.backends.megatron.gather import Gatherer
+from slime.backends.megatron.head import ValueHead
 from slime.backends.megatron.model import unwrap
 from slime.models import Family, Shape, family_of, weight_shape
 from slime.utils.hf_writer import INDEX_NAME, HFWriter
@@ -36,6 +37,8 @@ def global_parameters(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, 
         layers = {name: module.layer_number - 1 for name, module in model.decoder.layers.named_children()}
         first_expert = (model.config.num_moe_experts or 0) // expert_ranks * expert_rank
         for name, parameter in model.named_parameters():
+            if name == "output_layer.weight" and isinstance(model.output_layer, ValueHead):
+                continue  # Hugging Face directories have none
             yield _global_name(name, layers, first_expert), parameter
 
 

@@ -1,0 +1,64 @@
+"""What must hold in every run: a warning where it does not, an error under ``--ci-test`` or when asked for."""
+
+from __future__ import annotations
+
+import logging
+import math
+from argparse import Namespace
+
+from slime.backends.megatron.learner import TrainingError
+
+logger = logging.getLogger(__name__)
+
+_DIFFERENCE = "train/train_rollout_logprob_abs_diff"
+
+
+def check_step(args: Namespace, where: str, metrics: dict[str, float], *, is_first: bool) -> None:
+    """Check a step's metrics.
+
+    Args:
+        where: rollout and step, for messages.
+        is_first: the actor's first step of all: on policy, and at the reference.
+
+    Raises:
+        TrainingError: a check of ``--ci-test`` failed, or with ``--stop-on-mismatch`` trainer and engine disagree.
+    """
+    _check_mismatch(args, where, metrics.get(_DIFFERENCE, 0.0))
+    if not args.ci_test:
+        return
+    wrong = [
+        f"{name} is {metrics[name]}, not {expected}"
+        for name, (low, high, expected) in _ranges(args, is_first).items()
+        if name in metrics and not low <= metrics[name] <= high
+    ]
+    if wrong:
+        raise TrainingError(f"--ci-test: {where}: {'; '.join(wrong)}")
+
+
+def _ranges(args: Namespace, is_first: bool) -> dict[str, tuple[float, float, str]]:
+    """Metric -> its bounds, and how they read."""
+    threshold = args.ci_train_rollout_logprob_abs_diff_threshold
+    ranges = {
+        _DIFFERENCE: (0.0, threshold, f"at most {threshold}"),
+        "rollout/log_probs": (-math.inf, 0.0, "at most 0"),
+        "train/entropy_loss": (0.0, math.log(args.vocab_size) * 1.001, "between 0 and log(vocabulary)"),
+    }
+    if is_first and not args.use_rollout_logprobs:
+        on_policy = (0.0, 0.0, "exactly 0 on the first step, which is on policy")
+        ranges |= {"train/ppo_kl": on_policy, "train/pg_clipfrac": on_policy}
+    if is_first and not args.ci_disable_kl_checker:
+        ranges["train/kl_loss"] = (0.0, 0.0, "exactly 0 on the first step, which is at the reference")
+    return ranges
+
+
+def _check_mismatch(args: Namespace, where: str, difference: float) -> None:
+    if difference <= args.mismatch_threshold:
+        return
+    message = (
+        f"{where}: the trainer's and the engine's log-probs of the same tokens differ by {difference:.4g} in the mean "
+        f"(--mismatch-threshold {args.mismatch_threshold}): look at their precision and kernels, or correct for it "
+        f"by --use-tis"
+    )
+    if args.stop_on_mismatch:
+        raise TrainingError(message)
+    logger.warning(message)

@@ -1,0 +1,132 @@
+"""Users' functions inside the loss. They see whole responses, whatever the layout, and their gradients are right.
+
+Under context parallelism every rank gathers the whole responses and calls the function; what it returns as a scalar
+counts on the first of them only.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from slime.backends.megatron.batch import MicroBatch
+from slime.utils.misc import load_function
+
+
+def reduce_policy_loss(args: Namespace, batch: MicroBatch, pg_loss: Tensor) -> Tensor:
+    """The scalar that ``--custom-pg-loss-reducer-function-path`` makes of the policy loss's tokens, over the step.
+
+    Its function gets lengths and masks of the micro-batch's samples, and returns one that takes the loss of all their
+    response tokens, one after the other, to the *sum* over samples (over tokens with ``--calculate-per-token-loss``).
+    It does not know of rollouts: one that is cut into several samples counts as many times.
+    """
+    flag, path = "--custom-pg-loss-reducer-function-path", args.custom_pg_loss_reducer_function_path
+    described = _described(batch)
+    reducer = load_function(path, flag=flag)(
+        described["total_lengths"],
+        described["response_lengths"],
+        described["loss_masks"],
+        args.calculate_per_token_loss,
+    )
+    total = reducer(batch.responses.gather(pg_loss))
+    return _scalar(total, f"{flag} {path}: its reducer") / _denominator(args, batch) * _counts_here()
+
+
+def custom_tis(
+    args: Namespace, batch: MicroBatch, pg_loss: Tensor, train_log_probs: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and metrics of ``--custom-tis-function-path``; the denominators stay those of the original masks."""
+    flag, path = "--custom-tis-function-path", args.custom_tis_function_path
+    responses = batch.responses
+    assert batch.rollout_log_probs is not None
+    described = _described(batch)
+    pg_loss, loss_masks, metrics = load_function(path, flag=flag)(
+        args,
+        pg_loss=responses.gather(pg_loss),
+        train_log_probs=responses.rows(train_log_probs),
+        rollout_log_probs=responses.rows(batch.rollout_log_probs),
+        **described,
+    )
+    returned = {"the loss": pg_loss, "loss_masks": loss_masks} | {f"metric {k}": v for k, v in metrics.items()}
+    vectors = {what: _response_vector(batch, value, f"{flag} {path}: {what}") for what, value in returned.items()}
+    means = {f"train/{name}": responses.scatter(vectors[f"metric {name}"].detach()) for name in metrics}
+    return responses.scatter(vectors["the loss"] * vectors["loss_masks"]), means
+
+
+def custom_loss(
+    args: Namespace, batch: MicroBatch, logits: Tensor, terms: Callable[[], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The micro-batch's share of the loss of ``--custom-loss-function-path``, and of its metrics.
+
+    The function gets ``(args, batch, logits, sum_of_sample_mean)``: a dict with what is known of the samples, the
+    logits of this rank's part of the packed stream, float32 [1, T, V / tp], and the reduction of a loss: a function
+    that takes the values of all response tokens, one sample after the other, to the sum over samples of the mean over
+    its trained tokens. ``batch["log_probs_and_entropy"]()`` gives two lists with a tensor for every sample's response,
+    with gradient. It returns the loss, so reduced, and a dict of scalars, likewise.
+    """
+    flag, path = "--custom-loss-function-path", args.custom_loss_function_path
+    names = {"advantages": "advantages", "log_probs": "old_log_probs", "ref_log_probs": "ref_log_probs"}
+    data: dict[str, Any] = _described(batch)
+    data["tokens"] = batch.tokens
+    data["log_probs_and_entropy"] = lambda: tuple(batch.responses.rows(column) for column in terms())
+    for key, name in (names | {"rollout_log_probs": "rollout_log_probs", "values": "values"}).items():
+        if getattr(batch, name) is not None:
+            data[key] = batch.responses.rows(getattr(batch, name))
+    loss, metrics = load_function(path, flag=flag)(args, data, logits, _sum_of_sample_mean(batch, args))
+    share = _counts_here() / _denominator(args, batch)
+    # Every rank's backward pass has to reach the collectives of every other's.
+    total = _scalar(loss, f"{flag} {path}: the loss") * share + 0.0 * logits.sum()
+    values = {name: torch.as_tensor(value, device=total.device).detach() for name, value in metrics.items()}
+    report = {f"train/{name}": _scalar(value.float(), f"{flag} {path}: {name}") for name, value in values.items()}
+    return total, {name: value * share for name, value in report.items()} | {"train/loss": total.detach()}
+
+
+def _described(batch: MicroBatch) -> dict[str, Any]:
+    """Lengths and masks of the micro-batch's samples, under upstream's names."""
+    return {
+        "total_lengths": batch.lengths,
+        "response_lengths": batch.responses.lengths.tolist(),
+        "loss_masks": batch.responses.rows(batch.mask),
+    }
+
+
+def _sum_of_sample_mean(batch: MicroBatch, args: Namespace) -> Callable[[Tensor], Tensor]:
+    """With the whole step's denominators: weights times the step's count."""
+    weights = batch.responses.gather(batch.weights) * _denominator(args, batch)
+
+    def reduce(values: Tensor) -> Tensor:
+        if values.shape != weights.shape:
+            raise ValueError(f"sum_of_sample_mean takes {len(weights)} response tokens, not {tuple(values.shape)}")
+        return (values * weights).sum()
+
+    return reduce
+
+
+def _denominator(args: Namespace, batch: MicroBatch) -> int:
+    return max(batch.step.num_tokens, 1) if args.calculate_per_token_loss else batch.step.num_rollouts
+
+
+def _counts_here() -> float:
+    return float(parallel_state.get_context_parallel_rank() == 0)
+
+
+def _scalar(value: Tensor, what: str) -> Tensor:
+    if value.numel() != 1:
+        raise ValueError(f"{what} must be a scalar, not of shape {tuple(value.shape)}")
+    return value.reshape(())
+
+
+def _response_vector(batch: MicroBatch, value: Any, what: str) -> Tensor:
+    """One tensor, or a list with one a sample, as a float response vector."""
+    parts = value if isinstance(value, (list, tuple)) else [value]
+    tensors = [torch.as_tensor(part, device=batch.mask.device).float() for part in parts]
+    count = len(batch.responses.positions)
+    if any(tensor.dim() != 1 for tensor in tensors) or sum(len(tensor) for tensor in tensors) != count:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors[:8])
+        raise ValueError(f"{what} must have a value for each of the {count} response tokens, not shapes {shapes}")
+    return torch.cat(tensors)

@@ -1,0 +1,200 @@
+"""One model that learns: its weights, optimizer and schedule, and the passes of micro-batches through it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from slime.backends.megatron import checkpoint, weights_io
+from slime.backends.megatron.batch import MicroBatch
+from slime.backends.megatron.metrics import step_metrics
+from slime.backends.megatron.model import build_model, wrap
+from slime.backends.megatron.optimizer import make_optimizer, make_scheduler, wrap_data_parallel
+from slime.backends.megatron.weight_sets import WeightSets
+from slime.options.checkpoint import is_torch_dist
+from slime.utils.errors import SlimeError
+
+logger = logging.getLogger(__name__)
+
+Output = Callable[..., Any]
+"""What becomes of a micro-batch and the model's output on the last pipeline stage."""
+CURRENT = "current"
+REFERENCE = "ref"
+PUBLISHED = "published"
+
+
+class TrainingError(SlimeError):
+    """Training cannot go on: what went wrong, in which rollout and step."""
+
+
+class Learner:
+    """The actor, or the critic; every method is collective over all ranks.
+
+    Attributes:
+        model_chunks: the bare model, one part a virtual pipeline stage.
+        chunks: the same, wrapped for mixed precision and data parallelism.
+        weights: the sets of weights that take turns in the model.
+    """
+
+    def __init__(
+        self, args: Namespace, role: Literal["actor", "critic"], source: str, resume_from: Path | None
+    ) -> None:
+        """
+        Args:
+            args: with the role's own learning rate and schedule.
+            source: a Hugging Face directory, torch_dist checkpoint or directory of them to take initial weights from.
+            resume_from: the checkpoint to continue from; the initial weights are then those of the reference only.
+        """
+        self.args = args
+        self.prefix = "" if role == "actor" else "critic-"
+        self.model_chunks = build_model(args, role)
+        self.weights = WeightSets(self.model_chunks, CURRENT)
+        keeps_reference = role == "actor" and args.needs_reference
+        if resume_from is None or keeps_reference:
+            load_weights(self.model_chunks, source)
+        if keeps_reference:
+            self.weights.keep(REFERENCE)
+        self.chunks = wrap_data_parallel(args, wrap(self.model_chunks))
+        self._optimizer = make_optimizer(args, self.chunks)
+        self._scheduler = make_scheduler(args, self._optimizer)
+        self._connect_schedule()
+        if resume_from is not None:
+            checkpoint.load_state(resume_from, self.model_chunks, self._optimizer, self._scheduler)
+
+    def save(self, directory: str) -> None:
+        """Write everything that training continues from into an existing empty directory."""
+        checkpoint.save_state(directory, self.model_chunks, self._optimizer, self._scheduler)
+
+    # ---- passes over micro-batches
+
+    @torch.no_grad()
+    def keep_column(self, micro_batches: list[MicroBatch], output: Output, name: str, weights: str = CURRENT) -> None:
+        """Set a column of every micro-batch to what ``output`` makes of a forward pass, on the last pipeline stage.
+
+        Args:
+            weights: the set to pass through.
+        """
+        with self.weights.switched(weights):
+            results = self._pass(micro_batches, partial(_output_only, output), forward_only=True)
+        for micro_batch, column in zip(micro_batches, results, strict=bool(results)):
+            setattr(micro_batch, name, column)
+
+    def step(self, where: str, micro_batches: list[MicroBatch], loss: Output, tokens: int) -> dict[str, float]:
+        """One optimizer step on the sum of ``loss`` over the micro-batches; its metrics, the same on every rank.
+
+        Args:
+            where: rollout and step, for errors.
+            loss: (micro-batch, model output) -> (scalar, metrics).
+            tokens: of this rank's samples.
+
+        Raises:
+            TrainingError: a loss or gradient that is not finite.
+        """
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        reports = self._pass(micro_batches, partial(_loss_for_schedule, loss), forward_only=False)
+        metrics = step_metrics(reports, tokens)
+        for name in (name for name in metrics if name.endswith("loss")):
+            self._check_finite(where, name, metrics[name])
+        done, grad_norm, _ = self._optimizer.step()
+        if not done:
+            logger.warning(f"{where}: no optimizer step: gradients overflowed float16 and the loss scale is lowered")
+            return metrics | {f"train/{self.prefix}loss_scale_skips": 1.0}
+        self._check_finite(where, "gradient norm", grad_norm)
+        metrics[f"train/{self.prefix}grad_norm"] = float(grad_norm)
+        # How many groups there are depends on the layout, their rates do not.
+        for i, rate in enumerate(dict.fromkeys(group["lr"] for group in self._optimizer.param_groups)):
+            metrics[f"train/{self.prefix}lr-pg_{i}"] = rate
+        self._scheduler.step(1)
+        return metrics
+
+    def _check_finite(self, where: str, what: str, value: float) -> None:
+        if self.args.check_for_nan_in_loss_and_grad and not math.isfinite(value):
+            raise TrainingError(
+                f"{where}: the {what} is {value}. Nothing was saved after it: look at the rollout's rewards and "
+                f"log-probs, or resume from the last checkpoint with a lower --lr or --clip-grad"
+            )
+
+    def _pass(self, micro_batches: list[MicroBatch], output: Output, *, forward_only: bool) -> list[Any]:
+        """Run the model; what ``output`` made of each micro-batch on the last pipeline stage, elsewhere nothing."""
+        iterators: Any = [iter(micro_batches) for _ in self.chunks]
+        return get_forward_backward_func()(
+            forward_step_func=partial(_forward, output),
+            data_iterator=iterators if len(self.chunks) > 1 else iterators[0],
+            model=self.chunks,
+            num_microbatches=len(micro_batches),
+            seq_length=micro_batches[0].tokens.size(1),
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def _connect_schedule(self) -> None:
+        """Tell Megatron's schedules how gradients are summed; they find it in the model's configuration."""
+        config, chunks = self.model_chunks[0].config, self.chunks
+        config.finalize_model_grads_func = _finalize_gradients
+        config.grad_scale_func = self._optimizer.scale_loss
+        single = len(chunks) == 1
+        if chunks[0].ddp_config.overlap_grad_reduce:
+            config.no_sync_func = chunks[0].no_sync if single else [chunk.no_sync for chunk in chunks]
+        self._overlaps = chunks[0].use_forward_hook
+        if self._overlaps:
+            for chunk in chunks:
+                chunk.disable_forward_pre_hook(param_sync=False)
+
+    @contextmanager
+    def gathering_parameters(self) -> Iterator[None]:
+        """Within: forward passes wait for the parameters that the step before gathers; after: all are gathered.
+
+        Log-prob passes and weight sets, which read parameters otherwise, are outside.
+        """
+        if self._overlaps:
+            for chunk in self.chunks:
+                chunk.enable_forward_pre_hook()
+        yield
+        if self._overlaps:
+            for chunk in self.chunks:
+                chunk.disable_forward_pre_hook(param_sync=True)
+
+
+def load_weights(model_chunks: list[Any], source: str) -> None:
+    """Weights of a Hugging Face directory, of a torch_dist checkpoint, or of the latest in a directory of them."""
+    found = checkpoint.find_checkpoint(source)
+    if found is not None or is_torch_dist(source):
+        checkpoint.load_model(found[0] if found else source, model_chunks)
+    else:
+        weights_io.load_hf(model_chunks, source)
+
+
+def _forward(output: Output, micro_batches: Iterator[MicroBatch], model: Any, *_: Any, **__: Any) -> tuple[Tensor, Any]:
+    """What Megatron's schedules call: one micro-batch through one model chunk, and what to do with its output."""
+    micro_batch = next(micro_batches)
+    result = model(micro_batch.tokens, micro_batch.position_ids, None, packed_seq_params=micro_batch.packed_seq_params)
+    return result, partial(output, micro_batch)
+
+
+def _output_only(output: Output, micro_batch: MicroBatch, result: Tensor, non_loss_data: bool) -> Tensor:
+    return output(micro_batch, result)
+
+
+def _loss_for_schedule(loss: Output, micro_batch: MicroBatch, result: Tensor) -> tuple[Tensor, Tensor, Any]:
+    total, report = loss(micro_batch, result)
+    # The weights have divided already: the count that Megatron asks for is not used.
+    return total, torch.zeros((), dtype=torch.int, device=total.device), report
+
+
+def _finalize_gradients(model: list[Any], num_tokens: Any, **options: Any) -> None:
+    """Sum gradients over all ranks; token weights made the loss a mean, so nothing is divided."""
+    finalize_model_grads(model, None, **options)

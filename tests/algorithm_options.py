@@ -1,0 +1,32 @@
+"""Options of an algorithm as `parse_args` would make them, without a command line."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import fields
+from typing import Any
+
+from slime.options.algorithm import AlgorithmOptions, CorrectionOptions, CriticOptions
+from slime.options.algorithm_rules import derive_algorithm
+from slime.options.debug import DebugOptions
+
+_OTHERS: dict[str, Any] = {
+    "rm_type": "math",
+    "n_samples_per_prompt": 4,
+    "num_rollout": None,
+    "placement": "colocate",
+    "rollout_function_path": "unused",
+    "load": None,
+    "save": None,
+    "lr_warmup_iters": 0,
+    "lr_warmup_fraction": None,
+}
+
+
+def algorithm_options(**options: Any) -> Namespace:
+    """Defaults, ``options`` over them, and what follows from both."""
+    groups = (AlgorithmOptions, CorrectionOptions, CriticOptions, DebugOptions)
+    defaults = {field.name: field.default for group in groups for field in fields(group)}
+    args = Namespace(**{**defaults, **_OTHERS, **options})
+    derive_algorithm(args)
+    return args

@@ -1,0 +1,70 @@
+"""A small valid command line of a training run, and the files that it names."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from slime.utils.arguments import parse_args
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "vocab_size": 300,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 2048,
+    "hidden_act": "silu",
+}
+
+BASE = {
+    "--hf-checkpoint": "model",
+    "--prompt-data": "data.jsonl",
+    "--num-rollout": "3",
+    "--rollout-batch-size": "4",
+    "--n-samples-per-prompt": "4",
+    "--rollout-max-response-len": "16",
+    "--rm-type": "math",
+    "--actor-num-gpus-per-node": "2",
+    "--colocate": "",
+    "--fp32": "",
+}
+
+
+def write_model(directory: Path, config: dict[str, object] = QWEN3) -> None:
+    """A Hugging Face directory, of which options read the configuration only."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "model.safetensors").touch()
+
+
+def write_rows(file: Path) -> None:
+    """Prompt data."""
+    file.write_text('{"input": "1+1", "label": "2"}\n')
+
+
+def command(words: str = "", without: str = "") -> list[str]:
+    """`BASE`, less some of its flags, and more words."""
+    kept = {flag: value for flag, value in BASE.items() if flag not in without.split()}
+    return [word for pair in kept.items() for word in pair if word] + words.split()
+
+
+def failure(capsys: pytest.CaptureFixture[str], words: str = "", without: str = "") -> str:
+    """The one line, with exit status 2, that `command` fails with."""
+    with pytest.raises(SystemExit) as stop:
+        parse_args(command(words, without))
+    line = capsys.readouterr().err
+    assert stop.value.code == 2
+    match = re.search(r"^[^\n]*: error: ([^\n]+)\n\Z", line, re.MULTILINE)
+    assert match, line
+    return match[1]

@@ -1,0 +1,86 @@
+"""Tensors of a trainer's models, gathered over all ranks under the names that Hugging Face gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime.backends.megatron import weights_io
+from slime.backends.megatron.gather import Gatherer
+from slime.backends.megatron.head import ValueHead
+from slime.backends.megatron.learner import Learner
+from slime.backends.megatron.model import unwrap
+from slime.backends.megatron.trainer import MegatronTrainer
+from tests.parallel.outcome import CRITIC, VALUE_HEAD, Tensors
+
+Pick = Callable[[Any], Tensor]
+
+
+def learners_of(trainer: MegatronTrainer) -> dict[str, Learner]:
+    """What is before the names of each one's tensors, and the learner."""
+    return {"": trainer._actor} | ({CRITIC: trainer._critic} if trainer._critic else {})
+
+
+def weights(trainer: MegatronTrainer) -> Tensors:
+    """Of the actor, and of the critic if there is one."""
+    every: Tensors = {}
+    for prefix, learner in learners_of(trainer).items():
+        every |= gathered(trainer, learner, prefix, lambda parameter: parameter.data)
+    return every
+
+
+@torch.no_grad()
+def gathered(trainer: MegatronTrainer, learner: Learner, prefix: str, pick: Pick) -> Tensors:
+    """``pick`` of all parameters, as this rank gathers them."""
+    parameters: dict[str, Any] = {n: pick(p) for n, p in weights_io.global_parameters(learner.model_chunks)}
+    buckets = Gatherer(parameters, trainer.family, trainer.shape).buckets(2**30)
+    tensors = {prefix + name: tensor.clone() for bucket in buckets for name, tensor in bucket}
+    if prefix == CRITIC:
+        tensors[VALUE_HEAD] = _value_head(learner, pick)
+    return tensors
+
+
+def _value_head(learner: Learner, pick: Pick) -> Tensor:
+    """Of the ranks that have it, which all must have the same."""
+    head = getattr(unwrap(learner.model_chunks[-1]), "output_layer", None)
+    heads: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(heads, pick(head.weight).clone() if isinstance(head, ValueHead) else None)
+    first, *others = (head for head in heads if head is not None)
+    assert all(torch.allclose(first, other, rtol=1e-5, atol=1e-7) for other in others)
+    return first
+
+
+def note_gradients(trainer: MegatronTrainer) -> dict[str, list[Tensors]]:
+    """Lists that fill with the gathered gradients of every step, before they are clipped; by the prefixes of names."""
+    noted: dict[str, list[Tensors]] = {}
+    for prefix, learner in learners_of(trainer).items():
+        noted[prefix] = []
+        learner._optimizer.step = _noting(trainer, learner, prefix, noted[prefix])
+    return noted
+
+
+def _noting(trainer: MegatronTrainer, learner: Learner, prefix: str, noted: list[Tensors]) -> Callable[[], Any]:
+    step = learner._optimizer.step
+
+    def noting() -> Any:
+        for chunk in learner.chunks:
+            _gather_shards(chunk)
+        noted.append(gathered(trainer, learner, prefix, lambda parameter: parameter.main_grad))
+        return step()
+
+    return noting
+
+
+def _gather_shards(chunk: Any) -> None:
+    """Of a distributed optimizer, where each rank has the sum of its own part only."""
+    if not chunk.ddp_config.use_distributed_optimizer:
+        return
+    for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+        ranks = group.intra_distributed_optimizer_instance_group
+        for bucket in group.buckets:
+            shard = bucket.grad_data.view(ranks.size(), -1)[ranks.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, shard, group=ranks)

@@ -1,0 +1,97 @@
+"""What a training run of a case comes to, and how far two of them are apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+CRITIC = "critic."
+"""Before the Hugging Face names of the critic's tensors."""
+VALUE_HEAD = CRITIC + "value_head.weight"
+
+CLIP = 1.0
+"""Of the gradient's norm, in all runs."""
+METRIC_FLOOR, MAXIMUM_FLOOR = 0.1, 1.0
+"""Metrics below it count as if they were this large: many are differences of log-probs near -5, which are rounded at
+5e-7; the second is for those of a single token, which no mean evens out."""
+LEAST_GRADIENT = 1e-7
+"""AdamW's first step is the sign of a gradient: of a smaller one, that of its rounding."""
+
+
+@dataclass
+class Outcome:
+    """Metrics, without perf/, and gradients, before they are clipped, have one entry an optimizer step."""
+
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    gradients: list[Tensors] = field(default_factory=list)
+    weights: Tensors = field(default_factory=dict)
+    nearest: float = float("inf")
+    """How near any ratio or value comes to a bound at which it would count as clipped; `plain` knows."""
+
+    def save(self, path: Path) -> None:
+        torch.save(vars(self), path)
+
+    @classmethod
+    def load(cls, path: Path) -> Outcome:
+        return cls(**torch.load(path))
+
+
+@dataclass
+class Difference:
+    """The largest over all steps and tensors, and where it is."""
+
+    metric: tuple[float, str] = (0.0, "")
+    """Relative."""
+    gradient: tuple[float, str] = (0.0, "")
+    """Of the largest entry of the tensor."""
+    weight: tuple[float, str] = (0.0, "")
+    """Likewise."""
+    update: tuple[float, str] = (0.0, "")
+    """In learning rates, of weights whose last gradient is `LEAST_GRADIENT` or more once clipped."""
+    left_out: int = 0
+    """Weights that ``update`` leaves out."""
+    weights: int = 0
+
+
+def compare(got: Outcome, wanted: Outcome) -> Difference:
+    """How far ``got`` is from ``wanted``.
+
+    Raises:
+        AssertionError: other steps, metrics or tensors.
+    """
+    worst = Difference()
+    assert len(got.metrics) == len(wanted.metrics) == len(got.gradients) == len(wanted.gradients)
+    for step, (mine, others) in enumerate(zip(got.metrics, wanted.metrics, strict=True)):
+        assert mine.keys() == others.keys(), mine.keys() ^ others.keys()
+        for name, value in others.items():
+            floor = MAXIMUM_FLOOR if name.endswith("_max") else METRIC_FLOOR
+            error = abs(mine[name] - value) / max(abs(value), floor)
+            worst.metric = max(worst.metric, (error, f"{name} of step {step}: {mine[name]}, not {value}"))
+    for step, (grads, other_grads) in enumerate(zip(got.gradients, wanted.gradients, strict=True)):
+        worst.gradient = max(worst.gradient, _relative(grads, other_grads, f" of step {step}"))
+    worst.weight = _relative(got.weights, wanted.weights, "")
+    last = wanted.metrics[-1]
+    for name, tensor in wanted.weights.items():
+        prefix = "train/critic-" if name.startswith(CRITIC) else "train/"
+        clipped = wanted.gradients[-1][name] / max(last[prefix + "grad_norm"] / CLIP, 1.0)
+        counts = clipped.abs() >= LEAST_GRADIENT
+        worst.left_out += int((~counts).sum())
+        worst.weights += counts.numel()
+        if counts.any():
+            error = float((got.weights[name] - tensor)[counts].abs().max()) / last[prefix + "lr-pg_0"]
+            worst.update = max(worst.update, (error, name))
+    return worst
+
+
+def _relative(got: Tensors, wanted: Tensors, where: str) -> tuple[float, str]:
+    assert got.keys() == wanted.keys(), got.keys() ^ wanted.keys()
+    worst = (0.0, "")
+    for name, tensor in wanted.items():
+        error, largest = float((got[name] - tensor).abs().max()), float(tensor.abs().max())
+        # A tensor of zeros (an expert that no token took) has to be exactly that.
+        worst = max(worst, (error / largest if largest else error and float("inf"), name + where))
+    return worst

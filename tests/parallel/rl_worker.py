@@ -1,0 +1,110 @@
+"""One rank of one layout, under torchrun: trains on every case asked for; rank 0 writes how far each is from another
+run's outcome, or the outcome itself.
+
+``torchrun --nproc-per-node N rl_worker.py WORK_DIR '{"layout": {...}, "jobs": [[KIND, CASE, OPTIMIZER], ...], ...}'``
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime.backends.megatron import parallel
+from slime.backends.megatron import trainer as trainer_module
+from slime.backends.megatron.trainer import MegatronTrainer
+from slime.utils.types import TrainBatch
+from tests.parallel import gathering, rollouts
+from tests.parallel.cases import OPTIMIZERS, RL_CASES, RL_OPTIONS, steps_of
+from tests.parallel.outcome import Outcome, compare
+
+MAX_TOKENS = 256
+"""Of a micro-batch; one response is longer."""
+
+
+class Rank:
+    """What this process does with one case after the other."""
+
+    def __init__(self, work: Path, layout: dict[str, Any]) -> None:
+        self.work, self.layout = work, layout
+
+    def arguments(self, kind: str, **options: Any) -> Namespace:
+        every = {**RL_OPTIONS, **options, **self.layout}
+        if every.get("optimizer") == "sgd":
+            every["use_distributed_optimizer"] = False  # which has none
+        return rollouts.arguments(self.work / "models" / kind, **every)
+
+    def batch(self, args: Namespace, trainer: MegatronTrainer, rows: TrainBatch, steps: int) -> TrainBatch:
+        """This rank's, by the limits that `slime.rollout.train_data.to_train_batches` derives from the options."""
+        interleaved = args.virtual_pipeline_model_parallel_size is not None
+        return rollouts.batches(
+            rows,
+            trainer.dp_size,
+            steps,
+            max_tokens=MAX_TOKENS * args.context_parallel_size,
+            micro_batch_multiple=args.pipeline_model_parallel_size if interleaved else 1,
+        )[trainer.dp_rank]
+
+    def outcome(self, kind: str, case: str, optimizer: str) -> Outcome:
+        args = self.arguments(kind, **{**RL_CASES[case], **OPTIMIZERS[optimizer]})
+        trainer = MegatronTrainer(args)
+        gradients = gathering.note_gradients(trainer)
+        outcome = Outcome()
+        for rollout_id, count in enumerate(steps_of(case, optimizer)):
+            rows = torch.load(self.work / f"{kind}.rows{rollout_id}.pt", weights_only=False)
+            for metrics in trainer.train(rollout_id, self.batch(args, trainer, rows, count)):
+                outcome.metrics.append({n: value for n, value in metrics.items() if not n.startswith("perf/")})
+        outcome.gradients = [dict(item for part in parts for item in part.items())
+                             for parts in zip(*gradients.values(), strict=True)]  # fmt: skip
+        outcome.weights = gathering.weights(trainer)
+        _check_same_on_all_ranks(outcome.metrics)
+        return outcome
+
+    def on_policy(self, kind: str, dtype: str, steps: int) -> dict[str, float]:
+        """Metrics of a first step in which any ratio but 1 counts as clipped, and any KL divergence is above 0."""
+        cispo = {"advantage_estimator": "cispo", "eps_clip": 0.0, "eps_clip_high": 0.0, "kl_loss_type": "k2"}
+        args = self.arguments(kind, params_dtype=dtype, ci_test=True, num_steps_per_rollout=steps, **cispo)
+        trainer = MegatronTrainer(args)
+        rows = torch.load(self.work / f"{kind}.rows0.pt", weights_only=False)
+        return trainer.train(0, self.batch(args, trainer, rows, steps))[0]
+
+
+def _check_same_on_all_ranks(metrics: list[dict[str, float]]) -> None:
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, metrics)
+    assert all(other == metrics for other in every), every
+
+
+def main() -> None:
+    work, spec = Path(sys.argv[1]), json.loads(sys.argv[2])
+    rank = Rank(work, spec["layout"])
+    kinds = [kind for kind, *_ in spec["jobs"]]
+    parallel.initialize_distributed(rank.arguments(kinds[0]))
+    # Trainers follow one another here, and a process can join the rendezvous of torchrun only once.
+    trainer_module.initialize_distributed = lambda args: parallel.set_seeds(args.seed)
+    report: dict[str, Any] = {}
+    for kind, case, optimizer in spec["jobs"]:
+        outcome, name = rank.outcome(kind, case, optimizer), f"{kind}.{case}.{optimizer}"
+        report[name] = {"metrics": outcome.metrics}
+        if spec["compare"]:
+            differences: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(differences, asdict(compare(outcome, Outcome.load(work / f"{name}.pt"))))
+            report[name]["difference"] = {key: max(each[key] for each in differences) for key in differences[0]}
+        else:
+            outcome.save(work / f"{name}.pt")
+    for kind, dtype, steps in spec["on_policy"]:
+        report[f"{kind}.{dtype}.{steps}"] = rank.on_policy(kind, dtype, steps)
+    if dist.get_rank() == 0:
+        (work / f"{spec['name']}.json").write_text(json.dumps(report))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

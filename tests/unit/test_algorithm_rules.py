@@ -1,0 +1,236 @@
+"""Options of algorithms on the command line: defaults, what they imply, and what does not go together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.utils.arguments import parse_args
+from tests.command_line import command, failure, write_model, write_rows
+
+NUM_GPUS = 0
+PPO = "--advantage-estimator ppo"
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory of a test."""
+    write_model(tmp_path / "model")
+    write_rows(tmp_path / "data.jsonl")
+    (tmp_path / "functions.py").write_text("".join(f"def {name}(*_, **__): ...\n" for name in ("run", *HOOKS.values())))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+HOOKS = {
+    "custom_reward_post_process_path": "post_process_rewards",
+    "custom_advantage_function_path": "compute_advantages",
+    "custom_pg_loss_reducer_function_path": "get_pg_loss_reducer",
+}
+"""Hooks that go with the default loss, and the name that is looked for in a bare file."""
+
+DEFAULTS: dict[str, Any] = {
+    "loss_type": "policy_loss",
+    "advantage_estimator": "grpo",
+    "eps_clip": 0.2,
+    "eps_clip_high": 0.2,
+    "eps_clip_c": None,
+    "use_kl_loss": False,
+    "kl_loss_coef": 0.0,
+    "kl_loss_type": "k1",
+    "use_unbiased_kl": False,
+    "kl_coef": 0.0,
+    "entropy_coef": 0.0,
+    "gamma": 1.0,
+    "lambd": 1.0,
+    "normalize_advantages": False,
+    "disable_grpo_std_normalization": False,
+    "disable_rewards_normalization": False,
+    "disable_compute_advantages_and_returns": False,
+    "calculate_per_token_loss": False,
+    "loss_constant_length": None,
+    "custom_loss_function_path": None,
+    **dict.fromkeys(HOOKS),
+    "use_rollout_logprobs": False,
+    "keep_old_actor": False,
+    "use_tis": False,
+    "tis_level": "token",
+    "tis_mode": "clip",
+    "tis_clip": 2.0,
+    "tis_clip_low": 0.0,
+    "custom_tis_function_path": None,
+    "use_rs": False,
+    "rs_level": "geometric",
+    "rs_upper_bound": 2.0,
+    "rs_lower_bound": 0.5,
+    "rs_veto_threshold": None,
+    "use_opsm": False,
+    "opsm_delta": 1e-4,
+    "mismatch_threshold": 0.1,
+    "stop_on_mismatch": False,
+    "value_clip": 0.2,
+    "num_critic_only_steps": 0,
+    "critic_lr": None,
+    "critic_lr_warmup_iters": None,
+    "critic_load": None,
+    "critic_save": None,
+    "use_critic": False,
+    "needs_reference": False,
+    "reward_baseline": "mean",
+    "reward_std": True,
+    "ci_test": False,
+    "ci_disable_kl_checker": False,
+    "ci_train_rollout_logprob_abs_diff_threshold": 0.1,
+}
+
+
+def test_defaults() -> None:
+    args = parse_args(command())
+    assert {name: getattr(args, name) for name in DEFAULTS} == DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("words", "derived"),
+    [
+        ("--advantage-estimator gspo", {"reward_baseline": "mean", "reward_std": True}),
+        ("--advantage-estimator cispo", {"reward_baseline": "mean", "reward_std": True}),
+        ("--advantage-estimator rloo", {"reward_baseline": "leave_one_out", "reward_std": False}),
+        (
+            "--advantage-estimator reinforce_plus_plus_baseline --normalize-advantages",
+            {"reward_baseline": "mean", "reward_std": False},
+        ),
+        (
+            "--advantage-estimator reinforce_plus_plus --normalize-advantages",
+            {"reward_baseline": None, "reward_std": False},
+        ),
+        (PPO, {"reward_baseline": None, "reward_std": False, "use_critic": True}),
+        ("--disable-grpo-std-normalization", {"reward_baseline": "mean", "reward_std": False}),
+        ("--disable-rewards-normalization --n-samples-per-prompt 1", {"reward_baseline": None}),
+        (
+            "--loss-constant-length 64 --disable-grpo-std-normalization",
+            {"loss_constant_length": 64, "reward_std": False},
+        ),
+        ("--use-tis --tis-threshold 0.9", {"use_tis": True, "tis_clip": 0.9}),
+        ("--use-tis --tis-clip 5 --tis-clip-low 0.5 --tis-mode mask", {"tis_clip": 5.0, "tis_mode": "mask"}),
+        ("--use-rs --rs-level sequence --rs-veto-threshold 1e-4", {"rs_level": "sequence", "rs_veto_threshold": 1e-4}),
+        ("--eps-clip 0.1", {"eps_clip_high": 0.1}),
+        ("--eps-clip 0.1 --eps-clip-high 0.28 --eps-clip-c 3", {"eps_clip_high": 0.28, "eps_clip_c": 3.0}),
+        ("--use-kl-loss --ref-load model", {"needs_reference": True, "kl_loss_coef": 0.0}),
+        ("--kl-coef 0.1 --ref-load model", {"needs_reference": True}),
+        ("--loss-type custom_loss --custom-loss-function-path functions.py:run", {"use_critic": False}),
+        (f"--loss-type custom_loss --custom-loss-function-path functions.py:run {PPO}", {"use_critic": False}),
+        (f"--n-samples-per-prompt 1 {PPO}", {"use_critic": True}),
+        ("--n-samples-per-prompt 1 --custom-advantage-function-path functions.py:run", {}),
+        ("--advantage-estimator reinforce_plus_plus --custom-advantage-function-path functions.py:run", {}),
+        (
+            f"{PPO} --critic-lr 1e-5 --critic-lr-warmup-iters 1 --num-critic-only-steps 2",
+            {"critic_lr": 1e-5, "critic_lr_warmup_iters": 1, "num_critic_only_steps": 2},
+        ),
+        ("--use-rollout-logprobs --use-opsm", {"use_rollout_logprobs": True}),
+        ("--stop-on-mismatch --mismatch-threshold 0.02", {"mismatch_threshold": 0.02, "stop_on_mismatch": True}),
+    ],
+)
+def test_what_options_imply(words: str, derived: dict[str, Any]) -> None:
+    args = parse_args(command(words))
+    assert {name: getattr(args, name) for name in derived} == derived
+
+
+@pytest.mark.parametrize(("name", "function"), HOOKS.items())
+def test_functions_in_a_bare_file(name: str, function: str, directory: Path) -> None:
+    args = parse_args([*command(), f"--{name.replace('_', '-')}", "functions.py"])
+    assert getattr(args, name) == f"{directory}/functions.py:{function}"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--kl-loss-coef 0.1", "--kl-loss-coef 0.1 has no effect without --use-kl-loss"),
+        ("--use-unbiased-kl", "--use-unbiased-kl has no effect without --use-kl-loss"),
+        ("--kl-coef 0.1", "--kl-coef 0.1 needs --ref-load"),
+        ("--use-kl-loss", "--use-kl-loss needs --ref-load"),
+        ("--loss-constant-length 5 --calculate-per-token-loss",
+         "--loss-constant-length and --calculate-per-token-loss exclude each other"),
+        ("--loss-type custom_loss", "--loss-type custom_loss and --custom-loss-function-path belong together"),
+        ("--custom-loss-function-path functions.py:run",
+         "--loss-type custom_loss and --custom-loss-function-path belong together"),
+        ("--disable-compute-advantages-and-returns",
+         "--disable-compute-advantages-and-returns leaves --loss-type policy_loss nothing to train"),
+        ("--custom-pg-loss-reducer-function-path functions.py:run --loss-type sft_loss",
+         "--custom-pg-loss-reducer-function-path has no effect without --loss-type policy_loss"),
+        ("--n-samples-per-prompt 1", "--n-samples-per-prompt 1 leaves --advantage-estimator grpo nothing"),
+        ("--n-samples-per-prompt 1 --advantage-estimator rloo",
+         "--n-samples-per-prompt 1 leaves --advantage-estimator rloo nothing"),
+        ("--advantage-estimator reinforce_plus_plus",
+         "--advantage-estimator reinforce_plus_plus is defined with whitened advantages: add --normalize-advantages"),
+        ("--advantage-estimator reinforce_plus_plus_baseline",
+         "reinforce_plus_plus_baseline is defined with whitened advantages: add --normalize-advantages"),
+        ("--use-rollout-logprobs --use-tis", "which leaves --use-tis nothing to do: drop one of them"),
+        ("--use-rollout-logprobs --use-rs", "which leaves --use-rs nothing to do: drop one of them"),
+        ("--use-rollout-logprobs --keep-old-actor", "which leaves --keep-old-actor nothing to do: drop one of them"),
+        ("--custom-tis-function-path functions.py:run", "--custom-tis-function-path has no effect without --use-tis"),
+        ("--tis-clip 0.5 --tis-clip-low 0.6", "--tis-clip-low 0.6 is above --tis-clip 0.5"),
+        ("--rs-lower-bound 3", "--rs-lower-bound 3.0 is above --rs-upper-bound 2.0"),
+        ("--critic-lr 1e-5", "--critic-lr has no effect: only --advantage-estimator ppo has a critic"),
+        ("--critic-lr-warmup-iters 2", "--critic-lr-warmup-iters has no effect: only --advantage-estimator ppo"),
+        ("--critic-load c", "--critic-load has no effect: only --advantage-estimator ppo"),
+        ("--critic-save c", "--critic-save has no effect: only --advantage-estimator ppo"),
+        ("--num-critic-only-steps 2", "--num-critic-only-steps has no effect: only --advantage-estimator ppo"),
+        (f"{PPO} --save ckpt --critic-save ./ckpt/", "is --save: actor and critic would overwrite each other"),
+        ("--lr-warmup-fraction 0.1 --lr-warmup-iters 3", "--lr-warmup-fraction and --lr-warmup-iters exclude"),
+        (f"{PPO} --critic-lr 1e-8 --min-lr 1e-7", "--min-lr 1e-07 is above --critic-lr 1e-08"),
+        ("--advantage-estimator cispo --eps-clip-c 2", "--eps-clip-c has no effect with --advantage-estimator cispo"),
+        *((f"--loss-type sft_loss {flag}", f"{flag} has no effect without --loss-type policy_loss")
+          for flag in ("--use-rollout-logprobs", "--use-tis", "--use-rs", "--use-opsm")),
+        ("--loss-type sft_loss --keep-old-actor", "--keep-old-actor has no effect with --loss-type sft_loss"),
+        (f"{PPO} --num-critic-only-steps 3", "--num-critic-only-steps 3 leaves none of --num-rollout 3 to the actor"),
+        ("--eps-clip-c 1", "--eps-clip-c"),
+        ("--rs-veto-threshold 0", "--rs-veto-threshold"),
+        ("--loss-constant-length 0", "--loss-constant-length"),
+        ("--tis-level word", "--tis-level"),
+        ("--advantage-estimator gppo", "--advantage-estimator"),
+        ("--custom-advantage-function-path functions.py:nothing", "functions.py has no 'nothing'"),
+        ("--use-critic", "--use-critic is not available: --advantage-estimator ppo has a critic; drop it"),
+        ("--critic-num-nodes 1", "--critic-num-nodes is not available: the critic is on the actor's slots; drop it"),
+        ("--critic-num-gpus-per-node 1", "--critic-num-gpus-per-node is not available: the critic is on the actor's"),
+        ("--get-mismatch-metrics",
+         "--get-mismatch-metrics is not available: train/train_rollout_* and train/ois are always logged; drop it"),
+        ("--recompute-loss-function", "--recompute-loss-function is not available: logits are always computed anew"),
+        ("--use-rollout-entropy", "--use-rollout-entropy is not available: train/entropy_loss is always logged"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert expected in failure(capsys, words)
+
+
+def test_no_reward(capsys: pytest.CaptureFixture[str]) -> None:
+    expected = "--rm-type or --custom-rm-path is missing: responses need a reward"
+    assert failure(capsys, PPO, "--rm-type") == expected
+    assert parse_args(command("--load-debug-rollout-data dump/{rollout_id}.pt", "--rm-type")).rm_type is None
+
+
+def test_critic_directories(directory: Path) -> None:
+    args = parse_args(command(f"{PPO} --load ckpt --save ckpt"))
+    assert (args.critic_load, args.critic_save) == (f"{directory}/ckpt/critic",) * 2
+    args = parse_args(command(f"{PPO} --save ckpt"))
+    assert (args.critic_load, args.critic_save) == (None, f"{directory}/ckpt/critic")
+    args = parse_args(command(f"{PPO} --save ckpt --critic-save other --critic-load model"))
+    assert (args.critic_load, args.critic_save) == (f"{directory}/model", f"{directory}/other")
+    args = parse_args(command(PPO))
+    assert (args.critic_load, args.critic_save) == (None, None)
+
+
+def test_supervised_training_needs_no_advantages(capsys: pytest.CaptureFixture[str]) -> None:
+    args = parse_args(command("--loss-type sft_loss --debug-train-only --n-samples-per-prompt 1", "--rm-type"))
+    assert args.disable_compute_advantages_and_returns
+    assert not args.needs_reference
+    assert not args.use_critic
+
+
+def test_from_yaml(directory: Path) -> None:
+    settings = {"advantage_estimator": "rloo", "use_tis": True, "tis_threshold": 3, "loss_constant_length": 9}
+    (directory / "c.yaml").write_text(json.dumps(settings))
+    args = parse_args(command("--custom-config-path c.yaml --advantage-estimator grpo"))
+    assert (args.reward_baseline, args.tis_clip, args.loss_constant_length) == ("leave_one_out", 3.0, 9)

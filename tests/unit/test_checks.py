@@ -1,0 +1,106 @@
+"""What stops a run under --ci-test, and what warns."""
+
+from __future__ import annotations
+
+import logging
+import math
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+from slime.backends.megatron.checks import check_step
+from slime.backends.megatron.learner import TrainingError
+from tests.algorithm_options import algorithm_options
+
+NUM_GPUS = 0
+GOOD = {
+    "train/train_rollout_logprob_abs_diff": 0.01,
+    "rollout/log_probs": -1.5,
+    "train/entropy_loss": 1.2,
+    "train/ppo_kl": 0.0,
+    "train/pg_clipfrac": 0.0,
+    "train/kl_loss": 0.0,
+    "train/loss": 0.3,
+}
+DIFFERENCE = "train/train_rollout_logprob_abs_diff"
+
+
+def options(**changes: Any) -> Namespace:
+    return algorithm_options(**{"ci_test": True, "vocab_size": 300, **changes})
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_right_step_passes(is_first: bool, caplog: pytest.LogCaptureFixture) -> None:
+    check_step(options(), "here", GOOD, is_first=is_first)
+    check_step(options(), "here", {}, is_first=is_first)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        (DIFFERENCE, 0.11, f"{DIFFERENCE} is 0.11, not at most 0.1"),
+        (DIFFERENCE, math.nan, f"{DIFFERENCE} is nan"),
+        ("rollout/log_probs", 0.01, "rollout/log_probs is 0.01, not at most 0"),
+        ("rollout/log_probs", math.nan, "rollout/log_probs is nan"),
+        ("train/entropy_loss", -0.1, "train/entropy_loss is -0.1, not between 0 and log(vocabulary)"),
+        ("train/entropy_loss", 5.8, "train/entropy_loss is 5.8"),
+    ],
+)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_is_wrong_in_any_step(name: str, value: float, expected: str, is_first: bool) -> None:
+    with pytest.raises(TrainingError) as error:
+        check_step(options(mismatch_threshold=9.0), "rollout 3, step 1 of 2", GOOD | {name: value}, is_first=is_first)
+    assert str(error.value).startswith("--ci-test: rollout 3, step 1 of 2: ")
+    assert expected in str(error.value)
+    check_step(options(ci_test=False, mismatch_threshold=9.0), "here", GOOD | {name: value}, is_first=is_first)
+
+
+@pytest.mark.parametrize("name", ["train/ppo_kl", "train/pg_clipfrac", "train/kl_loss"])
+@pytest.mark.parametrize("value", [1e-30, -1e-30])
+def test_what_is_exactly_0_on_the_first_step(name: str, value: float) -> None:
+    metrics = GOOD | {name: value}
+    with pytest.raises(TrainingError, match=f"{name} is {value}, not exactly 0 on the first step"):
+        check_step(options(), "here", metrics, is_first=True)
+    check_step(options(), "here", metrics, is_first=False)
+
+
+def test_the_engines_log_probs_as_behaviour_are_not_on_policy() -> None:
+    args = options(use_rollout_logprobs=True)
+    check_step(args, "here", GOOD | {"train/ppo_kl": 0.01, "train/pg_clipfrac": 0.1}, is_first=True)
+    with pytest.raises(TrainingError, match="train/kl_loss"):
+        check_step(args, "here", GOOD | {"train/kl_loss": 0.01}, is_first=True)
+
+
+def test_every_wrong_metric_is_named() -> None:
+    with pytest.raises(TrainingError, match=r"train/entropy_loss is -1, .*train/ppo_kl is 1, .*train/kl_loss is 1"):
+        check_step(options(), "here", {"train/entropy_loss": -1, "train/ppo_kl": 1, "train/kl_loss": 1}, is_first=True)
+
+
+def test_the_reference_may_be_another_model() -> None:
+    check_step(options(ci_disable_kl_checker=True), "here", GOOD | {"train/kl_loss": 0.5}, is_first=True)
+    with pytest.raises(TrainingError, match="train/ppo_kl"):
+        check_step(options(ci_disable_kl_checker=True), "here", GOOD | {"train/ppo_kl": 0.5}, is_first=True)
+
+
+def test_threshold_of_the_difference() -> None:
+    check_step(
+        options(ci_train_rollout_logprob_abs_diff_threshold=0.5, mismatch_threshold=1.0),
+        "here",
+        GOOD | {DIFFERENCE: 0.4},
+        is_first=False,
+    )
+
+
+@pytest.mark.parametrize("difference", [0.21, math.nan])
+def test_a_mismatch_warns_and_stops_where_asked(difference: float, caplog: pytest.LogCaptureFixture) -> None:
+    quiet = {"ci_test": False, "mismatch_threshold": 0.2}
+    with caplog.at_level(logging.WARNING):
+        check_step(options(**quiet), "rollout 7, step 1 of 1", {DIFFERENCE: 0.2}, is_first=False)
+        assert not caplog.records
+        check_step(options(**quiet), "rollout 7, step 1 of 1", {DIFFERENCE: difference}, is_first=False)
+    assert caplog.messages[0].startswith("rollout 7, step 1 of 1: the trainer's and the engine's log-probs")
+    assert f"differ by {difference:.4g} in the mean (--mismatch-threshold 0.2)" in caplog.messages[0]
+    with pytest.raises(TrainingError, match=r"--mismatch-threshold 0\.2"):
+        check_step(options(stop_on_mismatch=True, **quiet), "here", {DIFFERENCE: difference}, is_first=False)
