@@ -28,7 +28,7 @@ def train(args: argparse.Namespace) -> None:
         run.start()
         run.push_weights(version=args.start_rollout_id)
 
-        if args.eval_interval and not args.skip_eval_before_train:
+        if run.scores_its_start():
             run.evaluate(version=args.start_rollout_id)
 
         for rollout_id in range(args.start_rollout_id, args.num_rollout):

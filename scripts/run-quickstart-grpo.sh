@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # GRPO of the quickstart: one colocated slot that generates (SGLang) and trains (Megatron-core) in turn.
+# Further flags of train.py may follow; they win over those below.
 set -euo pipefail
 OUTPUT_DIR=${OUTPUT_DIR:-outputs/quickstart}
 SEED=${SEED:-0}
@@ -72,4 +73,4 @@ SGLANG_ARGS=(
 
 exec "${PYTHON:-python3}" train.py \
    "${MODEL_ARGS[@]}" "${CKPT_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${EVAL_ARGS[@]}" "${PERF_ARGS[@]}" \
-   "${GRPO_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${SGLANG_ARGS[@]}"
+   "${GRPO_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${SGLANG_ARGS[@]}" "$@"

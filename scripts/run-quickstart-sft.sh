@@ -45,4 +45,4 @@ OPTIMIZER_ARGS=(
 )
 
 exec "${PYTHON:-python3}" train.py \
-   "${CKPT_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${SFT_ARGS[@]}" "${PERF_ARGS[@]}" "${OPTIMIZER_ARGS[@]}"
+   "${CKPT_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${SFT_ARGS[@]}" "${PERF_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "$@"

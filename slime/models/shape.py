@@ -6,6 +6,28 @@ from typing import Any
 
 from slime.models.family import Shape
 
+_ABSENT: dict[str, Any] = {
+    **dict.fromkeys(
+        (
+            *("rotary_interleaved", "multi_latent_attention", "attention_output_gate", "qk_l2_norm"),
+            *("apply_query_key_layer_scaling", "apply_residual_connection_post_layernorm", "heterogeneous_block_specs"),
+            *("is_hybrid_model", "moe_shared_expert_gate", "moe_router_enable_expert_bias", "moe_apply_probs_on_input"),
+        ),
+        False,
+    ),
+    **dict.fromkeys(
+        (
+            *("num_experts", "mtp_num_layers", "linear_attention_freq", "experimental_attention_variant"),
+            *("no_rope_freq", "softmax_scale", "activation_func_clamp_value", "moe_latent_size"),
+            *("moe_shared_expert_intermediate_size", "moe_router_num_groups", "moe_router_group_topk"),
+            *("moe_router_topk_limited_devices", "moe_router_topk_scaling_factor"),
+            *("rotary_seq_len_interpolation_factor", "mrope_section"),
+        ),
+        None,
+    ),
+    "glu_linear_offset": 0.0,
+}
+"""What Megatron can build or compute and a Llama-like decoder does not have."""
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The constants that megatron-core's ``use_rope_scaling`` has built in."""
 
@@ -19,7 +41,7 @@ def decoder_args(config: Any) -> dict[str, Any]:
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
     _refuse_unsupported(config)
-    return {
+    return _ABSENT | {
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
         "ffn_hidden_size": config.intermediate_size,

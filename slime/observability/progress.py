@@ -31,7 +31,7 @@ def step_line(rollout_id: int, num_rollout: int, metrics: Mapping[str, float]) -
     if reward is not None:
         parts.append(f"reward {reward:.3f}")
     if _LOSS in metrics:
-        parts.append(f"loss {metrics[_LOSS]:.4f}")
+        parts.append(f"loss {round(metrics[_LOSS], 4) + 0.0:.4f}")  # no -0.0000
     for key, value in metrics.items():
         if _EVAL_SCORE.match(key) and not _EVAL_DETAIL.search(key):
             parts.append(f"{key} {value:.3f}")

@@ -37,7 +37,7 @@ class DeadlineOptions:
     reward_timeout: float = option(120.0, "One reward call, of a custom function or a remote service too.", above=0)
     train_timeout: float = option(3600.0, "One training call on a rollout's batch.", above=0)
     weight_update_timeout: float = option(600.0, "One push of the weights to all engines.", above=0)
-    checkpoint_timeout: float = option(1800.0, "Writing or reading one checkpoint.", above=0)
+    checkpoint_timeout: float = option(1800.0, "Writing a checkpoint, or starting trainers, who read it.", above=0)
 
 
 @dataclass

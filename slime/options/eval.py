@@ -25,11 +25,13 @@ class EvalOptions:
     eval_tool_key: str | None = option(None, "Column of tool definitions.")
     n_samples_per_eval_prompt: int = option(1, "Responses for each prompt.", at_least=1)
     eval_temperature: float | None = option(None, "Sampling temperature; 0 is greedy.", at_least=0)
-    eval_top_p: float | None = option(None, "Nucleus sampling.", above=0)
+    eval_top_p: float | None = option(None, "Nucleus sampling.", above=0, at_most=1)
     eval_top_k: int | None = option(None, "Sample from the k most likely tokens.", at_least=-1)
     eval_max_response_len: int | None = option(None, "Tokens of one response at most.", at_least=1)
     eval_max_prompt_len: int | None = option(
         None, "Longer prompts are left out; at most one less than the context.", at_least=1
     )
-    eval_max_context_len: int | None = option(None, "Prompt and response tokens together.", at_least=1)
+    eval_max_context_len: int | None = option(
+        None, "Prompt and response tokens together; at most what the engine's context leaves to requests.", at_least=1
+    )
     eval_min_new_tokens: int | None = option(None, "Tokens of one response at least.", at_least=0)

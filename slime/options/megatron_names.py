@@ -63,9 +63,6 @@ FLAGS: tuple[Flag, ...] = (
         "rope",
         "rope",
     ),
-    _switch(
-        "--no-position-embedding", "add_position_embedding", "No learned position embedding; true anyway.", False, False
-    ),
     Flag(
         "--rotary-seq-len-interpolation-factor",
         "rotary_seq_len_interpolation_factor",
@@ -207,6 +204,7 @@ FLAGS: tuple[Flag, ...] = (
         "On resume take the schedule from the checkpoint; default from the flags.",
     ),
     # Accepted, with the one value that has a meaning here.
+    _switch("--no-position-embedding", "add_position_embedding", "No learned position embedding.", False, False),
     Flag(
         "--tokenizer-type",
         "tokenizer_type",

@@ -11,7 +11,8 @@ from typing import Any
 from slime.options.checkpoint import has_checkpoint, is_torch_dist
 from slime.options.errors import OptionError
 
-WEIGHT_FILES = ["*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "*.h5", "*.onnx"]
+OTHER_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "*.h5", "*.onnx"]
+"""Weights that neither engines nor trainers read: a hub repository may hold them beside the safetensors."""
 
 
 def model_directory(checkpoint: str | None, *, with_weights: bool) -> str:
@@ -63,7 +64,8 @@ def _download(hub_id: str, with_weights: bool) -> str:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return str(snapshot_download(hub_id, ignore_patterns=None if with_weights else WEIGHT_FILES))
+        unread = OTHER_WEIGHTS if with_weights else [*OTHER_WEIGHTS, "*.safetensors"]
+        return str(snapshot_download(hub_id, ignore_patterns=unread))
     except LocalEntryNotFoundError as error:
         reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
         raise OptionError(
@@ -101,11 +103,16 @@ def apply_shape(args: Namespace, shape: dict[str, Any], given: set[str], warning
     """
     mismatches = []
     for name, value in shape.items():
-        if name not in given or getattr(args, name) is None:
+        own = getattr(args, name, None)
+        if name == "moe_layer_freq" and isinstance(own, int) and isinstance(value, list):
+            own = [int(layer % own == 0) for layer in range(len(value))] if own > 0 else own
+        if name not in given or own is None or _same(own, value):
             setattr(args, name, value)
-        elif not _same(getattr(args, name), value):
+        else:
             flag = "--" + name.replace("_", "-")
-            mismatches.append(f"{flag} is {getattr(args, name)}, config.json means {value}")
+            mismatches.append(
+                f"{flag} is {getattr(args, name)}, config.json means {'none' if value is None else value}"
+            )
     if mismatches:
         message = f"flags contradict config.json of {args.hf_checkpoint}: {'; '.join(mismatches)}"
         if not args.allow_config_mismatch:
@@ -114,5 +121,8 @@ def apply_shape(args: Namespace, shape: dict[str, Any], given: set[str], warning
 
 
 def _same(left: Any, right: Any) -> bool:
+    """Whether two values mean the same; None, a thing that the model does not have, is 0 or false."""
+    if left is None or right is None:
+        return not left and not right
     numbers = isinstance(left, (int, float)) and isinstance(right, (int, float))
     return math.isclose(left, right, rel_tol=1e-6) if numbers else left == right

@@ -19,7 +19,6 @@ class StrictParser(argparse.ArgumentParser):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, add_help=False, **kwargs)
-        self._help_titles: dict[str, list[str]] = {}
 
     def error(self, message: str) -> NoReturn:
         """Print one line and exit with status 2."""
@@ -82,7 +81,8 @@ class StrictParser(argparse.ArgumentParser):
         Raises:
             ValueError: a flag without a value was given one, or the other way round.
         """
-        actions = self.actions_by_dest().get(key)
+        by_flag = self._option_string_actions.get("--" + key.replace("_", "-"))
+        actions = self.actions_by_dest().get(key) or ([by_flag] if by_flag else None)
         if actions is None or value is None:
             return None
         switches = [action for action in actions if action.nargs == 0]

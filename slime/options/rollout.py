@@ -29,9 +29,11 @@ class RolloutOptions:
     )
     max_turns: int | None = option(None, "For custom generate functions: turns of one sample at most.", at_least=1)
     rollout_temperature: float = option(1.0, "Sampling temperature; the trainer's log-probs use it too.", above=0)
-    rollout_top_p: float = option(1.0, "Nucleus sampling; log-probs of the trainer assume 1.", above=0)
+    rollout_top_p: float = option(1.0, "Nucleus sampling; log-probs of the trainer assume 1.", above=0, at_most=1)
     rollout_top_k: int = option(-1, "Sample from the k most likely tokens; -1 is all.", at_least=-1)
-    rollout_max_context_len: int | None = option(None, "Prompt and response tokens together.", at_least=1)
+    rollout_max_context_len: int | None = option(
+        None, "Prompt and response tokens together; at most what the engine's context leaves to requests.", at_least=1
+    )
     rollout_max_prompt_len: int | None = option(
         None, "Longer prompts are left out; at most one less than the context.", at_least=1
     )

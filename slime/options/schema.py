@@ -18,6 +18,7 @@ def option(
     hook: tuple[str, ...] | None = None,
     at_least: float | None = None,
     above: float | None = None,
+    at_most: float | None = None,
 ) -> Any:
     """A dataclass field that becomes a flag.
 
@@ -28,6 +29,7 @@ def option(
         hook: the field holds a function path; the names that a bare file is searched for.
         at_least: smallest allowed value.
         above: bound that the value must exceed.
+        at_most: largest allowed value.
     """
     metadata = {
         "help": help,
@@ -35,6 +37,7 @@ def option(
         "hook": hook,
         "at_least": at_least,
         "above": above,
+        "at_most": at_most,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -60,8 +63,8 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def _bounded(scalar: type, field: dataclasses.Field[Any]) -> Callable[[str], Any]:
-    """A converter that also checks ``at_least`` and ``above``."""
-    at_least, above = field.metadata["at_least"], field.metadata["above"]
+    """A converter that also checks ``at_least``, ``above`` and ``at_most``."""
+    at_least, above, at_most = (field.metadata[bound] for bound in ("at_least", "above", "at_most"))
 
     def convert(text: str) -> Any:
         value = scalar(text)
@@ -69,6 +72,8 @@ def _bounded(scalar: type, field: dataclasses.Field[Any]) -> Callable[[str], Any
             raise argparse.ArgumentTypeError(f"must be at least {at_least}, not {text}")
         if above is not None and not value > above:
             raise argparse.ArgumentTypeError(f"must be above {above}, not {text}")
+        if at_most is not None and not value <= at_most:
+            raise argparse.ArgumentTypeError(f"must be at most {at_most}, not {text}")
         return value
 
     convert.__name__ = scalar.__name__
@@ -95,9 +100,6 @@ def add_options(parser: argparse.ArgumentParser, options: type) -> None:
         common = {"dest": field.name, "default": field.default, "help": field.metadata["help"]}
         if annotation is bool:
             group.add_argument(*names, action="store_const", const=True, **common)
-            if field.default is None:
-                opposite = dict(common, help=f"The opposite of {names[0]}.")
-                group.add_argument("--no-" + names[0][2:], action="store_const", const=False, **opposite)
         elif get_origin(annotation) is Literal:
             group.add_argument(*names, choices=get_args(annotation), **common)
         elif get_origin(annotation) is list:

@@ -11,10 +11,7 @@ from typing import Any
 from slime.options.installed import PendingFlags
 
 ENGINE_PACKAGE = "sglang"
-ENGINE_READER = (
-    "import sys; from slime.backends.sglang import compat; compat.install(); "
-    "from slime.options.sglang import write_engine_flags; write_engine_flags(sys.argv[1])"
-)
+ENGINE_READER = "import sys; from slime.options.sglang import write_engine_flags; write_engine_flags(sys.argv[1])"
 ROUTER_PACKAGE = "sglang-router"
 ROUTER_READER = "import sys; from slime.options.sglang import write_router_flags; write_router_flags(sys.argv[1])"
 
@@ -33,6 +30,9 @@ ROUTER_SET_BY_SLIME = frozenset(("help", "worker_urls", "api_key", "prefill", "d
 
 def write_engine_flags(path: str) -> None:
     """Write a record of every server flag; imports SGLang, so it runs in a process of its own."""
+    from slime.backends.sglang import compat
+
+    compat.install()  # without it SGLang does not import on a host without GPUs
     from sglang.srt.server_args import ServerArgs
 
     parser = argparse.ArgumentParser()

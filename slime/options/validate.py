@@ -7,11 +7,16 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
+from slime.options.algorithm_rules import SFT_ROLLOUT, derive_algorithm
 from slime.options.checkpoint import LATEST, has_checkpoint, is_torch_dist
 from slime.options.errors import OptionError
 from slime.options.rollout import DEFAULT_ROLLOUT
+from slime.options.training import critic_options, warmup_and_decay_steps
 
-SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
+ENGINE_KEEPS = 6
+"""Tokens of a context that sglang 0.5.17 takes no prompt into: its scheduler aborts a prompt of context - 6 or more."""
+DAPO_REWARDS = ("score", "acc")
+"""Numbers in the dict that ``--rm-type dapo`` answers with."""
 
 
 def derive_all(args: Namespace, warnings: list[str]) -> None:
@@ -20,9 +25,11 @@ def derive_all(args: Namespace, warnings: list[str]) -> None:
     _debug_modes(args)
     _placement(args, warnings)
     _batches(args)
-    _algorithm(args)
+    derive_algorithm(args)
     _data(args)
     _evaluation(args, warnings)
+    _sampling(args)
+    _rewards(args)
     _run_directory(args)
     _checkpoints(args)
     _templates(args)
@@ -31,27 +38,62 @@ def derive_all(args: Namespace, warnings: list[str]) -> None:
 
 
 def limit_prompts(args: Namespace) -> None:
-    """Lower both longest prompts to what leaves a context room for one response token; needs the model's shape.
+    """Lower contexts to what an engine takes, and prompts to what leaves room for one response token.
 
-    Supervised prompts are conversations, which the model's context does not limit unless a flag does.
+    Needs the model's shape. Supervised prompts are conversations, which only flags limit.
+
+    Raises:
+        OptionError: an engine's context that has no room for a prompt.
     """
-    longest, given = args.max_position_embeddings, args.rollout_max_prompt_len
-    context = args.rollout_max_context_len or (None if args.loss_type == "sft_loss" else longest)
-    args.rollout_max_prompt_len = _below(context, given)
-    context = args.eval_max_context_len or args.rollout_max_context_len or longest
-    args.eval_max_prompt_len = _below(context, args.eval_max_prompt_len or given)
+    engine = _smallest(args.max_position_embeddings, getattr(args, "sglang_context_length", None))
+    usable = None if engine is None else engine - ENGINE_KEEPS
+    if usable is not None and usable < 2 and args.num_engines:
+        raise OptionError(
+            f"an engine's context of {engine} tokens (--sglang-context-length, config.json) leaves no room: "
+            f"sglang keeps {ENGINE_KEEPS} of them"
+        )
+    given = args.rollout_max_prompt_len
+    args.eval_max_context_len = _smallest(args.eval_max_context_len or args.rollout_max_context_len, usable)
+    if args.loss_type != "sft_loss":
+        args.rollout_max_context_len = _smallest(args.rollout_max_context_len, usable)
+    args.eval_max_prompt_len = _smallest(args.eval_max_prompt_len or given, _less_one(args.eval_max_context_len))
+    args.rollout_max_prompt_len = _smallest(given, _less_one(args.rollout_max_context_len))
 
 
-def _below(context: int | None, given: int | None) -> int | None:
-    """The smaller of a given length and one token less than the context."""
-    lengths = [length for length in (given, None if context is None else context - 1) if length is not None]
-    return min(lengths, default=None)
+def check_schedule(args: Namespace) -> None:
+    """What ``--num-epoch`` leaves open until the prompts are counted and ``num_rollout`` is set.
+
+    Raises:
+        OptionError: a warm-up that is not shorter than the decay, or a run that ends before the actor trains.
+    """
+    if args.placement == "rollout_only":
+        return
+    warmup_and_decay_steps(args)
+    if args.use_critic:
+        warmup_and_decay_steps(critic_options(args))
+        if 0 < args.num_rollout <= args.num_critic_only_steps:
+            raise OptionError(
+                f"--num-critic-only-steps {args.num_critic_only_steps} leaves none of {args.num_rollout} rollouts to "
+                "the actor"
+            )
+
+
+def _smallest(*lengths: int | None) -> int | None:
+    """None stands for no limit."""
+    return min((length for length in lengths if length is not None), default=None)
+
+
+def _less_one(context: int | None) -> int | None:
+    return None if context is None else context - 1
 
 
 def _precision(args: Namespace) -> None:
     args.params_dtype = args.precision
     args.bf16 = args.precision == "bfloat16"
     args.fp16 = args.precision == "float16"
+    for flag, value in (("--fp8-format", args.fp8), ("--fp4-format", args.fp4)):
+        if value is not None:
+            raise OptionError(f"{flag} {value} is not available yet in this version")
 
 
 def _debug_modes(args: Namespace) -> None:
@@ -132,30 +174,8 @@ def _batches(args: Namespace) -> None:
     args.train_iters = None if args.num_rollout is None else args.num_rollout * args.num_steps_per_rollout
     if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
         raise OptionError("--use-dynamic-batch-size needs --max-tokens-per-gpu")
-
-
-def _algorithm(args: Namespace) -> None:
-    if args.eps_clip_high is None:
-        args.eps_clip_high = args.eps_clip
-    if args.kl_loss_coef and not args.use_kl_loss:
-        raise OptionError(f"--kl-loss-coef {args.kl_loss_coef} has no effect without --use-kl-loss")
-    if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
-        raise OptionError("--lr-warmup-fraction and --lr-warmup-iters exclude each other")
-    if args.disable_compute_advantages_and_returns and args.loss_type != "sft_loss":
-        raise OptionError("--disable-compute-advantages-and-returns leaves nothing to train but --loss-type sft_loss")
-    if args.loss_type == "sft_loss":
-        args.disable_compute_advantages_and_returns = True
-        if args.rollout_function_path == DEFAULT_ROLLOUT:
-            args.rollout_function_path = SFT_ROLLOUT
-        return
-    normalized = not args.disable_rewards_normalization and not args.debug_rollout_only
-    if args.n_samples_per_prompt == 1 and args.advantage_estimator == "grpo" and normalized:
-        raise OptionError(
-            "--n-samples-per-prompt 1 leaves --advantage-estimator grpo nothing to compare a response with: "
-            "every advantage is 0; use 2 or more, or --disable-rewards-normalization"
-        )
-    if args.rm_type is None and args.custom_rm_path is None and args.placement != "train_only":
-        raise OptionError("--rm-type or --custom-rm-path is missing: responses need a reward")
+    if args.balance_by_flops and not args.use_dynamic_batch_size:
+        raise OptionError("--balance-by-flops needs --use-dynamic-batch-size: other micro-batches are of a fixed size")
 
 
 def _data(args: Namespace) -> None:
@@ -167,6 +187,9 @@ def _data(args: Namespace) -> None:
         args.prompt_data = _data_file("--prompt-data", args.prompt_data)
     elif args.data_source_path.startswith("slime.rollout.data_source.") and not args.load_debug_rollout_data:
         raise OptionError("--prompt-data is missing")
+    recorded = args.load_debug_rollout_data is not None
+    if args.placement == "train_only" and not recorded and args.rollout_function_path == DEFAULT_ROLLOUT:
+        raise OptionError("--debug-train-only starts no engine to generate with: give --load-debug-rollout-data")
 
 
 def _data_file(flag: str, path: str) -> str:
@@ -205,6 +228,32 @@ def _evaluation(args: Namespace, warnings: list[str]) -> None:
         raise OptionError("--rollout-max-response-len is missing")
 
 
+def _sampling(args: Namespace) -> None:
+    """Sampling parameters that engines refuse."""
+    for name in ("rollout_top_k", "eval_top_k"):
+        if getattr(args, name) == 0:
+            raise OptionError(f"--{name.replace('_', '-')} must be -1 (all) or at least 1, not 0")
+    least, most = args.eval_min_new_tokens, args.eval_max_response_len or args.rollout_max_response_len
+    if least is not None and most is not None and least > most:
+        raise OptionError(f"--eval-min-new-tokens {least} is more than the {most} tokens of an evaluation's response")
+
+
+def _rewards(args: Namespace) -> None:
+    """A reward for whoever needs one, and which entry of a dict reward counts."""
+    generates = args.rollout_function_path == DEFAULT_ROLLOUT and args.placement != "train_only"
+    trains = generates and args.custom_reward_post_process_path is None
+    evaluates = args.eval_interval is not None and args.eval_function_path == DEFAULT_ROLLOUT
+    if args.custom_rm_path is not None:
+        return
+    if evaluates and args.rm_type is None:
+        raise OptionError("--eval-interval needs --rm-type or --custom-rm-path: responses need a reward")
+    for wanted, name in ((trains, "reward_key"), (evaluates, "eval_reward_key")):
+        key, keys = getattr(args, name), " or ".join(DAPO_REWARDS)
+        if wanted and args.rm_type in ("dapo", "boxed_dapo") and key not in DAPO_REWARDS:
+            given = "is missing" if key is None else f"{key} is no number in its reward"
+            raise OptionError(f"--rm-type {args.rm_type}: --{name.replace('_', '-')} {given}, use {keys}")
+
+
 def _run_directory(args: Namespace) -> None:
     args.launch_dir = os.getcwd()
     chosen = args.run_dir or args.save or Path("outputs") / time.strftime("%Y%m%d-%H%M%S")
@@ -219,10 +268,9 @@ def _checkpoints(args: Namespace) -> None:
             setattr(args, name, os.path.abspath(os.path.expanduser(getattr(args, name))))
     if args.ref_load is not None and not os.path.isdir(args.ref_load):
         raise OptionError(f"--ref-load {args.ref_load}: there is no such directory")
-    if args.use_kl_loss and args.ref_load is None and args.placement != "rollout_only":
-        raise OptionError(
-            "--use-kl-loss needs --ref-load: a Hugging Face or torch_dist directory of the reference model"
-        )
+    if args.needs_reference and args.ref_load is None and args.placement != "rollout_only":
+        flag = "--use-kl-loss" if args.use_kl_loss else f"--kl-coef {args.kl_coef}"
+        raise OptionError(f"{flag} needs --ref-load: a Hugging Face or torch_dist directory of the reference model")
 
 
 def _templates(args: Namespace) -> None:

@@ -16,7 +16,10 @@ from slime.ray.supervision import RunError
 from slime.utils import device
 
 _OBJECT_STORE_WITHOUT_GPU = 512 << 20
-_HOST_SWITCHES = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
+_HOST_SWITCHES = ("NCCL_", "GLOO_", "NVSHMEM_", "UCX_", "TORCH_", "TRITON_", "CUDA_", "SGLANG_", "HF_")
+"""Prefixes of variables that say how this host is to be used."""
+_NEVER_PASSED_ON = ("CUDA_VISIBLE_DEVICES", "_TOKEN", "_KEY", "_SECRET", "_PASSWORD")
+"""Endings: Ray gives each worker its devices, and shows the environment of workers to everyone who may ask it."""
 
 
 def connect(slots: int) -> int | None:
@@ -42,7 +45,8 @@ def connect(slots: int) -> int | None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     local: dict[str, Any] = {"num_cpus": max(os.cpu_count() or 1, slots), "include_dashboard": False}
     if not device.is_cuda():
-        local["object_store_memory"] = _OBJECT_STORE_WITHOUT_GPU
+        # Ray counts GPUs by the driver's library; a torch without CUDA cannot use them.
+        local |= {"object_store_memory": _OBJECT_STORE_WITHOUT_GPU, "num_gpus": 0}
     ray.init(address="local", **local, **quiet)
     return janitor.start()
 
@@ -55,7 +59,11 @@ def actor_environment(extra: dict[str, str] | None = None) -> dict[str, Any]:
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(import_path)),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
-    variables |= {name: os.environ[name] for name in _HOST_SWITCHES if name in os.environ}
+    variables |= {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_HOST_SWITCHES) and not name.endswith(_NEVER_PASSED_ON)
+    }
     # Slots are placed by us, from the placement group's probe; Ray must not hide the other GPUs of an engine.
     variables["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
     return {"env_vars": variables | (extra or {})}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import threading
 import time
+from concurrent.futures import Future
 
 import ray
 
@@ -29,18 +29,22 @@ class EngineActor:
             log_path=f"{args.run_dir}/logs/engine_{rank}.log",
             cuda_devices=gpus,
         )
-        self._running = threading.Event()
+        self._started: Future[None] = Future()
 
     def start(self) -> str:
         """Start the server; its URL once it is ready."""
-        self._engine.start()
-        self._running.set()
+        try:
+            self._engine.start()
+        except BaseException as error:
+            self._started.set_exception(error)
+            raise
+        self._started.set_result(None)
         return self._engine.url
 
     @ray.method(concurrency_group="watch")
     def watch(self) -> None:
-        """Return, by raising EngineError with the log's last lines, when the started server dies."""
-        self._running.wait()
+        """Return, by raising EngineError with the log's last lines, when the server does not start or dies."""
+        self._started.result()
         while True:
             self._engine.check()
             time.sleep(_POLL_S)

@@ -37,6 +37,11 @@ class Placement:
     train: list[Slot]
     rollout: list[Slot]
 
+    @property
+    def on_gpus(self) -> bool:
+        """Whether the slots are GPUs."""
+        return any(slot.gpu is not None for slot in self.slots)
+
     def options(self, slot: Slot, *, trains: bool) -> dict[str, Any]:
         """Ray options that put an actor on ``slot``."""
         share = _TRAIN_SHARE if trains else _ENGINE_SHARE
@@ -108,6 +113,8 @@ def place(args: argparse.Namespace) -> Placement:
     try:
         slots = _probe(group, total, resource == "GPU", args.placement_timeout)
         _check_engines(slots[rollout_start:], args.rollout_num_gpus_per_engine)
+        if args.no_api_keys and slots[rollout_start:]:
+            _check_loopback(slots, ray.util.get_node_ip_address())
     except BaseException:
         remove_placement_group(group)
         raise
@@ -123,6 +130,16 @@ def _check_engines(slots: list[Slot], width: int) -> None:
                 f"placement: engine {first // width} of {width} slots would lie on the hosts {', '.join(hosts)}; "
                 f"choose --rollout-num-gpus-per-engine and --actor-num-gpus-per-node so that engines end where hosts do"
             )
+
+
+def _check_loopback(slots: list[Slot], here: str) -> None:
+    """Raise InputError for slots on other hosts than the driver's: servers without keys listen on loopback."""
+    elsewhere = sorted({slot.host for slot in slots} - {here})
+    if elsewhere:
+        raise InputError(
+            f"placement: --no-api-keys is for servers on loopback, and there are slots on {', '.join(elsewhere)}, not "
+            f"only on the driver's host {here}: drop the flag"
+        )
 
 
 def _probe(group: PlacementGroup, count: int, with_gpu: bool, timeout: float) -> list[Slot]:

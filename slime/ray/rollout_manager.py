@@ -13,16 +13,20 @@ import ray
 import torch
 
 from slime.backends.sglang.router import Router
+from slime.options.validate import check_schedule
 from slime.ray.cluster import enter_actor
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, flatten_samples
-from slime.rollout.data_source import RolloutDataSource
-from slime.rollout.evaluation import eval_metrics
+from slime.rollout.data_source import DataSource, RolloutDataSource
+from slime.rollout.evaluation import eval_metrics, load_eval_prompts
+from slime.rollout.metrics import accounting
 from slime.rollout.train_data import to_train_batches
 from slime.utils import aside
+from slime.utils.errors import BadInputError
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
 _POLL_S = 0.5
+_SOURCE_STATE, _SOURCE_CLASS = "data_source", "data_source_class"
 
 
 class RolloutManager:
@@ -38,11 +42,13 @@ class RolloutManager:
         self._evaluate = load_function(args.eval_function_path, flag="--eval-function-path")
 
     def load_data(self) -> int:
-        """Read the prompts, which recorded rollouts do without; how many rollouts the run has."""
+        """Read the prompts, which recorded rollouts do without, and the evaluation's; how many rollouts the run has."""
+        load_eval_prompts(self._args)
         if self._args.load_debug_rollout_data:
             return self._args.num_rollout
         self._data_source = make_data_source(self._args)
         self._args.num_rollout = num_rollout(self._args, self._data_source)
+        check_schedule(self._args)
         return self._args.num_rollout
 
     def start(self, engine_urls: list[str]) -> None:
@@ -50,10 +56,12 @@ class RolloutManager:
         args = self._args
         host = "127.0.0.1" if self._api_keys is None else ray.util.get_node_ip_address()
         self._router = Router(args, host=host, api_keys=self._api_keys, log_path=f"{args.run_dir}/logs/router.log")
+        deadline = time.monotonic() + args.engine_start_timeout
         self._router.start()
         for url in engine_urls:
             self._router.add(url)
-        self._router.wait_registered(engine_urls, timeout=args.engine_start_timeout)
+        self._router.wait_registered(engine_urls, timeout=max(0.0, deadline - time.monotonic()))
+        # An IPv6 address keeps its brackets, which hooks that put address and port together would forget.
         args.sglang_router_ip, port = self._router.url.removeprefix("http://").rsplit(":", 1)
         args.sglang_router_port = int(port)
         args.sglang_router_api_key = self._api_keys[0] if self._api_keys else None
@@ -80,6 +88,9 @@ class RolloutManager:
             if not isinstance(output, RolloutFnTrainOutput):
                 output = RolloutFnTrainOutput(samples=output)
             samples, metrics = flatten_samples(output.samples), dict(output.metrics or {})
+            if isinstance(self._data_source, RolloutDataSource):
+                self._data_source.count_trained(samples)
+                metrics |= accounting(args, self._data_source)
         metrics.setdefault("perf/rollout_time", time.monotonic() - started)
         if args.save_debug_rollout_data:
             _save_samples(args.save_debug_rollout_data, rollout_id, samples)
@@ -94,19 +105,12 @@ class RolloutManager:
         return eval_metrics(output)
 
     def state(self, rollout_id: int) -> dict[str, Any]:
-        """What a checkpoint needs of the data side; a user's own data source saves itself beside it."""
-        if isinstance(self._data_source, RolloutDataSource):
-            return {"data_source": self._data_source.state_dict()}
-        if self._data_source is not None:
-            self._data_source.save(rollout_id)
-        return {}
+        """What a checkpoint needs of the data side; what a user's class has to `save` by itself lies beside it."""
+        return source_state(self._data_source, rollout_id)
 
     def restore(self, rollout_id: int, state: dict[str, Any]) -> None:
         """The inverse of `state`."""
-        if isinstance(self._data_source, RolloutDataSource):
-            self._data_source.load_state_dict(state["data_source"])
-        elif self._data_source is not None:
-            self._data_source.load(rollout_id)
+        restore_source(self._data_source, rollout_id, state)
 
     def stop(self) -> None:
         """End the router."""
@@ -122,6 +126,46 @@ def make_data_source(args: argparse.Namespace) -> Any:
         ValueError: a file or row that cannot be read.
     """
     return load_function(args.data_source_path, flag="--data-source-path")(args)
+
+
+def source_state(source: Any, rollout_id: int) -> dict[str, Any]:
+    """The state of a data source (None: there is none), and its class; a ``save`` of its own is called as well."""
+    if source is None:
+        return {}
+    state: dict[str, Any] = {_SOURCE_CLASS: _class_name(source)}
+    if isinstance(source, RolloutDataSource):
+        state[_SOURCE_STATE] = source.state_dict()
+    if _has_own(source, "save"):
+        source.save(rollout_id)
+    return state
+
+
+def restore_source(source: Any, rollout_id: int, state: dict[str, Any]) -> None:
+    """The inverse of `source_state`.
+
+    Raises:
+        BadInputError: the state is that of a class of another kind.
+    """
+    if source is None:
+        return
+    if isinstance(source, RolloutDataSource) != (_SOURCE_STATE in state):
+        made_with = state.get(_SOURCE_CLASS, "no data source (--load-debug-rollout-data)")
+        raise BadInputError(
+            f"--load: the checkpoint was made with {made_with}, and --data-source-path is now {_class_name(source)}, "
+            f"which cannot go on from there: resume with the former"
+        )
+    if _SOURCE_STATE in state:
+        source.load_state_dict(state[_SOURCE_STATE])
+    if _has_own(source, "load"):
+        source.load(rollout_id)
+
+
+def _has_own(source: Any, method: str) -> bool:
+    return getattr(type(source), method, None) not in (None, getattr(DataSource, method))
+
+
+def _class_name(source: Any) -> str:
+    return f"{type(source).__module__}.{type(source).__qualname__}"
 
 
 def num_rollout(args: argparse.Namespace, data_source: Any) -> int:
@@ -141,5 +185,5 @@ def _save_samples(template: str, rollout_id: int, samples: list[Sample]) -> None
 def _load_samples(template: str, rollout_id: int) -> list[Sample]:
     path = Path(template.format(rollout_id=rollout_id))
     if not path.is_file():
-        raise ValueError(f"--load-debug-rollout-data: no file {path} for rollout {rollout_id}")
+        raise BadInputError(f"--load-debug-rollout-data: no file {path} for rollout {rollout_id}")
     return [Sample.from_dict(d) for d in torch.load(path, weights_only=False)["samples"]]

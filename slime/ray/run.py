@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
 import secrets
 import signal
@@ -19,14 +20,18 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slime.observability.metrics import MetricsLogger
 from slime.observability.progress import step_line
+from slime.options.errors import OptionError
+from slime.options.validate import check_schedule
 from slime.ray import janitor
 from slime.ray.cluster import actor_environment, as_actor, connect
 from slime.ray.engine_actor import EngineActor
 from slime.ray.placement import Placement, describe_placement, place, slot_counts
 from slime.ray.rollout_manager import RolloutManager, make_data_source, num_rollout
-from slime.ray.supervision import LOAD_DATA, InputError, RunError, Supervisor
+from slime.ray.supervision import LOAD_DATA, RESTORE_DATA, InputError, RunError, Supervisor
 from slime.ray.train_actor import TrainActor
+from slime.rollout.evaluation import load_eval_prompts
 from slime.utils.arguments import describe
+from slime.utils.errors import BadInputError
 from slime.weights import EngineAddress
 
 _STOP_S = 20.0
@@ -66,6 +71,8 @@ class Run:
         try:
             self._metrics = MetricsLogger(args)
             self._janitor = connect(slot_counts(args)[0])
+            # Again: Ray has put its own in the place of ours.
+            signal.signal(signal.SIGTERM, _exit_on_sigterm)
         except BaseException:
             self._stop()
             raise
@@ -88,9 +95,16 @@ class Run:
         (args.num_rollout,) = self._wait(loaded, LOAD_DATA, args.rollout_timeout)
         Path(args.run_dir, "config.yaml").write_text(describe(args))
         self._placement = place(args)
-        engine_starts = self._create_engines(keys)
-        self._start_trainers()
+        if args.colocate and self._placement.on_gpus:
+            # One after the other: an engine takes a share of the GPU memory that it finds free.
+            self._start_trainers()
+            engine_starts = self._create_engines(keys)
+        else:
+            engine_starts = self._create_engines(keys)
+            self._start_trainers()
         urls = self._supervisor.wait(engine_starts, "start engines", args.engine_start_timeout + _MARGIN_S)
+        if len(set(urls)) < len(urls):
+            raise RunError(f"start engines: several have the same address: {', '.join(sorted(urls))}")
         if urls:
             started = {"the router": self._manager.start.remote(urls)}
             self._wait(started, "start router", args.engine_start_timeout + _MARGIN_S)
@@ -117,7 +131,7 @@ class Run:
         args, placement = self.args, self._placement
         assert placement is not None
         # torch and megatron-core warn of their own deprecations, many lines a rank; no code of users runs there.
-        environment = actor_environment({"PYTHONWARNINGS": "ignore", **(args.train_env_vars or {})})
+        environment = actor_environment({"PYTHONWARNINGS": "ignore", **_as_environment(args.train_env_vars or {})})
         for rank, slot in enumerate(placement.train):
             options = placement.options(slot, trains=True)
             actor = (
@@ -130,16 +144,16 @@ class Run:
         if not self._trainers:
             args.start_rollout_id = args.start_rollout_id or 0
             return
-        reserved = {"trainer 0": self._trainers[0].reserve_address.remote()}
-        (master,) = self._wait(reserved, "start trainers", args.train_timeout)
-        answers = self._all_trainers("start", "start trainers", args.train_timeout, master, args.num_rollout)
+        served = {"trainer 0": self._trainers[0].serve_rendezvous.remote()}
+        (master,) = self._wait(served, "start trainers", args.checkpoint_timeout)
+        answers = self._all_trainers("start", "start trainers", args.checkpoint_timeout, master, args.num_rollout)
         first, self._dp_size, state = answers[0]
         if args.start_rollout_id is None:
             args.start_rollout_id = first
         self._dp_ranks = self._all_trainers("dp_rank", "start trainers", _CONTROL_S)
         if state is not None:
-            restored = self._manager.restore.remote(first - 1, state)
-            self._wait({"the rollout manager": restored}, "restore the data source")
+            restored = {"the rollout manager": self._manager.restore.remote(first - 1, state)}
+            self._wait(restored, RESTORE_DATA, args.checkpoint_timeout)
             self._optimizer_steps = state["optimizer_steps"]
 
     def _connect_trainers(self, urls: list[str], keys: tuple[str, str] | None) -> None:
@@ -200,18 +214,36 @@ class Run:
         calls = {"the rollout manager": self._manager.evaluate.remote(version)}
         deadline = self.args.rollout_timeout + _MARGIN_S
         (metrics,) = self._wait(calls, f"evaluation of weight version {version}", deadline)
-        self._log(metrics | {"perf/eval_time": time.monotonic() - started}, "eval/step", version)
+        metrics = metrics | {"perf/eval_time": time.monotonic() - started}
+        self._log(metrics, "eval/step", version)
+        if version == self.args.start_rollout_id:  # outside of a step, whose line would have it
+            print(step_line(version - 1, self.args.num_rollout, metrics), flush=True)
+
+    def scores_its_start(self) -> bool:
+        """Whether the weights that the run starts from are to be scored; not again those at which it is resumed."""
+        args = self.args
+        if not args.eval_interval or args.skip_eval_before_train:
+            return False
+        if args.start_rollout_id == 0:
+            return True
+        lines = Path(args.run_dir, "metrics.jsonl").read_text().splitlines()
+        return all(_eval_step(line) != args.start_rollout_id for line in lines)
 
     def save(self, rollout_id: int) -> None:
         """Write a checkpoint and an HF directory, whichever is asked for."""
         if not self._trainers or not (self.args.save or self.args.save_hf):
             return
         args, started = self.args, time.monotonic()
-        (state,) = self._wait({"the rollout manager": self._manager.state.remote(rollout_id)}, "save the data source")
+        saved = {"the rollout manager": self._manager.state.remote(rollout_id)}
+        (state,) = self._wait(saved, "save the data source", args.checkpoint_timeout)
         state = state | {"optimizer_steps": self._optimizer_steps}
         phase = f"save after rollout {rollout_id}"
         if args.save:
-            self._all_trainers("save", phase, args.checkpoint_timeout, rollout_id, state)
+            calls = {
+                f"trainer {rank}": actor.save.remote(rollout_id, state if rank == 0 else None)
+                for rank, actor in enumerate(self._trainers)
+            }
+            self._wait(calls, phase, args.checkpoint_timeout)
         if args.save_hf:
             self._all_trainers("save_hf", phase, args.checkpoint_timeout, args.save_hf.format(rollout_id=rollout_id))
         self._log({"perf/save_model_time": time.monotonic() - started}, "rollout/step", rollout_id)
@@ -245,16 +277,33 @@ def dry_run(args: argparse.Namespace) -> None:
     """
     print(describe(args))
     print(describe_placement(args))
-    if args.load_debug_rollout_data:
-        return
     try:
+        for name, count in load_eval_prompts(args).items():
+            print(f"evaluation: {name}, {count} prompts")
+        if args.load_debug_rollout_data:
+            return
         source = make_data_source(args)
-    except ValueError as error:
+        args.num_rollout = num_rollout(args, source)
+        check_schedule(args)
+    except (BadInputError, OptionError) as error:
         raise InputError(f"{LOAD_DATA}: {error}") from None
     left_out = [
         f"{getattr(source, name, 0)} {what}" for name, what in (("num_bad", "bad"), ("num_too_long", "too long"))
     ]
-    print(f"data: {len(source)} prompts ({', '.join(left_out)} left out), {num_rollout(args, source)} rollouts")
+    print(f"data: {len(source)} prompts ({', '.join(left_out)} left out), {args.num_rollout} rollouts")
+
+
+def _as_environment(values: dict[str, Any]) -> dict[str, str]:
+    """Numbers and truth values of a JSON object as they are written there."""
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
+
+
+def _eval_step(line: str) -> int | None:
+    try:
+        step: int | None = json.loads(line).get("eval/step")
+    except ValueError:  # half a line, of a host that went down
+        return None
+    return step
 
 
 def is_due(rollout_id: int, interval: int | None, last: int | None = None) -> bool:

@@ -9,12 +9,17 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from slime.options.errors import OptionError
+from slime.utils.errors import BadInputError, SlimeError
+
 LOAD_DATA = "load data"
+RESTORE_DATA = "restore the data source"
 _POLL_S = 1.0
 _BLAME_S = 5.0
+_FRAMES = 3
 
 
-class RunError(RuntimeError):
+class RunError(SlimeError):
     """The run cannot go on; the message says who failed, in which phase, and why."""
 
     exit_status = 1
@@ -85,7 +90,8 @@ class Supervisor:
         try:
             _get(ref)
         except RayTaskError as error:
-            kind = InputError if phase == LOAD_DATA and isinstance(error.cause, ValueError) else RunError
+            is_input = phase in (LOAD_DATA, RESTORE_DATA) and isinstance(error.cause, (BadInputError, OptionError))
+            kind = InputError if is_input else RunError
             raise kind(f"{phase}: {who} failed (weight version {self.version}): {_reason(error)}") from None
         except RayActorError as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -103,8 +109,9 @@ def _get(ref: ray.ObjectRef) -> Any:
 
 
 def _reason(error: RayTaskError) -> str:
-    """One line for errors that we raise for users; the remote traceback for all others."""
-    cause = error.cause
-    if type(cause).__module__.startswith("slime.") or isinstance(cause, ValueError):
-        return str(cause)
-    return f"\n{error}"
+    """The message of an error that tells all by itself; the end of the remote traceback of any other."""
+    if isinstance(error.cause, (SlimeError, OptionError)):
+        return str(error.cause)
+    lines = str(error).rstrip().splitlines()
+    frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
+    return "\n" + "\n".join(lines[frames[-_FRAMES] if len(frames) > _FRAMES else 0 :])

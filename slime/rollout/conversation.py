@@ -1,9 +1,7 @@
-"""Supervised data: a conversation as tokens, and which of them the assistant said."""
+"""Conversations: rendered by a chat template, and for supervised training as tokens, some of them the assistant's."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,13 +9,56 @@ from typing import Any
 
 import numpy as np
 
-from slime.rollout.dataset import RowError, check_messages, render
 from slime.rollout.tokenizer import load_tokenizer
+from slime.utils.errors import BadInputError
+from slime.utils.types import Sample, Status
 
 Messages = list[dict[str, Any]]
 Render = Callable[[Messages, bool], str]
 
 _PROBE = "slime-end-of-turn-probe"
+
+
+class RowError(BadInputError):
+    """What is wrong with one row."""
+
+
+def check_messages(messages: Any, what: str) -> None:
+    """Raise RowError unless ``messages`` is a non-empty list of dicts with a ``role``."""
+    if not isinstance(messages, list):
+        raise RowError(f"{what} is a {type(messages).__name__}; a string or a list of chat messages is expected")
+    if not messages:
+        raise RowError(f"{what} is an empty list of messages")
+    for position, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise RowError(f"message {position} of {what} is not an object with a 'role': {message!r:.80}")
+
+
+def render(tokenizer: Any, messages: Messages, tools: Any, kwargs: str, *, generation_prompt: bool = True) -> str:
+    """The text of a conversation by the tokenizer's chat template.
+
+    Args:
+        kwargs: further arguments of the template, a JSON object.
+
+    Raises:
+        RowError: the template refuses the conversation.
+    """
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=generation_prompt, **json.loads(kwargs)
+        )
+    except (TemplateError, TypeError, ValueError) as error:
+        raise RowError(f"the chat template refuses the conversation: {error}") from error
+
+
+def with_answer(prompt: str | Messages, label: Any) -> Messages:
+    """The conversation of a prompt: a string is the user's message, and the label what the assistant has not said."""
+    messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if label is not None and not any(message.get("role") == "assistant" for message in messages):
+        return [*messages, {"role": "assistant", "content": str(label)}]
+    return messages
 
 
 @dataclass(frozen=True)
@@ -33,6 +74,15 @@ class Encoded:
     def response_length(self) -> int:
         """Tokens from the first trained one on."""
         return len(self.mask) - int(self.mask.argmax())
+
+    def fill(self, sample: Sample) -> None:
+        """Make ``sample`` a finished one of this conversation."""
+        sample.tokens = self.tokens.tolist()
+        sample.response = self.response
+        sample.response_length = self.response_length
+        sample.loss_mask = self.mask[-self.response_length :].tolist()
+        sample.reward = 0.0
+        sample.status = Status.COMPLETED
 
 
 def assistant_spans(
@@ -97,22 +147,21 @@ def _turn_end(through: str, text: str, start: int, closing: str) -> int:
 
 
 class ConversationEncoder:
-    """Encodes conversations by a tokenizer and its chat template, each one once."""
+    """Encodes conversations by a tokenizer and its chat template."""
 
     def __init__(self, checkpoint: str, chat_template_kwargs: str = "{}", last_only: bool = False) -> None:
         """
         Raises:
-            ValueError: the tokenizer has no chat template, or cannot tell which characters a token stands for.
+            BadInputError: the tokenizer has no chat template, or cannot tell which characters a token stands for.
         """
         self._tokenizer = load_tokenizer(checkpoint)
         self._kwargs = chat_template_kwargs
         self._last_only = last_only
-        self._known: dict[bytes, Encoded] = {}
         self._closing: str | None = None
         if not self._tokenizer.chat_template:
-            raise ValueError(f"--loss-type sft_loss: the tokenizer of {checkpoint} has no chat template")
+            raise BadInputError(f"--loss-type sft_loss: the tokenizer of {checkpoint} has no chat template")
         if not self._tokenizer.is_fast:
-            raise ValueError(f"--loss-type sft_loss: {checkpoint} has a slow tokenizer, without character offsets")
+            raise BadInputError(f"--loss-type sft_loss: {checkpoint} has a slow tokenizer, without character offsets")
 
     def encode(self, messages: Messages, tools: Any = None) -> Encoded:
         """Tokens and mask of a conversation.
@@ -120,12 +169,6 @@ class ConversationEncoder:
         Raises:
             RowError: it is no conversation, its template refuses it, or none of its tokens is trained.
         """
-        key = hashlib.blake2b(json.dumps([messages, tools], sort_keys=True).encode(), digest_size=16).digest()
-        if key not in self._known:
-            self._known[key] = self._encode(messages, tools)
-        return self._known[key]
-
-    def _encode(self, messages: Messages, tools: Any) -> Encoded:
         check_messages(messages, "the conversation")
 
         def render_messages(part: Messages, generation_prompt: bool) -> str:
@@ -150,9 +193,3 @@ class ConversationEncoder:
         return Encoded(
             tokens[:length], mask[:length], text[min(start for start, _ in spans) : max(e for _, e in spans)]
         )
-
-
-@functools.lru_cache(maxsize=4)
-def conversation_encoder(checkpoint: str, chat_template_kwargs: str, last_only: bool) -> ConversationEncoder:
-    """The process's encoder for these settings; what it has encoded it keeps."""
-    return ConversationEncoder(checkpoint, chat_template_kwargs, last_only)

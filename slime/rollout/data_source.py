@@ -6,12 +6,14 @@ import abc
 import logging
 import pickle
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from slime.rollout.dataset import PromptDataset, load_prompts, train_prompt_spec
+from slime.utils.errors import BadInputError
 from slime.utils.types import Group, Sample
 
 logger = logging.getLogger(__name__)
@@ -61,6 +63,10 @@ class RolloutDataSource(DataSource):
         """Rows left out by ``--rollout-max-prompt-len``."""
         self.rollout_id: int | None = None
         """The rollout under way; `generate_rollout` keeps it."""
+        self.num_trained = 0
+        """Groups that were handed to the trainer, in the whole run."""
+        self.num_dropped: Counter[str] = Counter()
+        """Groups that were thrown away, by reason."""
         self._epoch = 0
         self._cursor = 0
         self._num_groups = 0
@@ -70,7 +76,7 @@ class RolloutDataSource(DataSource):
     @staticmethod
     def _load(args: Namespace) -> PromptDataset:
         if not args.prompt_data:
-            raise ValueError("--prompt-data is missing")
+            raise BadInputError("--prompt-data is missing")
         return load_prompts(train_prompt_spec(args))
 
     def __len__(self) -> int:
@@ -118,13 +124,33 @@ class RolloutDataSource(DataSource):
                 f"--data-source-path {_WITH_BUFFER}"
             )
 
+    @property
+    def num_read(self) -> int:
+        """Groups made of the data, in the whole run."""
+        return self._num_groups
+
+    def get_buffer_length(self) -> int:
+        """Number of groups in the buffer."""
+        return 0
+
+    def count_trained(self, samples: Sequence[Sample]) -> None:
+        """Note that these samples go to the trainer; samples of one ``group_index`` are one group."""
+        self.num_trained += len({sample.group_index for sample in samples})
+
+    def count_dropped(self, groups: Sequence[Group], reason: str) -> None:
+        """Note that these groups are thrown away: for rollout functions and buffers that choose among groups."""
+        if groups:
+            self.num_dropped[reason] += len(groups)
+
     def state_dict(self) -> dict[str, Any]:
-        """Everything that decides what comes next, as plain values."""
+        """Everything that decides what comes next, and where the prompts went, as plain values."""
         return {
             "epoch": self._epoch,
             "cursor": self._cursor,
             "num_groups": self._num_groups,
             "num_samples": self._num_samples,
+            "num_trained": self.num_trained,
+            "num_dropped": dict(self.num_dropped),
             "num_prompts": len(self),
             "shuffle": [bool(self.args.rollout_shuffle), int(self.args.rollout_seed)],
         }
@@ -133,10 +159,10 @@ class RolloutDataSource(DataSource):
         """Continue where `state_dict` was taken; other data or another shuffle than then is warned of.
 
         Raises:
-            ValueError: the position lies beyond the data, or the state has a buffer, which would be lost.
+            BadInputError: the position lies beyond the data, or the state has a buffer, which would be lost.
         """
         if state.get("buffer"):
-            raise ValueError(
+            raise BadInputError(
                 f"the checkpoint has {len(state['buffer'])} groups in its buffer, and {type(self).__name__} has none: "
                 f"resume with the --data-source-path it was made with, such as {_WITH_BUFFER}"
             )
@@ -146,12 +172,13 @@ class RolloutDataSource(DataSource):
             then_now = "; ".join(f"{key}: {state[key]} then, {present[key]} now" for key in changed)
             logger.warning("resuming over other prompts than the checkpoint's, their order differs (%s)", then_now)
         if state["cursor"] > len(self):
-            raise ValueError(
+            raise BadInputError(
                 f"--prompt-data has {len(self)} prompts, the checkpoint was {state['cursor']} into an epoch of "
                 f"{state['num_prompts']}: resume with the data it was made with"
             )
         self._epoch, self._cursor = state["epoch"], state["cursor"]
         self._num_groups, self._num_samples = state["num_groups"], state["num_samples"]
+        self.num_trained, self.num_dropped = state["num_trained"], Counter(state["num_dropped"])
         self._order = self._shuffled(self._epoch)
 
 
@@ -177,11 +204,11 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         """Groups of the buffer, as `buffer_filter` chooses them, then new ones.
 
         Raises:
-            ValueError: it chose more than it was asked for.
+            BadInputError: it chose more than it was asked for.
         """
         groups = list(self.buffer_filter(self.args, self.buffer, num_samples)) if self.buffer else []
         if len(groups) > num_samples:
-            raise ValueError(
+            raise BadInputError(
                 f"{type(self).__name__}.buffer_filter returned {len(groups)} groups, asked for {num_samples}"
             )
         return groups + super().get_samples(num_samples - len(groups))
@@ -209,10 +236,10 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         """Continue where `state_dict` was taken.
 
         Raises:
-            ValueError: as of `RolloutDataSource.load_state_dict`, or the state is that of a class without a buffer.
+            BadInputError: as of `RolloutDataSource.load_state_dict`, or the state is that of a class without a buffer.
         """
         if "buffer" not in state:
-            raise ValueError(
+            raise BadInputError(
                 f"the checkpoint's data source had no buffer, {type(self).__name__} has one: resume with the "
                 "--data-source-path it was made with"
             )

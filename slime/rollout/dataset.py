@@ -8,18 +8,21 @@ import json
 import logging
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import numpy as np
 
+from slime.options.algorithm_rules import SFT_ROLLOUT
+from slime.options.rollout import DEFAULT_ROLLOUT
+from slime.rollout.conversation import ConversationEncoder, Encoded, RowError, check_messages, render, with_answer
 from slime.rollout.reading import Row, read_rows
 from slime.rollout.tokenizer import load_tokenizer
+from slime.utils.errors import BadInputError
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
 _BATCH = 1024
 _SHOWN = 5
 
@@ -44,17 +47,20 @@ class PromptSpec:
     skip_bad_rows: bool = False
     messages_allowed: bool = False
     """Whether someone downstream takes chat messages that no template was applied to."""
+    trained_turns: Literal["all", "last"] | None = None
+    """Rows are supervised conversations, of which these of the assistant's turns are trained."""
 
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One row: its prompt, and the prompt's tokens (int32) where it is text."""
+    """One row: its prompt, and the prompt's tokens (int32) where it is text, or its encoded conversation."""
 
     where: str
     prompt: str | list[dict[str, Any]]
-    tokens: np.ndarray | None
     label: Any
     metadata: dict[str, Any]
+    tokens: np.ndarray | None = None
+    encoded: Encoded | None = None
 
     def sample(self) -> Sample:
         """A fresh sample that shares nothing mutable with the row; ``source_row`` says where it came from."""
@@ -64,6 +70,8 @@ class PromptRow:
             label=copy.deepcopy(self.label),
             metadata=copy.deepcopy(self.metadata),
         )
+        if self.encoded is not None:
+            self.encoded.fill(sample)
         vars(sample)["source_row"] = self.where
         return sample
 
@@ -85,10 +93,6 @@ class PromptDataset:
         return self.rows[index].sample()
 
 
-class RowError(ValueError):
-    """What is wrong with one row."""
-
-
 @dataclass
 class _Rejects:
     """Bad rows: the first is an error, or all are counted where `PromptSpec.skip_bad_rows` says so."""
@@ -100,7 +104,7 @@ class _Rejects:
     def add(self, where: str, problem: str) -> None:
         message = f"{self.spec.flag} {where}: {problem}"
         if not self.spec.skip_bad_rows:
-            raise ValueError(f"{message} (--skip-bad-rows leaves such rows out and counts them)")
+            raise BadInputError(f"{message} (--skip-bad-rows leaves such rows out and counts them)")
         self.count += 1
         if len(self.shown) < _SHOWN:
             self.shown.append(message)
@@ -110,6 +114,7 @@ def train_prompt_spec(args: Namespace) -> PromptSpec:
     """The training prompts that ``args`` name; conversations of supervised training stay messages."""
     supervised = args.loss_type == "sft_loss"
     own_code = args.custom_generate_function_path is not None or args.rollout_function_path != DEFAULT_ROLLOUT
+    turns: Literal["all", "last"] = "last" if args.loss_mask_type == "distill_qwen" else "all"
     return PromptSpec(
         path=args.prompt_data,
         hf_checkpoint=args.hf_checkpoint,
@@ -122,6 +127,7 @@ def train_prompt_spec(args: Namespace) -> PromptSpec:
         max_prompt_len=args.rollout_max_prompt_len,
         skip_bad_rows=args.skip_bad_rows,
         messages_allowed=supervised or own_code,
+        trained_turns=turns if args.rollout_function_path == SFT_ROLLOUT else None,
     )
 
 
@@ -129,19 +135,23 @@ def load_prompts(spec: PromptSpec) -> PromptDataset:
     """Read, check, render, tokenise and filter all rows of a file.
 
     Raises:
-        ValueError: the file does not read, a row is bad (the message names flag, file, row and what is wrong), or no
+        BadInputError: the file does not read, a row is bad (the message names flag, file, row and what is wrong), or no
             row is left.
     """
     tokenizer = load_tokenizer(spec.hf_checkpoint)
     if spec.apply_chat_template and not tokenizer.chat_template:
-        raise ValueError(f"--apply-chat-template: the tokenizer of {spec.hf_checkpoint} has no chat template")
+        raise BadInputError(f"--apply-chat-template: the tokenizer of {spec.hf_checkpoint} has no chat template")
     rejects = _Rejects(spec)
+    encoder = None
+    if spec.trained_turns is not None:
+        encoder = ConversationEncoder(spec.hf_checkpoint, spec.chat_template_kwargs, spec.trained_turns == "last")
     dataset = PromptDataset([])
     num_read = 0
     for batch in _batches(_rows(spec)):
         num_read += len(batch)
         parsed = [row for row in (_parse(row, spec, tokenizer, rejects) for row in batch) if row is not None]
-        for row, length in _tokenise(parsed, spec, tokenizer):
+        sized = _encode(parsed, encoder, rejects) if encoder else _tokenise(parsed, spec, tokenizer, rejects)
+        for row, length in sized:
             if spec.max_prompt_len is not None and length > spec.max_prompt_len:
                 dataset.num_too_long += 1
             else:
@@ -155,7 +165,7 @@ def _rows(spec: PromptSpec) -> Iterator[Row]:
     try:
         yield from read_rows(spec.path)
     except ValueError as error:
-        raise ValueError(f"{spec.flag}: {error}") from error
+        raise BadInputError(f"{spec.flag}: {error}") from error
 
 
 def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
@@ -164,9 +174,10 @@ def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
 
 
 def _report(spec: PromptSpec, dataset: PromptDataset, num_read: int, shown: list[str]) -> None:
-    left_out = f"{dataset.num_bad} bad, {dataset.num_too_long} longer than {spec.max_prompt_len} tokens"
+    limit = "" if spec.max_prompt_len is None else f" longer than {spec.max_prompt_len} tokens"
+    left_out = f"{dataset.num_bad} bad, {dataset.num_too_long}{limit or ' too long'}"
     if not dataset.rows:
-        raise ValueError(f"{spec.flag} {spec.path}: no row is left of {num_read} ({left_out})")
+        raise BadInputError(f"{spec.flag} {spec.path}: no row is left of {num_read} ({left_out})")
     level = logging.WARNING if dataset.num_bad or dataset.num_too_long else logging.INFO
     logger.log(level, "%s %s: %d prompts of %d rows (%s)", spec.flag, spec.path, len(dataset), num_read, left_out)
     for message in shown:
@@ -179,12 +190,14 @@ def _parse(row: Row, spec: PromptSpec, tokenizer: Any, rejects: _Rejects) -> Pro
             raise RowError(row.problem)
         prompt = _take(row.value, spec.input_key, "--input-key")
         label = None if spec.label_key is None else _take(row.value, spec.label_key, "--label-key")
+        if label is None and spec.label_key is not None and spec.trained_turns is None:
+            raise RowError(f"{spec.label_key!r} (--label-key) is null")
         metadata = _metadata(row.value, spec)
         prompt = _prompt(prompt, metadata.get("tools"), spec, tokenizer)
     except RowError as error:
         rejects.add(row.where, str(error))
         return None
-    return PromptRow(row.where, prompt, None, str(label) if isinstance(label, int | float) else label, metadata)
+    return PromptRow(row.where, prompt, str(label) if isinstance(label, int | float) else label, metadata)
 
 
 def _take(row: dict[str, Any], key: str, flag: str) -> Any:
@@ -231,48 +244,35 @@ def _prompt(prompt: Any, tools: Any, spec: PromptSpec, tokenizer: Any) -> str | 
     return prompt
 
 
-def check_messages(messages: Any, what: str) -> None:
-    """Raise RowError unless ``messages`` is a non-empty list of dicts with a ``role``."""
-    if not isinstance(messages, list):
-        raise RowError(f"{what} is a {type(messages).__name__}; a string or a list of chat messages is expected")
-    if not messages:
-        raise RowError(f"{what} is an empty list of messages")
-    for position, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise RowError(f"message {position} of {what} is not an object with a 'role': {message!r:.80}")
-
-
-def render(
-    tokenizer: Any, messages: list[dict[str, Any]], tools: Any, kwargs: str, *, generation_prompt: bool = True
-) -> str:
-    """The text of a conversation by the tokenizer's chat template.
-
-    Args:
-        kwargs: further arguments of the template, a JSON object.
-
-    Raises:
-        RowError: the template refuses the conversation.
-    """
-    from jinja2 import TemplateError
-
-    try:
-        return tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=generation_prompt, **json.loads(kwargs)
-        )
-    except (TemplateError, TypeError, ValueError) as error:
-        raise RowError(f"the chat template refuses the conversation: {error}") from error
-
-
-def _tokenise(rows: list[PromptRow], spec: PromptSpec, tokenizer: Any) -> Iterator[tuple[PromptRow, int]]:
+def _tokenise(
+    rows: list[PromptRow], spec: PromptSpec, tokenizer: Any, rejects: _Rejects
+) -> Iterator[tuple[PromptRow, int]]:
     """Rows with their tokens, and the prompts' lengths; messages stay text-less and are only measured."""
-    texts = [row.prompt if isinstance(row.prompt, str) else _measured_text(row, spec, tokenizer) for row in rows]
-    ids = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-    for row, tokens in zip(rows, ids, strict=True):
-        if isinstance(row.prompt, str):
-            array = np.asarray(tokens, dtype=np.int32)
-            yield PromptRow(row.where, row.prompt, array, row.label, row.metadata), len(tokens)
-        else:
+    texts: list[tuple[PromptRow, str]] = []
+    for row in rows:
+        try:
+            texts.append((row, row.prompt if isinstance(row.prompt, str) else _measured_text(row, spec, tokenizer)))
+        except RowError as error:
+            rejects.add(row.where, str(error))
+    ids = tokenizer([text for _, text in texts], add_special_tokens=False)["input_ids"] if texts else []
+    for (row, _), tokens in zip(texts, ids, strict=True):
+        if not isinstance(row.prompt, str):
             yield row, len(tokens)
+        elif tokens:
+            yield replace(row, tokens=np.asarray(tokens, dtype=np.int32)), len(tokens)
+        else:
+            rejects.add(row.where, f"{spec.input_key!r} (--input-key) is empty")
+
+
+def _encode(rows: list[PromptRow], encoder: ConversationEncoder, rejects: _Rejects) -> Iterator[tuple[PromptRow, int]]:
+    """Rows with their conversations' tokens, and how many these are."""
+    for row in rows:
+        try:
+            encoded = encoder.encode(with_answer(row.prompt, row.label), row.metadata.get("tools"))
+        except RowError as error:
+            rejects.add(row.where, str(error))
+        else:
+            yield replace(row, encoded=encoded), len(encoded.tokens)
 
 
 def _measured_text(row: PromptRow, spec: PromptSpec, tokenizer: Any) -> str:

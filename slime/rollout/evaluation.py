@@ -11,13 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from slime.options.rollout import DEFAULT_ROLLOUT
 from slime.rollout.base_types import RolloutFnEvalOutput, flatten_samples
-from slime.rollout.dataset import DEFAULT_ROLLOUT, PromptSpec, load_prompts
+from slime.rollout.dataset import PromptSpec, load_prompts
 from slime.rollout.loop import run_all
 from slime.rollout.metrics import length_stats
 from slime.rollout.sampling import eval_sampling_params
 from slime.rollout.sglang_rollout import generate_and_rm, seeded
 from slime.rollout.state import rollout_state
+from slime.utils.errors import BadInputError
 from slime.utils.types import Group, Sample, Status
 
 _load_cached = functools.lru_cache(maxsize=64)(load_prompts)
@@ -41,6 +43,19 @@ def eval_prompt_spec(args: Namespace, name: str, path: str) -> PromptSpec:
         skip_bad_rows=args.skip_bad_rows,
         messages_allowed=own_code,
     )
+
+
+def load_eval_prompts(args: Namespace) -> dict[str, int]:
+    """Read the evaluation sets that the run will need; how many prompts each has.
+
+    An ``--eval-function-path`` that is not ours reads its files itself.
+
+    Raises:
+        BadInputError: a file or row that cannot be read.
+    """
+    if args.eval_interval is None or args.eval_function_path not in (None, DEFAULT_ROLLOUT):
+        return {}
+    return {name: len(_load_cached(eval_prompt_spec(args, name, path))) for name, path in args.eval_datasets}
 
 
 def eval_groups(args: Namespace, name: str, path: str) -> list[Group]:
@@ -67,11 +82,11 @@ async def eval_rollout(args: Namespace, version: int) -> RolloutFnEvalOutput:
         version: of the weights that are scored, for the message of a deadline.
 
     Raises:
-        ValueError: there is no evaluation set, or one does not read.
-        TimeoutError: ``--rollout-timeout`` passed.
+        BadInputError: there is no evaluation set, or one does not read.
+        DeadlineError: ``--rollout-timeout`` passed.
     """
     if not args.eval_datasets:
-        raise ValueError("there is nothing to evaluate on: give --eval-prompt-data")
+        raise BadInputError("there is nothing to evaluate on: give --eval-prompt-data")
     started = time.monotonic()
     if args.eval_max_context_len is not None:
         args = Namespace(**vars(args) | {"rollout_max_context_len": args.eval_max_context_len})

@@ -8,8 +8,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from slime.utils.errors import SlimeError
 
-class HookError(RuntimeError):
+
+class HookError(SlimeError):
     """A user's function failed or returned what it must not; the message names the flag, the path and the cause."""
 
 

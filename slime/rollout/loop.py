@@ -11,6 +11,8 @@ import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+from slime.utils.errors import DeadlineError
+
 T = TypeVar("T")
 
 _HOOK_THREADS = 64
@@ -41,7 +43,7 @@ class BackgroundLoop:
             what: what is being done, for the error message.
 
         Raises:
-            TimeoutError: the loop is blocked; the message shows where. The next caller gets a new loop.
+            DeadlineError: the loop is blocked; the message shows where. The next caller gets a new loop.
         """
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
@@ -53,7 +55,7 @@ class BackgroundLoop:
             background_loop.cache_clear()
             frame = sys._current_frames().get(self._thread.ident or 0)
             stack = "".join(traceback.format_stack(frame)) if frame else "(its thread is gone)\n"
-            raise TimeoutError(
+            raise DeadlineError(
                 f"{what} did not end within {timeout:g} s and does not react: the event loop is blocked here:\n{stack}"
             ) from None
         except KeyboardInterrupt:
@@ -80,7 +82,7 @@ async def run_all(
         late: makes the error message while the late jobs are still there to be described.
 
     Raises:
-        TimeoutError: the deadline passed.
+        DeadlineError: the deadline passed.
     """
     tasks = [asyncio.ensure_future(job) for job in jobs]
     if not tasks:
@@ -91,7 +93,7 @@ async def run_all(
             if task in done:
                 task.result()
         if pending:
-            raise TimeoutError(late())
+            raise DeadlineError(late())
         return [task.result() for task in tasks]
     finally:
         await _cancel(tasks)

@@ -2,19 +2,54 @@
 
 from __future__ import annotations
 
+import logging
 from argparse import Namespace
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from slime.utils.types import Sample
 
+if TYPE_CHECKING:
+    from slime.rollout.data_source import RolloutDataSource
 
-def length_stats(samples: Sequence[Sample], prefix: str) -> dict[str, float]:
-    """Mean, median, maximum and minimum of response lengths, in tokens."""
+logger = logging.getLogger(__name__)
+
+
+def accounting(args: Namespace, source: RolloutDataSource, in_flight: int = 0) -> dict[str, float]:
+    """Where every prompt that was ever read is: trained, dropped, in the buffer, or in flight.
+
+    ``rollout/prompts_dropped/<reason>`` tells why they were dropped.
+
+    Args:
+        in_flight: prompts that the rollout function still holds; a synchronous one holds none between two rollouts.
+
+    Raises:
+        RuntimeError: the sum is not what was read: prompts were lost, or trained twice. Of a user's own rollout
+            function or data source, which may do as it likes, it is a warning.
+    """
+    dropped = source.num_dropped
+    parts = {
+        "trained": source.num_trained,
+        "dropped": dropped.total(),
+        "buffered": source.get_buffer_length(),
+        "in_flight": in_flight,
+    }
+    if sum(parts.values()) != source.num_read:
+        message = f"{source.num_read} prompts were read, but {' + '.join(f'{n} {what}' for what, n in parts.items())}"
+        if all(path.startswith("slime.") for path in (args.rollout_function_path, args.data_source_path)):
+            raise RuntimeError(message)
+        logger.warning("%s: a rollout function reports what it drops by data_source.count_dropped", message)
+    parts = {"read": source.num_read, **parts} | {f"dropped/{reason}": n for reason, n in sorted(dropped.items())}
+    return {f"rollout/prompts_{name}": float(n) for name, n in parts.items()}
+
+
+def length_stats(samples: Sequence[Sample], prefix: str, *, effective: bool = False) -> dict[str, float]:
+    """Mean, median, maximum and minimum of response lengths, in tokens; *effective* tokens count in the loss."""
     if not samples:
         return {}
-    lengths = np.array([sample.response_length for sample in samples])
+    lengths = np.array([s.effective_response_length if effective else s.response_length for s in samples])
     return {
         f"{prefix}/mean": float(lengths.mean()),
         f"{prefix}/median": float(np.median(lengths)),

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime.utils.errors import BadInputError
+
 _SLICE = re.compile(r"@\[\s*(-?\d*)\s*:\s*(-?\d*)\s*\]$")
 _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 _PARQUET_BATCH = 1024
@@ -29,12 +31,12 @@ def split_slice(path: str) -> tuple[Path, slice]:
     """``"data.jsonl@[10:-5]"`` as ``(Path("data.jsonl"), slice(10, -5))``; without a slice, all rows.
 
     Raises:
-        ValueError: what follows ``@[`` is no slice of two integers.
+        BadInputError: what follows ``@[`` is no slice of two integers.
     """
     match = _SLICE.search(path)
     if match is None:
         if "@[" in path:
-            raise ValueError(f"{path}: a slice is written path@[start:stop], with integers or nothing")
+            raise BadInputError(f"{path}: a slice is written path@[start:stop], with integers or nothing")
         return Path(path).expanduser(), slice(None)
     start, stop = (int(bound) if bound else None for bound in match.groups())
     return Path(path[: match.start()]).expanduser(), slice(start, stop)
@@ -46,15 +48,15 @@ def read_rows(path: str) -> Iterator[Row]:
     Negative bounds count from the end, as in Python, and cost a first pass that counts.
 
     Raises:
-        ValueError: no such file, an unknown suffix, or a parquet file that does not open.
+        BadInputError: no such file, an unknown suffix, or a parquet file that does not open.
     """
     file, bounds = split_slice(path)
     if not file.is_file():
-        raise ValueError(f"there is no file {file}")
+        raise BadInputError(f"there is no file {file}")
     if file.suffix == ".parquet":
         return _read_parquet(file, bounds)
     if file.suffix not in _JSON_SUFFIXES:
-        raise ValueError(f"{file}: unknown suffix {file.suffix!r}; use {', '.join(_JSON_SUFFIXES)} or .parquet")
+        raise BadInputError(f"{file}: unknown suffix {file.suffix!r}; use {', '.join(_JSON_SUFFIXES)} or .parquet")
     return _read_json_lines(file, bounds)
 
 
@@ -101,7 +103,7 @@ def _read_parquet(file: Path, bounds: slice) -> Iterator[Row]:
     try:
         table = pyarrow.parquet.ParquetFile(file)
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{file} is no readable parquet file: {error}") from error
+        raise BadInputError(f"{file} is no readable parquet file: {error}") from error
     with table:
         start, stop = _start_stop(bounds, table.metadata.num_rows)
         values = (row for batch in table.iter_batches(_PARQUET_BATCH) for row in batch.to_pylist())

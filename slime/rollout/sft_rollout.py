@@ -8,8 +8,8 @@ from argparse import Namespace
 from typing import Any
 
 from slime.rollout.base_types import RolloutFnTrainOutput
-from slime.rollout.conversation import ConversationEncoder, Messages, conversation_encoder
-from slime.rollout.dataset import RowError
+from slime.rollout.conversation import ConversationEncoder, RowError, with_answer
+from slime.utils.errors import BadInputError
 from slime.utils.types import Sample, Status
 
 
@@ -20,43 +20,30 @@ def generate_rollout(
 
     ``--input-key`` holds chat messages with the assistant's turns in them; a turn with ``step_loss_mask: 0`` is not
     trained. Where there is no assistant turn, the label (``--label-key``) is the assistant's answer, and a plain string
-    is the user's message.
+    is the user's message. Rows of ``--prompt-data`` were encoded when they were read; what a user's own data source
+    gives is encoded here.
 
     Raises:
-        ValueError: a conversation that nothing can be learnt from, with its row; or ``evaluation``: it takes engines.
+        BadInputError: a conversation that nothing can be learnt from; or ``evaluation``: it takes engines.
     """
     if evaluation:
-        raise ValueError("supervised training has no evaluation: name an --eval-function-path, or drop --eval-interval")
+        raise BadInputError(
+            "supervised training has no evaluation: name an --eval-function-path, or drop --eval-interval"
+        )
     started = time.monotonic()
-    kwargs = json.dumps(args.apply_chat_template_kwargs or {})
-    encoder = conversation_encoder(args.hf_checkpoint, kwargs, args.loss_mask_type == "distill_qwen")
     groups = data_source.get_samples(args.rollout_batch_size)
-    samples = [sample for group in groups for sample in group]
-    for sample in samples:
-        _fill(sample, encoder)
+    unfinished = [sample for group in groups for sample in group if sample.status is Status.PENDING]
+    if unfinished:
+        _encode(args, unfinished)
     metrics = {"perf/rollout_time": time.monotonic() - started}
     return RolloutFnTrainOutput(samples=groups, metrics=metrics)
 
 
-def conversation(sample: Sample) -> Messages:
-    """The sample's conversation, with its label as the answer where the assistant says nothing."""
-    messages: Messages = (
-        [{"role": "user", "content": sample.prompt}] if isinstance(sample.prompt, str) else sample.prompt
-    )
-    if sample.label is not None and not any(message.get("role") == "assistant" for message in messages):
-        return [*messages, {"role": "assistant", "content": str(sample.label)}]
-    return messages
-
-
-def _fill(sample: Sample, encoder: ConversationEncoder) -> None:
-    try:
-        encoded = encoder.encode(conversation(sample), sample.metadata.get("tools"))
-    except RowError as error:
-        where = getattr(sample, "source_row", f"sample {sample.index}")
-        raise ValueError(f"--prompt-data {where}: {error}") from error
-    sample.tokens = encoded.tokens.tolist()
-    sample.response = encoded.response
-    sample.response_length = encoded.response_length
-    sample.loss_mask = encoded.mask[-encoded.response_length :].tolist()
-    sample.reward = 0.0
-    sample.status = Status.COMPLETED
+def _encode(args: Namespace, samples: list[Sample]) -> None:
+    kwargs = json.dumps(args.apply_chat_template_kwargs or {})
+    encoder = ConversationEncoder(args.hf_checkpoint, kwargs, args.loss_mask_type == "distill_qwen")
+    for sample in samples:
+        try:
+            encoder.encode(with_answer(sample.prompt, sample.label), sample.metadata.get("tools")).fill(sample)
+        except RowError as error:
+            raise BadInputError(f"sample {sample.index}: {error}") from error

@@ -7,6 +7,7 @@ import uuid
 from argparse import Namespace
 from typing import Any
 
+from slime.backends.sglang.client import RequestError
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, flatten_samples
 from slime.rollout.data_source import RolloutDataSource
 from slime.rollout.hooks import HookError, accepts, call_hook
@@ -16,6 +17,7 @@ from slime.rollout.rm_hub import async_rm
 from slime.rollout.sampling import request_seed, train_sampling_params
 from slime.rollout.state import RolloutState, rollout_state
 from slime.rollout.tokenizer import load_tokenizer
+from slime.utils.errors import BadInputError
 from slime.utils.misc import load_function
 from slime.utils.types import Group, Sample, Status
 
@@ -45,7 +47,7 @@ def generate_rollout(
         data_source.rollout_id = rollout_id
     groups = data_source.get_samples(args.rollout_batch_size)
     if len(groups) != args.rollout_batch_size:
-        raise ValueError(f"the data source gave {len(groups)} groups, asked for {args.rollout_batch_size}")
+        raise BadInputError(f"the data source gave {len(groups)} groups, asked for {args.rollout_batch_size}")
     rollout = generate_rollout_async(args, rollout_id, groups)
     return background_loop().run(rollout, timeout=args.rollout_timeout, what=f"rollout {rollout_id}")
 
@@ -138,7 +140,7 @@ async def _generate(args: Namespace, sample: Sample, params: dict[str, Any], eva
             sample = await generate(args, sample, params)
             if sample.status is not Status.ABORTED:
                 return sample
-        raise RuntimeError(f"sample {sample.index}: the engine aborted its request {_MAX_ABORTS} times")
+        raise RequestError(f"sample {sample.index}: the engine aborted its request {_MAX_ABORTS} times")
     flag = "Sample.generate_function_path" if sample.generate_function_path else "--custom-generate-function-path"
     function = load_function(path, flag=flag, default_names=("generate", "custom_generate"))
     extra = {"evaluation": evaluation} if accepts(function, "evaluation") else {}
@@ -183,10 +185,11 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
     if room is not None and room <= 0:
         sample.status = Status.TRUNCATED
         return sample
+    params = sampling_params | {"max_new_tokens": room}
+    if room is not None and params.get("min_new_tokens"):
+        params["min_new_tokens"] = min(params["min_new_tokens"], room)
     async with rollout_state(args) as state:
-        reply = await state.client.generate(
-            sample.tokens, sampling_params | {"max_new_tokens": room}, headers=_routing_headers(args, sample)
-        )
+        reply = await state.client.generate(sample.tokens, params, headers=_routing_headers(args, sample))
     _append(args, sample, reply)
     return sample
 
@@ -198,10 +201,10 @@ def prompt_tokens(args: Namespace, sample: Sample) -> list[int]:
         ValueError: the prompt is chat messages, or empty.
     """
     if not isinstance(sample.prompt, str):
-        raise ValueError(f"sample {sample.index}: its prompt is chat messages; add --apply-chat-template")
+        raise BadInputError(f"sample {sample.index}: its prompt is chat messages; add --apply-chat-template")
     tokens: list[int] = load_tokenizer(args.hf_checkpoint)(sample.prompt, add_special_tokens=False)["input_ids"]
     if not tokens:
-        raise ValueError(f"sample {sample.index} has an empty prompt and no tokens")
+        raise BadInputError(f"sample {sample.index} has an empty prompt and no tokens")
     return tokens
 
 

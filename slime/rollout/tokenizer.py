@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from slime.utils.errors import BadInputError
+
 
 @functools.lru_cache(maxsize=8)
 def load_tokenizer(checkpoint: str) -> Any:
     """The tokenizer of a Hugging Face directory.
 
     Raises:
-        ValueError: the directory holds none that loads.
+        BadInputError: the directory holds none that loads.
     """
     from transformers import AutoTokenizer
 
@@ -19,4 +21,4 @@ def load_tokenizer(checkpoint: str) -> Any:
         # False, not unset: that asks at the terminal.
         return AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"--hf-checkpoint {checkpoint}: its tokenizer does not load: {error}") from error
+        raise BadInputError(f"--hf-checkpoint {checkpoint}: its tokenizer does not load: {error}") from error

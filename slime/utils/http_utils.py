@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from slime.utils.errors import SlimeError
+
 RETRIED_STATUSES = frozenset({429, 502, 503, 504})
 """The server was busy, or the router has lost the engine that had the request: another try may reach one that lives."""
 _RETRIED_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
@@ -27,7 +29,7 @@ _api_keys: dict[str, str] = {}
 _sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = weakref.WeakKeyDictionary()
 
 
-class RequestError(RuntimeError):
+class RequestError(SlimeError, RuntimeError):
     """A request that failed for good; ``status`` is None where no reply came."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
@@ -41,9 +43,14 @@ def origin_of(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}"
 
 
+def host_port(host: str, port: int) -> str:
+    """``host:port``, with brackets around an IPv6 address that has none yet."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
 def http_url(host: str, port: int) -> str:
-    """``http://host:port``, with brackets around an IPv6 address."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    """``http://host:port``, with brackets around an IPv6 address that has none yet."""
+    return f"http://{host_port(host, port)}"
 
 
 def register_api_key(url: str, key: str) -> None:
@@ -176,44 +183,68 @@ def host_ip() -> str:
 
 
 class PortReservation:
-    """A TCP port that no one else takes between now and the moment our server listens on it.
+    """TCP ports in a row that no one else takes between now and the moment our server listens on them.
 
-    The port is held twice. Bound, until `release`: no program can take it. And by an abstract Unix socket named after
+    A port is held twice. Bound, until `release`: no program can take it. And by an abstract Unix socket named after
     it, until `close` or the end of this process: no other reservation on this host can take it while the server, whose
     start takes seconds, has yet to bind it. Ports are below the range from which the kernel serves port 0.
     """
 
-    def __init__(self, host: str) -> None:
-        """Reserve a port on ``host``.
+    def __init__(self, host: str, count: int = 1) -> None:
+        """Reserve ``count`` ports, the first of which is ``port``, for a server on ``host``.
 
         Raises:
-            OSError: no port is free, or ``host`` is not an address of this machine.
+            OSError: no ports are free, or ``host`` is not an address of this machine.
         """
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        _check_address(host)
+        self._locks: list[socket.socket] = []
+        self._bound: list[socket.socket] = []
         for port in _PORTS:
-            lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            bound = socket.socket(family, socket.SOCK_STREAM)
-            try:
-                lock.bind(f"\0slime-port-{port}")
-                # No SO_REUSEADDR, with which two sockets may bind one port; no listen(), which would answer too early.
-                bound.bind((host, port))
-            except OSError as error:
-                lock.close()
-                bound.close()
-                if error.errno == errno.EADDRNOTAVAIL:
-                    raise OSError(error.errno, f"{host} is not an address of this machine") from error
-                continue
-            self.port = port
-            self._lock = lock
-            self._bound = bound
-            return
-        raise OSError(f"no free port on {host} in {_PORTS.start}-{_PORTS.stop - 1}")
+            if not self._hold(port):
+                self.close()
+            elif len(self._bound) == count:
+                self.port = port - count + 1
+                return
+        self.close()
+        raise OSError(f"no {count} free ports in a row in {_PORTS.start}-{_PORTS.stop - 1}")
+
+    def _hold(self, port: int) -> bool:
+        lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        # On every address: some servers, torch's rendezvous among them, bind no single one.
+        everywhere = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        bound = socket.socket(everywhere, socket.SOCK_STREAM)
+        try:
+            lock.bind(f"\0slime-port-{port}")
+            if everywhere == socket.AF_INET6:
+                bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            # No SO_REUSEADDR, with which two sockets may bind one port; no listen(), which would answer too early.
+            bound.bind(("", port))
+        except OSError:
+            lock.close()
+            bound.close()
+            return False
+        self._locks.append(lock)
+        self._bound.append(bound)
+        return True
 
     def release(self) -> None:
-        """Let go of the port itself: call it just before the server binds it."""
-        self._bound.close()
+        """Let go of the ports themselves: call it just before the server binds them."""
+        while self._bound:
+            self._bound.pop().close()
 
     def close(self) -> None:
         """End the reservation."""
         self.release()
-        self._lock.close()
+        while self._locks:
+            self._locks.pop().close()
+
+
+def _check_address(host: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise OSError(error.errno, f"{host} is not an address of this machine") from error
+            raise

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from slime.utils.errors import BadInputError
+
 
 def split_function_path(path: str) -> tuple[str, str | None]:
     """Split a function path into what to import and the attribute to take from it.
@@ -96,26 +98,26 @@ def load_function(path: str, *, flag: str | None = None, default_names: Sequence
         default_names: for a file alone, the names to look for in it, first match wins.
 
     Raises:
-        ValueError: the path does not load; the message names the flag, the path and what is missing, with near names.
+        BadInputError: the path does not load; the message names flag, path and what is missing, with near names.
     """
     where = f"{flag} {path}" if flag else path
     try:
         source, name = split_function_path(path)
         module = load_module(source)
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+        raise BadInputError(f"{where}: {error}") from error
     if name is None:
         found = [candidate for candidate in default_names if hasattr(module, candidate)]
         if not found:
             wanted = f"none of {', '.join(default_names)} is in it" if default_names else "which function of it?"
-            raise ValueError(f"{where}: {wanted}; write {path}:function")
+            raise BadInputError(f"{where}: {wanted}; write {path}:function")
         name = found[0]
     target: Any = module
     for part in name.split("."):
         if not hasattr(target, part):
             public = [n for n in dir(target) if not n.startswith("_")]
-            raise ValueError(f"{where}: {source} has no {part!r}{_near(part, public)}")
+            raise BadInputError(f"{where}: {source} has no {part!r}{_near(part, public)}")
         target = getattr(target, part)
     if not callable(target):
-        raise ValueError(f"{where}: {name!r} is a {type(target).__name__}, not a function or class")
+        raise BadInputError(f"{where}: {name!r} is a {type(target).__name__}, not a function or class")
     return target

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from argparse import Namespace
 from pathlib import Path
@@ -13,7 +14,7 @@ from slime.weights.publisher import WeightPublisher
 
 
 class DiskPublisher(WeightPublisher):
-    """Rank 0 writes ``weight_v000012``; the engines load it; the version before it is removed.
+    """Rank 0 writes ``weight_v000012``; the engines load it; the version that it wrote before is removed.
 
     The engines generate while the files are written, and pause only to read them.
     """
@@ -24,6 +25,7 @@ class DiskPublisher(WeightPublisher):
         super().__init__(args, rank, engines)
         self._root = weights_directory(args)
         self._writer: HFDirectoryWriter | None = None
+        self._previous: Path | None = None
 
     def _prepare(self, version: int) -> None:
         self._writer = HFDirectoryWriter(self._root / f"weight_v{version:06d}", Path(self.args.hf_checkpoint))
@@ -37,10 +39,10 @@ class DiskPublisher(WeightPublisher):
         directory = self._writer.commit()
         self.each_engine("push", lambda control: control.update_weights_from_disk(str(directory)))
         self._writer = None  # the engines have it: a later publication that fails must not take it away
-        if not self.args.update_weight_disk_keep_files:
-            for old in self._root.glob("weight_v*"):
-                if old != directory:
-                    shutil.rmtree(old)
+        if self._previous is not None and not self.args.update_weight_disk_keep_files:
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(self._previous)
+        self._previous = directory
 
     def _abandon(self) -> None:
         if self._writer is not None:

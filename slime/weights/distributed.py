@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from slime.backends.sglang.client import EngineError
 from slime.utils import device
-from slime.utils.http_utils import PortReservation, host_ip
+from slime.utils.http_utils import PortReservation, host_ip, host_port
 from slime.weights.engines import EngineAddress, call_all
 from slime.weights.hf_directory import NamedTensors
 from slime.weights.publisher import WeightPublisher
@@ -118,7 +118,7 @@ def join_as_sender(host: str, port: int, world_size: int, group_name: str, timeo
     (``sglang.srt.utils.common.init_custom_process_group``, which cannot be imported without all of SGLang): both sides
     must build the same store prefixes, or they wait for each other until the deadline.
     """
-    store, _, _ = next(c10d.rendezvous(f"tcp://{host}:{port}", 0, world_size, timeout=timeout))
+    store, _, _ = next(c10d.rendezvous(f"tcp://{host_port(host, port)}", 0, world_size, timeout=timeout))
     store.set_timeout(timeout)
     group, _ = c10d._new_process_group_helper(
         world_size,

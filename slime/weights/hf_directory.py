@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
+import socket
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,8 +46,15 @@ class HFDirectoryWriter(HFWriter):
 
 
 def weights_directory(args: Namespace) -> Path:
-    """Where versions are written: ``--update-weight-disk-dir``, or ``weights`` in the run's directory."""
-    return Path(args.update_weight_disk_dir or Path(args.run_dir, "weights")).absolute()
+    """Where this run writes versions: a directory of its own in ``--update-weight-disk-dir``, or ``RUN_DIR/weights``.
+
+    Its name is the same when the run is resumed, and another for runs of the same name elsewhere or on other hosts.
+    """
+    run_dir = Path(args.run_dir).absolute()
+    if not args.update_weight_disk_dir:
+        return run_dir / "weights"
+    whose = hashlib.sha256(f"{socket.gethostname()}:{run_dir}".encode()).hexdigest()[:8]
+    return Path(args.update_weight_disk_dir, f"{run_dir.name}-{whose}").absolute()
 
 
 def stored_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:

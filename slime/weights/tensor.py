@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import reductions
 
 from slime.utils import device
 from slime.weights.engines import EngineAddress
@@ -27,8 +26,6 @@ from slime.weights.publisher import WeightPublisher, trainer_world_size
 
 _ALIGNMENT = 16
 """Bytes; a view of the flat buffer as any dtype must start at a multiple of that dtype's size."""
-_DEVICE_ARGUMENT = 6
-"""Where torch's rebuild_cuda_tensor takes the device."""
 
 
 class SharedBuffer:
@@ -55,10 +52,7 @@ class SharedBuffer:
         if not self.tensor.is_cuda:
             open_file = functools.partial(torch.from_file, dtype=torch.uint8)
             return open_file, (self._path, True, self.tensor.numel())
-        rebuild, arguments = reductions.reduce_tensor(self.tensor)
-        # SGLang's receiver takes the GPU's UUID in place of its index, which differs between processes.
-        uuid = str(torch.get_device_module().get_device_properties(arguments[_DEVICE_ARGUMENT]).uuid)
-        return rebuild, (*arguments[:_DEVICE_ARGUMENT], uuid, *arguments[_DEVICE_ARGUMENT + 1 :])
+        return device.share(self.tensor)
 
 
 def flat_layout(bucket: NamedTensors) -> tuple[list[SimpleNamespace], int]:

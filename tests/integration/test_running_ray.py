@@ -15,15 +15,7 @@ import pytest
 
 from slime.utils.http_utils import PortReservation
 from tests.integration.harness import ROOT, TrainProcess, series
-from tests.integration.test_train import (
-    ENGINE_ACTOR,
-    ENGINE_SERVER,
-    MANAGER,
-    RUN_S,
-    assert_death_ends_the_run,
-    flags,
-    make_workspace,
-)
+from tests.integration.test_train import RUN_S, assert_death_ends_the_run, flags, make_workspace
 
 NUM_GPUS = 0
 pytestmark = [pytest.mark.integration, pytest.mark.full]
@@ -129,8 +121,6 @@ def test_killed_driver_leaves_only_ray(workspace: Path, ray_head: dict[str, str]
         process.assert_no_process_left(ignore=_RAYS_OWN)
 
 
-@pytest.mark.parametrize("victim", [ENGINE_SERVER, ENGINE_ACTOR, MANAGER])
-def test_death_of_a_process_ends_the_run_and_not_ray(
-    workspace: Path, ray_head: dict[str, str], victim: tuple[str, str]
-) -> None:
+@pytest.mark.parametrize("victim", ["engine_server", "engine_actor", "manager"])
+def test_death_of_a_process_ends_the_run_and_not_ray(workspace: Path, ray_head: dict[str, str], victim: str) -> None:
     assert_death_ends_the_run(workspace, victim, env=ray_head, others=_RAYS_OWN)

@@ -76,6 +76,7 @@ def flags(workspace: Path, run_dir: Path, **changes: Value) -> list[str]:
         "actor-num-gpus-per-node": 1,
         "colocate": True,
         "sglang-enable-deterministic-inference": True,
+        "ci-test": True,
     }
     values |= {name.replace("_", "-"): value for name, value in changes.items()}
     line: list[str] = []
@@ -124,6 +125,9 @@ def test_colocated_run_trains_and_agrees_with_the_engine(colocated: Path) -> Non
     assert kl[0] == 0.0
     assert kl[-1] > 0.0
     assert len(series(colocated, "eval/add")) == 2
+    assert series(colocated, "rollout/prompts_read") == series(colocated, "rollout/prompts_trained") == [4, 8, 12]
+    lines = (colocated.parent / "colocated.log").read_text().splitlines()
+    assert [line.split(" | ")[0] for line in lines if " | eval/add " in line] == ["rollout 0/3", "rollout 3/3"]
     assert all("time" in line for line in read_metrics(colocated))
 
 
@@ -201,15 +205,18 @@ def test_rollout_only(workspace: Path) -> None:
     assert not series(run_dir, "train/loss")
 
 
-ENGINE_SERVER = ("slime.backends.sglang.launch", "engine 0")
-ENGINE_ACTOR = ("ray::EngineActor", "engine 0")
-MANAGER = ("ray::RolloutManager", "the rollout manager")
-TRAINER = ("ray::TrainActor", "trainer 0")
+VICTIMS = {
+    "engine_server": ("slime.backends.sglang.launch", "engine 0"),
+    "engine_actor": ("ray::EngineActor", "engine 0"),
+    "manager": ("ray::RolloutManager", "the rollout manager"),
+    "trainer": ("ray::TrainActor", "trainer 0"),
+}
+"""A word of each one's command line, and the name that the error must have."""
 
 
 def assert_death_ends_the_run(
     workspace: Path,
-    victim: tuple[str, str],
+    victim: str,
     *,
     while_saving: bool = False,
     env: dict[str, str] | None = None,
@@ -218,13 +225,13 @@ def assert_death_ends_the_run(
     """Kill one process of a run: it ends within 60 s, with one line that names the part, and checkpoints are whole.
 
     Args:
-        victim: a word of its command line, and the name that the error must have.
+        victim: one of `VICTIMS`.
         while_saving: kill while a checkpoint is being written, not after the first one.
         env: leads to a Ray that is there already.
         others: words in the command lines of processes that are that Ray's own.
     """
-    word, culprit = victim
-    run_dir = workspace / f"death_{'while_saving_' if while_saving else ''}{word.replace(':', '')}"
+    word, culprit = VICTIMS[victim]
+    run_dir = workspace / f"death_of_{victim}{'_while_saving' if while_saving else ''}"
     line = flags(workspace, run_dir, num_rollout=100, save=str(run_dir), save_interval=1)
     with TrainProcess(line, workspace / f"{run_dir.name}.log", env) as process:
         process.wait_until((run_dir / "latest_checkpointed_iteration.txt").exists, RUN_S, "the first checkpoint")
@@ -246,25 +253,26 @@ def assert_death_ends_the_run(
 @pytest.mark.parametrize(
     "victim",
     [
-        ENGINE_SERVER,
-        MANAGER,
-        pytest.param(ENGINE_ACTOR, marks=pytest.mark.full),
-        pytest.param(TRAINER, marks=pytest.mark.full),
+        "engine_server",
+        "manager",
+        pytest.param("engine_actor", marks=pytest.mark.full),
+        pytest.param("trainer", marks=pytest.mark.full),
     ],
 )
-def test_death_of_a_process_ends_the_run_with_its_name(workspace: Path, victim: tuple[str, str]) -> None:
+def test_death_of_a_process_ends_the_run_with_its_name(workspace: Path, victim: str) -> None:
     assert_death_ends_the_run(workspace, victim)
 
 
 @pytest.mark.full
 def test_death_while_a_checkpoint_is_written_leaves_the_one_before(workspace: Path) -> None:
-    assert_death_ends_the_run(workspace, TRAINER, while_saving=True)
+    assert_death_ends_the_run(workspace, "trainer", while_saving=True)
 
 
-def test_ctrl_c_leaves_no_process(workspace: Path) -> None:
-    run_dir = workspace / "interrupted"
-    with TrainProcess(flags(workspace, run_dir, num_rollout=100), workspace / "interrupted.log") as process:
+@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
+def test_a_signal_to_end_leaves_no_process(workspace: Path, signum: signal.Signals) -> None:
+    run_dir = workspace / signum.name
+    with TrainProcess(flags(workspace, run_dir, num_rollout=100), workspace / f"{signum.name}.log") as process:
         process.wait_until(lambda: series(run_dir, "train/loss"), RUN_S, "the first training step")
-        process.kill(signal.SIGINT)
-        assert process.wait(60) == 130, process.tail()
+        process.kill(signum)
+        assert process.wait(60) == 128 + signum, process.tail()
         process.assert_no_process_left()

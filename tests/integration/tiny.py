@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,18 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 from slime.backends.sglang.client import EngineControl
 from slime.backends.sglang.engine import Engine
 from slime.backends.sglang.router import Router
+from slime.utils.arguments import GROUPS
 from slime.weights import EngineAddress
 
 KEYS = ("generate-key-of-the-tests", "admin-key-of-the-tests")
 
 
 def engine_args(hf_checkpoint: Path, run_dir: Path, **changes: Any) -> argparse.Namespace:
-    """The options that engine, router and publishers read."""
-    values: dict[str, Any] = {
+    """slime's options at their defaults but for keyword arguments and shorter deadlines, and what follows from them."""
+    values: dict[str, Any] = {field.name: field.default for group in GROUPS for field in fields(group)}
+    values |= {
         "hf_checkpoint": str(hf_checkpoint),
         "run_dir": run_dir,
-        "rollout_num_gpus_per_engine": 1,
         "params_dtype": "float32",
         "seed": 1234,
         "sglang_cli": [],
@@ -34,10 +35,8 @@ def engine_args(hf_checkpoint: Path, run_dir: Path, **changes: Any) -> argparse.
         "request_timeout": 120.0,
         "weight_update_timeout": 60.0,
         "update_weight_transport": "tensor",
-        "update_weight_disk_dir": None,
-        "update_weight_disk_keep_files": False,
-        "check_weight_update_equal": False,
     }
+    assert set(changes) <= set(values), set(changes) - set(values)
     return argparse.Namespace(**(values | changes))
 
 

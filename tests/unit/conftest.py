@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from slime.options.rollout import DEFAULT_ROLLOUT
+from slime.utils.arguments import GROUPS
 
 CHATML = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -46,68 +50,34 @@ def tokenizer_dir(make_tokenizer: Callable[[str | None], Path]) -> Path:
 
 @pytest.fixture
 def rollout_args(tokenizer_dir: Path) -> Callable[..., Namespace]:
-    """Makes the options that slime.rollout reads, at their defaults but for keyword arguments."""
+    """Makes options at their defaults, but for keyword arguments and what makes a small, quick rollout."""
 
     def make(**changes: Any) -> Namespace:
-        defaults: dict[str, Any] = {
+        values: dict[str, Any] = {field.name: field.default for group in GROUPS for field in fields(group)}
+        values |= {
             "hf_checkpoint": str(tokenizer_dir),
-            "loss_type": "policy_loss",
-            "loss_mask_type": "qwen",
-            "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
-            "eval_function_path": "slime.rollout.sglang_rollout.generate_rollout",
-            "custom_generate_function_path": None,
-            "custom_rm_path": None,
-            "rm_type": None,
-            "rm_url": None,
-            "reward_key": None,
-            "eval_reward_key": None,
-            "prompt_data": None,
             "input_key": "prompt",
             "label_key": "label",
-            "metadata_key": "metadata",
-            "tool_key": "tools",
-            "apply_chat_template": False,
-            "apply_chat_template_kwargs": None,
-            "skip_bad_rows": False,
-            "rollout_max_prompt_len": None,
-            "rollout_max_context_len": None,
-            "rollout_max_response_len": 32,
-            "rollout_temperature": 1.0,
-            "rollout_top_p": 1.0,
-            "rollout_top_k": -1,
-            "rollout_stop": None,
-            "rollout_stop_token_ids": None,
-            "rollout_skip_special_tokens": False,
-            "rollout_shuffle": False,
-            "rollout_seed": 42,
             "rollout_batch_size": 4,
             "n_samples_per_prompt": 2,
+            "rollout_max_response_len": 32,
             "rollout_num_gpus": 1,
-            "num_engines": 1,
             "sglang_server_concurrency": 8,
-            "sglang_router_ip": "127.0.0.1",
-            "sglang_router_port": 3000,
-            "sglang_router_api_key": None,
-            "sglang_enable_deterministic_inference": False,
             "rollout_timeout": 20.0,
             "request_timeout": 10.0,
             "reward_timeout": 10.0,
+            # Not options: what parsing derives from them, SGLang's own flags, and what is known once the router runs.
+            "eval_function_path": DEFAULT_ROLLOUT,
             "eval_datasets": [],
-            "eval_input_key": None,
-            "eval_label_key": None,
-            "eval_tool_key": None,
-            "n_samples_per_eval_prompt": 1,
-            "eval_temperature": None,
-            "eval_top_p": None,
-            "eval_top_k": None,
-            "eval_max_response_len": None,
-            "eval_max_prompt_len": None,
-            "eval_max_context_len": None,
-            "eval_min_new_tokens": None,
+            "num_engines": 1,
+            "sglang_enable_deterministic_inference": False,
+            "sglang_router_ip": "127.0.0.1",
+            "sglang_router_port": 3000,
+            "sglang_router_api_key": None,
         }
-        unknown = set(changes) - set(defaults)
+        unknown = set(changes) - set(values)
         assert not unknown, unknown
-        return Namespace(**defaults | changes)
+        return Namespace(**values | changes)
 
     return make
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from slime.data import DataSource, RolloutDataSource, RolloutDataSourceWithBuffer
+from slime.rollout.metrics import accounting
 from slime.utils.types import Sample, Status
 
 NUM_GPUS = 0
@@ -159,6 +160,43 @@ def test_resume_continues_exactly(make_args: Args) -> None:
     assert got[0][0].status is Status.ABORTED
     assert (got[0][0].rollout_log_probs, got[0][0].weight_versions) == ([-0.5, -0.25], ["3"])
     assert resumed.state_dict() == source.state_dict()
+
+
+def balance(source: RolloutDataSource, **counts: int) -> dict[str, float]:
+    return {f"rollout/prompts_{name}": float(n) for name, n in {"read": source.num_read, **counts}.items()}
+
+
+def test_every_prompt_is_accounted_for(make_args: Args) -> None:
+    args = make_args()
+    source = RolloutDataSourceWithBuffer(args)
+    kept, surplus, stale = source.get_samples(4), source.get_samples(3), source.get_samples(2)
+    kept[0].append(kept[0][0])  # a rollout that was cut into several samples
+    source.count_trained([sample for group in kept for sample in group])
+    source.add_samples(surplus)
+    with pytest.raises(
+        RuntimeError, match=r"9 prompts were read, but 4 trained \+ 0 dropped \+ 3 buffered \+ 0 in_fli"
+    ):
+        accounting(args, source)
+    assert accounting(args, source, in_flight=2) == balance(source, trained=4, dropped=0, buffered=3, in_flight=2)
+    source.count_dropped(stale, "stale")
+    source.count_dropped([], "never")
+    expected = {"trained": 4, "dropped": 2, "buffered": 3, "in_flight": 0, "dropped/stale": 2}
+    assert accounting(args, source) == balance(source, **expected)
+    resumed = RolloutDataSourceWithBuffer(args)
+    resumed.load_state_dict(pickle.loads(pickle.dumps(source.state_dict())))
+    assert accounting(args, resumed) == accounting(args, source)
+    source.count_trained(kept[0])
+    with pytest.raises(RuntimeError, match="9 prompts were read, but 5 trained"):
+        accounting(args, source)
+
+
+def test_own_functions_that_lose_prompts_are_warned_of(make_args: Args, caplog: pytest.LogCaptureFixture) -> None:
+    args = make_args(rollout_function_path="my.generate_rollout")
+    source = RolloutDataSource(args)
+    source.get_samples(2)
+    assert accounting(args, source) == balance(source, trained=0, dropped=0, buffered=0, in_flight=0)
+    assert "2 prompts were read" in caplog.text
+    assert "data_source.count_dropped" in caplog.text
 
 
 def test_resume_over_other_data(make_args: Args, caplog: pytest.LogCaptureFixture) -> None:

@@ -137,6 +137,8 @@ BAD_ROWS: list[tuple[Any, str]] = [
     ({"prompt": [], "label": "x"}, "is an empty list of messages"),
     ({"prompt": [{"content": "x"}], "label": "x"}, "message 0 of 'prompt' .* is not an object with a 'role'"),
     ({"prompt": [{"role": "user", "content": "x"}], "label": "x"}, "holds chat messages: add --apply-chat-template"),
+    ({"prompt": "", "label": "x"}, r"'prompt' \(--input-key\) is empty"),
+    ({"prompt": "p", "label": None}, r"'label' \(--label-key\) is null"),
     ({"prompt": "p", "label": "x", "metadata": "{no"}, r"'metadata' \(--metadata-key\) is a string that is no JSON"),
     ({"prompt": "p", "label": "x", "metadata": "[1]"}, r"'metadata' \(--metadata-key\) is a list, not an object"),
     ({"prompt": "p", "label": "x", "tools": "{}"}, r"'tools' \(--tool-key\) is a dict, not a list of tools"),
@@ -151,6 +153,21 @@ def test_bad_row_is_an_error_or_skipped(row: Any, message: str, rollout_args: Ar
     assert str(error.value).startswith(f"--prompt-data {path}, line 3: ")
     dataset = load(rollout_args(prompt_data=path, skip_bad_rows=True))
     assert (len(dataset), dataset.num_bad) == (3, 1)
+
+
+def test_a_template_that_refuses_measured_messages(
+    rollout_args: Args, write_jsonl: Write, make_tokenizer: Callable[..., Path]
+) -> None:
+    template = (
+        "{% if messages[0].content == 'no' %}{{ raise_exception('refused') }}{% endif %}{{ messages[0].content }}"
+    )
+    path = write_jsonl([{"prompt": [{"role": "user", "content": c}], "label": "x"} for c in ("yes", "no")])
+    args = rollout_args(prompt_data=path, hf_checkpoint=str(make_tokenizer(template)), rollout_max_prompt_len=9)
+    args.custom_generate_function_path = "my.generate"
+    with pytest.raises(ValueError, match="line 2: the chat template refuses the conversation: refused"):
+        load(args)
+    args.skip_bad_rows = True
+    assert (len(load(args)), load(args).num_bad) == (1, 1)
 
 
 def test_not_utf8_and_bad_parquet_row(rollout_args: Args, tmp_path: Path) -> None:

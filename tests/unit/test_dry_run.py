@@ -49,6 +49,20 @@ def test_prints_configuration_placement_and_data(
     assert not (model.parent / "run").exists()
 
 
+def test_evaluation_files_are_read_too(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row, good, bad = json.dumps(GOOD) + "\n", model.parent / "good.jsonl", model.parent / "bad.jsonl"
+    flags = ["--eval-interval", "1", "--eval-prompt-data", "sums"]
+    good.write_text(row * 3)
+    assert _dry_run(model, row, monkeypatch, *flags, str(good)) == 0
+    assert "evaluation: sums, 3 prompts" in capsys.readouterr().out
+    bad.write_text(row + '{"prompt": "1+1="}\n')
+    assert _dry_run(model, row, monkeypatch, *flags, str(bad)) == 2
+    (error,) = capsys.readouterr().err.strip().splitlines()
+    assert all(word in error for word in ("--eval-prompt-data sums", "bad.jsonl", "line 2", "'label'")), error
+
+
 @pytest.mark.parametrize(
     ("row", "expected"),
     [

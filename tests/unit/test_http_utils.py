@@ -282,6 +282,28 @@ def test_a_reserved_port_is_taken_until_released_and_never_reserved_twice() -> N
     first.close()
 
 
+def test_reserved_ports_are_free_on_every_address_and_in_a_row() -> None:
+    with socket.socket() as somebody:
+        free = PortReservation("127.0.0.1")
+        free.close()
+        somebody.bind(("127.0.0.2", free.port))
+        block = PortReservation("127.0.0.1", 7)
+        after = PortReservation("127.0.0.1")
+        ports = range(block.port, block.port + 7)
+        assert free.port not in ports
+        assert after.port not in ports
+        for port in ports:
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(("0.0.0.0", port))
+        after.close()
+        block.close()
+
+
+def test_an_ipv6_address_is_written_in_brackets_once() -> None:
+    assert http_url("10.0.0.1", 80) == "http://10.0.0.1:80"
+    assert http_url("fd00::1", 80) == http_url("[fd00::1]", 80) == "http://[fd00::1]:80"
+
+
 def test_an_address_of_another_machine_is_an_error() -> None:
     with pytest.raises(OSError, match=r"192\.0\.2\.1 is not an address of this machine"):
         PortReservation("192.0.2.1")

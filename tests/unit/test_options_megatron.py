@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +18,58 @@ from slime.utils.arguments import _assemble
 
 SHAPES: dict[str, str] = json.loads(Path(__file__).with_name("test_options_shapes.json").read_text())
 
-RENAMED = {
-    "--num-experts": "num_moe_experts",
-    "--norm-epsilon": "layernorm_epsilon",
-    "--apply-layernorm-1p": "layernorm_zero_centered_gamma",
-    "--use-gated-attention": "attention_output_gate",
-}
-SWITCHES_OFF = {
+ATTRIBUTES = {
     "--disable-bias-linear": "add_bias_linear",
     "--no-rope-fusion": "apply_rope_fusion",
     "--no-masked-softmax-fusion": "masked_softmax_fusion",
+    "--use-rotary-position-embeddings": "position_embedding_type",
+    "--use-gated-attention": "attention_output_gate",
 }
+"""What a flag sets, where that is not its own name."""
+VALUES = {
+    "--disable-bias-linear": False,
+    "--no-rope-fusion": False,
+    "--no-masked-softmax-fusion": False,
+    "--use-rotary-position-embeddings": "rope",
+}
+"""What a switch sets, where that is not True."""
+FIELDS = {
+    "num_experts": "num_moe_experts",
+    "norm_epsilon": "layernorm_epsilon",
+    "apply_layernorm_1p": "layernorm_zero_centered_gamma",
+}
+"""megatron-core's name of an attribute, where it is another one."""
+NO_FIELD = {
+    *("vocab_size", "max_position_embeddings", "make_vocab_size_divisible_by", "position_embedding_type", "seq_length"),
+    *("group_query_attention", "untie_embeddings_and_output_weights", "use_rope_scaling", "allgather_cp"),
+    *("post_mlp_layernorm", "post_self_attn_layernorm", "enable_experimental", "rotary_base", "rotary_percent"),
+    "rotary_scaling_factor",
+}
+"""Attributes for which a config may have no field: MLA's has some of them."""
+WITHOUT_MEANING = "--no-position-embedding"
 NEEDS_TRANSFORMER_ENGINE = {"moe_permute_fusion": False, "moe_grouped_gemm": False}
 
 
 @pytest.fixture(scope="module")
-def parse() -> Any:
+def parser_and_defaults() -> tuple[StrictParser, dict[str, Any]]:
     parser = StrictParser(prog="train.py")
-    defaults = _assemble(parser, [], {})
+    return parser, _assemble(parser, [], {})
+
+
+@pytest.fixture(scope="module")
+def given(parser_and_defaults: Any) -> Callable[[str], dict[str, Any]]:
+    """Words -> the attributes that they set, and no others."""
+    parser, _ = parser_and_defaults
+    return lambda words: parser.parse_set(words.split())
+
+
+@pytest.fixture(scope="module")
+def parse(parser_and_defaults: Any, given: Any) -> Callable[[str], Namespace]:
+    """Words -> every attribute."""
+    _, defaults = parser_and_defaults
 
     def parse(words: str) -> Namespace:
-        args = Namespace(**defaults | parser.parse_set(words.split()))
+        args = Namespace(**defaults | given(words))
         args.params_dtype = args.precision
         return args
 
@@ -51,43 +83,47 @@ def pairs(words: str) -> list[tuple[str, str | None]]:
     return [(w, None if n.startswith("--") else n) for w, n in zip(split, follow, strict=False) if w.startswith("--")]
 
 
-def agrees(actual: Any, text: str | None) -> bool:
-    """Whether a value is what the command line said."""
-    if text is None:
-        return actual is True
+def agrees(actual: Any, said: Any) -> bool:
+    """Whether a value is what the command line said: text, or the constant of a switch."""
+    if not isinstance(said, str):
+        return actual is said
     if isinstance(actual, list):
-        return actual == eval(text)
-    return str(actual) == text or float(actual) == float(text)
+        return agrees(actual[0], said) if len(actual) == 1 else actual == eval(said)
+    return str(actual) == said or float(actual) == float(said)
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_model_scripts_give_the_config_that_they_mean(name: str, parse: Any) -> None:
+def test_model_scripts_give_the_config_that_they_mean(name: str, parse: Any, given: Any) -> None:
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    args = parse(SHAPES[name])
+    words = SHAPES[name]
+    args, attributes = parse(words), given(words)
     cls = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
     fields = {field.name for field in dataclasses.fields(cls)}
     kwargs = config_kwargs(args, cls)
-    small = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4} if not SHAPES[name] else {}
+    small = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4} if not words else {}
     config = cls(**kwargs | NEEDS_TRANSFORMER_ENGINE | small)
-    compared = 0
-    for flag, text in pairs(SHAPES[name]):
-        field = RENAMED.get(flag, flag[2:].replace("-", "_"))
-        if flag in SWITCHES_OFF:
-            assert getattr(config, SWITCHES_OFF[flag]) is False
-        elif flag == "--swiglu":
+    named = set(given(WITHOUT_MEANING))
+    for flag, text in pairs(words):
+        if flag == WITHOUT_MEANING:
+            continue
+        attribute = ATTRIBUTES.get(flag, flag[2:].replace("-", "_"))
+        said = VALUES.get(flag, True) if text is None else text
+        assert agrees(attributes[attribute], said), flag
+        named.add(attribute)
+        field = FIELDS.get(attribute, attribute)
+        if flag == "--swiglu":
             assert config.gated_linear_unit
             assert config.activation_func.__name__ == "silu"
         elif field in NEEDS_TRANSFORMER_ENGINE:
             assert kwargs[field] is True
         elif field in fields:
-            assert agrees(getattr(config, field), text), flag
-        elif flag in ("--use-rotary-position-embeddings", "--no-position-embedding"):
-            assert args.position_embedding_type == "rope"
+            assert agrees(getattr(config, field), said), flag
         else:
-            assert agrees(getattr(args, field), text), flag
-        compared += 1
-    assert compared == len(pairs(SHAPES[name]))
+            assert attribute in NO_FIELD
+    assert attributes.keys() <= named, "a flag has set more than its own attribute"
+    if WITHOUT_MEANING in words:
+        assert config_kwargs(parse(words.replace(WITHOUT_MEANING, "")), cls) == kwargs
 
 
 def test_optimizer_and_ddp_flags(parse: Any) -> None:

@@ -201,6 +201,16 @@ def test_context_limit(make_args: Args, use: Callable[..., FakeClient]) -> None:
     assert all(params["max_new_tokens"] == 20 - len(tokens) for tokens, params, _ in client.requests)
 
 
+def test_least_tokens_fit_into_what_is_left_of_a_context(make_args: Args, use: Callable[..., FakeClient]) -> None:
+    client = use(FakeClient())
+    room = random.randrange(1, 8)
+    sample = Sample(prompt="abc")
+    params = {"max_new_tokens": 30, "min_new_tokens": 4}
+    asyncio.run(generate(make_args(rollout_max_context_len=3 + room), sample, params))
+    sent = client.requests[0][1]
+    assert (sent["max_new_tokens"], sent["min_new_tokens"]) == (room, min(room, 4))
+
+
 def test_messages_need_a_template(rollout_args: Args, use: Callable[..., FakeClient]) -> None:
     use(FakeClient())
     sample = Sample(index=4, prompt=[{"role": "user", "content": "x"}])

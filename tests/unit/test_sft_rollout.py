@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
-from slime.rollout.conversation import conversation_encoder
+from slime.rollout.conversation import ConversationEncoder
 from slime.rollout.data_source import RolloutDataSource
+from slime.rollout.dataset import load_prompts, train_prompt_spec
 from slime.rollout.sft_rollout import generate_rollout
 from slime.rollout.tokenizer import load_tokenizer
+from slime.utils.errors import BadInputError
 from slime.utils.types import Sample, Status
 
 NUM_GPUS = 0
@@ -171,22 +173,56 @@ def test_nothing_to_train_names_the_row(messages: Any, rollout_args: Args, write
         run(sft_args(rollout_args, path, rollout_batch_size=2))
 
 
+def test_bad_conversations_fail_at_load_or_are_skipped(rollout_args: Args, write_jsonl: Write) -> None:
+    rows = [
+        {"prompt": [user("a"), assistant("b")], "label": None},
+        {"prompt": [user("a")], "label": None},
+        {"prompt": "a", "label": "b"},
+        {"prompt": "", "label": None},
+    ]
+    args = sft_args(rollout_args, write_jsonl(rows), label_key="label")
+    with pytest.raises(BadInputError, match=r"--prompt-data .*, line 2: no token of the conversation is trained"):
+        load_prompts(train_prompt_spec(args))
+    args.skip_bad_rows = True
+    dataset = load_prompts(train_prompt_spec(args))
+    assert (len(dataset), dataset.num_bad) == (2, 2)
+    assert [dataset[i].response for i in range(2)] == ["b<|im_end|>"] * 2
+
+
+def test_longer_conversations_are_left_out(rollout_args: Args, write_jsonl: Write) -> None:
+    path = write_jsonl([{"prompt": [user("a"), assistant("b" * n)]} for n in (4, 5, 6)])
+    args = sft_args(rollout_args, path, rollout_max_prompt_len=2 * 2 + len("user\na\n") + len("assistant\n") + 5)
+    dataset = load_prompts(train_prompt_spec(args))
+    assert (len(dataset), dataset.num_too_long) == (2, 1)
+
+
+def test_a_source_of_own_samples_is_encoded(rollout_args: Args, write_jsonl: Write) -> None:
+    messages = [user(text()), assistant(text())]
+    args = sft_args(rollout_args, write_jsonl([{"prompt": messages}]))
+    own = RolloutDataSource([Sample(prompt=messages)], args)
+    (sample,) = [sample for group in generate_rollout(args, 0, own).samples for sample in group]
+    (read,) = run(args)
+    assert (sample.tokens, sample.loss_mask) == (read.tokens, read.loss_mask)
+    own = RolloutDataSource([Sample(prompt=messages[:1])], args)
+    with pytest.raises(BadInputError, match="sample 0: no token of the conversation is trained"):
+        generate_rollout(args, 0, own)
+
+
 def test_evaluation_is_refused(rollout_args: Args) -> None:
     with pytest.raises(ValueError, match="--eval-function-path"):
         generate_rollout(rollout_args(), 0, None, evaluation=True)
 
 
-def test_each_row_is_encoded_once_and_fast(rollout_args: Args, write_jsonl: Write) -> None:
+def test_each_row_is_encoded_once_and_fast(
+    rollout_args: Args, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = [{"prompt": [user(f"{i} + {i}"), assistant(f"{text(10)} {2 * i}")]} for i in range(64)]
     args = sft_args(rollout_args, write_jsonl(rows), rollout_batch_size=64)
     source = RolloutDataSource(args)
-    generate_rollout(args, 0, source)
-    encoder = conversation_encoder(args.hf_checkpoint, "{}", False)
-    known = len(encoder._known)
+    monkeypatch.setattr(ConversationEncoder, "encode", lambda *_: pytest.fail("encoded again"))
     started = time.process_time()
     for step in range(5):
         generate_rollout(args, step, source)
-    assert len(encoder._known) == known
     assert (time.process_time() - started) / 5 < 0.02
 
 

@@ -18,6 +18,7 @@ from slime.weights import disk, distributed
 from slime.weights.disk import DiskPublisher
 from slime.weights.distributed import DistributedPublisher
 from slime.weights.engines import EngineAddress
+from slime.weights.hf_directory import weights_directory
 
 NUM_GPUS = 0
 
@@ -103,6 +104,7 @@ class FakeControl:
 @pytest.fixture
 def publisher(origin: Path, tmp_path: Path) -> DiskPublisher:
     args = Namespace(
+        run_dir=str(tmp_path / "run"),
         update_weight_disk_dir=str(tmp_path / "versions"),
         update_weight_disk_keep_files=False,
         check_weight_update_equal=False,
@@ -115,7 +117,7 @@ def publisher(origin: Path, tmp_path: Path) -> DiskPublisher:
 
 
 def versions(tmp_path: Path) -> list[str]:
-    return sorted(path.name for path in (tmp_path / "versions").iterdir())
+    return sorted(path.name for path in (tmp_path / "versions").glob("run-*/*"))
 
 
 def test_a_failed_publication_leaves_the_version_before_it(
@@ -147,6 +149,20 @@ def test_a_failed_publication_leaves_the_version_before_it(
     control.refuses = False  # type: ignore[attr-defined]
     publisher.publish(5, [views_of_one_buffer()])
     assert versions(tmp_path) == ["weight_v000005"]
+
+
+def test_runs_that_share_a_directory_leave_each_others_versions_alone(publisher: DiskPublisher, tmp_path: Path) -> None:
+    ours = Namespace(**vars(publisher.args))
+    theirs = Namespace(**vars(publisher.args) | {"run_dir": str(tmp_path / "elsewhere" / "run")})
+    publishers = [publisher, DiskPublisher(theirs, 0, [])]
+    publishers[1].controls = [FakeControl()]  # type: ignore[list-item]
+    (tmp_path / "versions" / "weight_v000000").mkdir(parents=True)
+    for version in (1, 2):
+        for each in publishers:
+            each.publish(version, [views_of_one_buffer()])
+    assert versions(tmp_path) == ["weight_v000002"] * 2
+    assert (tmp_path / "versions" / "weight_v000000").is_dir()
+    assert weights_directory(ours) == publisher._root, "a resumed run writes where it wrote before"
 
 
 @pytest.mark.parametrize(

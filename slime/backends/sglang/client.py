@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import requests
 
+from slime.utils.errors import SlimeError
 from slime.utils.http_utils import RequestError, redact, send
 
 __all__ = ["EngineControl", "EngineError", "GenerateClient", "RequestError"]
@@ -18,7 +19,7 @@ _FLUSH_POLL_S = 0.1
 _BODY_IN_ERROR = 2000
 
 
-class EngineError(RuntimeError):
+class EngineError(SlimeError):
     """An engine died, refused or did not answer; the message names the engine, the call and the answer."""
 
 

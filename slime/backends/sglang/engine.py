@@ -31,11 +31,15 @@ _SERVER_ENVIRONMENT = {
     # A server whose scheduler has died waits 65 s for core dumps before it ends, unless told not to make any.
     "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false",
     "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "false",
+    # Ranks of one engine compare the free memory of their GPUs: trainers that share these take theirs one by one.
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",
 }
 """Defaults; what the host's environment sets counts more."""
 _CPU_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 _PORT_TRIES = 3
-_PORT_TAKEN = ("address already in use", "Address already in use", "EADDRINUSE")
+_DP_ATTENTION_PORTS = 7
+"""With DP attention SGLang derives six ports from that of --dist-init-addr, which follow it."""
+_PORT_TAKEN = ("address already in use", "Address already in use", "EADDRINUSE", "Port is already in use")
 _POLL_S = 0.25
 _TAIL_LINES = 20
 
@@ -77,23 +81,25 @@ class Engine:
         Raises:
             EngineError: it died or was not ready within ``--engine-start-timeout``; with the last lines of its log.
         """
-        for attempt in range(_PORT_TRIES):
-            try:
-                self._start_once()
-                return
-            except EngineError as error:
-                self.stop()
-                if attempt == _PORT_TRIES - 1 or not any(sign in str(error) for sign in _PORT_TAKEN):
-                    raise
-            except BaseException:
-                self.stop()
-                raise
+        try:
+            for attempt in range(_PORT_TRIES):
+                try:
+                    self._start_once()
+                    return
+                except EngineError as error:
+                    if attempt == _PORT_TRIES - 1 or not any(sign in str(error) for sign in _PORT_TAKEN):
+                        raise
+                    # Its ports stay reserved until `stop`: another attempt must not find the same ones.
+                    self._stop_process()
+        except BaseException:
+            self.stop()
+            raise
 
     def _start_once(self) -> None:
-        self._ports = [PortReservation(self._host) for _ in range(2)]
-        self.url = http_url(self._host, self._ports[0].port)
+        serving, collective = self._reserve(), self._reserve()
+        self.url = http_url(self._host, serving)
         self._process = ServerProcess(
-            self._command(*(reservation.port for reservation in self._ports)),
+            self._command(serving, collective),
             self._environment(),
             self._log_path,
             secrets=self._api_keys or (),
@@ -102,6 +108,11 @@ class Engine:
             reservation.release()
         self._process.start()
         self._wait_ready()
+
+    def _reserve(self, count: int = 1) -> int:
+        reservation = PortReservation(self._host, count)
+        self._ports.append(reservation)
+        return reservation.port
 
     def _command(self, port: int, collective_port: int) -> list[str]:
         args = self._args
@@ -117,6 +128,8 @@ class Engine:
         ]
         if self._cuda_devices is None:
             flags += _CPU_FLAGS
+        if "--enable-dp-attention" in args.sglang_cli:
+            flags += ["--dist-init-addr", f"127.0.0.1:{self._reserve(_DP_ATTENTION_PORTS)}"]
         # The user's flags come last: where argparse sees a flag twice, the later one counts.
         return [sys.executable, "-m", "slime.backends.sglang.launch", *flags, *args.sglang_cli]
 
@@ -160,10 +173,13 @@ class Engine:
 
     def stop(self) -> None:
         """End every process of the server; may be called again."""
-        if self._process is not None:
-            self._process.stop()
+        self._stop_process()
         for reservation in self._ports:
             reservation.close()
+
+    def _stop_process(self) -> None:
+        if self._process is not None:
+            self._process.stop()
 
     def _log_end(self) -> str:
         tail = self._process.tail(_TAIL_LINES) if self._process else ""

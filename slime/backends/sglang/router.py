@@ -15,7 +15,6 @@ from slime.backends.sglang.client import EngineError
 from slime.backends.sglang.process import GENERATE_KEY_VARIABLE, ServerProcess
 from slime.utils.http_utils import PortReservation, http_url, redact, register_api_key
 
-_START_TIMEOUT_S = 60.0
 _CALL_TIMEOUT_S = 10.0
 _POLL_S = 0.1
 _TAIL_LINES = 40
@@ -75,7 +74,7 @@ class Router:
         for reservation in self._ports:
             reservation.release()
         self._process.start()
-        self._poll_until(self._answers, "answered", _START_TIMEOUT_S)
+        self._poll_until(self._answers, "answered", self._args.engine_start_timeout)
 
     def add(self, url: str) -> None:
         """Register the engine at ``url``; the router takes it into use once it has answered (`wait_registered`)."""

@@ -10,6 +10,7 @@ from typing import Any
 from slime.rollout.hooks import HookError, call_hook
 from slime.rollout.rm_hub.answers import last_boxed
 from slime.rollout.rm_hub.graders import ASKS_A_SERVER, GRADERS, TAKES_THE_BOX
+from slime.utils.errors import BadInputError, DeadlineError
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
@@ -25,9 +26,9 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Reward:
     ``--rm-type``. With the prefix ``boxed_`` only the content of the response's last ``\\boxed{}`` is judged.
 
     Raises:
-        ValueError: nothing is configured, or an unknown ``rm_type``.
+        BadInputError: nothing is configured, or an unknown ``rm_type``.
         HookError: the user's function failed or returned no reward.
-        TimeoutError: the user's function or ``--rm-url`` took longer than ``--reward-timeout``.
+        DeadlineError: the user's function or ``--rm-url`` took longer than ``--reward-timeout``.
     """
     path, flag = args.custom_rm_path, "--custom-rm-path"
     if sample.custom_rm_path is not None:
@@ -36,14 +37,14 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Reward:
         return await _within(args, _custom(args, sample, path, flag, kwargs), f"sample {sample.index} by {flag} {path}")
     name = sample.metadata.get("rm_type") or args.rm_type
     if not name:
-        raise ValueError("there is no reward: give --rm-type, --custom-rm-path or metadata['rm_type']")
+        raise BadInputError("there is no reward: give --rm-type, --custom-rm-path or metadata['rm_type']")
     bare = name.removeprefix(_BOXED)
     unbox = name != bare and bare not in TAKES_THE_BOX
     response = (last_boxed(sample.response) or "") if unbox else sample.response
     grader = GRADERS.get(bare)
     if grader is None:
         known = ", ".join(sorted(GRADERS))
-        raise ValueError(f"unknown rm_type {name!r}: there are {known}, each also as {_BOXED}<name>")
+        raise BadInputError(f"unknown rm_type {name!r}: there are {known}, each also as {_BOXED}<name>")
     if bare not in ASKS_A_SERVER:
         return await grader(args, sample, response)
     return await _within(args, grader(args, sample, response), f"sample {sample.index} by rm_type {name}")
@@ -70,6 +71,6 @@ async def _within(args: Namespace, call: Any, what: str) -> Any:
     except TimeoutError as error:
         if not deadline.expired():
             raise
-        raise TimeoutError(
+        raise DeadlineError(
             f"the reward of {what} took longer than {args.reward_timeout:g} s (--reward-timeout)"
         ) from error

@@ -13,6 +13,7 @@ from typing import Any
 
 from slime.rollout.rm_hub.algebra import answers_equal
 from slime.rollout.rm_hub.answers import as_number, last_boxed, normalize
+from slime.utils.errors import BadInputError
 from slime.utils.types import Sample
 
 Grader = Callable[[Namespace, Sample, str], Awaitable[Any]]
@@ -30,7 +31,7 @@ def _labels(sample: Sample, name: str) -> list[str]:
         ValueError: there is no label.
     """
     if sample.label is None:
-        raise ValueError(f"rm_type {name} needs a label, sample {sample.index} has none: is --label-key set?")
+        raise BadInputError(f"rm_type {name} needs a label, sample {sample.index} has none: is --label-key set?")
     labels = sample.label if isinstance(sample.label, list) else [sample.label]
     return [str(label) for label in labels]
 
@@ -117,11 +118,11 @@ async def remote_reward(args: Namespace, sample: Sample, response: str) -> Any:
     from slime.utils.http_utils import post
 
     if not args.rm_url:
-        raise ValueError("--rm-type remote_rm needs --rm-url")
+        raise BadInputError("--rm-type remote_rm needs --rm-url")
     payload = {"prompt": sample.prompt, "response": response, "label": sample.label}
     reply = await post(args.rm_url, payload, max_retries=_REMOTE_RETRIES)
     if isinstance(reply, bool) or not isinstance(reply, int | float | dict):
-        raise ValueError(f"--rm-url {args.rm_url} must answer with a number or an object, not {reply!r:.120}")
+        raise BadInputError(f"--rm-url {args.rm_url} must answer with a number or an object, not {reply!r:.120}")
     return reply
 
 

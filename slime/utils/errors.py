@@ -1,0 +1,15 @@
+"""Errors whose message is the whole story: users see it without a traceback."""
+
+from __future__ import annotations
+
+
+class SlimeError(Exception):
+    """Base class: the message alone tells a user what failed, where, and with which flag to help it."""
+
+
+class BadInputError(SlimeError, ValueError):
+    """Something that was given to us, a file, a row, a flag or what a hook returned, cannot be used."""
+
+
+class DeadlineError(SlimeError, TimeoutError):
+    """A deadline passed; the message names who was waited for, and the deadline's flag."""

@@ -1,0 +1,275 @@
+"""What slime.ray decides without a cluster: environments, errors, the data side's state, what is evaluated first."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import ray
+from ray.exceptions import RayTaskError
+
+from slime.backends.sglang.client import EngineError
+from slime.options.errors import OptionError
+from slime.ray import cluster, placement, run, supervision
+from slime.ray.engine_actor import EngineActor
+from slime.ray.placement import Slot
+from slime.ray.rollout_manager import restore_source, source_state
+from slime.ray.run import Run
+from slime.ray.supervision import LOAD_DATA, InputError, RunError, Supervisor
+from slime.rollout.data_source import DataSource, RolloutDataSource, RolloutDataSourceWithBuffer
+from slime.rollout.hooks import HookError
+from slime.utils.errors import BadInputError, DeadlineError
+from slime.utils.types import Sample
+
+NUM_GPUS = 0
+
+
+def test_switches_of_the_host_reach_workers_and_secrets_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed = {"NCCL_SOCKET_IFNAME": "eth7", "NCCL_IB_HCA": "mlx5", "GLOO_SOCKET_IFNAME": "eth7", "SGLANG_X_TOKENS": "1"}
+    kept = {"CUDA_VISIBLE_DEVICES": "3", "HF_TOKEN": "secret", "SGLANG_API_KEY": "secret", "SOMETHING": "else"}
+    for name, value in (passed | kept).items():
+        monkeypatch.setenv(name, value)
+    variables = cluster.actor_environment({"NCCL_IB_HCA": "mine"})["env_vars"]
+    assert passed | {"NCCL_IB_HCA": "mine"} == {name: variables.get(name) for name in passed}
+    assert not kept.keys() & variables.keys()
+
+
+@pytest.mark.parametrize(("is_cuda", "expected"), [(False, 0), (True, None)])
+def test_a_local_ray_counts_no_gpu_that_torch_cannot_use(
+    is_cuda: bool, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cluster.device, "is_cuda", lambda: is_cuda)
+    monkeypatch.setattr(ray, "init", lambda **options: given.update(options))
+    monkeypatch.setattr(cluster.janitor, "start", lambda: 0)
+    cluster.connect(2)
+    assert given.get("num_gpus") == expected
+
+
+def test_environment_values_are_text() -> None:
+    values = {"A": "x", "B": 1, "C": True, "D": 0.5}
+    assert run._as_environment(values) == {"A": "x", "B": "1", "C": "true", "D": "0.5"}
+
+
+def test_servers_without_keys_stay_on_the_drivers_host() -> None:
+    here, there = Slot(0, "10.0.0.1", None), Slot(1, "10.0.0.2", None)
+    placement._check_loopback([here, here], "10.0.0.1")
+    with pytest.raises(InputError, match=r"--no-api-keys .* slots on 10\.0\.0\.2, not only .* host 10\.0\.0\.1"):
+        placement._check_loopback([here, there], "10.0.0.1")
+
+
+def failure_of(error: Exception, phase: str) -> RunError:
+    """What a driver makes of an actor's method that raised ``error``, two calls deep."""
+
+    def deeper() -> None:
+        raise error
+
+    def outer(depth: int) -> None:
+        outer(depth - 1) if depth else deeper()
+
+    try:
+        outer(5)
+    except Exception as caught:
+        task_error = RayTaskError("f", traceback.format_exc(), caught, "title", 1, "10.0.0.1").as_instanceof_cause()
+
+    def fail(ref: object, timeout: float) -> None:
+        raise task_error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray, "get", fail)
+        with pytest.raises(RunError) as raised:
+            Supervisor()._raise_failure(object(), "the rollout manager", phase)
+    return raised.value
+
+
+@pytest.mark.parametrize("kind", [BadInputError, DeadlineError, EngineError, HookError, OptionError])
+def test_an_error_that_tells_all_is_shown_without_a_traceback(kind: Callable[[str], Exception]) -> None:
+    message = str(failure_of(kind("what happened"), "rollout 3"))
+    assert message == "rollout 3: the rollout manager failed (weight version none yet): what happened"
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyError, RuntimeError])
+def test_a_bug_is_shown_with_the_end_of_its_traceback(kind: Callable[[str], Exception]) -> None:
+    message = str(failure_of(kind("not enough values"), LOAD_DATA))
+    assert message.count('File "') == supervision._FRAMES
+    assert "in deeper" in message
+    assert message.endswith(str(kind("not enough values")))
+
+
+@pytest.mark.parametrize(
+    ("error", "phase", "expected"),
+    [
+        (BadInputError("row 3"), LOAD_DATA, InputError),
+        (OptionError("--lr"), LOAD_DATA, InputError),
+        (BadInputError("another class"), supervision.RESTORE_DATA, InputError),
+        (BadInputError("row 3"), "rollout 3", RunError),
+        (ValueError("a bug"), LOAD_DATA, RunError),
+    ],
+)
+def test_only_bad_input_before_the_start_has_status_2(error: Exception, phase: str, expected: type) -> None:
+    assert type(failure_of(error, phase)) is expected
+
+
+def test_an_engine_that_does_not_start_ends_its_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = Namespace(launch_dir=os.getcwd(), run_dir=str(tmp_path))
+    actor = EngineActor(args, 0, None, None)
+
+    def fail() -> None:
+        raise EngineError("engine 0 ended with status 1")
+
+    monkeypatch.setattr(actor._engine, "start", fail)
+    with pytest.raises(EngineError, match="status 1"):
+        actor.start()
+    with pytest.raises(EngineError, match="status 1"):
+        actor.watch()
+
+
+# ---- the data side's state
+
+
+def source_args() -> Namespace:
+    return Namespace(n_samples_per_prompt=2, rollout_shuffle=True, rollout_seed=3)
+
+
+PROMPTS = [Sample(prompt=str(i), tokens=[i]) for i in range(5)]
+
+
+class WithOwnState(RolloutDataSourceWithBuffer):
+    """What users derive who keep more than we do."""
+
+    files: ClassVar[dict[int, str]] = {}
+    more = "nothing"
+
+    def save(self, rollout_id: int) -> None:
+        self.files[rollout_id] = self.more
+
+    def load(self, rollout_id: int | None = None) -> None:
+        assert rollout_id is not None
+        self.more = self.files[rollout_id]
+
+
+class Foreign(DataSource):
+    """A source of its own making."""
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        return []
+
+    def add_samples(self, samples: list[list[Sample]]) -> None:
+        pass
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_a_subclass_saves_and_loads_what_is_its_own_as_well() -> None:
+    source = WithOwnState(PROMPTS, source_args())
+    source.get_samples(3)
+    source.more = "something"
+    state = source_state(source, 4)
+    resumed = WithOwnState(PROMPTS, source_args())
+    restore_source(resumed, 4, state)
+    assert resumed.more == "something"
+    assert [g[0].prompt for g in resumed.get_samples(4)] == [g[0].prompt for g in source.get_samples(4)]
+
+
+def test_a_state_of_another_kind_of_class_is_named() -> None:
+    ours, foreign = RolloutDataSource(PROMPTS, source_args()), Foreign()
+    restore_source(foreign, 0, source_state(foreign, 0))
+    for then, now in ((ours, foreign), (foreign, ours)):
+        expected = rf"made with \S+\.{type(then).__name__}, and --data-source-path is now \S+\.{type(now).__name__}"
+        with pytest.raises(BadInputError, match=expected):
+            restore_source(now, 0, source_state(then, 0))
+    with pytest.raises(BadInputError, match="made with no data source"):
+        restore_source(ours, 0, source_state(None, 0))
+    restore_source(None, 0, source_state(ours, 0))
+
+
+# ---- the first evaluation
+
+
+class Answers:
+    """Stands in for the manager and for waiting: the manager's answer is there at once."""
+
+    def __init__(self, answer: Any) -> None:
+        self.evaluate = self
+        self._answer = answer
+
+    def remote(self, version: int) -> Any:
+        return self._answer
+
+    def wait(self, calls: dict[str, Any], phase: str, timeout: float) -> list[Any]:
+        return list(calls.values())
+
+
+def make_run(run_dir: Path, start: int, scores: dict[str, float]) -> Run:
+    from slime.observability.metrics import MetricsLogger
+
+    args = Namespace(
+        run_dir=str(run_dir),
+        eval_interval=2,
+        skip_eval_before_train=False,
+        start_rollout_id=start,
+        num_rollout=9,
+        rollout_timeout=1.0,
+        use_tensorboard=False,
+        use_wandb=False,
+    )
+    made = Run(args)
+    made._metrics = MetricsLogger(args)
+    made._manager = made._supervisor = Answers(scores)  # type: ignore[assignment]
+    return made
+
+
+def test_the_first_evaluation_has_a_line_and_is_not_repeated_on_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = make_run(tmp_path, 0, {"eval/add": 0.25})
+    assert first.scores_its_start()
+    first.evaluate(0)
+    assert capsys.readouterr().out.startswith("rollout 0/9 | eval/add 0.250 | ")
+    first.evaluate(4)
+    assert not capsys.readouterr().out, "the step's line will have it"
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"rollout/step": 4, "half')
+    assert not make_run(tmp_path, 4, {}).scores_its_start()
+    assert make_run(tmp_path, 0, {}).scores_its_start(), "another run from the beginning, in the same directory"
+    assert make_run(tmp_path, 5, {}).scores_its_start(), "a run that ended before it could evaluate"
+    skipping = make_run(tmp_path, 5, {})
+    skipping.args.skip_eval_before_train = True
+    assert not skipping.scores_its_start()
+
+
+# ---- saving
+
+
+def test_only_rank_0_is_sent_the_data_sides_state() -> None:
+    class Actor:
+        def __init__(self) -> None:
+            self.saved: list[Any] = []
+            self.save = self.state = self
+
+        def remote(self, *values: Any) -> Any:
+            self.saved.append(values)
+            return {"cursor": 5}
+
+    trainers, manager = [Actor(), Actor()], Actor()
+    made = Run(Namespace(save="somewhere", save_hf=None, checkpoint_timeout=1234.0))
+    waited: list[float] = []
+
+    class Waits(Answers):
+        def wait(self, calls: dict[str, Any], phase: str, timeout: float) -> list[Any]:
+            waited.append(timeout)
+            return list(calls.values())
+
+    made._supervisor = Waits(None)  # type: ignore[assignment]
+    made._metrics = Namespace(log=lambda *values: None)  # type: ignore[assignment]
+    made._trainers, made._manager = trainers, manager
+    made.save(7)
+    assert [actor.saved for actor in trainers] == [[(7, {"cursor": 5, "optimizer_steps": 0})], [(7, None)]]
+    assert set(waited) == {1234.0}
