@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 _GAIN_NEEDED = 0.20
@@ -49,20 +49,31 @@ class Phases:
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
 
-    def run(self, command: list[str], env: dict[str, str] | None = None, capture: bool = False) -> str:
-        """Run a command to its end, or end it at the deadline; its output if ``capture``."""
+    def run(
+        self,
+        command: list[str],
+        env: dict[str, str] | None = None,
+        capture: bool = False,
+        output: IO[str] | None = None,
+    ) -> str:
+        """Run a command to its end, or end it at the deadline; what it prints goes to ``output``, or is returned."""
         process = subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | (env or {}), text=True, stdout=subprocess.PIPE if capture else None
+            command,
+            cwd=ROOT,
+            env=os.environ | (env or {}),
+            text=True,
+            stdout=subprocess.PIPE if capture else output,
+            stderr=output,
         )
         try:
-            output, _ = process.communicate(timeout=max(self._deadline - time.monotonic(), 0.1))
+            printed, _ = process.communicate(timeout=max(self._deadline - time.monotonic(), 0.1))
         except subprocess.TimeoutExpired:
             raise QuickstartError(f"not done after {self._limit_s / 60:.0f} minutes") from None
         finally:
             _end(process)
         if process.returncode:
             raise QuickstartError(f"{' '.join(command[:3])} ... ended with status {process.returncode}")
-        return output or ""
+        return printed or ""
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -47,6 +47,7 @@ def score(model_dir: Path, rows: list[dict[str, Any]], max_new_tokens: int) -> d
 
 def main() -> None:
     """Command line."""
+    torch.set_num_threads(1)  # the model is tiny: threads only wait for one another
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, help="JSONL with prompt (chat messages) and label (integer)")
     parser.add_argument("model_dirs", type=Path, nargs="+", help="Hugging Face directories, scored in this order")
