@@ -28,7 +28,7 @@ from safetensors.torch import load_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
 
-from slime.backends.megatron import attention, model, parallel, weights_io  # noqa: E402
+from slime.backends.megatron import attention, head, model, parallel, weights_io  # noqa: E402
 from slime.models import family_of, weight_shape  # noqa: E402
 from slime.utils import device  # noqa: E402
 from tests.parallel import tiny  # noqa: E402
@@ -54,12 +54,13 @@ def forward_step(batches: Any, module: torch.nn.Module) -> tuple[Tensor, Any]:
     batch = next(batches)
     out = module(batch["tokens"], batch["positions"], None, packed_seq_params=batch["params"])
 
-    def loss(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        logits = head.logits(hidden[0], model.head_weight(module))[None]
         first = parallel_state.get_tensor_model_parallel_rank() * logits.size(-1)
         own = batch["coefficients"][:, first : first + logits.size(-1)]
-        total = (logits[0, :, : own.size(-1)].float() * own).sum()
+        total = (logits[0, :, : own.size(-1)] * own).sum()
         full = tensor_parallel.gather_from_tensor_model_parallel_region(logits.detach())[0, :, : tiny.VOCAB]
-        worst = (full.float() - batch["logits"]).abs().max()
+        worst = (full - batch["logits"]).abs().max()
         return total, torch.tensor(1), {"worst": worst}
 
     return out, loss
