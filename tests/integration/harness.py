@@ -37,6 +37,7 @@ class TrainProcess:
                 env=environment,
                 cwd=log.parent,
                 start_new_session=True,
+                preexec_fn=_heed_interrupts,
             )
         self.pid = self._process.pid
 
@@ -109,6 +110,11 @@ class TrainProcess:
         for process in left:
             process.kill()
         assert not lines, f"processes left {timeout} s after the run: {lines}"
+
+
+def _heed_interrupts() -> None:
+    """A shell's background job ignores SIGINT, and so would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _command(process: psutil.Process) -> str:

@@ -86,7 +86,8 @@ def check_logits_and_gradients(chunks: list[torch.nn.Module], directory: Path) -
         forward_only=False,
     )
     worst = max([float(step["worst"]) for step in done], default=0.0)
-    for _, parameter in weights_io.global_parameters(chunks):
+    parameters: dict[str, Any] = dict(weights_io.global_parameters(chunks))
+    for parameter in parameters.values():
         parameter.data.copy_(parameter.main_grad)
     wanted = load_file(directory / "grads" / "model.safetensors")
     relative = max(
