@@ -11,6 +11,9 @@ import torch.multiprocessing as mp
 TIMEOUT = 120.0
 """Seconds; importing torch on a busy machine takes many of them."""
 
+_KILLED_S = 10.0
+"""How long a killed process may take to be gone."""
+
 
 def run_ranks(function: Callable[..., None], arguments: tuple[Any, ...], ranks: int, timeout: float = TIMEOUT) -> None:
     """Call ``function(rank, *arguments)`` in one new process a rank; none of them is left afterwards.
@@ -28,4 +31,4 @@ def run_ranks(function: Callable[..., None], arguments: tuple[Any, ...], ranks: 
     finally:
         for process in context.processes:
             process.kill()
-            process.join()
+            process.join(_KILLED_S)

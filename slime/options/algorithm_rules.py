@@ -6,9 +6,8 @@ import os
 from argparse import Namespace
 
 from slime.options.errors import OptionError
-from slime.options.rollout import DEFAULT_ROLLOUT
+from slime.options.rollout import DEFAULT_ROLLOUT, SFT_ROLLOUT
 
-SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
 BASELINES = {
     "grpo": "mean",
     "gspo": "mean",

@@ -8,6 +8,7 @@ from typing import Literal
 from slime.options.schema import option
 
 DEFAULT_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
+SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
 
 
 @dataclass

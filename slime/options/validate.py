@@ -7,10 +7,10 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-from slime.options.algorithm_rules import SFT_ROLLOUT, derive_algorithm
+from slime.options.algorithm_rules import derive_algorithm
 from slime.options.checkpoint import LATEST, has_checkpoint, is_torch_dist
 from slime.options.errors import OptionError
-from slime.options.rollout import DEFAULT_ROLLOUT
+from slime.options.rollout import DEFAULT_ROLLOUT, SFT_ROLLOUT
 from slime.options.training import critic_options, warmup_and_decay_steps
 
 ENGINE_KEEPS = 6

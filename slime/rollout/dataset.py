@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from slime.options.algorithm_rules import SFT_ROLLOUT
-from slime.options.rollout import DEFAULT_ROLLOUT
+from slime.options.rollout import DEFAULT_ROLLOUT, SFT_ROLLOUT
 from slime.rollout.conversation import ConversationEncoder, Encoded, RowError, check_messages, render, with_answer
 from slime.rollout.reading import Row, read_rows
 from slime.rollout.tokenizer import load_tokenizer

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slime.algorithms.advantages import gae, group_relative, reinforce_plus_plus, whiten, whitening_sums
 from slime.algorithms.losses import kl_estimate
-from slime.backends.megatron.batch import MicroBatch
+from slime.backends.megatron.batch import MicroBatch, known_columns
 from slime.utils.misc import load_function
 from slime.utils.types import TrainBatch
 
@@ -122,10 +122,7 @@ def _custom(
         "rollout_ids": batch.rollout_ids[rows].tolist(),
         "group_indices": batch.group_indices[rows].tolist(),
     }
-    names = {"log_probs": "old_log_probs", "ref_log_probs": "ref_log_probs", "rollout_log_probs": "rollout_log_probs"}
-    for key, name in (names | {"values": "values"}).items():
-        if getattr(micro_batches[0], name) is not None:
-            data[key] = [row for m in micro_batches for row in m.responses.rows(getattr(m, name))]
+    data |= known_columns(micro_batches)
     load_function(path, flag=flag)(args, data)
     results: list[Tensor | None] = []
     for key in ("advantages", "returns"):

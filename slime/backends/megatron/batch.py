@@ -106,6 +106,27 @@ class MicroBatch:
         return least[self.row_of_token]
 
 
+def known_columns(micro_batches: list[MicroBatch]) -> dict[str, list[Tensor]]:
+    """What is known of every response token, under upstream's names: one tensor a sample, for users' functions.
+
+    Collective over the context-parallel ranks.
+    """
+    return {
+        key: [row for m in micro_batches for row in m.responses.rows(getattr(m, name))]
+        for key, name in _UPSTREAM_COLUMNS.items()
+        if getattr(micro_batches[0], name) is not None
+    }
+
+
+_UPSTREAM_COLUMNS = {
+    "advantages": "advantages",
+    "log_probs": "old_log_probs",
+    "ref_log_probs": "ref_log_probs",
+    "rollout_log_probs": "rollout_log_probs",
+    "values": "values",
+}
+
+
 def pack(batch: TrainBatch, rows: np.ndarray, step: OptimizerStep, layout: PackLayout) -> MicroBatch:
     """The rows as one stream.
 

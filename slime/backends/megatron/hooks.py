@@ -14,7 +14,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from slime.backends.megatron.batch import MicroBatch
+from slime.backends.megatron.batch import MicroBatch, known_columns
 from slime.utils.misc import load_function
 
 
@@ -70,13 +70,9 @@ def custom_loss(
     with gradient. It returns the loss, so reduced, and a dict of scalars, likewise.
     """
     flag, path = "--custom-loss-function-path", args.custom_loss_function_path
-    names = {"advantages": "advantages", "log_probs": "old_log_probs", "ref_log_probs": "ref_log_probs"}
-    data: dict[str, Any] = _described(batch)
+    data: dict[str, Any] = _described(batch) | known_columns([batch])
     data["tokens"] = batch.tokens
     data["log_probs_and_entropy"] = lambda: tuple(batch.responses.rows(column) for column in terms())
-    for key, name in (names | {"rollout_log_probs": "rollout_log_probs", "values": "values"}).items():
-        if getattr(batch, name) is not None:
-            data[key] = batch.responses.rows(getattr(batch, name))
     loss, metrics = load_function(path, flag=flag)(args, data, logits, _sum_of_sample_mean(batch, args))
     share = _counts_here() / _denominator(args, batch)
     # Every rank's backward pass has to reach the collectives of every other's.
