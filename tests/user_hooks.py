@@ -70,6 +70,18 @@ def grpo(
     return loss, {"pg_loss": policy, "kl_loss": kl.detach(), "entropy_loss": bonus}
 
 
+def imitates_the_better(
+    args: Namespace, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Metrics]:
+    """Negative log-likelihood of what has a positive advantage; no part of the model where nothing has."""
+    better = torch.cat(batch["advantages"]) > 0
+    if not better.any():
+        return torch.zeros(()), {"pg_loss": 0.0}
+    present = torch.cat(batch["log_probs_and_entropy"]()[0])
+    loss = sum_of_sample_mean(torch.where(better, -present, 0.0))
+    return loss, {"pg_loss": loss}
+
+
 def pairwise(
     args: Namespace, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Metrics]:
@@ -94,8 +106,8 @@ def wrong_metric(*_: Any) -> tuple[Tensor, Metrics]:
 def reduces_too_few(
     args: Namespace, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Metrics]:
-    """Reduces three values."""
-    return sum_of_sample_mean(torch.zeros(3)), {}
+    """Forgets the last token."""
+    return sum_of_sample_mean(torch.zeros(sum(batch["response_lengths"]) - 1)), {}
 
 
 # ---- --custom-pg-loss-reducer-function-path

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 
 from slime.options.errors import OptionError
+
+_RECOMPUTED_BY_TRANSFORMER_ENGINE = {"layernorm", "moe_act", "mla_up_proj"}
+"""Of ``--recompute-modules``: megatron-core 0.16.1 drops their outputs with names that it imports from there."""
 
 
 def check_layout(args: Namespace) -> None:
@@ -82,6 +86,7 @@ def _check_pipeline(args: Namespace) -> None:
     pp, layers = args.pipeline_model_parallel_size, args.num_layers
     uneven = args.decoder_first_pipeline_num_layers or args.decoder_last_pipeline_num_layers
     if args.pipeline_model_parallel_layout or uneven:
+        _check_uneven_pipeline(args)
         return
     extra = int(args.account_for_embedding_in_pipeline_split) + int(args.account_for_loss_in_pipeline_split)
     if (layers + extra) % pp:
@@ -109,7 +114,42 @@ def _check_pipeline(args: Namespace) -> None:
     args.virtual_pipeline_model_parallel_size = None if chunks == 1 else chunks
 
 
+def _check_uneven_pipeline(args: Namespace) -> None:
+    """Chunks that a written layout implies: with fewer, the trainer's model would silently lack the others' layers."""
+    pp, layout = args.pipeline_model_parallel_size, args.pipeline_model_parallel_layout
+    given = args.virtual_pipeline_model_parallel_size
+    if args.num_layers_per_virtual_pipeline_stage is not None:
+        raise OptionError(
+            "--num-layers-per-virtual-pipeline-stage does not go with stages of different size: "
+            "use --num-virtual-stages-per-pipeline-rank"
+        )
+    chunks = 1 if given is None else given
+    if layout:
+        stages = _written_out(layout).count("|") + 1
+        chunks = stages // pp
+        if stages % pp or given not in (None, chunks):
+            virtual = "" if given is None else f" x --num-virtual-stages-per-pipeline-rank {given}"
+            raise OptionError(
+                f"--pipeline-model-parallel-layout {layout} has {stages} stages, "
+                f"which does not fit --pipeline-model-parallel-size {pp}{virtual}"
+            )
+    args.virtual_pipeline_model_parallel_size = None if chunks == 1 else chunks
+
+
+def _written_out(layout: str) -> str:
+    """Without repetitions, as megatron-core reads them: E|(t|)*2t*3L is E|t|t|tttL."""
+    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        layout = re.sub(repeated, lambda found: found[1] * int(found[2]), layout)
+    return layout
+
+
 def _check_recompute(args: Namespace) -> None:
+    refused = _RECOMPUTED_BY_TRANSFORMER_ENGINE & set(args.recompute_modules or ())
+    if refused and args.recompute_granularity == "selective":
+        raise OptionError(
+            f"--recompute-modules {' '.join(sorted(refused))}: megatron-core needs Transformer Engine for it, which is "
+            "not used here; core_attn, mlp, moe and shared_experts do without, as does --recompute-granularity full"
+        )
     if args.recompute_granularity != "full":
         return
     missing = [f for f in ("recompute_method", "recompute_num_layers") if getattr(args, f) is None]

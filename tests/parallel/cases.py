@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.utils.types import TrainBatch
+from tests import user_hooks
 from tests.parallel import rollouts
 
 
@@ -45,6 +46,13 @@ CASES = {
 
 _PPO = {"advantage_estimator": "ppo", "kl_coef": 0.1, "gamma": 0.98, "lambd": 0.9, "value_clip": 0.05}
 _PER_TOKEN = {"calculate_per_token_loss": True}
+
+
+def _custom(function: Callable[..., Any]) -> dict[str, Any]:
+    path = f"{user_hooks.__file__}:{function.__name__}"
+    return {"loss_type": "custom_loss", "custom_loss_function_path": path}
+
+
 RL_CASES: dict[str, dict[str, Any]] = {
     "grpo": {"kl_loss_type": "low_var_kl", "eps_clip_c": 1.03},
     "grpo_token": _PER_TOKEN
@@ -61,8 +69,31 @@ RL_CASES: dict[str, dict[str, Any]] = {
     | {"use_opsm": True, "opsm_delta": -0.02},
     "ppo": _PPO | {"normalize_advantages": True, "critic_lr": 0.06, "use_tis": True, "tis_clip": 1.02},
     "ppo_token": _PPO | _PER_TOKEN | {"kl_loss_type": "k2", "eps_clip_c": 1.03},
+    "dr_grpo": {"loss_constant_length": 100, "use_tis": True, "tis_clip": 1.02},
+    "custom": _custom(user_hooks.grpo) | {"kl_loss_type": "k3"},
+    "custom_token": _PER_TOKEN
+    | _custom(user_hooks.imitates_the_better)
+    | {"use_kl_loss": False, "kl_loss_coef": 0.0, "entropy_coef": 0.0},
 }
 """An algorithm and a reduction each, other options in turns; ranges so narrow that one step leaves them."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "": {},
+    "recompute": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+    "selective_moe": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]},
+    "first_of_1": {"decoder_first_pipeline_num_layers": 1},
+    "last_of_1": {"decoder_last_pipeline_num_layers": 1},
+    "stages_of_1_3": {"pipeline_model_parallel_layout": "Et|tttL"},
+    "chunks_of_0_2_1_1": {"pipeline_model_parallel_layout": "E|tt|t|tL"},
+}
+"""How the same is computed: other options of the model under a layout, which change no result."""
+STAGES = {
+    "first_of_1": [[1], [3]],
+    "last_of_1": [[3], [1]],
+    "stages_of_1_3": [[1], [3]],
+    "chunks_of_0_2_1_1": [[0, 1], [2, 1]],
+}
+"""Layers of every chunk of every pipeline stage."""
 CONSTANT_RATE = {"lr_decay_style": "constant", "lr_warmup_iters": 0, "lr_warmup_init": 0.0, "min_lr": 0.0}
 RL_OPTIONS = CONSTANT_RATE | {"eps_clip": 0.01, "eps_clip_high": 0.015}
 OPTIMIZERS: dict[str, dict[str, Any]] = {

@@ -22,6 +22,8 @@ from slime.utils.types import TrainBatch
 from tests.parallel.outcome import CRITIC, VALUE_HEAD, Outcome, Tensors
 
 _INIT_STD = 0.02
+_LOSSES = {"train/loss", "train/pg_loss", "train/kl_loss", "train/critic-value_loss"}
+"""Metrics that are reduced as the loss is, where that is no mean."""
 
 
 class Learner:
@@ -210,17 +212,20 @@ def _loss(
     metrics: dict[str, float] = {}
     for row in part:
         mask = known.masks[row]
+        weights = mask / max(trained[int(rows.rollout_ids[row])], 1.0) / len(rollouts)
         if args.calculate_per_token_loss:
             weights = mask / sum(trained.values())
-        else:
-            weights = mask / max(trained[int(rows.rollout_ids[row])], 1.0) / len(rollouts)
+        in_loss = weights
+        if args.loss_constant_length is not None:  # arXiv:2503.20783
+            in_loss = mask / args.loss_constant_length / len(rollouts)
         loss, report = _token_loss(args, rows, row, learner, known)
-        total = total + (loss * weights).sum()
+        total = total + (loss * in_loss).sum()
         for name, value in report.items():
             if name.endswith("_max"):
                 metrics[name] = max(metrics.get(name, 0.0), float((value * mask).max()))
             else:
-                metrics[name] = metrics.get(name, 0.0) + float((value * weights).sum().detach())
+                own = in_loss if name in _LOSSES else weights
+                metrics[name] = metrics.get(name, 0.0) + float((value * own).sum().detach())
     return total, metrics
 
 
@@ -232,7 +237,20 @@ def _token_loss(
     log_probs, entropy = learner.policy_terms(rows, row)
     if args.loss_type == "sft_loss":
         return -log_probs, {"train/loss": -log_probs, "train/entropy_loss": entropy}
+    if args.loss_type == "custom_loss":
+        return _custom_loss(args, row, log_probs, entropy, known)
     return _policy_loss(args, row, log_probs, entropy, known)
+
+
+def _custom_loss(
+    args: Namespace, row: int, log_probs: Tensor, entropy: Tensor, known: Known
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Those of `tests.user_hooks`, which report what they compute and nothing else."""
+    if args.custom_loss_function_path.endswith(":imitates_the_better"):
+        loss = torch.where(known.advantages[row] > 0, -log_probs, 0.0)
+        return loss, {"train/loss": loss, "train/pg_loss": loss}
+    loss, report = _policy_loss(args, row, log_probs, entropy, known)
+    return loss, {name: report[name] for name in ("train/loss", "train/pg_loss", "train/kl_loss", "train/entropy_loss")}
 
 
 def _value_loss(args: Namespace, values: Tensor, row: int, known: Known) -> tuple[Tensor, dict[str, Tensor]]:

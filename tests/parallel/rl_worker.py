@@ -1,7 +1,8 @@
 """One rank of one layout, under torchrun: trains on every case asked for; rank 0 writes how far each is from another
 run's outcome, or the outcome itself.
 
-``torchrun --nproc-per-node N rl_worker.py WORK_DIR '{"layout": {...}, "jobs": [[KIND, CASE, OPTIMIZER], ...], ...}'``
+``torchrun --nproc-per-node N rl_worker.py WORK_DIR '{"layout": {...}, "jobs": [[KIND, CASE, OPTIMIZER, VARIANT], ...],
+...}'``
 """
 
 from __future__ import annotations
@@ -16,13 +17,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.backends.megatron import parallel
-from slime.backends.megatron import trainer as trainer_module
-from slime.backends.megatron.trainer import MegatronTrainer
-from slime.utils.types import TrainBatch
-from tests.parallel import gathering, rollouts
-from tests.parallel.cases import OPTIMIZERS, RL_CASES, RL_OPTIONS, steps_of
-from tests.parallel.outcome import Outcome, compare
+from slime.backends.megatron import compat
+
+compat.install()
+
+from megatron.core import parallel_state  # noqa: E402
+
+from slime.backends.megatron import parallel  # noqa: E402
+from slime.backends.megatron import trainer as trainer_module  # noqa: E402
+from slime.backends.megatron.trainer import MegatronTrainer  # noqa: E402
+from slime.utils.types import TrainBatch  # noqa: E402
+from tests.parallel import gathering, rollouts  # noqa: E402
+from tests.parallel.cases import OPTIMIZERS, RL_CASES, RL_OPTIONS, STAGES, VARIANTS, steps_of  # noqa: E402
+from tests.parallel.outcome import Outcome, compare  # noqa: E402
 
 MAX_TOKENS = 256
 """Of a micro-batch; one response is longer."""
@@ -51,9 +58,10 @@ class Rank:
             micro_batch_multiple=args.pipeline_model_parallel_size if interleaved else 1,
         )[trainer.dp_rank]
 
-    def outcome(self, kind: str, case: str, optimizer: str) -> Outcome:
-        args = self.arguments(kind, **{**RL_CASES[case], **OPTIMIZERS[optimizer]})
+    def outcome(self, kind: str, case: str, optimizer: str, variant: str) -> Outcome:
+        args = self.arguments(kind, **{**RL_CASES[case], **OPTIMIZERS[optimizer], **VARIANTS[variant]})
         trainer = MegatronTrainer(args)
+        _check_variant(trainer, variant)
         gradients = gathering.note_gradients(trainer)
         outcome = Outcome()
         for rollout_id, count in enumerate(steps_of(case, optimizer)):
@@ -75,6 +83,16 @@ class Rank:
         return trainer.train(0, self.batch(args, trainer, rows, steps))[0]
 
 
+def _check_variant(trainer: MegatronTrainer, variant: str) -> None:
+    """The model is what the variant says: an option that nobody reads would change no result either."""
+    assert trainer.model_chunks[0].config.recompute_granularity == VARIANTS[variant].get("recompute_granularity")
+    group = parallel_state.get_pipeline_model_parallel_group()
+    stages: list[Any] = [None] * group.size()
+    dist.all_gather_object(stages, [len(chunk.decoder.layers) for chunk in trainer.model_chunks], group)
+    even = [[4 // group.size() // len(stage)] * len(stage) for stage in stages]
+    assert stages == STAGES.get(variant, even), stages
+
+
 def _check_same_on_all_ranks(metrics: list[dict[str, float]]) -> None:
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, metrics)
@@ -89,15 +107,16 @@ def main() -> None:
     # Trainers follow one another here, and a process can join the rendezvous of torchrun only once.
     trainer_module.initialize_distributed = lambda args: parallel.set_seeds(args.seed)
     report: dict[str, Any] = {}
-    for kind, case, optimizer in spec["jobs"]:
-        outcome, name = rank.outcome(kind, case, optimizer), f"{kind}.{case}.{optimizer}"
+    for *same, variant in spec["jobs"]:
+        outcome, result = rank.outcome(*same, variant), ".".join(same)
+        name = f"{result}.{variant}"
         report[name] = {"metrics": outcome.metrics}
         if spec["compare"]:
             differences: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(differences, asdict(compare(outcome, Outcome.load(work / f"{name}.pt"))))
+            dist.all_gather_object(differences, asdict(compare(outcome, Outcome.load(work / f"{result}.pt"))))
             report[name]["difference"] = {key: max(each[key] for each in differences) for key in differences[0]}
         else:
-            outcome.save(work / f"{name}.pt")
+            outcome.save(work / f"{result}.pt")
     for kind, dtype, steps in spec["on_policy"]:
         report[f"{kind}.{dtype}.{steps}"] = rank.on_policy(kind, dtype, steps)
     if dist.get_rank() == 0:

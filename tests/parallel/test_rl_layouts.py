@@ -22,8 +22,8 @@ from tests.parallel.outcome import Difference, Outcome, compare
 
 NUM_GPUS = 0
 
-Job = tuple[str, str, str]
-"""Kind of model, case, optimizer."""
+Job = tuple[str, str, str, str]
+"""Kind of model, case, optimizer, variant."""
 KINDS = ("qwen3", "llama", "qwen3_moe")
 RTOL = 1e-5
 ADAM = 0.02
@@ -44,7 +44,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2_cp2": (4, {TP: 2, SP: True, CP: 2}),
     "cp2_dp2": (4, {CP: 2, "use_distributed_optimizer": True}),
 }
-IN_CI = {
+IN_CI: dict[str, tuple[str, ...]] = {
     "tp2_sp": ("gspo", "ppo_token"),
     "pp2": ("grpo", "ppo"),
     "pp2_vpp2": ("grpo_token", "ppo"),
@@ -55,6 +55,15 @@ IN_CI = {
     "tp2_cp2": ("grpo_token", "ppo"),
     "cp2_dp2": ("gspo_token", "ppo"),
 }
+ONE_MORE_IN_CI: dict[str, tuple[tuple[str, str], ...]] = {
+    "tp2_sp": (("custom", ""), ("gspo", "recompute")),
+    "pp2": (("ppo", "first_of_1"),),
+    "pp2_vpp2": (("grpo_token", "chunks_of_0_2_1_1"),),
+    "cp2": (("custom_token", ""), ("cispo", "selective")),
+    "ep2": (("custom_token", ""), ("gspo", "selective_moe")),
+    "dp2": (("dr_grpo", ""),),
+}
+"""Besides, with SGD only: case and variant."""
 ON_POLICY = ("one", "tp2_sp", "pp2", "cp2")
 
 
@@ -62,18 +71,36 @@ def kind_in_ci(layout: str) -> str:
     return "qwen3_moe" if layout == "ep2" else "qwen3"
 
 
+def variants_of(layout: str, kind: str) -> list[str]:
+    """Those that the layout and the model have."""
+    selective = "selective_moe" if kind == "qwen3_moe" else "selective"
+    if layout == "pp2_vpp2":
+        return ["recompute", selective, "chunks_of_0_2_1_1"]
+    uneven = ["first_of_1", "last_of_1", "stages_of_1_3"] if PP in LAYOUTS[layout][1] else []
+    return ["recompute", selective, *uneven]
+
+
 def jobs_of(layout: str, *, in_ci: bool) -> list[Job]:
     """A layout's jobs of CI, or all that are left to the full tier."""
-    chosen = [(kind_in_ci(layout), case, optimizer) for case in IN_CI[layout] for optimizer in OPTIMIZERS]
+    kind = kind_in_ci(layout)
+    chosen = [(kind, case, optimizer, "") for case in IN_CI[layout] for optimizer in OPTIMIZERS]
+    chosen += [(kind, case, "sgd", variant) for case, variant in ONE_MORE_IN_CI.get(layout, ())]
     if in_ci:
         return chosen
     kinds = ("qwen3_moe",) if layout == "ep2" else KINDS
-    return [job for job in ((k, c, o) for k in kinds for c in RL_CASES for o in OPTIMIZERS) if job not in chosen]
+    every = [(k, c, o, "") for k in kinds for c in RL_CASES for o in OPTIMIZERS]
+    every += [(k, c, "sgd", v) for k in kinds for v in variants_of(layout, k) for c in IN_CI[layout]]
+    return [job for job in every if job not in chosen]
 
 
-ONE_IN_CI = sorted({job for layout in LAYOUTS for job in jobs_of(layout, in_ci=True)})
-ONE = {True: ONE_IN_CI, False: [(k, c, o) for k in KINDS for c in RL_CASES for o in OPTIMIZERS
-                                if (k, c, o) not in ONE_IN_CI]}  # fmt: skip
+def plain_jobs(jobs: Iterable[Job]) -> list[Job]:
+    """What one process computes for the jobs to be compared with."""
+    return sorted({(kind, case, optimizer, "") for kind, case, optimizer, _ in jobs})
+
+
+ONE_IN_CI = plain_jobs(job for layout in LAYOUTS for job in jobs_of(layout, in_ci=True))
+ONE = {True: ONE_IN_CI, False: [(k, c, o, "") for k in KINDS for c in RL_CASES for o in OPTIMIZERS
+                                if (k, c, o, "") not in ONE_IN_CI]}  # fmt: skip
 
 
 class Runs:
@@ -129,21 +156,24 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 def check(differences: dict[Job, Difference]) -> None:
     """The bounds of jobs' comparisons."""
     wrong = []
-    for (kind, case, optimizer), difference in differences.items():
+    for (kind, case, optimizer, variant), difference in differences.items():
+        name = " ".join((kind, case, optimizer, variant))
         bounds = {"metric": RTOL, "gradient": RTOL}
         bounds |= {"weight": RTOL} if optimizer == "sgd" else {"update": ADAM}
         found = {name: getattr(difference, name) for name in bounds}
         left_out = f"; {difference.left_out} of {difference.weights} weights left out" if optimizer == "adam" else ""
-        print(f"{kind} {case} {optimizer}: " + ", ".join(f"{n} {e:.1e}" for n, (e, _) in found.items()) + left_out)
-        wrong += [f"{kind} {case} {optimizer}: {n} {found[n]}" for n in bounds if not found[n][0] < bounds[n]]
+        print(f"{name}: " + ", ".join(f"{n} {e:.1e}" for n, (e, _) in found.items()) + left_out)
+        wrong += [f"{name}: {n} {found[n]}" for n in bounds if not found[n][0] < bounds[n]]
         if optimizer == "adam" and difference.left_out > difference.weights / 10:
-            wrong.append(f"{kind} {case}: AdamW's step is compared for too few weights{left_out}")
+            wrong.append(f"{name}: AdamW's step is compared for too few weights{left_out}")
     assert not wrong, "\n".join(wrong)
 
 
 def check_on_policy(report: dict[str, Any], jobs: list[Job], exact: list[tuple[str, str, int]]) -> None:
     """On the first step all ratios are 1 and the KL divergence to the equal reference is 0, exactly."""
-    first = [report[".".join(job)]["metrics"][0] for job in jobs if not RL_CASES[job[1]].get("use_rollout_logprobs")]
+    # Users' losses report what they like, and the engine's log-probs are not the trainer's.
+    others = {case for case, options in RL_CASES.items() if {"use_rollout_logprobs", "loss_type"} & options.keys()}
+    first = [report[".".join(job)]["metrics"][0] for job in jobs if job[1] not in others]
     first += [report[".".join(map(str, job))] for job in exact]
     for metrics in first:
         assert metrics["train/ppo_kl"] == 0.0
@@ -175,7 +205,7 @@ def test_layout_with_all_models_and_algorithms(runs: Runs, layout: str) -> None:
 def check_plain(runs: Runs, *, in_ci: bool) -> None:
     report, jobs = runs.one(in_ci=in_ci), ONE[in_ci]
     differences = {}
-    for kind, case, optimizer in jobs:
+    for kind, case, optimizer, _ in jobs:
         name = f"{kind}.{case}.{optimizer}"
         directory = runs.work / "models" / kind
         args = rollouts.arguments(directory, **RL_OPTIONS, **{**RL_CASES[case], **OPTIMIZERS[optimizer]})
@@ -185,9 +215,9 @@ def check_plain(runs: Runs, *, in_ci: bool) -> None:
         ]
         wanted = plain.train(args, directory, trained)
         assert wanted.nearest > TIE, f"{name}: a token is {wanted.nearest} from a bound; take another --lr or seed"
-        differences[kind, case, optimizer] = compare(Outcome.load(runs.work / f"{name}.pt"), wanted)
+        differences[kind, case, optimizer, ""] = compare(Outcome.load(runs.work / f"{name}.pt"), wanted)
         if optimizer == "sgd":
-            check_exercised(case, report[name]["metrics"])
+            check_exercised(case, report[f"{name}."]["metrics"])
     check(differences)
     check_on_policy(report, jobs, on_policy_jobs("one", in_ci=in_ci))
 

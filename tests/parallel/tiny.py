@@ -116,6 +116,7 @@ def arguments(directory: Path, **options: Any) -> Namespace:
             "num_experts": None,
             "distributed_timeout_minutes": 2,
             "seed": 1234,
+            "random_weights": False,
             "params_dtype": "float32",
             "rope_scaling_factor": 8.0,
             "rotary_seq_len_interpolation_factor": None,

@@ -16,11 +16,15 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from slime.backends.megatron import checkpoint, parallel
-from slime.backends.megatron import trainer as trainer_module
-from slime.backends.megatron.trainer import MegatronTrainer, TrainingError
-from tests.parallel import gathering, rollouts
-from tests.parallel.cases import CASES, Case
+from slime.backends.megatron import compat
+
+compat.install()
+
+from slime.backends.megatron import checkpoint, parallel  # noqa: E402
+from slime.backends.megatron import trainer as trainer_module  # noqa: E402
+from slime.backends.megatron.trainer import MegatronTrainer, TrainingError  # noqa: E402
+from tests.parallel import gathering, rollouts  # noqa: E402
+from tests.parallel.cases import CASES, Case  # noqa: E402
 
 
 class Rank:

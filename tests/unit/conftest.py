@@ -1,4 +1,4 @@
-"""What tests of the rollout side share: a byte-level tokenizer with a chat template, and the options they read."""
+"""What tests of the rollout side share: a byte-level tokenizer with a chat template, options, a generate client."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from slime.options.rollout import DEFAULT_ROLLOUT
+from slime.rollout import state
 from slime.utils.arguments import GROUPS
+from tests.fake_client import FakeClient
 
 CHATML = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -92,3 +94,25 @@ def write_jsonl(tmp_path: Path) -> Callable[..., str]:
         return str(path)
 
     return write
+
+
+@pytest.fixture
+def make_args(rollout_args: Callable[..., Namespace], write_jsonl: Callable[..., str]) -> Callable[..., Namespace]:
+    """Makes options of a rollout over prompts of 1, 2, 3, ... letters, labelled with their length."""
+
+    def make(num_prompts: int = 12, **changes: Any) -> Namespace:
+        rows = [{"prompt": "x" * (i + 1), "label": str(i + 1)} for i in range(num_prompts)]
+        return rollout_args(**{"prompt_data": write_jsonl(rows), "rm_type": "f1", **changes})
+
+    return make
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeClient], FakeClient]:
+    """Lets rollouts take a client in place of their own."""
+
+    def use_client(client: FakeClient) -> FakeClient:
+        monkeypatch.setattr(state, "make_client", lambda args: client)
+        return client
+
+    return use_client

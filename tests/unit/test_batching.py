@@ -16,24 +16,14 @@ from slime.batching.flops import DecoderShape, forward_flops
 from slime.batching.packing import pack_by_cost, pack_by_tokens
 from slime.batching.schedule import ScheduledStep, build_schedule
 from slime.utils.types import Ragged, TrainBatch
+from tools.bench_schedule import QWEN3_8B, skewed_lengths
 
 NUM_GPUS = 0
 
 
-QWEN3_8B = DecoderShape(
-    num_layers=36,
-    hidden_size=4096,
-    ffn_hidden_size=12288,
-    num_attention_heads=32,
-    num_query_groups=8,
-    kv_channels=128,
-    vocab_size=151936,
-)
-
-
 def skewed(rows: int, sigma: float = 1.0) -> np.ndarray:
     """Log-normal lengths up to 16,384, as rollouts have them."""
-    return np.clip(np.random.default_rng().lognormal(np.log(2000), sigma, rows), 16, 16384).astype(np.int64)
+    return skewed_lengths(rows, 2000, sigma, 16384, seed=int(np.random.default_rng().integers(2**31)))
 
 
 def work_of_ranks(schedule: list[ScheduledStep], costs: np.ndarray) -> np.ndarray:

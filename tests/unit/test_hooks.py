@@ -130,6 +130,37 @@ def test_what_a_loss_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     same([row.double().numpy() for row in seen["rollout_log_probs"]], [engine_rows(batch)[row] for row in rows])
 
 
+def test_a_loss_that_leaves_the_model_out_has_a_gradient_of_zeros() -> None:
+    """Where no sample is better than expected: other ranks' backward passes wait for this one's all the same."""
+    args = algorithm_options(loss_type="custom_loss", custom_loss_function_path=hook("imitates_the_better"))
+    _, micro_batches, _ = make(args)
+    micro_batch = micro_batches[0]
+    micro_batch.advantages = -torch.rand(micro_batch.mask.shape)
+    logits = torch.randn(1, len(micro_batch.mask), VOCAB, requires_grad=True)
+    total, report = hooks.custom_loss(args, micro_batch, logits, lambda: pytest.fail("needs no log-probs"))
+    total.backward()
+    assert report == {"train/pg_loss": 0.0, "train/loss": 0.0}
+    assert logits.grad is not None
+    assert torch.equal(logits.grad, torch.zeros_like(logits))
+
+
+@pytest.mark.parametrize("left_out", [torch.inf, -torch.inf, torch.nan, 3e38])
+def test_logits_that_a_loss_leaves_out_may_be_anything(left_out: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = algorithm_options(loss_type="custom_loss", custom_loss_function_path=hook("grpo"))
+    _, micro_batches, _ = make(args)
+    values = torch.full((1, len(micro_batches[0].mask), VOCAB), left_out)
+    values[0, 2, 3] = 0.5
+    logits = values.requires_grad_()
+    monkeypatch.setattr(hooks, "load_function", lambda path, flag: lambda *of: (of[2][0, 2, 3] * 3, {}))
+    total, _ = hooks.custom_loss(args, micro_batches[0], logits, lambda: pytest.fail("needs no log-probs"))
+    total.backward()
+    rollouts = micro_batches[0].step.num_rollouts
+    assert float(total.detach()) == pytest.approx(1.5 / rollouts)
+    assert logits.grad is not None
+    assert logits.grad.nonzero().tolist() == [[0, 2, 3]]
+    assert float(logits.grad[0, 2, 3]) == pytest.approx(3 / rollouts)
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

@@ -200,6 +200,22 @@ def test_layout_derivations(parse: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "chunks"),
+    [
+        ("--pipeline-model-parallel-layout Ettt|t*5L", None),
+        ("--pipeline-model-parallel-layout E|(tt|)*2,t*4L", 2),
+        ("--pipeline-model-parallel-layout E|tt|t|t*5L --num-virtual-stages-per-pipeline-rank 2", 2),
+        ("--decoder-first-pipeline-num-layers 3", None),
+        ("--decoder-first-pipeline-num-layers 2 --num-virtual-stages-per-pipeline-rank 2", 2),
+        ("--decoder-last-pipeline-num-layers 2 --num-virtual-stages-per-pipeline-rank 1", None),
+    ],
+)
+def test_chunks_of_uneven_pipelines(parse: Any, words: str, chunks: int | None) -> None:
+    args = layout(parse, f"--pipeline-model-parallel-size 2 {words}", 2, DENSE)
+    assert args.virtual_pipeline_model_parallel_size == chunks
+
+
+@pytest.mark.parametrize(
     ("words", "world", "shape", "expected"),
     [
         ("--tensor-model-parallel-size 2", 3, DENSE, "3 training slots .* are no multiple of .*-size 2"),
@@ -216,6 +232,32 @@ def test_layout_derivations(parse: Any) -> None:
             "does not sum the experts' gradients",
         ),
         ("--recompute-granularity full", 1, DENSE, "needs --recompute-method and --recompute-num-layers"),
+        (
+            "--recompute-activations --recompute-modules mlp layernorm moe_act",
+            1,
+            DENSE,
+            "--recompute-modules layernorm moe_act: megatron-core needs Transformer Engine",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|t|t*6L",
+            2,
+            DENSE,
+            "has 3 stages, which does not fit --pipeline-model-parallel-size 2",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|t*7L "
+            "--num-virtual-stages-per-pipeline-rank 2",
+            2,
+            DENSE,
+            "has 2 stages, .* --num-virtual-stages-per-pipeline-rank 2",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 2 "
+            "--num-layers-per-virtual-pipeline-stage 1",
+            2,
+            DENSE,
+            "use --num-virtual-stages-per-pipeline-rank",
+        ),
         ("--allgather-cp --context-parallel-size 2", 2, DENSE, "--allgather-cp is not available yet"),
     ],
 )

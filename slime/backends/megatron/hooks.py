@@ -67,7 +67,8 @@ def custom_loss(
     logits of this rank's part of the packed stream, float32 [1, T, V / tp], and the reduction of a loss: a function
     that takes the values of all response tokens, one sample after the other, to the sum over samples of the mean over
     its trained tokens. ``batch["log_probs_and_entropy"]()`` gives two lists with a tensor for every sample's response,
-    with gradient. It returns the loss, so reduced, and a dict of scalars, likewise.
+    with gradient. It returns the loss, so reduced, and a dict of scalars, likewise, in which what is missing counts as
+    0. A loss that is a constant is no mistake: where nothing is left to learn from, there is no gradient.
     """
     flag, path = "--custom-loss-function-path", args.custom_loss_function_path
     data: dict[str, Any] = _described(batch) | known_columns([batch])
@@ -75,8 +76,9 @@ def custom_loss(
     data["log_probs_and_entropy"] = lambda: tuple(batch.responses.rows(column) for column in terms())
     loss, metrics = load_function(path, flag=flag)(args, data, logits, _sum_of_sample_mean(batch, args))
     share = _counts_here() / _denominator(args, batch)
-    # Every rank's backward pass has to reach the collectives of every other's.
-    total = _scalar(loss, f"{flag} {path}: the loss") * share + 0.0 * logits.sum()
+    # Every rank's backward pass has to reach the collectives of every other's, also from a loss that does not depend on
+    # the model: by the sum of no logits, which is 0 even where 0 times a logit is not.
+    total = _scalar(loss, f"{flag} {path}: the loss") * share + logits[:, :0].sum()
     values = {name: torch.as_tensor(value, device=total.device).detach() for name, value in metrics.items()}
     report = {f"train/{name}": _scalar(value.float(), f"{flag} {path}: {name}") for name, value in values.items()}
     return total, {name: value * share for name, value in report.items()} | {"train/loss": total.detach()}

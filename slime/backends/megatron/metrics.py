@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -27,14 +29,15 @@ def step_metrics(reports: list[dict[str, Tensor]], tokens: int) -> dict[str, flo
 
 
 def _reduce(reports: list[dict[str, Tensor]], tokens: int) -> dict[str, float]:
-    names = list(reports[0])
-    table = torch.stack([torch.stack([report[name] for name in names]) for report in reports])
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    names = _names(reports, group)
+    zero = torch.zeros_like(next(iter(reports[0].values())))
+    table = torch.stack([torch.stack([report.get(name, zero) for name in names]) for report in reports])
     is_maximum = torch.tensor([name.startswith(MAXIMUM) for name in names], device=table.device)
     maxima = table.amax(0)
     # Context-parallel ranks share rows.
     own_tokens = tokens if parallel_state.get_context_parallel_rank() == 0 else 0
     sums = torch.cat([table.double().sum(0), torch.tensor([own_tokens], dtype=torch.float64, device=table.device)])
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     if group.size() > 1:
         dist.all_reduce(sums, group=group)
         if is_maximum.any():
@@ -42,3 +45,13 @@ def _reduce(reports: list[dict[str, Tensor]], tokens: int) -> dict[str, float]:
     sums[:-1] = torch.where(is_maximum, maxima.double(), sums[:-1])
     shown = [f"{name.removeprefix(MAXIMUM)}_max" if name.startswith(MAXIMUM) else name for name in names]
     return dict(zip([*shown, "tokens"], sums.tolist(), strict=True))
+
+
+def _names(reports: list[dict[str, Tensor]], group: dist.ProcessGroup) -> list[str]:
+    """Of all micro-batches of all ranks, in the same order on each: a user's loss may report what only some have."""
+    names = dict.fromkeys(name for report in reports for name in report)
+    of_ranks: list[Any] = [names]
+    if group.size() > 1:
+        of_ranks = [None] * group.size()
+        dist.all_gather_object(of_ranks, names, group)
+    return list(dict.fromkeys(name for each in of_ranks for name in each))

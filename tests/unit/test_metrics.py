@@ -1,0 +1,89 @@
+"""A step's metrics, added up by hand: of two ranks as data-parallel, context-parallel and pipeline-parallel ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slime.backends.megatron.loss import MAXIMUM
+from tests.ranks import run_ranks
+
+NUM_GPUS = 0
+RANKS = 2
+LAYOUTS: dict[str, dict[str, int]] = {
+    "data parallel": {},
+    "context parallel": {"context_parallel_size": RANKS},
+    "pipeline parallel": {"pipeline_model_parallel_size": RANKS},
+}
+LARGEST = f"{MAXIMUM}train/diff"
+REPORTS: list[list[dict[str, float]]] = [
+    [{"train/loss": 0.25, LARGEST: 3.0, "train/cancels": 1e8}, {"train/loss": 0.5, LARGEST: 1.0, "train/cancels": 1.0}],
+    [{"train/loss": 1.0, LARGEST: 0.5, "train/cancels": -1e8}, {"train/loss": 2.0, LARGEST: 7.0, "train/cancels": 0.0}],
+]
+"""Of each rank, by micro-batch."""
+TOKENS = [10, 5]
+WANTED = {
+    "data parallel": {"train/loss": 3.75, "train/diff_max": 7.0, "train/cancels": 1.0, "tokens": 15.0},
+    # Both hold parts of the same rows.
+    "context parallel": {"train/loss": 3.75, "train/diff_max": 7.0, "train/cancels": 1.0, "tokens": 10.0},
+    # The first stage has no reports.
+    "pipeline parallel": {"train/loss": 3.0, "train/diff_max": 7.0, "train/cancels": -1e8, "tokens": 5.0},
+}
+SOME: list[list[dict[str, float]]] = [
+    [{"train/loss": 1.0}, {"train/loss": 2.0, "train/mine": 4.0, LARGEST: 0.25}],
+    [{"train/theirs": 8.0, "train/loss": 4.0}],
+]
+"""Of a loss that does not report the same of every micro-batch."""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What the two ranks found."""
+    directory = tmp_path_factory.mktemp("metrics")
+    run_ranks(run_rank, (str(directory),), RANKS)
+    return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_metrics_of_a_step(found: list[dict[str, Any]], layout: str) -> None:
+    for of_rank in found:
+        assert of_rank[layout] == WANTED[layout]
+
+
+def test_what_only_some_micro_batches_report_counts_as_0_of_the_others(found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        metrics = of_rank["some"]
+        assert metrics == {
+            "train/loss": 7.0, "train/mine": 4.0, "train/theirs": 8.0, "train/diff_max": 0.25, "tokens": 15.0,
+        }  # fmt: skip
+
+
+def run_rank(rank: int, directory: str) -> None:
+    from slime.backends.megatron import compat
+
+    compat.install()
+    from megatron.core import parallel_state
+
+    from slime.backends.megatron.metrics import step_metrics
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
+    metrics = {}
+    for layout, sizes in LAYOUTS.items():
+        parallel_state.initialize_model_parallel(**sizes)
+        own = REPORTS[rank] if parallel_state.is_pipeline_last_stage() else []
+        metrics[layout] = step_metrics([tensors(report) for report in own], TOKENS[rank])
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel()
+    metrics["some"] = step_metrics([tensors(report) for report in SOME[rank]], TOKENS[rank])
+    Path(directory, f"rank{rank}.json").write_text(json.dumps(metrics))
+    dist.destroy_process_group()
+
+
+def tensors(report: dict[str, float]) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(value) for name, value in report.items()}

@@ -1,0 +1,129 @@
+"""Users' functions in a rollout: what they may do, and how their mistakes are told."""
+
+from __future__ import annotations
+
+import asyncio
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slime.rollout.base_types import flatten_samples
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.hooks import HookError
+from slime.rollout.loop import background_loop
+from slime.rollout.sglang_rollout import generate_and_rm
+from slime.utils.types import Sample
+from tests.fake_client import FakeClient, hook_file, rollout
+
+NUM_GPUS = 0
+
+Args = Callable[..., Namespace]
+
+
+def test_custom_generate(make_args: Args, use: Callable[..., FakeClient], tmp_path: Path) -> None:
+    client = use(FakeClient())
+    hook = hook_file(
+        tmp_path,
+        "from slime.rollout.sglang_rollout import generate as one_turn\n"
+        "async def generate(args, sample, sampling_params):\n"
+        "    sample = await one_turn(args, sample, sampling_params)\n"
+        "    sample.append_response_tokens(tokens=[1, 2], trainable=False, text=' tool ')\n"
+        "    return await one_turn(args, sample, sampling_params)\n",
+    )
+    args = make_args(rm_type="random", custom_generate_function_path=f"{hook}:generate")
+    for sample in flatten_samples(rollout(args).samples):
+        assert " tool " in sample.response
+        assert sample.loss_mask is not None
+        assert sample.loss_mask.count(0) == 2
+        sample.check()
+    assert client.most_running <= 8
+    assert client.closed == 1, "the hook's requests use the rollout's own client"
+
+
+def test_custom_generate_fan_out_and_evaluation(
+    make_args: Args, use: Callable[..., FakeClient], tmp_path: Path
+) -> None:
+    use(FakeClient())
+    hook = hook_file(
+        tmp_path,
+        "import copy\n"
+        "async def generate(args, sample, sampling_params, evaluation=False):\n"
+        "    parts = [copy.deepcopy(sample) for _ in range(1 + sample.index % 3)]\n"
+        "    for i, part in enumerate(parts):\n"
+        "        part.rollout_id = None\n"
+        "        part.append_response_tokens(tokens=[i], log_probs=[-1.0], text=f'{evaluation}')\n"
+        "    return parts\n",
+    )
+    args = make_args(custom_generate_function_path=str(hook), rm_type="random")
+    output = rollout(args)
+    assert [len(flatten_samples(group)) for group in output.samples] == [3, 4, 5, 3]
+    for group in output.samples:
+        for parts in group:
+            assert len({part.rollout_id for part in parts}) == 1
+            assert all(part.response == "False" for part in parts)
+    result = asyncio.run(generate_and_rm(args, Sample(index=0, rollout_id=0, prompt="x"), {}, evaluation=True))
+    assert result[0].response == "True"
+
+
+BAD_HOOKS = [
+    ("    raise KeyError('boom')\n", r"--custom-generate-function-path .* raised KeyError: 'boom'[\s\S]*Traceback"),
+    ("    return None\n", "must return a Sample or a non-empty list of Sample, not None"),
+    ("    return []\n", "must return a Sample or a non-empty list of Sample"),
+    ("    sample.response_length = 99\n    return sample\n", "returned an inconsistent sample: .*response_length 99"),
+    (
+        "    import copy\n    a, b = copy.copy(sample), copy.copy(sample)\n    b.rollout_id = 77\n    return [a, b]\n",
+        "cut one rollout into samples of different rollout_id",
+    ),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), BAD_HOOKS)
+def test_bad_custom_generate(
+    body: str, message: str, make_args: Args, use: Callable[..., FakeClient], tmp_path: Path
+) -> None:
+    use(FakeClient())
+    hook = hook_file(tmp_path, f"async def generate(args, sample, sampling_params):\n{body}")
+    with pytest.raises(HookError, match=message):
+        rollout(make_args(custom_generate_function_path=str(hook)))
+
+
+def test_sample_names_its_own_functions(make_args: Args, use: Callable[..., FakeClient], tmp_path: Path) -> None:
+    use(FakeClient())
+    hook = hook_file(
+        tmp_path,
+        "async def generate(args, sample, params):\n"
+        "    sample.append_response_tokens(tokens=[1], log_probs=[-1.0], text='own')\n"
+        "    return sample\n"
+        "def rm(args, sample, **kwargs): return 7\n",
+    )
+    args = make_args()
+    source = RolloutDataSourceWithBuffer(args)
+    (group,) = source.get_samples(1)
+    group[0].generate_function_path, group[0].custom_rm_path = f"{hook}:generate", f"{hook}:rm"
+    source.add_samples([group])
+    first, second, *_ = flatten_samples(rollout(args, 0, source).samples)
+    assert (first.response, first.reward) == ("own", 7.0)
+    assert second.response == "1"
+
+
+def test_missing_reward_is_an_error(make_args: Args, use: Callable[..., FakeClient], tmp_path: Path) -> None:
+    use(FakeClient())
+    hook = hook_file(tmp_path, "def rm(args, sample, **kwargs): return None if sample.index == 5 else 1.0\n")
+    with pytest.raises(HookError, match=r"rollout 0: sample 5 has no reward \(status completed\)"):
+        rollout(make_args(custom_rm_path=f"{hook}:rm"))
+
+
+def test_blocked_loop_is_noticed(
+    make_args: Args, use: Callable[..., FakeClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slime.rollout.loop._GRACE_S", 0.2)
+    use(FakeClient())
+    hook = hook_file(tmp_path, "import time\nasync def generate(args, sample, params):\n    time.sleep(2)  # blocks\n")
+    args = make_args(custom_generate_function_path=str(hook), rollout_timeout=0.2)
+    loop = background_loop()
+    with pytest.raises(TimeoutError, match=r"the event loop is blocked here:[\s\S]*time.sleep\(2\)"):
+        rollout(args)
+    assert background_loop() is not loop
+    assert len(rollout(make_args()).samples) == 4
