@@ -30,6 +30,7 @@ QWEN3 = {
 BASE = {
     "--hf-checkpoint": "model",
     "--prompt-data": "data.jsonl",
+    "--label-key": "label",
     "--num-rollout": "3",
     "--rollout-batch-size": "4",
     "--n-samples-per-prompt": "4",

@@ -33,7 +33,6 @@ def derive_algorithm(args: Namespace) -> None:
     args.reward_baseline = None if args.disable_rewards_normalization else BASELINES.get(args.advantage_estimator)
     args.reward_std = args.advantage_estimator in DIVIDED_BY_STD and not args.disable_grpo_std_normalization
     args.needs_reference = args.loss_type != "sft_loss" and (args.use_kl_loss or args.kl_coef > 0)
-    _check_schedule(args)
     _check_loss(args)
     _check_correction(args)
     _derive_critic(args)
@@ -43,13 +42,6 @@ def derive_algorithm(args: Namespace) -> None:
             args.rollout_function_path = SFT_ROLLOUT
         return
     _check_estimator(args)
-    if args.rm_type is None and args.custom_rm_path is None and args.placement != "train_only":
-        raise OptionError("--rm-type or --custom-rm-path is missing: responses need a reward")
-
-
-def _check_schedule(args: Namespace) -> None:
-    if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
-        raise OptionError("--lr-warmup-fraction and --lr-warmup-iters exclude each other")
 
 
 def _check_loss(args: Namespace) -> None:

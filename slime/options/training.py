@@ -29,9 +29,9 @@ def check_training(args: Namespace, given: set[str]) -> None:
             shown = flag if value is True else f"{flag} {value}"
             raise OptionError(f"{shown} is not available yet in this version")
     _check_optimizer(args, given)
-    _check_schedule(args)
+    _check_learning_rate(args)
     if args.use_critic:
-        _check_schedule(critic_options(args), "critic-")
+        _check_learning_rate(critic_options(args), "critic-")
 
 
 def _check_optimizer(args: Namespace, given: set[str]) -> None:
@@ -52,7 +52,9 @@ def critic_options(args: Namespace) -> Namespace:
     return own
 
 
-def _check_schedule(args: Namespace, role: str = "") -> None:
+def _check_learning_rate(args: Namespace, role: str = "") -> None:
+    if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
+        raise OptionError("--lr-warmup-fraction and --lr-warmup-iters exclude each other")
     for flag, rate in (("--min-lr", args.min_lr), ("--lr-warmup-init", args.lr_warmup_init)):
         if rate > args.lr:
             raise OptionError(f"{flag} {rate} is above --{role}lr {args.lr}")

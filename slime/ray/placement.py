@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +70,17 @@ def slot_counts(args: argparse.Namespace) -> tuple[int, int, int]:
     }[args.placement]
 
 
+def core_shortage(args: argparse.Namespace) -> str | None:
+    """A warning where our own local Ray would count more CPU slots than there are cores; None otherwise."""
+    slots, cores = slot_counts(args)[0], os.cpu_count() or 1
+    if slots <= cores or device.is_cuda() or os.environ.get("RAY_ADDRESS"):
+        return None
+    flags = f"--actor-num-gpus-per-node {args.actor_num_gpus_per_node}"
+    if args.placement in ("disaggregate", "rollout_only"):
+        flags += f", --rollout-num-gpus {args.rollout_num_gpus}"
+    return f"{slots} slots share the {cores} cores of this host, which has no GPU: fewer may well be faster ({flags})"
+
+
 def describe_placement(args: argparse.Namespace) -> str:
     """One line a slot: who trains and who generates there."""
     total, train, rollout_start = slot_counts(args)
@@ -78,6 +90,8 @@ def describe_placement(args: argparse.Namespace) -> str:
         if slot >= rollout_start:
             users.append(f"engine {(slot - rollout_start) // args.rollout_num_gpus_per_engine}")
         lines.append(f"  slot {slot}: {', '.join(users)}")
+    if shortage := core_shortage(args):
+        lines.append(f"warning: {shortage}")
     return "\n".join(lines)
 
 
@@ -156,7 +170,9 @@ def _probe(group: PlacementGroup, count: int, with_gpu: bool, timeout: float) ->
     try:
         found = ray.get([probe(i) for i in range(count)], timeout=timeout)
     except RayError as error:
-        raise RunError(f"placement: the slots did not say within {timeout:.0f} s where they are: {error}") from None
+        raise RunError(
+            f"placement: the slots did not say within {timeout:.0f} s (--placement-timeout) where they are: {error}"
+        ) from None
     slots = [Slot(bundle, host, gpu) for bundle, (host, gpu) in enumerate(found)]
     return sorted(slots, key=_logical_order)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -31,6 +32,17 @@ class InputError(RunError):
     exit_status = 2
 
 
+@dataclass(frozen=True)
+class Deadline:
+    """How long a wait may last, and the flag that says so (None: no flag does)."""
+
+    seconds: float
+    flag: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.seconds:.0f} s" + (f" ({self.flag})" if self.flag else "")
+
+
 class Supervisor:
     """Knows every actor of the run, and waits for their answers.
 
@@ -46,22 +58,20 @@ class Supervisor:
         """Fail every later `wait` when ``actor`` or the process that it owns dies."""
         self._watches[actor.watch.remote()] = name
 
-    def wait(self, calls: Mapping[str, ray.ObjectRef], phase: str, timeout: float) -> list[Any]:
+    def wait(self, calls: Mapping[str, ray.ObjectRef], phase: str, limit: Deadline) -> list[Any]:
         """The answers of ``calls`` (who was asked -> reference), in their order.
 
         Raises:
-            RunError: a call failed, a watched actor died, or ``timeout`` seconds passed.
+            RunError: a call failed, a watched actor died, or the deadline passed.
         """
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + limit.seconds
         names = {ref: who for who, ref in calls.items()}
         pending = list(names)
         while pending:
             left = deadline - time.monotonic()
             if left <= 0:
                 waiting = ", ".join(names[ref] for ref in pending)
-                raise RunError(
-                    f"{phase}: no answer within {timeout:.0f} s from {waiting} (weight version {self.version})"
-                )
+                raise RunError(f"{phase}: no answer within {limit} from {waiting} (weight version {self.version})")
             done, _ = ray.wait([*pending, *self._watches], num_returns=1, timeout=min(left, _POLL_S))
             for ref in done:
                 if ref in self._watches:

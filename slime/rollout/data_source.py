@@ -24,8 +24,9 @@ _WITH_BUFFER = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
 class DataSource(abc.ABC):
     """What ``--data-source-path`` names a subclass of.
 
-    A source's state goes into the run's checkpoint: `state_dict` for `RolloutDataSource` and its subclasses. Any other
-    class is asked to `save` and `load` by itself, beside the checkpoint.
+    The state of `RolloutDataSource` and its subclasses (`state_dict`) goes into the run's checkpoint. `save` and `load`
+    are for what a class keeps besides: those that it defines itself, subclasses of `RolloutDataSource` included, are
+    called with every checkpoint and on resume, and decide for themselves where they write.
     """
 
     @abc.abstractmethod

@@ -236,11 +236,19 @@ def _prompt(prompt: Any, tools: Any, spec: PromptSpec, tokenizer: Any) -> str | 
             return prompt
         prompt = [{"role": "user", "content": prompt}]
     check_messages(prompt, f"{spec.input_key!r} (--input-key)")
+    _check_contents(prompt, f"{spec.input_key!r} (--input-key)")
     if spec.apply_chat_template:
         return render(tokenizer, prompt, tools, spec.chat_template_kwargs)
     if not spec.messages_allowed:
         raise RowError(f"{spec.input_key!r} (--input-key) holds chat messages: add --apply-chat-template")
     return prompt
+
+
+def _check_contents(messages: list[dict[str, Any]], what: str) -> None:
+    """Raise RowError for a message that says nothing: templates render it as an empty turn, or fail."""
+    for position, message in enumerate(messages):
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise RowError(f"message {position} of {what} has neither 'content' nor 'tool_calls': {message!r:.80}")
 
 
 def _tokenise(

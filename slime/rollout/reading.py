@@ -82,7 +82,7 @@ def _read_json_lines(file: Path, bounds: slice) -> Iterator[Row]:
 
 def _json_row(where: str, line: bytes) -> Row:
     try:
-        value = json.loads(line)
+        value = json.loads(line.rstrip())  # with its end, what breaks off there would be at column 1 of a line 2
     except UnicodeDecodeError as error:
         return Row(where, None, f"not UTF-8: {error}")
     except json.JSONDecodeError as error:

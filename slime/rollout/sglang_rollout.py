@@ -41,7 +41,7 @@ def generate_rollout(
     if evaluation:
         from slime.rollout.evaluation import eval_rollout  # it generates by the functions below
 
-        what = f"the evaluation of weight version {rollout_id}"
+        what = f"the evaluation of weight version {rollout_id} (--rollout-timeout)"
         return background_loop().run(eval_rollout(args, rollout_id), timeout=args.rollout_timeout, what=what)
     if isinstance(data_source, RolloutDataSource):
         data_source.rollout_id = rollout_id
@@ -49,7 +49,8 @@ def generate_rollout(
     if len(groups) != args.rollout_batch_size:
         raise BadInputError(f"the data source gave {len(groups)} groups, asked for {args.rollout_batch_size}")
     rollout = generate_rollout_async(args, rollout_id, groups)
-    return background_loop().run(rollout, timeout=args.rollout_timeout, what=f"rollout {rollout_id}")
+    what = f"rollout {rollout_id} (--rollout-timeout)"
+    return background_loop().run(rollout, timeout=args.rollout_timeout, what=what)
 
 
 async def generate_rollout_async(args: Namespace, rollout_id: int, groups: list[Group]) -> RolloutFnTrainOutput:

@@ -60,7 +60,9 @@ def call_all(calls: Mapping[str, Callable[[], _T]], timeout: float, phase: str) 
             name, result = results.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             missing = ", ".join(name for name in calls if name not in returned)
-            raise EngineError(f"{phase}: no answer within {timeout:.0f} s from {missing}") from None
+            raise EngineError(
+                f"{phase}: no answer within {timeout:.0f} s (--weight-update-timeout) from {missing}"
+            ) from None
         if isinstance(result, EngineError):
             raise EngineError(f"{phase}: {result}") from result
         if isinstance(result, BaseException):

@@ -254,7 +254,7 @@ def assert_death_ends_the_run(
     "victim",
     [
         "engine_server",
-        "manager",
+        pytest.param("manager", marks=pytest.mark.full),
         pytest.param("engine_actor", marks=pytest.mark.full),
         pytest.param("trainer", marks=pytest.mark.full),
     ],

@@ -129,13 +129,16 @@ def test_metadata_is_parsed(rollout_args: Args, write_jsonl: Write) -> None:
 
 
 BAD_ROWS: list[tuple[Any, str]] = [
-    ('{"prompt": "p"', "not JSON: .* at column"),
+    ('{"prompt": "p"', "not JSON: Expecting ',' delimiter at column 15; one object a line"),
+    ('{"prompt": "é", label: "x"}', "not JSON: Expecting property name enclosed in double quotes at column 17; one"),
     ("[1, 2]", "a JSON object is expected, this is an array"),
     ({"question": "p", "label": "x"}, r"there is no key 'prompt' \(--input-key\); the keys are 'label', 'question'"),
     ({"prompt": "p"}, r"there is no key 'label' \(--label-key\); the keys are 'prompt'"),
     ({"prompt": 5, "label": "x"}, r"'prompt' \(--input-key\) is a int; a string or a list of chat messages"),
     ({"prompt": [], "label": "x"}, "is an empty list of messages"),
     ({"prompt": [{"content": "x"}], "label": "x"}, "message 0 of 'prompt' .* is not an object with a 'role'"),
+    ({"prompt": [{"role": "user"}], "label": "x"}, "message 0 of 'prompt' .* has neither 'content' nor 'tool_calls'"),
+    ({"prompt": [{"role": "user", "content": "x"}, {"role": "user", "content": None}], "label": "x"}, "message 1 of"),
     ({"prompt": [{"role": "user", "content": "x"}], "label": "x"}, "holds chat messages: add --apply-chat-template"),
     ({"prompt": "", "label": "x"}, r"'prompt' \(--input-key\) is empty"),
     ({"prompt": "p", "label": None}, r"'label' \(--label-key\) is null"),
@@ -153,6 +156,14 @@ def test_bad_row_is_an_error_or_skipped(row: Any, message: str, rollout_args: Ar
     assert str(error.value).startswith(f"--prompt-data {path}, line 3: ")
     dataset = load(rollout_args(prompt_data=path, skip_bad_rows=True))
     assert (len(dataset), dataset.num_bad) == (3, 1)
+
+
+def test_a_message_may_be_a_tool_call_alone(rollout_args: Args, write_jsonl: Write) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
+    messages = [{"role": "user", "content": "1+1"}, call, {"role": "tool", "content": "2"}]
+    args = rollout_args(prompt_data=write_jsonl([{"prompt": messages, "label": "x"}]))
+    args.custom_generate_function_path = "my.generate"
+    assert load(args)[0].prompt == messages
 
 
 def test_a_template_that_refuses_measured_messages(

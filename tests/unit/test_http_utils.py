@@ -222,7 +222,7 @@ def test_generate_client_bounds_its_connections_and_its_time() -> None:
             assert [reply["echo"] for reply in replies] == [[i] for i in range(9)]
             assert replies[4]["rid"] == "4"
             assert most == 3
-            with pytest.raises(RequestError, match=r"no reply within 1\.0 s"):
+            with pytest.raises(RequestError, match=r"no reply within 1\.0 s \(--request-timeout\)"):
                 await client.generate([1], {"seconds": 5})
             await client.close()
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+import re
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +15,13 @@ import pytest
 
 from slime.options.errors import OptionError
 from slime.options.model import _download
-from slime.options.validate import check_schedule
+from slime.options.rollout import DEFAULT_ROLLOUT
+from slime.options.validate import NEEDS_LABEL, check_schedule
+from slime.rollout.rm_hub.graders import GRADERS
 from slime.utils.arguments import parse_args
-from tests.command_line import QWEN3, command, failure, write_model, write_rows
+from slime.utils.errors import BadInputError
+from slime.utils.types import Sample
+from tests.command_line import BASE, QWEN3, command, failure, write_model, write_rows
 
 NUM_GPUS = 0
 
@@ -41,7 +47,9 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_model(tmp_path / "moe", MOE)
     for name in ("data.jsonl", "aime.jsonl"):
         write_rows(tmp_path / name)
-    (tmp_path / "own.py").write_text("def generate_rollout(*a, **k): ...\nasync def custom_rm(*a, **k): ...\n")
+    (tmp_path / "own.py").write_text(
+        "def generate_rollout(*a, **k): ...\nasync def custom_rm(*a, **k): ...\nclass Source: ...\n"
+    )
     return tmp_path
 
 
@@ -78,6 +86,10 @@ def test_conversations_are_not_cut_but_their_evaluation_is(parse: Parse) -> None
 @pytest.mark.parametrize(
     ("words", "without", "expected"),
     [
+        ("--rm-type f1", "--label-key", "--label-key is missing: --rm-type f1 compares responses with the expected"),
+        ("--rm-type boxed_math", "--label-key", "--label-key is missing: --rm-type boxed_math compares"),
+        (f"{SFT} {EVAL}", "--label-key", "--eval-label-key is missing: --rm-type math compares"),
+        ("--sglang-dp-size 2", "", "--sglang-dp-size 2 needs --sglang-enable-dp-attention; copies of the whole model"),
         ("--sglang-context-length 7", "", "an engine's context of 7 tokens"),
         ("--rm-type dapo", "", "--rm-type dapo: --reward-key is missing, use score or acc"),
         ("--rm-type boxed_dapo --reward-key pred", "", "--reward-key pred is no number in its reward, use score or"),
@@ -107,6 +119,48 @@ def test_one_line_with_status_2(
     directory: Path, capsys: pytest.CaptureFixture[str], words: str, without: str, expected: str
 ) -> None:
     assert expected in failure(capsys, words, without)
+
+
+def test_everything_that_is_missing_is_named_at_once(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = failure(capsys, "", " ".join(BASE))
+    flags = re.findall(r"(--[a-z-]+)(?: or --[a-z-]+)? is missing", line)
+    needed = ["--hf-checkpoint", "--rollout-num-gpus", "--prompt-data", "--num-rollout", "--rollout-batch-size"]
+    assert flags == [*needed, "--rollout-max-response-len", "--rm-type"]
+    assert line.startswith("--hf-checkpoint is missing; ")
+    supervised = failure(capsys, "--loss-type sft_loss --debug-train-only", " ".join(BASE))
+    assert re.findall(r"(--[a-z-]+)(?: or --[a-z-]+)? is missing", supervised) == [needed[0], *needed[2:]]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "--rm-type random",
+        "--custom-rm-path own.py",
+        "--custom-generate-function-path own.py:generate_rollout",
+        "--data-source-path own.py:Source",
+        f"{EVAL} --eval-label-key label --rollout-function-path own.py --eval-function-path {DEFAULT_ROLLOUT}",
+        "--load-debug-rollout-data dump/{rollout_id}.pt",
+    ],
+)
+def test_rewards_that_find_their_label_elsewhere(parse: Parse, words: str) -> None:
+    assert parse(words, "--label-key" if words else "").label_key == (None if words else "label")
+
+
+def test_rewards_that_compare_are_those_that_need_a_label() -> None:
+    def needs_label(name: str) -> bool:
+        try:
+            asyncio.run(GRADERS[name](Namespace(rollout_seed=0, rm_url=None), Sample(response=""), ""))
+        except BadInputError as error:
+            return "needs a label" in str(error)
+        return False
+
+    assert {name for name in GRADERS if needs_label(name)} == set(NEEDS_LABEL)
+
+
+def test_copies_of_an_engine_that_share_their_attention(parse: Parse) -> None:
+    words = "--rollout-num-gpus-per-engine 2 --sglang-dp-size 2 --sglang-enable-dp-attention"
+    assert parse(words).sglang_cli == ["--dp-size", "2", "--enable-dp-attention"]
 
 
 @pytest.mark.parametrize(

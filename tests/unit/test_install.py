@@ -151,6 +151,16 @@ def test_an_active_environment_of_another_python_is_refused(checkout: Checkout, 
     assert "does not have Python 3.11 or 3.12" in result.stderr
 
 
+def test_help_of_the_quickstart_installs_nothing(tmp_path: Path) -> None:
+    for name in ("bash", "dirname", "python3"):  # with these alone nothing could be installed
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    command = [str(tmp_path / "bash"), str(ROOT / "scripts" / "quickstart.sh"), "--seed", "1", "--help"]
+    result = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=20)
+    assert result.returncode == 0, result.stderr
+    assert "--time-limit" in result.stdout
+    assert not result.stderr
+
+
 @pytest.mark.parametrize(
     ("script", "arguments", "message"),
     [

@@ -17,10 +17,10 @@ from slime.backends.sglang.client import EngineError
 from slime.options.errors import OptionError
 from slime.ray import cluster, placement, run, supervision
 from slime.ray.engine_actor import EngineActor
-from slime.ray.placement import Slot
+from slime.ray.placement import Slot, describe_placement
 from slime.ray.rollout_manager import restore_source, source_state
 from slime.ray.run import Run
-from slime.ray.supervision import LOAD_DATA, InputError, RunError, Supervisor
+from slime.ray.supervision import LOAD_DATA, Deadline, InputError, RunError, Supervisor
 from slime.rollout.data_source import DataSource, RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.rollout.hooks import HookError
 from slime.utils.errors import BadInputError, DeadlineError
@@ -50,6 +50,52 @@ def test_a_local_ray_counts_no_gpu_that_torch_cannot_use(
     monkeypatch.setattr(cluster.janitor, "start", lambda: 0)
     cluster.connect(2)
     assert given.get("num_gpus") == expected
+
+
+@pytest.mark.parametrize(
+    ("cores", "is_cuda", "address", "expected"),
+    [
+        (2, False, None, "8 slots share the 2 cores of this host, which has no GPU: fewer may well be faster "),
+        (8, False, None, None),
+        (2, True, None, None),
+        (2, False, "10.0.0.1:6379", None),
+    ],
+)
+def test_more_slots_than_cores_are_warned_of(
+    cores: int, is_cuda: bool, address: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(placement.device, "is_cuda", lambda: is_cuda)
+    monkeypatch.setenv("RAY_ADDRESS", address or "")
+    args = Namespace(placement="colocate", actor_num_gpus=8, rollout_num_gpus=8, actor_num_gpus_per_node=8)
+    args.rollout_num_gpus_per_engine = 1
+    warning = placement.core_shortage(args)
+    assert warning == (expected and expected + "(--actor-num-gpus-per-node 8)")
+    if warning:
+        assert describe_placement(args).endswith(f"warning: {warning}")
+        args.placement, args.actor_num_gpus, args.rollout_num_gpus = "disaggregate", 1, 4
+        assert str(placement.core_shortage(args)).startswith("5 slots share the 2 cores")
+        assert str(placement.core_shortage(args)).endswith("--rollout-num-gpus 4)")
+
+
+def test_a_deadline_names_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Run(Namespace(data_load_timeout=0.0))
+    monkeypatch.setattr(ray, "wait", lambda refs, **options: ([], refs))
+    expected = r"load data: no answer within 0 s \(--data-load-timeout\) from the rollout manager"
+    with pytest.raises(RunError, match=expected):
+        made._wait({"the rollout manager": object()}, LOAD_DATA, made._limit("data_load_timeout"))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, None])
+def test_an_interrupt_is_answered_before_anything_is_stopped(
+    error: type[BaseException] | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[str] = []
+    made = Run(Namespace())
+    monkeypatch.setattr(made, "_stop", lambda: seen.append(capsys.readouterr().err))
+    made.__exit__(error, error() if error else None, None)
+    expected = "train.py: interrupted: stopping engines and trainers (up to 30 s)\n" if error else ""
+    assert seen == [expected]
 
 
 def test_environment_values_are_text() -> None:
@@ -203,7 +249,7 @@ class Answers:
     def remote(self, version: int) -> Any:
         return self._answer
 
-    def wait(self, calls: dict[str, Any], phase: str, timeout: float) -> list[Any]:
+    def wait(self, calls: dict[str, Any], phase: str, limit: Deadline) -> list[Any]:
         return list(calls.values())
 
 
@@ -260,11 +306,11 @@ def test_only_rank_0_is_sent_the_data_sides_state() -> None:
 
     trainers, manager = [Actor(), Actor()], Actor()
     made = Run(Namespace(save="somewhere", save_hf=None, checkpoint_timeout=1234.0))
-    waited: list[float] = []
+    waited: list[Deadline] = []
 
     class Waits(Answers):
-        def wait(self, calls: dict[str, Any], phase: str, timeout: float) -> list[Any]:
-            waited.append(timeout)
+        def wait(self, calls: dict[str, Any], phase: str, limit: Deadline) -> list[Any]:
+            waited.append(limit)
             return list(calls.values())
 
     made._supervisor = Waits(None)  # type: ignore[assignment]
@@ -272,4 +318,4 @@ def test_only_rank_0_is_sent_the_data_sides_state() -> None:
     made._trainers, made._manager = trainers, manager
     made.save(7)
     assert [actor.saved for actor in trainers] == [[(7, {"cursor": 5, "optimizer_steps": 0})], [(7, None)]]
-    assert set(waited) == {1234.0}
+    assert set(waited) == {Deadline(1234.0, "--checkpoint-timeout")}

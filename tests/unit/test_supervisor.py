@@ -169,3 +169,34 @@ def test_exit_status_and_leftovers_of_a_server_that_ends_by_itself(tmp_path: Pat
     assert server.tail() == "boom\n"
     assert not alive(int((tmp_path / "pid").read_text()))
     server.stop()
+
+
+MAPPING = """
+import mmap, sys, time
+with open(sys.argv[1] + "mine", "wb+") as file:
+    file.truncate(4096)
+    mapped = mmap.mmap(file.fileno(), 4096)
+with open(sys.argv[1] + "closed", "w"):
+    pass
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_scratch_files_go_with_their_server_and_nobody_elses(killed: bool, tmp_path: Path) -> None:
+    prefix = str(tmp_path / "loads_")
+    mine, others, closed = (Path(prefix + name) for name in ("mine", "others", "closed"))
+    others.write_bytes(bytes(16))
+    server = ServerProcess(
+        [sys.executable, "-c", MAPPING, prefix], os.environ, tmp_path / "log", grace=2.0, scratch=prefix
+    )
+    server.start()
+    wait_for(closed.exists, 20, "the server mapped its file")
+    if killed:
+        time.sleep(2.5)  # the supervisor looks every second
+        (process,) = psutil.Process(server.pid).children()
+        process.kill()
+        wait_for(lambda: server.poll() is not None, 20, "the supervisor ended")
+    assert mine.exists() != killed
+    server.stop()
+    assert [path.exists() for path in (mine, others, closed)] == [False, True, True]

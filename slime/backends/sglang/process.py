@@ -31,6 +31,7 @@ class ServerProcess:
         log_path: str | Path,
         secrets: tuple[str, ...] = (),
         grace: float = 10.0,
+        scratch: str | None = None,
     ) -> None:
         """
         Args:
@@ -39,12 +40,15 @@ class ServerProcess:
             log_path: file that standard output and error are appended to.
             secrets: strings that `tail` replaces by ``***``.
             grace: seconds that the server has to end in order before it is killed.
+            scratch: prefix of paths; files of such paths that the server maps into memory are removed when it has
+                ended, nobody else's.
         """
         self._command = command
         self._env = {**env, "PYTHONPATH": _with_our_package(env.get("PYTHONPATH", ""))}
         self._log_path = Path(log_path)
         self._secrets = secrets
         self._grace = grace
+        self._scratch = scratch
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._owner_end: int | None = None
 
@@ -54,6 +58,8 @@ class ServerProcess:
         supervisor_end, self._owner_end = os.pipe()
         supervisor = [sys.executable, "-m", "slime.backends.sglang.supervisor"]
         options = ["--owner-fd", str(supervisor_end), "--grace", str(self._grace)]
+        if self._scratch is not None:
+            options += ["--scratch", self._scratch]
         try:
             with self._log_path.open("ab") as log:
                 self._supervisor = subprocess.Popen(

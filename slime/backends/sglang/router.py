@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,13 @@ import requests
 
 from slime.backends.sglang.client import EngineError
 from slime.backends.sglang.process import GENERATE_KEY_VARIABLE, ServerProcess
-from slime.utils.http_utils import PortReservation, http_url, redact, register_api_key
+from slime.backends.sglang.server import Server
+from slime.utils.http_utils import http_url, redact, register_api_key
 
 _CALL_TIMEOUT_S = 10.0
-_POLL_S = 0.1
-_TAIL_LINES = 40
 
 
-class Router:
+class Router(Server):
     """One router process."""
 
     def __init__(self, args: Namespace, host: str, api_keys: tuple[str, str] | None, log_path: str | Path) -> None:
@@ -32,13 +30,8 @@ class Router:
                 engines.
             log_path: the router's log.
         """
-        self._args = args
-        self._host = host
+        super().__init__("router", args, host, log_path)
         self._key = api_keys[0] if api_keys else None
-        self._log_path = log_path
-        self._ports: list[PortReservation] = []
-        self._process: ServerProcess | None = None
-        self.url = ""
 
     def start(self) -> None:
         """Start the router; returns when it answers. From then on `http_utils.post` sends it its key.
@@ -55,8 +48,7 @@ class Router:
             register_api_key(self.url, self._key)
 
     def _start(self) -> None:
-        self._ports = [PortReservation(self._host) for _ in range(2)]
-        port, prometheus_port = (reservation.port for reservation in self._ports)
+        port, prometheus_port = self._reserve(), self._reserve()
         self.url = http_url(self._host, port)
         flags = [
             *("--host", self._host),
@@ -70,11 +62,8 @@ class Router:
         env = dict(os.environ)
         if self._key is not None:
             env[GENERATE_KEY_VARIABLE] = self._key
-        self._process = ServerProcess(command, env, self._log_path, secrets=(self._key,) if self._key else ())
-        for reservation in self._ports:
-            reservation.release()
-        self._process.start()
-        self._poll_until(self._answers, "answered", self._args.engine_start_timeout)
+        self._launch(ServerProcess(command, env, self._log_path, secrets=(self._key,) if self._key else ()))
+        self._wait_until(self._answers, "answered", self._args.engine_start_timeout)
 
     def add(self, url: str) -> None:
         """Register the engine at ``url``; the router takes it into use once it has answered (`wait_registered`)."""
@@ -86,28 +75,7 @@ class Router:
         Raises:
             EngineError: naming the engines that it does not, after ``timeout`` seconds.
         """
-        self._poll_until(
-            lambda: set(urls) <= self._healthy(),
-            f"registered {', '.join(urls)}",
-            timeout,
-        )
-
-    def check(self) -> None:
-        """Raise EngineError, with the last lines of its log, if the router has ended."""
-        status = self.poll()
-        if status is not None:
-            raise EngineError(f"router at {self.url} ended with status {status}{self._log_end()}")
-
-    def poll(self) -> int | None:
-        """The router's exit status; None while it runs."""
-        return self._process.poll() if self._process else None
-
-    def stop(self) -> None:
-        """End the router; may be called again."""
-        if self._process is not None:
-            self._process.stop()
-        for reservation in self._ports:
-            reservation.close()
+        self._wait_until(lambda: set(urls) <= self._healthy(), f"registered {', '.join(urls)}", timeout)
 
     def _answers(self) -> bool:
         try:
@@ -123,14 +91,6 @@ class Router:
     def _healthy(self) -> set[str]:
         return {worker["url"] for worker in self._workers() if worker["is_healthy"]}
 
-    def _poll_until(self, done: Any, what: str, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        while not done():
-            self.check()
-            if time.monotonic() > deadline:
-                raise EngineError(f"router at {self.url} had not {what} after {timeout:.0f} s{self._log_end()}")
-            time.sleep(_POLL_S)
-
     def _call(self, method: str, path: str, body: dict[str, str] | None = None) -> requests.Response:
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         with requests.Session() as session:
@@ -143,7 +103,3 @@ class Router:
             text = redact(reply.text[:500], (self._key,) if self._key else ())
             raise EngineError(f"router at {self.url}: {method} {path}: status {reply.status_code}: {text}")
         return reply
-
-    def _log_end(self) -> str:
-        tail = self._process.tail(_TAIL_LINES) if self._process else ""
-        return f"\nlast lines of {self._log_path}:\n{tail}"

@@ -46,12 +46,23 @@ def descendants() -> list[int]:
     return found
 
 
+def mapped_files(pid: int, prefix: str) -> set[str]:
+    """The files whose paths start with ``prefix`` that a process has mapped; none when it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    return {line[line.index(prefix) :] for line in lines if f" {prefix}" in line}
+
+
 class Supervisor:
     """One server process and its tree."""
 
-    def __init__(self, owner_fd: int, grace: float) -> None:
+    def __init__(self, owner_fd: int, grace: float, scratch: str | None) -> None:
         self._owner_fd = owner_fd
         self._grace = grace
+        self._scratch = scratch
+        self._left_over: set[str] = set()
         self._owner = os.getppid()
         self._stop_asked = False
         self._status: int | None = None
@@ -73,10 +84,20 @@ class Supervisor:
         self._server = server.pid
         while self._status is None and not self._stop_asked and not self._owner_is_gone():
             self._wait(_OWNER_CHECK_S)
+            self._note_scratch()
             self._reap()
+        self._note_scratch()
         self._end_tree()
+        for path in self._left_over:
+            Path(path).unlink(missing_ok=True)
         server.returncode = self._status  # reaped by `_reap`; Popen must not wait for it again
         return 1 if self._status is None else self._status
+
+    def _note_scratch(self) -> None:
+        # While it lives, because a server that was killed can no longer be asked which of all such files is its own.
+        if self._scratch is not None and not self._left_over:
+            for pid in descendants():
+                self._left_over |= mapped_files(pid, self._scratch)
 
     def _owner_is_gone(self) -> bool:
         # The parent is looked at as well: a process forked by the owner may have kept the pipe's other end open.
@@ -142,10 +163,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--owner-fd", type=int, required=True, help="read end of the owner's pipe")
     parser.add_argument("--grace", type=float, default=10.0, help="seconds between TERM and KILL")
+    parser.add_argument("--scratch", metavar="PREFIX", help="remove the server's mapped files of such paths at its end")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the server's command")
     options = parser.parse_args()
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
-    return Supervisor(options.owner_fd, options.grace).run(command)
+    return Supervisor(options.owner_fd, options.grace, options.scratch).run(command)
 
 
 if __name__ == "__main__":

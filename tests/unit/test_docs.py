@@ -1,0 +1,61 @@
+"""The code that documentation shows does what it says."""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.rollout.base_types import flatten_samples
+from slime.rollout.tokenizer import load_tokenizer
+from tests.fake_client import FakeClient, reply, rollout
+
+NUM_GPUS = 0
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+ANSWER = "\\boxed{%d}"
+
+
+def example(page: str) -> str:
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    return code
+
+
+def test_the_example_of_several_turns(
+    make_args: Callable[..., Namespace], use: Callable[[FakeClient], FakeClient], tmp_path: Path
+) -> None:
+    """The prompt of n letters is answered right at the n-th attempt; three attempts are allowed."""
+    (tmp_path / "my_env.py").write_text(example("customize.md"))
+    retry = "Wrong, try again."
+
+    def answer(number: int, input_ids: Any, sampling_params: Any) -> dict[str, Any]:
+        conversation = tokenizer.decode(input_ids)
+        attempt, letters = 1 + conversation.count(retry), conversation.count("x")
+        return reply(ANSWER % (letters if attempt == letters else 0))
+
+    args = make_args(
+        num_prompts=4,
+        custom_generate_function_path=f"{tmp_path}/my_env.py:generate",
+        custom_rm_path=f"{tmp_path}/my_env.py:reward_func",
+        max_turns=3,
+        rollout_max_response_len=400,
+    )
+    tokenizer = load_tokenizer(args.hf_checkpoint)
+    use(FakeClient(answer))
+    for group in rollout(args).samples:
+        for sample in flatten_samples(group):
+            letters = int(sample.label)
+            assert sample.metadata["turns"] == min(letters, 3)
+            assert sample.reward == pytest.approx({1: 1.0, 2: 0.8, 3: 0.6, 4: 0.0}[letters])
+            assert sample.response.count(retry) == sample.metadata["turns"] - 1
+            response = zip(sample.tokens[-sample.response_length :], sample.loss_mask or [], strict=True)
+            untrained = tokenizer.decode([token for token, mask in response if not mask])
+            assert untrained.count(retry) == sample.metadata["turns"] - 1
+            assert sum(sample.loss_mask or []) == len(ANSWER % 0) * sample.metadata["turns"]
+
+
+def test_both_languages_show_the_same_code() -> None:
+    assert example("customize.md") == example("zh/customize.md")
