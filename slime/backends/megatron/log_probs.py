@@ -6,12 +6,15 @@ dropped; the backward pass computes them again. The vocabulary may be split over
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from slime.utils import device
 
 
 def token_terms(
@@ -76,7 +79,7 @@ class _TokenTerms(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         sums = torch.empty(4, len(hidden), dtype=torch.float32, device=hidden.device)
         for part in _chunks(len(hidden), chunk_size):
-            sums[:, part] = _local_sums(_scaled_logits(hidden[part], weight[:columns], temperature), column[part])
+            sums[:, part] = _fused(_local_sums)(_logits(hidden[part], weight[:columns]), column[part], temperature)
         if group is not None and group.size() > 1:
             _add_up(sums, column >= 0, group)
         highest, total, weighted, at_label = sums
@@ -99,11 +102,14 @@ class _TokenTerms(torch.autograd.Function):
         weight_grad = torch.zeros_like(weight, dtype=sum_type) if wants_weight else None
         rows = weight[: ctx.columns]
         for part in chunks:
-            x = _scaled_logits(hidden[part], rows, ctx.temperature).sub_(highest[part, None])
-            g = of_log_prob[part] / ctx.temperature
-            h = None if of_entropy is None else of_entropy[part] / ctx.temperature
-            grad = _logits_grad(x, column[part], total[part], mean[part], g, h).to(weight.dtype)
-            del x  # its memory is the float32 gradient's
+            grad = _fused(_logits_grad)(
+                _logits(hidden[part], rows),
+                column[part],
+                *(of_token[part] for of_token in (highest, total, mean, of_log_prob)),
+                None if of_entropy is None else of_entropy[part],
+                ctx.temperature,
+                weight.dtype,
+            )
             if hidden_grad is not None:
                 hidden_grad[part] = grad @ rows
             if weight_grad is not None:
@@ -117,24 +123,26 @@ def _chunks(tokens: int, chunk_size: int | None) -> Iterator[slice]:
         yield slice(start, min(start + chunk_size, tokens) if chunk_size else tokens)
 
 
-def _scaled_logits(hidden: Tensor, rows: Tensor, temperature: float) -> Tensor:
-    """float32, in memory of its own."""
-    logits = (hidden @ rows.t()).float()
-    return logits if temperature == 1.0 else logits.div_(temperature)
+def _logits(hidden: Tensor, rows: Tensor) -> Tensor:
+    """float32; of a 16-bit product the sums as they are, where the device can give them without rounding."""
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        return torch.mm(hidden, rows.t(), out_dtype=torch.float32)
+    return (hidden @ rows.t()).float()
 
 
-def _local_sums(logits: Tensor, column: Tensor) -> Tensor:
-    """[4, tokens] of this rank's columns, with x the logits less their maximum, which are overwritten: the maximum, the
-    sums of exp(x) and of exp(x) x, and x at the label; 0 where another rank has it."""
+def _local_sums(logits: Tensor, column: Tensor, temperature: float) -> Tensor:
+    """[4, tokens] of this rank's columns, with x the scaled logits less their maximum: the maximum, the sums of exp(x)
+    and of exp(x) x, and x at the label; 0 where another rank has it."""
     if logits.size(1) == 0:
         nothing = torch.zeros(4, len(logits), dtype=torch.float32, device=logits.device)
         nothing[0] = torch.finfo(torch.float32).min  # finite: it is multiplied by 0
         return nothing
-    highest = logits.amax(-1)
-    x = logits.sub_(highest[:, None])
-    at_label = x.gather(1, column.clamp(min=0)[:, None])[:, 0].masked_fill_(column < 0, 0.0)
+    scaled = logits / temperature
+    highest = scaled.amax(-1)
+    x = scaled - highest[:, None]
+    at_label = torch.where(column < 0, 0.0, x.gather(1, column.clamp(min=0)[:, None])[:, 0])
     e = x.exp()
-    return torch.stack([highest, e.sum(-1), x.mul_(e).sum(-1), at_label])
+    return torch.stack([highest, e.sum(-1), (e * x).sum(-1), at_label])
 
 
 def _add_up(sums: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
@@ -149,21 +157,41 @@ def _add_up(sums: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
     sums[0], sums[1:] = highest, parts
 
 
-def _logits_grad(x: Tensor, column: Tensor, total: Tensor, mean: Tensor, g: Tensor, h: Tensor | None) -> Tensor:
-    """``g onehot - p (g + h (x - mean))`` of this rank's columns, in the memory of ``x``."""
-    if h is None:
-        grad = x.exp_().mul_((-g / total)[:, None])
-    else:
-        minus_p = x.exp().div_(-total[:, None])
-        grad = x.sub_(mean[:, None]).mul_(h[:, None]).add_(g[:, None]).mul_(minus_p)
-    if x.size(1):
-        grad.scatter_add_(1, column.clamp(min=0)[:, None], (g * (column >= 0))[:, None])
-    return grad
+def _logits_grad(
+    logits: Tensor,
+    column: Tensor,
+    highest: Tensor,
+    total: Tensor,
+    mean: Tensor,
+    g: Tensor,
+    h: Tensor | None,
+    temperature: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """``(g onehot - p (g + h (x - mean))) / temperature`` of this rank's columns, with x as in `_local_sums`; only the
+    result is of ``dtype``."""
+    x = logits / temperature - highest[:, None]
+    p = x.exp() / total[:, None]
+    slope = g[:, None] if h is None else g[:, None] + h[:, None] * (x - mean[:, None])
+    at_label = column[:, None] == torch.arange(logits.size(1), device=logits.device)
+    return ((torch.where(at_label, g[:, None], 0.0) - p * slope) / temperature).to(dtype)
+
+
+@functools.cache
+def _fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``function`` as one or two kernels: in place of ten that each go through the logits.
+
+    Its sizes are variables from the first call on: another compilation for another chunk could round differently, and
+    the ratio of an on-policy step would not be 1.
+    """
+    return torch.compile(function, dynamic=True) if device.is_cuda() else function
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total += left @ right``, in place; a 16-bit product is rounded before it is added in float32."""
+    """``total += left @ right``, in place; on a CPU a 16-bit product is rounded before it is added in float32."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
+    elif left.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right
