@@ -1,0 +1,87 @@
+"""Figures as JSON lines while they come, and as a table at the end."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from slime.options.installed import version_of
+
+PACKAGES = ("torch", "megatron-core", "sglang", "ray")
+
+
+@dataclass
+class Report:
+    """Where the figures of one call of the tool go.
+
+    Attributes:
+        hardware: what they were measured on.
+        deadline: of `time.monotonic`; a case that would begin after it is left out.
+    """
+
+    command: str
+    hardware: str
+    deadline: float
+    output: Path | None = None
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, case: str, model: str, gpus: int, value: float, unit: str, **details: Any) -> None:
+        """One figure.
+
+        Args:
+            details: more to know about it; ``at_most`` or ``at_least`` is the figure to reach.
+        """
+        at_most, at_least = details.pop("at_most", None), details.pop("at_least", None)
+        target = at_most if at_most is not None else at_least
+        met = None if target is None else value <= target if at_most is not None else value >= target
+        row = {
+            "case": case,
+            "model": model,
+            "gpus": gpus,
+            "value": value,
+            "unit": unit,
+            "target": target,
+            "met": met,
+            "hardware": self.hardware,
+            "date": time.strftime("%Y-%m-%d"),
+            "command": self.command,
+            "versions": {name: version_of(name) for name in PACKAGES},
+            **details,
+        }
+        self.rows.append(row)
+        line = json.dumps(row)
+        print(line, flush=True)
+        if self.output is not None:
+            with open(self.output, "a") as file:
+                file.write(line + "\n")
+
+    def out_of_time(self, case: str, needs: float) -> bool:
+        """Whether ``needs`` seconds are more than what is left; says so."""
+        left = self.deadline - time.monotonic()
+        if left < needs:
+            print(f"bench: {case} is left out: it needs about {needs:.0f} s, {left:.0f} s are left", file=sys.stderr)
+        return left < needs
+
+    def table(self, stream: TextIO = sys.stdout) -> None:
+        """All figures, one line each."""
+        print(f"\n{'case':<34} {'model':<14} {'GPUs':>4} {'value':>12} {'unit':<10} {'to reach':>9}", file=stream)
+        for row in self.rows:
+            target = "" if row["target"] is None else f"{row['target']:g} {'yes' if row['met'] else 'NO'}"
+            print(
+                f"{row['case']:<34} {row['model']:<14} {row['gpus']:>4} {row['value']:>12.4g} {row['unit']:<10} "
+                f"{target:>9}",
+                file=stream,
+            )
+
+
+def hardware() -> str:
+    """The accelerators of this host, in words."""
+    if not torch.cuda.is_available():
+        return "CPU"
+    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"

@@ -1,0 +1,162 @@
+"""Training alone: tokens per second and MFU of the real trainer on packed random sequences, and where the time goes.
+
+Run by ``tools/bench.py train``, one process a rank; rank 0 writes a JSON object to ``--result``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slime.utils import device
+
+PEAK_FLOPS = 989e12
+"""Dense bf16 of an H100 or H200, per second and GPU."""
+MFU_FORMULA = "3 x forward FLOPs (projections, MLP or chosen experts, LM head, causal attention) / (989e12 x GPUs x s)"
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True, help="directory with a config.json")
+    parser.add_argument("--tokens", type=int, default=16384, help="of one micro-batch")
+    parser.add_argument("--micro-batches", type=int, default=4, help="of one rank and step")
+    parser.add_argument("--shortest", type=int, default=2048)
+    parser.add_argument("--longest", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=4, help="timed, after two that are not")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of one more step, and their times")
+    parser.add_argument("--result", required=True, help="file for rank 0's figures")
+    parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="flags of train.py, last")
+    return parser.parse_args(argv)
+
+
+def training_options(options: argparse.Namespace, num_samples: int, world_size: int) -> argparse.Namespace:
+    """`parse_args` of a run that trains on ``num_samples`` a step."""
+    from slime.utils.arguments import parse_args
+
+    words = ["--hf-checkpoint", options.model, "--random-weights", "--load-debug-rollout-data", "unused_{rollout_id}"]
+    words += ["--num-rollout", "100", "--rollout-batch-size", str(num_samples), "--n-samples-per-prompt", "1"]
+    words += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", str(options.tokens)]
+    words += ["--advantage-estimator", "grpo", "--disable-rewards-normalization"]
+    words += ["--actor-num-gpus-per-node", str(world_size), "--lr", "1e-6", "--bf16", "--use-distributed-optimizer"]
+    return parse_args(words + options.flags)
+
+
+def lengths_of(options: argparse.Namespace, dp_size: int) -> list[int]:
+    """Of random sequences that fill each rank's micro-batches nearly, the same at every call."""
+    rng = random.Random(0)
+    lengths: list[int] = []
+    for _ in range(dp_size * options.micro_batches):
+        left = options.tokens
+        while left >= options.longest + options.shortest:
+            lengths.append(rng.randint(options.shortest, options.longest))
+            left -= lengths[-1]
+        # The rest in one or two equal pieces, so that packing finds the same bins.
+        pieces = 1 if left <= options.longest else 2
+        lengths += [left // pieces] * pieces
+    return lengths
+
+
+def make_samples(lengths: list[int], vocab_size: int) -> list[Any]:
+    """Samples of random tokens, an eighth of each the prompt."""
+    from slime.utils.types import Sample, Status
+
+    rng = random.Random(1)
+    samples = []
+    for i, length in enumerate(lengths):
+        response = length - length // 8
+        samples.append(
+            Sample(
+                group_index=i,
+                index=i,
+                rollout_id=i,
+                prompt="",
+                tokens=[rng.randrange(vocab_size) for _ in range(length)],
+                response_length=response,
+                loss_mask=[1] * response,
+                rollout_log_probs=[-11.9] * response,
+                reward=rng.random(),
+                status=Status.COMPLETED,
+            )
+        )
+    return samples
+
+
+def main() -> None:
+    options = parse()
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    from slime.backends.megatron.trainer import MegatronTrainer
+    from slime.batching.flops import forward_flops
+    from slime.rollout.train_data import _decoder_shape, to_train_batches
+
+    args = training_options(options, 1, world_size)
+    dp_size = args.data_parallel_size
+    lengths = lengths_of(options, dp_size)
+    args = training_options(options, len(lengths), world_size)
+    started = time.monotonic()
+    trainer = MegatronTrainer(args)
+    batches, _ = to_train_batches(args, make_samples(lengths, args.vocab_size), dp_size)
+    batch = batches[trainer.dp_rank]
+    start_s = time.monotonic() - started
+    for rollout_id in range(2):
+        trainer.train(rollout_id, batch)
+    seconds, last = [], {}
+    for rollout_id in range(2, 2 + options.steps):
+        last = trainer.train(rollout_id, batch)[-1]
+        seconds.append(last["perf/train_time"])
+    asleep = sleep_and_wake(trainer)
+    if options.profile:
+        profile(lambda: trainer.train(99, batch), rank)
+    if rank:
+        return
+    step = sorted(seconds)[len(seconds) // 2]
+    flops = 3 * float(forward_flops(torch.tensor(lengths).numpy(), _decoder_shape(args)).sum())
+    result = {
+        "tokens_per_s_per_gpu": sum(lengths) / step / world_size,
+        "mfu": flops / (PEAK_FLOPS * world_size * step),
+        "step_s": step,
+        "steps_s": seconds,
+        "tokens": sum(lengths),
+        "micro_batches": [len(s.micro_batches) for s in batch.steps],
+        "start_s": start_s,
+        **asleep,
+        "phases": {k: v for k, v in last.items() if k.startswith("perf/")},
+        "memory": trainer._memory.table().splitlines(),
+    }
+    Path(options.result).write_text(json.dumps(result))
+
+
+def sleep_and_wake(trainer: Any) -> dict[str, Any]:
+    """Seconds of each, the second time; the first pins host memory."""
+    figures: dict[str, Any] = {}
+    for _ in range(2):
+        started = time.perf_counter()
+        trainer.sleep(keep_weights=False)
+        slept = time.perf_counter()
+        asleep = trainer.wake(weights_only=False)
+        figures = {"sleep_s": slept - started, "wake_s": time.perf_counter() - slept, "asleep_gib": asleep / 2**30}
+        device.synchronize()
+        figures["wake_all_s"] = time.perf_counter() - slept
+    return figures
+
+
+def profile(step: Any, rank: int) -> None:
+    """Print the longest kernels of a step on rank 0."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as torch_profile
+
+    with torch_profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+        step()
+    if rank == 0:
+        averages = recorded.key_averages()
+        print(averages.table(sort_by="self_cuda_time_total", row_limit=32, max_name_column_width=70)[:9000])
+
+
+if __name__ == "__main__":
+    main()
