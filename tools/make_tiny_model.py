@@ -5,6 +5,10 @@ Every byte is a token, so a digit is one; so are the words of the chat template 
 The same arguments and seed give the same files.
 
     python tools/make_tiny_model.py outputs/tiny --seed 1
+
+With ``--like`` it has the shape of a published model, and no weights: for ``train.py --random-weights``.
+
+    python tools/make_tiny_model.py outputs/qwen3-4b --like qwen3-4b
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+_SMALLEST_VOCABULARY = 320
 SPECIAL_TOKENS = [PAD, TURN_START, TURN_END]
 WORDS = ["system", "user", "assistant", "tool", "<think>", "</think>", "\\boxed{"]
 CHAT_TEMPLATE = (
@@ -33,6 +38,23 @@ ARCHITECTURES = {
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
 }
+_SIZES = ("num_layers", "hidden_size", "num_heads", "intermediate_size", "tie_word_embeddings")
+
+_QWEN3 = {"num_kv_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    name: {"arch": "qwen3", **_QWEN3, **dict(zip(_SIZES, sizes, strict=True))}
+    for name, sizes in {
+        "qwen3-0.6b": (28, 1024, 16, 3072, True),
+        "qwen3-1.7b": (28, 2048, 16, 6144, True),
+        "qwen3-4b": (36, 2560, 32, 9728, True),
+        "qwen3-8b": (36, 4096, 32, 12288, False),
+    }.items()
+}
+PUBLISHED["qwen3-30b-a3b"] = {
+    **{"arch": "qwen3_moe", **_QWEN3, "num_kv_heads": 4, "num_experts": 128, "experts_per_token": 8},
+    **dict(zip(_SIZES, (48, 2048, 32, 768, False), strict=True)),
+}
+"""Shapes of ``--like``, from the models' config.json."""
 
 
 def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
@@ -77,7 +99,9 @@ def make_config(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast)
         "dtype": options.dtype,
     }
     if options.arch != "qwen2":
-        values["head_dim"] = options.hidden_size // options.num_heads
+        values["head_dim"] = options.head_dim or options.hidden_size // options.num_heads
+    if options.like is not None:
+        values["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
     if options.arch == "qwen3_moe":
         values |= {
             "num_experts": options.num_experts,
@@ -106,7 +130,7 @@ def make_model(config: PretrainedConfig, arch: str, seed: int) -> PreTrainedMode
 
 
 def write(options: argparse.Namespace) -> int:
-    """Write model and tokenizer to ``options.output``; returns the number of parameters.
+    """Write model and tokenizer to ``options.output``; returns the number of parameters that were written.
 
     Raises:
         ValueError: a shape that does not work, or an output directory that has something in it.
@@ -120,11 +144,17 @@ def write(options: argparse.Namespace) -> int:
         if not options.overwrite:
             raise ValueError(f"{output} is not empty; pass --overwrite to replace it")
         shutil.rmtree(output)
-    tokenizer = make_tokenizer(options.vocab_size)
-    model = make_model(make_config(options, tokenizer), options.arch, options.seed)
+    # Of a published size only bytes have names: a response of random weights is read by nobody.
+    tokenizer = make_tokenizer(options.vocab_size if options.like is None else _SMALLEST_VOCABULARY)
+    config = make_config(options, tokenizer)
+    model = make_model(config, options.arch, options.seed) if options.like is None else None
     output.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(output)
     tokenizer.save_pretrained(output)
+    if model is None:
+        config.architectures = [ARCHITECTURES[options.arch][1]]
+        config.save_pretrained(output)
+        return 0
+    model.save_pretrained(output)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -175,8 +205,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tie-word-embeddings", action="store_true", help="one matrix for input and output embeddings")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="of the weights")
     parser.add_argument("--seed", type=int, default=0, help="of the weights; default: %(default)s")
+    parser.add_argument("--like", choices=sorted(PUBLISHED), help="this model's shape in bfloat16, without weights")
     parser.add_argument("--overwrite", action="store_true", help="replace what is in the output directory")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    options.head_dim = None
+    if options.like is not None:
+        vars(options).update(PUBLISHED[options.like], dtype="bfloat16")
+    return options
 
 
 def main(argv: list[str] | None = None) -> int:

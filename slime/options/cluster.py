@@ -20,6 +20,16 @@ class ClusterOptions:
     rollout_num_gpus_per_engine: int = option(1, "Slots of one SGLang engine (its tensor-parallel size).", at_least=1)
     num_gpus_per_node: int = option(8, "Slots that one node has; an engine does not cross nodes.", at_least=1)
     colocate: bool = option(False, "Generate on the training slots, taking turns.")
+    offload_train: bool | None = option(
+        None,
+        "Give the trainers' GPU memory to the engines while these generate, and keep it in host memory meanwhile "
+        "(default with --colocate on GPUs).",
+    )
+    offload_rollout: bool | None = option(
+        None,
+        "Give the engines' GPU memory to the trainers while these train; weights are pushed anew afterwards (default "
+        "with --colocate on GPUs).",
+    )
     train_backend: Literal["megatron"] = option("megatron", "What trains.")
     train_env_vars: dict[str, Any] | None = option(None, "Environment variables of the training workers, as JSON.")
     distributed_timeout_minutes: float = option(10.0, "Deadline of one collective among training ranks.", above=0)
@@ -32,6 +42,7 @@ class DeadlineOptions:
 
     placement_timeout: float = option(300.0, "Until the cluster has given the slots.", above=0)
     engine_start_timeout: float = option(600.0, "Until an engine or the router answers and is registered.", above=0)
+    data_load_timeout: float = option(1800.0, "Reading, checking and tokenising the prompts of all files.", above=0)
     rollout_timeout: float = option(3600.0, "One generate or eval call as a whole.", above=0)
     request_timeout: float = option(1800.0, "One generation request.", above=0)
     reward_timeout: float = option(120.0, "One reward call, of a custom function or a remote service too.", above=0)

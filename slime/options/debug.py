@@ -26,4 +26,9 @@ class DebugOptions:
     ci_train_rollout_logprob_abs_diff_threshold: float = option(
         0.1, "For --ci-test: largest mean difference of the trainer's and the engine's log-probs.", above=0
     )
+    random_weights: bool = option(
+        False,
+        "Start trainers from random weights and engines from none (--sglang-load-format dummy), to try or measure a "
+        "model by its config.json alone; the first push makes them equal.",
+    )
     allow_config_mismatch: bool = option(False, "Warn, instead of stopping, where flags contradict config.json.")

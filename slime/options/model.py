@@ -15,7 +15,7 @@ OTHER_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "*.h5", "*.onn
 """Weights that neither engines nor trainers read: a hub repository may hold them beside the safetensors."""
 
 
-def model_directory(checkpoint: str | None, *, with_weights: bool) -> str:
+def model_directory(checkpoint: str, *, with_weights: bool) -> str:
     """``--hf-checkpoint`` as an absolute directory; a hub id is downloaded (or found in the cache) first.
 
     Args:
@@ -23,10 +23,8 @@ def model_directory(checkpoint: str | None, *, with_weights: bool) -> str:
         with_weights: whether to download weights too.
 
     Raises:
-        OptionError: it is missing, is neither directory nor hub id, or cannot be downloaded.
+        OptionError: it is neither directory nor hub id, or cannot be downloaded.
     """
-    if checkpoint is None:
-        raise OptionError("--hf-checkpoint is missing")
     directory = Path(checkpoint).expanduser()
     if not directory.is_dir():
         if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", checkpoint):
@@ -43,6 +41,8 @@ def check_weights(args: Namespace) -> None:
     Raises:
         OptionError: ``--hf-checkpoint`` or ``--ref-load`` holds none.
     """
+    if args.random_weights:
+        return
     trains = args.placement != "rollout_only"
     source = args.ref_load if trains else None
     if source is not None and not (has_weights(source) or has_checkpoint(source) or is_torch_dist(source)):

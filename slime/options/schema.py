@@ -98,7 +98,9 @@ def add_options(parser: argparse.ArgumentParser, options: type) -> None:
             annotation = next(a for a in get_args(annotation) if a is not type(None))
         names = [flag_of(field), *field.metadata["aliases"]]
         common = {"dest": field.name, "default": field.default, "help": field.metadata["help"]}
-        if annotation is bool:
+        if annotation is bool and field.default is None:
+            group.add_argument(*names, action=argparse.BooleanOptionalAction, **common)
+        elif annotation is bool:
             group.add_argument(*names, action="store_const", const=True, **common)
         elif get_origin(annotation) is Literal:
             group.add_argument(*names, choices=get_args(annotation), **common)

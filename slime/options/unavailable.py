@@ -14,8 +14,7 @@ REPLACED: dict[str, str] = {
     "--log-probs-max-tokens-per-gpu": "log-prob passes use the micro-batches of --max-tokens-per-gpu",
     "--megatron-to-hf-mode": "weights are always mapped by the tables in slime/models; drop it",
     "--min-batch-collection-ratio": "it had no effect; drop it",
-    "--no-offload-rollout": "nothing is offloaded in this version; drop it",
-    "--no-offload-train": "nothing is offloaded in this version; drop it",
+    "--offload": "use --offload-train --offload-rollout, which with --colocate on GPUs are the default",
     "--qkv-format": "sequences are always packed (thd); drop it",
     "--recompute-loss-function": "logits are always computed anew, --log-probs-chunk-size tokens at a time; drop it",
     "--sglang-host": "engines listen on the address of the node that they run on",
@@ -73,7 +72,7 @@ NOT_YET: dict[str, str] = {
         --softmax-type --spec --use-rollout-routing-replay --use-routing-replay --window-attn-skip-freq
         --window-size""",
     "batches and memory": """
-        --data-pad-size-multiplier --offload --offload-rollout --offload-train --use-dynamic-global-batch-size""",
+        --data-pad-size-multiplier --use-dynamic-global-batch-size""",
     "checkpoints": """
         --async-save --ckpt-step --finetune --no-load-optim --no-load-rng --no-save-optim --ref-ckpt-step""",
     "eval": "--eval-config",

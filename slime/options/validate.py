@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 
 from slime.options.algorithm_rules import derive_algorithm
@@ -17,12 +18,17 @@ ENGINE_KEEPS = 6
 """Tokens of a context that sglang 0.5.17 takes no prompt into: its scheduler aborts a prompt of context - 6 or more."""
 DAPO_REWARDS = ("score", "acc")
 """Numbers in the dict that ``--rm-type dapo`` answers with."""
+NEEDS_LABEL = ("math", "dapo", "deepscaler", "f1")
+"""Built-in rewards that compare a response with the row's label."""
+_OWN_SOURCES = "slime.rollout.data_source."
 
 
 def derive_all(args: Namespace, warnings: list[str]) -> None:
     """Everything that needs neither the model's config nor a user's code; warnings are appended to the list."""
     _precision(args)
     _debug_modes(args)
+    if missing := list(_missing(args)):
+        raise OptionError("; ".join(missing))
     _placement(args, warnings)
     _batches(args)
     derive_algorithm(args)
@@ -34,6 +40,7 @@ def derive_all(args: Namespace, warnings: list[str]) -> None:
     _checkpoints(args)
     _templates(args)
     _load_directory(args, warnings)
+    _offload(args)
     _weight_update(args)
 
 
@@ -91,23 +98,20 @@ def _precision(args: Namespace) -> None:
     args.params_dtype = args.precision
     args.bf16 = args.precision == "bfloat16"
     args.fp16 = args.precision == "float16"
+    # Megatron-LM's rule too: a sum of many bfloat16 gradients in bfloat16 loses the small ones.
+    args.accumulate_allreduce_grads_in_fp32 |= args.bf16
     for flag, value in (("--fp8-format", args.fp8), ("--fp4-format", args.fp4)):
         if value is not None:
             raise OptionError(f"{flag} {value} is not available yet in this version")
 
 
 def _debug_modes(args: Namespace) -> None:
+    """``placement``: who trains and generates, and whether on the same slots."""
     if args.load_debug_rollout_data:
         args.debug_train_only = True
     if args.debug_rollout_only and args.debug_train_only:
         other = "--load-debug-rollout-data" if args.load_debug_rollout_data else "--debug-train-only"
         raise OptionError(f"--debug-rollout-only and {other} exclude each other")
-
-
-def _placement(args: Namespace, warnings: list[str]) -> None:
-    """``placement``, and the slots of both sides."""
-    args.actor_num_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
-    args.world_size = args.actor_num_gpus
     args.placement = (
         "rollout_only"
         if args.debug_rollout_only
@@ -117,6 +121,35 @@ def _placement(args: Namespace, warnings: list[str]) -> None:
         if args.colocate
         else "disaggregate"
     )
+
+
+def _missing(args: Namespace) -> Iterator[str]:
+    """One sentence a flag that the run cannot do without, so that one error names them all."""
+    supervised, replays = args.loss_type == "sft_loss", args.load_debug_rollout_data is not None
+    train_only = args.placement == "train_only"
+    if args.hf_checkpoint is None:
+        yield "--hf-checkpoint is missing"
+    no_slots = args.rollout_num_gpus == 0 or (args.rollout_num_gpus is None and args.placement == "disaggregate")
+    if no_slots and args.placement in ("disaggregate", "rollout_only"):
+        yield "--rollout-num-gpus is missing: give engines slots of their own, or share them by --colocate"
+    if args.prompt_data is None and args.data_source_path.startswith(_OWN_SOURCES) and not replays:
+        yield "--prompt-data is missing"
+    if args.num_rollout is None and args.num_epoch is None:
+        yield "--num-rollout or --num-epoch is missing"
+    if args.rollout_batch_size is None:
+        yield "--rollout-batch-size is missing"
+    if supervised or train_only:
+        return
+    if args.rollout_max_response_len is None and args.rollout_max_context_len is None:
+        yield "--rollout-max-response-len is missing"
+    if args.rm_type is None and args.custom_rm_path is None:
+        yield "--rm-type or --custom-rm-path is missing: responses need a reward"
+
+
+def _placement(args: Namespace, warnings: list[str]) -> None:
+    """The slots of both sides."""
+    args.actor_num_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
+    args.world_size = args.actor_num_gpus
     if args.placement == "train_only":
         args.rollout_num_gpus = 0
     elif args.placement == "colocate":
@@ -126,10 +159,8 @@ def _placement(args: Namespace, warnings: list[str]) -> None:
                 f"generation uses the {args.actor_num_gpus} training slots"
             )
         args.rollout_num_gpus = args.actor_num_gpus
-    elif args.rollout_num_gpus is None and args.placement == "rollout_only":
+    elif args.rollout_num_gpus is None:
         args.rollout_num_gpus = args.actor_num_gpus
-    if args.rollout_num_gpus is None or (args.rollout_num_gpus == 0 and args.placement != "train_only"):
-        raise OptionError("--rollout-num-gpus is missing: give engines slots of their own, or share them by --colocate")
     _engines(args)
 
 
@@ -145,14 +176,18 @@ def _engines(args: Namespace) -> None:
             f"{args.rollout_num_gpus} rollout slots are no multiple of --rollout-num-gpus-per-engine {per_engine}"
         )
     args.num_engines = args.rollout_num_gpus // per_engine
+    copies = getattr(args, "sglang_dp_size", None) or 1
+    if copies > 1 and not getattr(args, "sglang_enable_dp_attention", False):
+        # Each copy would take as many GPUs again, beyond the engine's slots, and SGLang 0.5.17 gives all of them the
+        # one --nccl-port that it is started with.
+        raise OptionError(
+            f"--sglang-dp-size {copies} needs --sglang-enable-dp-attention; copies of the whole model are engines of "
+            f"their own: {copies} times the slots, --rollout-num-gpus-per-engine each"
+        )
 
 
 def _batches(args: Namespace) -> None:
     """rollout-batch-size x n-samples-per-prompt = global-batch-size x num-steps-per-rollout, exactly."""
-    if args.rollout_batch_size is None:
-        raise OptionError("--rollout-batch-size is missing")
-    if args.num_rollout is None and args.num_epoch is None:
-        raise OptionError("--num-rollout or --num-epoch is missing")
     if args.num_rollout is not None:
         args.num_epoch = None
     samples = args.rollout_batch_size * args.n_samples_per_prompt
@@ -185,8 +220,6 @@ def _data(args: Namespace) -> None:
         args.eval_reward_key = args.reward_key
     if args.prompt_data is not None:
         args.prompt_data = _data_file("--prompt-data", args.prompt_data)
-    elif args.data_source_path.startswith("slime.rollout.data_source.") and not args.load_debug_rollout_data:
-        raise OptionError("--prompt-data is missing")
     recorded = args.load_debug_rollout_data is not None
     if args.placement == "train_only" and not recorded and args.rollout_function_path == DEFAULT_ROLLOUT:
         raise OptionError("--debug-train-only starts no engine to generate with: give --load-debug-rollout-data")
@@ -223,9 +256,6 @@ def _evaluation(args: Namespace, warnings: list[str]) -> None:
     if args.eval_function_path is None:
         is_sft = args.rollout_function_path == SFT_ROLLOUT
         args.eval_function_path = DEFAULT_ROLLOUT if is_sft else args.rollout_function_path
-    needs_length = args.loss_type != "sft_loss" and args.placement != "train_only"
-    if needs_length and args.rollout_max_response_len is None and args.rollout_max_context_len is None:
-        raise OptionError("--rollout-max-response-len is missing")
 
 
 def _sampling(args: Namespace) -> None:
@@ -252,6 +282,20 @@ def _rewards(args: Namespace) -> None:
         if wanted and args.rm_type in ("dapo", "boxed_dapo") and key not in DAPO_REWARDS:
             given = "is missing" if key is None else f"{key} is no number in its reward"
             raise OptionError(f"--rm-type {args.rm_type}: --{name.replace('_', '-')} {given}, use {keys}")
+    _labels(args, trains=generates, evaluates=evaluates)
+
+
+def _labels(args: Namespace, *, trains: bool, evaluates: bool) -> None:
+    """A column of expected answers for graders that compare with one; a user's own code may set labels itself."""
+    if args.custom_generate_function_path is not None or (args.rm_type or "").removeprefix("boxed_") not in NEEDS_LABEL:
+        return
+    flag = None
+    if trains and args.label_key is None and args.data_source_path.startswith(_OWN_SOURCES):
+        flag = "--label-key"
+    elif evaluates and args.label_key is None and args.eval_label_key is None:
+        flag = "--eval-label-key"
+    if flag is not None:
+        raise OptionError(f"{flag} is missing: --rm-type {args.rm_type} compares responses with the expected answers")
 
 
 def _run_directory(args: Namespace) -> None:
@@ -315,6 +359,13 @@ def _load_directory(args: Namespace, warnings: list[str]) -> None:
     warnings.append(
         f"there is no checkpoint in --load {directory} yet: training starts from {args.ref_load or args.hf_checkpoint}"
     )
+
+
+def _offload(args: Namespace) -> None:
+    """Memory changes hands where trainers and engines share slots, and only there."""
+    for name in ("offload_train", "offload_rollout"):
+        if getattr(args, name) and args.placement != "colocate":
+            raise OptionError(f"--{name.replace('_', '-')} needs --colocate: nobody else wants that memory")
 
 
 def _weight_update(args: Namespace) -> None:

@@ -21,6 +21,7 @@ class EngineActor:
         self, args: argparse.Namespace, rank: int, api_keys: tuple[str, str] | None, gpus: list[str] | None
     ) -> None:
         enter_actor(args)
+        self._args = args
         self._engine = Engine(
             args,
             rank=rank,
@@ -48,6 +49,16 @@ class EngineActor:
         while True:
             self._engine.check()
             time.sleep(_POLL_S)
+
+    def release_memory(self) -> None:
+        """Give the GPU memory back, when no request runs."""
+        control = self._engine.control(self._args.weight_update_timeout)
+        control.flush_cache()
+        control.release_memory()
+
+    def resume_memory(self, tags: list[str]) -> None:
+        """Take the memory of ``tags`` again."""
+        self._engine.control(self._args.weight_update_timeout).resume_memory(tags)
 
     def stop(self) -> None:
         """End the server tree."""

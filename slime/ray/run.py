@@ -25,17 +25,20 @@ from slime.options.validate import check_schedule
 from slime.ray import janitor
 from slime.ray.cluster import actor_environment, as_actor, connect
 from slime.ray.engine_actor import EngineActor
-from slime.ray.placement import Placement, describe_placement, place, slot_counts
+from slime.ray.placement import Placement, core_shortage, describe_placement, place, slot_counts
 from slime.ray.rollout_manager import RolloutManager, make_data_source, num_rollout
-from slime.ray.supervision import LOAD_DATA, RESTORE_DATA, InputError, RunError, Supervisor
+from slime.ray.supervision import LOAD_DATA, RESTORE_DATA, Deadline, InputError, RunError, Supervisor
 from slime.ray.train_actor import TrainActor
+from slime.ray.turns import Turns
 from slime.rollout.evaluation import load_eval_prompts
 from slime.utils.arguments import describe
 from slime.utils.errors import BadInputError
 from slime.weights import EngineAddress
 
 _STOP_S = 20.0
-_CONTROL_S = 60.0
+_SHUTDOWN_S = 10.0
+"""What Ray's own end takes at most, as far as seen."""
+_CONTROL = Deadline(60.0)
 _MARGIN_S = 60.0
 """What our wait allows beyond the deadline of the call itself, whose own error says more."""
 logger = logging.getLogger(__name__)
@@ -68,17 +71,26 @@ class Run:
         signal.signal(signal.SIGTERM, _exit_on_sigterm)
         args = self.args
         Path(args.run_dir, "logs").mkdir(parents=True, exist_ok=True)
+        if shortage := core_shortage(args):
+            print(f"train.py: warning: {shortage}", file=sys.stderr, flush=True)
         try:
             self._metrics = MetricsLogger(args)
             self._janitor = connect(slot_counts(args)[0])
             # Again: Ray has put its own in the place of ours.
             signal.signal(signal.SIGTERM, _exit_on_sigterm)
-        except BaseException:
-            self._stop()
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
             raise
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            seconds = _STOP_S + _SHUTDOWN_S
+            print(
+                f"train.py: interrupted: stopping engines and trainers (up to {seconds:.0f} s)",
+                file=sys.stderr,
+                flush=True,
+            )
         self._stop()
 
     def start(self) -> None:
@@ -92,23 +104,42 @@ class Run:
         self._manager = as_actor(RolloutManager).options(**options).remote(args, keys)
         self._supervisor.watch("the rollout manager", self._manager)
         loaded = {"the rollout manager": self._manager.load_data.remote()}
-        (args.num_rollout,) = self._wait(loaded, LOAD_DATA, args.rollout_timeout)
+        (args.num_rollout,) = self._wait(loaded, LOAD_DATA, self._limit("data_load_timeout"))
         Path(args.run_dir, "config.yaml").write_text(describe(args))
         self._placement = place(args)
+        self._turns = self._make_turns(self._placement)
         if args.colocate and self._placement.on_gpus:
             # One after the other: an engine takes a share of the GPU memory that it finds free.
             self._start_trainers()
+            self._turns.trainers_started()
             engine_starts = self._create_engines(keys)
         else:
             engine_starts = self._create_engines(keys)
             self._start_trainers()
-        urls = self._supervisor.wait(engine_starts, "start engines", args.engine_start_timeout + _MARGIN_S)
+            self._turns.trainers_started()
+        urls = self._supervisor.wait(engine_starts, "start engines", self._limit("engine_start_timeout", _MARGIN_S))
         if len(set(urls)) < len(urls):
             raise RunError(f"start engines: several have the same address: {', '.join(sorted(urls))}")
         if urls:
             started = {"the router": self._manager.start.remote(urls)}
-            self._wait(started, "start router", args.engine_start_timeout + _MARGIN_S)
+            self._wait(started, "start router", self._limit("engine_start_timeout", _MARGIN_S))
             self._connect_trainers(urls, keys)
+
+    def _make_turns(self, placement: Placement) -> Turns:
+        args = self.args
+        for name in ("offload_train", "offload_rollout"):
+            if getattr(args, name) is None:
+                setattr(args, name, args.colocate and placement.on_gpus and args.num_engines > 0)
+        limit = self._limit("weight_update_timeout", _MARGIN_S)
+
+        def trainers(phase: str, method: str, *values: Any) -> list[Any]:
+            return self._all_trainers(method, phase, limit, *values)
+
+        def engines(phase: str, method: str, *values: Any) -> list[Any]:
+            calls = {f"engine {rank}": getattr(a, method).remote(*values) for rank, a in enumerate(self._engines)}
+            return self._wait(calls, phase, limit)
+
+        return Turns(trainers, engines, offload_train=args.offload_train, offload_rollout=args.offload_rollout)
 
     def _create_engines(self, keys: tuple[str, str] | None) -> dict[str, ray.ObjectRef]:
         args, placement = self.args, self._placement
@@ -145,23 +176,24 @@ class Run:
             args.start_rollout_id = args.start_rollout_id or 0
             return
         served = {"trainer 0": self._trainers[0].serve_rendezvous.remote()}
-        (master,) = self._wait(served, "start trainers", args.checkpoint_timeout)
-        answers = self._all_trainers("start", "start trainers", args.checkpoint_timeout, master, args.num_rollout)
+        limit = self._limit("checkpoint_timeout")
+        (master,) = self._wait(served, "start trainers", limit)
+        answers = self._all_trainers("start", "start trainers", limit, master, args.num_rollout)
         first, self._dp_size, state = answers[0]
         if args.start_rollout_id is None:
             args.start_rollout_id = first
-        self._dp_ranks = self._all_trainers("dp_rank", "start trainers", _CONTROL_S)
+        self._dp_ranks = self._all_trainers("dp_rank", "start trainers", _CONTROL)
         if state is not None:
             restored = {"the rollout manager": self._manager.restore.remote(first - 1, state)}
-            self._wait(restored, RESTORE_DATA, args.checkpoint_timeout)
+            self._wait(restored, RESTORE_DATA, limit)
             self._optimizer_steps = state["optimizer_steps"]
 
     def _connect_trainers(self, urls: list[str], keys: tuple[str, str] | None) -> None:
         args = self.args
         generate_key, admin_key = keys or (None, None)
         addresses = [EngineAddress(url, args.rollout_num_gpus_per_engine, generate_key, admin_key) for url in urls]
-        deadline = args.weight_update_timeout + _MARGIN_S
-        self._all_trainers("connect", "connect trainers to engines", deadline, addresses)
+        limit = self._limit("weight_update_timeout", _MARGIN_S)
+        self._all_trainers("connect", "connect trainers to engines", limit, addresses)
 
     def _stop(self) -> None:
         """Orderly where it works, by force where it does not; the servers' supervisors see to the rest."""
@@ -184,17 +216,18 @@ class Run:
         """One rollout; a reference to one batch for each data-parallel rank."""
         self._step, self._step_started = {}, time.monotonic()
         calls = {"the rollout manager": self._manager.generate.remote(rollout_id, self._dp_size)}
-        ((batches, metrics),) = self._wait(calls, f"rollout {rollout_id}", self.args.rollout_timeout + _MARGIN_S)
+        ((batches, metrics),) = self._wait(calls, f"rollout {rollout_id}", self._limit("rollout_timeout", _MARGIN_S))
         self._log(metrics, "rollout/step", rollout_id)
         return batches
 
     def train(self, rollout_id: int, batches: list[ray.ObjectRef]) -> None:
         """Train on one rollout's batches, and log one line of metrics an optimizer step."""
+        self._turns.to_trainers()
         calls = {
             f"trainer {rank}": actor.train.remote(rollout_id, batches[dp_rank])
             for rank, (actor, dp_rank) in enumerate(zip(self._trainers, self._dp_ranks, strict=False))
         }
-        answers = self._wait(calls, f"train on rollout {rollout_id}", self.args.train_timeout)
+        answers = self._wait(calls, f"train on rollout {rollout_id}", self._limit("train_timeout"))
         for metrics in answers[0] if answers else []:
             self._log(metrics, "train/step", self._optimizer_steps)
             self._optimizer_steps += 1
@@ -204,16 +237,17 @@ class Run:
         if not (self._engines and self._trainers):
             return
         phase = f"push weights of version {version}"
-        metrics = self._all_trainers("publish", phase, self.args.weight_update_timeout + _MARGIN_S, version)[0]
+        with self._turns.pushing():
+            metrics = self._all_trainers("publish", phase, self._limit("weight_update_timeout", _MARGIN_S), version)[0]
         self._supervisor.version = str(version)
-        self._log(metrics, "rollout/step", max(version - 1, 0))
+        self._log(metrics | self._turns.figures(), "rollout/step", max(version - 1, 0))
 
     def evaluate(self, version: int) -> None:
         """Score the engines' weights, which were trained on ``version`` rollouts."""
         started = time.monotonic()
         calls = {"the rollout manager": self._manager.evaluate.remote(version)}
-        deadline = self.args.rollout_timeout + _MARGIN_S
-        (metrics,) = self._wait(calls, f"evaluation of weight version {version}", deadline)
+        limit = self._limit("rollout_timeout", _MARGIN_S)
+        (metrics,) = self._wait(calls, f"evaluation of weight version {version}", limit)
         metrics = metrics | {"perf/eval_time": time.monotonic() - started}
         self._log(metrics, "eval/step", version)
         if version == self.args.start_rollout_id:  # outside of a step, whose line would have it
@@ -235,7 +269,8 @@ class Run:
             return
         args, started = self.args, time.monotonic()
         saved = {"the rollout manager": self._manager.state.remote(rollout_id)}
-        (state,) = self._wait(saved, "save the data source", args.checkpoint_timeout)
+        limit = self._limit("checkpoint_timeout")
+        (state,) = self._wait(saved, "save the data source", limit)
         state = state | {"optimizer_steps": self._optimizer_steps}
         phase = f"save after rollout {rollout_id}"
         if args.save:
@@ -243,9 +278,9 @@ class Run:
                 f"trainer {rank}": actor.save.remote(rollout_id, state if rank == 0 else None)
                 for rank, actor in enumerate(self._trainers)
             }
-            self._wait(calls, phase, args.checkpoint_timeout)
+            self._wait(calls, phase, limit)
         if args.save_hf:
-            self._all_trainers("save_hf", phase, args.checkpoint_timeout, args.save_hf.format(rollout_id=rollout_id))
+            self._all_trainers("save_hf", phase, limit, args.save_hf.format(rollout_id=rollout_id))
         self._log({"perf/save_model_time": time.monotonic() - started}, "rollout/step", rollout_id)
 
     def end_step(self, rollout_id: int) -> None:
@@ -256,12 +291,15 @@ class Run:
 
     # ---- helpers
 
-    def _wait(self, calls: dict[str, ray.ObjectRef], phase: str, timeout: float = _CONTROL_S) -> list[Any]:
-        return self._supervisor.wait(calls, phase, timeout)
+    def _limit(self, option: str, margin: float = 0.0) -> Deadline:
+        return Deadline(getattr(self.args, option) + margin, "--" + option.replace("_", "-"))
 
-    def _all_trainers(self, method: str, phase: str, timeout: float, *values: Any) -> list[Any]:
+    def _wait(self, calls: dict[str, ray.ObjectRef], phase: str, limit: Deadline) -> list[Any]:
+        return self._supervisor.wait(calls, phase, limit)
+
+    def _all_trainers(self, method: str, phase: str, limit: Deadline, *values: Any) -> list[Any]:
         calls = {f"trainer {rank}": getattr(a, method).remote(*values) for rank, a in enumerate(self._trainers)}
-        return self._wait(calls, phase, timeout)
+        return self._wait(calls, phase, limit)
 
     def _log(self, metrics: dict[str, float], step_key: str, step: int) -> None:
         assert self._metrics is not None

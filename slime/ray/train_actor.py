@@ -75,6 +75,14 @@ class TrainActor:
         self._publisher = make_publisher(self._args, self._rank, engines)
         self._publisher.connect()
 
+    def sleep(self, keep_weights: bool) -> None:
+        """Give the GPU memory of everything but, if they are to be pushed, the actor's weights."""
+        self._trainer.sleep(keep_weights=keep_weights)
+
+    def wake(self, weights_only: bool) -> float:
+        """Undo `sleep`, or only for the actor's weights; the bytes of the GPU that were in use before."""
+        return self._trainer.wake(weights_only=weights_only)
+
     def publish(self, version: int) -> dict[str, float]:
         """Push the present weights to every engine as ``version``."""
         figures = self._publisher.publish(version, self._trainer.export_buckets())

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+import mmap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,6 +40,86 @@ def synchronize() -> None:
     """Wait for the device's queued work."""
     if is_cuda():
         torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def beside() -> Iterator[None]:
+    """Within: device work runs after what was queued before, and beside what is queued afterwards, until `rejoin`."""
+    if not is_cuda():
+        yield
+        return
+    _side_stream().wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(_side_stream()):
+        yield
+
+
+def rejoin() -> None:
+    """Work that is queued from here on waits for that of `beside`."""
+    if is_cuda():
+        torch.cuda.current_stream().wait_stream(_side_stream())
+
+
+@functools.cache
+def _side_stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the current device; without GPUs all are 0."""
+
+    allocated: int = 0
+    """By this process's live tensors."""
+    reserved: int = 0
+    """By torch for this process, live tensors and what it keeps for later ones."""
+    peak: int = 0
+    """The most that live tensors took since `reset_peak`."""
+    used: int = 0
+    """By all processes, with what is not torch's: contexts, collectives' buffers."""
+    total: int = 0
+
+
+def memory() -> Memory:
+    """What is in use now."""
+    if not is_cuda():
+        return Memory()
+    free, total = torch.cuda.mem_get_info()
+    return Memory(
+        torch.cuda.memory_allocated(),
+        torch.cuda.memory_reserved(),
+        torch.cuda.max_memory_allocated(),
+        total - free,
+        total,
+    )
+
+
+def reset_peak() -> None:
+    """Start `Memory.peak` anew."""
+    if is_cuda():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def release_unused() -> None:
+    """Give the device what torch keeps for later tensors and matrix products, for other processes to take."""
+    if is_cuda():
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+
+
+def pinned(nbytes: int) -> torch.Tensor:
+    """Host memory that the device copies from and to at full speed; uint8, at least one byte, its content undefined.
+
+    torch's own pinned allocator rounds up to a power of two, which for tens of GiB is memory that nobody has.
+    """
+    memory = mmap.mmap(-1, nbytes)
+    # Pages of 2 MiB take a fraction of the time to pin.
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    if is_cuda():
+        status = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), nbytes, 0)
+        if int(status) != 0:
+            raise MemoryError(f"the host has no {nbytes / 2**30:.1f} GiB to pin (CUDA error {int(status)})")
+    return tensor
 
 
 def share(tensor: torch.Tensor) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:

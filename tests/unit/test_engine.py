@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -19,7 +19,7 @@ class FakeProcess:
 
     commands: ClassVar[list[list[str]]] = []
 
-    def __init__(self, command: list[str], env: dict[str, str], log_path: Path, secrets: tuple[str, ...]) -> None:
+    def __init__(self, command: list[str], env: dict[str, str], log_path: Path, **options: Any) -> None:
         self.commands.append(command)
 
     def start(self) -> None:
@@ -43,6 +43,8 @@ def make_engine(tmp_path: Path, *sglang_cli: str) -> Engine:
         seed=1,
         sglang_cli=list(sglang_cli),
         engine_start_timeout=10.0,
+        random_weights=False,
+        offload_rollout=False,
     )
     return Engine(args, 0, "127.0.0.1", None, tmp_path / "log", None)
 

@@ -20,9 +20,17 @@ from slime.backends.megatron import checkpoint, weights_io
 from slime.backends.megatron.batch import MicroBatch
 from slime.backends.megatron.metrics import step_metrics
 from slime.backends.megatron.model import build_model, wrap
-from slime.backends.megatron.optimizer import make_optimizer, make_scheduler, wrap_data_parallel
+from slime.backends.megatron.optimizer import (
+    gradient_buffers,
+    make_optimizer,
+    make_scheduler,
+    state_tensors,
+    wrap_data_parallel,
+)
+from slime.backends.megatron.sleep import SleepingTensors
 from slime.backends.megatron.weight_sets import WeightSets
 from slime.options.checkpoint import is_torch_dist
+from slime.utils import device
 from slime.utils.errors import SlimeError
 
 logger = logging.getLogger(__name__)
@@ -61,7 +69,7 @@ class Learner:
         self.model_chunks = build_model(args, role)
         self.weights = WeightSets(self.model_chunks, CURRENT)
         keeps_reference = role == "actor" and args.needs_reference
-        if resume_from is None or keeps_reference:
+        if (resume_from is None or keeps_reference) and not args.random_weights:
             load_weights(self.model_chunks, source)
         if keeps_reference:
             self.weights.keep(REFERENCE)
@@ -71,9 +79,37 @@ class Learner:
         self._connect_schedule()
         if resume_from is not None:
             checkpoint.load_state(resume_from, self.model_chunks, self._optimizer, self._scheduler)
+        self._sleeping_weights = SleepingTensors(self.weights.on_device, keep=True)
+        self._sleeping_gradients = SleepingTensors(partial(gradient_buffers, self.chunks), keep=False)
+        self._sleeping_state = SleepingTensors(self._optimizer_state, keep=True)
+
+    # ---- device memory
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Give back the device memory of gradients and optimizer state, and of the weights unless they are to stay."""
+        self._sleeping_gradients.sleep()
+        self._sleeping_state.sleep()
+        if not keep_weights:
+            self._sleeping_weights.sleep()
+
+    def wake(self, *, weights_only: bool) -> None:
+        """Undo `sleep`, or only for the weights; gradients are undefined, as they are between steps."""
+        self._sleeping_weights.wake()
+        if not weights_only:
+            self._sleeping_gradients.wake()
+            # The first to need it is the optimizer's step: forward and backward passes hide the copying.
+            self._sleeping_state.wake(beside=True)
+
+    def _optimizer_state(self) -> Iterator[Tensor]:
+        """Tensors that the optimizer alone has: master weights and moments, not the weights themselves."""
+        own = {tensor.untyped_storage()._cdata for tensor in self.weights.on_device()}
+        for tensor in state_tensors(self._optimizer):
+            if tensor.untyped_storage()._cdata not in own:
+                yield tensor
 
     def save(self, directory: str) -> None:
         """Write everything that training continues from into an existing empty directory."""
+        device.rejoin()
         checkpoint.save_state(directory, self.model_chunks, self._optimizer, self._scheduler)
 
     # ---- passes over micro-batches
@@ -108,6 +144,7 @@ class Learner:
         metrics = step_metrics(reports, tokens)
         for name in (name for name in metrics if name.endswith("loss")):
             self._check_finite(where, name, metrics[name])
+        device.rejoin()
         done, grad_norm, _ = self._optimizer.step()
         if not done:
             logger.warning(f"{where}: no optimizer step: gradients overflowed float16 and the loss scale is lowered")

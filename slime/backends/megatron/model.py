@@ -47,8 +47,8 @@ _WITHOUT_CUDA: dict[str, Any] = {"bias_activation_fusion": False, "bias_dropout_
 def transformer_config(args: Namespace) -> TransformerConfig:
     """The model's configuration from the options.
 
-    Sequences are packed and vary in length, the loss is a sum over tokens that its caller has already normalised, and
-    weights come from a checkpoint: these are not options.
+    Sequences are packed and vary in length, and the loss is a sum over tokens that its caller has already normalised:
+    these are not options. Weights come from a checkpoint, unless they are to be random.
     """
     values = config_kwargs(args, TransformerConfig)
     forced = {**_WITHOUT_TRANSFORMER_ENGINE, **({} if device.is_cuda() else _WITHOUT_CUDA)}
@@ -58,7 +58,7 @@ def transformer_config(args: Namespace) -> TransformerConfig:
     interleaved = args.virtual_pipeline_model_parallel_size is not None
     values.update(
         forced,
-        perform_initialization=False,
+        perform_initialization=args.random_weights,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
         calculate_per_token_loss=True,
@@ -130,7 +130,8 @@ def _build_stage(args: Namespace, role: str, config: TransformerConfig, vp_stage
             model.output_layer = ValueHead(config, model.pg_collection.tp, args.seed)
         else:
             model.output_layer = LanguageHead(model.output_layer)
-    _mark_cut_weights(model)
+    if not config.perform_initialization:
+        _mark_cut_weights(model)
     return model.to(device.current_device())
 
 

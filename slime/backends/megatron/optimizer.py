@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,9 +11,11 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
 
 from slime.options.megatron import config_kwargs
 from slime.options.training import warmup_and_decay_steps
+from slime.utils import device
 
 
 def wrap_data_parallel(args: Namespace, model_chunks: list[torch.nn.Module]) -> list[DistributedDataParallel]:
@@ -43,6 +46,21 @@ def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """The optimizers that one is chained of: dense and expert parameters have their own, if the rank has any."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if part.optimizer is not None]
+
+
+def state_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+    """What the parts step on, and their state, so far as it is on the device: host tensors cost nothing there."""
+    for part in parts_of(optimizer):
+        inner = part.optimizer
+        stepped = [parameter.data for group in inner.param_groups for parameter in group["params"]]
+        state = [value for values in inner.state.values() for value in values.values() if torch.is_tensor(value)]
+        yield from (tensor for tensor in stepped + state if tensor.device == device.current_device())
+
+
+def gradient_buffers(chunks: list[DistributedDataParallel]) -> Iterator[Tensor]:
+    """The buffers into which gradients are summed."""
+    for chunk in chunks:
+        yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
 
 
 def _no_state(optimizer: torch.optim.Optimizer, config: Any = None) -> None:

@@ -28,6 +28,7 @@ from slime.backends.megatron.head import logits  # noqa: E402
 from slime.backends.megatron.learner import CURRENT, PUBLISHED, REFERENCE, Learner, Output, TrainingError  # noqa: E402
 from slime.backends.megatron.log_probs import token_terms  # noqa: E402
 from slime.backends.megatron.loss import LOSSES, reduce_tokens, value_loss  # noqa: E402
+from slime.backends.megatron.memory import MemoryLog  # noqa: E402
 from slime.backends.megatron.model import head_weight  # noqa: E402
 from slime.backends.megatron.parallel import initialize_distributed  # noqa: E402
 
@@ -57,9 +58,11 @@ class MegatronTrainer:
         if found is not None:
             self.start_rollout_id, self.resumed_from = found[1] + 1, str(found[0])
         source = args.ref_load or args.hf_checkpoint
-        self._actor = Learner(args, "actor", source, found[0] if found else None)
-        self.model_chunks = self._actor.model_chunks
-        self._critic = _make_critic(args, source, found[1] if found else None) if args.use_critic else None
+        self._memory = MemoryLog()
+        with self._memory.phase("start"):
+            self._actor = Learner(args, "actor", source, found[0] if found else None)
+            self.model_chunks = self._actor.model_chunks
+            self._critic = _make_critic(args, source, found[1] if found else None) if args.use_critic else None
         self._layout = PackLayout(
             cp_size=parallel_state.get_context_parallel_world_size(),
             cp_rank=parallel_state.get_context_parallel_rank(),
@@ -69,6 +72,25 @@ class MegatronTrainer:
             constant_length=args.loss_constant_length,
             device=device.current_device(),
         )
+
+    # ---- device memory
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Give back the GPU's memory, but for the actor's weights if they are to stay."""
+        with self._memory.phase("sleep"):
+            self._actor.sleep(keep_weights=keep_weights)
+            if self._critic is not None:
+                self._critic.sleep(keep_weights=False)
+            device.release_unused()
+
+    def wake(self, *, weights_only: bool) -> float:
+        """Undo `sleep`, or only for the actor's weights; the bytes that all the device's processes held before."""
+        used = device.memory().used
+        with self._memory.phase("wake"):
+            self._actor.wake(weights_only=weights_only)
+            if self._critic is not None and not weights_only:
+                self._critic.wake(weights_only=False)
+        return used
 
     # ---- training
 
@@ -84,12 +106,15 @@ class MegatronTrainer:
         """
         seconds: dict[str, float] = {}
         with _timed(seconds, "perf/train_time"):
-            packed = [[pack(batch, rows, step, self._layout) for rows in step.micro_batches] for step in batch.steps]
+            with self._span(seconds, "pack"):
+                packed = [
+                    [pack(batch, rows, step, self._layout) for rows in step.micro_batches] for step in batch.steps
+                ]
             self._prepare(batch, packed, seconds)
             tokens = [sum(sum(m.lengths) for m in micro_batches) for micro_batches in packed]
             steps: list[dict[str, float]] = [{} for _ in packed]
             for learner, loss, name in self._turns(rollout_id):
-                with _timed(seconds, f"perf/{name}_train_time"), learner.gathering_parameters():
+                with self._span(seconds, f"{name}_train"), learner.gathering_parameters():
                     first = rollout_id == self.args.num_critic_only_steps
                     for i, micro_batches in enumerate(packed):
                         where = f"rollout {rollout_id}, step {i + 1} of {len(packed)}, {name}"
@@ -97,7 +122,7 @@ class MegatronTrainer:
                         checks.check_step(self.args, where, steps[i], is_first=first and i == 0)
         total = sum(metrics.pop("tokens") for metrics in steps)
         rate = total / seconds[f"perf/{name}_train_time"]
-        steps[-1] |= seconds | {f"perf/{name}_train_tok_per_s": rate}
+        steps[-1] |= seconds | {f"perf/{name}_train_tok_per_s": rate} | self._memory.peaks()
         return steps
 
     def _turns(self, rollout_id: int) -> Iterator[tuple[Learner, Output, str]]:
@@ -113,18 +138,25 @@ class MegatronTrainer:
         if args.loss_type == "sft_loss":
             return
         if args.needs_reference:
-            with _timed(seconds, "perf/ref_log_probs_time"):
+            with self._span(seconds, "ref_log_probs"):
                 self._actor.keep_column(everything, self._log_probs, "ref_log_probs", REFERENCE)
         if self._needs_old_log_probs(steps=len(packed)):
             published = args.keep_old_actor and PUBLISHED in self._actor.weights
-            with _timed(seconds, "perf/log_probs_time"):
+            with self._span(seconds, "log_probs"):
                 weights = PUBLISHED if published else CURRENT
                 self._actor.keep_column(everything, self._log_probs, "old_log_probs", weights)
         if self._critic is not None:
-            with _timed(seconds, "perf/values_time"):
+            with self._span(seconds, "values"):
                 self._critic.keep_column(everything, _values, "values")
         if not args.disable_compute_advantages_and_returns and parallel_state.is_pipeline_last_stage():
-            set_advantages(args, batch, everything, parallel_state.get_data_parallel_group())
+            with self._span(seconds, "advantages"):
+                set_advantages(args, batch, everything, parallel_state.get_data_parallel_group())
+
+    @contextmanager
+    def _span(self, seconds: dict[str, float], name: str) -> Iterator[None]:
+        """Note the time of a phase of training, and its memory."""
+        with self._memory.phase(name), _timed(seconds, f"perf/{name}_time"):
+            yield
 
     def _needs_old_log_probs(self, steps: int) -> bool:
         """Whether they take a pass of their own: otherwise the first step's, which is on policy, are the same."""

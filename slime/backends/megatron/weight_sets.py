@@ -24,9 +24,9 @@ class WeightSets:
         """Copy what the model holds to host memory, as ``name``."""
         if name not in self._copies:
             self._copies[name] = [
-                torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=device.is_cuda()) for t in self._tensors()
+                torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=device.is_cuda()) for t in self.on_device()
             ]
-        for copy, tensor in zip(self._copies[name], self._tensors(), strict=True):
+        for copy, tensor in zip(self._copies[name], self.on_device(), strict=True):
             copy.copy_(tensor)
 
     def switch(self, name: str) -> None:
@@ -40,7 +40,7 @@ class WeightSets:
         if name not in self._copies:
             raise KeyError(f"no weights named {name!r} were loaded, only {sorted({self.current, *self._copies})}")
         self.keep(self.current)
-        for copy, tensor in zip(self._copies[name], self._tensors(), strict=True):
+        for copy, tensor in zip(self._copies[name], self.on_device(), strict=True):
             tensor.copy_(copy)
         self.current = name
 
@@ -57,7 +57,8 @@ class WeightSets:
         finally:
             self.switch(before)
 
-    def _tensors(self) -> Iterator[Tensor]:
+    def on_device(self) -> Iterator[Tensor]:
+        """The model's parameters and buffers."""
         # Read anew each time: data-parallel wrapping moves parameters into its own buffers.
         for module in self._chunks:
             for tensor in chain(module.parameters(), module.buffers()):

@@ -71,6 +71,21 @@ class EngineControl:
                 raise self._refusal("POST", "/flush_cache", reply)
             time.sleep(_FLUSH_POLL_S)
 
+    def release_memory(self) -> None:
+        """Give the GPU memory of weights, cache and CUDA graphs back; the engine must be idle, and forgets its cache.
+
+        A server that was started without a memory saver answers, and keeps it.
+        """
+        self._post("/release_memory_occupation", {})
+
+    def resume_memory(self, tags: Sequence[str]) -> None:
+        """Take memory again, its content undefined.
+
+        Args:
+            tags: of ``weights``, ``kv_cache`` and ``cuda_graph``.
+        """
+        self._post("/resume_memory_occupation", {"tags": list(tags)})
+
     def weight_version(self) -> str:
         """The version of the weights that the engine says it has."""
         return str(self._get("/model_info", key=self._generate_key)["weight_version"])
@@ -241,14 +256,13 @@ class GenerateClient:
             "return_logprob": True,
             **fields,
         }
-        reply = await send(
-            self._open_session(),
-            "POST",
-            self._url,
-            payload,
-            headers={**self._headers, **(headers or {})},
-            retries=self._retries,
-        )
+        session, all_headers = self._open_session(), {**self._headers, **(headers or {})}
+        try:
+            reply = await send(session, "POST", self._url, payload, headers=all_headers, retries=self._retries)
+        except RequestError as error:
+            if isinstance(error.__cause__, TimeoutError):
+                raise RequestError(f"{error} (--request-timeout)") from error
+            raise
         if not isinstance(reply, dict):
             raise RequestError(f"POST {self._url}: the reply is no JSON object: {str(reply)[:200]}")
         return reply

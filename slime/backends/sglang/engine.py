@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from argparse import Namespace
 from pathlib import Path
 
 from slime.backends.sglang.client import EngineControl, EngineError
 from slime.backends.sglang.process import ADMIN_KEY_VARIABLE, GENERATE_KEY_VARIABLE, ServerProcess
-from slime.utils.http_utils import PortReservation, http_url
+from slime.backends.sglang.server import Server
+from slime.utils.http_utils import http_url
 
 __all__ = ["Engine", "EngineError"]
 
@@ -36,15 +36,15 @@ _SERVER_ENVIRONMENT = {
 }
 """Defaults; what the host's environment sets counts more."""
 _CPU_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+_SCRATCH = "/dev/shm/sglang_loads_"
+"""SGLang 0.5.17 leaves a file of 16 KiB a rank behind, by which its processes tell each other their load."""
 _PORT_TRIES = 3
 _DP_ATTENTION_PORTS = 7
 """With DP attention SGLang derives six ports from that of --dist-init-addr, which follow it."""
 _PORT_TAKEN = ("address already in use", "Address already in use", "EADDRINUSE", "Port is already in use")
-_POLL_S = 0.25
-_TAIL_LINES = 20
 
 
-class Engine:
+class Engine(Server):
     """One engine: a server process of ``rollout_num_gpus_per_engine`` ranks on this host."""
 
     def __init__(
@@ -65,15 +65,10 @@ class Engine:
             log_path: the server's log.
             cuda_devices: the GPUs it may use, as CUDA_VISIBLE_DEVICES names them; None without GPUs.
         """
-        self._args = args
+        super().__init__(f"engine {rank}", args, host, log_path)
         self._rank = rank
-        self._host = host
         self._api_keys = api_keys
-        self._log_path = log_path
         self._cuda_devices = cuda_devices
-        self._ports: list[PortReservation] = []
-        self._process: ServerProcess | None = None
-        self.url = ""
 
     def start(self) -> None:
         """Start the server; returns when it is ready.
@@ -90,7 +85,8 @@ class Engine:
                     if attempt == _PORT_TRIES - 1 or not any(sign in str(error) for sign in _PORT_TAKEN):
                         raise
                     # Its ports stay reserved until `stop`: another attempt must not find the same ones.
-                    self._stop_process()
+                    if self._process is not None:
+                        self._process.stop()
         except BaseException:
             self.stop()
             raise
@@ -98,21 +94,11 @@ class Engine:
     def _start_once(self) -> None:
         serving, collective = self._reserve(), self._reserve()
         self.url = http_url(self._host, serving)
-        self._process = ServerProcess(
-            self._command(serving, collective),
-            self._environment(),
-            self._log_path,
-            secrets=self._api_keys or (),
+        command, environment = self._command(serving, collective), self._environment()
+        self._launch(
+            ServerProcess(command, environment, self._log_path, secrets=self._api_keys or (), scratch=_SCRATCH)
         )
-        for reservation in self._ports:
-            reservation.release()
-        self._process.start()
-        self._wait_ready()
-
-    def _reserve(self, count: int = 1) -> int:
-        reservation = PortReservation(self._host, count)
-        self._ports.append(reservation)
-        return reservation.port
+        self._wait_until(self.control(timeout=5.0).health, "answered", self._args.engine_start_timeout)
 
     def _command(self, port: int, collective_port: int) -> list[str]:
         args = self._args
@@ -128,6 +114,10 @@ class Engine:
         ]
         if self._cuda_devices is None:
             flags += _CPU_FLAGS
+        elif args.offload_rollout:
+            flags.append("--enable-memory-saver")
+        if args.random_weights:
+            flags += ["--load-format", "dummy"]
         if "--enable-dp-attention" in args.sglang_cli:
             flags += ["--dist-init-addr", f"127.0.0.1:{self._reserve(_DP_ATTENTION_PORTS)}"]
         # The user's flags come last: where argparse sees a flag twice, the later one counts.
@@ -142,49 +132,7 @@ class Engine:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self._cuda_devices))
         return env
 
-    def _wait_ready(self) -> None:
-        deadline = time.monotonic() + self._args.engine_start_timeout
-        control = self.control(timeout=5.0)
-        while not control.health():
-            self.check()
-            if time.monotonic() > deadline:
-                raise EngineError(
-                    f"engine {self._rank} at {self.url} was not ready within {self._args.engine_start_timeout:.0f} s "
-                    f"(--engine-start-timeout){self._log_end()}"
-                )
-            time.sleep(_POLL_S)
-
     def control(self, timeout: float) -> EngineControl:
         """A client for control calls to this engine, each within ``timeout`` seconds."""
         generate_key, admin_key = self._api_keys or (None, None)
         return EngineControl(self.url, admin_key, generate_key, timeout)
-
-    def poll(self) -> int | None:
-        """The server's exit status; None while it runs."""
-        return self._process.poll() if self._process else None
-
-    def check(self) -> None:
-        """Raise EngineError, with the last lines of its log, if the server has ended."""
-        status = self.poll()
-        if status is not None:
-            raise EngineError(
-                f"engine {self._rank} at {self.url} ended with status {status}{_ended_by(status)}{self._log_end()}"
-            )
-
-    def stop(self) -> None:
-        """End every process of the server; may be called again."""
-        self._stop_process()
-        for reservation in self._ports:
-            reservation.close()
-
-    def _stop_process(self) -> None:
-        if self._process is not None:
-            self._process.stop()
-
-    def _log_end(self) -> str:
-        tail = self._process.tail(_TAIL_LINES) if self._process else ""
-        return f"\nlast lines of {self._log_path}:\n{tail}"
-
-
-def _ended_by(status: int) -> str:
-    return f" (signal {status - 128})" if status > 128 else ""

@@ -1,0 +1,62 @@
+"""What the phases of a training rank took of its GPU, and an out-of-memory error that tells it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from slime.utils import device
+from slime.utils.errors import SlimeError
+
+logger = logging.getLogger(__name__)
+
+_ADVICE = (
+    "lower --max-tokens-per-gpu or --log-probs-chunk-size, cut the model over more GPUs, recompute activations "
+    "(--recompute-granularity full --recompute-method uniform --recompute-num-layers 1), or give engines less "
+    "(--sglang-mem-fraction-static)"
+)
+
+
+class DeviceMemoryError(SlimeError):
+    """A phase does not fit into the GPU; the message has a table of the phases before it."""
+
+
+class MemoryLog:
+    """The latest figures of each phase, in the order in which phases first came."""
+
+    def __init__(self) -> None:
+        self._phases: dict[str, device.Memory] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Note what the block takes.
+
+        Raises:
+            DeviceMemoryError: in place of torch's error of memory that is used up.
+        """
+        device.reset_peak()
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            self._phases[f"{name} (did not fit)"] = device.memory()
+            reason = str(error).splitlines()[0]
+            raise DeviceMemoryError(f"{name}: {reason}\n{self.table()}\nwhat helps: {_ADVICE}") from error
+        self._phases[name] = device.memory()
+
+    def peaks(self) -> dict[str, float]:
+        """The largest peak of this process's tensors and what the device has in use now, in GiB; nothing on a CPU."""
+        if not any(memory.total for memory in self._phases.values()):
+            return {}
+        peak = max(memory.peak for memory in self._phases.values())
+        return {"perf/memory_peak_gib": peak / 2**30, "perf/memory_used_gib": device.memory().used / 2**30}
+
+    def table(self) -> str:
+        """One line a phase, in GiB."""
+        lines = [f"{'phase':<32} {'at its end':>10} {'peak':>8} {'reserved':>9} {'on the device':>14}  (GiB)"]
+        for name, m in self._phases.items():
+            figures = [bytes_ / 2**30 for bytes_ in (m.allocated, m.peak, m.reserved, m.used)]
+            lines.append(f"{name:<32} {figures[0]:>10.2f} {figures[1]:>8.2f} {figures[2]:>9.2f} {figures[3]:>14.2f}")
+        return "\n".join(lines)

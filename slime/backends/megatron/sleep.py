@@ -1,0 +1,79 @@
+"""Device memory of tensors, given back while others use the device, and restored; every view of them stays valid."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from slime.utils import device
+
+_ALIGNMENT = 512
+
+
+class SleepingTensors:
+    """Tensors whose device memory is given back, and taken again, together.
+
+    Not the tensors but the storages beneath are emptied: parameters, the buffers that they are views of, optimizer
+    state and whoever else refers to them need not know. An allocator that pauses (torch_memory_saver) would do it too,
+    for all of a process's memory alike; here gradients cost no copy, and weights can stay when the rest goes.
+    """
+
+    def __init__(self, tensors: Callable[[], Iterable[Tensor]], *, keep: bool) -> None:
+        """
+        Args:
+            tensors: what sleeps, read anew each time; several may share a storage.
+            keep: whether their values are to be there again; otherwise they are undefined after `wake`.
+        """
+        self._tensors = tensors
+        self._keep = keep
+        self._host = torch.empty(0, dtype=torch.uint8)
+        self._asleep: list[tuple[torch.UntypedStorage, int]] = []
+
+    def sleep(self) -> None:
+        """Give the memory back to torch; `device.release_unused` hands it on. What sleeps already stays so."""
+        if self._asleep:
+            return
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._tensors()}
+        self._asleep = [(storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()]
+        if self._keep:
+            self._make_room()
+            device.rejoin()
+            self._copy(lambda host, own: host.copy_(own, non_blocking=True))
+            device.synchronize()
+        for storage, _ in self._asleep:
+            storage.resize_(0)
+
+    def wake(self, *, beside: bool = False) -> None:
+        """Take the memory again, with the values where they are kept.
+
+        Args:
+            beside: let the values come while other work goes on; whoever needs them calls `device.rejoin` first.
+        """
+        for storage, nbytes in self._asleep:
+            storage.resize_(nbytes)
+        if self._keep and self._asleep:
+            with device.beside() if beside else contextlib.nullcontext():
+                self._copy(lambda host, own: own.copy_(host, non_blocking=True))
+            if not beside:
+                device.synchronize()
+        self._asleep = []
+
+    def _make_room(self) -> None:
+        size = sum(_aligned(nbytes) for _, nbytes in self._asleep)
+        if self._host.numel() < size:
+            self._host = device.pinned(size)
+
+    def _copy(self, copy: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """``copy(host, own)`` for each storage, as bytes."""
+        start = 0
+        for storage, nbytes in self._asleep:
+            own = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            copy(self._host[start : start + nbytes], own)
+            start += _aligned(nbytes)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,90 @@
+"""Trainers and engines that share GPUs take turns in their memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+Call = Callable[..., list[Any]]
+"""(phase, method, *values): the method's answers of all trainers, or of all engines."""
+
+
+class Turns:
+    """Whose turn it is. Without offloading everybody keeps their memory, and nothing here does anything.
+
+    The order is such that never more than the trainers' weights and the engines' weights are there together, during a
+    push; the trainers' weights go when the engines have them, and only then the engines' cache comes back.
+    """
+
+    def __init__(self, trainers: Call, engines: Call, *, offload_train: bool, offload_rollout: bool) -> None:
+        """
+        Args:
+            offload_train: whether trainers give their memory back.
+            offload_rollout: whether engines do.
+        """
+        self._trainers, self._engines = trainers, engines
+        self._offload_train, self._offload_rollout = offload_train, offload_rollout
+        self._awake: Literal["trainers", "engines", "nobody"] = "trainers"
+        self._figures: dict[str, float] = {}
+
+    def figures(self) -> dict[str, float]:
+        """What was noted since the last call, of each part in seconds, and ``perf/asleep_gib``: what is in use on a GPU
+        while both sides sleep."""
+        figures, self._figures = self._figures, {}
+        return figures
+
+    def trainers_started(self) -> None:
+        """Make room for engines that are about to start; they find what the trainers leave."""
+        self._sleep_trainers(keep_weights=False)
+        self._awake = "engines"
+
+    def to_trainers(self) -> None:
+        """The engines, which are idle, give way to the trainers."""
+        if self._awake == "trainers":
+            return
+        self._release_engines()
+        if self._offload_train:
+            with self._timed("wake_trainers"):
+                used = self._trainers("wake the trainers", "wake", False)
+            if self._offload_rollout and any(used):
+                self._figures["perf/asleep_gib"] = max(used) / 2**30
+        self._awake = "trainers"
+
+    @contextmanager
+    def pushing(self) -> Iterator[None]:
+        """Within: the weights of both sides are there; afterwards it is the engines' turn."""
+        if self._awake == "engines":
+            # The first push: nobody has trained yet.
+            self._release_engines()
+            if self._offload_train:
+                self._trainers("wake the trainers' weights", "wake", True)
+        else:
+            self._sleep_trainers(keep_weights=True)
+        self._resume_engines(["weights"])
+        yield
+        self._sleep_trainers(keep_weights=False)
+        self._resume_engines(["kv_cache", "cuda_graph"])
+        self._awake = "engines"
+
+    def _sleep_trainers(self, *, keep_weights: bool) -> None:
+        if self._offload_train:
+            with self._timed("sleep_trainers"):
+                self._trainers("put the trainers to sleep", "sleep", keep_weights)
+
+    def _release_engines(self) -> None:
+        if self._offload_rollout:
+            with self._timed("release_engines"):
+                self._engines("put the engines to sleep", "release_memory")
+
+    def _resume_engines(self, tags: list[str]) -> None:
+        if self._offload_rollout:
+            with self._timed("resume_engines"):
+                self._engines(f"wake the engines' {' and '.join(tags)}", "resume_memory", tags)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started, key = time.monotonic(), f"perf/{name}_time"
+        yield
+        self._figures[key] = self._figures.get(key, 0.0) + time.monotonic() - started
