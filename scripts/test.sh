@@ -43,7 +43,8 @@ step "ruff check" ruff check .
 step "ruff format" ruff format --check .
 step mypy mypy
 
-directories=(tests/unit tests/parallel tests/integration tests/plugin_contracts)
+# Those that wait for processes first: two workers then fill their waits with the rest.
+directories=(tests/integration tests/parallel tests/unit tests/plugin_contracts)
 selection=(-m "not full")
 if $full; then
     directories+=(tests/gpu)
@@ -66,6 +67,6 @@ done
 label="pytest, ${#chosen[@]} of ${#files[@]} files"
 start=$SECONDS code=0
 printf '== %s\n' "$label"
-python -m pytest -q --durations=15 "${selection[@]}" "${chosen[@]}" || code=$?
+python -m pytest -q --durations=15 -n 2 --dist loadfile --no-loadscope-reorder "${selection[@]}" "${chosen[@]}" || code=$?
 [ "$code" -ne 5 ] || echo "test: error: pytest found no test to run in the files of this tier and shard" >&2
 exit "$code"

@@ -221,7 +221,7 @@ def test_an_engine_that_hangs_is_an_error_at_the_deadline(service: Service, publ
     os.kill(scheduler.pid, signal.SIGSTOP)
     threading.Timer(6.0, os.kill, (scheduler.pid, signal.SIGCONT)).start()
     started = time.monotonic()
-    with pytest.raises(EngineError, match=rf"no answer within \d s from {service.engine.url}"):
+    with pytest.raises(EngineError, match=rf"no answer within \d s .* from {service.engine.url}"):
         publisher.publish(next(_versions), [[("model.norm.weight", torch.ones(64))]])
     assert time.monotonic() - started < 20
     deadline = time.monotonic() + 60

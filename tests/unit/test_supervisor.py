@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -81,7 +82,10 @@ def server(tmp_path: Path) -> ServerProcess:
 
 def start_owner(directory: Path, kind: str) -> tuple[subprocess.Popen[bytes], list[int]]:
     directory.mkdir(exist_ok=True)
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, TREE, str(directory), kind], start_new_session=True)
+    command = [sys.executable, "-c", OWNER, TREE, str(directory), kind]
+    # What a shell starts in the background ignores interrupts, and so would the owner.
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    owner = subprocess.Popen(command, start_new_session=True, preexec_fn=heed)
     return owner, tree_pids(directory)
 
 
