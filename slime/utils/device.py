@@ -20,6 +20,16 @@ def is_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+def count() -> int:
+    """GPUs that this process may use."""
+    return torch.cuda.device_count()
+
+
+def hardware() -> str:
+    """This host's accelerators in words."""
+    return f"{count()} x {torch.cuda.get_device_name(0)}" if is_cuda() else "CPU"
+
+
 def collective_backend() -> str:
     """The torch.distributed backend for tensors on this process's device."""
     return "nccl" if is_cuda() else "gloo"

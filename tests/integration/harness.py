@@ -27,7 +27,8 @@ class TrainProcess:
         self.log = log
         self._before = {p.pid for p in psutil.Process().children(recursive=True)}
         environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | (env or {})
+        path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)} | (env or {})
         with open(log, "w") as output:
             self._process = subprocess.Popen(
                 [sys.executable, str(ROOT / "train.py"), *flags],

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from slime.utils import device
 from tests.parallel import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,12 +53,17 @@ def run_layout(tmp_path: Path, models: Callable[[str], Path]) -> Run:
 def torchrun(ranks: int, worker: str, *arguments: str | Path, log: Path, timeout: float = TIMEOUT) -> None:
     """Run a worker of this directory on a number of ranks; its output goes to ``log``.
 
+    On GPUs every rank has one of its own, and the test is skipped where there are fewer.
+
     Raises:
         AssertionError: it failed, or took longer than ``timeout`` seconds, after which none of its processes is left.
     """
+    if device.is_cuda() and device.count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs, {device.count()} are here")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += [str(Path(__file__).with_name(worker)), *map(str, arguments)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     with log.open("w") as stream:
         process = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True

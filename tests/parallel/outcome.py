@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from slime.utils import device
+
 Tensors = dict[str, Tensor]
 CRITIC = "critic."
 """Before the Hugging Face names of the critic's tensors."""
@@ -37,7 +39,7 @@ class Outcome:
 
     @classmethod
     def load(cls, path: Path) -> Outcome:
-        return cls(**torch.load(path))
+        return cls(**torch.load(path, map_location=device.current_device()))
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -9,11 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-import torch
-
 from slime.options.installed import version_of
+from slime.utils import device
+from tools import make_tiny_model
 
 PACKAGES = ("torch", "megatron-core", "sglang", "ray")
+
+
+class BenchError(Exception):
+    """Something could not be measured; the message says what, and why."""
 
 
 @dataclass
@@ -21,12 +26,10 @@ class Report:
     """Where the figures of one call of the tool go.
 
     Attributes:
-        hardware: what they were measured on.
         deadline: of `time.monotonic`; a case that would begin after it is left out.
     """
 
     command: str
-    hardware: str
     deadline: float
     output: Path | None = None
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -48,7 +51,7 @@ class Report:
             "unit": unit,
             "target": target,
             "met": met,
-            "hardware": self.hardware,
+            "hardware": device.hardware(),
             "date": time.strftime("%Y-%m-%d"),
             "command": self.command,
             "versions": {name: version_of(name) for name in PACKAGES},
@@ -80,8 +83,9 @@ class Report:
             )
 
 
-def hardware() -> str:
-    """The accelerators of this host, in words."""
-    if not torch.cuda.is_available():
-        return "CPU"
-    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+def make_model(options: argparse.Namespace) -> Path:
+    """The directory of ``options.model``'s shape, written at the first call."""
+    directory = options.scratch / options.model
+    if not directory.is_dir():
+        make_tiny_model.write(make_tiny_model.parse([str(directory), "--like", options.model]))
+    return Path(directory)

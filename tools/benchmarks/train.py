@@ -9,29 +9,66 @@ import argparse
 import json
 import os
 import random
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
 from slime.utils import device
+from tools.benchmarks.report import BenchError, Report, make_model
 
+ROOT = Path(__file__).resolve().parents[2]
+_SIZES = ("tokens", "micro_batches", "shortest", "longest", "steps")
 PEAK_FLOPS = 989e12
 """Dense bf16 of an H100 or H200, per second and GPU."""
 MFU_FORMULA = "3 x forward FLOPs (projections, MLP or chosen experts, LM head, causal attention) / (989e12 x GPUs x s)"
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What one training measurement can be told."""
+    parser.add_argument("--tokens", type=int, default=16384, help="of one micro-batch; default: %(default)s")
+    parser.add_argument("--micro-batches", type=int, default=4, help="of one rank and step; default: %(default)s")
+    parser.add_argument("--shortest", type=int, default=2048, help="sequence; default: %(default)s")
+    parser.add_argument("--longest", type=int, default=4096, help="sequence; default: %(default)s")
+    parser.add_argument("--steps", type=int, default=4, help="timed, after two that are not; default: %(default)s")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of one more step, and their times")
+
+
+def measure(options: argparse.Namespace, report: Report) -> None:
+    """Start the ranks and report what rank 0 found."""
+    if report.out_of_time("training", 60.0):
+        return
+    result, log = options.scratch / "train.json", options.log_dir / "train.log"
+    sizes = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in _SIZES]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(options.gpus)]
+    command += ["--module", "tools.benchmarks.train", "--model", str(make_model(options)), "--result", str(result)]
+    command += [*sizes, *(["--profile"] if options.profile else []), "--flags", *options.flags]
+    with open(log, "w") as output:
+        status = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT).returncode
+    if options.profile:
+        print(log.read_text())
+    if status:
+        raise BenchError(f"training ended with status {status}:\n{log.read_text()[-3000:]}")
+    found = json.loads(result.read_text())
+    model, gpus = options.model, options.gpus
+    details = {name: found[name] for name in ("tokens", "micro_batches", "step_s", "memory", "phases")}
+    at_least = 0.25 if model.endswith("a3b") else 0.42
+    report.add("train, MFU", model, gpus, found["mfu"], "", at_least=at_least, formula=MFU_FORMULA, **details)
+    report.add("train, tokens", model, gpus, found["tokens_per_s_per_gpu"], "tok/s/GPU")
+    report.add("train, asleep", model, gpus, found["asleep_gib"], "GiB", at_most=3.0)
+    handed = {name: found[name] for name in ("sleep_s", "wake_s", "wake_all_s")}
+    report.add("train, sleep and wake", model, gpus, found["sleep_s"] + found["wake_s"], "s", **handed)
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line of one rank."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="directory with a config.json")
-    parser.add_argument("--tokens", type=int, default=16384, help="of one micro-batch")
-    parser.add_argument("--micro-batches", type=int, default=4, help="of one rank and step")
-    parser.add_argument("--shortest", type=int, default=2048)
-    parser.add_argument("--longest", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=4, help="timed, after two that are not")
-    parser.add_argument("--profile", action="store_true", help="print the kernels of one more step, and their times")
     parser.add_argument("--result", required=True, help="file for rank 0's figures")
+    add_arguments(parser)
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="flags of train.py, last")
     return parser.parse_args(argv)
 
@@ -116,7 +153,7 @@ def main() -> None:
     if rank:
         return
     step = sorted(seconds)[len(seconds) // 2]
-    flops = 3 * float(forward_flops(torch.tensor(lengths).numpy(), _decoder_shape(args)).sum())
+    flops = 3 * float(forward_flops(np.array(lengths), _decoder_shape(args)).sum())
     result = {
         "tokens_per_s_per_gpu": sum(lengths) / step / world_size,
         "mfu": flops / (PEAK_FLOPS * world_size * step),

@@ -1,0 +1,79 @@
+"""The loops with the real parts on GPUs: both placements, weights proved equal, sleep and wake, resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slime.utils import device
+from tests.integration.harness import TrainProcess, series
+from tests.integration.test_train import Value, flags
+
+NUM_GPUS = 1
+RUN_S = 420
+ASLEEP_GIB = 6.0
+"""What both sides may keep of a GPU while they sleep: 3 GiB each."""
+_BFLOAT16_DIFFERENCE = 0.02
+_ENGINE: dict[str, Value] = {
+    "sglang_attention_backend": "triton",
+    "sglang_sampling_backend": "pytorch",
+    "sglang_grammar_backend": "none",
+    "sglang_mem_fraction_static": "0.3",
+    "sglang_disable_prefill_cuda_graph": True,
+    "sglang_cuda_graph_max_bs_decode": 16,
+    "sglang_enable_deterministic_inference": None,
+    "fp32": None,
+    "bf16": True,
+}
+
+Record = Callable[[str, object], None]
+
+
+def run(workspace: Path, name: str, **changes: Value) -> Path:
+    """Run train.py to a good end that leaves no process; its directory."""
+    run_dir = workspace / name
+    line = flags(workspace, run_dir, **{**_ENGINE, "check_weight_update_equal": True, **changes})
+    with TrainProcess(line, workspace / f"{name}.log") as process:
+        assert process.wait(RUN_S) == 0, process.tail()
+        process.assert_no_process_left()
+    return run_dir
+
+
+def check(run_dir: Path, rollouts: int, record_property: Record) -> None:
+    """Every step was made, and trainer and engine agreed on its log-probs."""
+    differences = series(run_dir, "train/train_rollout_logprob_abs_diff")
+    record_property("log-prob difference", f"{max(differences):.4f}")
+    assert len(differences) == rollouts
+    assert max(differences) < _BFLOAT16_DIFFERENCE
+    assert all(norm > 0 for norm in series(run_dir, "train/grad_norm"))
+
+
+def test_colocated_sleeps_wakes_and_resumes(workspace: Path, record_property: Record) -> None:
+    saved: dict[str, Value] = {"save": str(workspace / "checkpoints"), "save_interval": 1}
+    run_dir = run(workspace, "colocated", num_rollout=2, use_distributed_optimizer=True, **saved)
+    asleep = series(run_dir, "perf/asleep_gib")
+    record_property("GiB asleep", f"{max(asleep):.2f}")
+    assert max(asleep) <= ASLEEP_GIB
+    resumed = {**saved, "load": saved["save"], "num_rollout": 3, "use_distributed_optimizer": True}
+    run(workspace, "colocated", **resumed)
+    check(run_dir, 3, record_property)
+    steps = series(run_dir, "rollout/step")
+    assert sorted(set(steps)) == [0, 1, 2]
+
+
+@pytest.mark.gpus(2)
+def test_disaggregated_by_nccl(workspace: Path, record_property: Record) -> None:
+    """All GPUs but one train, tensor-parallel over two of them where there are enough."""
+    trainers = device.count() - 1 if device.count() < 4 else 2
+    slots: dict[str, Value] = {"colocate": None, "actor_num_gpus_per_node": trainers, "rollout_num_gpus": 1}
+    parallel: dict[str, Value] = {"tensor_model_parallel_size": trainers, "sequence_parallel": trainers > 1 or None}
+    check(run(workspace, "disaggregated", **slots, **parallel), 3, record_property)
+
+
+@pytest.mark.gpus(2)
+def test_colocated_trainers_of_another_layout_than_the_engine(workspace: Path, record_property: Record) -> None:
+    """Pipeline-parallel trainers push into one tensor-parallel engine on the same two GPUs."""
+    layout: dict[str, Value] = {"actor_num_gpus_per_node": 2, "pipeline_model_parallel_size": 2}
+    check(run(workspace, "relayout", rollout_num_gpus_per_engine=2, **layout), 3, record_property)

@@ -1,0 +1,75 @@
+"""Measure slime on this host's GPUs: one JSON line a figure as it comes, a table at the end.
+
+    python tools/bench.py train --model qwen3-1.7b
+    python tools/bench.py step --model qwen3-4b --budget-s 300 --output docs/benchmarks/h200.jsonl
+
+Models have a published shape and random weights (`tools/make_tiny_model.py --like`), so nothing is downloaded, and
+responses have the length that is asked for. A case that does not fit into the budget any more is left out, and says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tools.benchmarks import loop, rollout, train  # noqa: E402
+from tools.benchmarks.report import BenchError, Report  # noqa: E402
+from tools.make_tiny_model import PUBLISHED  # noqa: E402
+
+CASES: dict[str, tuple[Callable[[argparse.Namespace, Report], None], str]] = {
+    "train": (train.measure, "training alone: tokens/s, MFU, memory that sleeps and wakes"),
+    "step": (loop.measure_step, "the whole colocated loop: each part of a step, log-prob difference"),
+    "refit": (loop.measure_refit, "pushing weights: colocated, and from one half of the GPUs to the other"),
+    "sleep-wake": (loop.measure_sleep_wake, "handing the GPUs' memory over and back"),
+    "rollout": (rollout.measure, "the rollout path against a minimal client of the same engine"),
+}
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    subcommands = parser.add_subparsers(dest="case", required=True, metavar="CASE")
+    for name, (_, text) in CASES.items():
+        case = subcommands.add_parser(name, help=text, description=text)
+        case.add_argument("--model", choices=sorted(PUBLISHED), default="qwen3-1.7b", help="default: %(default)s")
+        case.add_argument("--gpus", type=int, default=1, help="default: %(default)s")
+        case.add_argument("--budget-s", type=float, default=600.0, help="seconds for all of it; default: %(default)s")
+        case.add_argument("--output", type=Path, help="append the JSON lines to this file too")
+        case.add_argument("--log-dir", type=Path, help="keep what the parts printed; default: a temporary directory")
+        case.add_argument("--flags", default="", help="more flags of train.py, in one word: --flags='--x 1'")
+        if name == "train":
+            train.add_arguments(case)
+    options = parser.parse_args(argv)
+    options.flags = shlex.split(options.flags)
+    return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status 0 when everything that was begun was measured, 1 otherwise."""
+    options = parse(argv)
+    command = shlex.join(["tools/bench.py", *(sys.argv[1:] if argv is None else argv)])
+    report = Report(command, time.monotonic() + options.budget_s, options.output)
+    with tempfile.TemporaryDirectory() as scratch:
+        options.scratch = Path(scratch)
+        options.log_dir = options.log_dir or options.scratch
+        options.log_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            CASES[options.case][0](options, report)
+        except BenchError as error:
+            print(f"bench: {error}", file=sys.stderr)
+            return 1
+        finally:
+            report.table()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

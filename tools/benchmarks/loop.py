@@ -1,0 +1,164 @@
+"""The whole loop, run as users run it, and what its metrics say of the steps after the first two."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tools.benchmarks.report import BenchError, Report, make_model
+
+ROOT = Path(__file__).resolve().parents[2]
+WARM_UP = 2
+"""Steps that are not counted: they compile, pin and capture."""
+STEPS = 3
+SPANS = {
+    "perf/rollout_time": "generation and reward",
+    "perf/convert_time": "samples to batches",
+    "perf/release_engines_time": "engines give memory back",
+    "perf/wake_trainers_time": "trainers take memory",
+    "perf/transfer_time": "batches to trainers, metrics back",
+    "perf/pack_time": "packing",
+    "perf/ref_log_probs_time": "reference log-probs",
+    "perf/log_probs_time": "log-probs",
+    "perf/values_time": "values",
+    "perf/advantages_time": "advantages",
+    "perf/critic_train_time": "critic's forward, backward, step",
+    "perf/actor_train_time": "forward, backward, step",
+    "perf/sleep_trainers_time": "trainers give memory back",
+    "perf/update_weights_time": "weight push",
+    "perf/resume_engines_time": "engines take memory",
+    "perf/eval_time": "evaluation",
+    "perf/save_model_time": "checkpoint",
+}
+"""Parts of a step: one after another, none within another."""
+
+
+def arguments(options: argparse.Namespace, run_dir: Path, gpus: list[str], *, response: int = 512) -> list[str]:
+    """A command line of train.py: 256 responses of ``response`` tokens a rollout, trained on in one step.
+
+    Args:
+        gpus: the flags that say which GPUs train and which generate.
+    """
+    data = options.scratch / "data"
+    if not data.is_dir():
+        subprocess.run([sys.executable, str(ROOT / "tools/make_arithmetic_data.py"), str(data)], check=True)
+    words = ["--hf-checkpoint", str(make_model(options)), "--random-weights", "--run-dir", str(run_dir)]
+    words += ["--prompt-data", str(data / "train.jsonl"), "--input-key", "prompt", "--label-key", "label"]
+    words += ["--apply-chat-template", "--rm-type", "math", "--num-rollout", str(WARM_UP + STEPS)]
+    words += ["--rollout-batch-size", "32", "--n-samples-per-prompt", "8"]
+    words += ["--rollout-max-response-len", str(response)]
+    words += ["--custom-generate-function-path", "tools.benchmarks.lengths.generate"]
+    words += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "8192"]
+    words += ["--advantage-estimator", "grpo", "--lr", "1e-6", "--bf16", "--use-distributed-optimizer"]
+    words += ["--update-weight-buffer-size", str(2**31)]
+    words += ["--sglang-attention-backend", "triton", "--sglang-sampling-backend", "pytorch"]
+    words += ["--sglang-grammar-backend", "none", "--sglang-disable-prefill-cuda-graph"]
+    words += ["--sglang-cuda-graph-max-bs-decode", "256", "--sglang-mem-fraction-static", "0.7"]
+    return words + gpus + options.flags
+
+
+def run(options: argparse.Namespace, name: str, words: list[str], script: str = "train.py") -> list[dict[str, Any]]:
+    """Run a driver to its end; the lines of its metrics.
+
+    Raises:
+        BenchError: it failed; with the end of its output.
+    """
+    log = options.log_dir / f"{name}.log"
+    with open(log, "w") as output:
+        command = [sys.executable, str(ROOT / script), *words]
+        status = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT).returncode
+    if status:
+        raise BenchError(f"{name}: {script} ended with status {status}:\n{log.read_text()[-3000:]}")
+    run_dir = Path(words[words.index("--run-dir") + 1])
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def warm(lines: list[dict[str, Any]], key: str) -> list[float]:
+    """A metric's values in the counted steps."""
+    values = [line[key] for line in lines if key in line]
+    return values[-STEPS:]
+
+
+def median(lines: list[dict[str, Any]], key: str) -> float:
+    """0 where the run has no such part."""
+    values = warm(lines, key)
+    return statistics.median(values) if values else 0.0
+
+
+def _colocated(options: argparse.Namespace, report: Report) -> list[dict[str, Any]] | None:
+    if report.out_of_time("the colocated loop", 100.0):
+        return None
+    gpus = ["--colocate", "--actor-num-gpus-per-node", str(options.gpus)]
+    return run(options, "colocated", arguments(options, options.scratch / "colocated", gpus))
+
+
+def _disaggregated(options: argparse.Namespace, report: Report) -> list[dict[str, Any]] | None:
+    if options.gpus < 2 or report.out_of_time("the disaggregated loop", 100.0):
+        return None
+    half = options.gpus // 2
+    gpus = ["--actor-num-gpus-per-node", str(half), "--rollout-num-gpus", str(options.gpus - half)]
+    return run(options, "disaggregated", arguments(options, options.scratch / "disaggregated", gpus))
+
+
+def measure_step(options: argparse.Namespace, report: Report) -> None:
+    """A colocated step, part by part, and what comes with it."""
+    lines = _colocated(options, report)
+    if lines is None:
+        return
+    step = median(lines, "perf/step_time")
+    parts = {text: round(value, 4) for key, text in SPANS.items() if (value := median(lines, key))}
+    tokens = median(lines, "rollout/total_lengths") * median(lines, "rollout/num_samples")
+    model, gpus = options.model, options.gpus
+    report.add("step", model, gpus, step, "s", parts=parts)
+    report.add("step, tokens", model, gpus, tokens / step / gpus, "tok/s/GPU")
+    rest = [
+        1 - sum(parts) / whole
+        for whole, *parts in zip(warm(lines, "perf/step_time"), *_spans_by_step(lines), strict=True)
+    ]
+    report.add("step, share of no part", model, gpus, statistics.median(rest), "", at_most=0.03)
+    difference = median(lines, "train/train_rollout_logprob_abs_diff")
+    report.add("log-prob difference, mean", model, gpus, difference, "", at_most=0.02)
+    _add_refit(lines, "refit, colocated", options, report, at_most=0.1)
+    _add_sleep_wake(lines, options, report)
+
+
+def _spans_by_step(lines: list[dict[str, Any]]) -> list[list[float]]:
+    return [values for key in SPANS if len(values := warm(lines, key)) == STEPS]
+
+
+def measure_refit(options: argparse.Namespace, report: Report) -> None:
+    """Pause to continue: by handles on the same GPUs, and with two GPUs or more by NCCL to others."""
+    colocated = _colocated(options, report)
+    if colocated is not None:
+        _add_refit(colocated, "refit, colocated", options, report, at_most=0.1)
+    disaggregated = _disaggregated(options, report)
+    if disaggregated is not None:
+        _add_refit(disaggregated, "refit, NCCL", options, report, at_most=0.4)
+
+
+def _add_refit(
+    lines: list[dict[str, Any]], case: str, options: argparse.Namespace, report: Report, at_most: float
+) -> None:
+    seconds = median(lines, "perf/update_weights_paused_time")
+    gigabytes = median(lines, "perf/update_weights_wire_bytes") / 1e9
+    report.add(case, options.model, options.gpus, seconds, "s", at_most=at_most, gigabytes=round(gigabytes, 2))
+
+
+def measure_sleep_wake(options: argparse.Namespace, report: Report) -> None:
+    """Handing memory over and back, both sides."""
+    lines = _colocated(options, report)
+    if lines is not None:
+        _add_sleep_wake(lines, options, report)
+
+
+def _add_sleep_wake(lines: list[dict[str, Any]], options: argparse.Namespace, report: Report) -> None:
+    names = ("sleep_trainers", "wake_trainers", "release_engines", "resume_engines")
+    parts = {name: median(lines, f"perf/{name}_time") for name in names}
+    report.add("sleep and wake", options.model, options.gpus, sum(parts.values()), "s", at_most=2.0, parts=parts)
+    asleep = median(lines, "perf/asleep_gib")
+    report.add("memory while both sleep", options.model, options.gpus, asleep, "GiB", at_most=6.0)

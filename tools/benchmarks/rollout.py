@@ -1,0 +1,88 @@
+"""The rollout path (router, samples, log-probs, rewards) against a minimal client of the same engine."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import copy
+import statistics
+import time
+from typing import Any
+
+import aiohttp
+
+from slime.backends.sglang.engine import Engine
+from slime.backends.sglang.router import Router
+from slime.rollout.data_source import RolloutDataSource
+from slime.rollout.sampling import train_sampling_params
+from slime.rollout.sglang_rollout import generate_rollout_async, prompt_tokens
+from slime.utils.arguments import parse_args
+from slime.utils.types import Group
+from tools.benchmarks.lengths import length_of
+from tools.benchmarks.loop import arguments
+from tools.benchmarks.report import Report
+
+RUNS = 3
+_PROMPTS, _SAMPLES = 64, 8
+_RESPONSE = 512
+
+
+def measure(options: argparse.Namespace, report: Report) -> None:
+    """The median of the ratios of alternating runs, both at full concurrency, and the throughput of both."""
+    if report.out_of_time("the rollout path", 150.0):
+        return
+    words = arguments(options, options.scratch / "rollout", [], response=_RESPONSE)
+    words += ["--debug-rollout-only", "--rollout-num-gpus", "1"]
+    words += ["--rollout-batch-size", str(_PROMPTS), "--n-samples-per-prompt", str(_SAMPLES)]
+    words += ["--sglang-cuda-graph-max-bs-decode", str(_PROMPTS * _SAMPLES)]
+    args = parse_args(words)
+    args.long_tail = False
+    engine = Engine(args, 0, "127.0.0.1", None, options.log_dir / "engine.log", cuda_devices=["0"])
+    router = Router(args, "127.0.0.1", None, options.log_dir / "router.log")
+    try:
+        engine.start()
+        router.start()
+        router.add(engine.url)
+        router.wait_registered([engine.url], timeout=60)
+        args.sglang_router_ip, port = router.url.removeprefix("http://").rsplit(":", 1)
+        args.sglang_router_port = int(port)
+        ratios, ours, bare = asyncio.run(_alternate(args, engine.url))
+    finally:
+        router.stop()
+        engine.stop()
+    details = {"concurrent": _PROMPTS * _SAMPLES, "response": _RESPONSE, "runs": [round(r, 4) for r in ratios]}
+    report.add("rollout path / bare client", options.model, 1, statistics.median(ratios), "", at_least=0.97, **details)
+    report.add("rollout path", options.model, 1, statistics.median(ours), "tok/s")
+    report.add("bare client", options.model, 1, statistics.median(bare), "tok/s")
+
+
+async def _alternate(args: argparse.Namespace, url: str) -> tuple[list[float], list[float], list[float]]:
+    groups = RolloutDataSource(args).get_samples(_PROMPTS)
+    await _bare(args, url, groups)  # kernels compile on first use
+    ours, bare = [], []
+    for run in range(RUNS):
+        bare.append(await _bare(args, url, groups))
+        started = time.perf_counter()
+        output = await generate_rollout_async(args, run, copy.deepcopy(groups))
+        tokens = sum(sample.response_length for group in output.samples for sample in group)
+        ours.append(tokens / (time.perf_counter() - started))
+    return [a / b for a, b in zip(ours, bare, strict=True)], ours, bare
+
+
+async def _bare(args: argparse.Namespace, url: str, groups: list[Group]) -> float:
+    """Tokens per second of the same requests, sent at once, of which nothing but the count of tokens is kept."""
+    payloads: list[dict[str, Any]] = []
+    for sample in (sample for group in groups for sample in group):
+        length = length_of(sample.index or 0, args.rollout_max_response_len, args.long_tail)
+        params = train_sampling_params(args) | {"max_new_tokens": length, "ignore_eos": True}
+        payloads.append({"input_ids": prompt_tokens(args, sample), "sampling_params": params, "return_logprob": True})
+    timeout, connector = aiohttp.ClientTimeout(total=600), aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+
+        async def send(payload: dict[str, Any]) -> int:
+            async with session.post(f"{url}/generate", json=payload) as reply:
+                return (await reply.json())["meta_info"]["completion_tokens"]
+
+        started = time.perf_counter()
+        tokens = sum(await asyncio.gather(*(send(payload) for payload in payloads)))
+        return tokens / (time.perf_counter() - started)
