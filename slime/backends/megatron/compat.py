@@ -41,6 +41,7 @@ def install() -> None:
     the whole process: call this in Megatron's own workers only.
     """
     warnings.filterwarnings("ignore", message=r".*Apex (is|are) not installed")
+    warnings.filterwarnings("ignore", message="The legacy GroupedMLP")  # which the layer specification replaces
     if not torch.cuda.is_available():
         _answer_cuda_calls_with_cpu()
         _put_cuda_factories_on_cpu()

@@ -19,9 +19,11 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from slime.backends.megatron.attention import PackedAttention
+from slime.backends.megatron.experts import Experts
 from slime.backends.megatron.head import LanguageHead, ValueHead
 from slime.backends.megatron.norm import RMSNorm
 from slime.options.megatron import config_kwargs
@@ -35,13 +37,9 @@ _WITHOUT_TRANSFORMER_ENGINE: dict[str, Any] = {
     "masked_softmax_fusion": False,
     "apply_rope_fusion": False,
     "moe_permute_fusion": False,
-    "moe_grouped_gemm": False,
     "use_cpu_initialization": False,
 }
 """Settings that need kernels of Transformer Engine or Apex, at the value that does not."""
-
-_WITHOUT_CUDA: dict[str, Any] = {"bias_activation_fusion": False, "bias_dropout_fusion": False}
-"""Settings that compile GPU kernels."""
 
 
 def transformer_config(args: Namespace) -> TransformerConfig:
@@ -51,15 +49,15 @@ def transformer_config(args: Namespace) -> TransformerConfig:
     weights come from a checkpoint: these are not options.
     """
     values = config_kwargs(args, TransformerConfig)
-    forced = {**_WITHOUT_TRANSFORMER_ENGINE, **({} if device.is_cuda() else _WITHOUT_CUDA)}
-    unused = sorted(name for name, value in forced.items() if values.get(name, value) != value)
+    unused = sorted(k for k, value in _WITHOUT_TRANSFORMER_ENGINE.items() if values.get(k, value) != value)
     if unused:
         logger.warning("ignored, because they need kernels that are not installed here: %s", ", ".join(unused))
     interleaved = args.virtual_pipeline_model_parallel_size is not None
     values.update(
-        forced,
+        _WITHOUT_TRANSFORMER_ENGINE,
         perform_initialization=False,
         variable_seq_lengths=True,
+        moe_grouped_gemm=True,
         moe_token_dispatcher_type="alltoall",
         calculate_per_token_loss=True,
         overlap_p2p_comm=interleaved,
@@ -149,7 +147,7 @@ def _mark_cut_weights(model: GPTModel) -> None:
 
 
 def _block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Megatron's own layers, with torch's RMSNorm and packed attention."""
+    """Megatron's own layers, with torch's RMSNorm, packed attention and grouped experts."""
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )
@@ -159,5 +157,7 @@ def _block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerB
         attention = parts.self_attention.submodules
         attention.core_attention = PackedAttention
         attention.q_layernorm = attention.k_layernorm = RMSNorm if config.qk_layernorm else IdentityOp
+        if parts.mlp.module is MoELayer:
+            parts.mlp.submodules.experts = Experts
     block.layer_norm = RMSNorm
     return block
