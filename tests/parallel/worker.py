@@ -86,8 +86,8 @@ def check_logits_and_gradients(chunks: list[torch.nn.Module], directory: Path) -
         forward_only=False,
     )
     worst = max([float(step["worst"]) for step in done], default=0.0)
-    gradients = weights_io.global_tensors(chunks, lambda parameter: parameter.main_grad)
-    for (_, tensor), (_, gradient) in zip(weights_io.global_tensors(chunks), gradients, strict=True):
+    gradients = weights_io.global_parameters(chunks, lambda parameter: parameter.main_grad)
+    for (_, tensor), (_, gradient) in zip(weights_io.global_parameters(chunks), gradients, strict=True):
         tensor.copy_(gradient)
     wanted = load_file(directory / "grads" / "model.safetensors")
     relative = max(

@@ -28,7 +28,7 @@ _EXPERTS = ".mlp.experts."
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 
 
-def global_tensors(
+def global_parameters(
     chunks: Iterable[torch.nn.Module], pick: Callable[[Any], Tensor] = torch.Tensor.detach
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of this rank, with layer and expert numbers that count over all pipeline and expert ranks.
@@ -45,13 +45,17 @@ def global_tensors(
         for name, parameter in model.named_parameters():
             if name == "output_layer.weight" and isinstance(model.output_layer, ValueHead):
                 continue  # Hugging Face directories have none
-            name = _LAYER.sub(lambda match: str(layers[match[0]]), name)
+            name = _with_layer(name, layers)
             before, experts, after = name.partition(_EXPERTS)
             if not experts:
                 yield name, pick(parameter)
                 continue
             for i, expert in enumerate(pick(parameter)):
                 yield f"{before}{experts}{first_expert + i}.{after}", expert
+
+
+def _with_layer(name: str, layers: dict[str, int]) -> str:
+    return _LAYER.sub(lambda match: str(layers[match[0]]), name)
 
 
 class _FileTensor:
@@ -136,7 +140,7 @@ def load_hf(chunks: Sequence[torch.nn.Module], hf_dir: str | Path) -> None:
     family, shape = family_of(config), weight_shape(config)
     with HFWeights(directory) as weights:
         check_names(family, shape, weights.file_of, directory)
-        for name, tensor in global_tensors(chunks):
+        for name, tensor in global_parameters(chunks):
             rank = _shard_rank(name)
             tensor.copy_(family.shard(name, weights.__getitem__, shape, tuple(tensor.shape), rank))
 
@@ -156,7 +160,7 @@ def export_hf_buckets(
     device. They share one buffer per bucket, which is freed when its tensors are. Tied output layers are left out, the
     vocabulary's padding is stripped.
     """
-    return Gatherer(dict(global_tensors(chunks)), family, shape).buckets(bucket_bytes)
+    return Gatherer(dict(global_parameters(chunks)), family, shape).buckets(bucket_bytes)
 
 
 def save_hf(chunks: Sequence[torch.nn.Module], directory: str | Path, origin_hf_dir: str | Path) -> None:
