@@ -14,7 +14,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from slime.options.megatron import config_kwargs
 from slime.options.training import warmup_and_decay_steps
 
-
 _FUSED = {"fused": True, "foreach": False}
 """What torch wants of the parameter groups of a fused optimizer."""
 
