@@ -44,9 +44,14 @@ def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> bool:
 @pytest.mark.parametrize("widths", WIDTHS)
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 def test_grouped_linear(counts: list[int], widths: tuple[int, int], dtype: torch.dtype) -> None:
-    rows = torch.randn(sum(counts), widths[0], dtype=dtype, requires_grad=True)
-    weight = torch.randn(len(counts), widths[1], widths[0], dtype=dtype, requires_grad=True)
-    upstream = torch.randn(sum(counts), widths[1], dtype=dtype)
+    check_grouped_linear(counts, widths, dtype, torch.device("cpu"))
+
+
+def check_grouped_linear(counts: list[int], widths: tuple[int, int], dtype: torch.dtype, where: torch.device) -> None:
+    """Results and gradients, against each expert by itself in float64."""
+    rows = torch.randn(sum(counts), widths[0], dtype=dtype, device=where, requires_grad=True)
+    weight = torch.randn(len(counts), widths[1], widths[0], dtype=dtype, device=where, requires_grad=True)
+    upstream = torch.randn(sum(counts), widths[1], dtype=dtype, device=where)
     out = grouped_linear(rows, weight, Groups.of(torch.tensor(counts), rows.device))
     got = [out, *torch.autograd.grad(out, (rows, weight), upstream)]
     exact = [x.detach().double().requires_grad_() for x in (rows, weight)]
@@ -100,6 +105,13 @@ def test_same_as_sequential(report: dict[str, Any], dtype: str, variant: str, to
 def test_reads_checkpoints_of_sequential(report: dict[str, Any]) -> None:
     assert report["equal after"] is True
     assert report["equal before"] is False
+
+
+def test_random_weights(report: dict[str, Any]) -> None:
+    """Megatron's: a fixed deviation, and for the second layer one by the number of layers, here of one layer."""
+    first, second = report["random weights"]
+    assert first == pytest.approx(0.02, rel=0.05)
+    assert second == pytest.approx(0.02 / 2**0.5, rel=0.05)
 
 
 def test_parameters_are_marked_as_in_sequential(report: dict[str, Any]) -> None:
@@ -158,8 +170,9 @@ def both(dtype: torch.dtype, variant: str) -> tuple[Any, Any]:
 
 def compare(grouped: Any, sequential: Any, counts: list[int]) -> list[float]:
     dtype = grouped.linear_fc1.weight.dtype
-    hidden, upstream = (torch.randn(sum(counts), HIDDEN, dtype=dtype) for _ in range(2))
-    probs = torch.rand(sum(counts))
+    where = grouped.linear_fc1.weight.device
+    hidden, upstream = (torch.randn(sum(counts), HIDDEN, dtype=dtype, device=where) for _ in range(2))
+    probs = torch.rand(sum(counts), device=where)
     results = []
     for module in (grouped, sequential):
         inputs = [hidden.clone().requires_grad_(), probs.clone().requires_grad_()]
@@ -202,6 +215,8 @@ def check_checkpoints(report: dict[str, Any], directory: Path) -> None:
     grouped.load_state_dict({key.removeprefix("mlp.experts."): value for key, value in loaded.items()})
     report["equal after"] = all(map(torch.equal, weights(sequential), weights(grouped)))
     first = sequential.local_experts[0]
+    fresh = experts.Experts(EXPERTS, grouped.config)
+    report["random weights"] = [getattr(fresh, name).weight.std().item() for name in LAYERS]
     for name, parameters in (
         ("grouped", [grouped.linear_fc1.weight, grouped.linear_fc2.weight]),
         ("sequential", [first.linear_fc1.weight, first.linear_fc2.weight]),

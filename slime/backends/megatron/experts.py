@@ -12,7 +12,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from megatron.core.tensor_parallel.random import (
+    CheckpointWithoutOutput,
+    get_cuda_rng_tracker,
+    get_expert_parallel_rng_tracker_name,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
@@ -144,6 +148,11 @@ class Experts(MegatronModule):
         experts, hidden, dtype = num_local_experts, config.hidden_size, config.params_dtype
         self.linear_fc1 = StackedLinear((experts, 2 * ffn, hidden), dtype, 1, own_group)
         self.linear_fc2 = StackedLinear((experts, hidden, ffn), dtype, 2, own_group)
+        if config.perform_initialization:
+            # Every rank draws other numbers from this generator.
+            with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
+                config.init_method(self.linear_fc1.weight)
+                config.output_layer_init_method(self.linear_fc2.weight)
         self.recompute_activation = (
             config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
         )

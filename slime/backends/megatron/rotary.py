@@ -76,7 +76,8 @@ def _kernel(x: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 @functools.cache
 def _compiled() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    return cast(Callable[[Tensor, Tensor, Tensor], Tensor], torch.compile(_rotated))
+    """One kernel for all sizes: another one could round differently, and an on-policy step's ratio would not be 1."""
+    return cast(Callable[[Tensor, Tensor, Tensor], Tensor], torch.compile(_rotated, dynamic=True))
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
