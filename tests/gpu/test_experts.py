@@ -115,3 +115,28 @@ def test_fused_optimizer(saved_by_fused: bool, monkeypatch: pytest.MonkeyPatch) 
     )
     test_optimizer.test_fused_steps_are_those_of_the_loop(monkeypatch)
     test_optimizer.test_either_continues_from_the_other(saved_by_fused)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_to_experts_and_back(dtype: torch.dtype) -> None:
+    """As on a CPU, to the bit in sums of one order, and without waiting for the device."""
+    from slime.backends.megatron import permutation
+
+    for tokens, hidden, experts, topk in ((300, 64, 16, 4), (1000, 256, 128, 8)):
+        chosen = torch.zeros(tokens, experts, dtype=torch.bool)
+        chosen.scatter_(1, torch.rand(tokens, experts).topk(topk).indices, True)
+        x, upstream = (torch.randn(tokens, hidden, dtype=dtype) for _ in range(2))
+        probs = torch.rand(tokens, experts)
+        results = []
+        for where in (device.current_device(), torch.device("cpu")):
+            own, own_probs = x.detach().to(where).requires_grad_(), probs.to(where).requires_grad_()
+            rows, of_rows, index = permutation.permute(
+                own, chosen.to(where), probs=own_probs, num_out_tokens=tokens * topk
+            )
+            assert of_rows is not None
+            out = permutation.unpermute(rows, index, restore_shape=own.shape)
+            torch.autograd.backward(
+                [out, of_rows], [upstream.to(where), torch.arange(len(of_rows), device=where).float()]
+            )
+            results.append([rows, of_rows, index, out, own.grad, own_probs.grad])
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(*results, strict=True))
