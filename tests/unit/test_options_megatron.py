@@ -210,10 +210,10 @@ def test_layout_derivations(parse: Any) -> None:
         ("--expert-model-parallel-size 3", 3, MOE, "--num-experts 8 is no multiple of --expert-model-parallel-size 3"),
         ("--tensor-model-parallel-size 2", 2, MOE, "need --sequence-parallel"),
         (
-            "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
-            2,
+            "--expert-tensor-parallel-size 3",
+            4,
             MOE,
-            "does not sum the experts' gradients",
+            "4 training slots are no multiple of --expert-tensor-parallel-size 3",
         ),
         ("--recompute-granularity full", 1, DENSE, "needs --recompute-method and --recompute-num-layers"),
         ("--allgather-cp --context-parallel-size 2", 2, DENSE, "--allgather-cp is not available yet"),

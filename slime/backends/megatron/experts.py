@@ -117,15 +117,16 @@ class StackedLinear(torch.nn.Module):
 
     Args:
         cut: dimension of ``weight`` that tensor parallelism cuts.
-        own_group: whether the ranks that hold the same experts are others than those that hold the same dense weights.
     """
 
-    def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype, cut: int, own_group: bool) -> None:
+    def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype, cut: int) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device.current_device()))
         set_tensor_model_parallel_attributes(self.weight, True, cut, 1)
-        # By this name Megatron chooses the group over which gradients are summed.
-        self.weight.allreduce = not own_group  # type: ignore[attr-defined]
+        # By this name Megatron sums gradients over the ranks with the same experts, and gives experts an optimizer of
+        # their own. Its own experts have none without expert parallelism: their checkpoints then fit no other layout,
+        # and where tensor parallelism cuts experts otherwise than the rest, gradients are not summed.
+        self.weight.allreduce = False  # type: ignore[attr-defined]
 
     def forward(self, rows: Tensor, groups: Groups) -> Tensor:
         return grouped_linear(rows, self.weight, groups)
@@ -144,10 +145,10 @@ class Experts(MegatronModule):
         super().__init__(config=config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["ep", "expt_tp", "expt_dp"])
         self.ep_group, self.tp_group, self.dp_group = groups.ep, groups.expt_tp, groups.expt_dp
-        ffn, own_group = config.moe_ffn_hidden_size // self.tp_group.size(), self.ep_group.size() > 1
+        ffn = config.moe_ffn_hidden_size // self.tp_group.size()
         experts, hidden, dtype = num_local_experts, config.hidden_size, config.params_dtype
-        self.linear_fc1 = StackedLinear((experts, 2 * ffn, hidden), dtype, 1, own_group)
-        self.linear_fc2 = StackedLinear((experts, hidden, ffn), dtype, 2, own_group)
+        self.linear_fc1 = StackedLinear((experts, 2 * ffn, hidden), dtype, 1)
+        self.linear_fc2 = StackedLinear((experts, hidden, ffn), dtype, 2)
         if config.perform_initialization:
             # Every rank draws other numbers from this generator.
             with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
