@@ -175,7 +175,7 @@ def test_enum_list_and_precision_fields(parse: Any) -> None:
 
 
 DENSE = {"num_layers": 8, "num_attention_heads": 8, "num_query_groups": 4, "group_query_attention": True}
-MOE = DENSE | {"num_experts": 8}
+MOE = DENSE | {"num_experts": 8, "moe_ffn_hidden_size": 6}
 
 
 def layout(parse: Any, words: str, world: int, shape: dict[str, Any], batch: int = 64) -> Namespace:
@@ -216,6 +216,7 @@ def test_layout_derivations(parse: Any) -> None:
             "4 training slots are no multiple of --expert-tensor-parallel-size 3",
         ),
         ("--recompute-granularity full", 1, DENSE, "needs --recompute-method and --recompute-num-layers"),
+        ("--expert-tensor-parallel-size 4", 4, MOE, "--moe-ffn-hidden-size 6 is no multiple of --expert-tensor"),
         ("--allgather-cp --context-parallel-size 2", 2, DENSE, "--allgather-cp is not available yet"),
     ],
 )
