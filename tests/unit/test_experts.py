@@ -107,6 +107,10 @@ def test_reads_checkpoints_of_sequential(report: dict[str, Any]) -> None:
     assert report["equal before"] is False
 
 
+def test_dispatcher_adds_up_in_one_order(report: dict[str, Any]) -> None:
+    assert report["dispatcher"] == ["slime.backends.megatron.permutation"] * 2
+
+
 def test_random_weights(report: dict[str, Any]) -> None:
     """Megatron's: a fixed deviation, and for the second layer one by the number of layers, here of one layer."""
     first, second = report["random weights"]
@@ -119,12 +123,14 @@ def run_rank(rank: int, directory: str) -> None:
 
     compat.install()
     from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.transformer.moe import token_dispatcher
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=1)
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    report: dict[str, Any] = {}
+    functions = token_dispatcher.permute, token_dispatcher.unpermute
+    report: dict[str, Any] = {"dispatcher": [function.__module__ for function in functions]}
     for dtype in (torch.float32, torch.bfloat16):
         for variant in ("plain", "fused", "recomputed"):
             grouped, sequential = both(dtype, variant)
