@@ -57,14 +57,14 @@ MLP = (
 EXPERTS = (
     _row("mlp.router.weight", "mlp.gate.weight", layers="moe"),
     _row(
-        "mlp.experts.local_experts.{}.linear_fc1.weight",
+        "mlp.experts.{}.linear_fc1.weight",
         "mlp.experts.{}.gate_proj.weight",
         "mlp.experts.{}.up_proj.weight",
         rule=gate_up,
         dim=0,
         layers="moe",
     ),
-    _row("mlp.experts.local_experts.{}.linear_fc2.weight", "mlp.experts.{}.down_proj.weight", dim=1, layers="moe"),
+    _row("mlp.experts.{}.linear_fc2.weight", "mlp.experts.{}.down_proj.weight", dim=1, layers="moe"),
 )
 
 OUTPUT = (

@@ -1,4 +1,4 @@
-"""Parallel layouts: which fit the model and the slots, and which megatron-core does not train right."""
+"""Parallel layouts: which fit the model and the slots."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from argparse import Namespace
 
 from slime.options.errors import OptionError
 
-_RECOMPUTED_BY_TRANSFORMER_ENGINE = {"layernorm", "moe_act", "mla_up_proj"}
+_RECOMPUTED_BY_TRANSFORMER_ENGINE = {"layernorm", "mla_up_proj"}
 """Of ``--recompute-modules``: megatron-core 0.16.1 drops their outputs with names that it imports from there."""
 
 
@@ -15,7 +15,7 @@ def check_layout(args: Namespace) -> None:
     """Fill in what the layout implies and refuse what cannot work; needs the model's shape.
 
     Raises:
-        OptionError: sizes that do not divide, or a layout known to train wrongly.
+        OptionError: sizes that do not divide, or flags that need others.
     """
     tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
     model_slots = tp * pp * cp
@@ -64,12 +64,6 @@ def _check_experts(args: Namespace) -> None:
     _divides("num_experts", args.num_experts, "expert_model_parallel_size", ep)
     etp = args.expert_tensor_parallel_size or tp
     args.expert_tensor_parallel_size = etp
-    if tp > 1 and ep == 1 and etp != tp:
-        raise OptionError(
-            f"--expert-tensor-parallel-size {etp} with --tensor-model-parallel-size {tp} and "
-            "--expert-model-parallel-size 1: megatron-core does not sum the experts' gradients over tensor-parallel "
-            "ranks in this layout; leave --expert-tensor-parallel-size out, or use expert parallelism"
-        )
     if tp > 1 and not args.sequence_parallel:
         raise OptionError("experts with --tensor-model-parallel-size above 1 need --sequence-parallel")
     expert_slots = etp * ep * args.pipeline_model_parallel_size
@@ -79,6 +73,7 @@ def _check_experts(args: Namespace) -> None:
             f"--expert-model-parallel-size {ep} x --pipeline-model-parallel-size {args.pipeline_model_parallel_size} = "
             f"{expert_slots}"
         )
+    _divides("moe_ffn_hidden_size", args.moe_ffn_hidden_size, "expert_tensor_parallel_size", etp)
 
 
 def _check_pipeline(args: Namespace) -> None:

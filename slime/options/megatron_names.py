@@ -138,8 +138,8 @@ FLAGS: tuple[Flag, ...] = (
     ),
     _switch("--no-overlap-p2p-communication", "overlap_p2p_comm", "Do not overlap pipeline sends.", False, False),
     _switch("--no-rope-fusion", "apply_rope_fusion", "No fused rotary kernel.", False),
-    _switch("--no-bias-swiglu-fusion", "bias_activation_fusion", "No fused activation.", False),
-    _switch("--no-bias-gelu-fusion", "bias_activation_fusion", "No fused activation.", False),
+    _switch("--no-bias-swiglu-fusion", "bias_activation_fusion", "No fused activation.", False, True),
+    _switch("--no-bias-gelu-fusion", "bias_activation_fusion", "No fused activation.", False, True),
     _switch("--no-initialization", "perform_initialization", "Leave weights uninitialised.", False, True),
     _switch("--recompute-activations", "recompute_granularity", "Recompute selectively.", "selective", None),
     Flag("--fp8-format", "fp8", "FP8 format.", str, choices=("e4m3", "hybrid")),
@@ -221,6 +221,7 @@ FLAGS: tuple[Flag, ...] = (
 
 DEFAULTS: dict[str, Any] = {
     "attention_dropout": 0.0,
+    "bias_activation_fusion": True,
     "hidden_dropout": 0.0,
     "lr": 1e-6,
     "min_lr": 0.0,

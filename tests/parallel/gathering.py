@@ -36,7 +36,7 @@ def weights(trainer: MegatronTrainer) -> Tensors:
 @torch.no_grad()
 def gathered(trainer: MegatronTrainer, learner: Learner, prefix: str, pick: Pick) -> Tensors:
     """``pick`` of all parameters, as this rank gathers them."""
-    parameters: dict[str, Any] = {n: pick(p) for n, p in weights_io.global_parameters(learner.model_chunks)}
+    parameters = dict(weights_io.global_parameters(learner.model_chunks, pick))
     buckets = Gatherer(parameters, trainer.family, trainer.shape).buckets(2**30)
     tensors = {prefix + name: tensor.clone() for bucket in buckets for name, tensor in bucket}
     if prefix == CRITIC:

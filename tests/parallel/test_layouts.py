@@ -32,6 +32,7 @@ CASES = [
                  DENSE + MOE, id="cp2-recompute", marks=full),
     pytest.param(4, {TP: 2, SP: True, EP: 2}, MOE, id="tp2-sp-ep2", marks=full),
     pytest.param(2, {TP: 2, SP: True, EP: 2, "expert_tensor_parallel_size": 1}, MOE, id="tp2-sp-ep2-etp1", marks=full),
+    pytest.param(2, {TP: 2, SP: True, "expert_tensor_parallel_size": 1}, MOE, id="tp2-sp-etp1", marks=full),
     pytest.param(4, {TP: 2, PP: 2, SP: True}, DENSE + MOE, id="tp2-pp2", marks=full),
     pytest.param(4, {CP: 2, PP: 2}, DENSE + MOE, id="cp2-pp2", marks=full),
     pytest.param(4, {EP: 2, PP: 2}, MOE, id="ep2-pp2", marks=full),

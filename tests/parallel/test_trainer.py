@@ -145,6 +145,18 @@ def check_reload(results: Path, saved_by: Path) -> None:
     check_resume(saved_by, "reloaded", exactly=False)
 
 
+def test_experts_go_on_in_another_layout(tmp_path: Path) -> None:
+    """Exactly in the same one, and in one process from what two expert-parallel ranks saved."""
+    model, saved, other = (tmp_path / name for name in ("model", "ep2", "one"))
+    tiny.model("qwen3_moe").save_pretrained(model)
+    for results, ranks, case in ((saved, 2, "resume"), (other, 1, "reload_other")):
+        results.mkdir()
+        options = json.dumps({"expert_model_parallel_size": ranks, "use_distributed_optimizer": True})
+        torchrun(ranks, "trainer_worker.py", model, results, saved, options, case, log=results / "log")
+    check_resume(saved, "resumed", exactly=True)
+    check_reload(other, saved)
+
+
 def test_first_step_is_on_policy_exactly(model_dir: Path, work: Path) -> None:
     results = run("one", model_dir, work)
     for case in ("grpo", "static", "cut_in_three"):

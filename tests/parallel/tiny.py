@@ -114,6 +114,7 @@ def arguments(directory: Path, **options: Any) -> Namespace:
             "attention_dropout": 0.0,
             "hidden_dropout": 0.0,
             "num_experts": None,
+            "bias_activation_fusion": True,
             "distributed_timeout_minutes": 2,
             "seed": 1234,
             "random_weights": False,

@@ -86,9 +86,9 @@ def check_logits_and_gradients(chunks: list[torch.nn.Module], directory: Path) -
         forward_only=False,
     )
     worst = max([float(step["worst"]) for step in done], default=0.0)
-    parameters: dict[str, Any] = dict(weights_io.global_parameters(chunks))
-    for parameter in parameters.values():
-        parameter.data.copy_(parameter.main_grad)
+    gradients = weights_io.global_parameters(chunks, lambda parameter: parameter.main_grad)
+    for (_, tensor), (_, gradient) in zip(weights_io.global_parameters(chunks), gradients, strict=True):
+        tensor.copy_(gradient)
     wanted = load_file(directory / "grads" / "model.safetensors")
     relative = max(
         float((tensor.cpu() - wanted[name]).abs().max() / wanted[name].abs().max())

@@ -265,8 +265,8 @@ def test_config_mismatch(parse: Parse, fails: Fails, capsys: pytest.CaptureFixtu
         ("--hf-checkpoint bare", "", "bare: there are no *.safetensors in it"),
         ("--hf-checkpoint bare --debug-rollout-only", "", "bare: there are no *.safetensors in it"),
         ("--ref-load bare", "", "--ref-load {directory}/bare: there are neither *.safetensors nor a checkpoint"),
-        ("--hf-checkpoint moe --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1", "",
-         "does not sum the experts' gradients"),
+        ("--hf-checkpoint moe --expert-tensor-parallel-size 3", "",
+         "no multiple of --expert-tensor-parallel-size 3"),
         ("--rolout-batch-size 4", "", "unknown flag --rolout-batch-size; did you mean --rollout-batch-size?"),
     ],
 )  # fmt: skip

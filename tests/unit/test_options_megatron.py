@@ -175,7 +175,7 @@ def test_enum_list_and_precision_fields(parse: Any) -> None:
 
 
 DENSE = {"num_layers": 8, "num_attention_heads": 8, "num_query_groups": 4, "group_query_attention": True}
-MOE = DENSE | {"num_experts": 8}
+MOE = DENSE | {"num_experts": 8, "moe_ffn_hidden_size": 6}
 
 
 def layout(parse: Any, words: str, world: int, shape: dict[str, Any], batch: int = 64) -> Namespace:
@@ -226,17 +226,17 @@ def test_chunks_of_uneven_pipelines(parse: Any, words: str, chunks: int | None) 
         ("--expert-model-parallel-size 3", 3, MOE, "--num-experts 8 is no multiple of --expert-model-parallel-size 3"),
         ("--tensor-model-parallel-size 2", 2, MOE, "need --sequence-parallel"),
         (
-            "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
-            2,
+            "--expert-tensor-parallel-size 3",
+            4,
             MOE,
-            "does not sum the experts' gradients",
+            "4 training slots are no multiple of --expert-tensor-parallel-size 3",
         ),
         ("--recompute-granularity full", 1, DENSE, "needs --recompute-method and --recompute-num-layers"),
         (
-            "--recompute-activations --recompute-modules mlp layernorm moe_act",
+            "--recompute-activations --recompute-modules mlp layernorm moe_act mla_up_proj",
             1,
             DENSE,
-            "--recompute-modules layernorm moe_act: megatron-core needs Transformer Engine",
+            "--recompute-modules layernorm mla_up_proj: megatron-core needs Transformer Engine",
         ),
         (
             "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|t|t*6L",
@@ -258,6 +258,7 @@ def test_chunks_of_uneven_pipelines(parse: Any, words: str, chunks: int | None) 
             DENSE,
             "use --num-virtual-stages-per-pipeline-rank",
         ),
+        ("--expert-tensor-parallel-size 4", 4, MOE, "--moe-ffn-hidden-size 6 is no multiple of --expert-tensor"),
         ("--allgather-cp --context-parallel-size 2", 2, DENSE, "--allgather-cp is not available yet"),
     ],
 )

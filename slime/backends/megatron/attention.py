@@ -23,6 +23,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from slime.backends.megatron.rotary import Rotary, rotate
+
 _PAD_SLACK = 8
 """Sequences whose lengths differ by no more than this share one padded SDPA call: cheaper than a call each while they
 are short, and no dearer when they are long."""
@@ -31,8 +33,7 @@ are short, and no dearer when they are long."""
 def packed_params(lengths: Sequence[int]) -> PackedSeqParams:
     """Megatron's description of a micro-batch that packs sequences of ``lengths`` tokens (over all context ranks).
 
-    The offsets stay in host memory: Megatron's rotary embedding reads them as numbers in every layer, which from a GPU
-    would wait for it each time.
+    The offsets stay in host memory, where `plan_of` reads them.
     """
     offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     longest = max(lengths)
@@ -89,6 +90,7 @@ class AttentionPlan:
         queries: tokens of each local sequence (under context parallelism: of each local chunk).
         keys: tokens that the same sequence's last query may see, all from its beginning.
         key_index: int64 positions of those keys in the gathered stream; None without context parallelism.
+        positions: int64 [local tokens], of each token in its sequence.
     """
 
     def __init__(self, lengths: Sequence[int], cp_size: int, cp_rank: int, device: torch.device) -> None:
@@ -96,6 +98,7 @@ class AttentionPlan:
         self.queries: list[int] = []
         self.keys: list[int] = []
         index: list[Tensor] = []
+        positions: list[Tensor] = []
         local_total, local_start = sum(lengths) // cp_size, 0
         for length in lengths:
             if length == 0:
@@ -109,8 +112,10 @@ class AttentionPlan:
                 self.queries.append(chunk)
                 self.keys.append((c + 1) * chunk)
                 index += homes[: c + 1]
+                positions.append(torch.arange(chunk) + c * chunk)
             local_start += length // cp_size
         self.key_index = torch.cat(index).to(device) if cp_size > 1 else None
+        self.positions = torch.cat(positions).to(device)
 
     @functools.cached_property
     def query_offsets(self) -> Tensor:
@@ -273,7 +278,7 @@ def _takes_grouped_heads() -> bool:
 
 
 class PackedAttention(MegatronModule):
-    """Megatron's ``core_attention`` for packed causal sequences."""
+    """Megatron's ``core_attention`` for packed causal sequences, with the rotary embedding before it."""
 
     def __init__(
         self,
@@ -285,8 +290,11 @@ class PackedAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        *,
+        rotary: Rotary,
     ) -> None:
         super().__init__(config=config)
+        self.rotary = rotary
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.cp_group = groups.cp
         self.scale = softmax_scale or config.kv_channels**-0.5
@@ -307,6 +315,8 @@ class PackedAttention(MegatronModule):
         if packed_seq_params is None:
             raise ValueError("this model takes packed sequences only: pass packed_seq_params")
         plan = plan_of(packed_seq_params, self.cp_group.size(), self.cp_group.rank(), query.device)
+        cos, sin = self.rotary.angles(plan)
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         if plan.key_index is not None:
             gathered = _GatherContext.apply(torch.stack((key, value), dim=1), self.cp_group)
             key, value = gathered.index_select(0, plan.key_index).unbind(1)

@@ -1,4 +1,4 @@
-"""What megatron-core 0.16.1 needs from outside: a CPU shim where there is no CUDA, and fixes of two of its defects.
+"""What megatron-core 0.16.1 needs from outside: a CPU shim where there is no CUDA, and fixes of three of its defects.
 
 `install` is the first thing a worker process calls, before anything else imports ``megatron.core``. No patch
 re-implements Megatron: those of the shim answer "which device" with "cpu".
@@ -41,6 +41,7 @@ def install() -> None:
     the whole process: call this in Megatron's own workers only.
     """
     warnings.filterwarnings("ignore", message=r".*Apex (is|are) not installed")
+    warnings.filterwarnings("ignore", message="The legacy GroupedMLP")  # which the layer specification replaces
     if not torch.cuda.is_available():
         _answer_cuda_calls_with_cpu()
         _put_cuda_factories_on_cpu()
@@ -51,6 +52,7 @@ def install() -> None:
         _exchange_uneven_parts()
     _fix_router_without_transformer_engine()
     _fix_distributed_optimizer_load()
+    _fix_order_of_experts()
 
 
 def _answer_cuda_calls_with_cpu() -> None:
@@ -184,6 +186,15 @@ def _fix_router_without_transformer_engine() -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+def _fix_order_of_experts() -> None:
+    """A token's experts are added up in another order each time. Not by Transformer Engine's --moe-permute-fusion."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    from slime.backends.megatron import permutation
+
+    token_dispatcher.permute, token_dispatcher.unpermute = permutation.permute, permutation.unpermute
 
 
 def _fix_distributed_optimizer_load() -> None:

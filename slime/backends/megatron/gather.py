@@ -59,7 +59,7 @@ class _Entry:
 class Gatherer:
     """Gathers a model; constructing it agrees with the other ranks on who holds what (collective)."""
 
-    def __init__(self, parameters: dict[str, torch.nn.Parameter], family: Family, shape: Shape) -> None:
+    def __init__(self, parameters: dict[str, Tensor], family: Family, shape: Shape) -> None:
         self.parameters, self.family, self.shape = parameters, family, shape
         where: dict[str, _Held] = {}
         for name, parameter in parameters.items():
@@ -112,7 +112,7 @@ class Gatherer:
     def _fill(self, tensors: list[tuple[str, Tensor]], owner: _Owner, entries: list[_Entry]) -> None:
         """Gather the shards over tensor-parallel ranks, all in one collective, and put them where they belong."""
         group = _tensor_group(owner)
-        local = torch.cat([self.parameters[entry.name].detach().flatten() for entry in entries])
+        local = torch.cat([self.parameters[entry.name].flatten() for entry in entries])
         shards = local[None]
         if group.size() > 1:
             shards = local.new_empty(group.size(), local.numel())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from argparse import Namespace
 from typing import Any, Literal
@@ -19,11 +20,14 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from slime.backends.megatron.attention import PackedAttention
+from slime.backends.megatron.experts import Experts
 from slime.backends.megatron.head import LanguageHead, ValueHead
 from slime.backends.megatron.norm import RMSNorm
+from slime.backends.megatron.rotary import Rotary
 from slime.options.megatron import config_kwargs
 from slime.utils import device
 
@@ -35,13 +39,9 @@ _WITHOUT_TRANSFORMER_ENGINE: dict[str, Any] = {
     "masked_softmax_fusion": False,
     "apply_rope_fusion": False,
     "moe_permute_fusion": False,
-    "moe_grouped_gemm": False,
     "use_cpu_initialization": False,
 }
 """Settings that need kernels of Transformer Engine or Apex, at the value that does not."""
-
-_WITHOUT_CUDA: dict[str, Any] = {"bias_activation_fusion": False, "bias_dropout_fusion": False}
-"""Settings that compile GPU kernels."""
 
 
 def transformer_config(args: Namespace) -> TransformerConfig:
@@ -51,15 +51,15 @@ def transformer_config(args: Namespace) -> TransformerConfig:
     these are not options. Weights come from a checkpoint, unless they are to be random.
     """
     values = config_kwargs(args, TransformerConfig)
-    forced = {**_WITHOUT_TRANSFORMER_ENGINE, **({} if device.is_cuda() else _WITHOUT_CUDA)}
-    unused = sorted(name for name, value in forced.items() if values.get(name, value) != value)
+    unused = sorted(k for k, value in _WITHOUT_TRANSFORMER_ENGINE.items() if values.get(k, value) != value)
     if unused:
         logger.warning("ignored, because they need kernels that are not installed here: %s", ", ".join(unused))
     interleaved = args.virtual_pipeline_model_parallel_size is not None
     values.update(
-        forced,
+        _WITHOUT_TRANSFORMER_ENGINE,
         perform_initialization=args.random_weights,
         variable_seq_lengths=True,
+        moe_grouped_gemm=True,
         moe_token_dispatcher_type="alltoall",
         calculate_per_token_loss=True,
         overlap_p2p_comm=interleaved,
@@ -111,18 +111,13 @@ def head_weight(module: torch.nn.Module) -> torch.nn.Parameter:
 def _build_stage(args: Namespace, role: str, config: TransformerConfig, vp_stage: int | None) -> GPTModel:
     model = GPTModel(
         config,
-        _block_spec(config, vp_stage),
+        _block_spec(config, Rotary(args), vp_stage),
         vocab_size=padded_vocab_size(args),
         max_sequence_length=args.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         share_embeddings_and_output_weights=role == "actor" and not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
-        rotary_percent=args.rotary_percent,
-        rotary_base=args.rotary_base,
-        rope_scaling=args.use_rope_scaling,
-        rope_scaling_factor=args.rope_scaling_factor,
-        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        position_embedding_type="none",  # the attention of the layer specification has the rotary embedding
         vp_stage=vp_stage,
     )
     if model.post_process:
@@ -149,8 +144,8 @@ def _mark_cut_weights(model: GPTModel) -> None:
             set_tensor_model_parallel_attributes(module.weight, True, 1, 1)
 
 
-def _block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Megatron's own layers, with torch's RMSNorm and packed attention."""
+def _block_spec(config: TransformerConfig, rotary: Rotary, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Megatron's own layers, with torch's RMSNorm, packed attention and grouped experts."""
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )
@@ -158,7 +153,9 @@ def _block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerB
         parts = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
         attention = parts.self_attention.submodules
-        attention.core_attention = PackedAttention
+        attention.core_attention = functools.partial(PackedAttention, rotary=rotary)
         attention.q_layernorm = attention.k_layernorm = RMSNorm if config.qk_layernorm else IdentityOp
+        if parts.mlp.module is MoELayer:
+            parts.mlp.submodules.experts = Experts
     block.layer_norm = RMSNorm
     return block

@@ -17,6 +17,9 @@ from slime.options.megatron import config_kwargs
 from slime.options.training import warmup_and_decay_steps
 from slime.utils import device
 
+_FUSED = {"fused": True, "foreach": False}
+"""What torch wants of the parameter groups of a fused optimizer."""
+
 
 def wrap_data_parallel(args: Namespace, model_chunks: list[torch.nn.Module]) -> list[DistributedDataParallel]:
     """Each chunk with gradient buffers that are summed over the data-parallel and context-parallel ranks."""
@@ -37,8 +40,10 @@ def make_optimizer(args: Namespace, chunks: list[DistributedDataParallel]) -> Me
         # Megatron-core calls it before a load, and has none for SGD, whose state torch creates by itself.
         if part.init_state_fn is None:
             part.init_state_fn = _no_state
-        if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.Adam):
-            _allocate(part.optimizer)
+        if isinstance(part.optimizer, torch.optim.Adam):
+            _fuse(part.optimizer)
+            if isinstance(part, DistributedOptimizer):
+                _allocate(part.optimizer)
     return optimizer
 
 
@@ -67,12 +72,27 @@ def _no_state(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
     """Create no optimizer state."""
 
 
+def _fuse(adam: torch.optim.Adam) -> None:
+    """Make its steps one kernel that reads and writes everything once, which megatron-core does not ask torch for.
+
+    torch takes the choice of a loaded checkpoint with the rest of its parameter groups: here the own one stays, and by
+    it torch knows on which device ``step`` belongs.
+    """
+
+    def keep_fused(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, "param_groups": [{**group, **_FUSED} for group in state["param_groups"]]}
+
+    for group in adam.param_groups:
+        group.update(_FUSED)
+    adam.register_load_state_dict_pre_hook(keep_fused)
+
+
 def _allocate(adam: torch.optim.Adam) -> None:
     """Create the state that the first step would: megatron-core 0.16 cannot load a distributed one without."""
     for group in adam.param_groups:
         for parameter in group["params"]:
             adam.state[parameter] = {
-                "step": torch.tensor(0.0, dtype=torch.float32),
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter.data),
                 "exp_avg_sq": torch.zeros_like(parameter.data),
             }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,18 @@ from slime.utils.hf_writer import INDEX_NAME, HFWriter
 
 _IGNORED_EXTRA = re.compile(r"\.rotary_emb\.inv_freq$")
 _SHARD_BYTES = 4 * 2**30
-_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
+_EXPERTS = ".mlp.experts."
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 
 
-def global_parameters(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """(name, parameter) of this rank, with layer and expert numbers that count over all pipeline and expert ranks."""
+def global_parameters(
+    chunks: Iterable[torch.nn.Module], pick: Callable[[Any], Tensor] = torch.Tensor.detach
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of this rank, with layer and expert numbers that count over all pipeline and expert ranks.
+
+    The tensors share the memory of what ``pick`` takes of each parameter, by default of its value. A rank's experts are
+    one parameter: here each has its own name and its own part of it.
+    """
     expert_rank = parallel_state.get_expert_model_parallel_rank()
     expert_ranks = parallel_state.get_expert_model_parallel_world_size()
     for chunk in chunks:
@@ -39,12 +45,17 @@ def global_parameters(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, 
         for name, parameter in model.named_parameters():
             if name == "output_layer.weight" and isinstance(model.output_layer, ValueHead):
                 continue  # Hugging Face directories have none
-            yield _global_name(name, layers, first_expert), parameter
+            name = _with_layer(name, layers)
+            before, experts, after = name.partition(_EXPERTS)
+            if not experts:
+                yield name, pick(parameter)
+                continue
+            for i, expert in enumerate(pick(parameter)):
+                yield f"{before}{experts}{first_expert + i}.{after}", expert
 
 
-def _global_name(local: str, layers: dict[str, int], first_expert: int) -> str:
-    name = _LAYER.sub(lambda match: str(layers[match[0]]), local)
-    return _EXPERT.sub(lambda match: str(int(match[0]) + first_expert), name)
+def _with_layer(name: str, layers: dict[str, int]) -> str:
+    return _LAYER.sub(lambda match: str(layers[match[0]]), name)
 
 
 class _FileTensor:
@@ -129,9 +140,9 @@ def load_hf(chunks: Sequence[torch.nn.Module], hf_dir: str | Path) -> None:
     family, shape = family_of(config), weight_shape(config)
     with HFWeights(directory) as weights:
         check_names(family, shape, weights.file_of, directory)
-        for name, parameter in global_parameters(chunks):
+        for name, tensor in global_parameters(chunks):
             rank = _shard_rank(name)
-            parameter.copy_(family.shard(name, weights.__getitem__, shape, tuple(parameter.shape), rank))
+            tensor.copy_(family.shard(name, weights.__getitem__, shape, tuple(tensor.shape), rank))
 
 
 def _shard_rank(name: str) -> int:

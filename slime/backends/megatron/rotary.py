@@ -1,0 +1,88 @@
+"""Rotary position embedding of packed sequences, in the place of Megatron's.
+
+Megatron puts together every layer's angles anew, sequence by sequence, and rotates in a dozen passes over queries and
+keys. Here the angles of a micro-batch are worked out once, and on a GPU one compiled kernel rotates, in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from argparse import Namespace
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from megatron.core.models.common.embeddings import RotaryEmbedding
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from slime.backends.megatron.attention import AttentionPlan
+
+
+class Rotary:
+    """The angles of a model, which its layers share."""
+
+    def __init__(self, args: Namespace) -> None:
+        megatron = RotaryEmbedding(
+            args.kv_channels,
+            args.rotary_percent,
+            rotary_base=args.rotary_base,
+            rope_scaling=args.use_rope_scaling,
+            rope_scaling_factor=args.rope_scaling_factor,
+            use_cpu_initialization=True,
+        )
+        factor = args.rotary_seq_len_interpolation_factor
+        self.frequencies = megatron.inv_freq / (factor or 1.0)
+        self._plan: Callable[[], AttentionPlan | None] = lambda: None
+        self._angles: tuple[Tensor, Tensor] | None = None
+
+    def angles(self, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of this rank's tokens, float32 [tokens, 1, channels / 2].
+
+        Only the last plan's are kept: all micro-batches of a rollout live at once.
+        """
+        if self._angles is None or self._plan() is not plan:
+            angles = torch.outer(plan.positions.float(), self.frequencies.to(plan.positions.device))[:, None]
+            self._plan, self._angles = weakref.ref(plan), (angles.cos(), angles.sin())
+        return self._angles
+
+
+class _Rotate(torch.autograd.Function):
+    """The gradient is rotated back; nothing but the angles is kept for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _kernel(x)(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _kernel(grad)(grad, cos, -sin), None, None
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs of channels of [tokens, heads, channels]: number i of the first half with number i of the second.
+
+    Channels beyond two for each angle stay as they are.
+    """
+    return cast(Tensor, _Rotate.apply(x, cos, sin))
+
+
+def _kernel(x: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    return _compiled() if x.is_cuda else _rotated
+
+
+@functools.cache
+def _compiled() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """One kernel for all sizes: another one could round differently, and an on-policy step's ratio would not be 1."""
+    return cast(Callable[[Tensor, Tensor, Tensor], Tensor], torch.compile(_rotated, dynamic=True))
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    pairs = cos.size(-1)
+    first, second, rest = x.split((pairs, pairs, x.size(-1) - 2 * pairs), dim=-1)
+    left, right = first.to(cos.dtype), second.to(cos.dtype)
+    rotated = left * cos - right * sin, right * cos + left * sin
+    return torch.cat([*(part.to(x.dtype) for part in rotated), rest], dim=-1)

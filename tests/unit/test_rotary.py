@@ -1,0 +1,80 @@
+"""Rotary embedding of packed sequences against Megatron's, on every context-parallel rank."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models.common.embeddings import RotaryEmbedding
+from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_thd
+
+from slime.backends.megatron.attention import AttentionPlan
+from slime.backends.megatron.rotary import Rotary, rotate
+
+CHANNELS = 24
+SCALED = {"use_rope_scaling": True, "rope_scaling_factor": 8.0, "rotary_base": 500000}
+
+
+class Group:
+    """One context-parallel rank, as far as Megatron asks."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self.size, self.rank = lambda: size, lambda: rank
+
+
+def options(**changes: Any) -> Namespace:
+    values = {"kv_channels": CHANNELS, "rotary_percent": 1.0, "rotary_base": 10000, "use_rope_scaling": False}
+    values |= {"rope_scaling_factor": 8.0, "rotary_seq_len_interpolation_factor": None}
+    return Namespace(**values | changes)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"rotary_percent": 0.5}, SCALED, {"rotary_seq_len_interpolation_factor": 4.0}],
+    ids=["plain", "half of the channels", "llama 3", "linear scaling"],
+)
+def test_same_as_megatron(changes: dict[str, Any], cp_size: int) -> None:
+    args = options(**changes)
+    lengths = [2 * cp_size * n for n in (3, 1, 40, 2)]
+    offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0)
+    names = ("rotary_base", "rope_scaling_factor")
+    embedding = RotaryEmbedding(
+        CHANNELS,
+        args.rotary_percent,
+        rope_scaling=args.use_rope_scaling,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        use_cpu_initialization=True,
+        **{name: getattr(args, name) for name in names},
+    )
+    frequencies = torch.cat([embedding.get_freqs_non_repeated(max(lengths))] * 2, dim=-1)[:, None, None]
+    rotary = Rotary(args)
+    for rank in range(cp_size):
+        plan = AttentionPlan(lengths, cp_size, rank, torch.device("cpu"))
+        x = torch.randn(sum(lengths) // cp_size, 3, CHANNELS, requires_grad=True)
+        upstream = torch.randn_like(x)
+        out = rotate(x, *rotary.angles(plan))
+        got = [out, *torch.autograd.grad(out, x, upstream)]
+        out = _apply_rotary_pos_emb_thd(x, offsets, frequencies, cp_group=Group(cp_size, rank))
+        want = [out, *torch.autograd.grad(out, x, upstream)]
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
+
+
+def test_bfloat16_is_rounded_once() -> None:
+    plan = AttentionPlan([300, 50], 1, 0, torch.device("cpu"))
+    angles = Rotary(options()).angles(plan)
+    x = torch.randn(350, 2, CHANNELS, dtype=torch.bfloat16)
+    assert torch.equal(rotate(x, *angles), rotate(x.float(), *angles).bfloat16())
+
+
+def test_angles_are_those_of_the_plan_at_hand() -> None:
+    """Pipelines go to and fro between micro-batches."""
+    rotary = Rotary(options())
+    plans = [AttentionPlan(lengths, 1, 0, torch.device("cpu")) for lengths in ([4, 5], [5, 4])]
+    first, second, again = (rotary.angles(plan) for plan in (plans[0], plans[1], plans[0]))
+    assert not torch.equal(first[1], second[1])
+    assert torch.equal(first[1], again[1])
+    assert rotary.angles(plans[0]) is again
