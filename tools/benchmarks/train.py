@@ -21,6 +21,8 @@ from slime.utils import device
 from tools.benchmarks.report import BenchError, Report, make_model
 
 ROOT = Path(__file__).resolve().parents[2]
+_SLACK = 64
+"""Tokens of a micro-batch that stay free, so that packing finds as few as are meant."""
 _SIZES = ("tokens", "micro_batches", "shortest", "longest", "steps")
 PEAK_FLOPS = 989e12
 """Dense bf16 of an H100 or H200, per second and GPU."""
@@ -90,7 +92,7 @@ def lengths_of(options: argparse.Namespace, dp_size: int) -> list[int]:
     rng = random.Random(0)
     lengths: list[int] = []
     for _ in range(dp_size * options.micro_batches):
-        left = options.tokens
+        left = options.tokens - _SLACK
         while left >= options.longest + options.shortest:
             lengths.append(rng.randint(options.shortest, options.longest))
             left -= lengths[-1]

@@ -82,7 +82,9 @@ def _compiled() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     pairs = cos.size(-1)
-    first, second, rest = x.split((pairs, pairs, x.size(-1) - 2 * pairs), dim=-1)
-    left, right = first.to(cos.dtype), second.to(cos.dtype)
-    rotated = left * cos - right * sin, right * cos + left * sin
-    return torch.cat([*(part.to(x.dtype) for part in rotated), rest], dim=-1)
+    turned, rest = x.split((2 * pairs, x.size(-1) - 2 * pairs), dim=-1)
+    # Both halves by one expression: one of two that are put together would be computed for every channel.
+    halves = turned.unflatten(-1, (2, pairs)).to(cos.dtype)
+    signs = torch.stack([-sin, sin], dim=-2)
+    rotated = (halves * cos[..., None, :] + halves.flip(-2) * signs).flatten(-2).to(x.dtype)
+    return torch.cat([rotated, rest], dim=-1) if rest.size(-1) else rotated
