@@ -26,7 +26,14 @@ from slime.ray import janitor
 from slime.ray.cluster import actor_environment, as_actor, connect
 from slime.ray.engine_actor import EngineActor
 from slime.ray.placement import Placement, describe_placement, place, slot_counts
-from slime.ray.rollout_manager import RolloutManager, make_data_source, num_rollout
+from slime.ray.rollout_manager import (
+    EVALUATION,
+    ROLLOUTS,
+    RolloutManager,
+    make_data_source,
+    num_rollout,
+    rollouts_overlap,
+)
 from slime.ray.supervision import LOAD_DATA, RESTORE_DATA, InputError, RunError, Supervisor
 from slime.ray.train_actor import TrainActor
 from slime.rollout.evaluation import load_eval_prompts
@@ -56,6 +63,7 @@ class Run:
         self._placement: Placement | None = None
         self._metrics: MetricsLogger | None = None
         self._janitor: int | None = None
+        self._rollouts: dict[int, ray.ObjectRef] = {}
         self._step: dict[str, float] = {}
         self._step_started = time.monotonic()
         self._dp_ranks = [0]
@@ -89,7 +97,9 @@ class Run:
         # Where the driver is, are the files that it has checked.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {"num_cpus": 0, "runtime_env": actor_environment(), "scheduling_strategy": here}
-        self._manager = as_actor(RolloutManager).options(**options).remote(args, keys)
+        overlap = args.async_buffer_size + 2 if args.asynchronous and rollouts_overlap(args) else 1
+        threads = {ROLLOUTS: overlap, EVALUATION: 1}
+        self._manager = as_actor(RolloutManager, **threads).options(**options).remote(args, keys)
         self._supervisor.watch("the rollout manager", self._manager)
         loaded = {"the rollout manager": self._manager.load_data.remote()}
         (args.num_rollout,) = self._wait(loaded, LOAD_DATA, args.rollout_timeout)
@@ -182,10 +192,25 @@ class Run:
 
     def generate(self, rollout_id: int) -> list[ray.ObjectRef]:
         """One rollout; a reference to one batch for each data-parallel rank."""
+        self.begin_rollout(rollout_id)
+        return self.take_rollout(rollout_id)
+
+    def begin_rollout(self, rollout_id: int) -> None:
+        """Have a rollout generated in the background; its failure ends whatever the driver then waits for."""
+        drawn = self._manager.draw.remote(rollout_id)
+        call = self._manager.generate.remote(rollout_id, self._dp_size, drawn)
+        self._supervisor.expect("the rollout manager", call, f"rollout {rollout_id}")
+        self._rollouts[rollout_id] = call
+
+    def take_rollout(self, rollout_id: int) -> list[ray.ObjectRef]:
+        """A rollout that was begun, for training: what `generate` gives. A step begins here."""
         self._step, self._step_started = {}, time.monotonic()
-        calls = {"the rollout manager": self._manager.generate.remote(rollout_id, self._dp_size)}
-        ((batches, metrics),) = self._wait(calls, f"rollout {rollout_id}", self.args.rollout_timeout + _MARGIN_S)
-        self._log(metrics, "rollout/step", rollout_id)
+        calls = {"the rollout manager": self._rollouts.pop(rollout_id)}
+        phase = f"rollout {rollout_id}"
+        ((batches, metrics),) = self._wait(calls, phase, self.args.rollout_timeout + _MARGIN_S)
+        metrics["perf/wait_for_rollout_time"] = time.monotonic() - self._step_started
+        (prompts,) = self._wait({"the rollout manager": self._manager.hand_over.remote(rollout_id)}, phase)
+        self._log(metrics | prompts, "rollout/step", rollout_id)
         return batches
 
     def train(self, rollout_id: int, batches: list[ray.ObjectRef]) -> None:

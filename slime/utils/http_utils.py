@@ -17,8 +17,9 @@ import aiohttp
 
 from slime.utils.errors import SlimeError
 
-RETRIED_STATUSES = frozenset({429, 502, 503, 504})
-"""The server was busy, or the router has lost the engine that had the request: another try may reach one that lives."""
+RETRIED_STATUSES = frozenset({429, 499, 502, 503, 504})
+"""The server was busy, a weight update has turned the request away before it began (499), or the router has lost the
+engine that had it: another try may reach one that lives."""
 _RETRIED_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
 _FIRST_BACKOFF_S = 0.25
 _LONGEST_BACKOFF_S = 4.0

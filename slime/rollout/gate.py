@@ -1,0 +1,62 @@
+"""The bound on requests in flight, which all rollouts under way and evaluations share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import itertools
+from collections.abc import AsyncIterator
+from weakref import WeakKeyDictionary
+
+FIRST = -1
+"""The rank of an evaluation, which the trainer waits for: before that of any rollout."""
+
+
+class Gate:
+    """Lets so many in at a time; whoever waits gets in by rank, those of one rank in the order of their coming."""
+
+    def __init__(self, capacity: int) -> None:
+        self._free = capacity
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._arrivals = itertools.count()
+
+    @contextlib.asynccontextmanager
+    async def passing(self, rank: int) -> AsyncIterator[None]:
+        """Wait for a place, and keep it until the end of the block."""
+        await self._enter(rank)
+        try:
+            yield
+        finally:
+            self._leave()
+
+    async def _enter(self, rank: int) -> None:
+        if self._free:
+            self._free -= 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (rank, next(self._arrivals), turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            # It may have been given a place in the moment in which it was cancelled.
+            if turn.done() and not turn.cancelled():
+                self._leave()
+            raise
+
+    def _leave(self) -> None:
+        while self._waiting:
+            *_, turn = heapq.heappop(self._waiting)
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
+
+
+_gates: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, Gate]] = WeakKeyDictionary()
+
+
+def shared_gate(capacity: int) -> Gate:
+    """The running event loop's gate of this capacity, of which a run has one."""
+    gates = _gates.setdefault(asyncio.get_running_loop(), {})
+    return gates.setdefault(capacity, Gate(capacity))
