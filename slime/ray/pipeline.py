@@ -33,7 +33,9 @@ class Pipeline:
 
         Requests that are running keep their tokens and go on under the new weights.
         """
+        self._run.hold_requests(True)
         self._run.push_weights(version)
+        self._run.hold_requests(False)
         self._version = version
         self._begin_rollouts()
 

@@ -19,6 +19,8 @@ from slime.ray.cluster import enter_actor
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, flatten_samples
 from slime.rollout.data_source import DataSource, RolloutDataSource
 from slime.rollout.evaluation import eval_metrics, load_eval_prompts
+from slime.rollout.gate import hold_requests
+from slime.rollout.loop import background_loop
 from slime.rollout.metrics import accounting
 from slime.rollout.sglang_rollout import draw_groups, generate_groups
 from slime.rollout.staleness import renew_stale, staleness_metrics
@@ -141,6 +143,11 @@ class RolloutManager:
         with source.lock:
             source.count_trained(samples)
             return accounting(self._args, source, in_flight=source.num_in_flight(after=rollout_id))
+
+    def hold_requests(self, hold: bool) -> None:
+        """Send engines no new requests while weights are pushed, or go on."""
+        timeout = self._args.weight_update_timeout
+        background_loop().run(hold_requests(hold), timeout=timeout, what="holding requests during a weight update")
 
     @ray.method(concurrency_group=EVALUATION)
     def evaluate(self, rollout_id: int) -> dict[str, float]:

@@ -213,6 +213,12 @@ class Run:
         self._log(metrics | prompts, "rollout/step", rollout_id)
         return batches
 
+    def hold_requests(self, hold: bool) -> None:
+        """Keep rollouts under way from sending requests, or let them go on."""
+        phase = "hold requests during a weight update"
+        deadline = self.args.weight_update_timeout + _MARGIN_S
+        self._wait({"the rollout manager": self._manager.hold_requests.remote(hold)}, phase, deadline)
+
     def train(self, rollout_id: int, batches: list[ray.ObjectRef]) -> None:
         """Train on one rollout's batches, and log one line of metrics an optimizer step."""
         calls = {

@@ -1,4 +1,4 @@
-"""The bound on requests in flight, which all rollouts under way and evaluations share."""
+"""What all rollouts under way and evaluations share: the bound on requests in flight, and the pause for a push."""
 
 from __future__ import annotations
 
@@ -60,3 +60,32 @@ def shared_gate(capacity: int) -> Gate:
     """The running event loop's gate of this capacity, of which a run has one."""
     gates = _gates.setdefault(asyncio.get_running_loop(), {})
     return gates.setdefault(capacity, Gate(capacity))
+
+
+_doors: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Event] = WeakKeyDictionary()
+
+
+def _door() -> asyncio.Event:
+    """Of the running event loop; open while it is set, as it is at first."""
+    loop = asyncio.get_running_loop()
+    if loop not in _doors:
+        _doors[loop] = asyncio.Event()
+        _doors[loop].set()
+    return _doors[loop]
+
+
+async def hold_requests(hold: bool) -> None:
+    """Keep new requests from the engines while weights are pushed, or let them go on.
+
+    Engines hold them back as well, but a request that reaches SGLang 0.5.17 while it waits for the running ones to
+    leave is turned away in the end, and makes it wait for another second.
+    """
+    if hold:
+        _door().clear()
+    else:
+        _door().set()
+
+
+async def may_request() -> None:
+    """Wait while requests are held."""
+    await _door().wait()

@@ -10,6 +10,7 @@ from typing import Any
 
 from slime.backends.sglang.client import RequestError
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, flatten_samples
+from slime.rollout.gate import may_request
 from slime.rollout.hooks import HookError, accepts, call_hook
 from slime.rollout.loop import background_loop, run_all
 from slime.rollout.metrics import engine_metrics, speed_metrics
@@ -214,6 +215,7 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
                 sample.status = Status.TRUNCATED
                 break
             before = len(sample.tokens)
+            await may_request()
             reply = await state.client.generate(sample.tokens, params, headers=_routing_headers(args, sample))
             _append(args, sample, reply)
             segments += 1

@@ -92,10 +92,10 @@ async def send(
     """Send one request, again with growing pauses where another try may succeed.
 
     Tried again are connections that were refused or that broke off, be it in the middle of the reply, and the statuses
-    of `RETRIED_STATUSES`. Only a refused connection and statuses 429 and 499 mean that the server surely did not work on
-    the request; after the others it may have, and the work is then done twice: send nothing this way, with retries, that
-    must happen at most once. Not tried again are other error statuses, which would come back, timeouts, whose work may
-    still be under way, and replies that are no HTTP.
+    of `RETRIED_STATUSES`. Only a refused connection and statuses 429 and 499 mean that the server surely did not work
+    on the request; after the others it may have, and the work is then done twice: send nothing this way, with retries,
+    that must happen at most once. Not tried again are other error statuses, which would come back, timeouts, whose
+    work may still be under way, and replies that are no HTTP.
 
     Returns:
         The reply, parsed where it is JSON, else its text.

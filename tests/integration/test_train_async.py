@@ -119,6 +119,8 @@ def test_rollouts_are_generated_while_the_trainer_trains(finished: Path) -> None
     assert series(finished, "rollout/stale_groups_regenerated") == [0] * _ROLLOUTS
     assert_every_prompt_once(finished, _ROLLOUTS)
     assert_accounted_for(finished)
+    log = (finished / "logs" / "engine_0.log").read_text()
+    assert "was aborted" not in log, "a request came during a push, and was turned away"
     # The first rollout is that of the first weights; the trainer says so under --ci-test, too.
     assert series(finished, "train/train_rollout_logprob_abs_diff")[0] < 1e-4
 

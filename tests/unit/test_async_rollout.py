@@ -17,7 +17,7 @@ from slime.ray.pipeline import Pipeline
 from slime.ray.supervision import RunError, Supervisor
 from slime.rollout import state as state_module
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
-from slime.rollout.gate import FIRST, Gate
+from slime.rollout.gate import FIRST, Gate, hold_requests
 from slime.rollout.hooks import HookError
 from slime.rollout.metrics import accounting
 from slime.rollout.sglang_rollout import draw_groups, generate, generate_and_rm
@@ -87,11 +87,16 @@ class RecordingRun:
         self.args = Namespace(**options)
         self.begun: list[int] = []
         self.taken: list[int] = []
+        self.held = False
 
     def push_weights(self, version: int) -> None:
-        pass
+        assert self.held
+
+    def hold_requests(self, hold: bool) -> None:
+        self.held = hold
 
     def begin_rollout(self, rollout_id: int) -> None:
+        assert not self.held
         self.begun.append(rollout_id)
 
     def take_rollout(self, rollout_id: int) -> list[Any]:
@@ -223,6 +228,21 @@ def test_a_request_survives_a_push_after_every_token(rollout_args: Args, answer_
     assert sample.segment_lengths == [1] * (pushes + 1)
     assert [asked["max_new_tokens"] for _, asked in client.requests] == [64 - i for i in range(pushes + 1)]
     assert [asked["min_new_tokens"] for _, asked in client.requests] == [max(0, 10 - i) for i in range(pushes + 1)]
+
+
+def test_no_request_is_sent_while_they_are_held(rollout_args: Args, answer_by: Any) -> None:
+    client = answer_by(lambda tokens, params: reply([1]))
+
+    async def run() -> None:
+        await hold_requests(True)
+        jobs = [asyncio.create_task(generate(rollout_args(), Sample(prompt="a"), {"max_new_tokens": 1})) for _ in "ab"]
+        await asyncio.sleep(0.05)
+        assert not client.requests
+        await hold_requests(False)
+        await asyncio.gather(*jobs)
+
+    asyncio.run(run())
+    assert len(client.requests) == 2
 
 
 def test_waiting_through_pushes_is_no_failure_but_aborts_without_reason_are(rollout_args: Args, answer_by: Any) -> None:

@@ -65,7 +65,7 @@ class Router:
             *("--prometheus-port", str(prometheus_port)),
             *("--request-timeout-secs", str(int(self._args.request_timeout))),
             *("--log-level", "warn"),
-            # It counts requests that a weight update turns away as failures, and would shut the engine out for a minute.
+            # It takes requests that a weight update turns away for failures, and shuts the engine out for a minute.
             "--disable-circuit-breaker",
         ]
         command = [sys.executable, "-m", "slime.backends.sglang.launch_router", *flags, *self._args.router_cli]
