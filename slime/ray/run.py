@@ -63,7 +63,8 @@ class Run:
         self._placement: Placement | None = None
         self._metrics: MetricsLogger | None = None
         self._janitor: int | None = None
-        self._rollouts: dict[int, ray.ObjectRef] = {}
+        self._rollouts: dict[int, tuple[ray.ObjectRef, float]] = {}
+        """Those under way or waiting, and when they were begun."""
         self._step: dict[str, float] = {}
         self._step_started = time.monotonic()
         self._dp_ranks = [0]
@@ -200,15 +201,17 @@ class Run:
         drawn = self._manager.draw.remote(rollout_id)
         call = self._manager.generate.remote(rollout_id, self._dp_size, drawn)
         self._supervisor.expect("the rollout manager", call, f"rollout {rollout_id}")
-        self._rollouts[rollout_id] = call
+        self._rollouts[rollout_id] = call, time.monotonic()
 
     def take_rollout(self, rollout_id: int) -> list[ray.ObjectRef]:
         """A rollout that was begun, for training: what `generate` gives. A step begins here."""
         self._step, self._step_started = {}, time.monotonic()
-        calls = {"the rollout manager": self._rollouts.pop(rollout_id)}
+        call, begun = self._rollouts.pop(rollout_id)
         phase = f"rollout {rollout_id}"
-        ((batches, metrics),) = self._wait(calls, phase, self.args.rollout_timeout + _MARGIN_S)
+        deadline = self.args.rollout_timeout + _MARGIN_S
+        ((batches, metrics),) = self._wait({"the rollout manager": call}, phase, deadline)
         metrics["perf/wait_for_rollout_time"] = time.monotonic() - self._step_started
+        metrics["perf/rollout_ahead_time"] = self._step_started - begun
         (prompts,) = self._wait({"the rollout manager": self._manager.hand_over.remote(rollout_id)}, phase)
         self._log(metrics | prompts, "rollout/step", rollout_id)
         return batches

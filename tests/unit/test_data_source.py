@@ -144,7 +144,7 @@ def test_buffer_filter_that_chooses_too_many(make_args: Args) -> None:
 def test_resume_continues_exactly(make_args: Args) -> None:
     args = make_args(num_prompts=7, rollout_shuffle=True)
     source = RolloutDataSourceWithBuffer(args)
-    source.get_samples(random.randrange(1, 30))
+    source.count_trained([group[0] for group in source.get_samples(random.randrange(1, 30))])
     partial = source.get_samples(2)
     partial[0][0].append_response_tokens(
         tokens=[5, 6], log_probs=[-0.5, -0.25], meta_info={"weight_version": 3, "finish_reason": {"type": "abort"}}
