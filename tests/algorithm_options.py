@@ -15,6 +15,7 @@ _OTHERS: dict[str, Any] = {
     "n_samples_per_prompt": 4,
     "num_rollout": None,
     "placement": "colocate",
+    "asynchronous": False,
     "rollout_function_path": "unused",
     "load": None,
     "save": None,

@@ -23,8 +23,8 @@ def normalize_rewards(
     rollouts of the group (RLOO, arXiv:2402.14740, which does not divide).
 
     Mean and (unbiased) standard deviation are taken over the *rollouts* of a group, found by ``group_ids`` and not by
-    position, so groups may be uneven, interleaved, or cut into any number of rows without a change to the result. The
-    reward of a rollout is the mean over its rows.
+    position, so groups may be uneven, interleaved, or cut into any number of rows without a change to the result. Where
+    the rows of a rollout have rewards of their own, each counts in both by one over their number.
 
     A group with a single rollout has no baseline of its own: its rows keep their reward unchanged (plain REINFORCE,
     unbiased), never a silent zero. Option validation rejects ``--n-samples-per-prompt 1`` with normalisation, so that
@@ -67,7 +67,8 @@ def normalize_rewards(
         rollouts_of_row = size[group_of_row]
         others = rollouts_of_row * baseline_of_row - reward_of_rollout[rollout_of_row]
         baseline_of_row = others / np.maximum(rollouts_of_row - 1, 1)
-    squares = np.bincount(group_of_rollout, (reward_of_rollout - mean[group_of_rollout]) ** 2)
+    squares_of_rollout = np.bincount(rollout_of_row, (shifted - mean[group_of_row]) ** 2) / np.bincount(rollout_of_row)
+    squares = np.bincount(group_of_rollout, squares_of_rollout)
     scale = np.sqrt(squares / np.maximum(size - 1, 1)) + STD_EPSILON if divide_by_std else np.ones(len(groups))
     normalized = (shifted - baseline_of_row) / scale[group_of_row]
     return np.where(size[group_of_row] == 1, rewards, normalized)

@@ -9,6 +9,7 @@ _REWARDS = ("rollout/raw_reward", "rollout/rewards")
 _LOSS = "train/loss"
 _EVAL_SCORE = re.compile(r"eval/(?!step$)[^/]+$")
 _EVAL_DETAIL = re.compile(r"-(truncated_ratio|no_reward|avg@\d+|pass@\d+)$")
+_WAIT = "perf/wait_for_rollout_time"
 _PHASES = {
     "perf/rollout_time": "rollout",
     "perf/train_time": "train",
@@ -36,6 +37,9 @@ def step_line(rollout_id: int, num_rollout: int, metrics: Mapping[str, float]) -
         if _EVAL_SCORE.match(key) and not _EVAL_DETAIL.search(key):
             parts.append(f"{key} {value:.3f}")
     phases = {label: metrics[key] for key, label in _PHASES.items() if key in metrics}
+    if _WAIT in metrics:
+        # Generated in the background, a rollout takes the step only as long as it is waited for.
+        phases["rollout"] = metrics[_WAIT]
     total = metrics.get("perf/step_time", sum(phases.values()))
     if total:
         parts.append(f"{total:.1f} s")

@@ -59,7 +59,7 @@ NOT_YET: dict[str, str] = {
     "fault tolerance": """
         --rollout-health-check-first-wait --rollout-health-check-interval --rollout-health-check-timeout
         --use-fault-tolerance""",
-    "asynchronous training": "--async-buffer-size --max-weight-staleness --release-train --update-weights-interval",
+    "asynchronous training": "--release-train",
     "weight update": """
         --custom-update-weight-post-write-path --update-weight-delta-checksum --update-weight-delta-encoding
         --update-weight-local-checkpoint-dir""",

@@ -78,6 +78,10 @@ def enter_actor(args: argparse.Namespace) -> None:
             sys.path.insert(0, args.launch_dir)
 
 
-def as_actor(cls: type) -> Any:
-    """``cls`` as a Ray actor whose ``watch`` has a thread of its own and so never waits for another method."""
-    return ray.remote(concurrency_groups={"watch": 1})(cls)
+def as_actor(cls: type, **threads: int) -> Any:
+    """``cls`` as a Ray actor whose ``watch`` has a thread of its own and so never waits for another method.
+
+    Args:
+        threads: of further concurrency groups of its methods; the methods of no group have one thread together.
+    """
+    return ray.remote(concurrency_groups={"watch": 1, **threads})(cls)

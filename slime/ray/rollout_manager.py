@@ -13,24 +13,36 @@ import ray
 import torch
 
 from slime.backends.sglang.router import Router
+from slime.options.rollout import DEFAULT_ROLLOUT
 from slime.options.validate import check_schedule
 from slime.ray.cluster import enter_actor
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, flatten_samples
 from slime.rollout.data_source import DataSource, RolloutDataSource
 from slime.rollout.evaluation import eval_metrics, load_eval_prompts
+from slime.rollout.gate import hold_requests
+from slime.rollout.loop import background_loop
 from slime.rollout.metrics import accounting
+from slime.rollout.sglang_rollout import draw_groups, generate_groups
+from slime.rollout.staleness import renew_stale, staleness_metrics
 from slime.rollout.train_data import to_train_batches
+from slime.rollout.under_way import under_way
 from slime.utils import aside
 from slime.utils.errors import BadInputError
 from slime.utils.misc import load_function
-from slime.utils.types import Sample
+from slime.utils.types import Group, Sample
 
 _POLL_S = 0.5
+ROLLOUTS, EVALUATION = "rollouts", "evaluation"
+"""Ray's concurrency groups, threads of their own: a rollout under way keeps no other call from being answered."""
 _SOURCE_STATE, _SOURCE_CLASS = "data_source", "data_source_class"
 
 
 class RolloutManager:
-    """Turns prompts into training batches, and checkpoints into scores."""
+    """Turns prompts into training batches, and checkpoints into scores.
+
+    Several rollouts may be under way: `draw` gives each its prompts, in order, `generate` makes the samples, and
+    `hand_over` notes that the trainers take them.
+    """
 
     def __init__(self, args: argparse.Namespace, api_keys: tuple[str, str] | None) -> None:
         enter_actor(args)
@@ -38,6 +50,9 @@ class RolloutManager:
         self._api_keys = api_keys
         self._router: Router | None = None
         self._data_source: Any = None
+        self._drawn: dict[int, list[Group]] = {}
+        self._made: dict[int, list[Sample]] = {}
+        """Rollouts that no trainer has taken yet."""
         self._rollout = load_function(args.rollout_function_path, flag="--rollout-function-path")
         self._evaluate = load_function(args.eval_function_path, flag="--eval-function-path")
 
@@ -77,26 +92,67 @@ class RolloutManager:
                 self._router.check()
             time.sleep(_POLL_S)
 
-    def generate(self, rollout_id: int, dp_size: int) -> tuple[list[ray.ObjectRef], dict[str, float]]:
-        """One rollout: a reference to one TrainBatch for each data-parallel rank, and the rollout's metrics."""
+    def draw(self, rollout_id: int) -> None:
+        """Take the prompts of slime's own rollout from the data source; one call after the other, in their order.
+
+        A rollout function of the user's takes them by itself, and is never called for two rollouts at the same time.
+        """
+        if rollouts_overlap(self._args):
+            with under_way(rollout_id):
+                self._drawn[rollout_id] = draw_groups(self._args, self._data_source)
+
+    @ray.method(concurrency_group=ROLLOUTS)
+    def generate(self, rollout_id: int, dp_size: int, drawn: None) -> tuple[list[ray.ObjectRef], dict[str, float]]:
+        """One rollout: a reference to one TrainBatch for each data-parallel rank, and the rollout's metrics.
+
+        Args:
+            drawn: the answer of `draw`, which Ray so waits for.
+        """
         args = self._args
         started = time.monotonic()
-        if args.load_debug_rollout_data:
-            samples, metrics = _load_samples(args.load_debug_rollout_data, rollout_id), {}
-        else:
-            output = self._rollout(args, rollout_id, self._data_source)
-            if not isinstance(output, RolloutFnTrainOutput):
-                output = RolloutFnTrainOutput(samples=output)
-            samples, metrics = flatten_samples(output.samples), dict(output.metrics or {})
-            if isinstance(self._data_source, RolloutDataSource):
-                self._data_source.count_trained(samples)
-                metrics |= accounting(args, self._data_source)
-        metrics.setdefault("perf/rollout_time", time.monotonic() - started)
+        with under_way(rollout_id):
+            samples, metrics = self._samples(rollout_id)
+        generated = time.monotonic()
+        metrics.setdefault("perf/rollout_time", generated - started)
         if args.save_debug_rollout_data:
             _save_samples(args.save_debug_rollout_data, rollout_id, samples)
         batches, batch_metrics = to_train_batches(args, samples, dp_size)
-        return [ray.put(batch) for batch in batches], metrics | batch_metrics
+        self._made[rollout_id] = samples
+        references = [ray.put(batch) for batch in batches]
+        metrics["perf/convert_time"] = time.monotonic() - generated
+        return references, metrics | batch_metrics
 
+    def _samples(self, rollout_id: int) -> tuple[list[Sample], dict[str, Any]]:
+        args = self._args
+        if args.load_debug_rollout_data:
+            return _load_samples(args.load_debug_rollout_data, rollout_id), {}
+        if rollouts_overlap(args):
+            output = generate_groups(args, rollout_id, self._drawn.pop(rollout_id))
+        else:
+            output = self._rollout(args, rollout_id, self._data_source)
+        if not isinstance(output, RolloutFnTrainOutput):
+            output = RolloutFnTrainOutput(samples=output)
+        samples, metrics = flatten_samples(output.samples), dict(output.metrics or {})
+        if args.asynchronous:
+            samples, counts = renew_stale(args, rollout_id, samples, self._data_source)
+            metrics |= counts | staleness_metrics(rollout_id, samples)
+        return samples, metrics
+
+    def hand_over(self, rollout_id: int) -> dict[str, float]:
+        """Note that the trainers take a rollout; where all prompts are then."""
+        samples, source = self._made.pop(rollout_id), self._data_source
+        if not isinstance(source, RolloutDataSource):
+            return {}
+        with source.lock:
+            source.count_trained(samples)
+            return accounting(self._args, source, in_flight=source.num_in_flight(after=rollout_id))
+
+    def hold_requests(self, hold: bool) -> None:
+        """Send engines no new requests while weights are pushed, or go on."""
+        timeout = self._args.weight_update_timeout
+        background_loop().run(hold_requests(hold), timeout=timeout, what="holding requests during a weight update")
+
+    @ray.method(concurrency_group=EVALUATION)
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         """Score the engines' present weights on every evaluation set."""
         output = self._evaluate(self._args, rollout_id, self._data_source, evaluation=True)
@@ -117,6 +173,11 @@ class RolloutManager:
         if self._router is not None:
             router, self._router = self._router, None
             router.stop()
+
+
+def rollouts_overlap(args: argparse.Namespace) -> bool:
+    """Whether several rollouts may be generated at the same time: users' functions are called for one at a time."""
+    return args.rollout_function_path == DEFAULT_ROLLOUT and not args.load_debug_rollout_data
 
 
 def make_data_source(args: argparse.Namespace) -> Any:

@@ -26,7 +26,14 @@ from slime.ray import janitor
 from slime.ray.cluster import actor_environment, as_actor, connect
 from slime.ray.engine_actor import EngineActor
 from slime.ray.placement import Placement, core_shortage, describe_placement, place, slot_counts
-from slime.ray.rollout_manager import RolloutManager, make_data_source, num_rollout
+from slime.ray.rollout_manager import (
+    EVALUATION,
+    ROLLOUTS,
+    RolloutManager,
+    make_data_source,
+    num_rollout,
+    rollouts_overlap,
+)
 from slime.ray.supervision import LOAD_DATA, RESTORE_DATA, Deadline, InputError, RunError, Supervisor
 from slime.ray.train_actor import TrainActor
 from slime.ray.turns import Turns
@@ -59,6 +66,8 @@ class Run:
         self._placement: Placement | None = None
         self._metrics: MetricsLogger | None = None
         self._janitor: int | None = None
+        self._rollouts: dict[int, tuple[ray.ObjectRef, float]] = {}
+        """Those under way or waiting, and when they were begun."""
         self._step: dict[str, float] = {}
         self._step_started = time.monotonic()
         self._dp_ranks = [0]
@@ -72,7 +81,7 @@ class Run:
         args = self.args
         Path(args.run_dir, "logs").mkdir(parents=True, exist_ok=True)
         if shortage := core_shortage(args):
-            print(f"train.py: warning: {shortage}", file=sys.stderr, flush=True)
+            print(f"{_program()}: warning: {shortage}", file=sys.stderr, flush=True)
         try:
             self._metrics = MetricsLogger(args)
             self._janitor = connect(slot_counts(args)[0])
@@ -87,7 +96,7 @@ class Run:
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             seconds = _STOP_S + _SHUTDOWN_S
             print(
-                f"train.py: interrupted: stopping engines and trainers (up to {seconds:.0f} s)",
+                f"{_program()}: interrupted: stopping engines and trainers (up to {seconds:.0f} s)",
                 file=sys.stderr,
                 flush=True,
             )
@@ -101,7 +110,9 @@ class Run:
         # Where the driver is, are the files that it has checked.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {"num_cpus": 0, "runtime_env": actor_environment(), "scheduling_strategy": here}
-        self._manager = as_actor(RolloutManager).options(**options).remote(args, keys)
+        overlap = args.async_buffer_size + 2 if args.asynchronous and rollouts_overlap(args) else 1
+        threads = {ROLLOUTS: overlap, EVALUATION: 1}
+        self._manager = as_actor(RolloutManager, **threads).options(**options).remote(args, keys)
         self._supervisor.watch("the rollout manager", self._manager)
         loaded = {"the rollout manager": self._manager.load_data.remote()}
         (args.num_rollout,) = self._wait(loaded, LOAD_DATA, self._limit("data_load_timeout"))
@@ -214,21 +225,50 @@ class Run:
 
     def generate(self, rollout_id: int) -> list[ray.ObjectRef]:
         """One rollout; a reference to one batch for each data-parallel rank."""
+        self.begin_rollout(rollout_id)
+        return self.take_rollout(rollout_id)
+
+    def begin_rollout(self, rollout_id: int) -> None:
+        """Have a rollout generated in the background; its failure ends whatever the driver then waits for."""
+        drawn = self._manager.draw.remote(rollout_id)
+        call = self._manager.generate.remote(rollout_id, self._dp_size, drawn)
+        self._supervisor.expect("the rollout manager", call, f"rollout {rollout_id}")
+        self._rollouts[rollout_id] = call, time.monotonic()
+
+    def take_rollout(self, rollout_id: int) -> list[ray.ObjectRef]:
+        """A rollout that was begun, for training: what `generate` gives. A step begins here."""
         self._step, self._step_started = {}, time.monotonic()
-        calls = {"the rollout manager": self._manager.generate.remote(rollout_id, self._dp_size)}
-        ((batches, metrics),) = self._wait(calls, f"rollout {rollout_id}", self._limit("rollout_timeout", _MARGIN_S))
-        self._log(metrics, "rollout/step", rollout_id)
+        call, begun = self._rollouts.pop(rollout_id)
+        phase = f"rollout {rollout_id}"
+        limit = self._limit("rollout_timeout", _MARGIN_S)
+        ((batches, metrics),) = self._wait({"the rollout manager": call}, phase, limit)
+        metrics["perf/wait_for_rollout_time"] = time.monotonic() - self._step_started
+        metrics["perf/rollout_ahead_time"] = self._step_started - begun
+        handed = {"the rollout manager": self._manager.hand_over.remote(rollout_id)}
+        (prompts,) = self._wait(handed, phase, _CONTROL)
+        self._log(metrics | prompts, "rollout/step", rollout_id)
         return batches
+
+    def hold_requests(self, hold: bool) -> None:
+        """Keep rollouts under way from sending requests, or let them go on."""
+        phase = "hold requests during a weight update"
+        held = {"the rollout manager": self._manager.hold_requests.remote(hold)}
+        self._wait(held, phase, self._limit("weight_update_timeout", _MARGIN_S))
 
     def train(self, rollout_id: int, batches: list[ray.ObjectRef]) -> None:
         """Train on one rollout's batches, and log one line of metrics an optimizer step."""
         self._turns.to_trainers()
+        started = time.monotonic()
         calls = {
             f"trainer {rank}": actor.train.remote(rollout_id, batches[dp_rank])
             for rank, (actor, dp_rank) in enumerate(zip(self._trainers, self._dp_ranks, strict=False))
         }
         answers = self._wait(calls, f"train on rollout {rollout_id}", self._limit("train_timeout"))
-        for metrics in answers[0] if answers else []:
+        steps = answers[0] if answers else []
+        if steps:
+            # The call less what rank 0 did in it: batches on their way, and ranks that began later.
+            steps[-1]["perf/transfer_time"] = time.monotonic() - started - steps[-1]["perf/train_time"]
+        for metrics in steps:
             self._log(metrics, "train/step", self._optimizer_steps)
             self._optimizer_steps += 1
 
@@ -329,6 +369,10 @@ def dry_run(args: argparse.Namespace) -> None:
         f"{getattr(source, name, 0)} {what}" for name, what in (("num_bad", "bad"), ("num_too_long", "too long"))
     ]
     print(f"data: {len(source)} prompts ({', '.join(left_out)} left out), {args.num_rollout} rollouts")
+
+
+def _program() -> str:
+    return Path(sys.argv[0]).name
 
 
 def _as_environment(values: dict[str, Any]) -> dict[str, str]:

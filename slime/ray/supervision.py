@@ -52,17 +52,22 @@ class Supervisor:
 
     def __init__(self) -> None:
         self._watches: dict[ray.ObjectRef, str] = {}
+        self._background: dict[ray.ObjectRef, tuple[str, str]] = {}
         self.version = "none yet"
 
     def watch(self, name: str, actor: Any) -> None:
         """Fail every later `wait` when ``actor`` or the process that it owns dies."""
         self._watches[actor.watch.remote()] = name
 
+    def expect(self, who: str, call: ray.ObjectRef, phase: str) -> None:
+        """Fail every later `wait` when ``call``, whose answer is waited for at another time, fails."""
+        self._background[call] = (who, phase)
+
     def wait(self, calls: Mapping[str, ray.ObjectRef], phase: str, limit: Deadline) -> list[Any]:
         """The answers of ``calls`` (who was asked -> reference), in their order.
 
         Raises:
-            RunError: a call failed, a watched actor died, or the deadline passed.
+            RunError: a call failed, of these or of those expected; a watched actor died; or the deadline passed.
         """
         deadline = time.monotonic() + limit.seconds
         names = {ref: who for who, ref in calls.items()}
@@ -72,12 +77,14 @@ class Supervisor:
             if left <= 0:
                 waiting = ", ".join(names[ref] for ref in pending)
                 raise RunError(f"{phase}: no answer within {limit} from {waiting} (weight version {self.version})")
-            done, _ = ray.wait([*pending, *self._watches], num_returns=1, timeout=min(left, _POLL_S))
+            others = [ref for ref in self._background if ref not in names]
+            done, _ = ray.wait([*pending, *self._watches, *others], num_returns=1, timeout=min(left, _POLL_S))
             for ref in done:
                 if ref in self._watches:
                     self._raise_failure(ref, self._watches[ref], phase)
-                elif self._failed(ref):
-                    self._blame(ref, names[ref], phase)
+                who, its_phase = self._background.pop(ref, (names.get(ref, ""), phase))
+                if self._failed(ref):
+                    self._blame(ref, who, its_phase)
                 pending = [p for p in pending if p != ref]
         return [_get(ref) for ref in names]
 

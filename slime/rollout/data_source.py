@@ -5,14 +5,17 @@ from __future__ import annotations
 import abc
 import logging
 import pickle
+import threading
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
+from slime.rollout.base_types import flatten_samples
 from slime.rollout.dataset import PromptDataset, load_prompts, train_prompt_spec
+from slime.rollout.under_way import current_rollout
 from slime.utils.errors import BadInputError
 from slime.utils.types import Group, Sample
 
@@ -52,6 +55,9 @@ class RolloutDataSource(DataSource):
     """Prompts of ``--prompt-data`` in the order of a shuffle per epoch, as many epochs as asked for.
 
     ``RolloutDataSource(args)``, or ``RolloutDataSource(dataset, args)`` over any sequence of samples.
+
+    A group that was handed out is *in flight* until it is trained, dropped or put back. A checkpoint holds those groups
+    as they were handed out, and a resumed run gets them first: so none is lost, whatever was under way.
     """
 
     def __init__(self, *dataset_and_args: Any) -> None:
@@ -62,8 +68,8 @@ class RolloutDataSource(DataSource):
         """Rows left out by ``--skip-bad-rows``."""
         self.num_too_long = getattr(self.dataset, "num_too_long", 0)
         """Rows left out by ``--rollout-max-prompt-len``."""
-        self.rollout_id: int | None = None
-        """The rollout under way; `generate_rollout` keeps it."""
+        self.lock = threading.RLock()
+        """Held by every method that changes the source: rollouts under way use it from several threads."""
         self.num_trained = 0
         """Groups that were handed to the trainer, in the whole run."""
         self.num_dropped: Counter[str] = Counter()
@@ -73,6 +79,15 @@ class RolloutDataSource(DataSource):
         self._num_groups = 0
         self._num_samples = 0
         self._order = self._shuffled(0)
+        self._in_flight: dict[int | None, list[tuple[int | None, bytes]]] = {}
+        """By group_index, in the order of handing out: for which rollout, and the group as it was then."""
+        self._again: list[Group] = []
+        """What was in flight when the checkpoint was written, to be handed out before anything else."""
+
+    @property
+    def rollout_id(self) -> int | None:
+        """The rollout that asks; several may be under way."""
+        return current_rollout()
 
     @staticmethod
     def _load(args: Namespace) -> PromptDataset:
@@ -91,7 +106,23 @@ class RolloutDataSource(DataSource):
 
     def get_samples(self, num_samples: int) -> list[Group]:
         """The next ``num_samples`` groups; beyond the end of the data the next epoch begins, as often as needed."""
-        return [self._next_group() for _ in range(num_samples)]
+        with self.lock:
+            again = self._hand_again(num_samples)
+            return again + self._hand_out([self._next_group() for _ in range(num_samples - len(again))])
+
+    def _hand_again(self, num_samples: int) -> list[Group]:
+        taken, self._again = self._again[:num_samples], self._again[num_samples:]
+        return self._hand_out(taken)
+
+    def _hand_out(self, groups: list[Group]) -> list[Group]:
+        for group in groups:
+            entries = self._in_flight.setdefault(group[0].group_index, [])
+            entries.append((current_rollout(), pickle.dumps(group)))
+        return groups
+
+    def _came_back(self, samples: Iterable[Sample]) -> None:
+        for group_index in {sample.group_index for sample in samples}:
+            self._in_flight.pop(group_index, None)
 
     def _next_group(self) -> Group:
         # Copies that share nothing; far faster than deepcopy for long token lists.
@@ -131,20 +162,41 @@ class RolloutDataSource(DataSource):
         return self._num_groups
 
     def get_buffer_length(self) -> int:
-        """Number of groups in the buffer."""
-        return 0
+        """Number of groups that wait here to be handed out before new prompts."""
+        return len(self._again)
+
+    def num_in_flight(self, after: int = -1) -> int:
+        """Groups in flight, less those that were handed out for rollouts up to ``after``."""
+        with self.lock:
+            rollouts = [rollout_id for entries in self._in_flight.values() for rollout_id, _ in entries]
+        return sum(rollout_id is None or rollout_id > after for rollout_id in rollouts)
+
+    def as_handed_out(self, group_index: int | None) -> Group | None:
+        """A copy of a group in flight as it was handed out; None where there is none of that index."""
+        with self.lock:
+            entries = self._in_flight.get(group_index)
+        return pickle.loads(entries[0][1]) if entries else None
 
     def count_trained(self, samples: Sequence[Sample]) -> None:
         """Note that these samples go to the trainer; samples of one ``group_index`` are one group."""
-        self.num_trained += len({sample.group_index for sample in samples})
+        with self.lock:
+            self.num_trained += len({sample.group_index for sample in samples})
+            self._came_back(samples)
 
     def count_dropped(self, groups: Sequence[Group], reason: str) -> None:
         """Note that these groups are thrown away: for rollout functions and buffers that choose among groups."""
         if groups:
-            self.num_dropped[reason] += len(groups)
+            with self.lock:
+                self.num_dropped[reason] += len(groups)
+                self._came_back(flatten_samples(groups))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides what comes next, and where the prompts went, as plain values."""
+        with self.lock:
+            return self._state()
+
+    def _state(self) -> dict[str, Any]:
+        handed_out = [pickle.loads(group) for entries in self._in_flight.values() for _, group in entries]
         return {
             "epoch": self._epoch,
             "cursor": self._cursor,
@@ -152,6 +204,7 @@ class RolloutDataSource(DataSource):
             "num_samples": self._num_samples,
             "num_trained": self.num_trained,
             "num_dropped": dict(self.num_dropped),
+            "in_flight": _as_dicts([*handed_out, *self._again]),
             "num_prompts": len(self),
             "shuffle": [bool(self.args.rollout_shuffle), int(self.args.rollout_seed)],
         }
@@ -181,6 +234,15 @@ class RolloutDataSource(DataSource):
         self._num_groups, self._num_samples = state["num_groups"], state["num_samples"]
         self.num_trained, self.num_dropped = state["num_trained"], Counter(state["num_dropped"])
         self._order = self._shuffled(self._epoch)
+        self._in_flight, self._again = {}, _from_dicts(state.get("in_flight", []))
+
+
+def _as_dicts(groups: list[Group]) -> list[list[dict[str, Any]]]:
+    return [[sample.to_dict() for sample in group] for group in groups]
+
+
+def _from_dicts(groups: list[list[dict[str, Any]]]) -> list[Group]:
+    return [[Sample.from_dict(fields) for fields in group] for group in groups]
 
 
 def pop_first(args: Namespace, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:
@@ -207,12 +269,15 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         Raises:
             BadInputError: it chose more than it was asked for.
         """
-        groups = list(self.buffer_filter(self.args, self.buffer, num_samples)) if self.buffer else []
-        if len(groups) > num_samples:
-            raise BadInputError(
-                f"{type(self).__name__}.buffer_filter returned {len(groups)} groups, asked for {num_samples}"
-            )
-        return groups + super().get_samples(num_samples - len(groups))
+        with self.lock:
+            again = self._hand_again(num_samples)
+            wanted = num_samples - len(again)
+            groups = list(self.buffer_filter(self.args, self.buffer, wanted)) if self.buffer and wanted else []
+            if len(groups) > wanted:
+                raise BadInputError(
+                    f"{type(self).__name__}.buffer_filter returned {len(groups)} groups, asked for {wanted}"
+                )
+            return again + self._hand_out(groups) + super().get_samples(wanted - len(groups))
 
     def add_samples(self, samples: list[Group]) -> None:
         """Append groups; each is a non-empty list of samples, of whatever number.
@@ -223,15 +288,18 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         for group in samples:
             if not isinstance(group, list) or not group or not all(isinstance(s, Sample) for s in group):
                 raise TypeError(f"add_samples takes non-empty lists of Sample, got {group!r:.120}")
-        self.buffer.extend(samples)
+        with self.lock:
+            self._came_back(flatten_samples(samples))
+            self.buffer.extend(samples)
 
     def get_buffer_length(self) -> int:
-        """Number of groups in the buffer."""
-        return len(self.buffer)
+        """Number of groups that wait here to be handed out before new prompts, those in the buffer included."""
+        return super().get_buffer_length() + len(self.buffer)
 
     def state_dict(self) -> dict[str, Any]:
         """`RolloutDataSource.state_dict` and the buffer, unfinished samples included."""
-        return super().state_dict() | {"buffer": [[sample.to_dict() for sample in group] for group in self.buffer]}
+        with self.lock:
+            return super().state_dict() | {"buffer": _as_dicts(self.buffer)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken.
@@ -245,4 +313,4 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
                 "--data-source-path it was made with"
             )
         super().load_state_dict({key: value for key, value in state.items() if key != "buffer"})
-        self.buffer = [[Sample.from_dict(fields) for fields in group] for group in state["buffer"]]
+        self.buffer = _from_dicts(state["buffer"])

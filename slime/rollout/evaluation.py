@@ -14,6 +14,7 @@ import numpy as np
 from slime.options.rollout import DEFAULT_ROLLOUT
 from slime.rollout.base_types import RolloutFnEvalOutput, flatten_samples
 from slime.rollout.dataset import PromptSpec, load_prompts
+from slime.rollout.gate import FIRST
 from slime.rollout.loop import run_all
 from slime.rollout.metrics import length_stats
 from slime.rollout.sampling import eval_sampling_params
@@ -92,7 +93,7 @@ async def eval_rollout(args: Namespace, version: int) -> RolloutFnEvalOutput:
         args = Namespace(**vars(args) | {"rollout_max_context_len": args.eval_max_context_len})
     params = eval_sampling_params(args)
     sets = {name: eval_groups(args, name, path) for name, path in args.eval_datasets}
-    async with rollout_state(args) as state:
+    async with rollout_state(args, FIRST) as state:
         state.num_samples = sum(len(group) for groups in sets.values() for group in groups)
         jobs = [
             generate_and_rm(args, group, seeded(args, params, "eval", name, group[0].group_index), evaluation=True)

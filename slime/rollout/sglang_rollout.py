@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 import uuid
 from argparse import Namespace
@@ -9,7 +10,7 @@ from typing import Any
 
 from slime.backends.sglang.client import RequestError
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, flatten_samples
-from slime.rollout.data_source import RolloutDataSource
+from slime.rollout.gate import may_request
 from slime.rollout.hooks import HookError, accepts, call_hook
 from slime.rollout.loop import background_loop, run_all
 from slime.rollout.metrics import engine_metrics, speed_metrics
@@ -22,6 +23,8 @@ from slime.utils.misc import load_function
 from slime.utils.types import Group, Sample, Status
 
 _MAX_ABORTS = 16
+_CONTEXT = 5
+"""Tokens before a response that decide how its first one is written: SGLang looks at as many."""
 _FINISHED = (Status.COMPLETED, Status.TRUNCATED)
 
 
@@ -43,11 +46,23 @@ def generate_rollout(
 
         what = f"the evaluation of weight version {rollout_id} (--rollout-timeout)"
         return background_loop().run(eval_rollout(args, rollout_id), timeout=args.rollout_timeout, what=what)
-    if isinstance(data_source, RolloutDataSource):
-        data_source.rollout_id = rollout_id
-    groups = data_source.get_samples(args.rollout_batch_size)
+    return generate_groups(args, rollout_id, draw_groups(args, data_source))
+
+
+def draw_groups(args: Namespace, data_source: Any) -> list[Group]:
+    """The ``--rollout-batch-size`` groups of the next rollout.
+
+    Raises:
+        BadInputError: the data source gave another number of them.
+    """
+    groups: list[Group] = data_source.get_samples(args.rollout_batch_size)
     if len(groups) != args.rollout_batch_size:
         raise BadInputError(f"the data source gave {len(groups)} groups, asked for {args.rollout_batch_size}")
+    return groups
+
+
+def generate_groups(args: Namespace, rollout_id: int, groups: list[Group]) -> RolloutFnTrainOutput:
+    """Generate and reward ``groups``; raises as `generate_rollout` does."""
     rollout = generate_rollout_async(args, rollout_id, groups)
     what = f"rollout {rollout_id} (--rollout-timeout)"
     return background_loop().run(rollout, timeout=args.rollout_timeout, what=what)
@@ -57,7 +72,7 @@ async def generate_rollout_async(args: Namespace, rollout_id: int, groups: list[
     """Generate and reward ``groups``; a failure or the deadline cancels what is still running."""
     started = time.monotonic()
     params = train_sampling_params(args)
-    async with rollout_state(args) as state:
+    async with rollout_state(args, rank=rollout_id) as state:
         state.num_samples = sum(len(group) for group in groups)
         jobs = [
             generate_and_rm(args, group, seeded(args, params, "rollout", rollout_id, group[0].group_index))
@@ -119,7 +134,7 @@ async def _generate_and_rm(
 ) -> Sample | list[Sample]:
     result: Sample | list[Sample] = sample
     if sample.status not in _FINISHED:
-        async with state.semaphore:
+        async with state.place():
             with state.doing(sample, "generating"):
                 result = await _generate(args, sample, params, evaluation)
     with state.doing(sample, "rewarding"):
@@ -134,19 +149,28 @@ async def _reward(args: Namespace, sample: Sample) -> None:
 
 
 async def _generate(args: Namespace, sample: Sample, params: dict[str, Any], evaluation: bool) -> Sample | list[Sample]:
-    """Call the generate function that the sample, else the flag, names; else `generate` until it is not aborted."""
+    """Call the generate function that the sample, else the flag, names; else `generate`.
+
+    A function that reports an aborted request, by the status of a sample, is called again with a new copy of the
+    sample: only it knows how it could go on.
+    """
     path = sample.generate_function_path or args.custom_generate_function_path
     if path is None:
-        for _ in range(_MAX_ABORTS):
-            sample = await generate(args, sample, params)
-            if sample.status is not Status.ABORTED:
-                return sample
-        raise RequestError(f"sample {sample.index}: the engine aborted its request {_MAX_ABORTS} times")
+        return await generate(args, sample, params)
     flag = "Sample.generate_function_path" if sample.generate_function_path else "--custom-generate-function-path"
     function = load_function(path, flag=flag, default_names=("generate", "custom_generate"))
     extra = {"evaluation": evaluation} if accepts(function, "evaluation") else {}
-    result = await call_hook(function, f"{flag} {path}", args, sample, params, **extra)
-    return _checked(result, sample, f"{flag} {path}")
+    untouched = pickle.dumps(sample)
+    for attempt in range(_MAX_ABORTS):
+        given = pickle.loads(untouched) if attempt else sample
+        result = await call_hook(function, f"{flag} {path}", args, given, params, **extra)
+        result = _checked(result, given, f"{flag} {path}")
+        if all(part.status is not Status.ABORTED for part in flatten_samples(result)):
+            return result
+    raise HookError(
+        f"{flag} {path} returned sample {sample.index} as aborted {_MAX_ABORTS} times; slime's `generate` goes on with "
+        "a request that a weight update has interrupted"
+    )
 
 
 def _checked(result: Any, sample: Sample, where: str) -> Sample | list[Sample]:
@@ -171,28 +195,62 @@ def _checked(result: Any, sample: Sample, where: str) -> Sample | list[Sample]:
 
 
 async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Generate one response, or go on with a partial one, by one request.
+    """Generate one response, or go on with a partial one.
 
     Tokens and log-probs are the engine's; text is never tokenised again. A sample whose ``tokens`` are set and whose
-    response is empty has its prompt in them.
+    response is empty has its prompt in them. A request that a weight update aborts goes on with what it has, under the
+    new weights, so callers see no aborts; each part is a segment with a version of its own in ``weight_versions``.
 
     Raises:
         ValueError: the prompt is chat messages that no template was applied to.
-        RequestError: the request failed for good.
+        RequestError: the request failed for good, or was aborted again and again without a token or a new version.
     """
     if not sample.tokens:
         sample.tokens = prompt_tokens(args, sample)
+    start, text, segments = len(sample.tokens), sample.response, 0
+    fruitless, version = 0, None  # aborts in a row without a token, under one version
+    async with rollout_state(args) as state:
+        while fruitless < _MAX_ABORTS:
+            params = _params_of_rest(args, sample, sampling_params, done=len(sample.tokens) - start)
+            if params is None:
+                sample.status = Status.TRUNCATED
+                break
+            before = len(sample.tokens)
+            await may_request()
+            reply = await state.client.generate(sample.tokens, params, headers=_routing_headers(args, sample))
+            _append(args, sample, reply)
+            segments += 1
+            if sample.status is not Status.ABORTED:
+                break
+            before_this, version = version, reply["meta_info"].get("weight_version")
+            fruitless = 0 if len(sample.tokens) > before else fruitless + 1 if version == before_this else 1
+        else:
+            raise RequestError(f"sample {sample.index}: the engine aborted its request {_MAX_ABORTS} times")
+    if segments > 1:
+        # Not the parts' texts: an interruption may have cut a character.
+        sample.response = text + _text_of(args, sample.tokens, start)
+    return sample
+
+
+def _params_of_rest(
+    args: Namespace, sample: Sample, sampling_params: dict[str, Any], done: int
+) -> dict[str, Any] | None:
+    """The sampling parameters of a request of which ``done`` tokens are there already; None where no room is left."""
     room = _room(args, sample, sampling_params["max_new_tokens"])
     if room is not None and room <= 0:
-        sample.status = Status.TRUNCATED
-        return sample
+        return None
     params = sampling_params | {"max_new_tokens": room}
-    if room is not None and params.get("min_new_tokens"):
-        params["min_new_tokens"] = min(params["min_new_tokens"], room)
-    async with rollout_state(args) as state:
-        reply = await state.client.generate(sample.tokens, params, headers=_routing_headers(args, sample))
-    _append(args, sample, reply)
-    return sample
+    if least := params.get("min_new_tokens"):
+        params["min_new_tokens"] = min(max(least - done, 0), least if room is None else room)
+    return params
+
+
+def _text_of(args: Namespace, tokens: list[int], start: int) -> str:
+    """The text of ``tokens`` from ``start`` on, as it follows those before it."""
+    decode = load_tokenizer(args.hf_checkpoint).decode
+    how = {"skip_special_tokens": args.rollout_skip_special_tokens, "spaces_between_special_tokens": False}
+    context = tokens[max(0, start - _CONTEXT) : start]
+    return decode(context + tokens[start:], **how)[len(decode(context, **how)) :]
 
 
 def prompt_tokens(args: Namespace, sample: Sample) -> list[int]:

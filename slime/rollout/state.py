@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from argparse import Namespace
@@ -11,6 +10,7 @@ from contextvars import ContextVar
 from typing import Any, Protocol
 
 from slime.backends.sglang.client import GenerateClient
+from slime.rollout.gate import shared_gate
 from slime.utils.http_utils import http_url
 from slime.utils.types import Sample
 
@@ -33,12 +33,17 @@ class Generator(Protocol):
 class RolloutState:
     """Shared by all samples of one call of a rollout function."""
 
-    def __init__(self, args: Namespace, client: Generator) -> None:
+    def __init__(self, args: Namespace, client: Generator, rank: int) -> None:
         self.client = client
-        self.semaphore = asyncio.Semaphore(concurrency(args))
+        self._gate = shared_gate(concurrency(args))
+        self._rank = rank
         self.num_samples = 0
         self.num_samples_done = 0
         self._doing: dict[object, tuple[Sample, str, float]] = {}
+
+    def place(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """A place among the requests in flight; older rollouts get theirs first."""
+        return self._gate.passing(self._rank)
 
     @contextlib.contextmanager
     def doing(self, sample: Sample, what: str) -> Iterator[None]:
@@ -92,13 +97,17 @@ def make_client(args: Namespace) -> Generator:
 
 
 @contextlib.asynccontextmanager
-async def rollout_state(args: Namespace) -> AsyncIterator[RolloutState]:
-    """The state of the rollout under way in this task; outside of one, a new one that ends with the block."""
+async def rollout_state(args: Namespace, rank: int = 0) -> AsyncIterator[RolloutState]:
+    """The state of the rollout under way in this task; outside of one, a new one that ends with the block.
+
+    Args:
+        rank: of a new one; smaller ranks are first in line for the bound on requests in flight.
+    """
     state = _current.get()
     if state is not None:
         yield state
         return
-    state = RolloutState(args, make_client(args))
+    state = RolloutState(args, make_client(args), rank)
     token = _current.set(state)
     try:
         yield state

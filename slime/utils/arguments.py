@@ -12,6 +12,7 @@ import yaml
 
 from slime.options import megatron, sglang
 from slime.options.algorithm import AlgorithmOptions, CorrectionOptions, CriticOptions
+from slime.options.asynchronous import AsyncOptions, derive_async
 from slime.options.checkpoint import CheckpointOptions
 from slime.options.cluster import ClusterOptions, DeadlineOptions, WeightUpdateOptions
 from slime.options.data import BatchOptions, DataOptions
@@ -39,6 +40,7 @@ GROUPS: tuple[type, ...] = (
     RolloutOptions,
     RewardOptions,
     EngineOptions,
+    AsyncOptions,
     DataOptions,
     BatchOptions,
     EvalOptions,
@@ -54,10 +56,14 @@ GROUPS: tuple[type, ...] = (
 HELP_SECTIONS = {"megatron": "Megatron", "sglang": "SGLang", "router": "Router"}
 
 
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_args(argv: Sequence[str] | None = None, *, asynchronous: bool = False) -> argparse.Namespace:
     """The command line as one flat namespace with every option, Megatron and SGLang value under its upstream name.
 
     A bad input prints one line that names the flag and exits with status 2, before any device is taken.
+
+    Args:
+        argv: the words; default those of this process.
+        asynchronous: whether they are train_async.py's.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if os.getcwd() not in sys.path:  # hooks beside the user's script, as in the workers
@@ -68,7 +74,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         defaults = _assemble(parser, words, yaml_values)
         given = parser.parse_set(words) | _parse_yaml(parser, yaml_values)
         args = argparse.Namespace(**(defaults | given))
-        warnings = _resolve(args, set(given))
+        warnings = _resolve(args, set(given), asynchronous)
     except (OptionError, InstalledFlagsError) as error:
         parser.error(str(error))
     for warning in warnings:
@@ -168,7 +174,7 @@ def _parse_yaml(parser: StrictParser, values: dict[str, Any]) -> dict[str, Any]:
     return plain | parser.parse_set(words)
 
 
-def _resolve(args: argparse.Namespace, given: set[str]) -> list[str]:
+def _resolve(args: argparse.Namespace, given: set[str], asynchronous: bool) -> list[str]:
     """Derive and validate, the quick checks first; returns warnings."""
     warnings: list[str] = []
     args.sglang_cli = sglang.command_line(vars(args).pop("sglang_words", {}))
@@ -176,6 +182,7 @@ def _resolve(args: argparse.Namespace, given: set[str]) -> list[str]:
     args.sglang_router_ip = args.sglang_router_port = args.sglang_router_api_key = None  # known once the router runs
     _load_hooks(args, given)
     derive_all(args, warnings)
+    derive_async(args, given, warnings, asynchronous=asynchronous)
     _check_reward_name(args)
     is_local = args.hf_checkpoint is not None and os.path.isdir(os.path.expanduser(args.hf_checkpoint))
     args.hf_checkpoint = model_directory(args.hf_checkpoint, with_weights=not args.dry_run)

@@ -17,7 +17,9 @@ import aiohttp
 
 from slime.utils.errors import SlimeError
 
-RETRIED_STATUSES = frozenset({429, 502, 503, 504})
+TURNED_AWAY = 499
+"""The request came during a weight update, which has ended: another try needs no pause."""
+RETRIED_STATUSES = frozenset({429, TURNED_AWAY, 502, 503, 504})
 """The server was busy, or the router has lost the engine that had the request: another try may reach one that lives."""
 _RETRIED_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
 _FIRST_BACKOFF_S = 0.25
@@ -90,10 +92,10 @@ async def send(
     """Send one request, again with growing pauses where another try may succeed.
 
     Tried again are connections that were refused or that broke off, be it in the middle of the reply, and the statuses
-    of `RETRIED_STATUSES`. Only a refused connection and status 429 mean that the server surely did not work on the
-    request; after the others it may have, and the work is then done twice: send nothing this way, with retries, that
-    must happen at most once. Not tried again are other error statuses, which would come back, timeouts, whose work may
-    still be under way, and replies that are no HTTP.
+    of `RETRIED_STATUSES`. Only a refused connection and statuses 429 and 499 mean that the server surely did not work
+    on the request; after the others it may have, and the work is then done twice: send nothing this way, with retries,
+    that must happen at most once. Not tried again are other error statuses, which would come back, timeouts, whose
+    work may still be under way, and replies that are no HTTP.
 
     Returns:
         The reply, parsed where it is JSON, else its text.
@@ -117,6 +119,8 @@ async def send(
             problem, worth_retrying = f"{type(error).__name__}: {error}", isinstance(error, _RETRIED_ERRORS)
         if not worth_retrying or attempt == retries:
             raise RequestError(f"{method} {url}: {problem} (tried {attempt + 1} times)", status)
+        if status == TURNED_AWAY:
+            continue
         # Full jitter: without it all requests that a restarted server refused come back at the same moment.
         await asyncio.sleep(pause * random.uniform(0.5, 1.0))
         pause = min(pause * 2, _LONGEST_BACKOFF_S)

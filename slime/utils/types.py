@@ -47,6 +47,7 @@ class Sample:
 
     ``tokens`` holds prompt and response; ``loss_mask`` and ``rollout_log_probs`` cover the response only, one entry a
     token. Samples that one rollout was cut into share ``rollout_id``; samples of one prompt share ``group_index``.
+    ``weight_versions`` has the weights of every segment that an engine generated, ``segment_lengths`` its tokens.
     """
 
     group_index: int | None = None
@@ -67,6 +68,7 @@ class Sample:
     apply_chat_template_kwargs: dict[str, Any] | None = None
 
     weight_versions: list[str] = field(default_factory=list)
+    segment_lengths: list[int] = field(default_factory=list)
     rollout_log_probs: list[float] | None = None
     rollout_routed_experts: Any | None = None
     teacher_log_probs: list[float] | None = None
@@ -147,12 +149,23 @@ class Sample:
         if text:
             self.response += text
         if meta_info is not None:
-            if "weight_version" in meta_info:
+            # A request that was aborted before its first token has made nothing with those weights.
+            if tokens and "weight_version" in meta_info:
                 self.weight_versions.append(str(meta_info["weight_version"]))
+                self.segment_lengths.append(len(tokens))
             if update_terminal_info:
                 finish = (meta_info.get("finish_reason") or {}).get("type")
                 self.status = _STATUS_OF_FINISH.get(str(finish), self.status)
         self.check()
+
+    def reset_response(self) -> None:
+        """Take the response back, and everything that followed from it: what is left is the prompt, to be generated."""
+        self.tokens = self.tokens[: len(self.tokens) - self.response_length]
+        self.response, self.response_length, self.status = "", 0, Status.PENDING
+        self.weight_versions, self.segment_lengths = [], []
+        self.reward = self.loss_mask = self.rollout_log_probs = None
+        self.teacher_log_probs = self.rollout_routed_experts = None
+        self.spec_info, self.prefix_cache_info = SpecInfo(), PrefixCacheInfo()
 
     def check(self) -> None:
         """Raise ValueError where lengths contradict each other."""

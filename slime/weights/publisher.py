@@ -168,6 +168,9 @@ class WeightPublisher:
 
     def _pause(self, update: _Update) -> None:
         update.paused_at = time.monotonic()
+        if self.args.asynchronous:
+            # No other run has requests under way now.
+            self.each_engine("abort", lambda control: control.abort_all())
         self.each_engine("pause", lambda control: control.pause())
         # Keys and values that the old weights made must not serve tokens of the new ones.
         self.each_engine("flush", lambda control: control.flush_cache())

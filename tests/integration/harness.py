@@ -1,4 +1,4 @@
-"""Runs train.py as users do, watches its whole process tree, and reads what it wrote."""
+"""Runs the drivers as users do, watches its whole process tree, and reads what it wrote."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class TrainProcess:
-    """One ``python3 train.py``; every process that it starts stays findable, because this process adopts orphans."""
+    """One run of a driver; every process that it starts stays findable, because this process adopts orphans."""
 
-    def __init__(self, flags: Sequence[str], log: Path, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, flags: Sequence[str], log: Path, env: dict[str, str] | None = None, driver: str = "train.py"
+    ) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.log = log
         self._before = {p.pid for p in psutil.Process().children(recursive=True)}
@@ -31,7 +33,7 @@ class TrainProcess:
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)} | (env or {})
         with open(log, "w") as output:
             self._process = subprocess.Popen(
-                [sys.executable, str(ROOT / "train.py"), *flags],
+                [sys.executable, str(ROOT / driver), *flags],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -55,7 +57,7 @@ class TrainProcess:
         try:
             return self._process.wait(timeout)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"train.py ran longer than {timeout} s:\n{self.tail()}") from None
+            raise AssertionError(f"the driver ran longer than {timeout} s:\n{self.tail()}") from None
 
     def kill(self, signum: int = signal.SIGKILL) -> None:
         """Send a signal to the driver alone."""
@@ -94,7 +96,7 @@ class TrainProcess:
         while time.monotonic() < deadline:
             if value := condition():
                 return value
-            assert self._process.poll() is None, f"train.py ended before {what}:\n{self.tail()}"
+            assert self._process.poll() is None, f"the driver ended before {what}:\n{self.tail()}"
             time.sleep(poll)
         raise AssertionError(f"{what} not seen within {timeout} s:\n{self.tail()}")
 

@@ -108,7 +108,10 @@ def run_rank(rank: int, port: int, addresses: list[EngineAddress], seeds: list[i
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     dist.init_process_group("gloo")
     args = argparse.Namespace(
-        update_weight_transport="tensor", weight_update_timeout=30.0, check_weight_update_equal=False
+        update_weight_transport="tensor",
+        weight_update_timeout=30.0,
+        check_weight_update_equal=False,
+        asynchronous=False,
     )
     publisher = make_publisher(args, rank, addresses)
     publisher.connect()

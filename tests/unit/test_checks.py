@@ -93,6 +93,17 @@ def test_threshold_of_the_difference() -> None:
     )
 
 
+def test_older_weights_may_have_made_the_samples_of_an_asynchronous_run(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = GOOD | {DIFFERENCE: 0.11}
+    check_step(options(asynchronous=True), "here", metrics, is_first=False)
+    assert "0.11 in the mean (--mismatch-threshold 0.1): lower --max-weight-staleness" in caplog.messages[0]
+    with pytest.raises(TrainingError, match=r"0\.11, not at most 0\.1"):
+        check_step(options(asynchronous=True), "here", metrics, is_first=True)
+    for name in ("train/ppo_kl", "train/kl_loss"):
+        with pytest.raises(TrainingError, match=f"{name} is 0.1, not exactly 0"):
+            check_step(options(asynchronous=True), "here", GOOD | {name: 0.1}, is_first=True)
+
+
 @pytest.mark.parametrize("difference", [0.21, math.nan])
 def test_a_mismatch_warns_and_stops_where_asked(difference: float, caplog: pytest.LogCaptureFixture) -> None:
     quiet = {"ci_test": False, "mismatch_threshold": 0.2}

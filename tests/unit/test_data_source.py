@@ -13,7 +13,9 @@ import pytest
 
 from slime.data import DataSource, RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.rollout.metrics import accounting
-from slime.utils.types import Sample, Status
+from slime.rollout.sglang_rollout import draw_groups
+from slime.rollout.under_way import current_rollout, under_way
+from slime.utils.types import Group, Sample, Status
 
 NUM_GPUS = 0
 
@@ -144,7 +146,7 @@ def test_buffer_filter_that_chooses_too_many(make_args: Args) -> None:
 def test_resume_continues_exactly(make_args: Args) -> None:
     args = make_args(num_prompts=7, rollout_shuffle=True)
     source = RolloutDataSourceWithBuffer(args)
-    source.get_samples(random.randrange(1, 30))
+    source.count_trained([group[0] for group in source.get_samples(random.randrange(1, 30))])
     partial = source.get_samples(2)
     partial[0][0].append_response_tokens(
         tokens=[5, 6], log_probs=[-0.5, -0.25], meta_info={"weight_version": 3, "finish_reason": {"type": "abort"}}
@@ -222,3 +224,75 @@ def test_resume_with_another_class(make_args: Args) -> None:
     ):
         plain.load_state_dict(buffered.state_dict())
     assert labels(plain.get_samples(1)) == [0], "the refused state has changed nothing"
+
+
+# ---- prompts in flight
+
+
+def copy_of(source: RolloutDataSource) -> RolloutDataSource:
+    resumed = type(source)(source.args)
+    resumed.load_state_dict(pickle.loads(pickle.dumps(source.state_dict())))
+    return resumed
+
+
+def finish(groups: list[Group]) -> list[Sample]:
+    """What a rollout does to its groups."""
+    samples = [sample for group in groups for sample in group]
+    for sample in samples:
+        sample.append_response_tokens(tokens=[1], log_probs=[-1.0])
+        sample.reward, sample.status = 1.0, Status.COMPLETED
+    return samples
+
+
+@pytest.mark.parametrize("kind", [RolloutDataSource, RolloutDataSourceWithBuffer])
+def test_runs_that_are_killed_again_and_again_train_every_prompt_once(
+    kind: type[RolloutDataSource], make_args: Args
+) -> None:
+    args = make_args(rollout_shuffle=True, rollout_batch_size=3)
+    source = kind(args)
+    expected = [group[0].prompt for group in kind(args).get_samples(60)]
+    trained: list[str] = []
+    for rollout_id in range(20):
+        ahead = random.randrange(4)
+        drawn = {}
+        for later in range(rollout_id, rollout_id + 1 + ahead):
+            with under_way(later):
+                assert source.rollout_id == later
+                drawn[later] = draw_groups(args, source)
+        samples = finish(drawn[rollout_id])
+        if ahead:
+            finish(drawn[rollout_id + 1])  # complete, and waiting for the trainer
+        source.count_trained(samples)
+        counts = accounting(args, source, in_flight=source.num_in_flight(after=rollout_id))
+        assert counts["rollout/prompts_in_flight"] == 3 * ahead
+        trained += [str(sample.prompt) for sample in samples[:: args.n_samples_per_prompt]]
+        source = copy_of(source)
+        assert source.get_buffer_length() >= 3 * ahead
+    assert current_rollout() is None
+    assert trained == expected
+    assert source.num_trained == 60
+
+
+def test_a_rollout_that_loses_a_group_is_found_out_while_others_are_in_flight(make_args: Args) -> None:
+    args = make_args()
+    source = RolloutDataSource(args)
+    with under_way(0):
+        groups = source.get_samples(4)
+    with under_way(1):
+        source.get_samples(4)
+    source.count_trained(finish(groups[:3]))
+    with pytest.raises(RuntimeError, match=r"8 prompts were read, but 3 trained \+ 0 dropped \+ 0 buff.* \+ 4 in_fl"):
+        accounting(args, source, in_flight=source.num_in_flight(after=0))
+    source.count_dropped(groups[3:], "filtered")
+    accounting(args, source, in_flight=source.num_in_flight(after=0))
+
+
+def test_groups_in_flight_are_kept_as_they_were_handed_out(make_args: Args) -> None:
+    source = RolloutDataSourceWithBuffer(make_args())
+    first, second, third = source.get_samples(3)
+    finish([first, second])
+    source.add_samples([second])
+    finish([third])
+    again = copy_of(source).get_samples(3)
+    assert [group[0].index for group in again] == [first[0].index, third[0].index, second[0].index]
+    assert [group[0].response_length for group in again] == [0, 0, 1], "put back, it keeps what it has"

@@ -238,6 +238,12 @@ def test_step_line_names_the_phase_that_took_longest() -> None:
     assert step_line(11, 60, metrics | {"perf/update_weights_time": 2}).endswith("bound by weight update (2.0 s)")
 
 
+def test_step_line_counts_of_a_background_rollout_what_was_waited_for() -> None:
+    metrics = {"perf/rollout_time": 9.0, "perf/wait_for_rollout_time": 0.5, "perf/train_time": 0.9}
+    assert step_line(0, 3, metrics) == "rollout 1/3 | 1.4 s | bound by train (0.9 s)"
+    assert step_line(0, 3, metrics | {"perf/wait_for_rollout_time": 2.0}).endswith("bound by rollout (2.0 s)")
+
+
 def test_step_line_leaves_out_what_was_not_logged() -> None:
     assert step_line(0, 3, {}) == "rollout 1/3"
     line = step_line(0, 3, {"train/loss": 2.5, "perf/rollout_time": 0.1, "perf/train_time": 0.5})

@@ -215,7 +215,7 @@ class Foreign(DataSource):
 
 def test_a_subclass_saves_and_loads_what_is_its_own_as_well() -> None:
     source = WithOwnState(PROMPTS, source_args())
-    source.get_samples(3)
+    source.count_trained([group[0] for group in source.get_samples(3)])
     source.more = "something"
     state = source_state(source, 4)
     resumed = WithOwnState(PROMPTS, source_args())

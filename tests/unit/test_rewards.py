@@ -96,6 +96,24 @@ def test_rows_of_one_rollout_with_different_rewards_count_as_their_mean() -> Non
     np.testing.assert_allclose(got, [-2.0, -1.0, 1.5])
 
 
+@pytest.mark.parametrize(
+    "rewards_of_rollouts", [[[0.1, 0.2, 0.3], [0.2]], [[0.0, 1.0], [1.0, 0.0]], [[0.0, 1.0], [0.6], [0.5]], None]
+)
+def test_rows_with_rewards_of_their_own_are_scaled_by_their_own_spread(
+    rewards_of_rollouts: list[list[float]] | None,
+) -> None:
+    """Also where the rollouts' means tie, or nearly: the deviation is over rows, each by one over its rollout's."""
+    rng = np.random.default_rng()
+    parts = rewards_of_rollouts or [rng.normal(size=rng.integers(1, 5)).tolist() for _ in range(4)]
+    rollouts = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    rewards = np.concatenate(parts)
+    got = normalize_rewards(rewards, np.zeros(len(rewards), int), rollouts, divide_by_std=True)
+    mean = statistics.fmean(statistics.fmean(part) for part in parts)
+    variance = sum(statistics.fmean((r - mean) ** 2 for r in part) for part in parts) / (len(parts) - 1)
+    np.testing.assert_allclose(got, (rewards - mean) / (math.sqrt(variance) + 1e-6), rtol=1e-9, atol=1e-9)
+    assert abs(got).max() < 10
+
+
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
 def test_a_group_of_equal_rewards_gives_exact_zeros(baseline: Literal["mean", "leave_one_out"]) -> None:
     rewards = np.full(7, np.random.default_rng().normal())

@@ -120,11 +120,14 @@ def test_rewards_of_uneven_groups(estimator: str) -> None:
     whitened = estimator == "reinforce_plus_plus_baseline"
     columns = to_columns(make_args(advantage_estimator=estimator, normalize_advantages=whitened), samples)
     reward_of: dict[int, dict[int, float]] = {}  # group -> rollout -> mean over its samples
+    square_of: dict[int, dict[int, float]] = {}  # likewise of their squares
     for sample in samples:
         assert sample.group_index is not None
         assert sample.rollout_id is not None
         parts = [float(s.reward or 0.0) for s in samples if s.rollout_id == sample.rollout_id]  # type: ignore[arg-type]
         reward_of.setdefault(sample.group_index, {})[sample.rollout_id] = sum(parts) / len(parts)
+        squares = sum(part * part for part in parts) / len(parts)
+        square_of.setdefault(sample.group_index, {})[sample.rollout_id] = squares
     for i, sample in enumerate(samples):
         of_group = reward_of[sample.group_index or 0]
         reward = float(sample.reward or 0.0)  # type: ignore[arg-type]
@@ -138,7 +141,8 @@ def test_rewards_of_uneven_groups(estimator: str) -> None:
         elif whitened:
             want = reward - mean
         else:
-            std = (sum((r - mean) ** 2 for r in values) / (len(values) - 1)) ** 0.5
+            squares = square_of[sample.group_index or 0].values()
+            std = ((sum(squares) - len(values) * mean * mean) / (len(values) - 1)) ** 0.5
             want = (reward - mean) / (std + 1e-6)
         assert columns.rewards[i] == pytest.approx(want, rel=1e-5, abs=1e-6)
         assert columns.raw_rewards[i] == pytest.approx(reward)

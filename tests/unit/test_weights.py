@@ -108,6 +108,7 @@ def publisher(origin: Path, tmp_path: Path) -> DiskPublisher:
         update_weight_disk_dir=str(tmp_path / "versions"),
         update_weight_disk_keep_files=False,
         check_weight_update_equal=False,
+        asynchronous=False,
         weight_update_timeout=10.0,
         hf_checkpoint=str(origin),
     )

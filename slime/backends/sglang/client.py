@@ -16,6 +16,8 @@ __all__ = ["EngineControl", "EngineError", "GenerateClient", "RequestError"]
 
 _CONNECT_TIMEOUT_S = 10.0
 _FLUSH_POLL_S = 0.1
+_ABORT_S = 0.5
+_ABORT_POLL_S = 0.01
 _BODY_IN_ERROR = 2000
 
 
@@ -51,6 +53,16 @@ class EngineControl:
         """Stop generating. ``abort`` ends the running requests with what they have; ``retract`` and ``in_place`` keep
         them, and make `flush_cache` fail while there are any."""
         self._post("/pause_generation", {"mode": mode})
+
+    def abort_all(self) -> None:
+        """End the running requests with what they have, and wait, not for long, until they have left.
+
+        `pause` does so too, but looks only once a second whether they have. Others may come meanwhile: no promise.
+        """
+        self._post("/abort_request", {"abort_all": True})
+        deadline = time.monotonic() + _ABORT_S
+        while not self._request("POST", "/flush_cache", {}).ok and time.monotonic() < deadline:
+            time.sleep(_ABORT_POLL_S)
 
     def continue_(self, timeout: float | None = None) -> None:
         """Generate again after `pause`."""

@@ -57,6 +57,8 @@ class Router(Server):
             *("--prometheus-port", str(prometheus_port)),
             *("--request-timeout-secs", str(int(self._args.request_timeout))),
             *("--log-level", "warn"),
+            # It takes requests that a weight update turns away for failures, and shuts the engine out for a minute.
+            "--disable-circuit-breaker",
         ]
         command = [sys.executable, "-m", "slime.backends.sglang.launch_router", *flags, *self._args.router_cli]
         env = dict(os.environ)

@@ -1,0 +1,63 @@
+"""How far generation runs ahead of training in train_async.py."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass, fields
+
+from slime.options.errors import OptionError
+from slime.options.schema import flag_of, option
+
+
+@dataclass
+class AsyncOptions:
+    """Asynchronous training: options of train_async.py, which generates the next rollouts while it trains."""
+
+    update_weights_interval: int = option(
+        1, "Push weights to the engines after every so many rollouts, and before an evaluation.", at_least=1
+    )
+    async_buffer_size: int = option(
+        1, "Complete rollouts that may wait for the trainer while another one is generated.", at_least=0
+    )
+    max_weight_staleness: int = option(
+        1,
+        "How many versions (rollouts trained) the weights that generated a sample may be behind those that train on "
+        "it; at least --update-weights-interval - 1.",
+        at_least=0,
+    )
+
+
+def derive_async(args: Namespace, given: set[str], warnings: list[str], *, asynchronous: bool) -> None:
+    """Set ``args.asynchronous``, and check what only one of the two drivers can do; needs ``args.placement``.
+
+    Raises:
+        OptionError: naming the flags.
+    """
+    args.asynchronous = asynchronous
+    if not asynchronous:
+        for field in fields(AsyncOptions):
+            if field.name in given:
+                raise OptionError(
+                    f"{flag_of(field)} is of train_async.py: train.py pushes weights after every rollout, and then "
+                    "generates the next one"
+                )
+        return
+    if args.placement == "colocate":
+        raise OptionError(
+            "--colocate: train_async.py generates while it trains, so engines need slots of their own: drop it and "
+            "give --rollout-num-gpus, or use train.py"
+        )
+    if args.placement == "rollout_only":
+        raise OptionError("--debug-rollout-only: without training there is nothing to overlap with; use train.py")
+    interval, staleness = args.update_weights_interval, args.max_weight_staleness
+    if staleness < interval - 1:
+        raise OptionError(
+            f"--max-weight-staleness {staleness} is too small for --update-weights-interval {interval}: before a push "
+            f"the trainer's weights are {interval - 1} versions ahead of the engines'; give at least {interval - 1}"
+        )
+    corrects = args.use_tis or args.use_rs or args.use_rollout_logprobs
+    if staleness and args.loss_type == "policy_loss" and args.placement == "disaggregate" and not corrects:
+        warnings.append(
+            f"samples may come from weights up to {staleness} versions old, and the loss takes the trainer's present "
+            "log-probs for those of the policy that made them: --use-tis corrects for it (or --use-rollout-logprobs)"
+        )

@@ -1,0 +1,91 @@
+"""What all rollouts under way and evaluations share: the bound on requests in flight, and the pause for a push."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import itertools
+from collections.abc import AsyncIterator
+from weakref import WeakKeyDictionary
+
+FIRST = -1
+"""The rank of an evaluation, which the trainer waits for: before that of any rollout."""
+
+
+class Gate:
+    """Lets so many in at a time; whoever waits gets in by rank, those of one rank in the order of their coming."""
+
+    def __init__(self, capacity: int) -> None:
+        self._free = capacity
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._arrivals = itertools.count()
+
+    @contextlib.asynccontextmanager
+    async def passing(self, rank: int) -> AsyncIterator[None]:
+        """Wait for a place, and keep it until the end of the block."""
+        await self._enter(rank)
+        try:
+            yield
+        finally:
+            self._leave()
+
+    async def _enter(self, rank: int) -> None:
+        if self._free:
+            self._free -= 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (rank, next(self._arrivals), turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            # It may have been given a place in the moment in which it was cancelled.
+            if turn.done() and not turn.cancelled():
+                self._leave()
+            raise
+
+    def _leave(self) -> None:
+        while self._waiting:
+            *_, turn = heapq.heappop(self._waiting)
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
+
+
+_gates: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, Gate]] = WeakKeyDictionary()
+
+
+def shared_gate(capacity: int) -> Gate:
+    """The running event loop's gate of this capacity, of which a run has one."""
+    gates = _gates.setdefault(asyncio.get_running_loop(), {})
+    return gates.setdefault(capacity, Gate(capacity))
+
+
+_doors: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Event] = WeakKeyDictionary()
+
+
+def _door() -> asyncio.Event:
+    """Of the running event loop; open while it is set, as it is at first."""
+    loop = asyncio.get_running_loop()
+    if loop not in _doors:
+        _doors[loop] = asyncio.Event()
+        _doors[loop].set()
+    return _doors[loop]
+
+
+async def hold_requests(hold: bool) -> None:
+    """Keep new requests from the engines while weights are pushed, or let them go on.
+
+    Engines hold them back as well, but a request that reaches SGLang 0.5.17 while it waits for the running ones to
+    leave is turned away in the end, and makes it wait for another second.
+    """
+    if hold:
+        _door().clear()
+    else:
+        _door().set()
+
+
+async def may_request() -> None:
+    """Wait while requests are held."""
+    await _door().wait()

@@ -1,0 +1,79 @@
+"""Options of train_async.py: defaults, what does not go together, and what train.py refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slime.utils.arguments import parse_args
+from tests.command_line import command, failure, write_model, write_rows
+
+NUM_GPUS = 0
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working directory of a test."""
+    write_model(tmp_path / "model")
+    write_rows(tmp_path / "data.jsonl")
+    monkeypatch.chdir(tmp_path)
+
+
+def async_command(words: str = "", without: str = "--colocate") -> list[str]:
+    return command(f"--rollout-num-gpus 1 {words}", without)
+
+
+def async_failure(capsys: pytest.CaptureFixture[str], words: str, without: str = "--colocate") -> str:
+    with pytest.raises(SystemExit) as stop:
+        parse_args(async_command(words, without), asynchronous=True)
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_defaults_and_the_users_example() -> None:
+    args = parse_args(async_command(), asynchronous=True)
+    assert (args.asynchronous, args.update_weights_interval) == (True, 1)
+    assert (args.async_buffer_size, args.max_weight_staleness) == (1, 1)
+    args = parse_args(async_command("--async-buffer-size 4 --update-weights-interval 2"), asynchronous=True)
+    assert (args.async_buffer_size, args.update_weights_interval, args.max_weight_staleness) == (4, 2, 1)
+    assert not parse_args(command()).asynchronous
+
+
+@pytest.mark.parametrize(
+    "words", ["--update-weights-interval 2", "--async-buffer-size 1", "--max-weight-staleness 0"], ids=str.split
+)
+def test_train_py_refuses_what_it_cannot_do(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert failure(capsys, words).startswith(f"{words.split()[0]} is of train_async.py: train.py pushes weights")
+
+
+def test_a_push_is_due_before_samples_are_too_old(capsys: pytest.CaptureFixture[str]) -> None:
+    message = async_failure(capsys, "--update-weights-interval 4 --max-weight-staleness 2")
+    assert "--max-weight-staleness 2 is too small for --update-weights-interval 4" in message
+    assert message.endswith("give at least 3")
+    parse_args(async_command("--update-weights-interval 4 --max-weight-staleness 3"), asynchronous=True)
+    parse_args(async_command("--max-weight-staleness 0"), asynchronous=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--colocate", "--colocate: train_async.py generates while it trains"),
+        ("--debug-rollout-only", "--debug-rollout-only: without training"),
+        ("--update-weights-interval 0", "must be at least 1"),
+        ("--async-buffer-size -1", "must be at least 0"),
+        ("--max-weight-staleness -1", "must be at least 0"),
+    ],
+)
+def test_what_cannot_be(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert expected in async_failure(capsys, words)
+
+
+@pytest.mark.parametrize(
+    "correction", ["", "--use-tis", "--use-rs", "--use-rollout-logprobs", "--max-weight-staleness 0"]
+)
+def test_old_samples_without_a_correction_are_warned_of(correction: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parse_args(async_command(correction), asynchronous=True)
+    warned = "weights up to 1 versions old" in capsys.readouterr().err
+    assert warned == (correction == "")

@@ -1,0 +1,54 @@
+"""Train a model with reinforcement learning while the next rollouts are generated on slots of their own.
+
+`python3 train_async.py --help` lists every option; `--dry-run` checks them and prints what would run.
+"""
+
+import argparse
+import sys
+
+from slime.ray.pipeline import Pipeline
+from slime.ray.run import Run, RunError, dry_run, is_due
+from slime.utils.arguments import parse_args
+
+
+def main() -> None:
+    """Run the asynchronous loop."""
+    args = parse_args(asynchronous=True)
+    try:
+        (dry_run if args.dry_run else train)(args)
+    except RunError as error:
+        print(f"train_async.py: error: {error}", file=sys.stderr)
+        sys.exit(error.exit_status)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def train(args: argparse.Namespace) -> None:
+    """Rollout after rollout, from the checkpoint's to ``--num-rollout``; others are generated meanwhile."""
+    with Run(args) as run:
+        run.start()
+        rollouts = Pipeline(run)
+        rollouts.push_weights(version=args.start_rollout_id)
+
+        if run.scores_its_start():
+            run.evaluate(version=args.start_rollout_id)
+
+        for rollout_id in range(args.start_rollout_id, args.num_rollout):
+            batches = rollouts.next(rollout_id)
+            run.train(rollout_id, batches)
+            evaluates = is_due(rollout_id, args.eval_interval)
+
+            if evaluates or is_due(rollout_id, args.update_weights_interval):
+                rollouts.push_weights(version=rollout_id + 1)
+
+            if evaluates:
+                run.evaluate(version=rollout_id + 1)
+
+            if is_due(rollout_id, args.save_interval, last=args.num_rollout):
+                run.save(rollout_id)
+
+            run.end_step(rollout_id)
+
+
+if __name__ == "__main__":
+    main()
