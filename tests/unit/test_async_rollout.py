@@ -13,7 +13,7 @@ import pytest
 
 from slime.ray import supervision
 from slime.ray.pipeline import Pipeline
-from slime.ray.supervision import RunError, Supervisor
+from slime.ray.supervision import Deadline, RunError, Supervisor
 from slime.rollout import state as state_module
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.gate import FIRST, Gate, hold_requests
@@ -155,10 +155,10 @@ def test_a_failure_in_the_background_ends_another_wait(monkeypatch: pytest.Monke
     monkeypatch.setattr(supervision.ray, "wait", wait)
     supervisor = Supervisor()
     supervisor.expect("the manager", "batches", "rollout 3")  # type: ignore[arg-type]
-    assert supervisor.wait({"trainer": "training"}, "train", 5.0) == [7]  # type: ignore[dict-item]
+    assert supervisor.wait({"trainer": "training"}, "train", Deadline(5.0)) == [7]  # type: ignore[dict-item]
     supervisor.expect("the manager", "rollout", "rollout 4")  # type: ignore[arg-type]
     with pytest.raises(RunError, match=r"rollout 4: Ray could not run the manager .*no judge"):
-        supervisor.wait({"trainer": "training"}, "train", 5.0)  # type: ignore[dict-item]
+        supervisor.wait({"trainer": "training"}, "train", Deadline(5.0))  # type: ignore[dict-item]
 
 
 # ---- the bound on requests, shared

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import traceback
 from argparse import Namespace
 from collections.abc import Callable
@@ -94,7 +95,7 @@ def test_an_interrupt_is_answered_before_anything_is_stopped(
     made = Run(Namespace())
     monkeypatch.setattr(made, "_stop", lambda: seen.append(capsys.readouterr().err))
     made.__exit__(error, error() if error else None, None)
-    expected = "train.py: interrupted: stopping engines and trainers (up to 30 s)\n" if error else ""
+    expected = f"{Path(sys.argv[0]).name}: interrupted: stopping engines and trainers (up to 30 s)\n" if error else ""
     assert seen == [expected]
 
 
