@@ -16,26 +16,17 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slime.observability.metrics import MetricsLogger
 from slime.observability.progress import step_line
 from slime.options.errors import OptionError
 from slime.options.validate import check_schedule
 from slime.ray import janitor
-from slime.ray.cluster import actor_environment, as_actor, connect
-from slime.ray.engine_actor import EngineActor
+from slime.ray.cluster import connect
+from slime.ray.creation import create_engines, create_manager, create_trainers
 from slime.ray.placement import Placement, core_shortage, describe_placement, place, slot_counts
-from slime.ray.rollout_manager import (
-    EVALUATION,
-    ROLLOUTS,
-    RolloutManager,
-    make_data_source,
-    num_rollout,
-    rollouts_overlap,
-)
+from slime.ray.rollout_manager import make_data_source, num_rollout
 from slime.ray.supervision import LOAD_DATA, RESTORE_DATA, Deadline, InputError, RunError, Supervisor
-from slime.ray.train_actor import TrainActor
 from slime.ray.turns import Turns
 from slime.rollout.evaluation import load_eval_prompts
 from slime.utils.arguments import describe
@@ -107,12 +98,7 @@ class Run:
         args = self.args
         # Hexadecimal: a key may end up behind a flag, and must not look like one.
         keys = None if args.no_api_keys else (secrets.token_hex(24), secrets.token_hex(24))
-        # Where the driver is, are the files that it has checked.
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        options = {"num_cpus": 0, "runtime_env": actor_environment(), "scheduling_strategy": here}
-        overlap = args.async_buffer_size + 2 if args.asynchronous and rollouts_overlap(args) else 1
-        threads = {ROLLOUTS: overlap, EVALUATION: 1}
-        self._manager = as_actor(RolloutManager, **threads).options(**options).remote(args, keys)
+        self._manager = create_manager(args, keys)
         self._supervisor.watch("the rollout manager", self._manager)
         loaded = {"the rollout manager": self._manager.load_data.remote()}
         (args.num_rollout,) = self._wait(loaded, LOAD_DATA, self._limit("data_load_timeout"))
@@ -123,9 +109,9 @@ class Run:
             # One after the other: an engine takes a share of the GPU memory that it finds free.
             self._start_trainers()
             self._turns.trainers_started()
-            engine_starts = self._create_engines(keys)
+            engine_starts = self._start_engines(keys)
         else:
-            engine_starts = self._create_engines(keys)
+            engine_starts = self._start_engines(keys)
             self._start_trainers()
             self._turns.trainers_started()
         urls = self._supervisor.wait(engine_starts, "start engines", self._limit("engine_start_timeout", _MARGIN_S))
@@ -152,36 +138,20 @@ class Run:
 
         return Turns(trainers, engines, offload_train=args.offload_train, offload_rollout=args.offload_rollout)
 
-    def _create_engines(self, keys: tuple[str, str] | None) -> dict[str, ray.ObjectRef]:
-        args, placement = self.args, self._placement
-        assert placement is not None
-        width = args.rollout_num_gpus_per_engine
+    def _start_engines(self, keys: tuple[str, str] | None) -> dict[str, ray.ObjectRef]:
+        assert self._placement is not None
+        self._engines = create_engines(self.args, self._placement, keys)
         starts = {}
-        for rank in range(len(placement.rollout) // width):
-            slots = placement.rollout[rank * width : (rank + 1) * width]
-            gpus = None if slots[0].gpu is None else [s.gpu for s in slots if s.gpu is not None]
-            options = placement.options(slots[0], trains=False)
-            actor = (
-                as_actor(EngineActor).options(runtime_env=actor_environment(), **options).remote(args, rank, keys, gpus)
-            )
-            self._engines.append(actor)
+        for rank, actor in enumerate(self._engines):
             self._supervisor.watch(f"engine {rank}", actor)
             starts[f"engine {rank}"] = actor.start.remote()
         return starts
 
     def _start_trainers(self) -> None:
-        args, placement = self.args, self._placement
-        assert placement is not None
-        # torch and megatron-core warn of their own deprecations, many lines a rank; no code of users runs there.
-        environment = actor_environment({"PYTHONWARNINGS": "ignore", **_as_environment(args.train_env_vars or {})})
-        for rank, slot in enumerate(placement.train):
-            options = placement.options(slot, trains=True)
-            actor = (
-                as_actor(TrainActor)
-                .options(runtime_env=environment, **options)
-                .remote(args, rank, len(placement.train), slot.gpu)
-            )
-            self._trainers.append(actor)
+        args = self.args
+        assert self._placement is not None
+        self._trainers = create_trainers(args, self._placement)
+        for rank, actor in enumerate(self._trainers):
             self._supervisor.watch(f"trainer {rank}", actor)
         if not self._trainers:
             args.start_rollout_id = args.start_rollout_id or 0
@@ -373,11 +343,6 @@ def dry_run(args: argparse.Namespace) -> None:
 
 def _program() -> str:
     return Path(sys.argv[0]).name
-
-
-def _as_environment(values: dict[str, Any]) -> dict[str, str]:
-    """Numbers and truth values of a JSON object as they are written there."""
-    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
 
 
 def _eval_step(line: str) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import threading
@@ -23,6 +24,7 @@ from slime.weights.hf_directory import NamedTensors
 from slime.weights.publisher import WeightPublisher
 
 _LEAVE_TIMEOUT_S = 5.0
+_BLAME_S = 3.0
 _group_numbers = itertools.count()
 
 
@@ -74,18 +76,30 @@ class DistributedPublisher(WeightPublisher):
         # one of them aligned.
         ordered = sorted(bucket, key=lambda named: -named[1].element_size())
         flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for _, tensor in ordered])
-        work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
-        self.each_engine(
-            "push",
-            lambda control: control.update_weights_from_distributed(
+        remaining = max(1.0, self._deadline - time.monotonic())
+        calls: dict[str, Any] = {
+            control.url: functools.partial(
+                control.update_weights_from_distributed,
                 names=[name for name, _ in ordered],
                 dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in ordered],
                 shapes=[list(tensor.shape) for _, tensor in ordered],
                 group_name=self._group_name,
-            ),
-        )
-        # Every engine has answered that it has loaded the tensors, so the broadcast has ended.
-        work.wait(timedelta(seconds=max(1.0, self._deadline - time.monotonic())))
+            )
+            for control in self.controls
+        }
+        # In a thread as well: NCCL's first collective of a group does not return before every engine is in it too, not
+        # even an asynchronous one.
+        calls["training rank 0"] = functools.partial(self._send, flat, timedelta(seconds=remaining))
+        call_all(calls, remaining, "push")
+
+    def _send(self, flat: torch.Tensor, timeout: timedelta) -> None:
+        try:
+            dist.broadcast(flat, src=0, group=self._group, async_op=True).wait(timeout)
+            device.synchronize()
+        except RuntimeError:
+            # An engine that died breaks the broadcast: its own call fails too, and says more.
+            time.sleep(_BLAME_S)
+            raise
 
     def _abandon(self) -> None:
         """Leave the group although a broadcast may hang in it, without waiting for that."""

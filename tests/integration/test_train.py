@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -71,6 +72,7 @@ def flags(workspace: Path, run_dir: Path, **changes: Value) -> list[str]:
         "kl-loss-type": "low_var_kl",
         "ref-load": str(workspace / "model"),
         "lr": "1e-3",
+        "lr-decay-style": "constant",
         "fp32": True,
         "seed": 7,
         "actor-num-gpus-per-node": 1,
@@ -143,6 +145,33 @@ def _samples(run_dir: Path, rollout_id: int) -> list[tuple[list[int], str]]:
     return [(s["tokens"], s["label"]) for s in data["samples"]]
 
 
+def assert_equals_uninterrupted(run_dir: Path, colocated: Path, resumed_at: int) -> None:
+    """From ``resumed_at`` on, the same samples and, to float32's rounding, the same losses."""
+    for rollout_id in range(resumed_at, _ROLLOUTS):
+        assert _samples(run_dir, rollout_id) == _samples(colocated, rollout_id)
+    expected = series(colocated, "train/loss")[resumed_at:]
+    found = [line["train/loss"] for line in read_metrics(run_dir) if line.get("train/step", -1) >= resumed_at]
+    assert found[: len(expected)] == pytest.approx(expected, rel=1e-5, abs=1e-7)
+
+
+def test_resumed_run_equals_the_uninterrupted_one_and_ends_by_ctrl_c(workspace: Path, colocated: Path) -> None:
+    run_dir = workspace / "resumed"
+    run_dir.mkdir()
+    shutil.copytree(colocated / "iter_0000000", run_dir / "iter_0000000")
+    latest = run_dir / "latest_checkpointed_iteration.txt"
+    latest.write_text("0")
+    samples = str(run_dir / "samples_{rollout_id}.pt")
+    line = flags(workspace, run_dir, load=str(run_dir), save_debug_rollout_data=samples, num_rollout=100)
+    with TrainProcess(line, workspace / "resumed.log") as process:
+        seen = lambda: len(series(run_dir, "train/loss")) >= _ROLLOUTS  # noqa: E731
+        process.wait_until(seen, RUN_S, "the steps to compare")
+        process.kill(signal.SIGINT)
+        assert process.wait(60) == 128 + signal.SIGINT, process.tail()
+        process.assert_no_process_left()
+    assert_equals_uninterrupted(run_dir, colocated, resumed_at=1)
+
+
+@pytest.mark.full
 def test_resume_after_a_killed_driver_equals_the_uninterrupted_run(workspace: Path, colocated: Path) -> None:
     run_dir = workspace / "killed"
     line = flags(
@@ -162,14 +191,12 @@ def test_resume_after_a_killed_driver_equals_the_uninterrupted_run(workspace: Pa
     resumed_at = int(latest.read_text()) + 1
     assert resumed_at < _ROLLOUTS, "killed too late to show a resume"
 
-    _run(line, workspace / "resumed.log")
+    _run(line, workspace / "went_on.log")
     assert latest.read_text().strip() == str(_ROLLOUTS - 1)
-    for rollout_id in range(resumed_at, _ROLLOUTS):
-        assert _samples(run_dir, rollout_id) == _samples(colocated, rollout_id)
-    expected = series(colocated, "train/loss")[resumed_at:]
-    assert series(run_dir, "train/loss")[-len(expected) :] == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    assert_equals_uninterrupted(run_dir, colocated, resumed_at)
 
 
+@pytest.mark.full
 def test_disaggregated_run_with_two_trainers(workspace: Path) -> None:
     run_dir = workspace / "disaggregated"
     slots: dict[str, Value] = {"colocate": None, "actor_num_gpus_per_node": 2, "rollout_num_gpus": 1}
@@ -268,7 +295,8 @@ def test_death_while_a_checkpoint_is_written_leaves_the_one_before(workspace: Pa
     assert_death_ends_the_run(workspace, "trainer", while_saving=True)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_end_leaves_no_process(workspace: Path, signum: signal.Signals) -> None:
     run_dir = workspace / signum.name
     with TrainProcess(flags(workspace, run_dir, num_rollout=100), workspace / f"{signum.name}.log") as process:

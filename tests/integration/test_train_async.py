@@ -29,9 +29,10 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def async_flags(workspace: Path, run_dir: Path, **changes: Value) -> list[str]:
-    """A run on two slots whose rollouts take far longer than training on one: pushes interrupt them."""
+    """Two trainers and an engine whose rollouts take far longer than training on one: pushes interrupt them."""
     values: dict[str, Value] = {
         "colocate": None,
+        "actor_num_gpus_per_node": 2,
         "rollout_num_gpus": 1,
         "num_rollout": _ROLLOUTS,
         "rollout_max_response_len": 320,

@@ -16,7 +16,7 @@ from ray.exceptions import RayTaskError
 
 from slime.backends.sglang.client import EngineError
 from slime.options.errors import OptionError
-from slime.ray import cluster, placement, run, supervision
+from slime.ray import cluster, creation, placement, supervision
 from slime.ray.engine_actor import EngineActor
 from slime.ray.placement import Slot, describe_placement
 from slime.ray.rollout_manager import restore_source, source_state
@@ -101,7 +101,7 @@ def test_an_interrupt_is_answered_before_anything_is_stopped(
 
 def test_environment_values_are_text() -> None:
     values = {"A": "x", "B": 1, "C": True, "D": 0.5}
-    assert run._as_environment(values) == {"A": "x", "B": "1", "C": "true", "D": "0.5"}
+    assert creation._as_environment(values) == {"A": "x", "B": "1", "C": "true", "D": "0.5"}
 
 
 def test_servers_without_keys_stay_on_the_drivers_host() -> None:

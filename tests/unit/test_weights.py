@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import time
 from argparse import Namespace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -188,3 +191,29 @@ def test_the_group_meets_at_the_trainers_address(
     publisher = DistributedPublisher(args, 0, [EngineAddress(f"http://{engine_host}:1", 1)])
     with pytest.raises(Reserved, match=expected):
         publisher.connect()
+
+
+def test_a_broadcast_that_waits_for_the_engine_is_no_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL makes a group's communicator in the first collective, which returns when every rank is in one."""
+    engine_joined = threading.Event()
+
+    class Joining(FakeControl):
+        def update_weights_from_distributed(self, **_: Any) -> None:
+            engine_joined.set()
+
+    class Broadcast:
+        def wait(self, timeout: timedelta) -> None:
+            sent.append(True)
+
+    def broadcast(*_: Any, **__: Any) -> Broadcast:
+        assert engine_joined.wait(5), "the engine was not asked to join"
+        return Broadcast()
+
+    sent: list[bool] = []
+    monkeypatch.setattr(distributed.dist, "broadcast", broadcast)
+    publisher = DistributedPublisher(Namespace(weight_update_timeout=10.0), 0, [])
+    publisher.controls = [Joining()]  # type: ignore[list-item]
+    publisher._group = object()  # type: ignore[assignment]
+    publisher._deadline = time.monotonic() + 10
+    publisher._deliver([("weight", torch.ones(3))], None)
+    assert sent == [True]

@@ -1,0 +1,52 @@
+"""Creating the actors of a run, each on its slot."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from slime.ray.cluster import actor_environment, as_actor
+from slime.ray.engine_actor import EngineActor
+from slime.ray.placement import Placement
+from slime.ray.rollout_manager import EVALUATION, ROLLOUTS, RolloutManager, rollouts_overlap
+from slime.ray.train_actor import TrainActor
+
+
+def create_manager(args: argparse.Namespace, api_keys: tuple[str, str] | None) -> Any:
+    """The rollout manager, on the driver's host: there are the files that the driver has checked."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    options = {"num_cpus": 0, "runtime_env": actor_environment(), "scheduling_strategy": here}
+    overlap = args.async_buffer_size + 2 if args.asynchronous and rollouts_overlap(args) else 1
+    threads = {ROLLOUTS: overlap, EVALUATION: 1}
+    return as_actor(RolloutManager, **threads).options(**options).remote(args, api_keys)
+
+
+def create_engines(args: argparse.Namespace, placement: Placement, api_keys: tuple[str, str] | None) -> list[Any]:
+    """One actor an engine, on the first of its slots."""
+    width, actors = args.rollout_num_gpus_per_engine, []
+    for rank in range(len(placement.rollout) // width):
+        slots = placement.rollout[rank * width : (rank + 1) * width]
+        gpus = None if slots[0].gpu is None else [s.gpu for s in slots if s.gpu is not None]
+        options = {"runtime_env": actor_environment(), **placement.options(slots[0], trains=False)}
+        actors.append(as_actor(EngineActor).options(**options).remote(args, rank, api_keys, gpus))
+    return actors
+
+
+def create_trainers(args: argparse.Namespace, placement: Placement) -> list[Any]:
+    """One actor a training rank."""
+    # torch and megatron-core warn of their own deprecations, many lines a rank; no code of users runs there.
+    environment = actor_environment({"PYTHONWARNINGS": "ignore", **_as_environment(args.train_env_vars or {})})
+    actors = []
+    for rank, slot in enumerate(placement.train):
+        options = {"runtime_env": environment, **placement.options(slot, trains=True)}
+        actors.append(as_actor(TrainActor).options(**options).remote(args, rank, len(placement.train), slot.gpu))
+    return actors
+
+
+def _as_environment(values: dict[str, Any]) -> dict[str, str]:
+    """Numbers and truth values of a JSON object as they are written there."""
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
