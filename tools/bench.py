@@ -29,6 +29,7 @@ CASES: dict[str, tuple[Callable[[argparse.Namespace, Report], None], str]] = {
     "step": (loop.measure_step, "the whole colocated loop: each part of a step, log-prob difference"),
     "refit": (loop.measure_refit, "pushing weights: colocated, and from one half of the GPUs to the other"),
     "sleep-wake": (loop.measure_sleep_wake, "handing the GPUs' memory over and back"),
+    "async": (loop.measure_async, "train_async.py against train.py on the same GPUs, long-tailed lengths"),
     "rollout": (rollout.measure, "the rollout path against a minimal client of the same engine"),
 }
 

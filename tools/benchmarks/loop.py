@@ -16,6 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 WARM_UP = 2
 """Steps that are not counted: they compile, pin and capture."""
 STEPS = 3
+_ASYNC_STEPS = 5
+_LONGEST = 4096
+"""Tokens of the longest of long-tailed responses."""
 SPANS = {
     "perf/rollout_time": "generation and reward",
     "perf/convert_time": "samples to batches",
@@ -38,18 +41,21 @@ SPANS = {
 """Parts of a step: one after another, none within another."""
 
 
-def arguments(options: argparse.Namespace, run_dir: Path, gpus: list[str], *, response: int = 512) -> list[str]:
+def arguments(
+    options: argparse.Namespace, run_dir: Path, gpus: list[str], *, response: int = 512, rollouts: int = WARM_UP + STEPS
+) -> list[str]:
     """A command line of train.py: 256 responses of ``response`` tokens a rollout, trained on in one step.
 
     Args:
         gpus: the flags that say which GPUs train and which generate.
+        rollouts: how many.
     """
     data = options.scratch / "data"
     if not data.is_dir():
         subprocess.run([sys.executable, str(ROOT / "tools/make_arithmetic_data.py"), str(data)], check=True)
     words = ["--hf-checkpoint", str(make_model(options)), "--random-weights", "--run-dir", str(run_dir)]
     words += ["--prompt-data", str(data / "train.jsonl"), "--input-key", "prompt", "--label-key", "label"]
-    words += ["--apply-chat-template", "--rm-type", "math", "--num-rollout", str(WARM_UP + STEPS)]
+    words += ["--apply-chat-template", "--rm-type", "math", "--num-rollout", str(rollouts)]
     words += ["--rollout-batch-size", "32", "--n-samples-per-prompt", "8"]
     words += ["--rollout-max-response-len", str(response)]
     words += ["--custom-generate-function-path", "tools.benchmarks.lengths.generate"]
@@ -139,6 +145,42 @@ def measure_refit(options: argparse.Namespace, report: Report) -> None:
     disaggregated = _disaggregated(options, report)
     if disaggregated is not None:
         _add_refit(disaggregated, "refit, NCCL", options, report, at_most=0.4)
+
+
+def measure_async(options: argparse.Namespace, report: Report) -> None:
+    """Trained tokens per second of three ways to use the same GPUs, on lengths with a long tail."""
+    if options.gpus < 2:
+        raise BenchError("async needs --gpus 2 or more: engines and trainers apart")
+    half = options.gpus // 2
+    apart = ["--actor-num-gpus-per-node", str(half), "--rollout-num-gpus", str(options.gpus - half)]
+    shared = ["--colocate", "--actor-num-gpus-per-node", str(options.gpus)]
+    ways = {
+        "synchronous, colocated": ("train.py", shared),
+        "synchronous, apart": ("train.py", apart),
+        "asynchronous": ("train_async.py", [*apart, "--max-weight-staleness", "1", "--use-tis"]),
+    }
+    rates: dict[str, float] = {}
+    for name, (script, gpus) in ways.items():
+        if report.out_of_time(name, 150.0):
+            return
+        run_dir = options.scratch / name.replace(", ", "-")
+        words = arguments(options, run_dir, gpus, response=_LONGEST, rollouts=WARM_UP + _ASYNC_STEPS)
+        words.append("--long-tail")
+        lines = run(options, run_dir.name, words, script)
+        rates[name] = _tokens_per_second(lines)
+        report.add(f"{name}, long tail", options.model, options.gpus, rates[name], "tok/s")
+    staleness = max((line.get("rollout/weight_staleness_max", 0.0) for line in lines), default=0.0)
+    ratio = rates.pop("asynchronous") / max(rates.values())
+    report.add("async / better synchronous", options.model, options.gpus, ratio, "", at_least=1.5, staleness=staleness)
+
+
+def _tokens_per_second(lines: list[dict[str, Any]]) -> float:
+    """Tokens that the counted steps trained on, over the wall time that they took together."""
+    ends = [line["time"] for line in lines if "perf/step_time" in line]
+    tokens = [
+        line["rollout/total_lengths"] * line["rollout/num_samples"] for line in lines if "rollout/num_samples" in line
+    ]
+    return sum(tokens[-_ASYNC_STEPS:]) / (ends[-1] - ends[-1 - _ASYNC_STEPS])
 
 
 def _add_refit(
