@@ -137,12 +137,11 @@ def _local_sums(logits: Tensor, column: Tensor, temperature: float) -> Tensor:
         nothing = torch.zeros(4, len(logits), dtype=torch.float32, device=logits.device)
         nothing[0] = torch.finfo(torch.float32).min  # finite: it is multiplied by 0
         return nothing
-    scaled = logits / temperature
-    highest = scaled.amax(-1)
-    x = scaled - highest[:, None]
+    highest = logits.amax(-1) / temperature
+    x = (logits / temperature).sub_(highest[:, None])
     at_label = torch.where(column < 0, 0.0, x.gather(1, column.clamp(min=0)[:, None])[:, 0])
     e = x.exp()
-    return torch.stack([highest, e.sum(-1), (e * x).sum(-1), at_label])
+    return torch.stack([highest, e.sum(-1), x.mul_(e).sum(-1), at_label])
 
 
 def _add_up(sums: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
@@ -170,11 +169,14 @@ def _logits_grad(
 ) -> Tensor:
     """``(g onehot - p (g + h (x - mean))) / temperature`` of this rank's columns, with x as in `_local_sums`; only the
     result is of ``dtype``."""
-    x = logits / temperature - highest[:, None]
-    p = x.exp() / total[:, None]
-    slope = g[:, None] if h is None else g[:, None] + h[:, None] * (x - mean[:, None])
+    x = (logits / temperature).sub_(highest[:, None])
+    if h is None:
+        grad = x.exp_().mul_((-g / total)[:, None])
+    else:
+        minus_p = x.exp().div_(-total[:, None])
+        grad = x.sub_(mean[:, None]).mul_(h[:, None]).add_(g[:, None]).mul_(minus_p)
     at_label = column[:, None] == torch.arange(logits.size(1), device=logits.device)
-    return ((torch.where(at_label, g[:, None], 0.0) - p * slope) / temperature).to(dtype)
+    return grad.add_(torch.where(at_label, g[:, None], 0.0)).div_(temperature).to(dtype)
 
 
 @functools.cache
