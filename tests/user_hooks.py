@@ -14,13 +14,11 @@ Metrics = dict[str, Any]
 # ---- --custom-advantage-function-path
 
 
-def centred_rewards(args: Namespace, rollout_data: dict[str, Any]) -> None:
+def growing_rewards(args: Namespace, rollout_data: dict[str, Any]) -> None:
     """Keeps what it was given in ``args.seen``."""
     args.seen = dict(rollout_data)
-    rewards = rollout_data["rewards"]
-    mean = sum(rewards) / len(rewards)
-    rows = zip(rewards, rollout_data["loss_masks"], rollout_data["response_lengths"], strict=True)
-    rollout_data["advantages"] = [(reward - mean) * (torch.arange(n) + 1) * mask for reward, mask, n in rows]
+    rows = zip(*(rollout_data[name] for name in ("rewards", "loss_masks", "response_lengths")), strict=True)
+    rollout_data["advantages"] = [reward * (torch.arange(n) + 1) * mask for reward, mask, n in rows]
     if args.use_critic:
         rollout_data["returns"] = [
             a + v for a, v in zip(rollout_data["advantages"], rollout_data["values"], strict=True)
@@ -68,6 +66,9 @@ def grpo(
     bonus = sum_of_sample_mean(entropy)
     loss = policy + args.kl_loss_coef * kl - args.entropy_coef * bonus
     return loss, {"pg_loss": policy, "kl_loss": kl.detach(), "entropy_loss": bonus}
+
+
+grpo.needs_logits = False  # type: ignore[attr-defined]
 
 
 def imitates_the_better(

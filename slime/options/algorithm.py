@@ -21,17 +21,21 @@ class AlgorithmOptions:
         "grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"
     ] = option("grpo", "How rewards become advantages, and which ratio and clipping the policy loss has.")
     disable_compute_advantages_and_returns: bool = option(False, "No advantages; what --loss-type sft_loss implies.")
-    eps_clip: float = option(0.2, "The probability ratio is clipped below at 1 minus this.", at_least=0)
+    eps_clip: float = option(0.2, "The probability ratio is clipped below at 1 minus this.", at_least=0, at_most=1)
     eps_clip_high: float | None = option(None, "... and above at 1 plus this; default --eps-clip.", at_least=0)
     eps_clip_c: float | None = option(None, "Dual clip: bound of the loss of negative advantages.", above=1)
     use_kl_loss: bool = option(False, "Measure the KL divergence to the reference model, and add it to the loss.")
     kl_loss_coef: float = option(0.0, "Weight of the KL divergence in the loss; 0 only measures it.", at_least=0)
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = option("k1", "Estimator of the KL divergence.")
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = option(
+        "k1",
+        "Estimator of the KL divergence; as a loss, k1 has no gradient in the mean on policy: with --kl-loss-coef take "
+        "k2, or low_var_kl.",
+    )
     use_unbiased_kl: bool = option(False, "Weigh the KL loss by the probability ratio to the behaviour policy.")
     kl_coef: float = option(0.0, "Weight of a KL penalty in the token rewards, of actor and critic alike.", at_least=0)
     entropy_coef: float = option(0.0, "Weight of the entropy bonus.")
-    gamma: float = option(1.0, "Discount per token, of reinforce_plus_plus and ppo.", at_least=0)
-    lambd: float = option(1.0, "Decay of generalised advantage estimation, of ppo.", at_least=0)
+    gamma: float = option(1.0, "Discount per token, of reinforce_plus_plus and ppo.", at_least=0, at_most=1)
+    lambd: float = option(1.0, "Decay of generalised advantage estimation, of ppo.", at_least=0, at_most=1)
     normalize_advantages: bool = option(False, "Whiten advantages over all tokens of a rollout.")
     disable_grpo_std_normalization: bool = option(False, "Do not divide by the group's standard deviation.")
     disable_rewards_normalization: bool = option(False, "Do not subtract the group's mean.")
@@ -51,12 +55,14 @@ class AlgorithmOptions:
     )
     custom_advantage_function_path: str | None = option(
         None,
-        "Function (args, rollout_data) that sets its lists advantages and returns, instead of the estimator.",
+        "Function (args, rollout_data) that sets its lists advantages and returns, instead of the estimator; it sees "
+        "one data-parallel rank's samples, so statistics over groups belong into --custom-reward-post-process-path.",
         hook=("compute_advantages", "advantage_function"),
     )
     custom_loss_function_path: str | None = option(
         None,
-        "Function (args, batch, logits, sum_of_sample_mean) -> (loss, metrics), of --loss-type custom_loss.",
+        "Function (args, batch, logits, sum_of_sample_mean) -> (loss, metrics), of --loss-type custom_loss; logits are "
+        "None where its attribute needs_logits is False.",
         hook=("loss_function", "custom_loss"),
     )
     custom_pg_loss_reducer_function_path: str | None = option(
@@ -73,7 +79,6 @@ class CorrectionOptions:
     """Off-policy correction: where the engine's probabilities, or older weights, differ from the trainer's."""
 
     use_rollout_logprobs: bool = option(False, "The behaviour policy's log-probs are the engine's.")
-    keep_old_actor: bool = option(False, "The behaviour policy is the weights that the engines have.")
     use_tis: bool = option(False, "Weigh the policy loss by the ratio of the trainer's and engine's probabilities.")
     tis_level: Level = option("token", "The ratio of each token, of its sequence, or its geometric mean over it.")
     tis_mode: Literal["truncate", "clip", "mask"] = option(
@@ -109,6 +114,8 @@ class CriticOptions:
     critic_lr: float | None = option(None, "Learning rate; default --lr.", above=0)
     critic_lr_warmup_iters: int | None = option(None, "Warm-up in optimizer steps; default as the actor's.", at_least=0)
     critic_load: str | None = option(
-        None, "Checkpoints to resume from, default --load/critic; or a model directory to start from."
+        None,
+        "Checkpoints to resume from, default --load/critic; if given, a run that does not resume starts from the "
+        "model or latest checkpoint in it.",
     )
     critic_save: str | None = option(None, "Directory for checkpoints; default --save/critic.")

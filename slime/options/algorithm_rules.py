@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
+from dataclasses import fields
 
+from slime.options.algorithm import CorrectionOptions
 from slime.options.errors import OptionError
 from slime.options.rollout import DEFAULT_ROLLOUT, SFT_ROLLOUT
 
@@ -55,10 +57,21 @@ def _check_loss(args: Namespace) -> None:
         raise OptionError("--loss-type custom_loss and --custom-loss-function-path belong together")
     if args.disable_compute_advantages_and_returns and args.loss_type == "policy_loss":
         raise OptionError("--disable-compute-advantages-and-returns leaves --loss-type policy_loss nothing to train")
+    computes = args.custom_advantage_function_path is None and not args.disable_compute_advantages_and_returns
+    if args.loss_type == "custom_loss" and args.advantage_estimator == "ppo" and computes:
+        raise OptionError(
+            "--loss-type custom_loss trains no critic, whose values --advantage-estimator ppo needs: take another "
+            "estimator, --custom-advantage-function-path, or --disable-compute-advantages-and-returns"
+        )
     if args.eps_clip_c is not None and args.advantage_estimator == "cispo":
         raise OptionError("--eps-clip-c has no effect with --advantage-estimator cispo, which has no dual clip")
     if args.custom_pg_loss_reducer_function_path is not None and args.loss_type != "policy_loss":
         raise OptionError("--custom-pg-loss-reducer-function-path has no effect without --loss-type policy_loss")
+    if args.custom_pg_loss_reducer_function_path is not None and args.loss_constant_length is not None:
+        raise OptionError(
+            "--loss-constant-length would divide KL and entropy, and not what --custom-pg-loss-reducer-function-path "
+            "makes of the policy loss: let the function divide, and drop the flag"
+        )
 
 
 def _check_estimator(args: Namespace) -> None:
@@ -80,22 +93,34 @@ def _check_correction(args: Namespace) -> None:
         if getattr(args, name) and args.loss_type != "policy_loss":
             flag = "--" + name.replace("_", "-")
             raise OptionError(f"{flag} has no effect without --loss-type policy_loss")
-    if args.keep_old_actor and args.loss_type == "sft_loss":
-        raise OptionError("--keep-old-actor has no effect with --loss-type sft_loss")
     if args.use_rollout_logprobs:
-        for name in ("use_tis", "use_rs", "keep_old_actor"):
+        for name in ("use_tis", "use_rs"):
             if getattr(args, name):
                 flag = "--" + name.replace("_", "-")
                 raise OptionError(
                     f"--use-rollout-logprobs makes the engine's log-probs the behaviour policy's, which leaves {flag} "
                     "nothing to do: drop one of them"
                 )
-    if args.custom_tis_function_path is not None and not args.use_tis:
-        raise OptionError("--custom-tis-function-path has no effect without --use-tis")
+    _check_settings(args)
     for low, high in (("tis_clip_low", "tis_clip"), ("rs_lower_bound", "rs_upper_bound")):
         if getattr(args, low) > getattr(args, high):
             flags = [f"--{name.replace('_', '-')} {getattr(args, name)}" for name in (low, high)]
             raise OptionError(f"{flags[0]} is above {flags[1]}")
+
+
+def _check_settings(args: Namespace) -> None:
+    """Refuse settings of a correction that is not made, or that a user's function makes."""
+    defaults = {field.name: field.default for field in fields(CorrectionOptions)}
+    for name, default in defaults.items():
+        prefix = name.split("_")[0]
+        switch = "use_tis" if name == "custom_tis_function_path" else f"use_{prefix}"
+        if switch not in defaults or getattr(args, name) == default:
+            continue
+        flag = "--" + name.replace("_", "-")
+        if not getattr(args, switch):
+            raise OptionError(f"{flag} has no effect without --{switch.replace('_', '-')}")
+        if name in ("tis_level", "tis_mode") and args.custom_tis_function_path is not None:
+            raise OptionError(f"{flag} has no effect with --custom-tis-function-path, which is called instead")
 
 
 def _derive_critic(args: Namespace) -> None:
@@ -104,6 +129,7 @@ def _derive_critic(args: Namespace) -> None:
         if getattr(args, name) and not args.use_critic:
             flag = "--" + name.replace("_", "-")
             raise OptionError(f"{flag} has no effect: only --advantage-estimator ppo has a critic")
+    args.critic_source = None
     if not args.use_critic:
         return
     if args.num_rollout and args.num_critic_only_steps >= args.num_rollout:
@@ -111,8 +137,24 @@ def _derive_critic(args: Namespace) -> None:
             f"--num-critic-only-steps {args.num_critic_only_steps} leaves none of --num-rollout {args.num_rollout} "
             "to the actor"
         )
+    given = args.critic_load
     for name, base in (("critic_load", args.load), ("critic_save", args.save)):
         path = getattr(args, name) or (base and os.path.join(base, "critic"))
         setattr(args, name, path and os.path.abspath(os.path.expanduser(path)))
     if args.critic_save and args.save and os.path.realpath(args.critic_save) == os.path.realpath(args.save):
         raise OptionError(f"--critic-save {args.critic_save} is --save: actor and critic would overwrite each other")
+    args.critic_source = _critic_source(args) if given else None
+
+
+def _critic_source(args: Namespace) -> str | None:
+    """The critic that a run starts from which does not resume: that of a given ``--critic-load``.
+
+    None where this run saves its own, to resume from: what is there without a checkpoint of the actor was left by a run
+    that ended between its first checkpoint's two parts.
+    """
+    load, save = args.critic_load, args.critic_save
+    if args.load is not None and save is not None and os.path.realpath(load) == os.path.realpath(save):
+        return None
+    if not os.path.isdir(load):
+        raise OptionError(f"--critic-load {load}: there is no such directory")
+    return str(load)

@@ -44,8 +44,9 @@ def _check_optimizer(args: Namespace, given: set[str]) -> None:
 
 
 def critic_options(args: Namespace) -> Namespace:
-    """``args`` as the critic reads them: with its own learning rate and warm-up."""
+    """``args`` as the critic reads them: with its own learning rate and warm-up, and trained by every rollout."""
     own = Namespace(**vars(args))
+    own.num_critic_only_steps = 0
     own.lr = args.lr if args.critic_lr is None else args.critic_lr
     if args.critic_lr_warmup_iters is not None:
         own.lr_warmup_iters, own.lr_warmup_fraction = args.critic_lr_warmup_iters, None
@@ -74,7 +75,7 @@ def warmup_and_decay_steps(args: Namespace) -> tuple[int, int]:
     """
     if args.num_rollout == 0:
         return 0, 1
-    decay = args.lr_decay_iters or args.num_rollout * args.num_steps_per_rollout
+    decay = args.lr_decay_iters or (args.num_rollout - args.num_critic_only_steps) * args.num_steps_per_rollout
     warmup = args.lr_warmup_iters
     if args.lr_warmup_fraction is not None:
         warmup = int(args.lr_warmup_fraction * decay)
@@ -82,7 +83,7 @@ def warmup_and_decay_steps(args: Namespace) -> tuple[int, int]:
         flag = "--lr-warmup-iters" if args.lr_warmup_fraction is None else "--lr-warmup-fraction"
         raise OptionError(
             f"{flag} {warmup if args.lr_warmup_fraction is None else args.lr_warmup_fraction}: the learning rate would "
-            f"warm up for {warmup} optimizer steps of {decay} (--lr-decay-iters, else --num-rollout x "
-            "--num-steps-per-rollout)"
+            f"warm up for {warmup} optimizer steps of {decay} (--lr-decay-iters, else --num-rollout, "
+            "less --num-critic-only-steps, x --num-steps-per-rollout)"
         )
     return warmup, decay

@@ -75,14 +75,14 @@ def check_schedule(args: Namespace) -> None:
     """
     if args.placement == "rollout_only":
         return
+    if args.use_critic and 0 < args.num_rollout <= args.num_critic_only_steps:
+        raise OptionError(
+            f"--num-critic-only-steps {args.num_critic_only_steps} leaves none of {args.num_rollout} rollouts to the "
+            "actor"
+        )
     warmup_and_decay_steps(args)
     if args.use_critic:
         warmup_and_decay_steps(critic_options(args))
-        if 0 < args.num_rollout <= args.num_critic_only_steps:
-            raise OptionError(
-                f"--num-critic-only-steps {args.num_critic_only_steps} leaves none of {args.num_rollout} rollouts to "
-                "the actor"
-            )
 
 
 def _smallest(*lengths: int | None) -> int | None:

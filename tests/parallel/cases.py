@@ -41,7 +41,12 @@ CASES = {
     "sft": Case(_ADAM | {"loss_type": "sft_loss"}, rows=without_engine),
     "cut_in_three": Case(_ADAM, rows=cut_in_three),
     "static": Case(_ADAM, micro_batch_size=1),
-    "resume": Case({"num_steps_per_rollout": 1, "advantage_estimator": "ppo", "kl_coef": 0.1}, steps=1),
+    "resume": Case(
+        {"num_steps_per_rollout": 1, "advantage_estimator": "ppo", "kl_coef": 0.1}
+        | {"num_critic_only_steps": 1, "critic_lr_warmup_iters": 0}
+        | {"ci_test": True, "ci_train_rollout_logprob_abs_diff_threshold": 100.0},
+        steps=1,
+    ),
 }
 
 _PPO = {"advantage_estimator": "ppo", "kl_coef": 0.1, "gamma": 0.98, "lambd": 0.9, "value_clip": 0.05}

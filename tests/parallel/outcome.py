@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,9 +18,13 @@ VALUE_HEAD = CRITIC + "value_head.weight"
 
 CLIP = 1.0
 """Of the gradient's norm, in all runs."""
-METRIC_FLOOR, MAXIMUM_FLOOR = 0.1, 1.0
-"""Metrics below it count as if they were this large: many are differences of log-probs near -5, which are rounded at
-5e-7; the second is for those of a single token, which no mean evens out."""
+METRIC_FLOOR, MAXIMUM_FLOOR = 0.01, 0.5
+"""Metrics below it count as if they were this large; the second is for those of a single token, which no mean evens
+out: log-probs near -5 are rounded at 5e-7."""
+FLOORS = dict.fromkeys(("train/ppo_kl", "train/tis_abs", "train/train_rollout_logprob_abs_diff"), 0.05)
+"""Of means of first-order differences of log-probs."""
+FLOORS |= {"rollout/advantages": 0.05, "train/loss": 0.1, "train/pg_loss": 0.1}
+"""Of means of numbers near 1 and -1, which cancel."""
 LEAST_GRADIENT = 1e-7
 """AdamW's first step is the sign of a gradient: of a smaller one, that of its rounding."""
 
@@ -70,8 +75,7 @@ def compare(got: Outcome, wanted: Outcome) -> Difference:
     for step, (mine, others) in enumerate(zip(got.metrics, wanted.metrics, strict=True)):
         assert mine.keys() == others.keys(), mine.keys() ^ others.keys()
         for name, value in others.items():
-            floor = MAXIMUM_FLOOR if name.endswith("_max") else METRIC_FLOOR
-            error = abs(mine[name] - value) / max(abs(value), floor)
+            error = metric_error(name, mine[name], value)
             worst.metric = max(worst.metric, (error, f"{name} of step {step}: {mine[name]}, not {value}"))
     for step, (grads, other_grads) in enumerate(zip(got.gradients, wanted.gradients, strict=True)):
         worst.gradient = max(worst.gradient, _relative(grads, other_grads, f" of step {step}"))
@@ -85,8 +89,19 @@ def compare(got: Outcome, wanted: Outcome) -> Difference:
         worst.weights += counts.numel()
         if counts.any():
             error = float((got.weights[name] - tensor)[counts].abs().max()) / last[prefix + "lr-pg_0"]
-            worst.update = max(worst.update, (error, name))
+            worst.update = max(worst.update, (_finite(error), name))
     return worst
+
+
+def metric_error(name: str, got: float, wanted: float) -> float:
+    """Relative, of what is above its floor."""
+    floor = MAXIMUM_FLOOR if name.endswith("_max") else FLOORS.get(name, METRIC_FLOOR)
+    return _finite(abs(got - wanted) / max(abs(wanted), floor))
+
+
+def _finite(error: float) -> float:
+    """NaN is the largest error there is: to ``max`` it is no larger than any other."""
+    return error if math.isfinite(error) else math.inf
 
 
 def _relative(got: Tensors, wanted: Tensors, where: str) -> tuple[float, str]:
@@ -95,5 +110,5 @@ def _relative(got: Tensors, wanted: Tensors, where: str) -> tuple[float, str]:
     for name, tensor in wanted.items():
         error, largest = float((got[name] - tensor).abs().max()), float(tensor.abs().max())
         # A tensor of zeros (an expert that no token took) has to be exactly that.
-        worst = max(worst, (error / largest if largest else error and float("inf"), name + where))
+        worst = max(worst, (_finite(error / largest) if largest else error and math.inf, name + where))
     return worst

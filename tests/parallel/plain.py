@@ -245,12 +245,15 @@ def _token_loss(
 def _custom_loss(
     args: Namespace, row: int, log_probs: Tensor, entropy: Tensor, known: Known
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Those of `tests.user_hooks`, which report what they compute and nothing else."""
+    """Those of `tests.user_hooks`, which report what they compute; the mismatch is reported besides."""
+    assert known.engine is not None
+    mismatch = _mismatch(args, log_probs, known.trainer[row], known.engine[row])
     if args.custom_loss_function_path.endswith(":imitates_the_better"):
         loss = torch.where(known.advantages[row] > 0, -log_probs, 0.0)
-        return loss, {"train/loss": loss, "train/pg_loss": loss}
+        return loss, mismatch | {"train/loss": loss, "train/pg_loss": loss}
     loss, report = _policy_loss(args, row, log_probs, entropy, known)
-    return loss, {name: report[name] for name in ("train/loss", "train/pg_loss", "train/kl_loss", "train/entropy_loss")}
+    names = ("train/loss", "train/pg_loss", "train/kl_loss", "train/entropy_loss")
+    return loss, mismatch | {name: report[name] for name in names}
 
 
 def _value_loss(args: Namespace, values: Tensor, row: int, known: Known) -> tuple[Tensor, dict[str, Tensor]]:

@@ -23,6 +23,7 @@ compat.install()
 from slime.backends.megatron import checkpoint, parallel  # noqa: E402
 from slime.backends.megatron import trainer as trainer_module  # noqa: E402
 from slime.backends.megatron.trainer import MegatronTrainer, TrainingError  # noqa: E402
+from slime.ray.train_actor import TrainActor  # noqa: E402
 from tests.parallel import gathering, rollouts  # noqa: E402
 from tests.parallel.cases import CASES, Case  # noqa: E402
 
@@ -59,7 +60,12 @@ class Rank:
         case, save_dir = CASES["resume"], self.work / "checkpoint"
         trainer = MegatronTrainer(self.arguments(case, save=str(save_dir)))
         assert trainer.start_rollout_id == 0
-        self.train(trainer, case, 0, 2)
+        first, second = self.train(trainer, case, 0, 2)
+        assert "train/critic-value_loss" in first
+        assert "train/pg_loss" not in first
+        assert "train/pg_loss" in second
+        assert first["train/critic-lr-pg_0"] == trainer.args.lr > trainer.args.lr_warmup_init
+        assert second["train/lr-pg_0"] == trainer.args.lr_warmup_init
         self.save(trainer, 1)
         random = torch.rand(3)
         metrics = self.train(trainer, case, 2, 3)
@@ -75,13 +81,23 @@ class Rank:
             self.reload(save_dir, critic_load=str(self.work))
 
     def save(self, trainer: MegatronTrainer, rollout_id: int, *, dies: bool = False) -> None:
-        """In the order of `slime.ray.train_actor.TrainActor.save`, which may end before its last line."""
-        args = trainer.args
-        trainer.save(checkpoint.begin_save(args.save, rollout_id))
-        trainer.save_critic(checkpoint.begin_save(args.critic_save, rollout_id))
-        checkpoint.commit_save(args.critic_save, rollout_id)
+        """As the Ray actor does, which may end before the last thing that it does."""
+        actor = TrainActor.__new__(TrainActor)
+        actor._args, actor._rank, actor._trainer = trainer.args, dist.get_rank(), trainer
         if not dies:
-            checkpoint.commit_save(args.save, rollout_id)
+            actor.save(rollout_id, None)
+            return
+        commit = checkpoint.commit_save
+
+        def dying(directory: str, rollout_id: int) -> None:
+            if directory == trainer.args.save:
+                raise KeyboardInterrupt
+            commit(directory, rollout_id)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(checkpoint, "commit_save", dying)
+            with pytest.raises(KeyboardInterrupt):
+                actor.save(rollout_id, None)
 
     def reload(self, save_dir: Path, **options: Any) -> MegatronTrainer:
         trainer = MegatronTrainer(self.arguments(CASES["resume"], load=str(save_dir), **options))
@@ -104,6 +120,15 @@ class Rank:
         rows.rewards[-1] = float("nan")
         batch = rollouts.batches(rows, trainer.dp_size, case.steps)[trainer.dp_rank]
         with pytest.raises(TrainingError, match="rollout 7, step 2 of 2, actor: the train/loss is nan"):
+            trainer.train(7, batch)
+
+    def mismatch(self) -> None:
+        """The engine's log-probs, which are random here, stop the run where asked."""
+        case = CASES["grpo"]
+        trainer = MegatronTrainer(self.arguments(case, stop_on_mismatch=True))
+        batch = rollouts.batches(case.rows(0), trainer.dp_size, case.steps)[trainer.dp_rank]
+        expected = "rollout 7, step 1 of 2, actor: the trainer's and the engine's log-probs of the same tokens differ"
+        with pytest.raises(TrainingError, match=expected):
             trainer.train(7, batch)
 
     def reference(self) -> None:

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from slime.options.errors import OptionError
+from slime.options.training import critic_options, warmup_and_decay_steps
+from slime.options.validate import check_schedule
 from slime.utils.arguments import parse_args
 from tests.command_line import command, failure, write_model, write_rows
 
@@ -55,7 +58,6 @@ DEFAULTS: dict[str, Any] = {
     "custom_loss_function_path": None,
     **dict.fromkeys(HOOKS),
     "use_rollout_logprobs": False,
-    "keep_old_actor": False,
     "use_tis": False,
     "tis_level": "token",
     "tis_mode": "clip",
@@ -121,7 +123,16 @@ def test_defaults() -> None:
         ("--use-kl-loss --ref-load model", {"needs_reference": True, "kl_loss_coef": 0.0}),
         ("--kl-coef 0.1 --ref-load model", {"needs_reference": True}),
         ("--loss-type custom_loss --custom-loss-function-path functions.py:run", {"use_critic": False}),
-        (f"--loss-type custom_loss --custom-loss-function-path functions.py:run {PPO}", {"use_critic": False}),
+        *(
+            (
+                f"--loss-type custom_loss --custom-loss-function-path functions.py:run {PPO} {more}",
+                {"use_critic": False},
+            )
+            for more in (
+                "--custom-advantage-function-path functions.py:run",
+                "--disable-compute-advantages-and-returns",
+            )
+        ),
         (f"--n-samples-per-prompt 1 {PPO}", {"use_critic": True}),
         ("--n-samples-per-prompt 1 --custom-advantage-function-path functions.py:run", {}),
         ("--advantage-estimator reinforce_plus_plus --custom-advantage-function-path functions.py:run", {}),
@@ -153,6 +164,18 @@ def test_functions_in_a_bare_file(name: str, function: str, directory: Path) -> 
         ("--use-kl-loss", "--use-kl-loss needs --ref-load"),
         ("--loss-constant-length 5 --calculate-per-token-loss",
          "--loss-constant-length and --calculate-per-token-loss exclude each other"),
+        (f"--loss-type custom_loss --custom-loss-function-path functions.py:run {PPO}",
+         "--loss-type custom_loss trains no critic, whose values --advantage-estimator ppo needs"),
+        ("--loss-constant-length 5 --custom-pg-loss-reducer-function-path functions.py:run",
+         "--loss-constant-length would divide KL and entropy, and not what --custom-pg-loss-reducer-function-path"),
+        ("--rs-veto-threshold 1e-4", "--rs-veto-threshold has no effect without --use-rs"),
+        ("--use-rs --tis-mode mask --tis-clip 5", "--tis-mode has no effect without --use-tis"),
+        ("--use-tis --rs-level token", "--rs-level has no effect without --use-rs"),
+        ("--opsm-delta 0.01", "--opsm-delta has no effect without --use-opsm"),
+        ("--use-tis --custom-tis-function-path functions.py:run --tis-level sequence",
+         "--tis-level has no effect with --custom-tis-function-path"),
+        *((f"{flag} 1.5", f"argument {flag}: must be at most 1, not 1.5")
+          for flag in ("--gamma", "--lambd", "--eps-clip")),
         ("--loss-type custom_loss", "--loss-type custom_loss and --custom-loss-function-path belong together"),
         ("--custom-loss-function-path functions.py:run",
          "--loss-type custom_loss and --custom-loss-function-path belong together"),
@@ -169,13 +192,14 @@ def test_functions_in_a_bare_file(name: str, function: str, directory: Path) -> 
          "reinforce_plus_plus_baseline is defined with whitened advantages: add --normalize-advantages"),
         ("--use-rollout-logprobs --use-tis", "which leaves --use-tis nothing to do: drop one of them"),
         ("--use-rollout-logprobs --use-rs", "which leaves --use-rs nothing to do: drop one of them"),
-        ("--use-rollout-logprobs --keep-old-actor", "which leaves --keep-old-actor nothing to do: drop one of them"),
         ("--custom-tis-function-path functions.py:run", "--custom-tis-function-path has no effect without --use-tis"),
-        ("--tis-clip 0.5 --tis-clip-low 0.6", "--tis-clip-low 0.6 is above --tis-clip 0.5"),
-        ("--rs-lower-bound 3", "--rs-lower-bound 3.0 is above --rs-upper-bound 2.0"),
+        ("--use-tis --tis-clip 0.5 --tis-clip-low 0.6", "--tis-clip-low 0.6 is above --tis-clip 0.5"),
+        ("--use-rs --rs-lower-bound 3", "--rs-lower-bound 3.0 is above --rs-upper-bound 2.0"),
         ("--critic-lr 1e-5", "--critic-lr has no effect: only --advantage-estimator ppo has a critic"),
         ("--critic-lr-warmup-iters 2", "--critic-lr-warmup-iters has no effect: only --advantage-estimator ppo"),
         ("--critic-load c", "--critic-load has no effect: only --advantage-estimator ppo"),
+        (f"{PPO} --critic-load /no/such", "--critic-load /no/such: there is no such directory"),
+        (f"{PPO} --critic-load new --critic-save new", "/new: there is no such directory"),
         ("--critic-save c", "--critic-save has no effect: only --advantage-estimator ppo"),
         ("--num-critic-only-steps 2", "--num-critic-only-steps has no effect: only --advantage-estimator ppo"),
         (f"{PPO} --save ckpt --critic-save ./ckpt/", "is --save: actor and critic would overwrite each other"),
@@ -184,7 +208,7 @@ def test_functions_in_a_bare_file(name: str, function: str, directory: Path) -> 
         ("--advantage-estimator cispo --eps-clip-c 2", "--eps-clip-c has no effect with --advantage-estimator cispo"),
         *((f"--loss-type sft_loss {flag}", f"{flag} has no effect without --loss-type policy_loss")
           for flag in ("--use-rollout-logprobs", "--use-tis", "--use-rs", "--use-opsm")),
-        ("--loss-type sft_loss --keep-old-actor", "--keep-old-actor has no effect with --loss-type sft_loss"),
+        ("--keep-old-actor", "--keep-old-actor is not available: the engine's log-probs are those of the weights"),
         (f"{PPO} --num-critic-only-steps 3", "--num-critic-only-steps 3 leaves none of --num-rollout 3 to the actor"),
         ("--eps-clip-c 1", "--eps-clip-c"),
         ("--rs-veto-threshold 0", "--rs-veto-threshold"),
@@ -214,12 +238,33 @@ def test_no_reward(capsys: pytest.CaptureFixture[str]) -> None:
 def test_critic_directories(directory: Path) -> None:
     args = parse_args(command(f"{PPO} --load ckpt --save ckpt"))
     assert (args.critic_load, args.critic_save) == (f"{directory}/ckpt/critic",) * 2
+    assert args.critic_source is None
     args = parse_args(command(f"{PPO} --save ckpt"))
     assert (args.critic_load, args.critic_save) == (None, f"{directory}/ckpt/critic")
     args = parse_args(command(f"{PPO} --save ckpt --critic-save other --critic-load model"))
     assert (args.critic_load, args.critic_save) == (f"{directory}/model", f"{directory}/other")
+    assert args.critic_source == f"{directory}/model"
     args = parse_args(command(PPO))
-    assert (args.critic_load, args.critic_save) == (None, None)
+    assert (args.critic_load, args.critic_save, args.critic_source) == (None, None, None)
+
+
+def test_a_critic_that_a_dead_run_left_is_no_source(directory: Path) -> None:
+    (directory / "ckpt" / "critic" / "iter_0000000").mkdir(parents=True)
+    for given in ("", "--critic-load ckpt/critic"):
+        args = parse_args(command(f"{PPO} --load ckpt --save ckpt {given}"))
+        assert args.critic_load == f"{directory}/ckpt/critic"
+        assert args.critic_source is None
+    args = parse_args(command(f"{PPO} --critic-load ckpt/critic"))
+    assert args.critic_source == f"{directory}/ckpt/critic"
+
+
+def test_schedules_count_the_rollouts_that_a_model_learns_from() -> None:
+    args = parse_args(command(f"{PPO} --num-rollout 10 --num-critic-only-steps 4 --lr-warmup-fraction 0.5"))
+    assert warmup_and_decay_steps(args) == (3, 6)
+    assert warmup_and_decay_steps(critic_options(args)) == (5, 10)
+    args.num_rollout = 4  # as with --num-epoch, once the prompts are counted
+    with pytest.raises(OptionError, match="--num-critic-only-steps 4 leaves none of 4 rollouts to the actor"):
+        check_schedule(args)
 
 
 def test_supervised_training_needs_no_advantages(capsys: pytest.CaptureFixture[str]) -> None:

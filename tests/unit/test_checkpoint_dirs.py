@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from slime.backends.megatron import trainer
 from slime.backends.megatron.checkpoint import (
     begin_directory,
     begin_save,
@@ -14,6 +15,7 @@ from slime.backends.megatron.checkpoint import (
     find_checkpoint,
 )
 from slime.options.checkpoint import is_torch_dist
+from tests.algorithm_options import algorithm_options
 
 
 def write(save_dir: Path, rollout_id: int, text: str) -> None:
@@ -81,3 +83,16 @@ def test_torch_dist_directory_is_known_by_the_file_written_last(tmp_path: Path) 
     assert not is_torch_dist(tmp_path)
     (tmp_path / "metadata.json").write_text("{}")
     assert is_torch_dist(tmp_path)
+
+
+def test_where_a_critic_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where --critic-load says, and never from what a run left that ended between its first save's two parts."""
+    made: list[tuple[object, ...]] = []
+    monkeypatch.setattr(trainer, "Learner", lambda args, *rest: made.append(rest))
+    save, model = tmp_path / "save", tmp_path / "model"
+    model.mkdir()
+    write(save / "critic", 0, "of a run that died")
+    resumable = {"load": str(save), "save": str(save)}
+    for options, source in (({}, "actor"), ({"critic_load": str(model)}, str(model)), (resumable, "actor")):
+        trainer._make_critic(algorithm_options(advantage_estimator="ppo", lr=1e-6, **options), "actor", None)
+        assert made.pop() == ("critic", source, None)

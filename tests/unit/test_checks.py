@@ -73,6 +73,19 @@ def test_the_engines_log_probs_as_behaviour_are_not_on_policy() -> None:
         check_step(args, "here", GOOD | {"train/kl_loss": 0.01}, is_first=True)
 
 
+def test_the_first_step_is_at_a_reference_that_no_kl_loss_measures() -> None:
+    """As where ``--kl-coef`` alone has it."""
+    metrics = {name: value for name, value in GOOD.items() if name != "train/kl_loss"}
+    check_step(options(), "here", metrics | {"rollout/ref_log_probs": -1.5}, is_first=True)
+    for wrong in (-1.5000001, math.nan):
+        off = metrics | {"rollout/ref_log_probs": wrong}
+        with pytest.raises(TrainingError, match=r"rollout/log_probs is -1\.5, not the rollout/ref_log_probs"):
+            check_step(options(), "here", off, is_first=True)
+        check_step(options(), "here", off, is_first=False)
+        for other in ("ci_disable_kl_checker", "use_rollout_logprobs"):
+            check_step(options(**{other: True}), "here", off, is_first=True)
+
+
 def test_every_wrong_metric_is_named() -> None:
     with pytest.raises(TrainingError, match=r"train/entropy_loss is -1, .*train/ppo_kl is 1, .*train/kl_loss is 1"):
         check_step(options(), "here", {"train/entropy_loss": -1, "train/ppo_kl": 1, "train/kl_loss": 1}, is_first=True)

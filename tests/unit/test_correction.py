@@ -94,7 +94,8 @@ def run(args: Namespace, batch: TrainBatch, trainer: Rows, micro_batches: list[M
 
 
 def check(**options: Any) -> dict[str, Rows]:
-    args = algorithm_options(**{**BOUNDS, **options})
+    bounds = {name: bound for name, bound in BOUNDS.items() if options.get("use_" + name.split("_")[0])}
+    args = algorithm_options(**bounds, **options)
     batch, trainer, engine, micro_batches = make(args)
     loss, gradient, metrics = run(args, batch, trainer, micro_batches)
     want = plain_factors(args, batch, trainer, engine)

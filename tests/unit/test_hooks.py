@@ -93,7 +93,13 @@ def test_a_loss_that_is_grpo_again(reduction: dict[str, Any]) -> None:
         total, report = reduce_tokens(policy_loss(plain, micro_batch, *terms(leaves[0])), micro_batch)
         total.backward()
         reports[0].append(report)
-        total, report = hooks.custom_loss(custom, micro_batch, leaves[1], lambda leaf=leaves[1], t=terms: t(leaf))  # type: ignore[misc]
+        total, report = hooks.custom_loss(
+            custom,
+            micro_batch,
+            lambda: pytest.fail("it has needs_logits = False"),
+            lambda leaf=leaves[1], t=terms: t(leaf),  # type: ignore[misc]
+            (),
+        )
         total.backward()
         assert torch.equal(report["train/loss"], total.detach())
         reports[1].append(report)
@@ -119,7 +125,8 @@ def test_what_a_loss_sees(monkeypatch: pytest.MonkeyPatch) -> None:
         return logits.sum(), {}
 
     monkeypatch.setattr(hooks, "load_function", lambda path, flag: keep)
-    hooks.custom_loss(args, micro_batch, torch.zeros(1, len(micro_batch.mask), 2), lambda: (micro_batch.mask,) * 2)
+    logits = torch.zeros(1, len(micro_batch.mask), 2)
+    hooks.custom_loss(args, micro_batch, lambda: logits, lambda: (micro_batch.mask,) * 2, ())
     rows = micro_batch.rows.tolist()
     lists = {"loss_masks", "advantages", "log_probs", "ref_log_probs", "rollout_log_probs", "values"}
     assert set(seen) == {*lists, "total_lengths", "response_lengths", "tokens", "log_probs_and_entropy"}
@@ -136,12 +143,18 @@ def test_a_loss_that_leaves_the_model_out_has_a_gradient_of_zeros() -> None:
     _, micro_batches, _ = make(args)
     micro_batch = micro_batches[0]
     micro_batch.advantages = -torch.rand(micro_batch.mask.shape)
-    logits = torch.randn(1, len(micro_batch.mask), VOCAB, requires_grad=True)
-    total, report = hooks.custom_loss(args, micro_batch, logits, lambda: pytest.fail("needs no log-probs"))
+    logits = torch.zeros(1, len(micro_batch.mask), VOCAB)
+    reached = [
+        torch.full(shape, torch.nan, requires_grad=True) for shape in ((1, len(micro_batch.mask), 5), (VOCAB, 5))
+    ]
+    total, report = hooks.custom_loss(
+        args, micro_batch, lambda: logits, lambda: pytest.fail("needs no log-probs"), reached
+    )
     total.backward()
     assert report == {"train/pg_loss": 0.0, "train/loss": 0.0}
-    assert logits.grad is not None
-    assert torch.equal(logits.grad, torch.zeros_like(logits))
+    for tensor in reached:
+        assert tensor.grad is not None
+        assert torch.equal(tensor.grad, torch.zeros_like(tensor))
 
 
 @pytest.mark.parametrize("left_out", [torch.inf, -torch.inf, torch.nan, 3e38])
@@ -152,7 +165,9 @@ def test_logits_that_a_loss_leaves_out_may_be_anything(left_out: float, monkeypa
     values[0, 2, 3] = 0.5
     logits = values.requires_grad_()
     monkeypatch.setattr(hooks, "load_function", lambda path, flag: lambda *of: (of[2][0, 2, 3] * 3, {}))
-    total, _ = hooks.custom_loss(args, micro_batches[0], logits, lambda: pytest.fail("needs no log-probs"))
+    total, _ = hooks.custom_loss(
+        args, micro_batches[0], lambda: logits, lambda: pytest.fail("needs no log-probs"), [logits]
+    )
     total.backward()
     rollouts = micro_batches[0].step.num_rollouts
     assert float(total.detach()) == pytest.approx(1.5 / rollouts)
@@ -175,7 +190,7 @@ def test_mistakes_of_a_loss(name: str, expected: str) -> None:
     _, micro_batches, _ = make(args)
     logits = torch.zeros(1, len(micro_batches[0].mask), VOCAB, requires_grad=True)
     with pytest.raises(ValueError, match=re.escape(expected)) as error:
-        hooks.custom_loss(args, micro_batches[0], logits, lambda: (logits[0, :, 0], logits[0, :, 1]))
+        hooks.custom_loss(args, micro_batches[0], lambda: logits, lambda: (logits[0, :, 0], logits[0, :, 1]), [logits])
     if name != "reduces_too_few":
         assert f"--custom-loss-function-path {hook(name)}" in str(error.value)
 
@@ -235,7 +250,8 @@ def test_a_reducer_that_does_not_reduce() -> None:
 @pytest.mark.parametrize("with_rejection", [True, False])
 def test_importance_sampling_again(with_rejection: bool, reduction: dict[str, Any]) -> None:
     options = {"use_tis": True, "tis_clip_low": 0.8, "tis_clip": 1.25, **TERMS, **reduction}
-    rejection = {"use_rs": with_rejection, "rs_level": "token", "rs_lower_bound": 0.7, "rs_upper_bound": 1.4}
+    rejection = {"use_rs": True, "rs_level": "token", "rs_lower_bound": 0.7, "rs_upper_bound": 1.4}
+    rejection = rejection if with_rejection else {}
     plain = algorithm_options(**options, **rejection)
     custom = algorithm_options(**options, **rejection, custom_tis_function_path=hook("clipped_ratio"))
     made = make(plain)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from slime.backends.megatron.batch import MicroBatch
-from slime.backends.megatron.loss import LOSSES, MAXIMUM, policy_loss, reduce_tokens, sft_loss, value_loss
+from slime.backends.megatron.loss import (
+    LOSSES,
+    MAXIMUM,
+    mismatch_report,
+    policy_loss,
+    reduce_tokens,
+    sft_loss,
+    value_loss,
+)
+from slime.options.algorithm import AlgorithmOptions
 from slime.utils.types import TrainBatch
 from tests.algorithm_options import algorithm_options
 from tests.micro_batches import Rows, engine_rows, fresh_rows, near, numbers, packed, put, same, step_of, take
@@ -266,6 +275,29 @@ def test_reductions_of_the_policy_loss(name: str, reduction: dict[str, Any]) -> 
 def test_policy_loss_without_an_engines_log_probs() -> None:
     got = check(inputs(algorithm_options(), with_engine=False))
     assert not any("rollout_" in name for name in got)
+    made = inputs(algorithm_options(use_rollout_logprobs=True), with_engine=False)
+    with pytest.raises(
+        ValueError, match="--use-rollout-logprobs needs the engine's log-probs, and the samples have no"
+    ):
+        from_micro_batches(made)
+
+
+def test_mismatch_is_reported_of_any_loss() -> None:
+    """The same that the policy loss reports; of the micro-batches, as those of a user's loss."""
+    made = inputs(algorithm_options(), with_old=True)
+    want = from_micro_batches(made)
+    got: dict[str, float] = {}
+    for report in map(mismatch_report, made.micro_batches):
+        for name, value in report.items():
+            largest = name.startswith(MAXIMUM)
+            got[name] = max(got.get(name, 0.0), float(value)) if largest else got.get(name, 0.0) + float(value)
+    names = ("rollout/rollout_log_probs", "train/train_rollout_kl", "train/train_rollout_logprob_abs_diff")
+    assert set(got) == {*names, MAXIMUM + names[-1]}
+    for name in names:
+        assert got[name] == pytest.approx(want[name], rel=1e-6)
+    assert got[MAXIMUM + names[-1]] > got[names[-1]] > 0
+    made = inputs(algorithm_options(), with_engine=False)
+    assert mismatch_report(made.micro_batches[0]) == {}
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo", "ppo"])
@@ -393,3 +425,5 @@ def test_supervised_loss_is_the_negative_log_likelihood(reduction: dict[str, Any
 
 def test_every_loss_type_has_a_function() -> None:
     assert {"policy_loss": policy_loss, "sft_loss": sft_loss} == LOSSES
+    names = get_args(get_type_hints(AlgorithmOptions)["loss_type"])
+    assert {*LOSSES, "custom_loss"} == set(names)

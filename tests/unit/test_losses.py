@@ -118,6 +118,24 @@ def test_cispo_keeps_the_gradient_of_every_token(low: float, high: float | None)
     assert clipped.any()
 
 
+@pytest.mark.parametrize("advantage", [1.3, -0.7])
+@pytest.mark.parametrize("log_ratio", [0.2, -0.2])
+def test_a_ratio_on_the_bound_is_not_clipped(log_ratio: float, advantage: float) -> None:
+    """Its loss, and its whole gradient, are those of the ratio."""
+    ratio = math.exp(log_ratio)
+    clips = {"eps_clip": max(1.0 - ratio, 0.0), "eps_clip_high": max(ratio - 1.0, 0.0)}
+    assert ratio in (1.0 - clips["eps_clip"], 1.0 + clips["eps_clip_high"])
+    leaf = torch.tensor([log_ratio], dtype=torch.float64, requires_grad=True)
+    assert leaf.exp().item() == ratio
+    loss, clipped = policy_loss(leaf, torch.tensor([advantage], dtype=torch.float64), **clips)
+    loss.backward()
+    assert leaf.grad is not None
+    assert loss.item() == leaf.grad.item() == -ratio * advantage
+    assert not clipped
+    _, clipped = cispo_loss(leaf, leaf, torch.tensor([advantage], dtype=torch.float64), **clips)
+    assert not clipped
+
+
 def test_off_policy_sequences_of_negative_advantage_are_masked() -> None:
     row, mask, row_mean = make_rows()
     log_ratio = torch.randn(len(row), dtype=torch.float64, requires_grad=True)

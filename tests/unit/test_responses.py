@@ -217,7 +217,7 @@ def run_micro_batch(args: Any, micro_batch: MicroBatch, log_probs: Tensor, entro
         return reduce_tokens(policy_loss(args, micro_batch, log_probs, entropy), micro_batch)
     logits = torch.zeros(1, len(log_probs), 4, requires_grad=True)
     terms: Callable[[], tuple[Tensor, Tensor]] = lambda: (log_probs, entropy)  # noqa: E731
-    return hooks.custom_loss(args, micro_batch, logits, terms)
+    return hooks.custom_loss(args, micro_batch, lambda: logits, terms, [logits])
 
 
 def run_gather(

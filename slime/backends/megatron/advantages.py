@@ -109,7 +109,11 @@ def set_advantages(
 def _custom(
     args: Namespace, batch: TrainBatch, rows: np.ndarray, micro_batches: list[MicroBatch], inputs: Padded
 ) -> tuple[Tensor, Tensor | None]:
-    """Advantages of ``--custom-advantage-function-path``, which gets and sets lists with one tensor a sample."""
+    """Advantages of ``--custom-advantage-function-path``, which gets and sets lists with one tensor a sample.
+
+    They are this data-parallel rank's samples, any part of a group: statistics over groups are in their ``rewards``,
+    which the data side has made of all samples of the rollout.
+    """
     flag, path = "--custom-advantage-function-path", args.custom_advantage_function_path
     lengths = inputs.lengths.tolist()
     data: dict[str, Any] = {

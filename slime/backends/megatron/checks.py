@@ -31,6 +31,10 @@ def check_step(args: Namespace, where: str, metrics: dict[str, float], *, is_fir
         for name, (low, high, expected) in _ranges(args, is_first).items()
         if name in metrics and not low <= metrics[name] <= high
     ]
+    ours, reference = metrics.get("rollout/log_probs"), metrics.get("rollout/ref_log_probs")
+    at_reference = is_first and not (args.ci_disable_kl_checker or args.use_rollout_logprobs)
+    if at_reference and None not in (ours, reference) and ours != reference:
+        wrong.append(f"rollout/log_probs is {ours}, not the rollout/ref_log_probs {reference} of the first step")
     if wrong:
         raise TrainingError(f"--ci-test: {where}: {'; '.join(wrong)}")
 

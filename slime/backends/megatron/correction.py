@@ -25,11 +25,8 @@ def corrected(
     """
     if not (args.use_tis or args.use_rs):
         return pg_loss, {}
-    if batch.rollout_log_probs is None:
-        flag = "--use-tis" if args.use_tis else "--use-rs"
-        raise ValueError(f"{flag} needs the engine's log-probs, and the samples have no rollout_log_probs")
     means: dict[str, Tensor] = {}
-    both = (train_log_probs, batch.rollout_log_probs)
+    both = (train_log_probs, engine_log_probs(batch, "--use-tis" if args.use_tis else "--use-rs"))
     if args.custom_tis_function_path is not None:
         pg_loss, means = hooks.custom_tis(args, batch, pg_loss, train_log_probs)
     elif args.use_tis:
@@ -60,3 +57,14 @@ def corrected(
         pg_loss = pg_loss * keep
         means["train/rs_dropfrac"] = 1 - keep
     return pg_loss, means
+
+
+def engine_log_probs(batch: MicroBatch, flag: str) -> Tensor:
+    """The engine's log-probs, [T], which ``flag`` needs.
+
+    Raises:
+        ValueError: samples without.
+    """
+    if batch.rollout_log_probs is None:
+        raise ValueError(f"{flag} needs the engine's log-probs, and the samples have no rollout_log_probs")
+    return batch.rollout_log_probs

@@ -7,7 +7,7 @@ counts on the first of them only.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -59,7 +59,11 @@ def custom_tis(
 
 
 def custom_loss(
-    args: Namespace, batch: MicroBatch, logits: Tensor, terms: Callable[[], tuple[Tensor, Tensor]]
+    args: Namespace,
+    batch: MicroBatch,
+    logits: Callable[[], Tensor],
+    terms: Callable[[], tuple[Tensor, Tensor]],
+    reached: Iterable[Tensor],
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The micro-batch's share of the loss of ``--custom-loss-function-path``, and of its metrics.
 
@@ -68,17 +72,23 @@ def custom_loss(
     that takes the values of all response tokens, one sample after the other, to the sum over samples of the mean over
     its trained tokens. ``batch["log_probs_and_entropy"]()`` gives two lists with a tensor for every sample's response,
     with gradient. It returns the loss, so reduced, and a dict of scalars, likewise, in which what is missing counts as
-    0. A loss that is a constant is no mistake: where nothing is left to learn from, there is no gradient.
+    0. A loss that is a constant is no mistake: where nothing is left to learn from, there is no gradient. A function
+    whose attribute ``needs_logits`` is False gets None for them, and they are not computed.
+
+    Args:
+        reached: tensors that the backward pass arrives at from any loss, whatever it depends on.
     """
     flag, path = "--custom-loss-function-path", args.custom_loss_function_path
     data: dict[str, Any] = _described(batch) | known_columns([batch])
     data["tokens"] = batch.tokens
     data["log_probs_and_entropy"] = lambda: tuple(batch.responses.rows(column) for column in terms())
-    loss, metrics = load_function(path, flag=flag)(args, data, logits, _sum_of_sample_mean(batch, args))
+    function = load_function(path, flag=flag)
+    every = logits() if getattr(function, "needs_logits", True) else None
+    loss, metrics = function(args, data, every, _sum_of_sample_mean(batch, args))
     share = _counts_here() / _denominator(args, batch)
     # Every rank's backward pass has to reach the collectives of every other's, also from a loss that does not depend on
-    # the model: by the sum of no logits, which is 0 even where 0 times a logit is not.
-    total = _scalar(loss, f"{flag} {path}: the loss") * share + logits[:, :0].sum()
+    # the model: by sums of no elements, which are 0 even where 0 times an element is not.
+    total = _scalar(loss, f"{flag} {path}: the loss") * share + sum(tensor[:0].sum() for tensor in reached)
     values = {name: torch.as_tensor(value, device=total.device).detach() for name, value in metrics.items()}
     report = {f"train/{name}": _scalar(value.float(), f"{flag} {path}: {name}") for name, value in values.items()}
     return total, {name: value * share for name, value in report.items()} | {"train/loss": total.detach()}

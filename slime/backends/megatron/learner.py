@@ -39,7 +39,6 @@ Output = Callable[..., Any]
 """What becomes of a micro-batch and the model's output on the last pipeline stage."""
 CURRENT = "current"
 REFERENCE = "ref"
-PUBLISHED = "published"
 
 
 class TrainingError(SlimeError):

@@ -15,7 +15,7 @@ from torch import Tensor
 from slime.algorithms import losses
 from slime.backends.megatron import hooks
 from slime.backends.megatron.batch import MicroBatch
-from slime.backends.megatron.correction import corrected
+from slime.backends.megatron.correction import corrected, engine_log_probs
 
 MAXIMUM = "largest:"
 """What the name of a maximum begins with until `slime.backends.megatron.metrics` has taken it over all ranks."""
@@ -77,8 +77,7 @@ def policy_loss(args: Namespace, batch: MicroBatch, log_probs: Tensor, entropy: 
 def behaviour_log_probs(args: Namespace, batch: MicroBatch, present: Tensor) -> Tensor:
     """Log-probs under the policy that the ratio is taken to; ``present`` on the first step on policy."""
     if args.use_rollout_logprobs:
-        assert batch.rollout_log_probs is not None
-        return batch.rollout_log_probs
+        return engine_log_probs(batch, "--use-rollout-logprobs")
     return present if batch.old_log_probs is None else batch.old_log_probs
 
 
@@ -116,6 +115,16 @@ def _add_mismatch(batch: MicroBatch, trainer: Tensor, result: TokenLoss) -> None
         "train/train_rollout_kl": losses.kl_estimate(batch.rollout_log_probs, trainer, "k3"),
     }
     result.maxima["train/train_rollout_logprob_abs_diff"] = difference
+
+
+def mismatch_report(batch: MicroBatch) -> dict[str, Tensor]:
+    """The micro-batch's share of the mismatch metrics, for losses that are not made here."""
+    result = TokenLoss(torch.zeros_like(batch.mask))
+    if batch.old_log_probs is not None:
+        _add_mismatch(batch, batch.old_log_probs, result)
+    _, report = reduce_tokens(result, batch)
+    del report["train/loss"]
+    return report
 
 
 def sft_loss(args: Namespace, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> TokenLoss:

@@ -25,9 +25,9 @@ from slime.backends.megatron import checkpoint, checks, hooks, weights_io  # noq
 from slime.backends.megatron.advantages import set_advantages  # noqa: E402
 from slime.backends.megatron.batch import MicroBatch, PackLayout, pack  # noqa: E402
 from slime.backends.megatron.head import logits  # noqa: E402
-from slime.backends.megatron.learner import CURRENT, PUBLISHED, REFERENCE, Learner, Output, TrainingError  # noqa: E402
+from slime.backends.megatron.learner import REFERENCE, Learner, Output, TrainingError  # noqa: E402
 from slime.backends.megatron.log_probs import token_terms  # noqa: E402
-from slime.backends.megatron.loss import LOSSES, reduce_tokens, value_loss  # noqa: E402
+from slime.backends.megatron.loss import LOSSES, mismatch_report, reduce_tokens, value_loss  # noqa: E402
 from slime.backends.megatron.memory import MemoryLog  # noqa: E402
 from slime.backends.megatron.model import head_weight  # noqa: E402
 from slime.backends.megatron.parallel import initialize_distributed  # noqa: E402
@@ -110,7 +110,7 @@ class MegatronTrainer:
                 packed = [
                     [pack(batch, rows, step, self._layout) for rows in step.micro_batches] for step in batch.steps
                 ]
-            self._prepare(batch, packed, seconds)
+            self._prepare(rollout_id, batch, packed, seconds)
             tokens = [sum(sum(m.lengths) for m in micro_batches) for micro_batches in packed]
             steps: list[dict[str, float]] = [{} for _ in packed]
             for learner, loss, name in self._turns(rollout_id):
@@ -129,22 +129,27 @@ class MegatronTrainer:
         """Who learns from this rollout, by which loss: the critic, and after its own first rollouts the actor."""
         if self._critic is not None:
             yield self._critic, self._value_loss, "critic"
-        if rollout_id >= self.args.num_critic_only_steps:
+        if self._trains_actor(rollout_id):
             yield self._actor, self._loss, "actor"
 
-    def _prepare(self, batch: TrainBatch, packed: list[list[MicroBatch]], seconds: dict[str, float]) -> None:
+    def _trains_actor(self, rollout_id: int) -> bool:
+        return rollout_id >= self.args.num_critic_only_steps
+
+    def _prepare(
+        self, rollout_id: int, batch: TrainBatch, packed: list[list[MicroBatch]], seconds: dict[str, float]
+    ) -> None:
         """Everything that the losses need beside the batch: log-probs, values, advantages."""
         args, everything = self.args, [m for micro_batches in packed for m in micro_batches]
         if args.loss_type == "sft_loss":
             return
-        if args.needs_reference:
+        for_advantages = args.kl_coef != 0 or args.custom_advantage_function_path is not None
+        trains_actor = self._trains_actor(rollout_id)
+        if args.needs_reference and (for_advantages or trains_actor):
             with self._span(seconds, "ref_log_probs"):
                 self._actor.keep_column(everything, self._log_probs, "ref_log_probs", REFERENCE)
-        if self._needs_old_log_probs(steps=len(packed)):
-            published = args.keep_old_actor and PUBLISHED in self._actor.weights
+        if for_advantages or (trains_actor and self._loss_needs_old_log_probs(steps=len(packed))):
             with self._span(seconds, "log_probs"):
-                weights = PUBLISHED if published else CURRENT
-                self._actor.keep_column(everything, self._log_probs, "old_log_probs", weights)
+                self._actor.keep_column(everything, self._log_probs, "old_log_probs")
         if self._critic is not None:
             with self._span(seconds, "values"):
                 self._critic.keep_column(everything, _values, "values")
@@ -158,16 +163,11 @@ class MegatronTrainer:
         with self._memory.phase(name), _timed(seconds, f"perf/{name}_time"):
             yield
 
-    def _needs_old_log_probs(self, steps: int) -> bool:
+    def _loss_needs_old_log_probs(self, steps: int) -> bool:
         """Whether they take a pass of their own: otherwise the first step's, which is on policy, are the same."""
-        args = self.args
-        return (
-            steps > 1
-            or args.kl_coef != 0
-            or args.keep_old_actor
-            or args.loss_type == "custom_loss"
-            or args.custom_advantage_function_path is not None
-        )
+        if self.args.loss_type == "custom_loss":
+            return True
+        return steps > 1 and not self.args.use_rollout_logprobs
 
     # ---- what becomes of the models' outputs
 
@@ -188,8 +188,15 @@ class MegatronTrainer:
 
     def _loss(self, micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         if self.args.loss_type == "custom_loss":
-            every = logits(hidden[0], head_weight(self._actor.chunks[-1]))[None]
-            return hooks.custom_loss(self.args, micro_batch, every, lambda: self._terms(micro_batch, hidden))
+            weight = head_weight(self._actor.chunks[-1])
+            total, report = hooks.custom_loss(
+                self.args,
+                micro_batch,
+                lambda: logits(hidden[0], weight)[None],
+                lambda: self._terms(micro_batch, hidden),
+                reached=(hidden, weight),
+            )
+            return total, mismatch_report(micro_batch) | report
         loss = LOSSES[self.args.loss_type](self.args, micro_batch, *self._terms(micro_batch, hidden))
         return reduce_tokens(loss, micro_batch)
 
@@ -205,8 +212,6 @@ class MegatronTrainer:
 
     def export_buckets(self) -> Iterator[list[tuple[str, Tensor]]]:
         """The actor in Hugging Face's names, in buckets of ``--update-weight-buffer-size`` bytes."""
-        if self.args.keep_old_actor:
-            self._actor.weights.keep(PUBLISHED)
         size = self.args.update_weight_buffer_size
         return weights_io.export_hf_buckets(self.model_chunks, self.family, self.shape, size)
 
@@ -234,8 +239,7 @@ def _make_critic(args: Namespace, source: str, resumed_rollout: int | None) -> L
     """
     own = critic_options(args)
     if resumed_rollout is None:
-        given = args.critic_load is not None and Path(args.critic_load).is_dir()
-        return Learner(own, "critic", args.critic_load if given else source, None)
+        return Learner(own, "critic", args.critic_source or source, None)
     directory = checkpoint.checkpoint_directory(args.critic_load, resumed_rollout)
     if not directory.is_dir():
         raise FileNotFoundError(

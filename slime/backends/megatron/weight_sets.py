@@ -44,9 +44,6 @@ class WeightSets:
             tensor.copy_(copy)
         self.current = name
 
-    def __contains__(self, name: str) -> bool:
-        return name == self.current or name in self._copies
-
     @contextmanager
     def switched(self, name: str) -> Iterator[None]:
         """Within: the set ``name`` is in the model; after: the one before."""
