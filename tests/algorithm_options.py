@@ -8,6 +8,7 @@ from typing import Any
 
 from slime.options.algorithm import AlgorithmOptions, CorrectionOptions, CriticOptions
 from slime.options.algorithm_rules import derive_algorithm
+from slime.options.asynchronous import AsyncOptions
 from slime.options.debug import DebugOptions
 
 _OTHERS: dict[str, Any] = {
@@ -26,7 +27,7 @@ _OTHERS: dict[str, Any] = {
 
 def algorithm_options(**options: Any) -> Namespace:
     """Defaults, ``options`` over them, and what follows from both."""
-    groups = (AlgorithmOptions, CorrectionOptions, CriticOptions, DebugOptions)
+    groups = (AlgorithmOptions, AsyncOptions, CorrectionOptions, CriticOptions, DebugOptions)
     defaults = {field.name: field.default for group in groups for field in fields(group)}
     args = Namespace(**{**defaults, **_OTHERS, **options})
     derive_algorithm(args)

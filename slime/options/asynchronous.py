@@ -25,6 +25,11 @@ class AsyncOptions:
         "it; at least --update-weights-interval - 1.",
         at_least=0,
     )
+    keep_old_actor: bool = option(
+        False,
+        "The behaviour policy is the trainer's own weights of the version that generated each token: versions that "
+        "are not too stale stay in host memory, and each that a rollout needs takes a log-prob pass.",
+    )
 
 
 def derive_async(args: Namespace, given: set[str], warnings: list[str], *, asynchronous: bool) -> None:
@@ -39,7 +44,7 @@ def derive_async(args: Namespace, given: set[str], warnings: list[str], *, async
             if field.name in given:
                 raise OptionError(
                     f"{flag_of(field)} is of train_async.py: train.py pushes weights after every rollout, and then "
-                    "generates the next one"
+                    "generates the next one, so that nothing is ever stale"
                 )
         return
     if args.placement == "colocate":
@@ -49,13 +54,16 @@ def derive_async(args: Namespace, given: set[str], warnings: list[str], *, async
         )
     if args.placement == "rollout_only":
         raise OptionError("--debug-rollout-only: without training there is nothing to overlap with; use train.py")
+    if args.keep_old_actor and (args.use_rollout_logprobs or args.loss_type != "policy_loss"):
+        other = "--use-rollout-logprobs" if args.use_rollout_logprobs else f"--loss-type {args.loss_type}"
+        raise OptionError(f"--keep-old-actor has no effect with {other}: drop one of them")
     interval, staleness = args.update_weights_interval, args.max_weight_staleness
     if staleness < interval - 1:
         raise OptionError(
             f"--max-weight-staleness {staleness} is too small for --update-weights-interval {interval}: before a push "
             f"the trainer's weights are {interval - 1} versions ahead of the engines'; give at least {interval - 1}"
         )
-    corrects = args.use_tis or args.use_rs or args.use_rollout_logprobs
+    corrects = args.use_tis or args.use_rs or args.use_rollout_logprobs or args.keep_old_actor
     if staleness and args.loss_type == "policy_loss" and args.placement == "disaggregate" and not corrects:
         warnings.append(
             f"samples may come from weights up to {staleness} versions old, and the loss takes the trainer's present "

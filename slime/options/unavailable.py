@@ -11,10 +11,6 @@ REPLACED: dict[str, str] = {
     "--eval": "use --eval-interval; with --num-rollout 0 the run only evaluates",
     "--get-mismatch-metrics": "train/train_rollout_* and train/ois are always logged; drop it",
     "--http-proxy": "set the http_proxy environment variable",
-    "--keep-old-actor": (
-        "the engine's log-probs are those of the weights that generated each token: use --use-rollout-logprobs, or "
-        "correct by --use-tis"
-    ),
     "--log-probs-max-tokens-per-gpu": "log-prob passes use the micro-batches of --max-tokens-per-gpu",
     "--megatron-to-hf-mode": "weights are always mapped by the tables in slime/models; drop it",
     "--min-batch-collection-ratio": "it had no effect; drop it",

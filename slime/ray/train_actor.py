@@ -85,7 +85,7 @@ class TrainActor:
 
     def publish(self, version: int) -> dict[str, float]:
         """Push the present weights to every engine as ``version``."""
-        figures = self._publisher.publish(version, self._trainer.export_buckets())
+        figures = self._publisher.publish(version, self._trainer.export_buckets(version))
         return {
             "perf/update_weights_time": figures["seconds"],
             "perf/update_weights_paused_time": figures["paused_seconds"],

@@ -75,6 +75,7 @@ def to_columns(args: Namespace, samples: list[Sample]) -> TrainBatch:
         sample_indices=np.array([i if s.index is None else s.index for i, s in enumerate(samples)], dtype=np.int64),
         truncated=np.array([s.status is Status.TRUNCATED for s in samples], dtype=np.bool_),
         rollout_log_probs=_rollout_log_probs(args, samples),
+        weight_versions=_weight_versions(samples) if args.keep_old_actor else None,
         steps=[],
     )
 
@@ -212,6 +213,29 @@ def _rollout_log_probs(args: Namespace, samples: list[Sample]) -> Ragged | None:
         position = int(np.searchsorted(log_probs.offsets, wrong[0], side="right")) - 1
         raise ValueError(f"{_name(position, samples[position])}: a rollout_log_prob is {log_probs.values[wrong[0]]}")
     return log_probs
+
+
+def _weight_versions(samples: list[Sample]) -> Ragged:
+    """The version of each response token.
+
+    Raises:
+        ValueError: a sample whose segments are not its trained tokens, as where a hook filled it by hand.
+    """
+    rows = []
+    for position, sample in enumerate(samples):
+        versions = np.full(sample.response_length, -1, dtype=np.int32)
+        generated = np.arange(sample.response_length)
+        if sum(sample.segment_lengths) != sample.response_length:
+            generated = np.flatnonzero(sample.loss_mask or [])  # what a tool said lies between segments
+        if sum(sample.segment_lengths) != len(generated):
+            raise ValueError(
+                f"{_name(position, sample)}: --keep-old-actor needs the weights' version of every generated token, and "
+                f"its segments have {sum(sample.segment_lengths)} of {len(generated)} tokens; a generate function "
+                "notes them by passing meta_info to Sample.append_response_tokens"
+            )
+        versions[generated] = np.repeat([int(v) for v in sample.weight_versions], sample.segment_lengths)
+        rows.append(versions)
+    return Ragged.from_rows(rows, np.int32)
 
 
 def _rewards(args: Namespace, samples: list[Sample], rollout_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

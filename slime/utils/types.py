@@ -280,6 +280,8 @@ class TrainBatch:
     rollout_log_probs: Ragged | None
     """float32, response only, from the engine; None for data that no engine made (SFT)."""
     steps: list[OptimizerStep]
+    weight_versions: Ragged | None = None
+    """int32, response only: which weights made each token, -1 for tokens of no engine; with ``--keep-old-actor``."""
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -176,6 +176,7 @@ def test_a_killed_run_resumes_with_every_prompt_exactly_once(workspace: Path) ->
 def test_pushes_after_every_second_rollout(workspace: Path) -> None:
     run_dir = workspace / "interval"
     changes: dict[str, Value] = {"update_weights_interval": 2, "max_weight_staleness": 3, "async_buffer_size": 2}
+    changes |= {"keep_old_actor": True, "use_tis": None}
     run_to_end(async_flags(workspace, run_dir, **changes), workspace / "interval.log")
     versions = {int(v) for i in range(_ROLLOUTS) for sample in samples_of(run_dir, i) for v in sample.weight_versions}
     assert versions <= {0, 2, 4}
@@ -183,6 +184,9 @@ def test_pushes_after_every_second_rollout(workspace: Path) -> None:
     pushes = [line["rollout/step"] for line in read_metrics(run_dir) if "perf/update_weights_time" in line]
     assert pushes == [0, 1, 3]
     assert 1 < max(series(run_dir, "rollout/weight_staleness_max")) <= 3
+    # The trainer's log-probs are by the weights that made each token: the engine's own, however old these are.
+    assert max(series(run_dir, "train/train_rollout_logprob_abs_diff_max")) < 1e-4
+    assert any(series(run_dir, "train/ppo_kl"))
     assert_every_prompt_once(run_dir, _ROLLOUTS)
     assert_accounted_for(run_dir)
 

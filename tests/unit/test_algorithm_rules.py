@@ -208,7 +208,7 @@ def test_functions_in_a_bare_file(name: str, function: str, directory: Path) -> 
         ("--advantage-estimator cispo --eps-clip-c 2", "--eps-clip-c has no effect with --advantage-estimator cispo"),
         *((f"--loss-type sft_loss {flag}", f"{flag} has no effect without --loss-type policy_loss")
           for flag in ("--use-rollout-logprobs", "--use-tis", "--use-rs", "--use-opsm")),
-        ("--keep-old-actor", "--keep-old-actor is not available: the engine's log-probs are those of the weights"),
+        ("--keep-old-actor", "--keep-old-actor is of train_async.py"),
         (f"{PPO} --num-critic-only-steps 3", "--num-critic-only-steps 3 leaves none of --num-rollout 3 to the actor"),
         ("--eps-clip-c 1", "--eps-clip-c"),
         ("--rs-veto-threshold 0", "--rs-veto-threshold"),

@@ -327,3 +327,20 @@ def test_log_probs_may_be_missing_from_every_sample() -> None:
     for sample in samples:
         sample.rollout_log_probs = None
     assert to_columns(make_args(), samples).rollout_log_probs is None
+
+
+def test_versions_of_tokens_are_those_of_their_segments() -> None:
+    whole, with_tool, short = make_samples(1, 3)
+    for sample in (whole, with_tool, short):
+        sample.tokens, sample.response_length = [1, 2, 3, 4, 5, 6], 5
+        sample.rollout_log_probs = [-1.0] * 5
+        sample.weight_versions, sample.segment_lengths = ["3", "4"], [2, 3]
+    with_tool.segment_lengths, with_tool.loss_mask = [2, 1], [1, 1, 0, 0, 1]
+    args = make_args(keep_old_actor=True, disable_rewards_normalization=True)
+    versions = to_columns(args, [whole, with_tool]).weight_versions
+    assert versions is not None
+    assert [versions[i].tolist() for i in range(2)] == [[3, 3, 4, 4, 4], [3, 3, -1, -1, 4]]
+    assert to_columns(make_args(), [whole]).weight_versions is None
+    short.segment_lengths = [2, 2]
+    with pytest.raises(ValueError, match=r"--keep-old-actor needs .* segments have 4 of 0 tokens"):
+        to_columns(args, [short])

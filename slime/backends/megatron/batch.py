@@ -73,6 +73,8 @@ class MicroBatch:
     responses: Responses
     rollout_log_probs: Tensor | None
     """float32 [T], from the engine; 0 outside responses."""
+    weight_versions: Tensor | None = None
+    """int64 [T], the version that made the target token; -1 elsewhere, None unless the batch has them."""
     advantages: Tensor | None = None
     """float32 [T]; None for losses without, and before `advantages.set_advantages`."""
     returns: Tensor | None = None
@@ -178,7 +180,7 @@ def pack(batch: TrainBatch, rows: np.ndarray, step: OptimizerStep, layout: PackL
         )
         for constant_length in (layout.constant_length, None)
     )
-    log_probs = batch.rollout_log_probs
+    log_probs, versions = batch.rollout_log_probs, batch.weight_versions
     return MicroBatch(
         tokens=tensor(tokens[local])[None],
         position_ids=tensor((np.arange(total) - np.repeat(starts, padded))[local])[None],
@@ -194,6 +196,7 @@ def pack(batch: TrainBatch, rows: np.ndarray, step: OptimizerStep, layout: PackL
         step=step,
         responses=Responses(tensor(targets), torch.from_numpy(responses), tensor(local), total, layout.cp_group),
         rollout_log_probs=None if log_probs is None else tensor(column(log_probs, np.float32)),
+        weight_versions=None if versions is None else tensor(column(versions, np.int64)),
     )
 
 

@@ -44,6 +44,10 @@ class WeightSets:
             tensor.copy_(copy)
         self.current = name
 
+    def drop(self, name: str) -> None:
+        """Forget a kept set."""
+        del self._copies[name]
+
     @contextmanager
     def switched(self, name: str) -> Iterator[None]:
         """Within: the set ``name`` is in the model; after: the one before."""
