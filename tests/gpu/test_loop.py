@@ -31,11 +31,11 @@ _ENGINE: dict[str, Value] = {
 Record = Callable[[str, object], None]
 
 
-def run(workspace: Path, name: str, **changes: Value) -> Path:
-    """Run train.py to a good end that leaves no process; its directory."""
+def run(workspace: Path, name: str, driver: str = "train.py", **changes: Value) -> Path:
+    """Run a driver to a good end that leaves no process; its directory."""
     run_dir = workspace / name
     line = flags(workspace, run_dir, **{**_ENGINE, "check_weight_update_equal": True, **changes})
-    with TrainProcess(line, workspace / f"{name}.log") as process:
+    with TrainProcess(line, workspace / f"{name}.log", driver=driver) as process:
         assert process.wait(RUN_S) == 0, process.tail()
         process.assert_no_process_left()
     return run_dir
@@ -77,3 +77,15 @@ def test_colocated_trainers_of_another_layout_than_the_engine(workspace: Path, r
     """Pipeline-parallel trainers push into one tensor-parallel engine on the same two GPUs."""
     layout: dict[str, Value] = {"actor_num_gpus_per_node": 2, "pipeline_model_parallel_size": 2}
     check(run(workspace, "relayout", rollout_num_gpus_per_engine=2, **layout), 3, record_property)
+
+
+@pytest.mark.gpus(2)
+def test_asynchronous_by_nccl(workspace: Path, record_property: Record) -> None:
+    """Pushes interrupt long responses; the trainer's log-probs by each token's own weights are the engine's."""
+    slots: dict[str, Value] = {"colocate": None, "actor_num_gpus_per_node": 1, "rollout_num_gpus": 1}
+    lengths: dict[str, Value] = {"rollout_max_response_len": 1024, "max_tokens_per_gpu": 4096, "num_rollout": 4}
+    run_dir = run(workspace, "async", "train_async.py", keep_old_actor=True, **slots, **lengths)
+    check(run_dir, 4, record_property)
+    staleness = max(series(run_dir, "rollout/weight_staleness_max"))
+    record_property("staleness", f"{staleness:.0f}")
+    assert staleness <= 1
