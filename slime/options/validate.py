@@ -338,9 +338,14 @@ def _templates(args: Namespace) -> None:
 
 def _load_directory(args: Namespace, warnings: list[str]) -> None:
     """What ``--load`` must hold: checkpoints of an earlier run, or nothing where this run saves there."""
-    if args.load is None or args.placement == "rollout_only" or has_checkpoint(args.load):
+    if args.load is None or args.placement == "rollout_only":
         return
     directory = Path(args.load)
+    if has_checkpoint(args.load):
+        last = (directory / LATEST).read_text().strip()
+        if last.isdecimal() and args.num_rollout is not None and int(last) + 1 >= args.num_rollout:
+            warnings.append(f"--load {directory} is after rollout {last}, the last of --num-rollout {args.num_rollout}")
+        return
     if (directory / "config.json").is_file():
         raise OptionError(
             f"--load {directory} is a Hugging Face directory: --load is for resuming; name it by --hf-checkpoint, or "

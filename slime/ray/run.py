@@ -95,7 +95,8 @@ class Run:
 
     def start(self) -> None:
         """Start data source, engines, router and trainers, in parallel where they do not need each other."""
-        args = self.args
+        args, began = self.args, time.monotonic()
+        print(f"run directory: {args.run_dir}; loading the data", flush=True)
         # Hexadecimal: a key may end up behind a flag, and must not look like one.
         keys = None if args.no_api_keys else (secrets.token_hex(24), secrets.token_hex(24))
         self._manager = create_manager(args, keys)
@@ -104,6 +105,12 @@ class Run:
         (args.num_rollout,) = self._wait(loaded, LOAD_DATA, self._limit("data_load_timeout"))
         Path(args.run_dir, "config.yaml").write_text(describe(args))
         self._placement = place(args)
+        trainers, slots = len(self._placement.train), len(self._placement.rollout)
+        print(
+            f"{args.num_rollout} rollouts; starting {trainers} training ranks and engines on {slots} slots "
+            "(logs in the run directory)",
+            flush=True,
+        )
         self._turns = self._make_turns(self._placement)
         if args.colocate and self._placement.on_gpus:
             # One after the other: an engine takes a share of the GPU memory that it finds free.
@@ -121,6 +128,8 @@ class Run:
             started = {"the router": self._manager.start.remote(urls)}
             self._wait(started, "start router", self._limit("engine_start_timeout", _MARGIN_S))
             self._connect_trainers(urls, keys)
+        going_on = f", going on after rollout {args.start_rollout_id}" if args.start_rollout_id else ""
+        print(f"started in {time.monotonic() - began:.0f} s{going_on}", flush=True)
 
     def _make_turns(self, placement: Placement) -> Turns:
         args = self.args
