@@ -91,7 +91,7 @@ def test_job_submission_trains(workspace: Path, ray_head: dict[str, str]) -> Non
     submit = [str(ray), "job", "submit", "--", sys.executable]
     environment = os.environ | ray_head | {"PYTHONPATH": str(ROOT)}
     del environment["RAY_ADDRESS"]  # the command line takes it for the job server's
-    status, deadline = 1, time.monotonic() + 60
+    status, deadline = 1, time.monotonic() + 180  # the agent that starts jobs is the last of a Ray head to be there
     while status and time.monotonic() < deadline:
         with open(workspace / "job.log", "w") as log:
             status = subprocess.run(
