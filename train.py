@@ -4,22 +4,14 @@
 """
 
 import argparse
-import sys
 
-from slime.ray.run import Run, RunError, dry_run, is_due
+from slime.ray.run import Run, is_due, run_driver
 from slime.utils.arguments import parse_args
 
 
 def main() -> None:
     """Run the synchronous loop."""
-    args = parse_args()
-    try:
-        (dry_run if args.dry_run else train)(args)
-    except RunError as error:
-        print(f"train.py: error: {error}", file=sys.stderr)
-        sys.exit(error.exit_status)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_driver(train, parse_args())
 
 
 def train(args: argparse.Namespace) -> None:

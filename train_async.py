@@ -4,23 +4,15 @@
 """
 
 import argparse
-import sys
 
 from slime.ray.pipeline import Pipeline
-from slime.ray.run import Run, RunError, dry_run, is_due
+from slime.ray.run import Run, is_due, run_driver
 from slime.utils.arguments import parse_args
 
 
 def main() -> None:
     """Run the asynchronous loop."""
-    args = parse_args(asynchronous=True)
-    try:
-        (dry_run if args.dry_run else train)(args)
-    except RunError as error:
-        print(f"train_async.py: error: {error}", file=sys.stderr)
-        sys.exit(error.exit_status)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_driver(train, parse_args(asynchronous=True))
 
 
 def train(args: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ import secrets
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -326,6 +327,17 @@ class Run:
         self._metrics.log(metrics, step_key, step)
 
 
+def run_driver(train: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:
+    """Run a driver's loop, or only check it with ``--dry-run``; an error is one line and the process's exit status."""
+    try:
+        (dry_run if args.dry_run else train)(args)
+    except RunError as error:
+        print(f"{_program()}: error: {error}", file=sys.stderr)
+        sys.exit(error.exit_status)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
 def dry_run(args: argparse.Namespace) -> None:
     """Check everything that can be checked without starting anything, and print what would run.
 
@@ -374,4 +386,4 @@ def _exit_on_sigterm(signum: int, frame: FrameType | None) -> None:
     sys.exit(128 + signum)
 
 
-__all__ = ["Run", "RunError", "dry_run", "is_due"]
+__all__ = ["Run", "RunError", "dry_run", "is_due", "run_driver"]

@@ -26,7 +26,7 @@ class Turns:
         """
         self._trainers, self._engines = trainers, engines
         self._offload_train, self._offload_rollout = offload_train, offload_rollout
-        self._awake: Literal["trainers", "engines", "nobody"] = "trainers"
+        self._awake: Literal["trainers", "engines"] = "trainers"
         self._figures: dict[str, float] = {}
 
     def figures(self) -> dict[str, float]:

@@ -87,5 +87,5 @@ async def hold_requests(hold: bool) -> None:
 
 
 async def may_request() -> None:
-    """Wait while requests are held."""
+    """Wait while requests are held: as long as a push takes, which has a deadline and whose failure ends the run."""
     await _door().wait()

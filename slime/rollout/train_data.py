@@ -44,7 +44,7 @@ def to_train_batches(args: Namespace, samples: list[Sample], dp_size: int) -> tu
         micro_batch_size=None if dynamic else args.micro_batch_size,
         max_tokens=args.max_tokens_per_gpu * args.context_parallel_size if dynamic else None,
         micro_batch_multiple=_micro_batch_multiple(args),
-        row_costs=forward_flops(lengths, _decoder_shape(args)) if balances else None,
+        row_costs=forward_flops(lengths, decoder_shape(args)) if balances else None,
         balance_micro_batches=args.balance_by_flops,
     )
     metrics = rollout_metrics(samples, columns)
@@ -128,7 +128,8 @@ def _padded_lengths(args: Namespace, lengths: np.ndarray) -> np.ndarray:
     return -(-lengths // chunks) * chunks
 
 
-def _decoder_shape(args: Namespace) -> DecoderShape:
+def decoder_shape(args: Namespace) -> DecoderShape:
+    """The sizes that a row's work depends on, of the whole model."""
     moe_layers, every = 0, args.moe_layer_freq
     if args.num_experts:
         moe_layers = sum(every) if isinstance(every, list) else -(-args.num_layers // every)

@@ -184,7 +184,7 @@ def _resolve(args: argparse.Namespace, given: set[str], asynchronous: bool) -> l
     derive_all(args, warnings)
     derive_async(args, given, warnings, asynchronous=asynchronous)
     _check_reward_name(args)
-    is_local = args.hf_checkpoint is not None and os.path.isdir(os.path.expanduser(args.hf_checkpoint))
+    is_local = os.path.isdir(os.path.expanduser(args.hf_checkpoint))
     args.hf_checkpoint = model_directory(args.hf_checkpoint, with_weights=not args.dry_run)
     if is_local or not args.dry_run:
         check_weights(args)

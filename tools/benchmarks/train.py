@@ -132,7 +132,7 @@ def main() -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     from slime.backends.megatron.trainer import MegatronTrainer
     from slime.batching.flops import forward_flops
-    from slime.rollout.train_data import _decoder_shape, to_train_batches
+    from slime.rollout.train_data import decoder_shape, to_train_batches
 
     args = training_options(options, 1, world_size)
     dp_size = args.data_parallel_size
@@ -155,7 +155,7 @@ def main() -> None:
     if rank:
         return
     step = sorted(seconds)[len(seconds) // 2]
-    flops = 3 * float(forward_flops(np.array(lengths), _decoder_shape(args)).sum())
+    flops = 3 * float(forward_flops(np.array(lengths), decoder_shape(args)).sum())
     result = {
         "tokens_per_s_per_gpu": sum(lengths) / step / world_size,
         "mfu": flops / (PEAK_FLOPS * world_size * step),
