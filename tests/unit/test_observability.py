@@ -136,6 +136,8 @@ def wandb_records(file: Path) -> Iterator[bytes]:
             position += left_in_block
             continue
         length, kind = struct.unpack_from("<HB", data, position + 4)
+        if position + 7 + length > len(data):
+            return  # the file is still being written
         record += data[position + 7 : position + 7 + length]
         position += 7 + length
         if kind in (1, 4):  # a whole record, or the last part of one
@@ -143,15 +145,27 @@ def wandb_records(file: Path) -> Iterator[bytes]:
             record = b""
 
 
-def read_wandb(directory: Path) -> tuple[list[dict[str, Any]], dict[str, Any], Any]:
-    """History rows, configuration and run record of the one offline run below ``directory``."""
+def finished_wandb_records(directory: Path, timeout: float = 60.0) -> list[Any]:
+    """The records of the one offline run below ``directory``, waiting for its last one.
+
+    ``finish`` returns once W&B's service has taken everything, which it may still be writing on a busy machine.
+    """
     from wandb.proto import wandb_internal_pb2
 
     (file,) = directory.glob("wandb/offline-run-*/run-*.wandb")
+    end = time.monotonic() + timeout
+    while True:
+        records = [wandb_internal_pb2.Record.FromString(data) for data in wandb_records(file)]
+        if any(record.WhichOneof("record_type") == "exit" for record in records):
+            return records
+        assert time.monotonic() < end, f"{file} has no exit record after {timeout:g} s"
+        time.sleep(0.05)
+
+
+def read_wandb(directory: Path) -> tuple[list[dict[str, Any]], dict[str, Any], Any]:
+    """History rows, configuration and run record of the one offline run below ``directory``."""
     rows, config, run = [], {}, None
-    for data in wandb_records(file):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
+    for record in finished_wandb_records(directory):
         kind = record.WhichOneof("record_type")
         if kind == "history":
             items = record.history.item
