@@ -207,6 +207,32 @@ def test_disaggregated_run_with_two_trainers(workspace: Path) -> None:
 
 
 @pytest.mark.full
+def test_ppo_trains_both_models_and_a_resumed_run_equals_the_uninterrupted_one(workspace: Path) -> None:
+    whole, resumed = workspace / "ppo", workspace / "ppo_resumed"
+    ppo: dict[str, Value] = {"advantage_estimator": "ppo", "num_critic_only_steps": 1, "critic_lr": "1e-2"}
+    changes = ppo | {"use_kl_loss": None, "kl_loss_coef": None, "kl_coef": "0.01", "save_interval": 1}
+    _run(flags(workspace, whole, save=str(whole), **changes), workspace / "ppo.log")
+    # The first rollout trains the critic alone: the actor's loss begins with the second one.
+    critic = ("train/critic-value_loss", "train/critic-grad_norm")
+    assert {key: len(series(whole, key)) for key in (*critic, "train/pg_loss")} == {
+        critic[0]: _ROLLOUTS,
+        critic[1]: _ROLLOUTS,
+        "train/pg_loss": _ROLLOUTS - 1,
+    }
+    assert all(norm > 0 for norm in series(whole, critic[1]))
+    assert max(series(whole, "train/train_rollout_logprob_abs_diff")) < 1e-4
+
+    resumed.mkdir()
+    for source, directory in ((whole, resumed), (whole / "critic", resumed / "critic")):
+        shutil.copytree(source / "iter_0000000", directory / "iter_0000000")
+        (directory / "latest_checkpointed_iteration.txt").write_text("0")
+    _run(flags(workspace, resumed, save=str(resumed), load=str(resumed), **changes), workspace / "ppo_resumed.log")
+    for key in (*critic, "train/pg_loss"):
+        expected = series(whole, key)[1 - _ROLLOUTS :]
+        assert series(resumed, key) == pytest.approx(expected, rel=1e-5, abs=1e-7), key
+
+
+@pytest.mark.full
 def test_disk_transport_with_two_steps_a_rollout_and_two_eval_sets(workspace: Path) -> None:
     run_dir = workspace / "disk"
     sets = ["one", str(workspace / "eval.jsonl"), "two", f"{workspace / 'eval.jsonl'}@[0:2]"]
