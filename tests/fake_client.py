@@ -23,7 +23,9 @@ class FakeClient:
         self._reply = reply
         self._seconds = seconds
 
-    async def generate(self, input_ids: Any, sampling_params: Any, *, headers: Any = None) -> dict[str, Any]:
+    async def generate(
+        self, input_ids: Any, sampling_params: Any, *, headers: Any = None, rid: str | None = None
+    ) -> dict[str, Any]:
         self.requests.append((list(input_ids), dict(sampling_params), headers))
         number = len(self.requests)
         self.running += 1

@@ -18,6 +18,15 @@ class DataOptions:
         "Class (args) with get_samples, add_samples, save, load.",
         hook=("RolloutDataSourceWithBuffer", "RolloutDataSource", "DataSource"),
     )
+    buffer_filter_path: str | None = option(
+        None,
+        "Function (args, rollout_id, buffer, num_samples) -> groups, which it takes out of the buffer; default: first "
+        "in, first out.",
+        hook=("buffer_filter", "pop_first"),
+    )
+    disable_rollout_global_dataset: bool = option(
+        False, "No --prompt-data: the rollout function is given empty samples, and fills them in."
+    )
     input_key: str = option("input", "Column of the prompt: a string or a list of chat messages.")
     label_key: str | None = option(None, "Column of the expected answer.")
     metadata_key: str = option("metadata", "Column of further fields: an object, or JSON text of one.")

@@ -28,6 +28,44 @@ class RolloutOptions:
         "async function (args, sample, sampling_params) that generates one sample, for tools and several turns.",
         hook=("generate", "custom_generate"),
     )
+    over_sampling_batch_size: int | None = option(
+        None,
+        "Prompts that are begun at a time; at least --rollout-batch-size. What is not needed goes back to the buffer.",
+        at_least=1,
+    )
+    dynamic_sampling_filter_path: str | None = option(
+        None,
+        "Function (args, samples, **kwargs) -> DynamicFilterOutput or bool: whether a finished group is trained.",
+        hook=("dynamic_sampling_filter", "check_reward_nonzero_std"),
+    )
+    partial_rollout: bool = option(
+        False, "Responses that are not finished when a rollout has what it needs go on in a later one."
+    )
+    mask_offpolicy_in_partial_rollout: bool = option(
+        False, "Leave the tokens of such a response that older weights generated out of the loss."
+    )
+    on_sample_error: Literal["retry", "drop", "stop"] = option(
+        "retry",
+        "When a user's function, a reward or one request fails: try the sample up to three times and then drop its "
+        "group, drop it at once, or stop the run.",
+    )
+    rollout_sample_hook_path: list[list[str]] | None = option(
+        None,
+        "Function (args, sample, *, rollout_id, evaluation) -> Sample or None, called with every sample between its "
+        "generation and its reward; the flag may be repeated.",
+        hook=("sample_hook", "rollout_sample_hook"),
+    )
+    rollout_sample_filter_path: str | None = option(
+        None,
+        "Function (args, groups) that sets remove_sample of samples to be left out of the loss.",
+        hook=("rollout_sample_filter", "sample_filter"),
+    )
+    rollout_all_samples_process_path: str | None = option(
+        None,
+        "Function (args, all_groups, data_source), called after each rollout with every finished group, filtered ones "
+        "included.",
+        hook=("process_all_samples", "all_samples_process"),
+    )
     max_turns: int | None = option(None, "For custom generate functions: turns of one sample at most.", at_least=1)
     rollout_temperature: float = option(1.0, "Sampling temperature; the trainer's log-probs use it too.", above=0)
     rollout_top_p: float = option(1.0, "Nucleus sampling; log-probs of the trainer assume 1.", above=0, at_most=1)
@@ -58,6 +96,9 @@ class RewardOptions:
     )
     custom_rm_path: str | None = option(
         None, "async function (args, sample, **kwargs) -> float or dict.", hook=("reward_func", "custom_rm")
+    )
+    group_rm: bool = option(
+        False, "Compute rewards once for a whole group, when all its samples are there; a list function gets them all."
     )
     reward_key: str | None = option(None, "Entry of a dict reward that is trained on.")
     eval_reward_key: str | None = option(None, "Entry of a dict reward that evaluation reports; default --reward-key.")

@@ -49,12 +49,10 @@ NOT_YET: dict[str, str] = {
     "critic": "--megatron-config-path",
     "distillation": "--opd-kl-coef --opd-teacher-ckpt-step --opd-teacher-load --opd-type --use-opd",
     "rollout": """
-        --buffer-filter-path --custom-convert-samples-to-train-data-path --custom-eval-rollout-log-function-path
-        --custom-rollout-log-function-path --disable-rollout-global-dataset --dynamic-sampling-filter-path
-        --fetch-trajectory-retry-times --group-rm --load-forge-rollout-data --mask-offpolicy-in-partial-rollout
-        --multimodal-keys --over-sampling-batch-size --partial-rollout --rollout-all-samples-process-path
-        --rollout-buffer-url --rollout-data-postprocess-path --rollout-data-transport --rollout-external-engine-addrs
-        --rollout-sample-filter-path --rollout-sample-hook-path --rollout-task-type --use-distributed-post""",
+        --custom-convert-samples-to-train-data-path --custom-eval-rollout-log-function-path
+        --custom-rollout-log-function-path --fetch-trajectory-retry-times --load-forge-rollout-data
+        --multimodal-keys --rollout-buffer-url --rollout-data-postprocess-path --rollout-data-transport
+        --rollout-external-engine-addrs --rollout-task-type --use-distributed-post""",
     "engine layout": "--prefill-num-servers --sglang-config --sglang-router-ip --sglang-router-port",
     "fault tolerance": """
         --rollout-health-check-first-wait --rollout-health-check-interval --rollout-health-check-timeout

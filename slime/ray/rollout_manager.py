@@ -16,13 +16,14 @@ from slime.backends.sglang.router import Router
 from slime.options.rollout import DEFAULT_ROLLOUT
 from slime.options.validate import check_schedule
 from slime.ray.cluster import enter_actor
+from slime.rollout.abort import register_engines
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, flatten_samples
 from slime.rollout.data_source import DataSource, RolloutDataSource
 from slime.rollout.evaluation import eval_metrics, load_eval_prompts
 from slime.rollout.gate import hold_requests
 from slime.rollout.loop import background_loop
 from slime.rollout.metrics import accounting
-from slime.rollout.sglang_rollout import draw_groups, generate_groups
+from slime.rollout.sglang_rollout import draw_first_groups, generate_groups
 from slime.rollout.staleness import renew_stale, staleness_metrics
 from slime.rollout.train_data import to_train_batches
 from slime.rollout.under_way import under_way
@@ -76,6 +77,7 @@ class RolloutManager:
         for url in engine_urls:
             self._router.add(url)
         self._router.wait_registered(engine_urls, timeout=max(0.0, deadline - time.monotonic()))
+        register_engines(engine_urls, self._api_keys[1] if self._api_keys else None)
         # An IPv6 address keeps its brackets, which hooks that put address and port together would forget.
         args.sglang_router_ip, port = self._router.url.removeprefix("http://").rsplit(":", 1)
         args.sglang_router_port = int(port)
@@ -99,7 +101,7 @@ class RolloutManager:
         """
         if rollouts_overlap(self._args):
             with under_way(rollout_id):
-                self._drawn[rollout_id] = draw_groups(self._args, self._data_source)
+                self._drawn[rollout_id] = draw_first_groups(self._args, self._data_source)
 
     @ray.method(concurrency_group=ROLLOUTS)
     def generate(self, rollout_id: int, dp_size: int, drawn: None) -> tuple[list[ray.ObjectRef], dict[str, float]]:
@@ -127,7 +129,7 @@ class RolloutManager:
         if args.load_debug_rollout_data:
             return _load_samples(args.load_debug_rollout_data, rollout_id), {}
         if rollouts_overlap(args):
-            output = generate_groups(args, rollout_id, self._drawn.pop(rollout_id))
+            output = generate_groups(args, rollout_id, self._data_source, self._drawn.pop(rollout_id))
         else:
             output = self._rollout(args, rollout_id, self._data_source)
         if not isinstance(output, RolloutFnTrainOutput):

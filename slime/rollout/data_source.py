@@ -15,12 +15,16 @@ import numpy as np
 
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.dataset import PromptDataset, load_prompts, train_prompt_spec
+from slime.rollout.filter_hub.buffer_filters import pop_first
+from slime.rollout.hooks import call_quick_hook
 from slime.rollout.under_way import current_rollout
 from slime.utils.errors import BadInputError
+from slime.utils.misc import load_function
 from slime.utils.types import Group, Sample
 
 logger = logging.getLogger(__name__)
 
+BUFFER_FILTER_NAMES = ("buffer_filter", "pop_first")
 _WITH_BUFFER = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
 
 
@@ -90,7 +94,9 @@ class RolloutDataSource(DataSource):
         return current_rollout()
 
     @staticmethod
-    def _load(args: Namespace) -> PromptDataset:
+    def _load(args: Namespace) -> Sequence[Sample] | PromptDataset:
+        if args.disable_rollout_global_dataset:
+            return [Sample()]  # the rollout function fills it in
         if not args.prompt_data:
             raise BadInputError("--prompt-data is missing")
         return load_prompts(train_prompt_spec(args))
@@ -245,13 +251,6 @@ def _from_dicts(groups: list[list[dict[str, Any]]]) -> list[Group]:
     return [[Sample.from_dict(fields) for fields in group] for group in groups]
 
 
-def pop_first(args: Namespace, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:
-    """First in, first out. What it leaves in ``buffer`` is offered again."""
-    taken = buffer[:num_samples]
-    del buffer[:num_samples]
-    return taken
-
-
 class RolloutDataSourceWithBuffer(RolloutDataSource):
     """A `RolloutDataSource` that takes groups back and hands them out again before new prompts."""
 
@@ -260,24 +259,43 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         self.buffer: list[Group] = []
 
     def buffer_filter(self, args: Namespace, buffer: list[Group], num_samples: int) -> list[Group]:
-        """Choose up to ``num_samples`` groups and take them out of ``buffer``; for subclasses to override."""
-        return pop_first(args, self.rollout_id, buffer, num_samples)
+        """Choose up to ``num_samples`` groups and take them out of ``buffer``, as ``--buffer-filter-path`` does.
+
+        For subclasses to override. What is taken out and not returned is thrown away.
+        """
+        path = args.buffer_filter_path
+        if path is None:
+            return pop_first(args, self.rollout_id, buffer, num_samples)
+        function = load_function(path, flag="--buffer-filter-path", default_names=BUFFER_FILTER_NAMES)
+        where = f"--buffer-filter-path {path}"
+        return call_quick_hook(function, where, args, self.rollout_id, buffer, num_samples)
 
     def get_samples(self, num_samples: int) -> list[Group]:
         """Groups of the buffer, as `buffer_filter` chooses them, then new ones.
 
         Raises:
-            BadInputError: it chose more than it was asked for.
+            BadInputError: it chose more than it was asked for, or left what it chose in the buffer.
+            HookError: the function of ``--buffer-filter-path`` raised.
         """
         with self.lock:
             again = self._hand_again(num_samples)
             wanted = num_samples - len(again)
-            groups = list(self.buffer_filter(self.args, self.buffer, wanted)) if self.buffer and wanted else []
-            if len(groups) > wanted:
-                raise BadInputError(
-                    f"{type(self).__name__}.buffer_filter returned {len(groups)} groups, asked for {wanted}"
-                )
+            groups = self._choose(wanted) if self.buffer and wanted else []
             return again + self._hand_out(groups) + super().get_samples(wanted - len(groups))
+
+    def _choose(self, wanted: int) -> list[Group]:
+        before = list(self.buffer)
+        groups = self.buffer_filter(self.args, self.buffer, wanted)
+        chooser = self.args.buffer_filter_path or f"{type(self).__name__}.buffer_filter"
+        chosen, left = {id(group) for group in groups}, {id(group) for group in self.buffer}
+        if len(groups) > wanted or not chosen <= {id(group) for group in before}:
+            raise BadInputError(f"{chooser} must return up to {wanted} groups of the buffer; it returned {len(groups)}")
+        if chosen & left:
+            raise BadInputError(f"{chooser} must take the groups that it returns out of the buffer: pop them")
+        dropped = [group for group in before if id(group) not in chosen | left]
+        if dropped:
+            self.num_dropped["buffer_filter"] += len(dropped)
+        return groups
 
     def add_samples(self, samples: list[Group]) -> None:
         """Append groups; each is a non-empty list of samples, of whatever number.

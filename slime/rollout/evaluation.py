@@ -15,10 +15,10 @@ from slime.options.rollout import DEFAULT_ROLLOUT
 from slime.rollout.base_types import RolloutFnEvalOutput, flatten_samples
 from slime.rollout.dataset import PromptSpec, load_prompts
 from slime.rollout.gate import FIRST
+from slime.rollout.group import generate_and_rm
 from slime.rollout.loop import run_all
 from slime.rollout.metrics import length_stats
-from slime.rollout.sampling import eval_sampling_params
-from slime.rollout.sglang_rollout import generate_and_rm, seeded
+from slime.rollout.sampling import eval_sampling_params, seeded
 from slime.rollout.state import rollout_state
 from slime.utils.errors import BadInputError
 from slime.utils.types import Group, Sample, Status

@@ -14,15 +14,18 @@ FIRST = -1
 
 
 class Gate:
-    """Lets so many in at a time; whoever waits gets in by rank, those of one rank in the order of their coming."""
+    """Lets so many in at a time; whoever waits gets in by rank, those of one rank in the order of their coming.
+
+    A rank is a pair: of the rollout, and of the group within it.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._free = capacity
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[tuple[int, int], int, asyncio.Future[None]]] = []
         self._arrivals = itertools.count()
 
     @contextlib.asynccontextmanager
-    async def passing(self, rank: int) -> AsyncIterator[None]:
+    async def passing(self, rank: tuple[int, int]) -> AsyncIterator[None]:
         """Wait for a place, and keep it until the end of the block."""
         await self._enter(rank)
         try:
@@ -30,7 +33,7 @@ class Gate:
         finally:
             self._leave()
 
-    async def _enter(self, rank: int) -> None:
+    async def _enter(self, rank: tuple[int, int]) -> None:
         if self._free:
             self._free -= 1
             return

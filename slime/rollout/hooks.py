@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from slime.utils.errors import SlimeError
@@ -25,11 +26,24 @@ async def call_hook(function: Callable[..., Any], where: str, *args: Any, **kwar
     Raises:
         HookError: the function raised; the message holds its traceback.
     """
-    try:
+    with naming(where):
         if inspect.iscoroutinefunction(function):
             return await function(*args, **kwargs)
         result = await asyncio.to_thread(function, *args, **kwargs)
         return await result if inspect.isawaitable(result) else result
+
+
+def call_quick_hook(function: Callable[..., Any], where: str, *args: Any, **kwargs: Any) -> Any:
+    """As `call_hook`, of a sync function and from synchronous code."""
+    with naming(where):
+        return function(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Within the block a user's code runs: what it raises becomes a HookError with flag, path and traceback."""
+    try:
+        yield
     except HookError:
         raise
     except Exception as error:
@@ -41,3 +55,8 @@ def accepts(function: Callable[..., Any], name: str) -> bool:
     """Whether ``function`` takes a keyword argument ``name``."""
     parameters = inspect.signature(function).parameters
     return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def accepted(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+    """Those of the keyword arguments that ``function`` takes."""
+    return {name: value for name, value in arguments.items() if accepts(function, name)}

@@ -96,10 +96,11 @@ async def run_all(
             raise DeadlineError(late())
         return [task.result() for task in tasks]
     finally:
-        await _cancel(tasks)
+        await cancel(tasks)
 
 
-async def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
+async def cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel what is not done, and wait, not for long, until it has ended; what tasks raised is forgotten."""
     pending = [task for task in tasks if not task.done()]
     for task in pending:
         task.cancel()

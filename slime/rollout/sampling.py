@@ -42,3 +42,10 @@ def request_seed(*parts: int | str) -> int:
     """A seed in [0, 2**53) that depends on every part and on nothing else."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> (64 - _SEED_BITS)
+
+
+def seeded(args: Namespace, params: dict[str, Any], *parts: int | str | None) -> dict[str, Any]:
+    """``params`` with a ``sampling_seed`` of run and ``parts`` where the engine is deterministic, else unchanged."""
+    if not getattr(args, "sglang_enable_deterministic_inference", False):
+        return params
+    return params | {"sampling_seed": request_seed(args.rollout_seed, *(str(part) for part in parts))}

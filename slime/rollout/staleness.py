@@ -13,6 +13,7 @@ import numpy as np
 
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.data_source import RolloutDataSource
+from slime.rollout.prompts import draw_groups
 from slime.rollout.sglang_rollout import generate_groups
 from slime.utils.types import Group, Sample
 
@@ -48,9 +49,11 @@ def renew_stale(
     }
     if not stale:
         return samples, counts
-    anew += source.get_samples(len(stale) - len(anew))
+    if len(anew) < len(stale):
+        anew += draw_groups(args, source, len(stale) - len(anew))
     kept = [sample for sample in samples if sample.group_index not in stale]
-    return kept + flatten_samples(generate_groups(args, rollout_id, anew).samples), counts
+    renewed = generate_groups(args, rollout_id, source, anew, wanted=len(anew))
+    return kept + flatten_samples(renewed.samples), counts
 
 
 def _prompts(source: Any, group_index: int | None) -> Group | None:

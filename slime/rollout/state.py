@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import time
+import uuid
 from argparse import Namespace
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextvars import ContextVar
 from typing import Any, Protocol
 
 from slime.backends.sglang.client import GenerateClient
-from slime.rollout.gate import shared_gate
+from slime.rollout.gate import may_request, shared_gate
 from slime.utils.http_utils import http_url
 from slime.utils.types import Sample
 
@@ -22,7 +24,12 @@ class Generator(Protocol):
     """The client's side that a rollout uses."""
 
     async def generate(
-        self, input_ids: list[int], sampling_params: dict[str, Any], *, headers: dict[str, str] | None = None
+        self,
+        input_ids: list[int],
+        sampling_params: dict[str, Any],
+        *,
+        headers: dict[str, str] | None = None,
+        rid: str | None = None,
     ) -> dict[str, Any]:
         """One reply of SGLang's ``/generate``."""
 
@@ -39,11 +46,32 @@ class RolloutState:
         self._rank = rank
         self.num_samples = 0
         self.num_samples_done = 0
+        self.failures: Counter[str] = Counter()
+        """Tries to generate or to reward a sample that failed, by reason."""
+        self.ending = False
+        """No more requests are sent, and those that the engines abort do not go on."""
+        self.requests: set[str] = set()
+        """Ids of those that an engine has."""
         self._doing: dict[object, tuple[Sample, str, float]] = {}
 
-    def place(self) -> contextlib.AbstractAsyncContextManager[None]:
-        """A place among the requests in flight; older rollouts get theirs first."""
-        return self._gate.passing(self._rank)
+    @contextlib.asynccontextmanager
+    async def request(self) -> AsyncIterator[str | None]:
+        """The id of one request, with a place among those in flight; None where no more are to be sent.
+
+        Older rollouts get their places first, and within one of them the groups that were begun first: a second turn
+        does not wait for the first ones of all others. Tools and rewards hold no place.
+        """
+        async with self._gate.passing((self._rank, _position.get())):
+            await may_request()
+            if self.ending:
+                yield None
+                return
+            rid = uuid.uuid4().hex
+            self.requests.add(rid)
+            try:
+                yield rid
+            finally:
+                self.requests.discard(rid)
 
     @contextlib.contextmanager
     def doing(self, sample: Sample, what: str) -> Iterator[None]:
@@ -63,6 +91,19 @@ class RolloutState:
         more = f" and {len(longest) - _SHOWN} more" if len(longest) > _SHOWN else ""
         waiting = f"; waiting for {shown}{more}" if shown else ""
         return f"{self.num_samples_done} of {self.num_samples} samples finished{waiting}"
+
+
+_position: ContextVar[int] = ContextVar("position_of_the_group", default=0)
+
+
+@contextlib.contextmanager
+def position(number: int) -> Iterator[None]:
+    """Within the block requests are those of the rollout's ``number``-th group."""
+    token = _position.set(number)
+    try:
+        yield
+    finally:
+        _position.reset(token)
 
 
 _current: ContextVar[RolloutState | None] = ContextVar("rollout_state", default=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from slime.options.algorithm import AlgorithmOptions, CorrectionOptions, CriticO
 from slime.options.asynchronous import AsyncOptions, derive_async
 from slime.options.checkpoint import CheckpointOptions
 from slime.options.cluster import ClusterOptions, DeadlineOptions, WeightUpdateOptions
+from slime.options.collection import check_collection
 from slime.options.data import BatchOptions, DataOptions
 from slime.options.debug import DebugOptions
 from slime.options.describe import describe_groups
@@ -183,6 +185,7 @@ def _resolve(args: argparse.Namespace, given: set[str], asynchronous: bool) -> l
     _load_hooks(args, given)
     derive_all(args, warnings)
     derive_async(args, given, warnings, asynchronous=asynchronous)
+    check_collection(args, given)
     _check_reward_name(args)
     is_local = os.path.isdir(os.path.expanduser(args.hf_checkpoint))
     args.hf_checkpoint = model_directory(args.hf_checkpoint, with_weights=not args.dry_run)
@@ -222,15 +225,24 @@ def _check_reward_name(args: argparse.Namespace) -> None:
 def _load_hooks(args: argparse.Namespace, given: set[str]) -> None:
     """Load the given function paths; a file becomes absolute and names its function, since workers run elsewhere."""
     for field in hook_fields(GROUPS):
-        path = getattr(args, field.name)
-        if field.name not in given or path is None:
+        value = getattr(args, field.name)
+        if field.name not in given or value is None:
             continue
-        names = field.metadata["hook"]
-        try:
-            load_function(path, flag=flag_of(field), default_names=names)
-        except ValueError as error:
-            raise OptionError(str(error)) from error
-        source, name = split_function_path(path)
-        if source.endswith(".py"):
-            name = name or next(n for n in names if hasattr(load_module(source), n))
-            setattr(args, field.name, f"{os.path.abspath(os.path.expanduser(source))}:{name}")
+        if isinstance(value, list):  # the flag may be repeated
+            found: Any = [_loaded_hook(field, path) for paths in value for path in paths]
+        else:
+            found = _loaded_hook(field, value)
+        setattr(args, field.name, found)
+
+
+def _loaded_hook(field: dataclasses.Field[Any], path: str) -> str:
+    names = field.metadata["hook"]
+    try:
+        load_function(path, flag=flag_of(field), default_names=names)
+    except ValueError as error:
+        raise OptionError(str(error)) from error
+    source, name = split_function_path(path)
+    if not source.endswith(".py"):
+        return path
+    name = name or next(n for n in names if hasattr(load_module(source), n))
+    return f"{os.path.abspath(os.path.expanduser(source))}:{name}"

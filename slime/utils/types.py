@@ -62,6 +62,8 @@ class Sample:
     loss_mask: list[int] | None = None
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
+    failure: str | None = None
+    """What went wrong in the last try that failed; where none succeeded, ``status`` is FAILED."""
 
     multimodal_inputs: Any | None = None
     multimodal_train_inputs: Any | None = None

@@ -71,6 +71,7 @@ def rollout_args(tokenizer_dir: Path) -> Callable[..., Namespace]:
             # Not options: what parsing derives from them, SGLang's own flags, and what is known once the router runs.
             "eval_function_path": DEFAULT_ROLLOUT,
             "eval_datasets": [],
+            "asynchronous": False,
             "num_engines": 1,
             "sglang_enable_deterministic_inference": False,
             "sglang_router_ip": "127.0.0.1",

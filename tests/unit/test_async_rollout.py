@@ -309,7 +309,8 @@ def test_a_hook_that_reports_an_abort_begins_anew(rollout_args: Args, tmp_path: 
     given = {"tokens": [1], "index": 0, "rollout_id": 5, "group_index": 2}
     (sample,) = asyncio.run(generate_and_rm(args, Sample(**given), {"aborts": 3}))
     assert (sample.tokens, sample.rollout_id, sample.reward in (0, 1)) == ([1, 4], 5, True)
-    args = rollout_args(custom_generate_function_path=hook(tmp_path, body), rm_type="random")
+    changes = {"custom_generate_function_path": hook(tmp_path, body), "rm_type": "random", "on_sample_error": "stop"}
+    args = rollout_args(**changes)
     with pytest.raises(HookError, match="returned sample 0 as aborted 16 times; slime's `generate` goes on"):
         asyncio.run(generate_and_rm(args, Sample(**given), {"aborts": 99}))
 

@@ -13,7 +13,7 @@ import pytest
 
 from slime.data import DataSource, RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.rollout.metrics import accounting
-from slime.rollout.sglang_rollout import draw_groups
+from slime.rollout.prompts import draw_groups
 from slime.rollout.under_way import current_rollout, under_way
 from slime.utils.types import Group, Sample, Status
 
@@ -139,7 +139,9 @@ def test_buffer_filter_that_chooses_too_many(make_args: Args) -> None:
 
     source = Greedy(make_args())
     source.add_samples(source.get_samples(3))
-    with pytest.raises(ValueError, match=r"Greedy\.buffer_filter returned 3 groups, asked for 2"):
+    with pytest.raises(
+        ValueError, match=r"Greedy\.buffer_filter must return up to 2 groups of the buffer; it returned 3"
+    ):
         source.get_samples(2)
 
 
@@ -258,7 +260,7 @@ def test_runs_that_are_killed_again_and_again_train_every_prompt_once(
         for later in range(rollout_id, rollout_id + 1 + ahead):
             with under_way(later):
                 assert source.rollout_id == later
-                drawn[later] = draw_groups(args, source)
+                drawn[later] = draw_groups(args, source, args.rollout_batch_size)
         samples = finish(drawn[rollout_id])
         if ahead:
             finish(drawn[rollout_id + 1])  # complete, and waiting for the trainer

@@ -127,7 +127,7 @@ def test_no_flag_is_both_available_and_not(known_flags: set[str]) -> None:
     ("words", "expected"),
     [
         ("--use-opd", "--use-opd is not available yet in this version"),
-        ("--opd-kl-coef 0.9 --partial-rollout", "--opd-kl-coef is not available yet in this version; --partial-"),
+        ("--opd-kl-coef 0.9 --use-distributed-post", "--opd-kl-coef is not available yet in this version; --use-distr"),
         ("--sglang-tp-size 2", "--sglang-tp-size is not available: use --rollout-num-gpus-per-engine"),
         ("--slime-router-timeout 3", "the router is sglang-router"),
         ("--rm-type gpqa", "--rm-type gpqa is not available yet in this version"),

@@ -112,7 +112,7 @@ def test_missing_reward_is_an_error(make_args: Args, use: Callable[..., FakeClie
     use(FakeClient())
     hook = hook_file(tmp_path, "def rm(args, sample, **kwargs): return None if sample.index == 5 else 1.0\n")
     with pytest.raises(HookError, match=r"rollout 0: sample 5 has no reward \(status completed\)"):
-        rollout(make_args(custom_rm_path=f"{hook}:rm"))
+        rollout(make_args(custom_rm_path=f"{hook}:rm", on_sample_error="stop"))
 
 
 def test_blocked_loop_is_noticed(

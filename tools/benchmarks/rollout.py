@@ -13,9 +13,10 @@ import aiohttp
 
 from slime.backends.sglang.engine import Engine
 from slime.backends.sglang.router import Router
+from slime.rollout.collect import collect
 from slime.rollout.data_source import RolloutDataSource
 from slime.rollout.sampling import train_sampling_params
-from slime.rollout.sglang_rollout import generate_rollout_async, prompt_tokens
+from slime.rollout.sglang_rollout import prompt_tokens
 from slime.utils.arguments import parse_args
 from slime.utils.types import Group
 from tools.benchmarks.lengths import length_of
@@ -57,15 +58,16 @@ def measure(options: argparse.Namespace, report: Report) -> None:
 
 
 async def _alternate(args: argparse.Namespace, url: str) -> tuple[list[float], list[float], list[float]]:
-    groups = RolloutDataSource(args).get_samples(_PROMPTS)
+    source = RolloutDataSource(args)
+    groups = source.get_samples(_PROMPTS)
     await _bare(args, url, groups)  # kernels compile on first use, and graders start
-    await generate_rollout_async(args, RUNS, copy.deepcopy(groups))
+    await collect(args, RUNS, source, copy.deepcopy(groups), _PROMPTS)
     ours, bare = [], []
     for run in range(RUNS):
         bare.append(await _bare(args, url, groups))
         fresh = copy.deepcopy(groups)
         started = time.perf_counter()
-        output = await generate_rollout_async(args, run, fresh)
+        output = await collect(args, run, source, fresh, _PROMPTS)
         tokens = sum(sample.response_length for group in output.samples for sample in group)
         ours.append(tokens / (time.perf_counter() - started))
     return [a / b for a, b in zip(ours, bare, strict=True)], ours, bare

@@ -1,0 +1,46 @@
+"""What the flags of over-sampling, partial rollouts and data sources say together."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from slime.options.errors import OptionError
+from slime.options.rollout import DEFAULT_ROLLOUT
+
+FULLY_ASYNC = "slime.rollout.fully_async_rollout"
+_WITHOUT_BUFFER = ("slime.rollout.data_source.RolloutDataSource", "slime.data.RolloutDataSource")
+
+
+def check_collection(args: Namespace, given: set[str]) -> None:
+    """Raise OptionError where the flags contradict each other, naming them."""
+    batch, over = args.rollout_batch_size, args.over_sampling_batch_size
+    if over is not None and over < batch:
+        raise OptionError(f"--over-sampling-batch-size {over} is less than --rollout-batch-size {batch}")
+    if args.mask_offpolicy_in_partial_rollout and not args.partial_rollout:
+        raise OptionError("--mask-offpolicy-in-partial-rollout has no effect without --partial-rollout")
+    source = args.data_source_path.replace(":", ".")
+    for flag in ("partial_rollout", "buffer_filter_path"):
+        if getattr(args, flag) and source in _WITHOUT_BUFFER:
+            name = "--" + flag.replace("_", "-")
+            raise OptionError(f"{name} needs a buffer, and --data-source-path {args.data_source_path} has none")
+    own = args.rollout_function_path.startswith((DEFAULT_ROLLOUT, FULLY_ASYNC))
+    for name in sorted(given & {"over_sampling_batch_size", "dynamic_sampling_filter_path", "partial_rollout"}):
+        if not own:
+            raise OptionError(
+                f"--{name.replace('_', '-')} is for slime's own rollouts: --rollout-function-path "
+                f"{args.rollout_function_path} would not heed it"
+            )
+    if args.disable_rollout_global_dataset:
+        _check_no_dataset(args)
+    if args.rollout_function_path.startswith(FULLY_ASYNC) and not args.asynchronous:
+        raise OptionError(
+            f"--rollout-function-path {args.rollout_function_path} generates while the trainer trains: use "
+            "train_async.py"
+        )
+
+
+def _check_no_dataset(args: Namespace) -> None:
+    if args.prompt_data is not None:
+        raise OptionError("--disable-rollout-global-dataset and --prompt-data contradict each other: drop one")
+    if args.num_epoch is not None and args.num_rollout is None:
+        raise OptionError("--num-epoch counts the prompts of --prompt-data: give --num-rollout instead")

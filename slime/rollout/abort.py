@@ -1,0 +1,42 @@
+"""Ending requests before they are done, at the engines themselves: the router forwards no such call."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable
+
+from slime.utils.http_utils import RequestError, post
+
+_engines: dict[str, str | None] = {}
+"""Addresses of the run's engines, and the key that opens their control calls."""
+
+
+def register_engines(urls: Iterable[str], admin_key: str | None) -> None:
+    """Say where requests of this process run; empty where there is no one to tell."""
+    _engines.clear()
+    _engines.update(dict.fromkeys(urls, admin_key))
+
+
+def forget_engine(url: str) -> None:
+    """Leave out an engine that is gone."""
+    _engines.pop(url, None)
+
+
+async def abort_requests(rids: Iterable[str] | None) -> bool:
+    """Have every engine end requests with what they have, which they answer as ``abort``; whether there is an engine.
+
+    Args:
+        rids: the ids of the requests, each at an engine that only the router knows; None for all requests there are.
+
+    An engine that does not answer has died or is stuck, which its supervisor says better.
+    """
+    bodies: list[dict[str, object]] = [{"abort_all": True}] if rids is None else [{"rid": rid} for rid in rids]
+    await asyncio.gather(*(_abort(url, key, body) for url, key in _engines.items() for body in bodies))
+    return bool(_engines)
+
+
+async def _abort(url: str, key: str | None, body: dict[str, object]) -> None:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    with contextlib.suppress(RequestError):
+        await post(f"{url}/abort_request", body, max_retries=0, headers=headers)

@@ -1,0 +1,278 @@
+"""One group on its way: each sample generated, shown to hooks and rewarded, and what becomes of those that fail."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from argparse import Namespace
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from slime.rollout.base_types import flatten_samples
+from slime.rollout.generation import generate
+from slime.rollout.hooks import HookError, accepted, accepts, call_hook
+from slime.rollout.loop import run_all
+from slime.rollout.rm_hub import async_rm
+from slime.rollout.sampling import request_seed
+from slime.rollout.state import RolloutState, rollout_state
+from slime.rollout.under_way import current_rollout
+from slime.utils.errors import DeadlineError
+from slime.utils.http_utils import RequestError
+from slime.utils.misc import load_function
+from slime.utils.types import Group, Sample, Status
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+_MAX_ABORTS = 16
+_TRIES = 3
+"""Of each sample with ``--on-sample-error retry``."""
+_FINISHED = (Status.COMPLETED, Status.TRUNCATED)
+_REFUSED = (400, 413, 422)
+"""Statuses by which an engine refuses one request: others would come to all."""
+
+
+async def generate_and_rm(
+    args: Namespace, sample_or_group: Sample | Group, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Any:
+    """Generate and reward a sample or a group.
+
+    Args:
+        sample_or_group: a sample that is already complete is only rewarded, one that has a reward is left as it is.
+        sampling_params: a ``sampling_seed`` in them is a group's: each of its samples gets one derived from it, because
+            requests with equal seeds and prompts give equal responses.
+        evaluation: passed on to functions of the user that take it.
+
+    Returns:
+        The sample, or the list of samples that a custom generate function cut it into; for a group a list of these. A
+        sample that failed for good, where ``--on-sample-error`` lets the run go on, has status FAILED and no reward.
+
+    Raises:
+        HookError, DeadlineError, RequestError: a sample failed and ``--on-sample-error`` is ``stop``, or engines do.
+    """
+    async with rollout_state(args) as state:
+        if isinstance(sample_or_group, Sample):
+            run = GroupRun(args, [sample_or_group], sampling_params, evaluation)
+            return (await run.run(state, seeded=False))[0]
+        return await GroupRun(args, sample_or_group, sampling_params, evaluation).run(state)
+
+
+generate_and_rm_group = generate_and_rm
+"""Upstream's name for a group."""
+
+
+class GroupRun:
+    """A group, and what has become of each of its samples so far."""
+
+    def __init__(
+        self, args: Namespace, group: Group, sampling_params: dict[str, Any], evaluation: bool = False
+    ) -> None:
+        self.args = args
+        self.results: list[Sample | list[Sample]] = list(group)
+        """In the order of the group; a list where a custom generate function cut a sample into several."""
+        self._params = sampling_params
+        self._evaluation = evaluation
+        self._generated = {position for position, sample in enumerate(group) if sample.status in _FINISHED}
+        """Positions of samples that need no more than a reward."""
+        self._untouched: dict[int, bytes] = {}
+        """By position, samples as they were before a custom generate function got them."""
+
+    async def run(self, state: RolloutState, *, seeded: bool = True) -> list[Sample | list[Sample]]:
+        """Generate and reward all samples; raises as `generate_and_rm` does.
+
+        Args:
+            seeded: whether each sample's seed is derived from the group's.
+        """
+        await run_all([self._member(state, position, seeded) for position in range(len(self.results))])
+        if self.args.group_rm:
+            await self._reward_group(state)
+        return self.results
+
+    def unfinished(self) -> Group:
+        """The samples as they can go back to a data source, after `run` was cancelled or its requests were aborted.
+
+        Finished samples stay as they are, to be rewarded if they were not. With ``--partial-rollout`` so do partial
+        ones, whose ``metadata["start_rollout_id"]`` is the rollout that began them; others lose their responses.
+        """
+        return [part for position in range(len(self.results)) for part in self._to_go_on(position)]
+
+    def _to_go_on(self, position: int) -> list[Sample]:
+        parts = flatten_samples(self.results[position])
+        if position in self._generated and all(part.status in _FINISHED for part in parts):
+            return parts
+        sample = parts[0]
+        is_partial = len(parts) == 1 and sample.status is Status.ABORTED and sample.response_length > 0
+        if is_partial and self.args.partial_rollout:
+            sample.metadata.setdefault("start_rollout_id", current_rollout())
+            return parts
+        if position in self._untouched:
+            sample = pickle.loads(self._untouched[position])
+        sample.reset_response()
+        return [sample]
+
+    async def _member(self, state: RolloutState, position: int, seeded: bool) -> None:
+        sample = self.results[position]
+        if position not in self._generated:
+            assert isinstance(sample, Sample)
+            if self.args.mask_offpolicy_in_partial_rollout and sample.response_length:
+                sample.loss_mask = [0] * sample.response_length
+            params = _params_of_member(self._params, position) if seeded else dict(self._params)
+            with state.doing(sample, "generating"):
+                await self._generate(state, position, sample, params)
+        if not self.args.group_rm:
+            parts = flatten_samples(self.results[position])
+            with state.doing(parts[0], "rewarding"):
+                await run_all([self._reward(state, part) for part in parts if _wants_reward(part)])
+        state.num_samples_done += 1
+
+    async def _generate(self, state: RolloutState, position: int, sample: Sample, params: dict[str, Any]) -> None:
+        path = sample.generate_function_path or self.args.custom_generate_function_path
+        if path is not None:
+            self._untouched[position] = pickle.dumps(sample)
+
+        async def attempt(number: int) -> Sample | list[Sample]:
+            if path is not None:
+                given = pickle.loads(self._untouched[position]) if number else sample
+                return await self._show(await self._custom(state, position, path, given, params))
+            if number:
+                sample.reset_response()
+            return await self._show(await generate(self.args, sample, params))
+
+        result = await _tried(self.args, state, sample, "generate", attempt)
+        if result is not None:
+            self.results[position] = result
+            self._generated.add(position)
+
+    async def _custom(
+        self, state: RolloutState, position: int, path: str, sample: Sample, params: dict[str, Any]
+    ) -> Sample | list[Sample]:
+        """Call a user's generate function.
+
+        One that reports an aborted request, by the status of a sample, is called again with a new copy of the sample:
+        only it knows how it could go on.
+        """
+        flag = "--custom-generate-function-path"
+        if path == sample.generate_function_path:
+            flag = "Sample.generate_function_path"
+        function = load_function(path, flag=flag, default_names=("generate", "custom_generate"))
+        extra = {"evaluation": self._evaluation} if accepts(function, "evaluation") else {}
+        for attempt in range(_MAX_ABORTS):
+            given: Sample = pickle.loads(self._untouched[position]) if attempt else sample
+            result = await call_hook(function, f"{flag} {path}", self.args, given, params, **extra)
+            result = _checked(result, given, f"{flag} {path}")
+            if state.ending or all(part.status is not Status.ABORTED for part in flatten_samples(result)):
+                return result
+        raise HookError(
+            f"{flag} {path} returned sample {sample.index} as aborted {_MAX_ABORTS} times; slime's `generate` goes on "
+            "with a request that a weight update has interrupted"
+        )
+
+    async def _show(self, result: Sample | list[Sample]) -> Sample | list[Sample]:
+        """Give every sample that was generated to the hooks of ``--rollout-sample-hook-path``."""
+        paths = self.args.rollout_sample_hook_path or []
+        if isinstance(result, Sample):
+            return await self._show_one(result, paths)
+        return [await self._show_one(part, paths) for part in result]
+
+    async def _show_one(self, sample: Sample, paths: list[str]) -> Sample:
+        flag = "--rollout-sample-hook-path"
+        for path in paths:
+            function = load_function(path, flag=flag, default_names=("sample_hook", "rollout_sample_hook"))
+            known = accepted(function, rollout_id=current_rollout(), evaluation=self._evaluation)
+            shown = await call_hook(function, f"{flag} {path}", self.args, sample, **known)
+            if shown is not None and not isinstance(shown, Sample):
+                raise HookError(f"{flag} {path} must return a Sample or None, not {shown!r:.120}")
+            sample = sample if shown is None else shown
+        return sample
+
+    async def _reward(self, state: RolloutState, sample: Sample) -> None:
+        async def attempt(number: int) -> Sample:
+            return self._with_reward(sample, await async_rm(self.args, sample))
+
+        await _tried(self.args, state, sample, "reward", attempt)
+
+    async def _reward_group(self, state: RolloutState) -> None:
+        samples = flatten_samples(self.results)
+        is_cut = any(sample.status in (Status.ABORTED, Status.FAILED) for sample in samples)
+        if is_cut or not any(map(_wants_reward, samples)):
+            return
+
+        async def attempt(number: int) -> list[Sample]:
+            from slime.rollout.rm_hub import batched_async_rm  # type: ignore[attr-defined]
+
+            rewards = await batched_async_rm(self.args, samples)
+            pairs = [(s, reward) for s, reward in zip(samples, rewards, strict=True) if _wants_reward(s)]
+            return [self._with_reward(sample, reward) for sample, reward in pairs]
+
+        with state.doing(samples[0], "rewarding its group"):
+            await _tried(self.args, state, samples[0], "reward", attempt)
+
+    def _with_reward(self, sample: Sample, reward: Any) -> Sample:
+        if reward is None and not self._evaluation:
+            raise HookError(
+                f"sample {sample.index} has no reward (status {sample.status.value}): the reward function, or a custom "
+                "generate function, must leave one"
+            )
+        sample.reward = reward
+        return sample
+
+
+def _wants_reward(sample: Sample) -> bool:
+    return sample.reward is None and sample.status not in (Status.ABORTED, Status.FAILED)
+
+
+async def _tried(
+    args: Namespace, state: RolloutState, sample: Sample, what: str, attempt: Callable[[int], Awaitable[T]]
+) -> T | None:
+    """What the first successful attempt gives, which is called with the number of those that failed before it.
+
+    Returns:
+        None where the sample has failed for good, which its status then says.
+    """
+    tries = _TRIES if args.on_sample_error == "retry" else 1
+    for number in range(tries):
+        try:
+            return await attempt(number)
+        except (HookError, DeadlineError, RequestError) as error:
+            if args.on_sample_error == "stop" or not _is_of_sample(error, what):
+                raise
+            reason = f"{what}_timeout" if isinstance(error, DeadlineError) else f"{what}_error"
+            state.failures[reason] += 1
+            sample.failure = f"{reason}: {error}"
+            logger.warning("sample %s, try %d of %d: %s", sample.index, number + 1, tries, sample.failure)
+    sample.status, sample.reward = Status.FAILED, None
+    return None
+
+
+def _is_of_sample(error: Exception, what: str) -> bool:
+    """Whether only this sample is concerned; what its generation finds out about the engines ends the run."""
+    return what != "generate" or not isinstance(error, RequestError) or error.status in _REFUSED
+
+
+def _params_of_member(params: dict[str, Any], position: int) -> dict[str, Any]:
+    seed = params.get("sampling_seed")
+    return dict(params) if seed is None else params | {"sampling_seed": request_seed(seed, position)}
+
+
+def _checked(result: Any, sample: Sample, where: str) -> Sample | list[Sample]:
+    """The result of a custom generate function; the samples of a list get the ``rollout_id`` they share."""
+    parts = result if isinstance(result, list) else [result]
+    if not parts or not all(isinstance(part, Sample) for part in parts):
+        raise HookError(f"{where} must return a Sample or a non-empty list of Sample, not {result!r:.120}")
+    for part in parts:
+        if part.status is Status.PENDING:
+            part.status = Status.COMPLETED
+        if part.rollout_id is None:
+            part.rollout_id = sample.rollout_id
+        if part.group_index is None:
+            part.group_index = sample.group_index
+        try:
+            part.check()
+        except ValueError as error:
+            raise HookError(f"{where} returned an inconsistent sample: {error}") from error
+    if len({part.rollout_id for part in parts}) != 1:
+        raise HookError(
+            f"{where} cut one rollout into samples of different rollout_id {[part.rollout_id for part in parts]}"
+        )
+    return result

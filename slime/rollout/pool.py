@@ -1,0 +1,173 @@
+"""Groups under way: begun, judged by the filter when they are done, and ended when they are no longer needed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from argparse import Namespace
+from collections import Counter
+from typing import Any
+
+from slime.rollout.abort import abort_requests
+from slime.rollout.base_types import flatten_samples
+from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.rollout.group import GroupRun
+from slime.rollout.hooks import HookError, call_hook
+from slime.rollout.loop import cancel
+from slime.rollout.prompts import count_dropped, draw_groups, put_back
+from slime.rollout.sampling import seeded, train_sampling_params
+from slime.rollout.state import RolloutState, position
+from slime.utils.errors import DeadlineError
+from slime.utils.misc import load_function
+from slime.utils.types import Group, Status
+
+_ABORT_S = 10.0
+_ABORT_POLL_S = 0.2
+_LAST_WORDS_S = 0.5
+"""For a user's code to return what it has, once its requests are ended."""
+FILTER_NAMES = ("dynamic_sampling_filter", "check_reward_nonzero_std")
+
+
+class Pool:
+    """Groups under way, and those that are done and were kept, for one rollout or for a stream of them."""
+
+    def __init__(self, args: Namespace, source: Any, state: RolloutState, rollout_id: int) -> None:
+        self._args = args
+        self._source = source
+        self._state = state
+        self._rollout_id = rollout_id
+        self._running: dict[asyncio.Task[Any], tuple[int, GroupRun]] = {}
+        self._num_begun = 0
+        self.kept: list[tuple[int, list[Any]]] = []
+        """Groups to train on, each with its place in the order of drawing."""
+        self.all_done: list[Group] = []
+        """Every finished group, filtered ones included, where ``--rollout-all-samples-process-path`` wants them."""
+        self.dropped: Counter[str] = Counter()
+        """By reason; of these the filter's in ``filtered``, by its own."""
+        self.filtered: Counter[str] = Counter()
+        self.num_failed = 0
+
+    @property
+    def num_under_way(self) -> int:
+        """Groups that were begun and are not done."""
+        return len(self._running)
+
+    async def draw(self, num_groups: int) -> None:
+        """Begin new groups of the data source, which may take its time in a thread of its own."""
+        self.begin(await asyncio.to_thread(draw_groups, self._args, self._source, num_groups))
+
+    def begin(self, groups: list[Group]) -> None:
+        """Begin to generate groups."""
+        params = train_sampling_params(self._args)
+        for group in groups:
+            self._state.num_samples += len(group)
+            run = GroupRun(
+                self._args, group, seeded(self._args, params, "rollout", self._rollout_id, group[0].group_index)
+            )
+            with position(self._num_begun):
+                task = asyncio.create_task(run.run(self._state))
+            self._running[task] = self._num_begun, run
+            self._num_begun += 1
+
+    async def advance(self, timeout: float, wanted: int) -> None:
+        """Wait until at least one group is done; keep it, or drop it with a reason.
+
+        Args:
+            timeout: seconds.
+            wanted: how many groups the rollout needs.
+
+        Raises:
+            DeadlineError: no group was done in time.
+            HookError: the filter failed, or more groups failed than the rollout needs.
+            Exception: what a group raised.
+        """
+        done, _ = await asyncio.wait(self._running, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            raise DeadlineError(f"{self._state.progress()}{self._dropped_so_far()}")
+        for task in sorted(done, key=lambda task: self._running[task][0]):
+            number, _ = self._running.pop(task)
+            await self._take(number, task.result(), wanted)
+
+    async def _take(self, number: int, results: list[Any], wanted: int) -> None:
+        samples = flatten_samples(results)
+        if failed := [sample for sample in samples if sample.status is Status.FAILED]:
+            failure = failed[0].failure or "generate_failed: a custom generate function left status FAILED"
+            self._drop(samples, failure.partition(":")[0])
+            self.num_failed += 1
+            if self.num_failed > wanted:
+                raise HookError(
+                    f"{self.num_failed} groups failed, more than a rollout has (--on-sample-error "
+                    f"{self._args.on_sample_error}); the last one: {failure}"
+                )
+            return
+        if self._args.rollout_all_samples_process_path is not None:
+            self.all_done.append(results)
+        verdict = await self._filter(samples)
+        is_short = len(self.kept) + self.num_under_way < wanted
+        if verdict.keep or (verdict.keep_when_insufficient and is_short):
+            self.kept.append((number, results))
+        else:
+            reason = verdict.reason or "dynamic"
+            self.filtered[reason] += 1
+            self._drop(samples, f"filter_{reason}")
+
+    def _drop(self, samples: Group, reason: str) -> None:
+        self.dropped[reason] += 1
+        count_dropped(self._source, samples, reason)
+
+    def _dropped_so_far(self) -> str:
+        return "".join(f", {count} groups dropped ({reason})" for reason, count in self.dropped.items())
+
+    async def _filter(self, samples: Group) -> DynamicFilterOutput:
+        path = self._args.dynamic_sampling_filter_path
+        if path is None:
+            return DynamicFilterOutput(keep=True)
+        where = f"--dynamic-sampling-filter-path {path}"
+        function = load_function(path, flag="--dynamic-sampling-filter-path", default_names=FILTER_NAMES)
+        verdict = await call_hook(function, where, self._args, samples)
+        if isinstance(verdict, bool):
+            return DynamicFilterOutput(keep=verdict)
+        if not isinstance(verdict, DynamicFilterOutput):
+            raise HookError(f"{where} must return a bool or a DynamicFilterOutput, not {verdict!r:.120}")
+        return verdict
+
+    def take(self, num_groups: int) -> list[list[Any]]:
+        """The groups that were kept first, in the order of drawing."""
+        taken, self.kept = self.kept[:num_groups], self.kept[num_groups:]
+        return [results for _, results in sorted(taken, key=lambda entry: entry[0])]
+
+    async def end(self) -> dict[str, float]:
+        """End what is under way, and put it and what was kept besides back into the data source; how much it was."""
+        self._state.ending = True
+        if self._running:
+            await self._end_requests()
+            await asyncio.wait(self._running, timeout=_LAST_WORDS_S)
+        await cancel(list(self._running))
+        left = [flatten_samples(results) for _, results in self.kept]
+        left += [run.unfinished() for _, run in self._running.values()]
+        self._running, self.kept = {}, []
+        await asyncio.to_thread(put_back, self._source, left)
+        cut = [group for group in left if any(sample.reward is None for sample in group)]
+        return {
+            "rollout/surplus_groups": float(len(left) - len(cut)),
+            "rollout/aborted_groups": float(len(cut)),
+            "rollout/partial_samples": float(sum(s.status is Status.ABORTED for group in cut for s in group)),
+        }
+
+    async def _end_requests(self) -> None:
+        """Have the engines answer with what they have; a request that is on its way there is ended by the next try."""
+        deadline = time.monotonic() + _ABORT_S
+        while self._state.requests and time.monotonic() < deadline:
+            # Without train_async.py nothing else generates at the same time.
+            if not await abort_requests(list(self._state.requests) if self._args.asynchronous else None):
+                return
+            await asyncio.sleep(_ABORT_POLL_S)
+
+    async def cancel(self) -> None:
+        """Give everything up, after an error."""
+        await cancel(list(self._running))
+
+    def metrics(self) -> dict[str, float]:
+        """How many groups were filtered, and how often samples failed, by reason."""
+        filtered = {f"rollout/dynamic_filter/drop_{reason}": float(n) for reason, n in self.filtered.items()}
+        return filtered | {f"rollout/sample_failures/{reason}": float(n) for reason, n in self._state.failures.items()}

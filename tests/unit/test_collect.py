@@ -1,0 +1,479 @@
+"""How a rollout is collected: over-sampling, filters, aborted and partial responses, failures; every prompt counted."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.rollout.base_types import flatten_samples
+from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
+from slime.rollout.hooks import HookError
+from slime.rollout.metrics import accounting
+from slime.rollout.sglang_rollout import generate_rollout
+from slime.utils.types import Sample, Status
+from tests.fake_client import FakeClient, hook_file, reply, rollout
+
+NUM_GPUS = 0
+
+Args = Callable[..., Namespace]
+Use = Callable[..., FakeClient]
+FILTERS = "slime.rollout.filter_hub.dynamic_sampling_filters"
+
+
+class Engine:
+    """Prompts longer than ``longest`` are under way until an abort, and then have ``made`` as their response."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, longest: int, made: str = "so") -> None:
+        self.longest, self.made = longest, made
+        self.aborted: asyncio.Event | None = None
+        self.asked: list[list[str] | None] = []
+        monkeypatch.setattr("slime.rollout.pool.abort_requests", self.abort)
+
+    async def abort(self, rids: Iterable[str] | None) -> bool:
+        self.asked.append(None if rids is None else list(rids))
+        if self.aborted is not None:
+            self.aborted.set()
+        return True
+
+    async def __call__(self, number: int, input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        if len(input_ids) <= self.longest:
+            return reply(str(len(input_ids)))
+        self.aborted = self.aborted or asyncio.Event()
+        await self.aborted.wait()
+        return reply(self.made, finish="abort")
+
+    def go_on(self) -> None:
+        """From now on all are answered."""
+        self.longest, self.aborted = 10**6, None
+
+
+def accounts(args: Namespace, source: RolloutDataSource, samples: list[Sample]) -> dict[str, float]:
+    """The figures of a rollout that the trainers take; raises where they do not add up."""
+    source.count_trained(samples)
+    return accounting(args, source, source.num_in_flight(after=0))
+
+
+def indices(groups: Iterable[Any]) -> list[int | None]:
+    return [flatten_samples(group)[0].group_index for group in groups]
+
+
+def test_over_sampling_keeps_the_first_and_puts_the_rest_back(
+    make_args: Args, use: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(monkeypatch, longest=5)
+    use(FakeClient(engine))
+    args = make_args(over_sampling_batch_size=8, sglang_server_concurrency=100)
+    source = RolloutDataSourceWithBuffer(args)
+    output = rollout(args, 0, source)
+    assert len(output.samples) == 4
+    assert set(indices(output.samples)) < {0, 1, 2, 3, 4}
+    assert indices(output.samples) == sorted(indices(output.samples))
+    assert output.metrics is not None
+    assert (output.metrics["rollout/surplus_groups"], output.metrics["rollout/aborted_groups"]) == (1, 3)
+    assert engine.asked[0] is None, "nothing else generates"
+    # The fifth short one is complete and rewarded; the long ones begin anew.
+    surplus, *again = source.buffer
+    assert [(s.status, s.reward) for s in surplus] == [(Status.COMPLETED, 1.0)] * 2
+    assert indices(again) == [5, 6, 7]
+    for sample in flatten_samples(again):
+        assert (sample.status, sample.response_length, len(sample.tokens)) == (
+            Status.PENDING,
+            0,
+            (sample.group_index or 0) + 1,
+        )
+    figures = accounts(args, source, flatten_samples(output.samples))
+    assert (figures["rollout/prompts_read"], figures["rollout/prompts_buffered"]) == (8, 4)
+
+    engine.go_on()
+    client = use(FakeClient(engine))
+    output = rollout(args, 1, source)
+    # Every one of the four that were put back is in the next eight, and the surplus one is not generated again.
+    drawn = indices(output.samples) + indices(source.buffer)
+    assert sorted(i for i in drawn if i is not None) == sorted([*indices([surplus, *again]), 8, 9, 10, 11])
+    assert not any(len(ids) == (surplus[0].group_index or 0) + 1 for ids, *_ in client.requests)
+    accounts(args, source, flatten_samples(output.samples))
+
+
+def test_partial_responses_go_on_in_the_next_rollout(
+    make_args: Args, use: Use, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    engine = Engine(monkeypatch, longest=4)
+    use(FakeClient(engine))
+    partial = {"partial_rollout": True, "mask_offpolicy_in_partial_rollout": True, "asynchronous": True}
+    args = make_args(over_sampling_batch_size=6, sglang_server_concurrency=100, **partial)
+    source = RolloutDataSourceWithBuffer(args)
+    output = rollout(args, 3, source)
+    assert indices(output.samples) == [0, 1, 2, 3]
+    assert output.metrics is not None
+    assert output.metrics["rollout/partial_samples"] == 4
+    assert engine.asked[0] is not None
+    assert len(engine.asked[0]) == 4, "other rollouts may be under way: only our requests are ended"
+    for sample in flatten_samples(source.buffer):
+        assert (sample.status, sample.response, sample.response_length) == (Status.ABORTED, "so", 2)
+    state = source.state_dict()
+
+    # A resumed run has the partial responses too.
+    source = RolloutDataSourceWithBuffer(args)
+    source.load_state_dict(state)
+    engine.go_on()
+    client = use(FakeClient(engine))
+    again = [sample for sample in flatten_samples(rollout(args, 4, source).samples) if sample.group_index in (4, 5)]
+    again += [sample for sample in flatten_samples(source.buffer) if sample.group_index in (4, 5)]
+    assert len(again) == 4
+    for sample in again:
+        prompt = (sample.group_index or 0) + 1
+        assert sample.metadata["start_rollout_id"] is None  # not within the manager, which knows the rollout
+        assert sample.status is Status.COMPLETED
+        assert sample.tokens[prompt:][:2] == [100 + b % 100 for b in b"so"]
+        digits = len(str(prompt + 2))
+        assert sample.loss_mask == [0, 0] + [1] * digits
+        assert sample.segment_lengths == [2, digits]
+    asked = [(len(ids), params["max_new_tokens"]) for ids, params, _ in client.requests if len(ids) in (7, 8)]
+    assert asked.count((7, 30)) == 2, "what is there counts against --rollout-max-response-len"
+
+
+def test_dynamic_filter_drops_and_refills(make_args: Args, use: Use, tmp_path: Path) -> None:
+    use(FakeClient())
+    rm = hook_file(tmp_path, "def rm(args, sample): return float(sample.index % 2 and sample.group_index % 3 > 0)\n")
+    args = make_args(custom_rm_path=f"{rm}:rm", dynamic_sampling_filter_path=f"{FILTERS}.check_reward_nonzero_std")
+    source = RolloutDataSourceWithBuffer(args)
+    output = rollout(args, 0, source)
+    assert indices(output.samples) == [1, 2, 4, 5]
+    assert output.metrics is not None
+    assert output.metrics["rollout/dynamic_filter/drop_zero_std_0"] == 2
+    figures = accounts(args, source, flatten_samples(output.samples))
+    assert figures["rollout/prompts_read"] == 6, "only as many are drawn as are missing"
+    assert figures["rollout/prompts_dropped/filter_zero_std_0"] == 2
+
+
+def test_filter_with_fallback_keeps_what_would_take_another_round(make_args: Args, use: Use, tmp_path: Path) -> None:
+    use(FakeClient())
+    path = f"{FILTERS}.check_reward_nonzero_std_with_fallback"
+    args = make_args(rm_type="f1", dynamic_sampling_filter_path=path, over_sampling_batch_size=6)
+    source = RolloutDataSourceWithBuffer(args)  # all rewards are 1
+    output = rollout(args, 0, source)
+    assert len(output.samples) == 4
+    assert source.num_dropped == {"filter_zero_std_1": 2}
+    assert source.num_read == 6
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("    return 'yes'\n", "must return a bool or a DynamicFilterOutput, not 'yes'"),
+        ("    raise KeyError('x')\n", r"raised KeyError: 'x'[\s\S]*Traceback"),
+    ],
+)
+def test_bad_filter(body: str, message: str, make_args: Args, use: Use, tmp_path: Path) -> None:
+    use(FakeClient())
+    hook = hook_file(tmp_path, f"def dynamic_sampling_filter(args, samples, **kwargs):\n{body}")
+    with pytest.raises(HookError, match=f"rollout 0: --dynamic-sampling-filter-path .*{message}"):
+        rollout(make_args(dynamic_sampling_filter_path=f"{hook}:dynamic_sampling_filter"))
+
+
+def test_slow_judge_and_tool_do_not_hold_up_a_rollout_that_has_enough(
+    make_args: Args, use: Use, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    Engine(monkeypatch, longest=10**6)
+    client = use(FakeClient())
+    hook = hook_file(
+        tmp_path,
+        "import asyncio\n"
+        "from slime.rollout.sglang_rollout import generate as ask\n"
+        "cancelled = []\n"
+        "async def forever(sample):\n"
+        "    try:\n"
+        "        await asyncio.sleep(3600)\n"
+        "    except asyncio.CancelledError:\n"
+        "        cancelled.append(sample.index)\n"
+        "        raise\n"
+        "async def generate(args, sample, params):\n"
+        "    sample = await ask(args, sample, params)\n"
+        "    if sample.group_index == 0: await forever(sample)\n"
+        "    return sample\n"
+        "async def rm(args, sample):\n"
+        "    if sample.group_index == 1: await forever(sample)\n"
+        "    return 1.0\n",
+    )
+    args = make_args(
+        custom_generate_function_path=f"{hook}:generate",
+        custom_rm_path=f"{hook}:rm",
+        over_sampling_batch_size=6,
+        sglang_server_concurrency=1,
+    )
+    source = RolloutDataSourceWithBuffer(args)
+    started = time.monotonic()
+    output = rollout(args, 0, source)
+    assert time.monotonic() - started < 5
+    assert indices(output.samples) == [2, 3, 4, 5], "a tool that hangs holds no place among the requests"
+    assert client.most_running == 1
+    tool, judge = source.buffer
+    assert [(s.status, s.response_length) for s in tool] == [(Status.PENDING, 0)] * 2
+    assert [(s.status, s.response, s.reward) for s in judge] == [(Status.COMPLETED, "2", None)] * 2
+    from slime.utils.misc import load_module
+
+    assert sorted(load_module(str(hook)).cancelled) == [0, 1, 2, 3]
+    accounts(args, source, flatten_samples(output.samples))
+
+
+FLAKY = (
+    "from collections import Counter\n"
+    "from slime.rollout.sglang_rollout import generate as ask\n"
+    "calls = Counter()\n"
+    "async def generate(args, sample, params):\n"
+    "    assert not sample.metadata.get('seen'), 'a second try begins with what the first one was given'\n"
+    "    sample.metadata['seen'] = True\n"
+    "    calls[sample.index] += 1\n"
+    "    if sample.index == 3 and calls[3] < FAILS: raise OSError('the sandbox is full')\n"
+    "    return await ask(args, sample, params)\n"
+    "async def rm(args, sample):\n"
+    "    calls['rm', sample.index] += 1\n"
+    "    if sample.index == 4 and calls['rm', 4] < FAILS: raise OSError('the judge sleeps')\n"
+    "    return 1.0\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("policy", "fails", "trained"),
+    [("retry", 3, [0, 1, 2, 3]), ("retry", 99, [0, 3, 4, 5]), ("drop", 2, [0, 3, 4, 5])],
+)
+def test_failed_samples(policy: str, fails: int, trained: list[int], make_args: Args, use: Use, tmp_path: Path) -> None:
+    use(FakeClient())
+    hook = hook_file(tmp_path, FLAKY.replace("FAILS", str(fails)))
+    paths = {"custom_generate_function_path": f"{hook}:generate", "custom_rm_path": f"{hook}:rm"}
+    args = make_args(on_sample_error=policy, **paths)
+    source = RolloutDataSourceWithBuffer(args)
+    output = rollout(args, 0, source)
+    assert indices(output.samples) == trained
+    assert output.metrics is not None
+    tries = {"retry": min(fails - 1, 3), "drop": 1}[policy]
+    assert output.metrics["rollout/sample_failures/generate_error"] == tries
+    assert output.metrics["rollout/sample_failures/reward_error"] == tries
+    dropped = {"generate_error": 1, "reward_error": 1} if trained != [0, 1, 2, 3] else {}
+    assert source.num_dropped == dropped
+    accounts(args, source, flatten_samples(output.samples))
+
+
+def test_stop_on_the_first_failure_names_it(make_args: Args, use: Use, tmp_path: Path) -> None:
+    use(FakeClient())
+    hook = hook_file(tmp_path, FLAKY.replace("FAILS", "2"))
+    args = make_args(on_sample_error="stop", custom_generate_function_path=f"{hook}:generate")
+    with pytest.raises(HookError, match=r"rollout 0: --custom-generate-function-path .* raised OSError: the sandbox"):
+        rollout(args)
+
+
+def test_function_that_always_fails_stops_the_run(make_args: Args, use: Use, tmp_path: Path) -> None:
+    use(FakeClient())
+    hook = hook_file(tmp_path, "def rm(args, sample): raise KeyError('reward')\n")
+    with pytest.raises(HookError, match=r"rollout 0: 5 groups failed, more than a rollout has.*KeyError: 'reward'"):
+        rollout(make_args(custom_rm_path=f"{hook}:rm"))
+
+
+def test_reward_that_hangs_fails_its_sample(make_args: Args, use: Use, tmp_path: Path) -> None:
+    use(FakeClient())
+    hook = hook_file(
+        tmp_path,
+        "import asyncio\n"
+        "async def rm(args, sample):\n"
+        "    await asyncio.sleep(60 if sample.index == 0 else 0)\n"
+        "    return 1\n",
+    )
+    args = make_args(custom_rm_path=f"{hook}:rm", reward_timeout=0.2)
+    source = RolloutDataSourceWithBuffer(args)
+    assert indices(rollout(args, 0, source).samples) == [1, 2, 3, 4]
+    assert source.num_dropped == {"reward_timeout": 1}
+
+
+def test_sample_hooks_see_every_sample_before_its_reward(make_args: Args, use: Use, tmp_path: Path) -> None:
+    use(FakeClient())
+    hook = hook_file(
+        tmp_path,
+        "import copy\n"
+        "async def generate(args, sample, params):\n"
+        "    parts = [copy.deepcopy(sample) for _ in range(2)]\n"
+        "    for part in parts: part.append_response_tokens(tokens=[1], log_probs=[-1.0], text='x')\n"
+        "    return parts\n"
+        "def first(args, sample, *, rollout_id=None, evaluation=False):\n"
+        "    sample.metadata['first'] = (rollout_id, evaluation, sample.reward)\n"
+        "async def second(args, sample):\n"
+        "    sample = copy.copy(sample)\n"
+        "    sample.response = 'seen'\n"
+        "    return sample\n"
+        "def rm(args, sample): return float(sample.response == 'seen')\n"
+        "def bad(args, sample): return 7\n",
+    )
+    paths = {"custom_generate_function_path": f"{hook}:generate", "custom_rm_path": f"{hook}:rm"}
+    args = make_args(**paths, rollout_sample_hook_path=[f"{hook}:first", f"{hook}:second"])
+    samples = flatten_samples(rollout(args).samples)
+    assert len(samples) == 16
+    assert all(s.reward == 1.0 and s.metadata["first"] == (None, False, None) for s in samples)
+    args = make_args(**paths, rollout_sample_hook_path=[f"{hook}:bad"], on_sample_error="stop")
+    with pytest.raises(HookError, match=r"--rollout-sample-hook-path .*:bad must return a Sample or None, not 7"):
+        rollout(args)
+
+
+def test_functions_of_a_whole_batch(make_args: Args, use: Use, tmp_path: Path) -> None:
+    use(FakeClient())
+    hook = hook_file(
+        tmp_path,
+        "seen = []\n"
+        "def sample_filter(args, groups):\n"
+        "    groups[0][0].remove_sample = True\n"
+        "async def process_all_samples(args, all_groups, data_source):\n"
+        "    seen.append((sorted(group[0].group_index for group in all_groups), len(data_source)))\n"
+        "def keep(args, samples): return samples[0].group_index != 1\n",
+    )
+    args = make_args(
+        rollout_sample_filter_path=f"{hook}:sample_filter",
+        rollout_all_samples_process_path=f"{hook}:process_all_samples",
+        dynamic_sampling_filter_path=f"{hook}:keep",
+    )
+    output = rollout(args)
+    assert [s.remove_sample for s in flatten_samples(output.samples)] == [True] + [False] * 7
+    from slime.utils.misc import load_module
+
+    assert load_module(str(hook)).seen == [([0, 1, 2, 3, 4], 12)]
+
+
+def test_fan_out_goes_through_buffer_and_filter(
+    make_args: Args, use: Use, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    Engine(monkeypatch, longest=10**6)
+    use(FakeClient())
+    hook = hook_file(
+        tmp_path,
+        "import copy\n"
+        "async def generate(args, sample, params):\n"
+        "    parts = [copy.deepcopy(sample) for _ in range(3)]\n"
+        "    for part in parts: part.append_response_tokens(tokens=[1], log_probs=[-1.0], text='x')\n"
+        "    return parts\n"
+        "def rm(args, sample): return float(sample.rollout_id % 2)\n",
+    )
+    args = make_args(
+        custom_generate_function_path=f"{hook}:generate",
+        custom_rm_path=f"{hook}:rm",
+        over_sampling_batch_size=6,
+        dynamic_sampling_filter_path=f"{FILTERS}.check_reward_nonzero_std",
+    )
+    source = RolloutDataSourceWithBuffer(args)
+    trained: Counter[int | None] = Counter()
+    for rollout_id in range(3):
+        output = rollout(args, rollout_id, source)
+        for group in output.samples:
+            samples = flatten_samples(group)
+            assert len(samples) == 6
+            assert len({s.rollout_id for s in samples}) == 2
+            trained[samples[0].group_index] += 1
+        accounts(args, source, flatten_samples(output.samples))
+    assert set(trained.values()) == {1}, "nothing is trained twice"
+
+
+def test_source_without_a_buffer_counts_what_is_not_needed(
+    make_args: Args, use: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Engine(monkeypatch, longest=4)
+    use(FakeClient())
+    args = make_args(over_sampling_batch_size=6)
+    source = RolloutDataSource(args)
+    output = generate_rollout(args, 0, source)
+    assert source.num_dropped["no_buffer"] == 2
+    accounts(args, source, flatten_samples(output.samples))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+def test_source_that_gives_a_flat_list(numbered: bool, make_args: Args, use: Use) -> None:
+    use(FakeClient())
+
+    class Flat:
+        def get_samples(self, num_samples: int) -> list[Sample]:
+            if not numbered:
+                return [Sample(prompt="ab", label="2") for _ in range(num_samples)]
+            return [Sample(prompt="abc", label="3", group_index=i) for _ in range(3) for i in range(num_samples)]
+
+    groups = generate_rollout(make_args(), 0, Flat()).samples  # type: ignore[union-attr]
+    assert [len(group) for group in groups] == [3 if numbered else 2] * 4
+    samples = flatten_samples(groups)
+    assert len({s.index for s in samples}) == len({s.rollout_id for s in samples}) == len(samples)
+    assert len({s.group_index for s in samples}) == 4
+    assert all(s.reward == 1.0 for s in samples)
+
+
+def test_run_without_prompts_of_its_own(make_args: Args, use: Use, tmp_path: Path) -> None:
+    use(FakeClient())
+    hook = hook_file(
+        tmp_path,
+        "from slime.rollout.sglang_rollout import generate as ask\n"
+        "async def generate(args, sample, params):\n"
+        "    assert not sample.prompt\n"
+        "    sample.prompt, sample.label = 'abc', '3'\n"
+        "    return await ask(args, sample, params)\n",
+    )
+    changes = {"disable_rollout_global_dataset": True, "custom_generate_function_path": f"{hook}:generate"}
+    args = make_args(**changes, prompt_data=None)
+    source = RolloutDataSourceWithBuffer(args)
+    samples = flatten_samples(rollout(args, 0, source).samples)
+    assert [s.reward for s in samples] == [1.0] * 8
+    accounts(args, source, samples)
+
+
+BUFFER_FILTERS = [
+    ("    return buffer[:num_samples]\n", ValueError, "must take the groups that it returns out of the buffer"),
+    ("    raise OSError('disk')\n", HookError, r"--buffer-filter-path .*:pop raised OSError: disk"),
+    ("    taken = buffer[:num_samples]; buffer.clear(); return [[1]]\n", ValueError, "must return up to 4 groups"),
+]
+
+
+@pytest.mark.parametrize(("body", "error", "message"), BUFFER_FILTERS)
+def test_bad_buffer_filter(body: str, error: type[Exception], message: str, make_args: Args, tmp_path: Path) -> None:
+    hook = hook_file(tmp_path, f"def pop(args, rollout_id, buffer, num_samples):\n{body}")
+    source = RolloutDataSourceWithBuffer(make_args(buffer_filter_path=f"{hook}:pop"))
+    source.add_samples(RolloutDataSourceWithBuffer(make_args()).get_samples(4))
+    with pytest.raises(error, match=message):
+        source.get_samples(4)
+
+
+def test_buffer_filter_may_throw_groups_away(make_args: Args, tmp_path: Path) -> None:
+    hook = hook_file(
+        tmp_path,
+        "def pop(args, rollout_id, buffer, num_samples):\n"
+        "    taken = [g for g in buffer if g[0].group_index % 2][:num_samples]\n"
+        "    buffer.clear()\n"
+        "    return taken\n",
+    )
+    args = make_args(buffer_filter_path=f"{hook}:pop")
+    source = RolloutDataSourceWithBuffer(args)
+    source.add_samples(source.get_samples(5))
+    groups = source.get_samples(4)
+    assert indices(groups) == [1, 3, 5, 6]
+    assert source.num_dropped == {"buffer_filter": 3}
+    accounts(args, source, flatten_samples(groups))
+
+
+def test_buffer_filters_that_come_with_slime(make_args: Args) -> None:
+    hub = "slime.rollout.filter_hub.buffer_filters"
+
+    def filled(name: str) -> RolloutDataSourceWithBuffer:
+        args = make_args(buffer_filter_path=f"{hub}.{name}", max_weight_staleness=1)
+        source = RolloutDataSourceWithBuffer(args)
+        groups = source.get_samples(3)
+        for group, (length, version) in zip(groups, [(2, 5), (4, 1), (3, 7)], strict=True):
+            group[0].append_response_tokens(
+                tokens=[9] * length, log_probs=[-1.0] * length, meta_info={"weight_version": version}
+            )
+        source.add_samples(groups)
+        return source
+
+    from slime.rollout.under_way import under_way
+
+    assert indices(filled("pop_first").get_samples(2)) == [0, 1]
+    assert indices(filled("pop_longest").get_samples(2)) == [1, 2]
+    with under_way(7):
+        groups = filled("pop_fresh").get_samples(3)
+    assert {g[0].group_index: g[0].response_length for g in groups} == {0: 0, 1: 0, 2: 3}
