@@ -37,6 +37,11 @@ def check_collection(args: Namespace, given: set[str]) -> None:
             f"--rollout-function-path {args.rollout_function_path} generates while the trainer trains: use "
             "train_async.py"
         )
+    if args.rollout_function_path.startswith(FULLY_ASYNC) and args.max_weight_staleness < 1:
+        raise OptionError(
+            f"--rollout-function-path {args.rollout_function_path} generates ahead: give --max-weight-staleness 1 or "
+            "more"
+        )
 
 
 def _check_no_dataset(args: Namespace) -> None:

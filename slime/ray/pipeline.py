@@ -35,7 +35,7 @@ class Pipeline:
         """
         self._run.hold_requests(True)
         self._run.push_weights(version)
-        self._run.hold_requests(False)
+        self._run.hold_requests(False, version)
         self._version = version
         self._begin_rollouts()
 

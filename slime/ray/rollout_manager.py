@@ -137,7 +137,9 @@ class RolloutManager:
         samples, metrics = flatten_samples(output.samples), dict(output.metrics or {})
         if args.asynchronous:
             samples, counts = renew_stale(args, rollout_id, samples, self._data_source)
-            metrics |= counts | staleness_metrics(rollout_id, samples)
+            metrics |= counts
+        if args.asynchronous or args.over_sampling_batch_size:
+            metrics |= staleness_metrics(rollout_id, samples)
         return samples, metrics
 
     def hand_over(self, rollout_id: int) -> dict[str, float]:
@@ -149,10 +151,12 @@ class RolloutManager:
             source.count_trained(samples)
             return accounting(self._args, source, in_flight=source.num_in_flight(after=rollout_id))
 
-    def hold_requests(self, hold: bool) -> None:
-        """Send engines no new requests while weights are pushed, or go on."""
+    def hold_requests(self, hold: bool, version: int | None) -> None:
+        """Send engines no new requests while weights are pushed, or go on under those of ``version``."""
         timeout = self._args.weight_update_timeout
-        background_loop().run(hold_requests(hold), timeout=timeout, what="holding requests during a weight update")
+        background_loop().run(
+            hold_requests(hold, version), timeout=timeout, what="holding requests during a weight update"
+        )
 
     @ray.method(concurrency_group=EVALUATION)
     def evaluate(self, rollout_id: int) -> dict[str, float]:

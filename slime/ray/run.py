@@ -229,10 +229,10 @@ class Run:
         self._log(metrics | prompts, "rollout/step", rollout_id)
         return batches
 
-    def hold_requests(self, hold: bool) -> None:
-        """Keep rollouts under way from sending requests, or let them go on."""
+    def hold_requests(self, hold: bool, version: int | None = None) -> None:
+        """Keep rollouts under way from sending requests, or let them go on under weights of ``version``."""
         phase = "hold requests during a weight update"
-        held = {"the rollout manager": self._manager.hold_requests.remote(hold)}
+        held = {"the rollout manager": self._manager.hold_requests.remote(hold, version)}
         self._wait(held, phase, self._limit("weight_update_timeout", _MARGIN_S))
 
     def train(self, rollout_id: int, batches: list[ray.ObjectRef]) -> None:

@@ -9,6 +9,8 @@ import itertools
 from collections.abc import AsyncIterator
 from weakref import WeakKeyDictionary
 
+from slime.rollout.versions import note_push
+
 FIRST = -1
 """The rank of an evaluation, which the trainer waits for: before that of any rollout."""
 
@@ -77,8 +79,8 @@ def _door() -> asyncio.Event:
     return _doors[loop]
 
 
-async def hold_requests(hold: bool) -> None:
-    """Keep new requests from the engines while weights are pushed, or let them go on.
+async def hold_requests(hold: bool, version: int | None = None) -> None:
+    """Keep new requests from the engines while weights are pushed, or let them go on, under weights of ``version``.
 
     Engines hold them back as well, but a request that reaches SGLang 0.5.17 while it waits for the running ones to
     leave is turned away in the end, and makes it wait for another second.
@@ -86,6 +88,8 @@ async def hold_requests(hold: bool) -> None:
     if hold:
         _door().clear()
     else:
+        if version is not None:
+            await note_push(version)
         _door().set()
 
 

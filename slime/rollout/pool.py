@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from argparse import Namespace
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from slime.rollout.abort import abort_requests
@@ -14,12 +16,14 @@ from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.group import GroupRun
 from slime.rollout.hooks import HookError, call_hook
 from slime.rollout.loop import cancel
-from slime.rollout.prompts import count_dropped, draw_groups, put_back
+from slime.rollout.prompts import as_prompts, count_dropped, draw_groups, put_back
 from slime.rollout.sampling import seeded, train_sampling_params
 from slime.rollout.state import RolloutState, position
 from slime.utils.errors import DeadlineError
 from slime.utils.misc import load_function
-from slime.utils.types import Group, Status
+from slime.utils.types import Group, Sample, Status
+
+logger = logging.getLogger(__name__)
 
 _ABORT_S = 10.0
 _ABORT_POLL_S = 0.2
@@ -31,12 +35,21 @@ FILTER_NAMES = ("dynamic_sampling_filter", "check_reward_nonzero_std")
 class Pool:
     """Groups under way, and those that are done and were kept, for one rollout or for a stream of them."""
 
-    def __init__(self, args: Namespace, source: Any, state: RolloutState, rollout_id: int) -> None:
+    def __init__(
+        self, args: Namespace, source: Any, state: RolloutState, rollout_id: int, *, forgives: bool = False
+    ) -> None:
+        """
+        Args:
+            rollout_id: what the seeds of a deterministic engine depend on.
+            forgives: a group that crashes goes back to the data source; else its exception is `advance`'s.
+        """
+        self._forgives = forgives
         self._args = args
         self._source = source
         self._state = state
         self._rollout_id = rollout_id
         self._running: dict[asyncio.Task[Any], tuple[int, GroupRun]] = {}
+        self._done: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
         self._num_begun = 0
         self.kept: list[tuple[int, list[Any]]] = []
         """Groups to train on, each with its place in the order of drawing."""
@@ -46,6 +59,7 @@ class Pool:
         """By reason; of these the filter's in ``filtered``, by its own."""
         self.filtered: Counter[str] = Counter()
         self.num_failed = 0
+        self.num_stale = 0
 
     @property
     def num_under_way(self) -> int:
@@ -67,10 +81,11 @@ class Pool:
             with position(self._num_begun):
                 task = asyncio.create_task(run.run(self._state))
             self._running[task] = self._num_begun, run
+            task.add_done_callback(self._done.put_nowait)
             self._num_begun += 1
 
-    async def advance(self, timeout: float, wanted: int) -> None:
-        """Wait until at least one group is done; keep it, or drop it with a reason.
+    async def advance(self, timeout: float | None, wanted: int) -> None:
+        """Wait until another group is done; keep it, or drop it with a reason.
 
         Args:
             timeout: seconds.
@@ -81,12 +96,23 @@ class Pool:
             HookError: the filter failed, or more groups failed than the rollout needs.
             Exception: what a group raised.
         """
-        done, _ = await asyncio.wait(self._running, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        if not done:
-            raise DeadlineError(f"{self._state.progress()}{self._dropped_so_far()}")
-        for task in sorted(done, key=lambda task: self._running[task][0]):
-            number, _ = self._running.pop(task)
+        try:
+            task = await asyncio.wait_for(self._done.get(), timeout)
+        except TimeoutError:
+            raise DeadlineError(f"{self._state.progress()}{self._dropped_so_far()}") from None
+        number, run = self._running.pop(task)
+        if self._forgives and isinstance(error := task.exception(), Exception):
+            await self._put_back_crashed(run, error, wanted)
+        else:
             await self._take(number, task.result(), wanted)
+
+    async def _put_back_crashed(self, run: GroupRun, error: Exception, wanted: int) -> None:
+        self._state.failures["crash"] += 1
+        self.num_failed += 1
+        await asyncio.to_thread(put_back, self._source, [run.unfinished()])
+        if self.num_failed > wanted:
+            raise error
+        logger.warning("a group crashed and is generated again", exc_info=error)
 
     async def _take(self, number: int, results: list[Any], wanted: int) -> None:
         samples = flatten_samples(results)
@@ -134,7 +160,17 @@ class Pool:
     def take(self, num_groups: int) -> list[list[Any]]:
         """The groups that were kept first, in the order of drawing."""
         taken, self.kept = self.kept[:num_groups], self.kept[num_groups:]
+        self.num_failed = 0
         return [results for _, results in sorted(taken, key=lambda entry: entry[0])]
+
+    def return_stale(self, is_stale: Callable[[Sample], bool]) -> None:
+        """Put kept groups with a stale sample back into the data source, to be generated anew."""
+        stale = [entry for entry in self.kept if any(map(is_stale, flatten_samples(entry[1])))]
+        if not stale:
+            return
+        self.kept = [entry for entry in self.kept if entry not in stale]
+        self.num_stale += len(stale)
+        put_back(self._source, [as_prompts(self._source, flatten_samples(results)) for _, results in stale])
 
     async def end(self) -> dict[str, float]:
         """End what is under way, and put it and what was kept besides back into the data source; how much it was."""
@@ -169,5 +205,6 @@ class Pool:
 
     def metrics(self) -> dict[str, float]:
         """How many groups were filtered, and how often samples failed, by reason."""
-        filtered = {f"rollout/dynamic_filter/drop_{reason}": float(n) for reason, n in self.filtered.items()}
-        return filtered | {f"rollout/sample_failures/{reason}": float(n) for reason, n in self._state.failures.items()}
+        figures = {f"rollout/dynamic_filter/drop_{reason}": float(n) for reason, n in self.filtered.items()}
+        figures |= {f"rollout/sample_failures/{reason}": float(n) for reason, n in self._state.failures.items()}
+        return figures | ({"rollout/stale_groups_returned": float(self.num_stale)} if self._forgives else {})

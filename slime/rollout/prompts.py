@@ -85,6 +85,15 @@ def put_back(data_source: Any, groups: list[Group]) -> None:
         data_source.add_samples(groups)
 
 
+def as_prompts(data_source: Any, group: Group) -> Group:
+    """A group without its responses: as it was handed out, where the data source knows, else one sample a rollout."""
+    handed_out = data_source.as_handed_out(group[0].group_index) if isinstance(data_source, RolloutDataSource) else None
+    prompts = handed_out or list({sample.rollout_id: sample for sample in reversed(group)}.values())[::-1]
+    for sample in prompts:
+        sample.reset_response()
+    return prompts
+
+
 def count_dropped(data_source: Any, group: Group, reason: str) -> None:
     """Tell a source that counts that a group is thrown away."""
     if isinstance(data_source, RolloutDataSource):

@@ -90,7 +90,7 @@ class RecordingRun:
     def push_weights(self, version: int) -> None:
         assert self.held
 
-    def hold_requests(self, hold: bool) -> None:
+    def hold_requests(self, hold: bool, version: int | None = None) -> None:
         self.held = hold
 
     def begin_rollout(self, rollout_id: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from slime.rollout.versions import versions
 from slime.utils.types import Group, Sample
 
 
@@ -35,5 +36,4 @@ def pop_fresh(args: Namespace, rollout_id: int | None, buffer: list[Group], num_
 
 
 def _oldest_version(sample: Sample) -> float:
-    versions = [int(version) for version in sample.weight_versions if version.isdigit()]
-    return min(versions, default=float("inf"))
+    return min(versions(sample), default=float("inf"))

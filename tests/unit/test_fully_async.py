@@ -1,0 +1,194 @@
+"""The rollout function that never stops: what rollouts take, how old it may be, and what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.fully_async_rollout import generate_rollout_fully_async
+from slime.rollout.gate import hold_requests
+from slime.rollout.loop import background_loop
+from slime.rollout.metrics import accounting
+from slime.rollout.versions import staleness
+from slime.utils.types import Sample
+from tests.fake_client import FakeClient, hook_file, reply
+
+NUM_GPUS = 0
+
+Args = Callable[..., Namespace]
+Use = Callable[..., FakeClient]
+
+
+@pytest.fixture(autouse=True)
+def own_loop() -> Iterator[None]:
+    """A loop for each test, since a stream goes on for as long as its loop."""
+    background_loop.cache_clear()
+    yield
+    background_loop.cache_clear()
+
+
+class Engine:
+    """Answers with the weights that were pushed last; some prompts take until ``released``."""
+
+    def __init__(self, slow: tuple[int, ...] = ()) -> None:
+        self.slow, self.released = slow, False
+        self.push(0)
+
+    def push(self, version: int) -> None:
+        self.version = version
+        for hold in (True, False):
+            background_loop().run(hold_requests(hold, None if hold else version), timeout=5, what="push")
+
+    async def __call__(self, number: int, input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        version = self.version
+        while len(input_ids) - 1 in self.slow and not self.released:
+            await asyncio.sleep(0.005)
+        return reply(str(len(input_ids)), version=version)
+
+
+def make(make_args: Args, **changes: Any) -> tuple[Namespace, RolloutDataSourceWithBuffer]:
+    args = make_args(num_prompts=200, asynchronous=True, max_weight_staleness=1, **changes)
+    return args, RolloutDataSourceWithBuffer(args)
+
+
+def take(args: Namespace, rollout_id: int, source: RolloutDataSourceWithBuffer) -> RolloutFnTrainOutput:
+    output = generate_rollout_fully_async(args, rollout_id, source)
+    assert isinstance(output, RolloutFnTrainOutput)
+    assert len(output.samples) == args.rollout_batch_size
+    source.count_trained(flatten_samples(output.samples))
+    accounting(args, source, source.num_in_flight(after=rollout_id))
+    return output
+
+
+def groups_of(output: RolloutFnTrainOutput) -> list[int | None]:
+    return [flatten_samples(group)[0].group_index for group in output.samples]
+
+
+def test_it_goes_on_between_rollouts_and_a_slow_group_holds_up_none(make_args: Args, use: Use) -> None:
+    engine = Engine(slow=(1,))
+    use(FakeClient(engine))
+    args, source = make(make_args)
+    trained: Counter[int | None] = Counter()
+    for rollout_id in range(4):
+        engine.push(rollout_id)
+        trained.update(groups_of(take(args, rollout_id, source)))
+        assert source.num_in_flight() >= args.rollout_batch_size, "others are generated while the trainer trains"
+    assert 1 not in trained
+    engine.released = True
+    for rollout_id in range(4, 7):
+        engine.push(rollout_id)
+        output = take(args, rollout_id, source)
+        trained.update(groups_of(output))
+        assert all((staleness(s, rollout_id) or 0) <= 1 for s in flatten_samples(output.samples))
+    assert trained[1] == 1, "begun by weights of version 0, it was generated again"
+    assert set(trained.values()) == {1}
+    assert source.as_handed_out(1) is None
+
+
+def test_outstanding_groups_are_bounded_by_staleness(make_args: Args, use: Use) -> None:
+    engine = Engine()
+    use(FakeClient(engine))
+    args, source = make(make_args)
+    for rollout_id in range(3):
+        engine.push(rollout_id)
+        take(args, rollout_id, source)
+        time.sleep(0.3)
+        assert source.num_in_flight() <= args.rollout_batch_size, "what the trainer has, and one rollout more"
+
+
+def test_filter_hooks_and_failures(make_args: Args, use: Use, tmp_path: Path) -> None:
+    use(FakeClient(Engine()))
+    hook = hook_file(
+        tmp_path,
+        "seen, failed = [], set()\n"
+        "def keep(args, samples): return samples[0].group_index % 3 > 0\n"
+        "def sample_filter(args, groups): groups[0][0].remove_sample = True\n"
+        "def process_all_samples(args, all_groups, data_source): seen.append(len(all_groups))\n"
+        "def rm(args, sample):\n"
+        "    if sample.group_index == 4: raise OSError('no judge')\n"
+        "    return 1.0\n",
+    )
+    args, source = make(
+        make_args,
+        dynamic_sampling_filter_path=f"{hook}:keep",
+        rollout_sample_filter_path=f"{hook}:sample_filter",
+        rollout_all_samples_process_path=f"{hook}:process_all_samples",
+        custom_rm_path=f"{hook}:rm",
+    )
+    outputs = [take(args, rollout_id, source) for rollout_id in range(2)]
+    for output in outputs:
+        assert sum(s.remove_sample for s in flatten_samples(output.samples)) == 1
+    taken = [index for output in outputs for index in groups_of(output)]
+    assert len(set(taken)) == 8
+    assert not any(index in (0, 3, 4, 6) for index in taken)
+    assert source.num_dropped["reward_error"] == 1
+    assert source.num_dropped["filter_dynamic"] >= 3
+    from slime.utils.misc import load_module
+
+    assert all(count >= 4 for count in load_module(str(hook)).seen)
+
+
+def test_a_crashed_group_goes_back_and_is_generated_again(make_args: Args, use: Use) -> None:
+    engine, crashed = Engine(), []
+
+    async def crash_once(number: int, input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        if len(input_ids) == 3 and not crashed:
+            crashed.append(number)
+            raise ZeroDivisionError("a bug")
+        return await engine(number, input_ids, params)
+
+    use(FakeClient(crash_once))
+    args, source = make(make_args)
+    taken: list[int | None] = []
+    for rollout_id in range(3):
+        engine.push(rollout_id)
+        taken += groups_of(take(args, rollout_id, source))
+    assert crashed
+    assert 2 in taken
+
+
+def test_what_always_crashes_ends_the_run_and_leaves_all_prompts_in_the_source(make_args: Args, use: Use) -> None:
+    def crash(*_: Any) -> None:
+        raise ZeroDivisionError("a bug")
+
+    use(FakeClient(crash))
+    args, source = make(make_args)
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        generate_rollout_fully_async(args, 0, source)
+    assert source.get_buffer_length() >= 4
+    assert source.num_read == source.get_buffer_length() + source.num_in_flight()
+    use(FakeClient(Engine()))
+    take(args, 0, source)
+
+
+def test_deadline_says_what_it_waits_for(make_args: Args, use: Use) -> None:
+    use(FakeClient(Engine(slow=tuple(range(200)))))
+    args, source = make(make_args, rollout_timeout=0.3)
+    expected = r"rollout 5: 0 of 8 samples finished; waiting for sample \d+ \(generating .* within 0.3 s \(--rollout-ti"
+    with pytest.raises(TimeoutError, match=expected):
+        generate_rollout_fully_async(args, 5, source)
+
+
+def test_evaluation_is_the_usual_one(make_args: Args, use: Use, write_jsonl: Callable[..., str]) -> None:
+    use(FakeClient(Engine()))
+    args, source = make(make_args)
+    args.eval_datasets = [("e", write_jsonl([{"prompt": "abc", "label": "3"}], "eval.jsonl"))]
+    output = generate_rollout_fully_async(args, 0, source, evaluation=True)
+    assert output.data["e"]["rewards"] == [1.0]  # type: ignore[union-attr]
+
+
+def test_samples_carry_nothing_of_the_stream(make_args: Args, use: Use) -> None:
+    use(FakeClient(Engine()))
+    args, source = make(make_args)
+    (first, *_) = flatten_samples(take(args, 0, source).samples)
+    assert isinstance(first, Sample)
+    assert first.metadata == {}
