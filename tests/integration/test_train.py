@@ -233,6 +233,44 @@ def test_ppo_trains_both_models_and_a_resumed_run_equals_the_uninterrupted_one(w
 
 
 @pytest.mark.full
+def test_resume_with_a_buffer_of_partial_and_surplus_groups(workspace: Path) -> None:
+    run_dir = workspace / "partial"
+    changes: dict[str, Value] = {
+        "over_sampling_batch_size": 8,
+        "partial_rollout": True,
+        "mask_offpolicy_in_partial_rollout": True,
+        "dynamic_sampling_filter_path": "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
+        "rollout_max_response_len": 200,
+        "num_rollout": 5,
+    }
+    samples = str(run_dir / "samples_{rollout_id}.pt")
+    save: dict[str, Value] = {"save": str(run_dir), "load": str(run_dir), "save_interval": 1}
+    line = flags(workspace, run_dir, save_debug_rollout_data=samples, **save, **changes)
+    latest = run_dir / "latest_checkpointed_iteration.txt"
+    with TrainProcess(line, workspace / "partial.log") as process:
+        process.wait_until(lambda: latest.exists() and int(latest.read_text()) >= 1, RUN_S, "a checkpoint")
+        process.kill()
+        process.wait(10)
+        process.assert_no_process_left()
+    resumed_at = int(latest.read_text()) + 1
+    state = torch.load(run_dir / f"iter_{resumed_at - 1:07d}" / "rollout_state.pt", weights_only=False)
+    assert state["data_source"]["buffer"], "what was not needed is in the checkpoint"
+    _run(line, workspace / "partial_resumed.log")
+    trained = [
+        sample["index"]
+        for rollout_id in range(5)
+        for sample in torch.load(run_dir / f"samples_{rollout_id}.pt", weights_only=False)["samples"]
+    ]
+    assert len(trained) == len(set(trained)) == 5 * 16, "nothing is trained twice"
+    for figures in (entry for entry in read_metrics(run_dir) if "rollout/prompts_read" in entry):
+        parts = [figures[f"rollout/prompts_{part}"] for part in ("trained", "dropped", "buffered", "in_flight")]
+        assert figures["rollout/prompts_read"] == sum(parts)
+    assert max(series(run_dir, "rollout/partial_samples")) > 0
+    # Masked or not, every token's log-prob is the engine's own of then: those of partial ones are older.
+    assert series(run_dir, "train/train_rollout_logprob_abs_diff")[0] < 1e-4
+
+
+@pytest.mark.full
 def test_disk_transport_with_two_steps_a_rollout_and_two_eval_sets(workspace: Path) -> None:
     run_dir = workspace / "disk"
     sets = ["one", str(workspace / "eval.jsonl"), "two", f"{workspace / 'eval.jsonl'}@[0:2]"]

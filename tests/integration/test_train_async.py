@@ -254,3 +254,36 @@ def test_what_a_pool_kept_too_long_is_generated_anew(workspace: Path) -> None:
     assert max(series(run_dir, "rollout/weight_staleness_max")) <= 1
     ages: list[Any] = [sample.group_index for sample in samples_of(run_dir, 3)]
     assert set(ages) == set(range(_GROUPS)), "the groups that were drawn first"
+
+
+@pytest.mark.full
+def test_rollouts_without_end_train_every_prompt_once_and_resume(workspace: Path) -> None:
+    run_dir = workspace / "without_end"
+    changes: dict[str, Value] = {
+        "rollout_function_path": "slime.rollout.fully_async_rollout.generate_rollout_fully_async",
+        "max_weight_staleness": 2,
+        "save": str(run_dir),
+        "load": str(run_dir),
+        "save_interval": 1,
+        "eval_interval": 2,
+        "eval_prompt_data": ["add", str(workspace / "eval.jsonl")],
+    }
+    line = async_flags(workspace, run_dir, **changes)
+    latest = run_dir / "latest_checkpointed_iteration.txt"
+    with start(line, workspace / "without_end.log") as process:
+        process.wait_until(lambda: latest.exists() and int(latest.read_text()) >= 1, RUN_S, "a checkpoint")
+        process.kill()
+        process.wait(10)
+        process.assert_no_process_left()
+    resumed_at = int(latest.read_text()) + 1
+    assert resumed_at < _ROLLOUTS, "killed too late to show a resume"
+    for path in run_dir.glob("samples_*.pt"):
+        if int(path.stem.split("_")[1]) >= resumed_at:
+            path.unlink()
+    run_to_end(line, workspace / "went_on_without_end.log")
+    trained = [sample.index for rollout_id in range(_ROLLOUTS) for sample in samples_of(run_dir, rollout_id)]
+    assert len(trained) == len(set(trained)) == 4 * _GROUPS * _ROLLOUTS
+    assert_accounted_for(run_dir)
+    assert max(series(run_dir, "rollout/weight_staleness_max")) <= 2
+    assert max(series(run_dir, "rollout/groups_under_way")) > 0, "others are generated while one is trained"
+    assert len(series(run_dir, "eval/add")) >= 2
