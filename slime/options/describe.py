@@ -29,7 +29,7 @@ def describe_groups(args: Namespace, groups: tuple[type, ...]) -> str:
     for group in groups:
         title = (group.__doc__ or "").split(":")[0].strip().rstrip(".").lower()
         sections[title] = {field.name: values.pop(field.name, None) for field in dataclasses.fields(group)}
-    sections["sglang"] = {name: values.pop(name) for name in ("sglang_cli", "router_cli")}
+    sections["sglang"] = {name: values.pop(name) for name in ("sglang_cli", "router_cli", "rm_sglang_cli")}
     sections["megatron and others"] = {
         name: value for name, value in values.items() if not name.startswith(("sglang_", "router_"))
     }

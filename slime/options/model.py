@@ -15,12 +15,13 @@ OTHER_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "*.h5", "*.onn
 """Weights that neither engines nor trainers read: a hub repository may hold them beside the safetensors."""
 
 
-def model_directory(checkpoint: str, *, with_weights: bool) -> str:
-    """``--hf-checkpoint`` as an absolute directory; a hub id is downloaded (or found in the cache) first.
+def model_directory(checkpoint: str, *, with_weights: bool, flag: str = "--hf-checkpoint") -> str:
+    """A model as an absolute directory; a hub id is downloaded (or found in the cache) first.
 
     Args:
         checkpoint: what the user gave.
         with_weights: whether to download weights too.
+        flag: by which the user gave it.
 
     Raises:
         OptionError: it is neither directory nor hub id, or cannot be downloaded.
@@ -28,10 +29,10 @@ def model_directory(checkpoint: str, *, with_weights: bool) -> str:
     directory = Path(checkpoint).expanduser()
     if not directory.is_dir():
         if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", checkpoint):
-            raise OptionError(f"--hf-checkpoint {checkpoint}: there is no such directory, and a hub id is OWNER/MODEL")
-        directory = Path(_download(checkpoint, with_weights))
+            raise OptionError(f"{flag} {checkpoint}: there is no such directory, and a hub id is OWNER/MODEL")
+        directory = Path(_download(checkpoint, with_weights, flag))
     if not (directory / "config.json").is_file():
-        raise OptionError(f"--hf-checkpoint {checkpoint}: there is no config.json in it")
+        raise OptionError(f"{flag} {checkpoint}: there is no config.json in it")
     return str(directory.resolve())
 
 
@@ -59,7 +60,7 @@ def has_weights(directory: str) -> bool:
     return any(Path(directory).glob("*.safetensors"))
 
 
-def _download(hub_id: str, with_weights: bool) -> str:
+def _download(hub_id: str, with_weights: bool, flag: str) -> str:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -68,12 +69,10 @@ def _download(hub_id: str, with_weights: bool) -> str:
         return str(snapshot_download(hub_id, ignore_patterns=unread))
     except LocalEntryNotFoundError as error:
         reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
-        raise OptionError(
-            f"--hf-checkpoint {hub_id}: no such directory, not in the Hugging Face cache, and {reason}"
-        ) from error
+        raise OptionError(f"{flag} {hub_id}: no such directory, not in the Hugging Face cache, and {reason}") from error
     except (HfHubHTTPError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise OptionError(f"--hf-checkpoint {hub_id}: downloading it from the hub failed: {reason}") from error
+        raise OptionError(f"{flag} {hub_id}: downloading it from the hub failed: {reason}") from error
 
 
 def take_rotary_factor(args: Namespace, given: set[str]) -> None:

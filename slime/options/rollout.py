@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from slime.options.schema import option
 
 DEFAULT_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
 SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
+REWARD_NAMES = ("reward_func", "custom_rm")
+"""What a bare file of --custom-rm-path is searched for."""
+GROUP_REWARD_NAMES = ("batched_custom_rm", "reward_func")
+"""The same with --group-rm."""
 
 
 @dataclass
@@ -92,10 +96,14 @@ class RewardOptions:
     """Reward: how a response is judged."""
 
     rm_type: str | None = option(
-        None, "Built-in reward: math, dapo, deepscaler, f1, random, remote_rm; boxed_<name> takes the boxed part first."
+        None,
+        "Built-in reward: math, dapo, deepscaler, f1, gpqa, ifbench, random, remote_rm; boxed_<name> judges only "
+        "what the last \\boxed{} holds.",
     )
     custom_rm_path: str | None = option(
-        None, "async function (args, sample, **kwargs) -> float or dict.", hook=("reward_func", "custom_rm")
+        None,
+        "async function (args, sample, **kwargs) -> float or dict, or (args, samples, **kwargs) -> list of these.",
+        hook=REWARD_NAMES,
     )
     group_rm: bool = option(
         False, "Compute rewards once for a whole group, when all its samples are there; a list function gets them all."
@@ -103,6 +111,16 @@ class RewardOptions:
     reward_key: str | None = option(None, "Entry of a dict reward that is trained on.")
     eval_reward_key: str | None = option(None, "Entry of a dict reward that evaluation reports; default --reward-key.")
     rm_url: str | None = option(None, "Where --rm-type remote_rm posts {prompt, response, label}.")
+    rm_model_path: str | None = option(
+        None,
+        "Hugging Face directory or hub id of a reward model: SGLang engines of its own serve it, with weights that "
+        "never change, to the reward function, which finds them by get_model_url(args, 'reward').",
+    )
+    rm_num_gpus: int | None = option(None, "Slots of the reward model, which nobody shares.", at_least=1)
+    rm_num_gpus_per_engine: int = option(1, "Slots of one engine of the reward model.", at_least=1)
+    rm_sglang_args: dict[str, Any] | None = option(
+        None, 'SGLang flags of the reward model\'s engines, as JSON: {"context_length": 2048}.'
+    )
 
 
 @dataclass

@@ -84,7 +84,6 @@ NOT_YET: dict[str, str] = {
 
 NOT_YET_VALUES: dict[str, tuple[str, ...]] = {
     "--update-weight-mode": ("delta",),
-    "--rm-type": ("gpqa", "ifbench"),
     "--transformer-impl": ("inference_optimized", "transformer_engine"),
 }
 """Values of available flags that later versions will have."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from slime.options.algorithm_rules import derive_algorithm
 from slime.options.checkpoint import LATEST, has_checkpoint, is_torch_dist
 from slime.options.errors import OptionError
+from slime.options.reward_model import derive_reward_model
 from slime.options.rollout import DEFAULT_ROLLOUT, SFT_ROLLOUT
 from slime.options.training import critic_options, warmup_and_decay_steps
 
@@ -36,6 +37,7 @@ def derive_all(args: Namespace, warnings: list[str]) -> None:
     _evaluation(args, warnings)
     _sampling(args)
     _rewards(args)
+    derive_reward_model(args, warnings)
     _run_directory(args)
     _checkpoints(args)
     _templates(args)

@@ -11,7 +11,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slime.ray.cluster import actor_environment, as_actor
 from slime.ray.engine_actor import EngineActor
-from slime.ray.placement import Placement
+from slime.ray.placement import Placement, Slot
 from slime.ray.rollout_manager import EVALUATION, ROLLOUTS, RolloutManager, rollouts_overlap
 from slime.ray.train_actor import TrainActor
 
@@ -25,15 +25,35 @@ def create_manager(args: argparse.Namespace, api_keys: tuple[str, str] | None) -
     return as_actor(RolloutManager, **threads).options(**options).remote(args, api_keys)
 
 
-def create_engines(args: argparse.Namespace, placement: Placement, api_keys: tuple[str, str] | None) -> list[Any]:
-    """One actor an engine, on the first of its slots."""
-    width, actors = args.rollout_num_gpus_per_engine, []
-    for rank in range(len(placement.rollout) // width):
-        slots = placement.rollout[rank * width : (rank + 1) * width]
-        gpus = None if slots[0].gpu is None else [s.gpu for s in slots if s.gpu is not None]
-        options = {"runtime_env": actor_environment(), **placement.options(slots[0], trains=False)}
-        actors.append(as_actor(EngineActor).options(**options).remote(args, rank, api_keys, gpus))
+def create_engines(
+    args: argparse.Namespace, placement: Placement, slots: list[Slot], api_keys: tuple[str, str] | None, name: str
+) -> dict[str, Any]:
+    """One actor an engine, on the first of its slots, by "<name> <rank>".
+
+    Args:
+        args: the engines' options: `reward_engine_args` for the reward model's.
+        slots: those of all these engines.
+    """
+    width, actors = args.rollout_num_gpus_per_engine, {}
+    for rank in range(len(slots) // width):
+        own = slots[rank * width : (rank + 1) * width]
+        gpus = None if own[0].gpu is None else [s.gpu for s in own if s.gpu is not None]
+        options = {"runtime_env": actor_environment(), **placement.options(own[0], trains=False)}
+        actor = as_actor(EngineActor).options(**options).remote(args, rank, api_keys, gpus, name)
+        actors[f"{name} {rank}"] = actor
     return actors
+
+
+def reward_engine_args(args: argparse.Namespace) -> argparse.Namespace:
+    """The run's options as an engine of the reward model sees them: another model, never asleep, SGLang's defaults."""
+    own = {
+        "hf_checkpoint": args.rm_model_path,
+        "rollout_num_gpus_per_engine": args.rm_num_gpus_per_engine,
+        "sglang_cli": args.rm_sglang_cli,
+        "offload_rollout": False,
+        "random_weights": False,
+    }
+    return argparse.Namespace(**vars(args) | own)
 
 
 def create_trainers(args: argparse.Namespace, placement: Placement) -> list[Any]:

@@ -18,7 +18,12 @@ class EngineActor:
     """One engine; ``start`` returns its address when it answers."""
 
     def __init__(
-        self, args: argparse.Namespace, rank: int, api_keys: tuple[str, str] | None, gpus: list[str] | None
+        self,
+        args: argparse.Namespace,
+        rank: int,
+        api_keys: tuple[str, str] | None,
+        gpus: list[str] | None,
+        name: str = "engine",
     ) -> None:
         enter_actor(args)
         self._args = args
@@ -27,8 +32,9 @@ class EngineActor:
             rank=rank,
             host=ray.util.get_node_ip_address() if api_keys is not None else "127.0.0.1",
             api_keys=api_keys,
-            log_path=f"{args.run_dir}/logs/engine_{rank}.log",
+            log_path=f"{args.run_dir}/logs/{name.replace(' ', '_')}_{rank}.log",
             cuda_devices=gpus,
+            name=name,
         )
         self._started: Future[None] = Future()
 

@@ -31,12 +31,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class Placement:
-    """The slots in logical order, and which of them train and generate."""
+    """The slots in logical order, and which of them train, generate and serve the reward model."""
 
     group: PlacementGroup | None
     slots: list[Slot]
     train: list[Slot]
     rollout: list[Slot]
+    reward: list[Slot]
 
     @property
     def on_gpus(self) -> bool:
@@ -58,16 +59,17 @@ class Placement:
             remove_placement_group(self.group)
 
 
-def slot_counts(args: argparse.Namespace) -> tuple[int, int, int]:
-    """(slots in all, training slots, index of the first rollout slot) of ``args.placement``."""
+def slot_counts(args: argparse.Namespace) -> tuple[int, int, int, int]:
+    """(slots in all, training slots, index of the first rollout slot, and of the reward model's) of the run."""
     train = args.actor_num_gpus
     rollout = args.rollout_num_gpus or 0
-    return {
+    others, train, rollout_start = {
         "train_only": (train, train, train),
         "rollout_only": (rollout, 0, 0),
         "colocate": (max(train, rollout), train, 0),
         "disaggregate": (train + rollout, train, train),
     }[args.placement]
+    return others + args.rm_num_gpus, train, rollout_start, others
 
 
 def core_shortage(args: argparse.Namespace) -> str | None:
@@ -78,16 +80,20 @@ def core_shortage(args: argparse.Namespace) -> str | None:
     flags = f"--actor-num-gpus-per-node {args.actor_num_gpus_per_node}"
     if args.placement in ("disaggregate", "rollout_only"):
         flags += f", --rollout-num-gpus {args.rollout_num_gpus}"
+    if args.rm_num_gpus:
+        flags += f", --rm-num-gpus {args.rm_num_gpus}"
     return f"{slots} slots share the {cores} cores of this host, which has no GPU: fewer may well be faster ({flags})"
 
 
 def describe_placement(args: argparse.Namespace) -> str:
     """One line a slot: who trains and who generates there."""
-    total, train, rollout_start = slot_counts(args)
+    total, train, rollout_start, reward_start = slot_counts(args)
     lines = [f"placement: {args.placement}, {total} slots of one {'GPU' if device.is_cuda() else 'CPU'}"]
     for slot in range(total):
         users = [f"training rank {slot}"] if slot < train else []
-        if slot >= rollout_start:
+        if slot >= reward_start:
+            users.append(f"reward engine {(slot - reward_start) // args.rm_num_gpus_per_engine}")
+        elif slot >= rollout_start:
             users.append(f"engine {(slot - rollout_start) // args.rollout_num_gpus_per_engine}")
         lines.append(f"  slot {slot}: {', '.join(users)}")
     if shortage := core_shortage(args):
@@ -102,17 +108,18 @@ def place(args: argparse.Namespace) -> Placement:
         InputError: the cluster has too few; with the command that would start enough.
         RunError: they did not become free in time.
     """
-    total, train, rollout_start = slot_counts(args)
+    total, train, rollout_start, reward_start = slot_counts(args)
     if total == 0:
-        return Placement(None, [], [], [])
+        return Placement(None, [], [], [], [])
     # The driver's own host may have none: `ray job submit` runs it on a head node.
     resource = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
     available = int(ray.cluster_resources().get(resource, 0))
     if available < total:
         flag = "--num-gpus" if resource == "GPU" else "--num-cpus"
         raise InputError(
-            f"placement: the run needs {total} {resource} slots ({train} to train, {total - rollout_start} to "
-            f"generate) and Ray has {available}; lower --actor-num-gpus-per-node / --rollout-num-gpus, or start more: "
+            f"placement: the run needs {total} {resource} slots ({train} to train, {reward_start - rollout_start} to "
+            f"generate, {total - reward_start} for a reward model) and Ray has {available}; lower "
+            "--actor-num-gpus-per-node / --rollout-num-gpus / --rm-num-gpus, or start more: "
             f"`ray start --head {flag} {total}`"
         )
     bundle = {"GPU": 1, "CPU": 1} if resource == "GPU" else {"CPU": 1}
@@ -126,23 +133,25 @@ def place(args: argparse.Namespace) -> Placement:
         )
     try:
         slots = _probe(group, total, resource == "GPU", args.placement_timeout)
-        _check_engines(slots[rollout_start:], args.rollout_num_gpus_per_engine)
+        rollout, reward = slots[rollout_start:reward_start], slots[reward_start:]
+        _check_engines(rollout, args.rollout_num_gpus_per_engine, "--rollout-num-gpus-per-engine")
+        _check_engines(reward, args.rm_num_gpus_per_engine, "--rm-num-gpus-per-engine")
         if args.no_api_keys and slots[rollout_start:]:
             _check_loopback(slots, ray.util.get_node_ip_address())
     except BaseException:
         remove_placement_group(group)
         raise
-    return Placement(group, slots, slots[:train], slots[rollout_start:])
+    return Placement(group, slots, slots[:train], rollout, reward)
 
 
-def _check_engines(slots: list[Slot], width: int) -> None:
+def _check_engines(slots: list[Slot], width: int, flag: str) -> None:
     """Raise InputError for an engine with slots on two hosts: its server runs on one."""
     for first in range(0, len(slots), width):
         hosts = sorted({slot.host for slot in slots[first : first + width]})
         if len(hosts) > 1:
             raise InputError(
                 f"placement: engine {first // width} of {width} slots would lie on the hosts {', '.join(hosts)}; "
-                f"choose --rollout-num-gpus-per-engine and --actor-num-gpus-per-node so that engines end where hosts do"
+                f"choose {flag} and --actor-num-gpus-per-node so that engines end where hosts do"
             )
 
 

@@ -1,4 +1,4 @@
-"""The actor of the data side: it owns the router, the data source and the rollout function."""
+"""The actor of the data side: it owns the routers, the data source and the rollout function."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from slime.rollout.evaluation import eval_metrics, load_eval_prompts
 from slime.rollout.gate import hold_requests
 from slime.rollout.loop import background_loop
 from slime.rollout.metrics import accounting
+from slime.rollout.model_urls import ACTOR, REWARD
 from slime.rollout.sglang_rollout import draw_first_groups, generate_groups
 from slime.rollout.staleness import renew_stale, staleness_metrics
 from slime.rollout.train_data import to_train_batches
 from slime.rollout.under_way import under_way
-from slime.utils import aside
+from slime.utils import aside, http_utils
 from slime.utils.errors import BadInputError
 from slime.utils.misc import load_function
 from slime.utils.types import Group, Sample
@@ -49,7 +50,8 @@ class RolloutManager:
         enter_actor(args)
         self._args = args
         self._api_keys = api_keys
-        self._router: Router | None = None
+        self._routers: dict[str, Router] = {}
+        """By the name of the model behind it."""
         self._data_source: Any = None
         self._drawn: dict[int, list[Group]] = {}
         self._made: dict[int, list[Sample]] = {}
@@ -67,31 +69,42 @@ class RolloutManager:
         check_schedule(self._args)
         return self._args.num_rollout
 
-    def start(self, engine_urls: list[str]) -> None:
-        """Start the router, register the engines at it, and make it known to hooks."""
+    def start(self, engine_urls: list[str], reward_urls: list[str]) -> None:
+        """Start the routers, register the engines at theirs, and make them known to hooks."""
         args = self._args
-        host = "127.0.0.1" if self._api_keys is None else ray.util.get_node_ip_address()
-        self._router = Router(args, host=host, api_keys=self._api_keys, log_path=f"{args.run_dir}/logs/router.log")
-        deadline = time.monotonic() + args.engine_start_timeout
-        self._router.start()
-        for url in engine_urls:
-            self._router.add(url)
-        self._router.wait_registered(engine_urls, timeout=max(0.0, deadline - time.monotonic()))
+        args.sglang_router_ip, args.sglang_router_port = self._open_router(args, ACTOR, engine_urls)
         register_engines(engine_urls, self._api_keys[1] if self._api_keys else None)
-        # An IPv6 address keeps its brackets, which hooks that put address and port together would forget.
-        args.sglang_router_ip, port = self._router.url.removeprefix("http://").rsplit(":", 1)
-        args.sglang_router_port = int(port)
         args.sglang_router_api_key = self._api_keys[0] if self._api_keys else None
+        args.sglang_model_routers = {ACTOR: (args.sglang_router_ip, args.sglang_router_port)}
+        if reward_urls:
+            its_args = argparse.Namespace(**vars(args) | {"router_cli": []})  # the user's flags are for the other one
+            args.sglang_model_routers[REWARD] = self._open_router(its_args, REWARD, reward_urls)
         if self._api_keys:
-            # For programs that hooks start: `http_utils.post` there adds the key for this address only.
-            os.environ |= {"SLIME_ROUTER_URL": self._router.url, "SLIME_ROUTER_API_KEY": self._api_keys[0]}
+            # For programs that hooks start: `http_utils.post` there adds the key for these addresses only.
+            os.environ |= {"SLIME_ROUTER_API_KEY": self._api_keys[0]}
+            os.environ |= {http_utils.ROUTER_VARIABLES[name]: router.url for name, router in self._routers.items()}
+
+    def _open_router(self, args: argparse.Namespace, model: str, urls: list[str]) -> tuple[str, int]:
+        """The address of a new router, at which the engines at ``urls`` are registered."""
+        host = "127.0.0.1" if self._api_keys is None else ray.util.get_node_ip_address()
+        name = "router" if model == ACTOR else f"{model} router"
+        log_path = f"{args.run_dir}/logs/{name.replace(' ', '_')}.log"
+        router = self._routers[model] = Router(args, host, self._api_keys, log_path, name)
+        deadline = time.monotonic() + args.engine_start_timeout
+        router.start()
+        for url in urls:
+            router.add(url)
+        router.wait_registered(urls, timeout=max(0.0, deadline - time.monotonic()))
+        # An IPv6 address keeps its brackets, which hooks that put address and port together would forget.
+        address, port = router.url.removeprefix("http://").rsplit(":", 1)
+        return address, int(port)
 
     @ray.method(concurrency_group="watch")
     def watch(self) -> None:
-        """Return, by raising, when the router dies."""
+        """Return, by raising, when a router dies."""
         while True:
-            if self._router is not None:
-                self._router.check()
+            for router in list(self._routers.values()):
+                router.check()
             time.sleep(_POLL_S)
 
     def draw(self, rollout_id: int) -> None:
@@ -175,10 +188,9 @@ class RolloutManager:
         restore_source(self._data_source, rollout_id, state)
 
     def stop(self) -> None:
-        """End the router."""
-        if self._router is not None:
-            router, self._router = self._router, None
-            router.stop()
+        """End the routers."""
+        while self._routers:
+            self._routers.popitem()[1].stop()
 
 
 def rollouts_overlap(args: argparse.Namespace) -> bool:

@@ -24,7 +24,7 @@ from slime.options.errors import OptionError
 from slime.options.validate import check_schedule
 from slime.ray import janitor
 from slime.ray.cluster import connect
-from slime.ray.creation import create_engines, create_manager, create_trainers
+from slime.ray.creation import create_engines, create_manager, create_trainers, reward_engine_args
 from slime.ray.placement import Placement, core_shortage, describe_placement, place, slot_counts
 from slime.ray.rollout_manager import make_data_source, num_rollout
 from slime.ray.supervision import LOAD_DATA, RESTORE_DATA, Deadline, InputError, RunError, Supervisor
@@ -53,6 +53,7 @@ class Run:
         self.args = args
         self._supervisor = Supervisor()
         self._engines: list[Any] = []
+        self._reward_engines: list[Any] = []
         self._trainers: list[Any] = []
         self._manager: Any = None
         self._placement: Placement | None = None
@@ -106,7 +107,7 @@ class Run:
         (args.num_rollout,) = self._wait(loaded, LOAD_DATA, self._limit("data_load_timeout"))
         Path(args.run_dir, "config.yaml").write_text(describe(args))
         self._placement = place(args)
-        trainers, slots = len(self._placement.train), len(self._placement.rollout)
+        trainers, slots = len(self._placement.train), len(self._placement.rollout + self._placement.reward)
         print(
             f"{args.num_rollout} rollouts; starting {trainers} training ranks and engines on {slots} slots "
             "(logs in the run directory)",
@@ -125,8 +126,9 @@ class Run:
         urls = self._supervisor.wait(engine_starts, "start engines", self._limit("engine_start_timeout", _MARGIN_S))
         if len(set(urls)) < len(urls):
             raise RunError(f"start engines: several have the same address: {', '.join(sorted(urls))}")
+        urls, reward_urls = urls[: len(self._engines)], urls[len(self._engines) :]
         if urls:
-            started = {"the router": self._manager.start.remote(urls)}
+            started = {"the router": self._manager.start.remote(urls, reward_urls)}
             self._wait(started, "start router", self._limit("engine_start_timeout", _MARGIN_S))
             self._connect_trainers(urls, keys)
         going_on = f", going on after rollout {args.start_rollout_id}" if args.start_rollout_id else ""
@@ -149,13 +151,17 @@ class Run:
         return Turns(trainers, engines, offload_train=args.offload_train, offload_rollout=args.offload_rollout)
 
     def _start_engines(self, keys: tuple[str, str] | None) -> dict[str, ray.ObjectRef]:
-        assert self._placement is not None
-        self._engines = create_engines(self.args, self._placement, keys)
-        starts = {}
-        for rank, actor in enumerate(self._engines):
-            self._supervisor.watch(f"engine {rank}", actor)
-            starts[f"engine {rank}"] = actor.start.remote()
-        return starts
+        args, placement = self.args, self._placement
+        assert placement is not None
+        engines = create_engines(args, placement, placement.rollout, keys, "engine")
+        reward_engines = {}
+        if placement.reward:
+            reward_args = reward_engine_args(args)
+            reward_engines = create_engines(reward_args, placement, placement.reward, keys, "reward engine")
+        self._engines, self._reward_engines = list(engines.values()), list(reward_engines.values())
+        for name, actor in (engines | reward_engines).items():
+            self._supervisor.watch(name, actor)
+        return {name: actor.start.remote() for name, actor in (engines | reward_engines).items()}
 
     def _start_trainers(self) -> None:
         args = self.args
@@ -188,7 +194,8 @@ class Run:
 
     def _stop(self) -> None:
         """Orderly where it works, by force where it does not; the servers' supervisors see to the rest."""
-        calls = [actor.stop.remote() for actor in (*self._trainers, *self._engines, self._manager) if actor is not None]
+        actors = (*self._trainers, *self._engines, *self._reward_engines, self._manager)
+        calls = [actor.stop.remote() for actor in actors if actor is not None]
         if calls:
             with contextlib.suppress(RayError):
                 ray.wait(calls, num_returns=len(calls), timeout=_STOP_S)

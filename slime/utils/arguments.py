@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import sys
 from collections.abc import Sequence
@@ -26,12 +25,14 @@ from slime.options.installed import InstalledFlagsError, start_reading
 from slime.options.layout import check_layout
 from slime.options.model import apply_shape, check_weights, model_directory, take_rotary_factor
 from slime.options.parser import HelpAction, StrictParser, flag_values
-from slime.options.rollout import EngineOptions, RewardOptions, RolloutOptions
+from slime.options.reward_model import find_reward_model, reward_engine_flags
+from slime.options.rollout import GROUP_REWARD_NAMES, EngineOptions, RewardOptions, RolloutOptions
 from slime.options.schema import add_options, flag_of, hook_fields
 from slime.options.tracking import TrackingOptions
 from slime.options.training import check_training
 from slime.options.unavailable import explain_flag
 from slime.options.validate import derive_all, limit_prompts
+from slime.utils.errors import SlimeError
 from slime.utils.misc import load_function, load_module, split_function_path
 from slime.utils.redaction import redacted
 
@@ -76,6 +77,7 @@ def parse_args(argv: Sequence[str] | None = None, *, asynchronous: bool = False)
         defaults = _assemble(parser, words, yaml_values)
         given = parser.parse_set(words) | _parse_yaml(parser, yaml_values)
         args = argparse.Namespace(**(defaults | given))
+        args.rm_sglang_cli = reward_engine_flags(parser, args.rm_sglang_args)
         warnings = _resolve(args, set(given), asynchronous)
     except (OptionError, InstalledFlagsError) as error:
         parser.error(str(error))
@@ -182,15 +184,17 @@ def _resolve(args: argparse.Namespace, given: set[str], asynchronous: bool) -> l
     args.sglang_cli = sglang.command_line(vars(args).pop("sglang_words", {}))
     args.router_cli = sglang.command_line(vars(args).pop("router_words", {}))
     args.sglang_router_ip = args.sglang_router_port = args.sglang_router_api_key = None  # known once the router runs
+    args.sglang_model_routers = {}
     _load_hooks(args, given)
     derive_all(args, warnings)
     derive_async(args, given, warnings, asynchronous=asynchronous)
     check_collection(args, given)
-    _check_reward_name(args)
+    _check_reward(args)
     is_local = os.path.isdir(os.path.expanduser(args.hf_checkpoint))
     args.hf_checkpoint = model_directory(args.hf_checkpoint, with_weights=not args.dry_run)
     if is_local or not args.dry_run:
         check_weights(args)
+    find_reward_model(args)
     take_rotary_factor(args, given)
     apply_shape(args, _shape(args), given, warnings)
     limit_prompts(args)
@@ -213,9 +217,16 @@ def _shape(args: argparse.Namespace) -> dict[str, Any]:
         raise OptionError(f"--hf-checkpoint {args.hf_checkpoint}: {reason}") from error
 
 
-def _check_reward_name(args: argparse.Namespace) -> None:
+def _check_reward(args: argparse.Namespace) -> None:
+    from slime.rollout.rm_hub.custom import takes_list
     from slime.rollout.rm_hub.graders import GRADERS
 
+    if args.custom_rm_path is not None:
+        where = f"--custom-rm-path {args.custom_rm_path}"
+        try:
+            takes_list(load_function(args.custom_rm_path), where)
+        except SlimeError as error:
+            raise OptionError(str(error)) from error
     if args.rm_type is not None and args.rm_type.removeprefix("boxed_") not in GRADERS:
         raise OptionError(
             f"--rm-type {args.rm_type}: there are {', '.join(sorted(GRADERS))}, each also as boxed_<name>"
@@ -228,17 +239,18 @@ def _load_hooks(args: argparse.Namespace, given: set[str]) -> None:
         value = getattr(args, field.name)
         if field.name not in given or value is None:
             continue
+        is_group = field.name == "custom_rm_path" and args.group_rm
+        names = GROUP_REWARD_NAMES if is_group else field.metadata["hook"]
         if isinstance(value, list):  # the flag may be repeated
-            found: Any = [_loaded_hook(field, path) for paths in value for path in paths]
+            found: Any = [_loaded_hook(flag_of(field), names, path) for paths in value for path in paths]
         else:
-            found = _loaded_hook(field, value)
+            found = _loaded_hook(flag_of(field), names, value)
         setattr(args, field.name, found)
 
 
-def _loaded_hook(field: dataclasses.Field[Any], path: str) -> str:
-    names = field.metadata["hook"]
+def _loaded_hook(flag: str, names: Sequence[str], path: str) -> str:
     try:
-        load_function(path, flag=flag_of(field), default_names=names)
+        load_function(path, flag=flag, default_names=names)
     except ValueError as error:
         raise OptionError(str(error)) from error
     source, name = split_function_path(path)

@@ -26,6 +26,8 @@ _FIRST_BACKOFF_S = 0.25
 _LONGEST_BACKOFF_S = 4.0
 _BODY_IN_ERROR = 500
 _PORTS = range(20000, 30000)
+ROUTER_VARIABLES = {"actor": "SLIME_ROUTER_URL", "reward": "SLIME_REWARD_ROUTER_URL"}
+"""Where processes that a hook starts find the router of each model."""
 
 _api_keys: dict[str, str] = {}
 _sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = weakref.WeakKeyDictionary()
@@ -63,12 +65,13 @@ def register_api_key(url: str, key: str) -> None:
 def authorization(url: str) -> dict[str, str]:
     """The headers that open one of our own servers.
 
-    Known origins are those of `register_api_key` and, for processes that a hook starts, the pair of variables
-    ``SLIME_ROUTER_URL`` and ``SLIME_ROUTER_API_KEY``. A key never goes to any other origin.
+    Known origins are those of `register_api_key` and, for processes that a hook starts, those that the variables
+    ``SLIME_ROUTER_URL`` and ``SLIME_REWARD_ROUTER_URL`` name; ``SLIME_ROUTER_API_KEY`` is the key of both. A key never
+    goes to any other origin.
     """
     origin = origin_of(url)
     key = _api_keys.get(origin)
-    if key is None and origin == origin_of(os.environ.get("SLIME_ROUTER_URL", "")):
+    if key is None and origin in [origin_of(os.environ.get(name, "")) for name in ROUTER_VARIABLES.values()]:
         key = os.environ.get("SLIME_ROUTER_API_KEY")
     return {"Authorization": f"Bearer {key}"} if key else {}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -12,23 +11,18 @@ import pytest
 
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.tokenizer import load_tokenizer
+from tests.documents import example, examples
 from tests.fake_client import FakeClient, reply, rollout
 
 NUM_GPUS = 0
-DOCS = Path(__file__).resolve().parents[2] / "docs"
 ANSWER = "\\boxed{%d}"
-
-
-def example(page: str) -> str:
-    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
-    return code
 
 
 def test_the_example_of_several_turns(
     make_args: Callable[..., Namespace], use: Callable[[FakeClient], FakeClient], tmp_path: Path
 ) -> None:
     """The prompt of n letters is answered right at the n-th attempt; three attempts are allowed."""
-    (tmp_path / "my_env.py").write_text(example("customize.md"))
+    (tmp_path / "my_env.py").write_text(example("customize.md", "RETRY"))
     retry = "Wrong, try again."
 
     def answer(number: int, input_ids: Any, sampling_params: Any) -> dict[str, Any]:
@@ -58,4 +52,4 @@ def test_the_example_of_several_turns(
 
 
 def test_both_languages_show_the_same_code() -> None:
-    assert example("customize.md") == example("zh/customize.md")
+    assert examples("customize.md") == examples("zh/customize.md")

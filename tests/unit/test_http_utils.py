@@ -41,6 +41,7 @@ def quick_and_clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_utils, "_FIRST_BACKOFF_S", 0.01)
     monkeypatch.setattr(http_utils, "_api_keys", {})
     monkeypatch.delenv("SLIME_ROUTER_URL", raising=False)
+    monkeypatch.delenv("SLIME_REWARD_ROUTER_URL", raising=False)
     monkeypatch.delenv("SLIME_ROUTER_API_KEY", raising=False)
 
 
@@ -186,8 +187,12 @@ def test_keys_go_to_their_own_origin_only(monkeypatch: pytest.MonkeyPatch) -> No
             await post(f"{foreign}/x", {})
             monkeypatch.setenv("SLIME_ROUTER_URL", foreign)
             await post(f"{foreign}/x", {})
+            monkeypatch.setenv("SLIME_ROUTER_URL", "http://127.0.0.1:9")
+            await post(f"{foreign}/x", {})
+            monkeypatch.setenv("SLIME_REWARD_ROUTER_URL", foreign)
+            await post(f"{foreign}/x", {})
         sent = [request["headers"].get("Authorization") for request in seen]
-        assert sent == ["Bearer k1", None, "Bearer mine", None, "Bearer k2"]
+        assert sent == ["Bearer k1", None, "Bearer mine", None, "Bearer k2", None, "Bearer k2"]
 
     asyncio.run(scenario())
 

@@ -44,7 +44,7 @@ RULES = (
     ),
     Rule("slime.observability", ("slime.utils",)),
     Rule("slime.utils", ("slime.utils",)),
-    Rule("slime.utils.arguments", ("slime.utils", "slime.options", "slime.models", "slime.rollout.rm_hub.graders")),
+    Rule("slime.utils.arguments", ("slime.utils", "slime.options", "slime.models", "slime.rollout.rm_hub")),
     Rule("slime.data", ("slime.utils", "slime.rollout")),
     Rule(
         "slime.rollout",

@@ -48,7 +48,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("data.jsonl", "aime.jsonl"):
         write_rows(tmp_path / name)
     (tmp_path / "own.py").write_text(
-        "def generate_rollout(*a, **k): ...\nasync def custom_rm(*a, **k): ...\nclass Source: ...\n"
+        "def generate_rollout(*a, **k): ...\nasync def custom_rm(args, sample, **k): ...\nclass Source: ...\n"
     )
     return tmp_path
 
@@ -212,7 +212,7 @@ def test_only_weights_that_someone_reads_are_downloaded(monkeypatch: pytest.Monk
         return "/cache"
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    _download("owner/model", with_weights)
+    _download("owner/model", with_weights, "--hf-checkpoint")
     files: dict[str, Any] = {
         "config.json": True,
         "tokenizer.model": True,

@@ -130,7 +130,6 @@ def test_no_flag_is_both_available_and_not(known_flags: set[str]) -> None:
         ("--opd-kl-coef 0.9 --use-distributed-post", "--opd-kl-coef is not available yet in this version; --use-distr"),
         ("--sglang-tp-size 2", "--sglang-tp-size is not available: use --rollout-num-gpus-per-engine"),
         ("--slime-router-timeout 3", "the router is sglang-router"),
-        ("--rm-type gpqa", "--rm-type gpqa is not available yet in this version"),
         ("--update-weight-mode=delta", "--update-weight-mode delta is not available yet"),
     ],
 )

@@ -69,7 +69,8 @@ def test_more_slots_than_cores_are_warned_of(
     monkeypatch.setattr(placement.device, "is_cuda", lambda: is_cuda)
     monkeypatch.setenv("RAY_ADDRESS", address or "")
     args = Namespace(placement="colocate", actor_num_gpus=8, rollout_num_gpus=8, actor_num_gpus_per_node=8)
-    args.rollout_num_gpus_per_engine = 1
+    args.rollout_num_gpus_per_engine = args.rm_num_gpus_per_engine = 1
+    args.rm_num_gpus = 0
     warning = placement.core_shortage(args)
     assert warning == (expected and expected + "(--actor-num-gpus-per-node 8)")
     if warning:
@@ -77,6 +78,35 @@ def test_more_slots_than_cores_are_warned_of(
         args.placement, args.actor_num_gpus, args.rollout_num_gpus = "disaggregate", 1, 4
         assert str(placement.core_shortage(args)).startswith("5 slots share the 2 cores")
         assert str(placement.core_shortage(args)).endswith("--rollout-num-gpus 4)")
+        args.rm_num_gpus = 2
+        assert str(placement.core_shortage(args)).startswith("7 slots share the 2 cores")
+        assert str(placement.core_shortage(args)).endswith("--rollout-num-gpus 4, --rm-num-gpus 2)")
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("colocate", ["training rank 0, engine 0", "training rank 1, engine 0"]),
+        ("disaggregate", ["training rank 0", "training rank 1", "engine 0", "engine 0"]),
+        ("rollout_only", ["engine 0", "engine 0"]),
+    ],
+)
+def test_the_reward_model_has_the_last_slots_to_itself(kind: str, expected: list[str]) -> None:
+    args = Namespace(placement=kind, actor_num_gpus=2, rollout_num_gpus=2, rollout_num_gpus_per_engine=2)
+    args.actor_num_gpus_per_node, args.rm_num_gpus, args.rm_num_gpus_per_engine = 2, 2, 1
+    lines = [line for line in describe_placement(args).splitlines() if line.startswith("  slot")]
+    users = [line.split(": ")[1] for line in lines]
+    assert users == [*expected, "reward engine 0", "reward engine 1"]
+
+
+def test_engines_of_the_reward_model_serve_it_and_never_sleep() -> None:
+    args = Namespace(hf_checkpoint="m", rollout_num_gpus_per_engine=4, sglang_cli=["--x"], offload_rollout=True)
+    args.random_weights, args.seed = True, 7
+    args.rm_model_path, args.rm_num_gpus_per_engine, args.rm_sglang_cli = "judge", 1, ["--context-length", "64"]
+    own = creation.reward_engine_args(args)
+    assert (own.hf_checkpoint, own.rollout_num_gpus_per_engine, own.seed) == ("judge", 1, 7)
+    assert (own.sglang_cli, own.offload_rollout, own.random_weights) == (["--context-length", "64"], False, False)
+    assert args.hf_checkpoint == "m"
 
 
 def test_a_deadline_names_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:

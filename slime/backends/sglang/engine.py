@@ -55,6 +55,7 @@ class Engine(Server):
         api_keys: tuple[str, str] | None,
         log_path: str | Path,
         cuda_devices: list[str] | None,
+        name: str = "engine",
     ) -> None:
         """
         Args:
@@ -64,8 +65,9 @@ class Engine(Server):
             api_keys: (generate, admin), or None for an open server on loopback.
             log_path: the server's log.
             cuda_devices: the GPUs it may use, as CUDA_VISIBLE_DEVICES names them; None without GPUs.
+            name: what messages call it, before its rank.
         """
-        super().__init__(f"engine {rank}", args, host, log_path)
+        super().__init__(f"{name} {rank}", args, host, log_path)
         self._rank = rank
         self._api_keys = api_keys
         self._cuda_devices = cuda_devices

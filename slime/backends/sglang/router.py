@@ -21,7 +21,14 @@ _CALL_TIMEOUT_S = 10.0
 class Router(Server):
     """One router process."""
 
-    def __init__(self, args: Namespace, host: str, api_keys: tuple[str, str] | None, log_path: str | Path) -> None:
+    def __init__(
+        self,
+        args: Namespace,
+        host: str,
+        api_keys: tuple[str, str] | None,
+        log_path: str | Path,
+        name: str = "router",
+    ) -> None:
         """
         Args:
             args: the run's options.
@@ -29,8 +36,9 @@ class Router(Server):
             api_keys: (generate, admin) of the engines; the router asks its clients for the first and shows it to the
                 engines.
             log_path: the router's log.
+            name: what messages call it.
         """
-        super().__init__("router", args, host, log_path)
+        super().__init__(name, args, host, log_path)
         self._key = api_keys[0] if api_keys else None
 
     def start(self) -> None:
@@ -100,8 +108,8 @@ class Router(Server):
             try:
                 reply = session.request(method, self.url + path, json=body, headers=headers, timeout=_CALL_TIMEOUT_S)
             except requests.RequestException as error:
-                raise EngineError(f"router at {self.url}: {method} {path}: {error}") from error
+                raise EngineError(f"{self._name} at {self.url}: {method} {path}: {error}") from error
         if not reply.ok:
             text = redact(reply.text[:500], (self._key,) if self._key else ())
-            raise EngineError(f"router at {self.url}: {method} {path}: status {reply.status_code}: {text}")
+            raise EngineError(f"{self._name} at {self.url}: {method} {path}: status {reply.status_code}: {text}")
         return reply

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 from argparse import Namespace
-from numbers import Real
+from collections.abc import Sequence
 from typing import Any
 
-from slime.rollout.hooks import HookError, call_hook
+from slime.rollout.loop import run_all
 from slime.rollout.rm_hub.answers import last_boxed
+from slime.rollout.rm_hub.custom import Reward, custom_rewards, hook_of, within_deadline
 from slime.rollout.rm_hub.graders import ASKS_A_SERVER, GRADERS, TAKES_THE_BOX
-from slime.utils.errors import BadInputError, DeadlineError
-from slime.utils.misc import load_function
+from slime.utils.errors import BadInputError
 from slime.utils.types import Sample
 
-Reward = float | dict[str, Any] | None
+__all__ = ["Reward", "async_rm", "batched_async_rm"]
 
 _BOXED = "boxed_"
 
@@ -23,18 +22,58 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Reward:
     """The reward of one sample.
 
     Who computes it: ``sample.custom_rm_path``, else ``--custom-rm-path``, else ``metadata["rm_type"]``, else
-    ``--rm-type``. With the prefix ``boxed_`` only the content of the response's last ``\\boxed{}`` is judged.
+    ``--rm-type``. With the prefix ``boxed_`` only the content of the response's last ``\\boxed{}`` is judged. A user's
+    function that takes a list gets one with this sample alone.
+
+    Args:
+        kwargs: passed on to a user's function.
 
     Raises:
         BadInputError: nothing is configured, or an unknown ``rm_type``.
         HookError: the user's function failed or returned no reward.
         DeadlineError: the user's function or ``--rm-url`` took longer than ``--reward-timeout``.
     """
-    path, flag = args.custom_rm_path, "--custom-rm-path"
-    if sample.custom_rm_path is not None:
-        path, flag = sample.custom_rm_path, "Sample.custom_rm_path"
-    if path is not None:
-        return await _within(args, _custom(args, sample, path, flag, kwargs), f"sample {sample.index} by {flag} {path}")
+    hook = hook_of(args, sample)
+    if hook is None:
+        return await _built_in(args, sample)
+    (reward,) = await custom_rewards(args, [sample], *hook, kwargs)
+    return reward
+
+
+async def batched_async_rm(args: Namespace, samples: Sequence[Sample], **kwargs: Any) -> list[Reward]:
+    """The rewards of several samples, in their order; each is judged as by `async_rm`, all at the same time.
+
+    A user's function that takes a list gets in one call all those samples that it judges.
+
+    Raises:
+        HookError: and the others of `async_rm`; the first failure cancels what is still running.
+    """
+    by_path: dict[str, list[int]] = {}
+    flags: dict[str, str] = {}
+    jobs, places = [], []
+    for place, sample in enumerate(samples):
+        hook = hook_of(args, sample)
+        if hook is None:
+            jobs.append(_built_in_list(args, sample))
+            places.append([place])
+        else:
+            by_path.setdefault(hook[0], []).append(place)
+            flags.setdefault(*hook)
+    for path, members in by_path.items():
+        jobs.append(custom_rewards(args, [samples[place] for place in members], path, flags[path], kwargs))
+        places.append(members)
+    rewards: list[Reward] = [None] * len(samples)
+    for members, found in zip(places, await run_all(jobs), strict=True):
+        for place, reward in zip(members, found, strict=True):
+            rewards[place] = reward
+    return rewards
+
+
+async def _built_in_list(args: Namespace, sample: Sample) -> list[Reward]:
+    return [await _built_in(args, sample)]
+
+
+async def _built_in(args: Namespace, sample: Sample) -> Reward:
     name = sample.metadata.get("rm_type") or args.rm_type
     if not name:
         raise BadInputError("there is no reward: give --rm-type, --custom-rm-path or metadata['rm_type']")
@@ -47,30 +86,4 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Reward:
         raise BadInputError(f"unknown rm_type {name!r}: there are {known}, each also as {_BOXED}<name>")
     if bare not in ASKS_A_SERVER:
         return await grader(args, sample, response)
-    return await _within(args, grader(args, sample, response), f"sample {sample.index} by rm_type {name}")
-
-
-async def _custom(args: Namespace, sample: Sample, path: str, flag: str, kwargs: dict[str, Any]) -> Reward:
-    function = load_function(path, flag=flag, default_names=("reward_func", "custom_rm"))
-    return _checked(await call_hook(function, f"{flag} {path}", args, sample, **kwargs), f"{flag} {path}")
-
-
-def _checked(reward: Any, where: str) -> Reward:
-    """A plain number or dict; numpy's and torch's scalars become floats."""
-    if reward is None or isinstance(reward, dict):
-        return reward
-    if isinstance(reward, Real) or getattr(reward, "ndim", None) == 0:
-        return float(reward)
-    raise HookError(f"{where} must return a number or a dict, not {reward!r:.120}")
-
-
-async def _within(args: Namespace, call: Any, what: str) -> Any:
-    try:
-        async with asyncio.timeout(args.reward_timeout) as deadline:
-            return await call
-    except TimeoutError as error:
-        if not deadline.expired():
-            raise
-        raise DeadlineError(
-            f"the reward of {what} took longer than {args.reward_timeout:g} s (--reward-timeout)"
-        ) from error
+    return await within_deadline(args, grader(args, sample, response), f"sample {sample.index} by rm_type {name}")

@@ -10,6 +10,7 @@ _DECIMAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)$")
 _RATIO = re.compile(r"([+-]?\d+)/(\d+)$")
 _LATEX_RATIO = re.compile(r"([+-]?)\\[dt]?frac\{(-?\d+)\}\{(-?\d+)\}$")
 _LONGEST_NUMBER = 64
+_BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")
 
 _WRAPPED = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf|textrm)\{([^{}]*)\}")
 _SPACING = re.compile(r"\\[,;:! ]|~|\\quad|\\qquad|\\left(?![a-z])|\\right(?![a-z])|\\displaystyle")
@@ -27,13 +28,15 @@ _SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 
 def last_boxed(text: str) -> str | None:
     """The content of the last complete ``\\boxed{...}`` or ``\\fbox{...}``, braces matched; None without one."""
-    for match in reversed(list(re.finditer(r"\\(?:boxed|fbox)\s*\{", text))):
-        depth = 1
-        for position in range(match.end(), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
-            if depth == 0:
-                return text[match.end() : position]
-    return None
+    # In one pass: a model that repeats itself writes thousands of boxes and closes none.
+    open_braces: list[int | None] = []
+    last: tuple[int, int] | None = None
+    for match in _BRACES.finditer(text):
+        if match[0] != "}":
+            open_braces.append(None if match[0] == "{" else match.end())
+        elif open_braces and (start := open_braces.pop()) is not None:
+            last = max(last or (0, 0), (start, match.start()))
+    return None if last is None else text[last[0] : last[1]]
 
 
 def normalize(answer: str) -> str:

@@ -13,6 +13,8 @@ from typing import Any
 
 from slime.rollout.rm_hub.algebra import answers_equal
 from slime.rollout.rm_hub.answers import as_number, last_boxed, normalize
+from slime.rollout.rm_hub.instructions import ifbench_reward
+from slime.rollout.rm_hub.multiple_choice import gpqa_reward
 from slime.utils.errors import BadInputError
 from slime.utils.types import Sample
 
@@ -69,7 +71,8 @@ async def dapo_reward(args: Namespace, sample: Sample, response: str) -> dict[st
     Yu et al. 2025, arXiv:2503.14476; answers are compared after normalisation, as numbers where both are numbers.
     """
     found = _DAPO_ANSWER.findall(response[-_DAPO_TAIL:])
-    predicted = normalize(found[-1].rpartition("=")[2]) if found else "[INVALID]"
+    answer = (last_boxed(found[-1]) or found[-1]) if found else ""
+    predicted = normalize(answer.rpartition("=")[2]) if found else "[INVALID]"
     correct = any(_same_number_or_text(predicted, normalize(label)) for label in _labels(sample, "dapo"))
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": predicted}
 
@@ -115,12 +118,15 @@ async def remote_reward(args: Namespace, sample: Sample, response: str) -> Any:
         ValueError: ``--rm-url`` is missing, or the answer is something else.
         RequestError: the request failed for good.
     """
-    from slime.utils.http_utils import post
+    from slime.utils.http_utils import RequestError, post
 
     if not args.rm_url:
         raise BadInputError("--rm-type remote_rm needs --rm-url")
     payload = {"prompt": sample.prompt, "response": response, "label": sample.label}
-    reply = await post(args.rm_url, payload, max_retries=_REMOTE_RETRIES)
+    try:
+        reply = await post(args.rm_url, payload, max_retries=_REMOTE_RETRIES)
+    except RequestError as error:
+        raise RequestError(f"--rm-url: {error}", error.status) from error
     if isinstance(reply, bool) or not isinstance(reply, int | float | dict):
         raise BadInputError(f"--rm-url {args.rm_url} must answer with a number or an object, not {reply!r:.120}")
     return reply
@@ -130,6 +136,8 @@ GRADERS: dict[str, Grader] = {
     "dapo": dapo_reward,
     "deepscaler": deepscaler_reward,
     "f1": f1_reward,
+    "gpqa": gpqa_reward,
+    "ifbench": ifbench_reward,
     "math": math_reward,
     "random": random_reward,
     "remote_rm": remote_reward,

@@ -1,0 +1,82 @@
+"""The reward model: engines of its own, with slots and SGLang flags of their own."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+from slime.options.errors import OptionError
+from slime.options.model import has_weights, model_directory
+from slime.options.parser import StrictParser
+from slime.options.sglang import PassThrough, command_line
+
+_FLAG = "--rm-sglang-args"
+
+
+def derive_reward_model(args: Namespace, warnings: list[str]) -> None:
+    """``rm_num_gpus``: 0 where no reward model is served.
+
+    Raises:
+        OptionError: slots or flags without a model, or slots that make no whole number of engines.
+    """
+    if args.rm_model_path is None:
+        for flag, value in (("--rm-num-gpus", args.rm_num_gpus), (_FLAG, args.rm_sglang_args)):
+            if value is not None:
+                raise OptionError(f"{flag} needs --rm-model-path")
+    if args.rm_model_path is None or args.placement == "train_only":
+        args.rm_num_gpus = 0
+        return
+    if args.rm_num_gpus is None:
+        raise OptionError("--rm-num-gpus is missing: the engines of --rm-model-path have slots of their own")
+    per_engine = args.rm_num_gpus_per_engine
+    if per_engine > args.num_gpus_per_node or args.rm_num_gpus % per_engine:
+        raise OptionError(
+            f"--rm-num-gpus {args.rm_num_gpus} must be a multiple of --rm-num-gpus-per-engine {per_engine}, and "
+            f"that at most --num-gpus-per-node {args.num_gpus_per_node}"
+        )
+    if args.custom_rm_path is None:
+        warnings.append("--rm-model-path serves a model that only your own code asks: is --custom-rm-path missing?")
+
+
+def find_reward_model(args: Namespace) -> None:
+    """Make ``rm_model_path`` an absolute directory; a hub id is downloaded first.
+
+    Raises:
+        OptionError: it is neither directory nor hub id, or holds no weights.
+    """
+    if not args.rm_num_gpus:
+        return
+    is_there = os.path.isdir(os.path.expanduser(args.rm_model_path)) or not args.dry_run
+    args.rm_model_path = model_directory(args.rm_model_path, with_weights=not args.dry_run, flag="--rm-model-path")
+    as_usual = "load_format" not in (args.rm_sglang_args or {})
+    if as_usual and is_there and not has_weights(args.rm_model_path):
+        raise OptionError(f"--rm-model-path {args.rm_model_path}: there are no *.safetensors in it")
+
+
+def reward_engine_flags(parser: StrictParser, values: Mapping[str, Any] | None) -> list[str]:
+    """The words of an SGLang command line that ``--rm-sglang-args`` means, checked like ``--sglang-`` flags.
+
+    Raises:
+        OptionError: an entry that is no flag of the installed SGLang, or a value that it does not take.
+    """
+    actions = (a for a in parser._actions if isinstance(a, PassThrough) and a.words == "sglang_words")
+    known = {action.dest.removeprefix("sglang_") for action in actions}
+    words: list[str] = []
+    for key, value in (values or {}).items():
+        name = key.lstrip("-").replace("-", "_")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3)
+            raise OptionError(
+                f"{_FLAG}: {key!r} is no flag of the installed SGLang, or one that slime decides"
+                + (f"; did you mean {' or '.join(near)}?" if near else "")
+            )
+        try:
+            words += parser.tokens_of(f"sglang_{name}", json.dumps(value) if isinstance(value, dict) else value) or []
+        except ValueError as error:
+            raise OptionError(f"{_FLAG}: {error}") from error
+    passed: dict[str, list[str]] = parser.parse_set(words).get("sglang_words", {})
+    return command_line(passed)

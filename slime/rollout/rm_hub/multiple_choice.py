@@ -1,0 +1,92 @@
+"""``--rm-type gpqa``: which choice a response settles on, and whether it is the right one."""
+
+from __future__ import annotations
+
+import re
+import string
+from argparse import Namespace
+from typing import Any
+
+from slime.utils.errors import BadInputError
+from slime.utils.types import Sample
+
+_FEWEST = 4
+"""Letters A to D count as choices where the metadata lists none."""
+_LETTER = r"(?:\(([A-Za-z])\)|\[([A-Za-z])\]|(?<!\w)([A-Z])(?!\w))"
+"""In brackets of either case; bare only as a capital, because "a" is a word."""
+_OPENING, _CLOSING = r"[\s*_`\"'$]{0,4}(?:\\(?:boxed|text|textbf|mathrm)\{[\s*]{0,2}){0,2}", r"[\s*_`\"'$}.,]{0,4}"
+_STATED = re.compile(
+    rf"(?i:\b(?:answer|option|choice)\s+is|\b(?:answer|choice)\s*:|\bfinal\s+answer\b[\s:*_]{{0,4}}(?i:is\b)?)"
+    rf"{_OPENING}{_LETTER}|{_LETTER}{_CLOSING}\s*(?i:is\s+(?:the\s+)?(?:correct|right)\b)"
+)
+_STANDALONE = re.compile(_LETTER)
+
+
+async def gpqa_reward(args: Namespace, sample: Sample, response: str) -> float:
+    """1 where the response chooses the right letter; without a letter, where it contains the right answer's text.
+
+    The right one: ``metadata["correct_letter"]``, else the label: a letter, an index into ``metadata["choices"]`` or
+    the text of one of these. The chosen one: the last "the answer is X", "X is correct" or "final answer: X" after the
+    reasoning, else the last letter there that stands alone.
+    """
+    choices = _choices(sample.metadata.get("choices"))
+    right, text = _right_answer(sample, choices)
+    solution = response.rpartition("</think>")[2]
+    chosen = None if right is None else _chosen_letter(solution, {*(choices or _letters(_FEWEST)), right})
+    if chosen is not None:
+        return float(chosen == right)
+    return float(text is not None and _contains(solution, text))
+
+
+def _letters(count: int) -> str:
+    return string.ascii_uppercase[:count]
+
+
+def _choices(given: Any) -> dict[str, str]:
+    """Letter -> text, of a list in order or of a mapping."""
+    if not given:
+        return {}
+    if isinstance(given, dict):
+        return {str(letter).strip().upper(): str(text) for letter, text in given.items()}
+    return dict(zip(_letters(len(given)), map(str, given), strict=False))
+
+
+def _right_answer(sample: Sample, choices: dict[str, str]) -> tuple[str | None, str | None]:
+    """Its letter and its text, as far as they are known."""
+    letter, label = sample.metadata.get("correct_letter"), sample.label
+    if letter is None and (label is None or str(label).strip() == ""):
+        raise BadInputError(
+            f"rm_type gpqa needs metadata['correct_letter'] or a label, sample {sample.index} has neither: are "
+            "--metadata-key and --label-key set?"
+        )
+    if letter is not None:
+        letter = str(letter).strip().strip("().").upper()
+        return letter, choices.get(letter)
+    words = str(label).strip()
+    for its_letter, text in choices.items():
+        if _plain(text) == _plain(words):
+            return its_letter, text
+    if re.fullmatch(r"\(?[A-Za-z][).]?", words):
+        letter = words.strip("().").upper()
+        return letter, choices.get(letter)
+    if words.isdecimal() and int(words) < len(choices):
+        return list(choices.items())[int(words)]
+    return None, words
+
+
+def _chosen_letter(text: str, letters: set[str]) -> str | None:
+    for pattern in (_STATED, _STANDALONE):
+        found = [next(filter(None, match.groups())).upper() for match in pattern.finditer(text)]
+        valid = [letter for letter in found if letter in letters]
+        if valid:
+            return valid[-1]
+    return None
+
+
+def _contains(text: str, answer: str) -> bool:
+    pattern = rf"(?<!\w){re.escape(_plain(answer))}(?!\w)"
+    return bool(_plain(answer)) and re.search(pattern, _plain(text)) is not None
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.casefold().split())

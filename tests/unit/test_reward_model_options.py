@@ -1,0 +1,107 @@
+"""The reward model's flags, and the addresses of models that hooks ask for."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from slime.rollout.model_urls import get_model_url
+from slime.utils.arguments import describe, parse_args
+from tests.command_line import command, failure, write_model, write_rows
+
+NUM_GPUS = 0
+SERVED = "--rm-model-path judge --rm-num-gpus 2 --custom-rm-path hook.py"
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model(tmp_path / "model")
+    write_model(tmp_path / "judge")
+    write_rows(tmp_path / "data.jsonl")
+    (tmp_path / "hook.py").write_text(
+        "def reward_func(args, sample): return 1\ndef batched_custom_rm(args, samples): return [1]\n"
+        "def other(args, row): return 1\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def parse(words: str = "") -> Namespace:
+    return parse_args(command(words))
+
+
+def test_it_has_slots_and_flags_of_its_own(tmp_path: Path) -> None:
+    given = '{"context_length":64,"disable-radix-cache":true,"json_model_override_args":{"a":1}}'
+    args = parse(f"{SERVED} --rm-sglang-args {given} --sglang-context-length 32")
+    assert args.rm_num_gpus == 2
+    assert args.rm_model_path == str(tmp_path / "judge")
+    expected = ["--context-length", "64", "--disable-radix-cache", "--json-model-override-args", '{"a": 1}']
+    assert args.rm_sglang_cli == expected
+    assert args.sglang_cli == ["--context-length", "32"]
+    assert args.sglang_context_length == 32
+    assert yaml.safe_load(describe(args))["sglang"]["rm_sglang_cli"] == expected
+    assert parse().rm_num_gpus == 0
+    assert parse(f"{SERVED} --debug-train-only --load-debug-rollout-data x_{{rollout_id}}.pt").rm_num_gpus == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--rm-num-gpus 2", "--rm-num-gpus needs --rm-model-path"),
+        ('--rm-sglang-args {"context_length":1}', "--rm-sglang-args needs --rm-model-path"),
+        ("--rm-model-path judge", "--rm-num-gpus is missing: the engines of --rm-model-path have slots of their own"),
+        (f"{SERVED} --rm-num-gpus-per-engine 3", "--rm-num-gpus 2 must be a multiple of --rm-num-gpus-per-engine 3"),
+        (f"{SERVED} --rm-num-gpus 16 --rm-num-gpus-per-engine 16", "at most --num-gpus-per-node 8"),
+        ("--rm-model-path nowhere --rm-num-gpus 1", "--rm-model-path nowhere: there is no such directory"),
+        (
+            "--rm-model-path o/m --rm-num-gpus 1",
+            "--rm-model-path o/m: no such directory, not in the Hugging Face cache",
+        ),
+        (
+            f'{SERVED} --rm-sglang-args {{"contxt_length":1}}',
+            "'contxt_length' is no flag of the installed SGLang, or one",
+        ),
+        (
+            f'{SERVED} --rm-sglang-args {{"tp_size":2}}',
+            "--rm-sglang-args: 'tp_size' is no flag of the installed SGLang",
+        ),
+        (f'{SERVED} --rm-sglang-args {{"server_concurrency":2}}', "'server_concurrency' is no flag"),
+        (f'{SERVED} --rm-sglang-args {{"context_length":"x"}}', "--sglang-context-length: invalid value: 'x'"),
+        (
+            f'{SERVED} --rm-sglang-args {{"disable_radix_cache":3}}',
+            "--rm-sglang-args: sglang_disable_radix_cache: 3 is",
+        ),
+        ("--custom-rm-path hook.py:other", "hook.py:other has no parameter `sample` or `samples`"),
+    ],
+)
+def test_what_cannot_be_is_one_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in failure(capsys, words)
+
+
+def test_a_model_without_weights_or_without_a_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parse("--rm-model-path judge --rm-num-gpus 1")
+    assert "--rm-model-path serves a model that only your own code asks" in capsys.readouterr().err
+    (tmp_path / "judge" / "model.safetensors").unlink()
+    assert failure(capsys, SERVED).endswith("there are no *.safetensors in it")
+    assert parse(f'{SERVED} --rm-sglang-args {{"load_format":"dummy"}}').rm_sglang_cli == ["--load-format", "dummy"]
+
+
+def test_the_function_of_a_bare_file_depends_on_group_rm(tmp_path: Path) -> None:
+    assert parse("--custom-rm-path hook.py").custom_rm_path == f"{tmp_path}/hook.py:reward_func"
+    assert parse("--custom-rm-path hook.py --group-rm").custom_rm_path == f"{tmp_path}/hook.py:batched_custom_rm"
+
+
+def test_model_urls() -> None:
+    args = Namespace(sglang_router_ip=None, sglang_router_port=None, sglang_model_routers={})
+    with pytest.raises(ValueError, match="there is no model 'actor', served are: none yet"):
+        get_model_url(args)
+    args.sglang_router_ip, args.sglang_router_port = "10.0.0.1", 7
+    assert get_model_url(args) == get_model_url(args, "default") == "http://10.0.0.1:7/generate"
+    with pytest.raises(ValueError, match="no model 'reward', served are: actor; --rm-model-path and --rm-num-gpus"):
+        get_model_url(args, "reward")
+    args.sglang_model_routers = {"actor": ("10.0.0.1", 7), "reward": ("[::1]", 8)}
+    assert get_model_url(args, "reward", "/v1/models") == "http://[::1]:8/v1/models"
+    assert get_model_url(args, "actor", "/x") == "http://10.0.0.1:7/x"
