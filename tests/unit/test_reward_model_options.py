@@ -13,7 +13,7 @@ from slime.utils.arguments import describe, parse_args
 from tests.command_line import command, failure, write_model, write_rows
 
 NUM_GPUS = 0
-SERVED = "--rm-model-path judge --rm-num-gpus 2 --custom-rm-path hook.py"
+SERVED = "--rm-model-path judge --rm-num-gpus 2 --custom-rm-path judging.py"
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path / "model")
     write_model(tmp_path / "judge")
     write_rows(tmp_path / "data.jsonl")
-    (tmp_path / "hook.py").write_text(
+    (tmp_path / "judging.py").write_text(
         "def reward_func(args, sample): return 1\ndef batched_custom_rm(args, samples): return [1]\n"
         "def other(args, row): return 1\n"
     )
@@ -74,7 +74,7 @@ def test_it_has_slots_and_flags_of_its_own(tmp_path: Path) -> None:
             f'{SERVED} --rm-sglang-args {{"disable_radix_cache":3}}',
             "--rm-sglang-args: sglang_disable_radix_cache: 3 is",
         ),
-        ("--custom-rm-path hook.py:other", "hook.py:other has no parameter `sample` or `samples`"),
+        ("--custom-rm-path judging.py:other", "judging.py:other has no parameter `sample` or `samples`"),
     ],
 )
 def test_what_cannot_be_is_one_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,8 +90,8 @@ def test_a_model_without_weights_or_without_a_use(tmp_path: Path, capsys: pytest
 
 
 def test_the_function_of_a_bare_file_depends_on_group_rm(tmp_path: Path) -> None:
-    assert parse("--custom-rm-path hook.py").custom_rm_path == f"{tmp_path}/hook.py:reward_func"
-    assert parse("--custom-rm-path hook.py --group-rm").custom_rm_path == f"{tmp_path}/hook.py:batched_custom_rm"
+    assert parse("--custom-rm-path judging.py").custom_rm_path == f"{tmp_path}/judging.py:reward_func"
+    assert parse("--custom-rm-path judging.py --group-rm").custom_rm_path == f"{tmp_path}/judging.py:batched_custom_rm"
 
 
 def test_model_urls() -> None:

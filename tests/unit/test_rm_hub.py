@@ -20,6 +20,7 @@ from slime.rollout.rm_hub import algebra, async_rm
 from slime.rollout.rm_hub.algebra import AlgebraPool
 from slime.rollout.rm_hub.answers import last_boxed, quick_equal
 from slime.utils import http_utils
+from slime.utils.http_utils import RequestError
 from slime.utils.types import Sample
 
 NUM_GPUS = 0
@@ -43,6 +44,10 @@ def test_last_boxed() -> None:
     assert last_boxed(r"\boxed{7} then \boxed{broken") == "7"
     assert last_boxed(r"\fbox{x^{2}}") == "x^{2}"
     assert last_boxed("no box") is None
+    assert last_boxed(r"} \boxed{a} } \boxed{b") == "a"
+    started = time.perf_counter()
+    assert last_boxed("\\boxed{" * 100_000) is None
+    assert time.perf_counter() - started < 2
 
 
 def test_integers_are_exact_and_quick() -> None:
@@ -158,6 +163,11 @@ def test_dapo(rollout_args: Args) -> None:
     assert reward(args, "42", "42") == {"score": -1.0, "acc": False, "pred": "[INVALID]"}
     assert reward(args, "Answer: 42" + "." * 301, "42")["acc"] is False
     assert reward(args, r"answer: \text{north}", "north")["acc"] is True
+    assert reward(args, r"Answer: $x = \boxed{42}$.", "42") == {"score": 1.0, "acc": True, "pred": "42"}
+    assert reward(args, "Answer: 3.7", "3")["acc"] is False
+    assert reward(args, "Answer: 3", "3.7")["acc"] is False
+    for label in ("x+1", "", "\\frac{1}{0}", "inf", "nan", "1e999"):
+        assert reward(args, "Answer: 42", label)["acc"] is False
 
 
 def test_f1(rollout_args: Args) -> None:
@@ -201,7 +211,9 @@ def test_remote_rm(rollout_args: Args) -> None:
             asked.append(await request.json())
             if len(asked) == 1:
                 return web.Response(status=503)
-            return web.json_response({"score": 0.5} if asked[-1]["label"] == "a" else "nonsense")
+            if asked[-1]["label"] == "broken":
+                return web.Response(status=500, text="out of order")
+            return web.json_response({"a": {"score": 0.5}, "n": 2}.get(asked[-1]["label"], "nonsense"))
 
         app = web.Application()
         app.router.add_post("/", answer)
@@ -212,15 +224,19 @@ def test_remote_rm(rollout_args: Args) -> None:
         url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
         args = rollout_args(rm_type="remote_rm", rm_url=url)
         try:
-            good = await async_rm(args, Sample(prompt="p", response="r", label="a"))
+            good = [await async_rm(args, Sample(prompt="p", response="r", label=label)) for label in ("a", "n")]
             with pytest.raises(ValueError, match="must answer with a number or an object, not 'nonsense'"):
                 await async_rm(args, Sample(prompt="p", response="r", label="b"))
-            return [good]
+            with pytest.raises(
+                RequestError, match=r"^--rm-url: POST http://127.*: status 500: out of order \(tried 1 t"
+            ):
+                await async_rm(args, Sample(prompt="p", response="r", label="broken"))
+            return good
         finally:
             await http_utils._session().close()
             await runner.cleanup()
 
-    assert asyncio.run(scenario()) == [{"score": 0.5}]
+    assert asyncio.run(scenario()) == [{"score": 0.5}, 2]
     assert asked[1] == {"prompt": "p", "response": "r", "label": "a"}
     with pytest.raises(ValueError, match="remote_rm needs --rm-url"):
         reward(rollout_args(rm_type="remote_rm"), "r", "a")
@@ -240,7 +256,9 @@ def test_choice_of_reward(rollout_args: Args, tmp_path: Path) -> None:
     assert reward(args, "Paris", "paris", metadata={"rm_type": "f1"}) == 0.25
     assert reward(args, "x", custom_rm_path=f"{hook}:plain") == 0.75
     assert reward(args, "x", custom_rm_path=f"{hook}:nothing") is None
-    with pytest.raises(ValueError, match=r"unknown rm_type 'maths': there are dapo, deepscaler, f1, math, random"):
+    with pytest.raises(
+        ValueError, match=r"unknown rm_type 'maths': there are dapo, deepscaler, f1, gpqa, ifbench, math, random"
+    ):
         reward(rollout_args(rm_type="maths"), "x", "y")
     with pytest.raises(ValueError, match="give --rm-type, --custom-rm-path or metadata"):
         reward(rollout_args(), "x", "y")

@@ -123,7 +123,7 @@ def _nth_paragraph(text: str, num_paragraphs: int, nth_paragraph: int, first_wor
 
 def _postscript(text: str, postscript_marker: str) -> bool:
     marker = r"\s*".join(re.escape(c) for c in postscript_marker.lower() if not c.isspace())
-    return re.search(rf"^[ \t]*{marker}.*$", text.lower(), re.MULTILINE) is not None
+    return re.search(marker, text.lower()) is not None
 
 
 def _number_bullets(text: str, num_bullets: int) -> bool:
