@@ -12,7 +12,7 @@ from slime.rollout.base_types import flatten_samples
 from slime.rollout.generation import generate
 from slime.rollout.hooks import HookError, accepted, accepts, call_hook
 from slime.rollout.loop import run_all
-from slime.rollout.rm_hub import async_rm
+from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.sampling import request_seed
 from slime.rollout.state import RolloutState, rollout_state
 from slime.rollout.under_way import current_rollout
@@ -199,8 +199,6 @@ class GroupRun:
             return
 
         async def attempt(number: int) -> list[Sample]:
-            from slime.rollout.rm_hub import batched_async_rm  # type: ignore[attr-defined]
-
             rewards = await batched_async_rm(self.args, samples)
             pairs = [(s, reward) for s, reward in zip(samples, rewards, strict=True) if _wants_reward(s)]
             return [self._with_reward(sample, reward) for sample, reward in pairs]

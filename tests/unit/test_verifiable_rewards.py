@@ -78,7 +78,7 @@ def test_gpqa_without_a_letter_looks_for_the_answers_text(rollout_args: Args) ->
     assert score(args, "It must be\nVENUS!", 1, choices=PLANETS) == 1.0
     assert score(args, "It must be Mercury", 1, choices=PLANETS) == 0.0
     assert score(args, "about 3.5 eV", "3.5 eV") == 1.0
-    assert score(args, "about 13.5 eV", "3.5 eV") == 1.0 - 1.0
+    assert score(args, "about 13.5 eV", "3.5 eV") == 0.0
     assert score(args, "<think>3.5 eV</think> no idea", "3.5 eV") == 0.0
     assert score(args, "no letter", "B") == 0.0
     assert score(rollout_args(rm_type="boxed_gpqa"), r"Not A but \boxed{B}, not C", "B") == 1.0
