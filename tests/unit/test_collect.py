@@ -342,6 +342,35 @@ def test_functions_of_a_whole_batch(make_args: Args, use: Use, tmp_path: Path) -
     assert load_module(str(hook)).seen == [([0, 1, 2, 3, 4], 12)]
 
 
+def test_group_rm_judges_a_group_at_once(make_args: Args, use: Use, tmp_path: Path) -> None:
+    use(FakeClient())
+    hook = hook_file(
+        tmp_path,
+        "import copy\n"
+        "calls = []\n"
+        "async def generate(args, sample, params):\n"
+        "    parts = [copy.deepcopy(sample) for _ in range(2)]\n"
+        "    for part in parts: part.append_response_tokens(tokens=[1], log_probs=[-1.0], text='x')\n"
+        "    parts[0].reward = 9.0 if sample.index == 0 else None\n"
+        "    return parts\n"
+        "async def batched_custom_rm(args, samples):\n"
+        "    calls.append(len(samples))\n"
+        "    if samples[0].group_index == 2: raise OSError('no judge')\n"
+        "    return [float(i) for i in range(len(samples))]\n",
+    )
+    paths = {"custom_generate_function_path": f"{hook}:generate", "custom_rm_path": f"{hook}:batched_custom_rm"}
+    args = make_args(group_rm=True, **paths)
+    source = RolloutDataSourceWithBuffer(args)
+    output = rollout(args, 0, source)
+    assert indices(output.samples) == [0, 1, 3, 4]
+    assert [s.reward for s in flatten_samples(output.samples[0])] == [9.0, 1.0, 2.0, 3.0]
+    assert [s.reward for s in flatten_samples(output.samples[1])] == [0.0, 1.0, 2.0, 3.0]
+    assert source.num_dropped == {"reward_error": 1}
+    from slime.utils.misc import load_module
+
+    assert load_module(str(hook)).calls == [4] * 7, "one call for a group, three for the one that fails"
+
+
 def test_fan_out_goes_through_buffer_and_filter(
     make_args: Args, use: Use, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
