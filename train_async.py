@@ -23,7 +23,7 @@ def train(args: argparse.Namespace) -> None:
         rollouts.push_weights(version=args.start_rollout_id)
 
         if run.scores_its_start():
-            run.evaluate(version=args.start_rollout_id)
+            run.begin_evaluation(version=args.start_rollout_id)
 
         for rollout_id in range(args.start_rollout_id, args.num_rollout):
             batches = rollouts.next(rollout_id)
@@ -34,12 +34,14 @@ def train(args: argparse.Namespace) -> None:
                 rollouts.push_weights(version=rollout_id + 1)
 
             if evaluates:
-                run.evaluate(version=rollout_id + 1)
+                run.begin_evaluation(version=rollout_id + 1)
 
             if is_due(rollout_id, args.save_interval, last=args.num_rollout):
                 run.save(rollout_id)
 
             run.end_step(rollout_id)
+
+        run.finish_evaluation()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ _PHASES = {
     "perf/train_time": "train",
     "perf/update_weights_time": "weight update",
     "perf/eval_time": "eval",
+    "perf/wait_for_eval_time": "eval",  # in its place: in the background it takes the step only as long
     "perf/save_model_time": "save",
 }
 

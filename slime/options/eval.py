@@ -17,6 +17,10 @@ class EvalOptions:
         None,
         "Datasets as pairs NAME PATH, several in one flag or the flag repeated; a PATH alone is named by its file.",
     )
+    eval_config: str | None = option(
+        None,
+        "YAML file of datasets with settings of their own: defaults, and datasets by name; after --eval-prompt-data.",
+    )
     eval_function_path: str | None = option(
         None, "Function that evaluates; default --rollout-function-path.", hook=("eval_rollout", "generate_rollout")
     )
@@ -35,3 +39,8 @@ class EvalOptions:
         None, "Prompt and response tokens together; at most what the engine's context leaves to requests.", at_least=1
     )
     eval_min_new_tokens: int | None = option(None, "Tokens of one response at least.", at_least=0)
+    custom_eval_rollout_log_function_path: str | None = option(
+        None,
+        "Function (rollout_id, args, data, extra_metrics) -> bool that logs an evaluation; True: nothing else logs it.",
+        hook=("log_eval_rollout_data",),
+    )

@@ -62,18 +62,25 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def _bounded(scalar: type, field: dataclasses.Field[Any]) -> Callable[[str], Any]:
-    """A converter that also checks ``at_least``, ``above`` and ``at_most``."""
+def beyond_bounds(field: dataclasses.Field[Any], value: Any) -> str | None:
+    """How a number breaks ``at_least``, ``above`` or ``at_most``; None for any other value."""
     at_least, above, at_most = (field.metadata[bound] for bound in ("at_least", "above", "at_most"))
+    if at_least is not None and not value >= at_least:
+        return f"must be at least {at_least}, not {value}"
+    if above is not None and not value > above:
+        return f"must be above {above}, not {value}"
+    if at_most is not None and not value <= at_most:
+        return f"must be at most {at_most}, not {value}"
+    return None
+
+
+def _bounded(scalar: type, field: dataclasses.Field[Any]) -> Callable[[str], Any]:
+    """A converter that also checks the bounds."""
 
     def convert(text: str) -> Any:
         value = scalar(text)
-        if at_least is not None and not value >= at_least:
-            raise argparse.ArgumentTypeError(f"must be at least {at_least}, not {text}")
-        if above is not None and not value > above:
-            raise argparse.ArgumentTypeError(f"must be above {above}, not {text}")
-        if at_most is not None and not value <= at_most:
-            raise argparse.ArgumentTypeError(f"must be at most {at_most}, not {text}")
+        if problem := beyond_bounds(field, value):
+            raise argparse.ArgumentTypeError(problem)
         return value
 
     convert.__name__ = scalar.__name__
@@ -116,4 +123,4 @@ def add_options(parser: argparse.ArgumentParser, options: type) -> None:
 def hook_fields(groups: tuple[type, ...]) -> Iterator[dataclasses.Field[Any]]:
     """The fields that hold function paths."""
     for group in groups:
-        yield from (field for field in dataclasses.fields(group) if field.metadata["hook"] is not None)
+        yield from (field for field in dataclasses.fields(group) if field.metadata.get("hook") is not None)

@@ -26,3 +26,15 @@ class TrackingOptions:
     use_tensorboard: bool = option(False, "Log to TensorBoard.")
     tb_project_name: str | None = option(None, "Directory of the project's runs; default the run directory.")
     tb_experiment_name: str | None = option(None, "Directory of this run below it.")
+    custom_rollout_log_function_path: str | None = option(
+        None,
+        "Function (rollout_id, args, samples, rollout_extra_metrics, rollout_time) -> bool that logs a rollout; True: "
+        "only its training batch is logged besides.",
+        hook=("log_rollout_data",),
+    )
+    log_passrate: bool = option(False, "Log passrate/pass@k of the training groups, where a reward of 1 is a pass.")
+    log_multi_turn: bool = option(False, "Log multi_turn/: turns, and response lengths with and without tools' tokens.")
+    log_reward_category: str | None = option(
+        None, "Entry of a dict reward; rollout/error_cat/<value> is the share of samples that have this value there."
+    )
+    log_correct_samples: bool = option(False, "Log lengths and log-probs of the samples with reward 1.")

@@ -49,8 +49,7 @@ NOT_YET: dict[str, str] = {
     "critic": "--megatron-config-path",
     "distillation": "--opd-kl-coef --opd-teacher-ckpt-step --opd-teacher-load --opd-type --use-opd",
     "rollout": """
-        --custom-convert-samples-to-train-data-path --custom-eval-rollout-log-function-path
-        --custom-rollout-log-function-path --fetch-trajectory-retry-times --load-forge-rollout-data
+        --custom-convert-samples-to-train-data-path --fetch-trajectory-retry-times --load-forge-rollout-data
         --multimodal-keys --rollout-buffer-url --rollout-data-postprocess-path --rollout-data-transport
         --rollout-external-engine-addrs --rollout-task-type --use-distributed-post""",
     "engine layout": "--prefill-num-servers --sglang-config --sglang-router-ip --sglang-router-port",
@@ -73,8 +72,6 @@ NOT_YET: dict[str, str] = {
         --data-pad-size-multiplier --use-dynamic-global-batch-size""",
     "checkpoints": """
         --async-save --ckpt-step --finetune --no-load-optim --no-load-rng --no-save-optim --ref-ckpt-step""",
-    "eval": "--eval-config",
-    "tracking": "--log-correct-samples --log-multi-turn --log-passrate --log-reward-category",
     "debug": """
         --ci-load-grad-norm --ci-save-grad-norm --dump-details --load-debug-rollout-data-subsample
         --memory-recorder --memory-snapshot-dir --memory-snapshot-num-steps --profile-target --record-memory-history

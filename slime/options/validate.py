@@ -11,6 +11,7 @@ from pathlib import Path
 from slime.options.algorithm_rules import derive_algorithm
 from slime.options.checkpoint import LATEST, has_checkpoint, is_torch_dist
 from slime.options.errors import OptionError
+from slime.options.eval_datasets import CONFIG, PAIRS, EvalDataset, data_file, eval_datasets
 from slime.options.reward_model import derive_reward_model
 from slime.options.rollout import DEFAULT_ROLLOUT, SFT_ROLLOUT
 from slime.options.training import critic_options, warmup_and_decay_steps
@@ -222,40 +223,23 @@ def _data(args: Namespace) -> None:
     if args.eval_reward_key is None:
         args.eval_reward_key = args.reward_key
     if args.prompt_data is not None:
-        args.prompt_data = _data_file("--prompt-data", args.prompt_data)
+        args.prompt_data = data_file("--prompt-data", args.prompt_data)
     recorded = args.load_debug_rollout_data is not None
     if args.placement == "train_only" and not recorded and args.rollout_function_path == DEFAULT_ROLLOUT:
         raise OptionError("--debug-train-only starts no engine to generate with: give --load-debug-rollout-data")
 
 
-def _data_file(flag: str, path: str) -> str:
-    """The path, absolute, with its slice."""
-    file, bracket, rest = path.partition("@[")
-    if not Path(file).expanduser().is_file():
-        raise OptionError(f"{flag} {path}: there is no file {file}")
-    return os.path.abspath(os.path.expanduser(file)) + bracket + rest
-
-
 def _evaluation(args: Namespace, warnings: list[str]) -> None:
-    """``eval_prompt_data`` as a flat list NAME PATH NAME PATH, ``eval_datasets`` as pairs."""
-    datasets: dict[str, str] = {}
-    for words in args.eval_prompt_data or []:
-        if len(words) == 1:
-            words = [Path(words[0].partition("@[")[0]).stem, words[0]]
-        if len(words) % 2:
-            raise OptionError(f"--eval-prompt-data takes pairs NAME PATH, not {len(words)} words: {' '.join(words)}")
-        for name, path in zip(words[::2], words[1::2], strict=True):
-            if name in datasets:
-                raise OptionError(f"--eval-prompt-data names {name!r} twice")
-            datasets[name] = _data_file("--eval-prompt-data", path)
-    args.eval_datasets = list(datasets.items())
-    args.eval_prompt_data = [word for pair in args.eval_datasets for word in pair]
-    if args.eval_interval is not None and not datasets and args.eval_function_path is None:
-        raise OptionError("--eval-interval needs --eval-prompt-data")
+    """``eval_datasets``, and ``eval_prompt_data`` as a flat list NAME PATH NAME PATH."""
+    args.eval_datasets = eval_datasets(args)
+    by_flag = [dataset for dataset in args.eval_datasets if dataset.source == PAIRS]
+    args.eval_prompt_data = [word for dataset in by_flag for word in (dataset.name, dataset.path)]
+    if args.eval_interval is not None and not args.eval_datasets and args.eval_function_path is None:
+        raise OptionError(f"--eval-interval needs {PAIRS} or {CONFIG}")
     if args.eval_interval is not None and args.placement == "train_only":
         raise OptionError("--eval-interval needs engines, and --debug-train-only starts none")
-    if args.eval_interval is None and datasets:
-        warnings.append("--eval-prompt-data has no effect without --eval-interval")
+    if args.eval_interval is None and args.eval_datasets:
+        warnings.append(f"{PAIRS if by_flag else CONFIG} has no effect without --eval-interval")
     if args.eval_function_path is None:
         is_sft = args.rollout_function_path == SFT_ROLLOUT
         args.eval_function_path = DEFAULT_ROLLOUT if is_sft else args.rollout_function_path
@@ -272,33 +256,45 @@ def _sampling(args: Namespace) -> None:
 
 
 def _rewards(args: Namespace) -> None:
-    """A reward for whoever needs one, and which entry of a dict reward counts."""
+    """A reward for whoever needs one, which entry of a dict reward counts, and answers to compare with."""
     generates = args.rollout_function_path == DEFAULT_ROLLOUT and args.placement != "train_only"
-    trains = generates and args.custom_reward_post_process_path is None
-    evaluates = args.eval_interval is not None and args.eval_function_path == DEFAULT_ROLLOUT
-    if args.custom_rm_path is not None:
-        return
-    if evaluates and args.rm_type is None:
-        raise OptionError("--eval-interval needs --rm-type or --custom-rm-path: responses need a reward")
-    for wanted, name in ((trains, "reward_key"), (evaluates, "eval_reward_key")):
-        key, keys = getattr(args, name), " or ".join(DAPO_REWARDS)
-        if wanted and args.rm_type in ("dapo", "boxed_dapo") and key not in DAPO_REWARDS:
-            given = "is missing" if key is None else f"{key} is no number in its reward"
-            raise OptionError(f"--rm-type {args.rm_type}: --{name.replace('_', '-')} {given}, use {keys}")
-    _labels(args, trains=generates, evaluates=evaluates)
+    if generates and args.custom_rm_path is None:
+        if args.custom_reward_post_process_path is None:
+            _reward_key(args, "reward_key", args.rm_type, f"--rm-type {args.rm_type}")
+        no_labels = args.label_key is None and args.data_source_path.startswith(_OWN_SOURCES)
+        if no_labels and args.custom_generate_function_path is None:
+            _need_no_label(args.rm_type, f"--label-key is missing: --rm-type {args.rm_type}")
+    if args.eval_interval is not None and args.eval_function_path == DEFAULT_ROLLOUT:
+        for dataset in args.eval_datasets:
+            _reward_of_dataset(args, dataset)
 
 
-def _labels(args: Namespace, *, trains: bool, evaluates: bool) -> None:
-    """A column of expected answers for graders that compare with one; a user's own code may set labels itself."""
-    if args.custom_generate_function_path is not None or (args.rm_type or "").removeprefix("boxed_") not in NEEDS_LABEL:
+def _reward_of_dataset(args: Namespace, dataset: EvalDataset) -> None:
+    """As `_rewards`; a dataset's own reward comes first."""
+    own = dataset.rm_type is not None
+    if dataset.custom_rm_path is not None or (args.custom_rm_path is not None and not own):
         return
-    flag = None
-    if trains and args.label_key is None and args.data_source_path.startswith(_OWN_SOURCES):
-        flag = "--label-key"
-    elif evaluates and args.label_key is None and args.eval_label_key is None:
-        flag = "--eval-label-key"
-    if flag is not None:
-        raise OptionError(f"{flag} is missing: --rm-type {args.rm_type} compares responses with the expected answers")
+    rm_type = dataset.rm_type if own else args.rm_type
+    if rm_type is None:
+        raise OptionError(f"--eval-interval needs --rm-type or --custom-rm-path: {dataset} has no reward")
+    where = f"{dataset}: rm_type {rm_type}" if own else f"--rm-type {rm_type}"
+    _reward_key(args, "eval_reward_key", rm_type, where)
+    generates_itself = dataset.custom_generate_function_path or args.custom_generate_function_path
+    if dataset.label_key is None and generates_itself is None:
+        _need_no_label(rm_type, f"--eval-label-key is missing: {where}")
+
+
+def _reward_key(args: Namespace, name: str, rm_type: str | None, where: str) -> None:
+    key, keys = getattr(args, name), " or ".join(DAPO_REWARDS)
+    if rm_type in ("dapo", "boxed_dapo") and key not in DAPO_REWARDS:
+        given = "is missing" if key is None else f"{key} is no number in its reward"
+        raise OptionError(f"{where}: --{name.replace('_', '-')} {given}, use {keys}")
+
+
+def _need_no_label(rm_type: str | None, problem: str) -> None:
+    """Graders that compare need a column of expected answers; a user's own code may set labels itself."""
+    if (rm_type or "").removeprefix("boxed_") in NEEDS_LABEL:
+        raise OptionError(f"{problem} compares responses with the expected answers")
 
 
 def _run_directory(args: Namespace) -> None:

@@ -31,8 +31,10 @@ class Pipeline:
     def push_weights(self, version: int) -> None:
         """Interrupt generation, give every engine the trainers' weights, and go on; rollouts may begin that waited.
 
-        Requests that are running keep their tokens and go on under the new weights.
+        Requests that are running keep their tokens and go on under the new weights; an evaluation under way is waited
+        for, since its scores are those of one version.
         """
+        self._run.finish_evaluation()
         self._run.hold_requests(True)
         self._run.push_weights(version)
         self._run.hold_requests(False, version)

@@ -21,9 +21,11 @@ from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, 
 from slime.rollout.data_source import DataSource, RolloutDataSource
 from slime.rollout.evaluation import eval_metrics, load_eval_prompts
 from slime.rollout.gate import hold_requests
+from slime.rollout.log_hooks import logs_evaluation, logs_rollout
 from slime.rollout.loop import background_loop
 from slime.rollout.metrics import accounting
 from slime.rollout.model_urls import ACTOR, REWARD
+from slime.rollout.sample_stats import sample_metrics
 from slime.rollout.sglang_rollout import draw_first_groups, generate_groups
 from slime.rollout.staleness import renew_stale, staleness_metrics
 from slime.rollout.train_data import to_train_batches
@@ -129,6 +131,9 @@ class RolloutManager:
             samples, metrics = self._samples(rollout_id)
         generated = time.monotonic()
         metrics.setdefault("perf/rollout_time", generated - started)
+        metrics |= sample_metrics(args, samples)
+        if logs_rollout(args, rollout_id, samples, metrics, generated - started):
+            metrics = {"perf/rollout_time": generated - started}
         if args.save_debug_rollout_data:
             _save_samples(args.save_debug_rollout_data, rollout_id, samples)
         batches, batch_metrics = to_train_batches(args, samples, dp_size)
@@ -173,11 +178,16 @@ class RolloutManager:
 
     @ray.method(concurrency_group=EVALUATION)
     def evaluate(self, rollout_id: int) -> dict[str, float]:
-        """Score the engines' present weights on every evaluation set."""
+        """Score the engines' present weights on every evaluation dataset; what there is to log of it."""
+        started = time.monotonic()
         output = self._evaluate(self._args, rollout_id, self._data_source, evaluation=True)
         if not isinstance(output, RolloutFnEvalOutput):
             output = RolloutFnEvalOutput(data=output)
-        return eval_metrics(output)
+        extra = dict(output.metrics or {})
+        seconds = {"perf/eval_time": extra.pop("perf/eval_time", time.monotonic() - started)}
+        if logs_evaluation(self._args, rollout_id, output.data, extra | seconds):
+            return seconds
+        return eval_metrics(output) | seconds
 
     def state(self, rollout_id: int) -> dict[str, Any]:
         """What a checkpoint needs of the data side; what a user's class has to `save` by itself lies beside it."""

@@ -20,18 +20,14 @@ from ray.exceptions import RayError
 
 from slime.observability.metrics import MetricsLogger
 from slime.observability.progress import step_line
-from slime.options.errors import OptionError
-from slime.options.validate import check_schedule
 from slime.ray import janitor
 from slime.ray.cluster import connect
 from slime.ray.creation import create_engines, create_manager, create_trainers, reward_engine_args
-from slime.ray.placement import Placement, core_shortage, describe_placement, place, slot_counts
-from slime.ray.rollout_manager import make_data_source, num_rollout
-from slime.ray.supervision import LOAD_DATA, RESTORE_DATA, Deadline, InputError, RunError, Supervisor
+from slime.ray.dry_run import dry_run
+from slime.ray.placement import Placement, core_shortage, place, slot_counts
+from slime.ray.supervision import LOAD_DATA, RESTORE_DATA, Deadline, RunError, Supervisor
 from slime.ray.turns import Turns
-from slime.rollout.evaluation import load_eval_prompts
 from slime.utils.arguments import describe
-from slime.utils.errors import BadInputError
 from slime.weights import EngineAddress
 
 _STOP_S = 20.0
@@ -61,6 +57,8 @@ class Run:
         self._janitor: int | None = None
         self._rollouts: dict[int, tuple[ray.ObjectRef, float]] = {}
         """Those under way or waiting, and when they were begun."""
+        self._evaluation: tuple[ray.ObjectRef, int] | None = None
+        """The one under way, and of which version."""
         self._step: dict[str, float] = {}
         self._step_started = time.monotonic()
         self._dp_ranks = [0]
@@ -271,13 +269,32 @@ class Run:
 
     def evaluate(self, version: int) -> None:
         """Score the engines' weights, which were trained on ``version`` rollouts."""
+        self.begin_evaluation(version)
+        self.finish_evaluation()
+
+    def begin_evaluation(self, version: int) -> None:
+        """As `evaluate`, in the background; its failure ends whatever the driver then waits for.
+
+        The engines must keep these weights until `finish_evaluation`.
+        """
+        call = self._manager.evaluate.remote(version)
+        self._supervisor.expect("the rollout manager", call, f"evaluation of weight version {version}")
+        self._evaluation = call, version
+
+    def finish_evaluation(self) -> None:
+        """Wait for the evaluation that was begun, if any is under way, and log its scores."""
+        if self._evaluation is None:
+            return
+        (call, version), self._evaluation = self._evaluation, None
         started = time.monotonic()
-        calls = {"the rollout manager": self._manager.evaluate.remote(version)}
         limit = self._limit("rollout_timeout", _MARGIN_S)
-        (metrics,) = self._wait(calls, f"evaluation of weight version {version}", limit)
-        metrics = metrics | {"perf/eval_time": time.monotonic() - started}
-        self._log(metrics, "eval/step", version)
-        if version == self.args.start_rollout_id:  # outside of a step, whose line would have it
+        (metrics,) = self._wait({"the rollout manager": call}, f"evaluation of weight version {version}", limit)
+        waited = {"perf/wait_for_eval_time": time.monotonic() - started}
+        step = self._step
+        self._log(metrics | waited, "eval/step", version)
+        if self.args.asynchronous or version == self.args.start_rollout_id:
+            # The step that it follows is over, or there was none: the line of another one is not the place for it.
+            self._step = step | waited
             print(step_line(version - 1, self.args.num_rollout, metrics), flush=True)
 
     def scores_its_start(self) -> bool:
@@ -330,7 +347,7 @@ class Run:
 
     def _log(self, metrics: dict[str, float], step_key: str, step: int) -> None:
         assert self._metrics is not None
-        self._step |= metrics
+        self._step = self._step | metrics
         self._metrics.log(metrics, step_key, step)
 
 
@@ -343,30 +360,6 @@ def run_driver(train: Callable[[argparse.Namespace], None], args: argparse.Names
         sys.exit(error.exit_status)
     except KeyboardInterrupt:
         sys.exit(130)
-
-
-def dry_run(args: argparse.Namespace) -> None:
-    """Check everything that can be checked without starting anything, and print what would run.
-
-    Raises:
-        InputError: a data file or row that cannot be read.
-    """
-    print(describe(args))
-    print(describe_placement(args))
-    try:
-        for name, count in load_eval_prompts(args).items():
-            print(f"evaluation: {name}, {count} prompts")
-        if args.load_debug_rollout_data:
-            return
-        source = make_data_source(args)
-        args.num_rollout = num_rollout(args, source)
-        check_schedule(args)
-    except (BadInputError, OptionError) as error:
-        raise InputError(f"{LOAD_DATA}: {error}") from None
-    left_out = [
-        f"{getattr(source, name, 0)} {what}" for name, what in (("num_bad", "bad"), ("num_too_long", "too long"))
-    ]
-    print(f"data: {len(source)} prompts ({', '.join(left_out)} left out), {args.num_rollout} rollouts")
 
 
 def _program() -> str:
@@ -393,4 +386,4 @@ def _exit_on_sigterm(signum: int, frame: FrameType | None) -> None:
     sys.exit(128 + signum)
 
 
-__all__ = ["Run", "RunError", "dry_run", "is_due", "run_driver"]
+__all__ = ["Run", "RunError", "is_due", "run_driver"]

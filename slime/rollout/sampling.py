@@ -6,6 +6,8 @@ import hashlib
 from argparse import Namespace
 from typing import Any
 
+from slime.options.eval_datasets import EvalDataset
+
 _SEED_BITS = 53
 """JSON readers that hold numbers as doubles keep such a seed exact."""
 
@@ -26,16 +28,21 @@ def train_sampling_params(args: Namespace) -> dict[str, Any]:
     }
 
 
-def eval_sampling_params(args: Namespace) -> dict[str, Any]:
-    """As `train_sampling_params`, with what ``--eval-*`` sets instead; temperature 0 is greedy."""
-    own = {
-        "temperature": args.eval_temperature,
-        "top_p": args.eval_top_p,
-        "top_k": args.eval_top_k,
-        "max_new_tokens": args.eval_max_response_len,
-        "min_new_tokens": args.eval_min_new_tokens,
+def eval_sampling_params(dataset: EvalDataset) -> dict[str, Any]:
+    """SGLang's ``sampling_params`` for an evaluation dataset; temperature 0 is greedy."""
+    params = {
+        "temperature": dataset.temperature,
+        "top_p": dataset.top_p,
+        "top_k": dataset.top_k,
+        "max_new_tokens": dataset.max_response_len,
+        "stop": dataset.stop,
+        "stop_token_ids": dataset.stop_token_ids,
+        "skip_special_tokens": dataset.skip_special_tokens,
+        "no_stop_trim": dataset.no_stop_trim,
+        "spaces_between_special_tokens": False,
     }
-    return train_sampling_params(args) | {name: value for name, value in own.items() if value is not None}
+    further = {"min_new_tokens": dataset.min_new_tokens, "repetition_penalty": dataset.repetition_penalty}
+    return params | {name: value for name, value in further.items() if value is not None}
 
 
 def request_seed(*parts: int | str) -> int:

@@ -10,6 +10,7 @@ from slime.rollout.collect import collect
 from slime.rollout.generation import generate, prompt_tokens
 from slime.rollout.group import generate_and_rm, generate_and_rm_group
 from slime.rollout.loop import background_loop
+from slime.rollout.model_urls import get_model_url
 from slime.rollout.prompts import draw_groups
 from slime.utils.types import Group
 
@@ -20,6 +21,7 @@ __all__ = [
     "generate_and_rm_group",
     "generate_groups",
     "generate_rollout",
+    "get_model_url",
     "prompt_tokens",
 ]
 

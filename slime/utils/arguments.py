@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from slime.options.debug import DebugOptions
 from slime.options.describe import describe_groups
 from slime.options.errors import OptionError
 from slime.options.eval import EvalOptions
+from slime.options.eval_datasets import EvalDataset
 from slime.options.installed import InstalledFlagsError, start_reading
 from slime.options.layout import check_layout
 from slime.options.model import apply_shape, check_weights, model_directory, take_rotary_factor
@@ -189,7 +191,8 @@ def _resolve(args: argparse.Namespace, given: set[str], asynchronous: bool) -> l
     derive_all(args, warnings)
     derive_async(args, given, warnings, asynchronous=asynchronous)
     check_collection(args, given)
-    _check_reward(args)
+    args.eval_datasets = [_with_hooks(dataset) for dataset in args.eval_datasets]
+    _check_reward_names(args)
     is_local = os.path.isdir(os.path.expanduser(args.hf_checkpoint))
     args.hf_checkpoint = model_directory(args.hf_checkpoint, with_weights=not args.dry_run)
     if is_local or not args.dry_run:
@@ -217,40 +220,54 @@ def _shape(args: argparse.Namespace) -> dict[str, Any]:
         raise OptionError(f"--hf-checkpoint {args.hf_checkpoint}: {reason}") from error
 
 
-def _check_reward(args: argparse.Namespace) -> None:
+def _check_reward_names(args: argparse.Namespace) -> None:
     from slime.rollout.rm_hub.custom import takes_list
     from slime.rollout.rm_hub.graders import GRADERS
 
-    if args.custom_rm_path is not None:
-        where = f"--custom-rm-path {args.custom_rm_path}"
-        try:
-            takes_list(load_function(args.custom_rm_path), where)
-        except SlimeError as error:
-            raise OptionError(str(error)) from error
-    if args.rm_type is not None and args.rm_type.removeprefix("boxed_") not in GRADERS:
-        raise OptionError(
-            f"--rm-type {args.rm_type}: there are {', '.join(sorted(GRADERS))}, each also as boxed_<name>"
-        )
+    functions = [("--custom-rm-path", args.custom_rm_path)]
+    functions += [(f"{dataset}: custom_rm_path", dataset.custom_rm_path) for dataset in args.eval_datasets]
+    for where, path in functions:
+        if path is not None:
+            try:
+                takes_list(load_function(path), f"{where} {path}")
+            except SlimeError as error:
+                raise OptionError(str(error)) from error
+    named = [("--rm-type", args.rm_type)] + [(f"{d}: rm_type", d.rm_type) for d in args.eval_datasets]
+    for where, name in named:
+        if name is not None and name.removeprefix("boxed_") not in GRADERS:
+            raise OptionError(f"{where} {name}: there are {', '.join(sorted(GRADERS))}, each also as boxed_<name>")
 
 
 def _load_hooks(args: argparse.Namespace, given: set[str]) -> None:
-    """Load the given function paths; a file becomes absolute and names its function, since workers run elsewhere."""
+    """Load the given function paths, and make them what workers can load."""
     for field in hook_fields(GROUPS):
         value = getattr(args, field.name)
         if field.name not in given or value is None:
             continue
-        is_group = field.name == "custom_rm_path" and args.group_rm
-        names = GROUP_REWARD_NAMES if is_group else field.metadata["hook"]
+        flag, names = flag_of(field), field.metadata["hook"]
+        if field.name == "custom_rm_path" and args.group_rm:
+            names = GROUP_REWARD_NAMES
         if isinstance(value, list):  # the flag may be repeated
-            found: Any = [_loaded_hook(flag_of(field), names, path) for paths in value for path in paths]
+            found: Any = [_loaded(path, flag, names) for paths in value for path in paths]
         else:
-            found = _loaded_hook(flag_of(field), names, value)
+            found = _loaded(value, flag, names)
         setattr(args, field.name, found)
 
 
-def _loaded_hook(flag: str, names: Sequence[str], path: str) -> str:
+def _with_hooks(dataset: EvalDataset) -> EvalDataset:
+    """The same for an evaluation dataset's own functions."""
+    paths: dict[str, Any] = {}
+    for field in hook_fields((EvalDataset,)):
+        path = getattr(dataset, field.name)
+        if path is not None:
+            paths[field.name] = _loaded(path, f"{dataset}: {field.name}", field.metadata["hook"])
+    return dataclasses.replace(dataset, **paths)
+
+
+def _loaded(path: str, where: str, names: Sequence[str]) -> str:
+    """The path of a function that loads; a file's is absolute and names the function, since workers run elsewhere."""
     try:
-        load_function(path, flag=flag, default_names=names)
+        load_function(path, flag=where, default_names=names)
     except ValueError as error:
         raise OptionError(str(error)) from error
     source, name = split_function_path(path)

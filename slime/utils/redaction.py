@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass
 from typing import Any
 
 REDACTED = "<redacted>"
@@ -49,6 +50,8 @@ def _redact(name: str, value: Any) -> Any:
         return REDACTED
     if isinstance(value, Mapping):
         return redacted(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return redacted(asdict(value))
     return _redact_words(value) if isinstance(value, (list, tuple)) else value
 
 

@@ -116,9 +116,10 @@ def test_eval_data_repeated_paired_and_alone(parse: Parse, directory: Path) -> N
     aime, gsm8k = (str(directory / f"{name}.jsonl") for name in ("aime", "gsm8k"))
     for words in ("aime aime.jsonl --eval-prompt-data gsm8k gsm8k.jsonl", "aime aime.jsonl gsm8k gsm8k.jsonl"):
         args = parse(f"--eval-interval 5 --eval-prompt-data {words}")
-        assert args.eval_datasets == [("aime", aime), ("gsm8k", gsm8k)]
+        assert [(d.name, d.path) for d in args.eval_datasets] == [("aime", aime), ("gsm8k", gsm8k)]
         assert args.eval_prompt_data == ["aime", aime, "gsm8k", gsm8k]
-    assert parse("--eval-interval 5 --eval-prompt-data aime.jsonl@[0:1]").eval_datasets == [("aime", aime + "@[0:1]")]
+    (dataset,) = parse("--eval-interval 5 --eval-prompt-data aime.jsonl@[0:1]").eval_datasets
+    assert (dataset.name, dataset.path) == ("aime", aime + "@[0:1]")
     assert args.eval_function_path == args.rollout_function_path
 
 
@@ -156,7 +157,7 @@ def test_yaml_is_merged_before_derivation(parse: Parse, directory: Path, fails: 
     args = parse("--custom-config-path c.yaml --sglang-mem-fraction-static 0.9 --lr 1")
     assert (args.rollout_batch_size, args.global_batch_size, args.lr) == (8, 32, 3e-5)
     assert (args.placement, args.rollout_num_gpus) == ("disaggregate", 2)
-    assert args.eval_datasets[0][0] == "aime"
+    assert args.eval_datasets[0].name == "aime"
     assert args.train_env_vars == {"A": "1"}
     assert args.sglang_cli == ["--mem-fraction-static", "0.5"]
     assert args.tool_budget == 3

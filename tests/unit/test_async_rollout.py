@@ -85,10 +85,15 @@ class RecordingRun:
         self.args = Namespace(**options)
         self.begun: list[int] = []
         self.taken: list[int] = []
-        self.held = False
+        self.held = self.evaluates = False
 
     def push_weights(self, version: int) -> None:
         assert self.held
+        assert not self.evaluates, "its scores would be of two versions"
+
+    def finish_evaluation(self) -> None:
+        assert not self.held, "it would wait for requests that are held"
+        self.evaluates = False
 
     def hold_requests(self, hold: bool, version: int | None = None) -> None:
         self.held = hold
@@ -133,6 +138,7 @@ def test_rollouts_begin_in_order_and_neither_too_early_nor_without_need_late(_: 
             version = rollout_id + 1
             pipeline.push_weights(version)
             check(rollout_id)
+            run.evaluates = True
     assert run.taken == run.begun == list(range(start, start + count))
 
 

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import math
-import random
 from argparse import Namespace
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from slime.options.eval_datasets import eval_datasets
 from slime.rollout.base_types import RolloutFnEvalOutput
-from slime.rollout.evaluation import eval_metrics, pass_at_k
+from slime.rollout.evaluation import eval_metrics
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.types import Sample
-from tests.fake_client import FakeClient, reply
+from tests.fake_client import FakeClient, hook_file, reply
 
 NUM_GPUS = 0
 
 Args = Callable[..., Namespace]
+
+
+def with_sets(args: Namespace, *pairs: tuple[str, str], config: str | None = None) -> Namespace:
+    """``args`` with the datasets of ``--eval-prompt-data`` and ``--eval-config``."""
+    args.eval_prompt_data, args.eval_config = [list(pair) for pair in pairs], config
+    args.eval_datasets = eval_datasets(args)
+    return args
 
 
 def evaluate(args: Namespace) -> tuple[RolloutFnEvalOutput, dict[str, float]]:
@@ -33,20 +39,91 @@ def test_evaluation_of_two_sets(rollout_args: Args, use: Callable[..., FakeClien
     client = use(FakeClient(lambda n, ids, params: reply(str(len(ids)), "length" if len(ids) > 4 else "stop")))
     right = write_jsonl([{"prompt": "x" * n, "label": str(n)} for n in range(1, 7)], "right.jsonl")
     half = write_jsonl([{"q": "x" * n, "a": str(n if n % 2 else 0)} for n in range(1, 5)], "half.jsonl")
-    args = rollout_args(rm_type="f1", eval_datasets=[("right", right)], eval_temperature=0.0, eval_max_response_len=9)
-    _, metrics = evaluate(args)
+    args = rollout_args(rm_type="f1", eval_temperature=0.0, eval_max_response_len=9)
+    _, metrics = evaluate(with_sets(args, ("right", right)))
     assert metrics["eval/right"] == 1.0
     assert metrics["eval/right-truncated_ratio"] == pytest.approx(2 / 6)
     assert metrics["eval/right-no_reward"] == 0
     assert metrics["eval/right/response_len/max"] == 1
     assert not any("pass@" in key for key in metrics)
     assert {(p["temperature"], p["max_new_tokens"]) for _, p, _ in client.requests} == {(0.0, 9)}
-    args.eval_datasets, args.eval_input_key, args.eval_label_key = [("half", half), ("other", half)], "q", "a"
-    args.n_samples_per_eval_prompt = 3
-    output, metrics = evaluate(args)
+    args.eval_input_key, args.eval_label_key, args.n_samples_per_eval_prompt = "q", "a", 3
+    output, metrics = evaluate(with_sets(args, ("half", half), ("other", half)))
     assert set(output.data) == {"half", "other"}
     assert metrics["eval/half"] == metrics["eval/half-avg@3"] == metrics["eval/half-pass@3"] == 0.5
     assert len(output.data["half"]["samples"]) == 12
+
+
+_HOOKS = """
+async def reward_func(args, sample, **kwargs):
+    return 0.25
+
+def generate(args, sample, sampling_params, evaluation=False):
+    assert evaluation
+    failed = sample.rollout_id % 2 == 1
+    sample.status = sample.Status.FAILED if failed else sample.Status.COMPLETED
+    sample.tokens = sample.tokens + [7]
+    sample.append_response_tokens(tokens=[8], log_probs=[0.0])
+    sample.metadata["seen"] = args.rollout_skip_special_tokens, sampling_params["stop"]
+    return sample
+
+async def judge(args, sample, **kwargs):
+    if sample.status is sample.Status.FAILED:
+        return None
+    return 1.0
+"""
+
+_CONFIG = """
+eval:
+  defaults:
+    n_samples_per_eval_prompt: 2
+    metadata_overrides: {level: hard}
+  datasets:
+    exact:
+      path: %(path)s
+      rm_type: f1
+      n_samples_per_eval_prompt: 3
+      temperature: 0.5
+      repetition_penalty: 1.25
+      no_stop_trim: false
+    training_reward: {path: %(path)s, top_k: 5}
+    own_code:
+      path: %(path)s
+      custom_rm_path: %(hooks)s:judge
+      custom_generate_function_path: %(hooks)s
+      skip_special_tokens: true
+      stop: END
+"""
+
+
+def test_every_dataset_has_its_own_settings(
+    rollout_args: Args, use: Callable[..., FakeClient], write_jsonl: Any, tmp_path: Path
+) -> None:
+    """One is judged by its own rm_type, one as training is, and one generates and judges by code of its own."""
+    client = use(FakeClient())
+    rows = [{"prompt": "x" * n, "label": str(n), "metadata": {"rm_type": "random", "n": n}} for n in (1, 2)]
+    values = {"path": write_jsonl(rows), "hooks": hook_file(tmp_path, _HOOKS)}
+    config = tmp_path / "eval.yaml"
+    config.write_text(_CONFIG % values)
+    args = rollout_args(custom_rm_path=f"{values['hooks']}:reward_func", rm_type="random")
+    output, metrics = evaluate(with_sets(args, config=str(config)))
+    assert metrics["eval/exact"] == metrics["eval/exact-avg@3"] == 1.0, "neither the run's reward nor the row's"
+    assert metrics["eval/training_reward"] == metrics["eval/training_reward-avg@2"] == 0.25
+    assert metrics["eval/own_code"] == 1.0
+    assert metrics["eval/own_code-no_reward"] == 2.0, "reported, and averaged nowhere"
+    assert metrics["eval/own_code-avg@2"] == metrics["eval/own_code-pass@1"] == 1.0
+    assert "eval/own_code-pass@2" not in metrics, "no prompt has two responses with rewards"
+    counts = {name: len(result["samples"]) for name, result in output.data.items()}
+    assert counts == {"exact": 6, "training_reward": 4, "own_code": 4}
+    for sample in output.data["own_code"]["samples"]:
+        assert sample.metadata["level"] == "hard"
+        assert sample.metadata["n"] == len(sample.prompt)
+        assert sample.metadata["seen"] == (True, ["END"])
+    asked = {
+        (p["temperature"], p["top_k"], p.get("repetition_penalty"), p["no_stop_trim"]) for _, p, _ in client.requests
+    }
+    assert asked == {(0.5, -1, 1.25, False), (1.0, 5, None, True)}
+    assert args.custom_rm_path, "training's options are what they were"
 
 
 def test_a_late_evaluation_names_the_weights(
@@ -54,7 +131,7 @@ def test_a_late_evaluation_names_the_weights(
 ) -> None:
     use(FakeClient(lambda *_: asyncio.sleep(60)))
     path = write_jsonl([{"prompt": "x", "label": "1"}])
-    args = rollout_args(rm_type="f1", eval_datasets=[("e", path)], rollout_timeout=0.2)
+    args = with_sets(rollout_args(rm_type="f1", rollout_timeout=0.2), ("e", path))
     with pytest.raises(TimeoutError, match=r"evaluation of weight version 6: 0 of 1 samples finished"):
         generate_rollout(args, 6, None, evaluation=True)
 
@@ -69,12 +146,8 @@ def test_eval_seeds_do_not_depend_on_the_rollout(
     rollout_args: Args, use: Callable[..., FakeClient], write_jsonl: Any
 ) -> None:
     path = write_jsonl([{"prompt": "x" * n, "label": "1"} for n in range(1, 4)])
-    args = rollout_args(
-        rm_type="f1",
-        eval_datasets=[("e", path)],
-        n_samples_per_eval_prompt=2,
-        sglang_enable_deterministic_inference=True,
-    )
+    args = rollout_args(rm_type="f1", n_samples_per_eval_prompt=2, sglang_enable_deterministic_inference=True)
+    args = with_sets(args, ("e", path))
     seen = []
     for rollout_id in (0, 9):
         client = use(FakeClient())
@@ -84,13 +157,12 @@ def test_eval_seeds_do_not_depend_on_the_rollout(
     assert len({seed for _, seed in seen[0]}) == 6
 
 
-def test_pass_at_k_is_the_exact_probability() -> None:
-    for _ in range(20):
-        n = random.randrange(1, 8)
-        outcomes = [random.random() < 0.4 for _ in range(n)]
-        for k in range(1, n + 1):
-            draws = list(itertools.combinations(outcomes, k))
-            assert math.isclose(pass_at_k(n, sum(outcomes), k), sum(map(any, draws)) / len(draws), abs_tol=1e-12)
+def test_a_dataset_without_any_reward_says_so_and_nothing_else() -> None:
+    samples = [Sample(group_index=0, rollout_id=i, response_length=1) for i in range(3)]
+    data = {"d": {"rewards": [None] * 3, "truncated": [], "samples": samples}}
+    metrics = eval_metrics(RolloutFnEvalOutput(data))
+    assert metrics.pop("eval/d-no_reward") == 3.0
+    assert all("/response_len/" in key for key in metrics)
 
 
 def test_eval_metrics_by_hand() -> None:
@@ -107,5 +179,6 @@ def test_eval_metrics_by_hand() -> None:
     assert metrics["eval/d-pass@2"] == pytest.approx(((1 - 1 / 6) + 0) / 2)
     assert metrics["eval/d-pass@4"] == 1.0
     assert metrics["perf/eval_time"] == 3.0
+    assert "eval/d-pass@8" not in metrics
     bare = eval_metrics(RolloutFnEvalOutput({"d": {"rewards": [1.0, None], "truncated": []}}))
     assert bare == {"eval/d": 1.0, "eval/d-no_reward": 1.0}

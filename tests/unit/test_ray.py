@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import traceback
@@ -280,11 +281,14 @@ class Answers:
     def remote(self, version: int) -> Any:
         return self._answer
 
+    def expect(self, who: str, call: Any, phase: str) -> None:
+        self.expected = who, call, phase
+
     def wait(self, calls: dict[str, Any], phase: str, limit: Deadline) -> list[Any]:
         return list(calls.values())
 
 
-def make_run(run_dir: Path, start: int, scores: dict[str, float]) -> Run:
+def make_run(run_dir: Path, start: int, scores: dict[str, float], *, asynchronous: bool = False) -> Run:
     from slime.observability.metrics import MetricsLogger
 
     args = Namespace(
@@ -294,12 +298,13 @@ def make_run(run_dir: Path, start: int, scores: dict[str, float]) -> Run:
         start_rollout_id=start,
         num_rollout=9,
         rollout_timeout=1.0,
+        asynchronous=asynchronous,
         use_tensorboard=False,
         use_wandb=False,
     )
     made = Run(args)
     made._metrics = MetricsLogger(args)
-    made._manager = made._supervisor = Answers(scores)  # type: ignore[assignment]
+    made._manager = made._supervisor = Answers(scores | {"perf/eval_time": 2.5})  # type: ignore[assignment]
     return made
 
 
@@ -309,7 +314,7 @@ def test_the_first_evaluation_has_a_line_and_is_not_repeated_on_resume(
     first = make_run(tmp_path, 0, {"eval/add": 0.25})
     assert first.scores_its_start()
     first.evaluate(0)
-    assert capsys.readouterr().out.startswith("rollout 0/9 | eval/add 0.250 | ")
+    assert capsys.readouterr().out == "rollout 0/9 | eval/add 0.250 | 2.5 s | bound by eval (2.5 s)\n"
     first.evaluate(4)
     assert not capsys.readouterr().out, "the step's line will have it"
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -320,6 +325,25 @@ def test_the_first_evaluation_has_a_line_and_is_not_repeated_on_resume(
     skipping = make_run(tmp_path, 5, {})
     skipping.args.skip_eval_before_train = True
     assert not skipping.scores_its_start()
+
+
+def test_scores_from_the_background_are_those_of_their_version(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path, 0, {"eval/add": 0.25}, asynchronous=True)
+    run.finish_evaluation()
+    run.begin_evaluation(3)
+    assert run._supervisor.expected[2] == "evaluation of weight version 3"  # type: ignore[attr-defined]
+    run._step = {"rollout/raw_reward": 0.5}  # of rollout 4, meanwhile
+    run.finish_evaluation()
+    run.finish_evaluation()
+    (line,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert (line["eval/step"], line["eval/add"], line["perf/eval_time"]) == (3, 0.25, 2.5)
+    run.end_step(4)
+    scores, step = capsys.readouterr().out.splitlines()
+    assert scores == "rollout 3/9 | eval/add 0.250 | 2.5 s | bound by eval (2.5 s)"
+    assert step.startswith("rollout 5/9 | reward 0.500 | ")
+    assert "bound by eval (0.0 s)" in step, "of the step only what it waited"
 
 
 # ---- saving

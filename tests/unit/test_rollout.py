@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from slime.options.eval_datasets import eval_datasets
 from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.sampling import eval_sampling_params, request_seed, train_sampling_params
@@ -72,8 +73,9 @@ def test_sampling_params(make_args: Args, use: Callable[..., FakeClient]) -> Non
         "no_stop_trim": True,
         "spaces_between_special_tokens": False,
     }
-    args.eval_temperature, args.eval_min_new_tokens = 0.0, 2
-    assert eval_sampling_params(args) == train_sampling_params(args) | {"temperature": 0.0, "min_new_tokens": 2}
+    args.eval_temperature, args.eval_min_new_tokens, args.eval_prompt_data = 0.0, 2, [["e", args.prompt_data]]
+    (dataset,) = eval_datasets(args)
+    assert eval_sampling_params(dataset) == train_sampling_params(args) | {"temperature": 0.0, "min_new_tokens": 2}
 
 
 def test_seeds_when_deterministic(make_args: Args, use: Callable[..., FakeClient]) -> None:

@@ -1,0 +1,38 @@
+"""``--dry-run``: what a run would be, without starting it."""
+
+from __future__ import annotations
+
+import argparse
+
+from slime.options.errors import OptionError
+from slime.options.validate import check_schedule
+from slime.ray.placement import describe_placement
+from slime.ray.rollout_manager import make_data_source, num_rollout
+from slime.ray.supervision import LOAD_DATA, InputError
+from slime.rollout.evaluation import load_eval_prompts
+from slime.utils.arguments import describe
+from slime.utils.errors import BadInputError
+
+
+def dry_run(args: argparse.Namespace) -> None:
+    """Check everything that can be checked without starting anything, and print what would run.
+
+    Raises:
+        InputError: a data file or row that cannot be read.
+    """
+    print(describe(args))
+    print(describe_placement(args))
+    try:
+        for name, count in load_eval_prompts(args).items():
+            print(f"evaluation: {name}, {count} prompts")
+        if args.load_debug_rollout_data:
+            return
+        source = make_data_source(args)
+        args.num_rollout = num_rollout(args, source)
+        check_schedule(args)
+    except (BadInputError, OptionError) as error:
+        raise InputError(f"{LOAD_DATA}: {error}") from None
+    left_out = [
+        f"{getattr(source, name, 0)} {what}" for name, what in (("num_bad", "bad"), ("num_too_long", "too long"))
+    ]
+    print(f"data: {len(source)} prompts ({', '.join(left_out)} left out), {args.num_rollout} rollouts")

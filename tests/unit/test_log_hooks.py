@@ -1,0 +1,132 @@
+"""A user's own logging: what it gets, what its answer means, and how it fails; called as the rollout manager does."""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.ray.rollout_manager import RolloutManager
+from slime.rollout.hooks import HookError
+from slime.rollout.log_hooks import logs_evaluation, logs_rollout
+from slime.utils.errors import DeadlineError
+from slime.utils.types import Sample
+from tests.fake_client import hook_file
+
+NUM_GPUS = 0
+
+Args = Callable[..., Namespace]
+
+_HOOKS = """
+import asyncio, time
+seen = []
+
+def log_rollout_data(rollout_id, args, samples, rollout_extra_metrics, rollout_time):
+    seen.append((rollout_id, len(samples), rollout_extra_metrics, rollout_time))
+    return True
+
+async def log_eval_rollout_data(rollout_id, args, data, extra_metrics):
+    await asyncio.sleep(0)
+    seen.append((rollout_id, sorted(data), extra_metrics))
+    return args.answer
+
+def other_names(step, options, *rest):
+    pass
+
+def too_few(rollout_id, args):
+    return True
+
+def raises(*values):
+    raise KeyError("no such board")
+
+def says_how_many(*values):
+    return 3
+
+async def hangs(*values):
+    await asyncio.sleep(60)
+"""
+
+ROLLOUT = "custom_rollout_log_function_path"
+EVAL = "custom_eval_rollout_log_function_path"
+
+
+@pytest.fixture
+def hooks(tmp_path: Path) -> Path:
+    return hook_file(tmp_path, _HOOKS)
+
+
+def test_a_rollout_is_logged_by_whoever_says_so(rollout_args: Args, hooks: Path) -> None:
+    from slime.utils.misc import load_function
+
+    samples = [Sample(), Sample()]
+    assert not logs_rollout(rollout_args(), 3, samples, {}, 1.5)
+    args = rollout_args(**{ROLLOUT: f"{hooks}:log_rollout_data"})
+    assert logs_rollout(args, 3, samples, {"x": 1}, 1.5) is True
+    seen = load_function(f"{hooks}:log_rollout_data").__globals__["seen"]
+    assert seen == [(3, 2, {"x": 1}, 1.5)]
+    args = rollout_args(**{ROLLOUT: f"{hooks}:other_names"})
+    assert logs_rollout(args, 3, samples, {}, 1.5) is False, "None is no: the names of parameters are the user's"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("too_few", r"must take \(rollout_id, args, data, extra_metrics\): too many positional arguments"),
+        ("raises", r"raised KeyError: 'no such board'[\s\S]*in raises"),
+        ("says_how_many", r"\(rollout_id, args, data, extra_metrics\) must return True .* or False, not 3"),
+    ],
+)
+def test_a_failure_names_flag_path_and_signature(rollout_args: Args, hooks: Path, name: str, expected: str) -> None:
+    args = rollout_args(**{EVAL: f"{hooks}:{name}"})
+    with pytest.raises(
+        HookError, match=re.escape(f"--custom-eval-rollout-log-function-path {hooks}:{name} ") + expected
+    ):
+        logs_evaluation(args, 3, {}, {})
+
+
+def test_one_that_hangs_ends_at_its_deadline(rollout_args: Args, hooks: Path) -> None:
+    args = rollout_args(**{EVAL: f"{hooks}:hangs", "rollout_timeout": 0.2})
+    with pytest.raises(DeadlineError, match=r"hangs took longer than 0\.2 s \(--rollout-timeout\)"):
+        logs_evaluation(args, 3, {}, {})
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_what_the_manager_then_hands_on_of_an_evaluation(rollout_args: Args, hooks: Path, answer: bool) -> None:
+    def evaluate(args: Namespace, rollout_id: int, source: Any, evaluation: bool) -> dict[str, Any]:
+        return {"sums": {"rewards": [1.0, 0.0], "truncated": [False, True], "samples": []}}
+
+    manager = RolloutManager.__new__(RolloutManager)
+    manager._args, manager._data_source, manager._evaluate = rollout_args(**{EVAL: str(hooks)}), None, evaluate
+    manager._args.custom_eval_rollout_log_function_path += ":log_eval_rollout_data"
+    manager._args.answer = answer
+    metrics = manager.evaluate(5)
+    assert metrics.pop("perf/eval_time") >= 0
+    assert metrics.get("eval/sums") == (None if answer else 0.5)
+    assert bool(metrics) != answer
+
+
+@pytest.mark.parametrize("custom", [True, False])
+def test_what_the_manager_then_hands_on_of_a_rollout(
+    make_args: Args, hooks: Path, custom: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slime.ray import rollout_manager
+
+    monkeypatch.setattr(rollout_manager.ray, "put", lambda batch: batch)
+    monkeypatch.setattr(
+        rollout_manager, "to_train_batches", lambda args, samples, dp: ([], {"rollout/raw_reward": 0.5})
+    )
+    args = make_args(log_multi_turn=True, rollout_function_path="own.fn")
+    args.asynchronous = False
+    args.custom_rollout_log_function_path = f"{hooks}:log_rollout_data" if custom else None
+    manager = RolloutManager.__new__(RolloutManager)
+    manager._args, manager._data_source, manager._made = args, None, {}
+    samples = [[Sample(response_length=2, tokens=[1, 2, 3], reward=1.0)]]
+    manager._rollout = lambda *_: samples
+    _, metrics = manager.generate(2, 1, None)
+    assert metrics["rollout/raw_reward"] == 0.5, "what the training batch says is logged anyway"
+    assert metrics["perf/rollout_time"] >= 0
+    assert ("multi_turn/turns/mean" in metrics) != custom
