@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from itertools import pairwise
 from pathlib import Path
@@ -91,10 +92,29 @@ def segment_errors(sample: Sample, models: list[torch.nn.Module]) -> tuple[float
     return float(own.max()), float(other.mean())
 
 
+_LOGS = """
+import json
+
+def log_eval_rollout_data(rollout_id, args, data, extra_metrics):
+    made_with = {int(v) for result in data.values() for s in result["samples"] for v in s.weight_versions}
+    counts = {name: len(result["samples"]) for name, result in data.items()}
+    with open(args.run_dir + "/evaluations.jsonl", "a") as file:
+        file.write(json.dumps([rollout_id, sorted(made_with), counts]) + "\\n")
+"""
+
+_DATASETS = """
+defaults: {max_response_len: 8}
+datasets:
+  words: {path: %s, rm_type: f1, n_samples_per_eval_prompt: 3}
+"""
+
+
 @pytest.fixture(scope="module")
 def finished(workspace: Path) -> Path:
     """The directory of one uninterrupted run with evaluation and every version's weights."""
     run_dir = workspace / "finished"
+    (workspace / "logs.py").write_text(_LOGS)
+    (workspace / "eval.yaml").write_text(_DATASETS % (workspace / "eval.jsonl"))
     line = async_flags(
         workspace,
         run_dir,
@@ -102,6 +122,9 @@ def finished(workspace: Path) -> Path:
         save_interval=1,
         eval_interval=3,
         eval_prompt_data=["add", str(workspace / "eval.jsonl")],
+        eval_config=str(workspace / "eval.yaml"),
+        custom_eval_rollout_log_function_path=str(workspace / "logs.py"),
+        log_passrate=True,
         check_weight_update_equal=True,
     )
     run_to_end(line, workspace / "finished.log")
@@ -141,10 +164,22 @@ def test_tokens_after_a_push_come_from_the_new_weights_alone(workspace: Path, fi
         assert other > 10 * own, "the versions' weights must differ for this to show anything"
 
 
-def test_evaluations_are_of_one_version_while_rollouts_go_on(workspace: Path, finished: Path) -> None:
-    assert [line["eval/step"] for line in read_metrics(finished) if "eval/add" in line] == [0, 3]
-    lines = [text for text in (workspace / "finished.log").read_text().splitlines() if text.startswith("rollout ")]
-    assert [line.split(" | ")[0] for line in lines if " | eval/add " in line] == ["rollout 0/5", "rollout 3/5"]
+def test_evaluations_are_of_one_version_while_training_goes_on(workspace: Path, finished: Path) -> None:
+    lines = read_metrics(finished)
+    scores = [line for line in lines if "eval/add" in line]
+    assert [line["eval/step"] for line in scores] == [0, 3]
+    assert all(
+        {"eval/words", "eval/words-avg@3", "eval/words-pass@3", "eval/add-no_reward"} <= line.keys() for line in scores
+    )
+    for line in scores:
+        # The rollout after the push was trained on before anybody waited for the scores.
+        trained = next(i for i, other in enumerate(lines) if other.get("train/step") == line["eval/step"])
+        assert trained < lines.index(line)
+    records = [json.loads(text) for text in (finished / "evaluations.jsonl").read_text().splitlines()]
+    assert records == [[version, [version], {"add": 6, "words": 18}] for version in (0, 3)]
+    printed = [text for text in (workspace / "finished.log").read_text().splitlines() if text.startswith("rollout ")]
+    assert [line.split(" | ")[0] for line in printed if " | eval/add " in line] == ["rollout 0/5", "rollout 3/5"]
+    assert len(series(finished, "passrate/pass@4")) == _ROLLOUTS
 
 
 @pytest.mark.full

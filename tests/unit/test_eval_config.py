@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import fields
@@ -178,6 +179,19 @@ def test_what_is_wrong_is_one_line_with_its_place(
 ) -> None:
     (directory / "eval.yaml").write_text(content)
     assert expected in failure(capsys, FLAGS)
+
+
+@pytest.mark.parametrize("page", ["run.md", "zh/run.md"])
+def test_the_documentation_has_every_key_and_its_example_is_right(page: str, parse: Parse, directory: Path) -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / page).read_text()
+    assert [key for key in EVERY_KEY if f"`{key}`" not in text] == []
+    (directory / "data").mkdir()
+    for name in ("aime.jsonl", "facts.parquet"):
+        (directory / "data" / name).touch()
+    example = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)[0]
+    aime, facts = parse(example).eval_datasets
+    assert (aime.n_samples_per_eval_prompt, facts.n_samples_per_eval_prompt) == (16, 4)
+    assert (aime.max_response_len, facts.temperature, facts.rm_type) == (2048, 0.0, "f1")
 
 
 def test_a_file_that_is_missing_a_name_in_both_sources_and_no_interval(
