@@ -35,7 +35,7 @@ SPANS = {
     "perf/sleep_trainers_time": "trainers give memory back",
     "perf/update_weights_time": "weight push",
     "perf/resume_engines_time": "engines take memory",
-    "perf/eval_time": "evaluation",
+    "perf/wait_for_eval_time": "evaluation",
     "perf/save_model_time": "checkpoint",
 }
 """Parts of a step: one after another, none within another."""
