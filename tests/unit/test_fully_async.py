@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from slime.options.eval_datasets import eval_datasets
 from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
@@ -181,7 +182,8 @@ def test_deadline_says_what_it_waits_for(make_args: Args, use: Use) -> None:
 def test_evaluation_is_the_usual_one(make_args: Args, use: Use, write_jsonl: Callable[..., str]) -> None:
     use(FakeClient(Engine()))
     args, source = make(make_args)
-    args.eval_datasets = [("e", write_jsonl([{"prompt": "abc", "label": "3"}], "eval.jsonl"))]
+    args.eval_prompt_data = [["e", write_jsonl([{"prompt": "abc", "label": "3"}], "eval.jsonl")]]
+    args.eval_datasets = eval_datasets(args)
     output = generate_rollout_fully_async(args, 0, source, evaluation=True)
     assert output.data["e"]["rewards"] == [1.0]  # type: ignore[union-attr]
 
