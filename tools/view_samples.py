@@ -41,7 +41,8 @@ class Library:
     """The files that the command line names; directories are looked through again at every list."""
 
     def __init__(self, paths: list[Path], train_paths: list[Path], tokenizer: Any) -> None:
-        self._paths, self._train_paths = paths, train_paths
+        self._paths = paths
+        self._train_paths = [*train_paths, *(p for p in paths if (p / "train_data").is_dir())]
         self.tokenizer = tokenizer
         self._lock = threading.Lock()
         # What a rollout was read from may be written again, so that it is told apart by its time, too.
@@ -54,6 +55,8 @@ class Library:
             BadInputError: there are none.
         """
         found = [file for path in self._paths for file in _files_of(path, "rollout_data")]
+        if not found:
+            raise BadInputError(f"no *.pt files of saved rollouts in {', '.join(map(str, self._paths))}")
         names = [file.name for file in found]
         return {str(f) if names.count(f.name) > 1 else f.name: f for f in found}
 
@@ -62,11 +65,12 @@ class Library:
         file = self.files().get(name)
         if file is None:
             raise BadInputError(f"there is no rollout {name!r}")
+        train_files = tuple(file for path in self._train_paths for file in _files_of(path, "train_data"))
         with self._lock:
-            return self._read(file, file.stat().st_mtime_ns)
+            return self._read(file, file.stat().st_mtime_ns, train_files)
 
-    def _read_file(self, file: Path, changed: int) -> Rollout:
-        return read_rollout(file)
+    def _read_file(self, file: Path, changed: int, train_files: tuple[Path, ...]) -> Rollout:
+        return read_rollout(file, train_files)
 
     def answer(self, route: str, values: dict[str, str]) -> Any:
         """What the page asks for."""
@@ -89,8 +93,6 @@ def _files_of(path: Path, inside: str) -> list[Path]:
     if not directory.is_dir():
         raise BadInputError(f"{path}: no such file or directory")
     files = [file for file in directory.glob("*.pt") if not file.name.startswith(".")]
-    if not files:
-        raise BadInputError(f"{path}: no *.pt files of saved rollouts in {directory}")
     return sorted(files, key=lambda file: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", file.name)])
 
 
@@ -184,7 +186,7 @@ def main(argv: list[str] | None = None) -> int:
         library.rollout(names[-1])  # which the page opens first
         server = Server(options.host, options.port, library)
     except BadInputError as error:
-        print(f"view_samples.py: error: {error}", file=sys.stderr)
+        print(f"view_samples.py: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except (OSError, OverflowError) as error:
         print(f"view_samples.py: error: --host {options.host} --port {options.port}: {error}", file=sys.stderr)

@@ -14,7 +14,8 @@ import torch
 
 from slime.utils.errors import BadInputError
 
-_HARMLESS = {("collections", "OrderedDict"), ("torch._utils", "_rebuild_tensor_v2")}
+# What tensors, and bytes in the pickles of torch, are made by.
+_HARMLESS = {("torch._utils", "_rebuild_tensor_v2"), ("collections", "OrderedDict"), ("_codecs", "encode")}
 _MOST_VALUES, _LONGEST = 256, 200
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from slime.utils.errors import BadInputError
 from slime.utils.types import Sample
 from tools.samples.plain import load_plain, to_json
+from tools.samples.train_data import mean_gap, read_train_data
 
 _COLUMNS = ("loss_mask", "rollout_log_probs", "teacher_log_probs")
 _PREVIEW = 200
@@ -27,7 +30,7 @@ class Rollout:
     rollout_id: Any
     samples: list[Sample]
     rows: list[dict[str, Any]]
-    train: dict[int, dict[str, list[float]]]
+    train: dict[int, dict[str, torch.Tensor]]
     """By place in the file: what the trainer computed of each response token."""
 
     @property
@@ -76,11 +79,11 @@ class Query:
         return query
 
 
-def read_rollout(path: Path) -> Rollout:
-    """The samples of a file of ``--save-debug-rollout-data``.
+def read_rollout(path: Path, train_files: Iterable[Path] = ()) -> Rollout:
+    """The samples of a file of ``--save-debug-rollout-data``, with what ``train_files`` know of them.
 
     Raises:
-        BadInputError: it is none.
+        BadInputError: it is none, or one of the others is no file of a training rank.
     """
     content = load_plain(path)
     if not isinstance(content, dict) or not isinstance(content.get("samples"), list):
@@ -92,7 +95,10 @@ def read_rollout(path: Path) -> Rollout:
             rows.append(_row(place, samples[-1]))
         except (TypeError, ValueError, AttributeError) as error:
             raise BadInputError(f"{path}: not a rollout's file: sample {place}: {error}") from error
-    return Rollout(content.get("rollout_id"), samples, rows, {})
+    train = read_train_data(train_files, content.get("rollout_id"), samples)
+    for place, columns in train.items():
+        rows[place]["gap"] = mean_gap(samples[place], _column(samples[place], "loss_mask"), columns.get("log_probs"))
+    return Rollout(content.get("rollout_id"), samples, rows, train)
 
 
 def _sample(values: Any) -> Sample:
@@ -105,6 +111,8 @@ def _sample(values: Any) -> Sample:
     tokens = sample.tokens
     if not isinstance(tokens, list) or not set(map(type, tokens)) <= {int} or min(tokens, default=0) < 0:
         raise ValueError("its tokens are not a list of token ids")
+    if not isinstance(sample.group_index, (int, type(None))):
+        raise ValueError(f"group_index {sample.group_index!r}")
     if not isinstance(sample.response_length, int) or not 0 <= sample.response_length <= len(sample.tokens):
         raise ValueError(f"response_length {sample.response_length!r} of {len(sample.tokens)} tokens")
     return sample
@@ -226,16 +234,17 @@ def show_sample(rollout: Rollout, place: int, tokenizer: Any) -> dict[str, Any]:
         raise BadInputError(f"there is no sample {place}: the rollout has {len(rollout.samples)}")
     sample = rollout.samples[place]
     start = len(sample.tokens) - sample.response_length
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} if tokenizer else set()
     columns = {name: _column(sample, name) for name in _COLUMNS} | {"version": token_versions(sample)}
     return to_json(
         {
             **rollout.rows[place],
             "tokens": sample.tokens,
             "texts": tokenizer and token_texts(_decoder(tokenizer), sample.tokens),
-            "special": sorted(set(tokenizer.all_special_ids) & set(sample.tokens)) if tokenizer else [],
+            "special": sorted(set(sample.tokens) & special),
             "start": start,
             "columns": {name: values for name, values in columns.items() if values is not None},
-            "train": rollout.train.get(place, {}),
+            "train": {name: values.tolist() for name, values in rollout.train.get(place, {}).items()},
             "problem": _problem(sample),
             "fields": {k: v for k, v in sample.to_dict().items() if k not in ("tokens", *_COLUMNS)},
         }
