@@ -153,7 +153,7 @@ def test_a_token_says_what_is_known_of_it(browser: Browser) -> None:
     title = browser.run(f"return {TOKENS}[2].title")
     assert title == (
         'token 2 of the response · id 78 · "o" · mask 1 · log-prob -0.2500 · version 3 · '
-        "trainer's log-prob 0 · advantages 0.5000 · gap 0.2500"
+        "trainer's log-prob 0 · advantage 0.5000 · gap 0.2500"
     )
     assert browser.wait("document.getElementById('token').textContent") == title
     assert "version" not in browser.run(f"return {TOKENS}[5].title")

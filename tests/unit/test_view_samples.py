@@ -111,7 +111,8 @@ def test_what_is_no_rollout_says_why(tmp_path: Path, content: Any, complaint: st
 
 def test_columns_may_be_tensors(samples: list[Sample], tmp_path: Path) -> None:
     values = samples[1].to_dict()
-    changed = {name: torch.tensor(values[name]) for name in ("tokens", "loss_mask", "rollout_log_probs")}
+    changed: dict[str, Any] = {name: torch.tensor(values[name]) for name in ("tokens", "loss_mask")}
+    changed["rollout_log_probs"] = {"__numpy_array__": torch.tensor(values["rollout_log_probs"])}
     torch.save({"samples": [{**values, **changed}]}, tmp_path / "f.pt")
     shown = show_sample(read_rollout(tmp_path / "f.pt"), 0, None)
     assert shown["tokens"] == samples[1].tokens

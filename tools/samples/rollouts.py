@@ -105,8 +105,11 @@ def _sample(values: Any) -> Sample:
     if not isinstance(values, dict) or "tokens" not in values:
         raise ValueError("it has no tokens")
     for name in ("tokens", *_COLUMNS):
-        if hasattr(values.get(name), "tolist"):
-            values[name] = values[name].tolist()
+        value = values.get(name)
+        if isinstance(value, dict):  # a file without code has a numpy array as a tensor with this name
+            value = value.get("__numpy_array__")
+        if isinstance(value, torch.Tensor):
+            values[name] = value.tolist()
     sample = Sample.from_dict(values)
     tokens = sample.tokens
     if not isinstance(tokens, list) or not set(map(type, tokens)) <= {int} or min(tokens, default=0) < 0:
