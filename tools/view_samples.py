@@ -10,6 +10,7 @@ them, or the directory of --dump-details, of which it shows the trainer's log-pr
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import re
@@ -43,7 +44,7 @@ class Library:
     def __init__(self, paths: list[Path], train_paths: list[Path], tokenizer: Any) -> None:
         self._paths = paths
         self._train_paths = [*train_paths, *(p for p in paths if (p / "train_data").is_dir())]
-        self.tokenizer = tokenizer
+        self._tokenizer = tokenizer
         self._lock = threading.Lock()
         # What a rollout was read from may be written again, so that it is told apart by its time, too.
         self._read = functools.lru_cache(maxsize=2)(self._read_file)
@@ -75,14 +76,14 @@ class Library:
     def answer(self, route: str, values: dict[str, str]) -> Any:
         """What the page asks for."""
         if route == "/api/rollouts":
-            return {"names": list(self.files()), "tokenizer": self.tokenizer is not None}
+            return {"names": list(self.files())}
         rollout = self.rollout(values.pop("rollout", ""))
         if route == "/api/samples":
             return list_samples(rollout, Query.parse(values))
         place = values.get("place", "")
         if not place.isdecimal():
             raise BadInputError(f"place={place!r} is no number")
-        return show_sample(rollout, int(place), self.tokenizer)
+        return show_sample(rollout, int(place), self._tokenizer)
 
 
 def _files_of(path: Path, inside: str) -> list[Path]:
@@ -93,14 +94,20 @@ def _files_of(path: Path, inside: str) -> list[Path]:
     if not directory.is_dir():
         raise BadInputError(f"{path}: no such file or directory")
     files = [file for file in directory.glob("*.pt") if not file.name.startswith(".")]
-    return sorted(files, key=lambda file: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", file.name)])
+    return sorted(files, key=lambda file: [int(s) if s.isdecimal() else s for s in re.split(r"(\d+)", file.name)])
 
 
 class Handler(BaseHTTPRequestHandler):
     """Answers one request; ``server`` is a `Server`."""
 
     protocol_version = "HTTP/1.1"
+    timeout = 60  # of a connection that asks nothing more
     server: Server
+
+    def handle(self) -> None:
+        """Every request of one connection; a reader may leave before an answer is complete."""
+        with contextlib.suppress(ConnectionError):
+            super().handle()
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)
@@ -179,18 +186,16 @@ def main(argv: list[str] | None = None) -> int:
     """Serve until Ctrl-C; 2 where something that was given cannot be used."""
     options = parse(argv)
     try:
-        library = Library(
-            options.paths, options.train_data, options.hf_checkpoint and load_tokenizer(options.hf_checkpoint)
-        )
+        tokenizer = options.hf_checkpoint and load_tokenizer(options.hf_checkpoint)
+        library = Library(options.paths, options.train_data, tokenizer)
         names = list(library.files())
         library.rollout(names[-1])  # which the page opens first
+    except (BadInputError, OSError) as error:
+        return _fail(error)
+    try:
         server = Server(options.host, options.port, library)
-    except BadInputError as error:
-        print(f"view_samples.py: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
     except (OSError, OverflowError) as error:
-        print(f"view_samples.py: error: --host {options.host} --port {options.port}: {error}", file=sys.stderr)
-        return 2
+        return _fail(f"--host {options.host} --port {options.port}: {error}")
     print(f"{len(names)} rollout{'s' * (len(names) != 1)} at {server.url}", flush=True)
     try:
         server.serve_forever()
@@ -199,6 +204,11 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         server.server_close()
     return 0
+
+
+def _fail(reason: object) -> int:
+    print(f"view_samples.py: error: {' '.join(str(reason).split())}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

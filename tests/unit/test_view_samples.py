@@ -301,7 +301,7 @@ def get(server: view_samples.Server, path: str, host: str = "localhost:1", **val
 
 
 def test_the_server_answers_with_json(server: view_samples.Server) -> None:
-    assert get(server, "/api/rollouts")[2] == {"names": ["2.pt", "10.pt"], "tokenizer": True}
+    assert get(server, "/api/rollouts")[2] == {"names": ["2.pt", "10.pt"]}
     _, headers, page = get(server, "/api/samples", rollout="10.pt", text="onerror")
     assert headers["X-Content-Type-Options"] == "nosniff"
     assert [row["gap"] for row in page["rows"]] == [pytest.approx(0.25)]
