@@ -56,11 +56,12 @@ def test_a_file_gives_back_the_samples_that_were_saved(samples: list[Sample], ro
 
 
 def test_a_file_reads_as_with_weights_only(tmp_path: Path) -> None:
-    content = {"a": [1, 2.5, None, "x", b"y", (True,)], "t": torch.arange(6).view(2, 3)[:, 1:], "deep": {"d": [{}]}}
-    torch.save(content, tmp_path / "f.pt")
-    ours, theirs = load_plain(tmp_path / "f.pt"), torch.load(tmp_path / "f.pt", weights_only=True)
-    assert torch.equal(ours.pop("t"), theirs.pop("t"))
-    assert ours == theirs
+    content = {"a": [1, 2.5, None, "x", b"y", (True,), {"z", 1}, 2 + 1j], "deep": {"d": [{}]}}
+    tensors = [torch.arange(6).to(kind).view(2, 3)[:, 1:] for kind in (torch.bfloat16, torch.int64, torch.uint16)]
+    torch.save({**content, "tensors": tensors}, tmp_path / "f.pt")
+    for loaded in (load_plain(tmp_path / "f.pt"), torch.load(tmp_path / "f.pt", weights_only=True)):
+        assert [(t.dtype, t.tolist()) for t in loaded.pop("tensors")] == [(t.dtype, t.tolist()) for t in tensors]
+        assert loaded == content
 
 
 class Marker:
@@ -197,11 +198,18 @@ def test_a_sample_has_its_tokens_in_columns(rollout: Rollout, tokenizer: Any) ->
 
 
 def test_a_sample_is_json_whatever_it_holds(samples: list[Sample], tmp_path: Path) -> None:
-    samples[0].metadata = {"nan": float("nan"), 3: {"long": torch.zeros(1000)}, "short": torch.ones(2), "b": b"x"}
+    samples[0].metadata = {
+        "nan": float("nan"),
+        3: {"long": torch.zeros(1000)},
+        "short": torch.ones(2),
+        "b": b"x",
+        "s": {1},
+    }
     samples[0].rollout_log_probs = [float("-inf")] * samples[0].response_length
     shown = show_sample(read_rollout(write_rollout(tmp_path / "7.pt", 7, samples)), 0, None)
     again = json.loads(json.dumps(shown, allow_nan=False))
-    expected = {"nan": "nan", "3": {"long": "tensor of torch.float32, shape [1000]"}, "short": [1.0, 1.0], "b": "b'x'"}
+    long = "tensor of torch.float32, shape [1000]"
+    expected = {"nan": "nan", "3": {"long": long}, "short": [1.0, 1.0], "b": "b'x'", "s": [1]}
     assert again["fields"]["metadata"] == expected
     assert again["columns"]["rollout_log_probs"][0] == "-inf"
 

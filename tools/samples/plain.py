@@ -14,8 +14,13 @@ import torch
 
 from slime.utils.errors import BadInputError
 
-# What tensors, and bytes in the pickles of torch, are made by.
-_HARMLESS = {("torch._utils", "_rebuild_tensor_v2"), ("collections", "OrderedDict"), ("_codecs", "encode")}
+# What tensors are made by, and in the pickles of torch bytes, sets and complex numbers.
+_HARMLESS = {
+    *(("torch._utils", f"_rebuild_tensor_v{version}") for version in (2, 3)),
+    *((module, kind) for module in ("builtins", "__builtin__") for kind in ("set", "complex")),
+    *(("collections", "OrderedDict"), ("_codecs", "encode")),
+    *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+}
 _MOST_VALUES, _LONGEST = 256, 200
 
 
@@ -54,7 +59,7 @@ def to_json(value: Any) -> Any:
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
         return {str(key): to_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, set)):
         return [to_json(item) for item in value]
     if isinstance(value, torch.Tensor) and value.numel() <= _MOST_VALUES:
         return to_json(value.tolist())
