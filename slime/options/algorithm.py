@@ -52,24 +52,28 @@ class AlgorithmOptions:
         None,
         "Function (args, samples) -> (raw rewards, rewards) instead of normalisation within groups.",
         hook=("post_process_rewards", "reward_post_process"),
+        takes=("args", "samples"),
     )
     custom_advantage_function_path: str | None = option(
         None,
         "Function (args, rollout_data) that sets its lists advantages and returns, instead of the estimator; it sees "
         "one data-parallel rank's samples, so statistics over groups belong into --custom-reward-post-process-path.",
         hook=("compute_advantages", "advantage_function"),
+        takes=("args", "rollout_data"),
     )
     custom_loss_function_path: str | None = option(
         None,
         "Function (args, batch, logits, sum_of_sample_mean) -> (loss, metrics), of --loss-type custom_loss; logits are "
         "None where its attribute needs_logits is False.",
         hook=("loss_function", "custom_loss"),
+        takes=("args", "batch", "logits", "sum_of_sample_mean"),
     )
     custom_pg_loss_reducer_function_path: str | None = option(
         None,
         "Function (total_lengths, response_lengths, loss_masks, calculate_per_token_loss) that returns the reduction "
         "of the policy loss's tokens.",
         hook=("get_pg_loss_reducer", "pg_loss_reducer"),
+        takes=("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss"),
     )
     seed: int = option(1234, "Seed of model initialisation and of the training workers.")
 

@@ -7,6 +7,14 @@ from dataclasses import dataclass
 from slime.options.schema import option
 
 
+def kept_groups(groups: int, share: float | None) -> list[int]:
+    """Which of so many groups ``--load-debug-rollout-data-subsample`` keeps: at least one, evenly spaced."""
+    if share is None:
+        return list(range(groups))
+    count = max(1, round(groups * share))
+    return [kept * groups // count for kept in range(count)] if groups else []
+
+
 @dataclass
 class DebugOptions:
     """Debug."""
@@ -20,6 +28,19 @@ class DebugOptions:
     save_debug_rollout_data: str | None = option(None, "File for every rollout's samples; {rollout_id} is filled in.")
     load_debug_rollout_data: str | None = option(
         None, "Train on files saved so instead of generating; {rollout_id} is filled in."
+    )
+    load_debug_rollout_data_subsample: float | None = option(
+        None, "Train on this share of their groups, evenly spaced, with smaller steps.", above=0, at_most=1
+    )
+    save_debug_train_data: str | None = option(
+        None,
+        "File for what every training rank makes of a rollout before it trains: columns, log-probs, advantages and "
+        "micro-batches; {rollout_id} and {rank} are filled in.",
+    )
+    dump_details: str | None = option(
+        None,
+        "Directory for both: --save-debug-rollout-data DIR/rollout_data/{rollout_id}.pt and "
+        "--save-debug-train-data DIR/train_data/{rollout_id}_{rank}.pt.",
     )
     ci_test: bool = option(False, "Stop the run when what must hold in every run does not.")
     ci_disable_kl_checker: bool = option(False, "Without the checks of the KL divergence on the first rollout.")

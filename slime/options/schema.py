@@ -16,6 +16,7 @@ def option(
     *,
     aliases: tuple[str, ...] = (),
     hook: tuple[str, ...] | None = None,
+    takes: tuple[str, ...] | None = None,
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
@@ -27,6 +28,7 @@ def option(
         help: what the flag means, for ``--help`` and for readers of the class.
         aliases: further names of the same flag.
         hook: the field holds a function path; the names that a bare file is searched for.
+        takes: what that function is called with, by position; None: not checked before it is called.
         at_least: smallest allowed value.
         above: bound that the value must exceed.
         at_most: largest allowed value.
@@ -35,6 +37,7 @@ def option(
         "help": help,
         "aliases": aliases,
         "hook": hook,
+        "takes": takes,
         "at_least": at_least,
         "above": above,
         "at_most": at_most,

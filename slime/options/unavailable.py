@@ -49,21 +49,17 @@ NOT_YET: dict[str, str] = {
     "critic": "--megatron-config-path",
     "distillation": "--opd-kl-coef --opd-teacher-ckpt-step --opd-teacher-load --opd-type --use-opd",
     "rollout": """
-        --custom-convert-samples-to-train-data-path --fetch-trajectory-retry-times --load-forge-rollout-data
-        --multimodal-keys --rollout-buffer-url --rollout-data-postprocess-path --rollout-data-transport
-        --rollout-external-engine-addrs --rollout-task-type --use-distributed-post""",
+        --fetch-trajectory-retry-times --load-forge-rollout-data --multimodal-keys --rollout-buffer-url
+        --rollout-data-transport --rollout-external-engine-addrs --rollout-task-type --use-distributed-post""",
     "engine layout": "--prefill-num-servers --sglang-config --sglang-router-ip --sglang-router-port",
     "fault tolerance": """
         --rollout-health-check-first-wait --rollout-health-check-interval --rollout-health-check-timeout
         --use-fault-tolerance""",
     "asynchronous training": "--release-train",
     "weight update": """
-        --custom-update-weight-post-write-path --update-weight-delta-checksum --update-weight-delta-encoding
-        --update-weight-local-checkpoint-dir""",
+        --update-weight-delta-checksum --update-weight-delta-encoding --update-weight-local-checkpoint-dir""",
     "model": """
-        --custom-megatron-before-log-prob-hook-path --custom-megatron-before-train-step-hook-path
-        --custom-megatron-init-path --custom-model-provider-path --enable-mtp-training --freeze-indexer
-        --freeze-params-name-list --lora-alpha --lora-rank --lora-target-modules
+        --enable-mtp-training --freeze-indexer --freeze-params-name-list --lora-alpha --lora-rank --lora-target-modules
         --megatron-deepgemm-forward-layers --megatron-deepgemm-forward-modules --megatron-deepgemm-moe-forward-layers
         --megatron-deepgemm-moe-forward-modules --model-name --only-train-params-name-list --qwen-gdn-backend
         --softmax-type --spec --use-rollout-routing-replay --use-routing-replay --window-attn-skip-freq
@@ -73,9 +69,8 @@ NOT_YET: dict[str, str] = {
     "checkpoints": """
         --async-save --ckpt-step --finetune --no-load-optim --no-load-rng --no-save-optim --ref-ckpt-step""",
     "debug": """
-        --ci-load-grad-norm --ci-save-grad-norm --dump-details --load-debug-rollout-data-subsample
-        --memory-recorder --memory-snapshot-dir --memory-snapshot-num-steps --profile-target --record-memory-history
-        --save-debug-train-data""",
+        --ci-load-grad-norm --ci-save-grad-norm --memory-recorder --memory-snapshot-dir --memory-snapshot-num-steps
+        --profile-target --record-memory-history""",
 }
 """Flags that later versions will have, by role: when one comes, its name goes."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from slime.options.algorithm_rules import derive_algorithm
 from slime.options.checkpoint import LATEST, has_checkpoint, is_torch_dist
+from slime.options.debug_rules import derive_subsample, derive_templates
 from slime.options.errors import OptionError
 from slime.options.eval_datasets import CONFIG, PAIRS, EvalDataset, data_file, eval_datasets
 from slime.options.reward_model import derive_reward_model
@@ -41,7 +42,7 @@ def derive_all(args: Namespace, warnings: list[str]) -> None:
     derive_reward_model(args, warnings)
     _run_directory(args)
     _checkpoints(args)
-    _templates(args)
+    derive_templates(args)
     _load_directory(args, warnings)
     _offload(args)
     _weight_update(args)
@@ -210,6 +211,7 @@ def _batches(args: Namespace) -> None:
         )
     args.num_steps_per_rollout = steps or samples // batch
     args.global_batch_size = samples // args.num_steps_per_rollout
+    derive_subsample(args)
     args.train_iters = None if args.num_rollout is None else args.num_rollout * args.num_steps_per_rollout
     if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
         raise OptionError("--use-dynamic-batch-size needs --max-tokens-per-gpu")
@@ -316,25 +318,6 @@ def _checkpoints(args: Namespace) -> None:
         raise OptionError(f"{flag} needs --ref-load: a Hugging Face or torch_dist directory of the reference model")
 
 
-def _templates(args: Namespace) -> None:
-    """Paths with a place for the rollout's number."""
-    for name in ("save_hf", "save_debug_rollout_data", "load_debug_rollout_data"):
-        template = getattr(args, name)
-        if template is None:
-            continue
-        flag = "--" + name.replace("_", "-")
-        try:
-            paths = {template.format(rollout_id=rollout_id) for rollout_id in (0, 1)}
-        except (LookupError, ValueError, TypeError, AttributeError) as error:
-            reason = f"{{{error.args[0]}}}" if isinstance(error, KeyError) else str(error)
-            raise OptionError(
-                f"{flag} {template}: only {{rollout_id}} is filled in, and braces of its own are doubled: {reason}"
-            ) from error
-        if name == "save_debug_rollout_data" and len(paths) == 1:
-            raise OptionError(f"{flag} {template}: {{rollout_id}} is missing in it")
-        setattr(args, name, os.path.abspath(os.path.expanduser(template)))
-
-
 def _load_directory(args: Namespace, warnings: list[str]) -> None:
     """What ``--load`` must hold: checkpoints of an earlier run, or nothing where this run saves there."""
     if args.load is None or args.placement == "rollout_only":
@@ -382,6 +365,11 @@ def _weight_update(args: Namespace) -> None:
         )
     if transport == "tensor" and args.placement == "disaggregate":
         raise OptionError("--update-weight-transport tensor needs --colocate; use distributed or disk")
+    if args.custom_update_weight_post_write_path is not None and args.update_weight_transport != "disk":
+        raise OptionError(
+            "--custom-update-weight-post-write-path needs --update-weight-transport disk: "
+            f"{args.update_weight_transport} writes no files"
+        )
     if args.update_weight_transport == "disk":
         directory = args.update_weight_disk_dir or os.path.join(args.run_dir, "weights")
         args.update_weight_disk_dir = os.path.abspath(os.path.expanduser(directory))

@@ -12,9 +12,20 @@ from slime.algorithms.rewards import normalize_rewards
 from slime.batching.columns import train_batches
 from slime.batching.flops import DecoderShape, forward_flops
 from slime.batching.schedule import build_schedule
+from slime.rollout.conversion import FLAG as CONVERSION
+from slime.rollout.conversion import Converted, convert
 from slime.rollout.metrics import length_stats
-from slime.utils.misc import load_function
+from slime.utils.errors import BadInputError
 from slime.utils.types import Ragged, Sample, Status, TrainBatch
+from slime.utils.user_functions import call_user_function
+
+_NEEDS_ENGINE = ("use_tis", "use_rs", "use_rollout_logprobs")
+"""Options without a meaning for samples that have no log-probs of an engine."""
+_SEES_METADATA = (
+    *("custom_advantage_function_path", "custom_loss_function_path", "rollout_data_postprocess_path"),
+    "save_debug_train_data",
+)
+"""Options by which somebody in the trainer reads `Sample.train_metadata`."""
 
 
 def to_train_batches(args: Namespace, samples: list[Sample], dp_size: int) -> tuple[list[TrainBatch], dict[str, float]]:
@@ -31,7 +42,7 @@ def to_train_batches(args: Namespace, samples: list[Sample], dp_size: int) -> tu
     Raises:
         ValueError: a sample that cannot be trained on (named by its index), or counts that do not divide into steps.
     """
-    columns = to_columns(args, samples)
+    samples, columns = _rows(args, samples)
     lengths = _padded_lengths(args, columns.tokens.lengths)
     dynamic = args.use_dynamic_batch_size
     balances = args.balance_data or args.balance_by_flops
@@ -53,8 +64,23 @@ def to_train_batches(args: Namespace, samples: list[Sample], dp_size: int) -> tu
     return train_batches(columns, schedule), metrics
 
 
-def to_columns(args: Namespace, samples: list[Sample]) -> TrainBatch:
-    """Every sample as one row, unscheduled (``steps`` is empty). Raises ValueError as `to_train_batches` does."""
+def _rows(args: Namespace, samples: list[Sample]) -> tuple[list[Sample], TrainBatch]:
+    """The samples that are trained on, a user's conversion's or those of the rollout, and their columns."""
+    if args.custom_convert_samples_to_train_data_path is None:
+        return samples, to_columns(args, samples)
+    converted = convert(args, samples)
+    try:
+        return converted.samples, to_columns(args, converted.samples, converted)
+    except ValueError as error:
+        raise BadInputError(f"{CONVERSION} {args.custom_convert_samples_to_train_data_path}: {error}") from error
+
+
+def to_columns(args: Namespace, samples: list[Sample], converted: Converted | None = None) -> TrainBatch:
+    """Every sample as one row, unscheduled (``steps`` is empty). Raises ValueError as `to_train_batches` does.
+
+    Args:
+        converted: what a user's function says of the samples, which are its own, in place of what follows from them.
+    """
     if not samples:
         raise ValueError("the rollout returned no samples")
     for position, sample in enumerate(samples):
@@ -62,20 +88,27 @@ def to_columns(args: Namespace, samples: list[Sample]) -> TrainBatch:
     rollout_ids = _rollout_ids(samples)
     loss_mask = Ragged.from_rows((_loss_mask(s) for s in samples), np.uint8)
     _, rollout_of_row = np.unique(rollout_ids, return_inverse=True)
-    mask_sums = np.bincount(rollout_of_row, _row_sums(loss_mask)).astype(np.int64)
-    raw_rewards, rewards = _rewards(args, samples, rollout_ids)
+    mask_sums = np.bincount(rollout_of_row, _row_sums(loss_mask)).astype(np.int64)[rollout_of_row]
+    if converted is None:
+        raw_rewards, rewards = _rewards(args, samples, rollout_ids)
+    else:
+        raw_rewards = _reward_column(converted.raw_rewards, samples, "raw_reward")
+        rewards = _reward_column(converted.rewards, samples, "reward")
+        if converted.rollout_mask_sums is not None:
+            mask_sums = np.array(converted.rollout_mask_sums, dtype=np.int64)
     return TrainBatch(
         tokens=_tokens(args, samples),
         loss_mask=loss_mask,
         rewards=rewards.astype(np.float32),
         raw_rewards=raw_rewards.astype(np.float32),
         rollout_ids=rollout_ids,
-        rollout_mask_sums=mask_sums[rollout_of_row],
+        rollout_mask_sums=mask_sums,
         group_indices=np.array([-1 if s.group_index is None else s.group_index for s in samples], dtype=np.int64),
         sample_indices=np.array([i if s.index is None else s.index for i, s in enumerate(samples)], dtype=np.int64),
         truncated=np.array([s.status is Status.TRUNCATED for s in samples], dtype=np.bool_),
         rollout_log_probs=_rollout_log_probs(args, samples),
         weight_versions=_weight_versions(samples) if args.keep_old_actor else None,
+        metadata=_metadata(args, samples),
         steps=[],
     )
 
@@ -197,10 +230,14 @@ def _rollout_ids(samples: list[Sample]) -> np.ndarray:
 
 
 def _rollout_log_probs(args: Namespace, samples: list[Sample]) -> Ragged | None:
-    """The engine's log-probs: of every sample or of none. SFT has no use for them."""
+    """The engine's log-probs: of every sample, or of none where nothing needs them. SFT has no use for them."""
     if args.loss_type == "sft_loss":
         return None
     missing = [i for i, s in enumerate(samples) if s.rollout_log_probs is None]
+    needed_by = [name for name in _NEEDS_ENGINE if getattr(args, name)]
+    if missing and needed_by:
+        flag = "--" + needed_by[0].replace("_", "-")
+        raise ValueError(f"{_name(missing[0], samples[missing[0]])}: no rollout_log_probs, which {flag} needs")
     if len(missing) == len(samples):
         return None
     if missing:
@@ -214,6 +251,14 @@ def _rollout_log_probs(args: Namespace, samples: list[Sample]) -> Ragged | None:
         position = int(np.searchsorted(log_probs.offsets, wrong[0], side="right")) - 1
         raise ValueError(f"{_name(position, samples[position])}: a rollout_log_prob is {log_probs.values[wrong[0]]}")
     return log_probs
+
+
+def _metadata(args: Namespace, samples: list[Sample]) -> np.ndarray | None:
+    if all(getattr(args, name) is None for name in _SEES_METADATA):
+        return None
+    column = np.empty(len(samples), dtype=object)
+    column[:] = [sample.train_metadata for sample in samples]
+    return column
 
 
 def _weight_versions(samples: list[Sample]) -> Ragged:
@@ -246,7 +291,10 @@ def _rewards(args: Namespace, samples: list[Sample], rollout_ids: np.ndarray) ->
         return zeros, zeros
     if hook := args.custom_reward_post_process_path:
         flag = "--custom-reward-post-process-path"
-        raw_rewards, rewards = load_function(hook, flag=flag)(args, samples)
+        returned = call_user_function(flag, hook, {"args": args, "samples": samples})
+        if not isinstance(returned, Sequence) or len(returned) != 2:
+            raise BadInputError(f"{flag} {hook}: it must return (raw rewards, rewards), not {returned!r:.200}")
+        raw_rewards, rewards = returned
         return (
             _reward_column(raw_rewards, samples, f"raw reward of {flag}"),
             _reward_column(rewards, samples, f"reward of {flag}"),
@@ -267,9 +315,13 @@ def _rewards(args: Namespace, samples: list[Sample], rollout_ids: np.ndarray) ->
 
 
 def _reward_column(rewards: Iterable[float], samples: list[Sample], what: str) -> np.ndarray:
-    column = np.array([float(r) for r in rewards], dtype=np.float64)
-    if len(column) != len(samples):
-        raise ValueError(f"{what}: {len(column)} values for {len(samples)} samples")
+    values = list(rewards)
+    if len(values) != len(samples):
+        raise ValueError(f"{what}: {len(values)} values for {len(samples)} samples")
+    try:
+        column = np.array([float(value) for value in values], dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{what}: not all values are numbers: {error}") from error
     wrong = np.flatnonzero(~np.isfinite(column))
     if wrong.size:
         position = int(wrong[0])

@@ -23,6 +23,7 @@ from slime.options.describe import describe_groups
 from slime.options.errors import OptionError
 from slime.options.eval import EvalOptions
 from slime.options.eval_datasets import EvalDataset
+from slime.options.hooks import HookOptions
 from slime.options.installed import InstalledFlagsError, start_reading
 from slime.options.layout import check_layout
 from slime.options.model import apply_shape, check_weights, model_directory, take_rotary_factor
@@ -37,6 +38,7 @@ from slime.options.validate import derive_all, limit_prompts
 from slime.utils.errors import SlimeError
 from slime.utils.misc import load_function, load_module, split_function_path
 from slime.utils.redaction import redacted
+from slime.utils.user_functions import check_parameters
 
 GROUPS: tuple[type, ...] = (
     ClusterOptions,
@@ -52,6 +54,7 @@ GROUPS: tuple[type, ...] = (
     AlgorithmOptions,
     CorrectionOptions,
     CriticOptions,
+    HookOptions,
     CheckpointOptions,
     TrackingOptions,
     DebugOptions,
@@ -244,13 +247,13 @@ def _load_hooks(args: argparse.Namespace, given: set[str]) -> None:
         value = getattr(args, field.name)
         if field.name not in given or value is None:
             continue
-        flag, names = flag_of(field), field.metadata["hook"]
+        flag, names, takes = flag_of(field), field.metadata["hook"], field.metadata["takes"]
         if field.name == "custom_rm_path" and args.group_rm:
             names = GROUP_REWARD_NAMES
         if isinstance(value, list):  # the flag may be repeated
-            found: Any = [_loaded(path, flag, names) for paths in value for path in paths]
+            found: Any = [_loaded(path, flag, names, takes) for paths in value for path in paths]
         else:
-            found = _loaded(value, flag, names)
+            found = _loaded(value, flag, names, takes)
         setattr(args, field.name, found)
 
 
@@ -260,14 +263,16 @@ def _with_hooks(dataset: EvalDataset) -> EvalDataset:
     for field in hook_fields((EvalDataset,)):
         path = getattr(dataset, field.name)
         if path is not None:
-            paths[field.name] = _loaded(path, f"{dataset}: {field.name}", field.metadata["hook"])
+            paths[field.name] = _loaded(path, f"{dataset}: {field.name}", field.metadata["hook"], field.metadata["takes"])
     return dataclasses.replace(dataset, **paths)
 
 
-def _loaded(path: str, where: str, names: Sequence[str]) -> str:
+def _loaded(path: str, where: str, names: Sequence[str], takes: tuple[str, ...] | None) -> str:
     """The path of a function that loads; a file's is absolute and names the function, since workers run elsewhere."""
     try:
-        load_function(path, flag=where, default_names=names)
+        function = load_function(path, flag=where, default_names=names)
+        if takes is not None:
+            check_parameters(function, f"{where} {path}", takes)
     except ValueError as error:
         raise OptionError(str(error)) from error
     source, name = split_function_path(path)

@@ -13,3 +13,7 @@ class BadInputError(SlimeError, ValueError):
 
 class DeadlineError(SlimeError, TimeoutError):
     """A deadline passed; the message names who was waited for, and the deadline's flag."""
+
+
+class HookError(SlimeError):
+    """A user's function failed; the message names its flag and path, and holds its own traceback."""

@@ -284,6 +284,8 @@ class TrainBatch:
     steps: list[OptimizerStep]
     weight_versions: Ragged | None = None
     """int32, response only: which weights made each token, -1 for tokens of no engine; with ``--keep-old-actor``."""
+    metadata: np.ndarray | None = None
+    """object [rows], `Sample.train_metadata`; where a user's function in the trainer may read it."""
 
     def __len__(self) -> int:
         return len(self.tokens)

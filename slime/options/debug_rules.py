@@ -1,0 +1,72 @@
+"""What follows from the debug options, and which of them exclude each other."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+
+from slime.options.debug import kept_groups
+from slime.options.errors import OptionError
+
+_TEMPLATES: dict[str, tuple[str, ...]] = {
+    "save_hf": (),
+    "load_debug_rollout_data": (),
+    "save_debug_rollout_data": ("rollout_id",),
+    "save_debug_train_data": ("rollout_id", "rank"),
+}
+"""Options that are paths with places for numbers, and which of these must be in them, since every file is kept."""
+
+
+def derive_subsample(args: Namespace) -> None:
+    """Fewer groups in as many steps."""
+    share = args.load_debug_rollout_data_subsample
+    if share is None:
+        return
+    flag = f"--load-debug-rollout-data-subsample {share}"
+    if args.load_debug_rollout_data is None:
+        raise OptionError(f"{flag} needs --load-debug-rollout-data")
+    groups, steps = len(kept_groups(args.rollout_batch_size, share)), args.num_steps_per_rollout
+    kept = groups * args.n_samples_per_prompt
+    if kept % steps:
+        raise OptionError(
+            f"{flag} keeps {groups} of --rollout-batch-size {args.rollout_batch_size} groups, whose {kept} samples are "
+            f"no multiple of the {steps} steps of a rollout (--num-steps-per-rollout, --global-batch-size)"
+        )
+    args.global_batch_size = kept // steps
+
+
+def derive_templates(args: Namespace) -> None:
+    """Absolute paths with the places that they need, those of ``--dump-details`` too."""
+    if args.dump_details is not None:
+        directory = args.dump_details.replace("{", "{{").replace("}", "}}")
+        args.save_debug_rollout_data = args.save_debug_rollout_data or f"{directory}/rollout_data/{{rollout_id}}.pt"
+        args.save_debug_train_data = args.save_debug_train_data or f"{directory}/train_data/{{rollout_id}}_{{rank}}.pt"
+    for name, needed in _TEMPLATES.items():
+        template = getattr(args, name)
+        if template is None:
+            continue
+        flag, places = "--" + name.replace("_", "-"), dict.fromkeys(("rollout_id", *needed), 0)
+        try:
+            filled = template.format(**places)
+            missing = [place for place in needed if template.format(**places | {place: 1}) == filled]
+        except (LookupError, ValueError, TypeError, AttributeError) as error:
+            reason = f"{{{error.args[0]}}}" if isinstance(error, KeyError) else str(error)
+            known = " and ".join(f"{{{place}}}" for place in places)
+            verb = "is" if len(places) == 1 else "are"
+            raise OptionError(
+                f"{flag} {template}: only {known} {verb} filled in, and braces of its own are doubled: {reason}"
+            ) from error
+        if missing:
+            raise OptionError(f"{flag} {template}: {{{missing[0]}}} is missing in it")
+        setattr(args, name, os.path.abspath(os.path.expanduser(template)))
+    _check_dumps(args)
+
+
+def _check_dumps(args: Namespace) -> None:
+    """What is written must not be what is read, nor twice the same."""
+    saved, loaded, trained = args.save_debug_rollout_data, args.load_debug_rollout_data, args.save_debug_train_data
+    if saved is not None and saved == trained:
+        raise OptionError(f"--save-debug-rollout-data and --save-debug-train-data are the same files: {saved}")
+    for flag, template in (("--save-debug-rollout-data", saved), ("--save-debug-train-data", trained)):
+        if loaded is not None and template == loaded:
+            raise OptionError(f"{flag} and --load-debug-rollout-data are the same files: {template}")

@@ -1,0 +1,94 @@
+"""Values of users as files of debug data hold them: containers, numbers, strings and tensors, never code."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from slime.utils import aside
+from slime.utils.errors import BadInputError
+
+_ARRAY = "__numpy_array__"
+_ATOMS = {type(None), bool, int, float, complex, str, bytes}
+_SHOWN = 200
+logger = logging.getLogger(__name__)
+
+
+def save_plain(path: Path, content: dict[str, Any], flag: str) -> None:
+    """Write a file that `load_plain` reads back, complete or not at all; what cannot be written becomes its text.
+
+    Args:
+        flag: which asked for the file, for the warning about such values.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    strange: dict[str, str] = {}
+    values = _plain(content, "", strange)
+    for kind, place in strange.items():
+        logger.warning("%s: %s holds a %s, which a file without code cannot: its text is saved", flag, place, kind)
+    aside.write_file(path, lambda unfinished: torch.save(values, unfinished))
+
+
+def load_plain(path: Path, flag: str) -> Any:
+    """What a file of `save_plain` holds; reading it runs no code.
+
+    Raises:
+        BadInputError: there is no such file, or it is none of `save_plain`.
+    """
+    if not path.is_file():
+        raise BadInputError(f"{flag}: there is no file {path}")
+    try:
+        return _restored(torch.load(path, map_location="cpu", weights_only=True))
+    except Exception as error:  # torch has no type of its own for what is wrong with a file
+        reason = " ".join([type(error).__name__, *str(error).split()])[:_SHOWN]
+        raise BadInputError(f"{flag}: {path} is not a file of plain values as slime saves them: {reason}") from error
+
+
+def _plain(value: Any, place: str, strange: dict[str, str]) -> Any:
+    """``value`` of plain types only; ``strange`` gets the first place of every type that has no plain form."""
+    if type(value) in _ATOMS:
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, np.ndarray):
+        return _plain_array(value, place, strange)
+    if isinstance(value, Mapping):
+        return {_plain(k, f"{place} key", strange): _plain(v, f"{place}[{k!r}]", strange) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [*value]
+        if not set(map(type, items)) <= _ATOMS:  # a response's numbers need no look at each
+            items = [_plain(item, f"{place}[{i}]", strange) for i, item in enumerate(items)]
+        return tuple(items) if isinstance(value, tuple) else items
+    if isinstance(value, (set, frozenset)):
+        return {_plain(item, f"{place} item", strange) for item in value}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, str):  # an enumeration's, as the numbers below may be
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    strange.setdefault(type(value).__name__, place)
+    return repr(value)[:_SHOWN]
+
+
+def _plain_array(array: np.ndarray, place: str, strange: dict[str, str]) -> Any:
+    try:
+        return {_ARRAY: torch.from_numpy(array.copy())}
+    except (TypeError, ValueError):  # strings, objects, another byte order
+        return _plain(array.tolist(), place, strange)
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {_ARRAY}:
+            return value[_ARRAY].numpy()
+        return {key: _restored(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and not set(map(type, value)) <= _ATOMS:
+        return type(value)(_restored(item) for item in value)
+    return value
