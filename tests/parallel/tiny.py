@@ -118,6 +118,7 @@ def arguments(directory: Path, **options: Any) -> Namespace:
             "distributed_timeout_minutes": 2,
             "seed": 1234,
             "random_weights": False,
+            "custom_model_provider_path": None,
             "params_dtype": "float32",
             "rope_scaling_factor": 8.0,
             "rotary_seq_len_interpolation_factor": None,

@@ -162,6 +162,8 @@ def test_what_a_custom_function_sees() -> None:
         "raw_reward": batch.raw_rewards[order].tolist(),
         "rollout_ids": batch.rollout_ids[order].tolist(),
         "group_indices": batch.group_indices[order].tolist(),
+        "sample_indices": batch.sample_indices[order].tolist(),
+        "truncated": batch.truncated[order].tolist(),
     }
     assert {name: seen[name] for name in scalars} == scalars
     assert set(seen) == {*rows_of, *scalars}

@@ -15,6 +15,8 @@ from torch import Tensor
 from slime.backends.megatron import hooks
 from slime.backends.megatron.batch import MicroBatch
 from slime.backends.megatron.loss import policy_loss, reduce_tokens
+from slime.utils import user_functions
+from slime.utils.errors import HookError
 from slime.utils.types import TrainBatch
 from tests.algorithm_options import algorithm_options
 from tests.micro_batches import Rows, engine_rows, fresh_rows, near, numbers, packed, put, same, take
@@ -124,7 +126,8 @@ def test_what_a_loss_sees(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.update(data)
         return logits.sum(), {}
 
-    monkeypatch.setattr(hooks, "load_function", lambda path, flag: keep)
+    for module in (hooks, user_functions):
+        monkeypatch.setattr(module, "load_function", lambda path, flag: keep)
     logits = torch.zeros(1, len(micro_batch.mask), 2)
     hooks.custom_loss(args, micro_batch, lambda: logits, lambda: (micro_batch.mask,) * 2, ())
     rows = micro_batch.rows.tolist()
@@ -164,7 +167,8 @@ def test_logits_that_a_loss_leaves_out_may_be_anything(left_out: float, monkeypa
     values = torch.full((1, len(micro_batches[0].mask), VOCAB), left_out)
     values[0, 2, 3] = 0.5
     logits = values.requires_grad_()
-    monkeypatch.setattr(hooks, "load_function", lambda path, flag: lambda *of: (of[2][0, 2, 3] * 3, {}))
+    for module in (hooks, user_functions):
+        monkeypatch.setattr(module, "load_function", lambda path, flag: lambda *of: (of[2][0, 2, 3] * 3, {}))
     total, _ = hooks.custom_loss(
         args, micro_batches[0], lambda: logits, lambda: pytest.fail("needs no log-probs"), [logits]
     )
@@ -189,10 +193,10 @@ def test_mistakes_of_a_loss(name: str, expected: str) -> None:
     args = algorithm_options(loss_type="custom_loss", custom_loss_function_path=hook(name))
     _, micro_batches, _ = make(args)
     logits = torch.zeros(1, len(micro_batches[0].mask), VOCAB, requires_grad=True)
-    with pytest.raises(ValueError, match=re.escape(expected)) as error:
+    kind = HookError if name == "reduces_too_few" else ValueError
+    with pytest.raises(kind, match=re.escape(expected)) as error:
         hooks.custom_loss(args, micro_batches[0], lambda: logits, lambda: (logits[0, :, 0], logits[0, :, 1]), [logits])
-    if name != "reduces_too_few":
-        assert f"--custom-loss-function-path {hook(name)}" in str(error.value)
+    assert f"--custom-loss-function-path {hook(name)}" in str(error.value)
 
 
 # ---- --custom-pg-loss-reducer-function-path

@@ -5,7 +5,6 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,9 +13,10 @@ from torch import Tensor
 
 from slime.algorithms.advantages import gae, group_relative, reinforce_plus_plus, whiten, whitening_sums
 from slime.algorithms.losses import kl_estimate
-from slime.backends.megatron.batch import MicroBatch, known_columns
-from slime.utils.misc import load_function
+from slime.backends.megatron.batch import MicroBatch
+from slime.backends.megatron.rollout_data import response_rows, rollout_data
 from slime.utils.types import TrainBatch
+from slime.utils.user_functions import call_user_function
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def set_advantages(
         values=padded("values") if args.use_critic else None,
     )
     if args.custom_advantage_function_path is not None:
-        advantages, returns = _custom(args, batch, rows, micro_batches, inputs)
+        advantages, returns = _custom(args, batch, micro_batches, inputs)
     else:
         advantages, returns = ESTIMATORS[args.advantage_estimator](args, inputs)
     if args.normalize_advantages:
@@ -107,7 +107,7 @@ def set_advantages(
 
 
 def _custom(
-    args: Namespace, batch: TrainBatch, rows: np.ndarray, micro_batches: list[MicroBatch], inputs: Padded
+    args: Namespace, batch: TrainBatch, micro_batches: list[MicroBatch], inputs: Padded
 ) -> tuple[Tensor, Tensor | None]:
     """Advantages of ``--custom-advantage-function-path``, which gets and sets lists with one tensor a sample.
 
@@ -116,32 +116,15 @@ def _custom(
     """
     flag, path = "--custom-advantage-function-path", args.custom_advantage_function_path
     lengths = inputs.lengths.tolist()
-    data: dict[str, Any] = {
-        "tokens": [torch.from_numpy(batch.tokens[row].astype(np.int64)) for row in rows.tolist()],
-        "total_lengths": batch.tokens.lengths[rows].tolist(),
-        "response_lengths": lengths,
-        "loss_masks": _unpad(inputs.mask, inputs.lengths),
-        "rewards": batch.rewards[rows].tolist(),
-        "raw_reward": batch.raw_rewards[rows].tolist(),
-        "rollout_ids": batch.rollout_ids[rows].tolist(),
-        "group_indices": batch.group_indices[rows].tolist(),
-    }
-    data |= known_columns(micro_batches)
-    load_function(path, flag=flag)(args, data)
+    data = rollout_data(batch, micro_batches)
+    call_user_function(flag, path, {"args": args, "rollout_data": data})
     results: list[Tensor | None] = []
     for key in ("advantages", "returns"):
-        rows_of_key = data.get(key)
-        if key == "returns" and rows_of_key is None and not args.use_critic:
+        if key == "returns" and data.get(key) is None and not args.use_critic:
             results.append(None)
             continue
-        tensors = [torch.as_tensor(row).to(inputs.mask) for row in rows_of_key or []]
-        if [list(row.shape) for row in tensors] != [[length] for length in lengths]:
-            got = "nothing" if rows_of_key is None else f"shapes {[tuple(row.shape) for row in tensors][:8]}"
-            raise ValueError(
-                f"{flag} {path}: rollout_data[{key!r}] must be a list with one tensor a sample, of the lengths of "
-                f"its response ({lengths[:8]}...); it has {got}"
-            )
-        results.append(_pad(torch.cat(tensors), inputs.lengths))
+        rows = response_rows(data, key, lengths, inputs.mask, f"{flag} {path}")
+        results.append(_pad(torch.cat(rows), inputs.lengths))
     assert results[0] is not None
     return results[0], results[1]
 
@@ -154,10 +137,6 @@ def _pad(flat: Tensor, lengths: Tensor) -> Tensor:
     """Response vectors as [R, N], 0 behind each response."""
     valid = _valid(lengths).to(flat.device)
     return flat.new_zeros(valid.shape).masked_scatter(valid, flat)
-
-
-def _unpad(padded: Tensor, lengths: Tensor) -> list[Tensor]:
-    return [row[:length] for row, length in zip(padded, lengths.tolist(), strict=True)]
 
 
 def _put(micro_batches: list[MicroBatch], name: str, padded: Tensor, lengths: Tensor) -> None:

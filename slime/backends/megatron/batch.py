@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -85,6 +86,8 @@ class MicroBatch:
     """float32 [T], under the behaviour policy; None: the present pass's own."""
     ref_log_probs: Tensor | None = None
     """float32 [T], under the reference model."""
+    metadata: list[Any] | None = None
+    """`Sample.train_metadata` of each sample, where a user's function may read it."""
 
     def row_sum(self, column: Tensor) -> Tensor:
         """At each token the sum over its whole sample's trained tokens, of and as a token vector.
@@ -108,25 +111,30 @@ class MicroBatch:
         return least[self.row_of_token]
 
 
-def known_columns(micro_batches: list[MicroBatch]) -> dict[str, list[Tensor]]:
-    """What is known of every response token, under upstream's names: one tensor a sample, for users' functions.
+def known_columns(micro_batches: list[MicroBatch]) -> dict[str, list[Any]]:
+    """What is known of every sample, under upstream's names: one tensor a response, for users' functions.
 
     Collective over the context-parallel ranks.
     """
-    return {
+    columns: dict[str, list[Any]] = {
         key: [row for m in micro_batches for row in m.responses.rows(getattr(m, name))]
-        for key, name in _UPSTREAM_COLUMNS.items()
+        for key, name in UPSTREAM_COLUMNS.items()
         if getattr(micro_batches[0], name) is not None
     }
+    if micro_batches[0].metadata is not None:
+        columns["metadata"] = [row for m in micro_batches for row in m.metadata or []]
+    return columns
 
 
-_UPSTREAM_COLUMNS = {
+UPSTREAM_COLUMNS = {
     "advantages": "advantages",
+    "returns": "returns",
     "log_probs": "old_log_probs",
     "ref_log_probs": "ref_log_probs",
     "rollout_log_probs": "rollout_log_probs",
     "values": "values",
 }
+"""Per-token columns: users' name -> `MicroBatch`'s."""
 
 
 def pack(batch: TrainBatch, rows: np.ndarray, step: OptimizerStep, layout: PackLayout) -> MicroBatch:
@@ -168,17 +176,9 @@ def pack(batch: TrainBatch, rows: np.ndarray, step: OptimizerStep, layout: PackL
     def tensor(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(layout.device)
 
-    mask = column(batch.loss_mask, np.uint8)
-    weights, mean_weights = (
-        token_weights(
-            torch.from_numpy(mask),
-            torch.from_numpy(row_of_token[local]),
-            torch.from_numpy(batch.rollout_mask_sums[rows]),
-            num_rollouts=None if layout.per_token_loss else step.num_rollouts,
-            num_tokens=step.num_tokens if layout.per_token_loss else None,
-            constant_length=constant_length,
-        )
-        for constant_length in (layout.constant_length, None)
+    mask = torch.from_numpy(column(batch.loss_mask, np.uint8).astype(np.float32))
+    weights, mean_weights = _weights(
+        mask, torch.from_numpy(row_of_token[local]), batch.rollout_mask_sums[rows], step, layout
     )
     log_probs, versions = batch.rollout_log_probs, batch.weight_versions
     return MicroBatch(
@@ -186,18 +186,51 @@ def pack(batch: TrainBatch, rows: np.ndarray, step: OptimizerStep, layout: PackL
         position_ids=tensor((np.arange(total) - np.repeat(starts, padded))[local])[None],
         packed_seq_params=packed_params(padded.tolist()),
         labels=tensor(np.roll(tokens, -1)[local]),
-        mask=tensor(mask.astype(np.float32)),
+        mask=mask.to(layout.device),
         row_of_token=tensor(row_of_token[local]),
         row_counts=tensor(np.array([batch.loss_mask[row].sum() for row in rows.tolist()], dtype=np.float32)),
-        weights=weights.to(layout.device),
-        mean_weights=mean_weights.to(layout.device),
+        weights=weights,
+        mean_weights=mean_weights,
         rows=rows,
         lengths=lengths.tolist(),
         step=step,
         responses=Responses(tensor(targets), torch.from_numpy(responses), tensor(local), total, layout.cp_group),
         rollout_log_probs=None if log_probs is None else tensor(column(log_probs, np.float32)),
         weight_versions=None if versions is None else tensor(column(versions, np.int64)),
+        metadata=None if batch.metadata is None else batch.metadata[rows].tolist(),
     )
+
+
+def set_mask(micro_batch: MicroBatch, mask: Tensor, rollout_mask_sums: np.ndarray, layout: PackLayout) -> None:
+    """Train on other tokens. Denominators stay those of the step, which other ranks know too.
+
+    Args:
+        mask: 0 or 1 for each of the response tokens, in order.
+        rollout_mask_sums: int64 [R], as `pack` had them.
+    """
+    lengths = micro_batch.responses.lengths.tolist()
+    micro_batch.row_counts = torch.stack([row.sum() for row in mask.split(lengths)])
+    micro_batch.mask = micro_batch.responses.scatter(mask)
+    micro_batch.weights, micro_batch.mean_weights = _weights(
+        micro_batch.mask, micro_batch.row_of_token, rollout_mask_sums, micro_batch.step, layout
+    )
+
+
+def _weights(
+    mask: Tensor, row_of_token: Tensor, rollout_mask_sums: np.ndarray, step: OptimizerStep, layout: PackLayout
+) -> list[Tensor]:
+    """In the loss, and in a mean over the step; computed on the CPU, as a GPU divides with other rounding."""
+    return [
+        token_weights(
+            mask.cpu(),
+            row_of_token.cpu(),
+            torch.from_numpy(rollout_mask_sums),
+            num_rollouts=None if layout.per_token_loss else step.num_rollouts,
+            num_tokens=step.num_tokens if layout.per_token_loss else None,
+            constant_length=constant_length,
+        ).to(layout.device)
+        for constant_length in (layout.constant_length, None)
+    ]
 
 
 def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slime.backends.megatron.batch import MicroBatch, known_columns
 from slime.utils.misc import load_function
+from slime.utils.user_functions import call_user_function
 
 
 def reduce_policy_loss(args: Namespace, batch: MicroBatch, pg_loss: Tensor) -> Tensor:
@@ -27,12 +28,8 @@ def reduce_policy_loss(args: Namespace, batch: MicroBatch, pg_loss: Tensor) -> T
     """
     flag, path = "--custom-pg-loss-reducer-function-path", args.custom_pg_loss_reducer_function_path
     described = _described(batch)
-    reducer = load_function(path, flag=flag)(
-        described["total_lengths"],
-        described["response_lengths"],
-        described["loss_masks"],
-        args.calculate_per_token_loss,
-    )
+    values = {name: described[name] for name in ("total_lengths", "response_lengths", "loss_masks")}
+    reducer = call_user_function(flag, path, values | {"calculate_per_token_loss": args.calculate_per_token_loss})
     total = reducer(batch.responses.gather(pg_loss))
     return _scalar(total, f"{flag} {path}: its reducer") / _denominator(args, batch) * _counts_here()
 
@@ -45,13 +42,12 @@ def custom_tis(
     responses = batch.responses
     assert batch.rollout_log_probs is not None
     described = _described(batch)
-    pg_loss, loss_masks, metrics = load_function(path, flag=flag)(
-        args,
-        pg_loss=responses.gather(pg_loss),
-        train_log_probs=responses.rows(train_log_probs),
-        rollout_log_probs=responses.rows(batch.rollout_log_probs),
-        **described,
-    )
+    columns = {
+        "pg_loss": responses.gather(pg_loss),
+        "train_log_probs": responses.rows(train_log_probs),
+        "rollout_log_probs": responses.rows(batch.rollout_log_probs),
+    }
+    pg_loss, loss_masks, metrics = call_user_function(flag, path, {"args": args}, columns | described)
     returned = {"the loss": pg_loss, "loss_masks": loss_masks} | {f"metric {k}": v for k, v in metrics.items()}
     vectors = {what: _response_vector(batch, value, f"{flag} {path}: {what}") for what, value in returned.items()}
     means = {f"train/{name}": responses.scatter(vectors[f"metric {name}"].detach()) for name in metrics}
@@ -84,7 +80,8 @@ def custom_loss(
     data["log_probs_and_entropy"] = lambda: tuple(batch.responses.rows(column) for column in terms())
     function = load_function(path, flag=flag)
     every = logits() if getattr(function, "needs_logits", True) else None
-    loss, metrics = function(args, data, every, _sum_of_sample_mean(batch, args))
+    values = {"args": args, "batch": data, "logits": every, "sum_of_sample_mean": _sum_of_sample_mean(batch, args)}
+    loss, metrics = call_user_function(flag, path, values)
     share = _counts_here() / _denominator(args, batch)
     # Every rank's backward pass has to reach the collectives of every other's, also from a loss that does not depend on
     # the model: by sums of no elements, which are 0 even where 0 times an element is not.

@@ -114,24 +114,42 @@ class Learner:
     # ---- passes over micro-batches
 
     @torch.no_grad()
-    def keep_column(self, micro_batches: list[MicroBatch], output: Output, name: str, weights: str = CURRENT) -> None:
+    def keep_column(
+        self,
+        micro_batches: list[MicroBatch],
+        output: Output,
+        name: str,
+        weights: str = CURRENT,
+        before: Callable[[list[Any]], None] | None = None,
+    ) -> None:
         """Set a column of every micro-batch to what ``output`` makes of a forward pass, on the last pipeline stage.
 
         Args:
             weights: the set to pass through.
+            before: called with the model when these are in it.
         """
         with self.weights.switched(weights):
+            if before is not None:
+                before(self.chunks)
             results = self._pass(micro_batches, partial(_output_only, output), forward_only=True)
         for micro_batch, column in zip(micro_batches, results, strict=bool(results)):
             setattr(micro_batch, name, column)
 
-    def step(self, where: str, micro_batches: list[MicroBatch], loss: Output, tokens: int) -> dict[str, float]:
+    def step(
+        self,
+        where: str,
+        micro_batches: list[MicroBatch],
+        loss: Output,
+        tokens: int,
+        before: Callable[[list[Any], Any, Any], None],
+    ) -> dict[str, float]:
         """One optimizer step on the sum of ``loss`` over the micro-batches; its metrics, the same on every rank.
 
         Args:
             where: rollout and step, for errors.
             loss: (micro-batch, model output) -> (scalar, metrics).
             tokens: of this rank's samples.
+            before: called with model, optimizer and schedule when the gradients are zero.
 
         Raises:
             TrainingError: a loss or gradient that is not finite.
@@ -139,6 +157,7 @@ class Learner:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
+        before(self.chunks, self._optimizer, self._scheduler)
         reports = self._pass(micro_batches, partial(_loss_for_schedule, loss), forward_only=False)
         metrics = step_metrics(reports, tokens)
         for name in (name for name in metrics if name.endswith("loss")):

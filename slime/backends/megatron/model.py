@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from slime.backends.megatron.attention import PackedAttention
 from slime.backends.megatron.experts import Experts
 from slime.backends.megatron.head import LanguageHead, ValueHead
+from slime.backends.megatron.model_hooks import provided_stage
 from slime.backends.megatron.norm import RMSNorm
 from slime.backends.megatron.rotary import Rotary
 from slime.options.megatron import config_kwargs
@@ -108,18 +109,43 @@ def head_weight(module: torch.nn.Module) -> torch.nn.Parameter:
     return model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
 
 
-def _build_stage(args: Namespace, role: str, config: TransformerConfig, vp_stage: int | None) -> GPTModel:
-    model = GPTModel(
+def default_stage(
+    args: Namespace,
+    config: TransformerConfig,
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None = None,
+    *,
+    tied: bool | None = None,
+) -> GPTModel:
+    """The stage that is built without ``--custom-model-provider-path``, whose function may start from it.
+
+    Args:
+        tied: whether the output layer is the embedding; default as the options say.
+    """
+    return GPTModel(
         config,
         _block_spec(config, Rotary(args), vp_stage),
         vocab_size=padded_vocab_size(args),
         max_sequence_length=args.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-        share_embeddings_and_output_weights=role == "actor" and not args.untie_embeddings_and_output_weights,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights if tied is None else tied,
         position_embedding_type="none",  # the attention of the layer specification has the rotary embedding
         vp_stage=vp_stage,
     )
+
+
+def _build_stage(args: Namespace, role: str, config: TransformerConfig, vp_stage: int | None) -> GPTModel:
+    pre_process = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+    post_process = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+    if args.custom_model_provider_path is not None:
+        model = provided_stage(args, config, pre_process, post_process, vp_stage)
+        if role == "critic":
+            model.share_embeddings_and_output_weights = False
+    else:
+        tied = False if role == "critic" else None
+        model = default_stage(args, config, pre_process, post_process, vp_stage, tied=tied)
     if model.post_process:
         if role == "critic":
             model.output_layer = ValueHead(config, model.pg_collection.tp, args.seed)

@@ -23,7 +23,7 @@ compat.install()  # before anything imports megatron.core
 
 from megatron.core import parallel_state  # noqa: E402
 
-from slime.backends.megatron import checkpoint, checks, hooks, weights_io  # noqa: E402
+from slime.backends.megatron import checkpoint, checks, hooks, model_hooks, weights_io  # noqa: E402
 from slime.backends.megatron.advantages import set_advantages  # noqa: E402
 from slime.backends.megatron.batch import MicroBatch, PackLayout, pack  # noqa: E402
 from slime.backends.megatron.head import logits  # noqa: E402
@@ -33,8 +33,12 @@ from slime.backends.megatron.loss import LOSSES, mismatch_report, reduce_tokens,
 from slime.backends.megatron.memory import MemoryLog  # noqa: E402
 from slime.backends.megatron.model import head_weight  # noqa: E402
 from slime.backends.megatron.parallel import initialize_distributed  # noqa: E402
+from slime.backends.megatron.rollout_data import postprocess, save_train_data  # noqa: E402
 
 __all__ = ["MegatronTrainer", "TrainingError"]
+
+_READS_LOG_PROBS = ("custom_advantage_function_path", "rollout_data_postprocess_path", "save_debug_train_data")
+"""Options whose readers want the log-probs before the first step, which otherwise may be its own."""
 
 
 class MegatronTrainer:
@@ -51,6 +55,7 @@ class MegatronTrainer:
     def __init__(self, args: Namespace) -> None:
         self.args = args
         initialize_distributed(args)
+        model_hooks.after_init(args)
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.dp_size = parallel_state.get_data_parallel_world_size()
         hf_config = AutoConfig.from_pretrained(args.hf_checkpoint)
@@ -121,7 +126,8 @@ class MegatronTrainer:
                     first = rollout_id == self.args.num_critic_only_steps
                     for i, micro_batches in enumerate(packed):
                         where = f"rollout {rollout_id}, step {i + 1} of {len(packed)}, {name}"
-                        steps[i] |= learner.step(where, micro_batches, loss, tokens[i])
+                        before = model_hooks.before_train_step(learner.args, rollout_id, i)
+                        steps[i] |= learner.step(where, micro_batches, loss, tokens[i], before)
                         checks.check_step(self.args, where, steps[i], is_first=first and i == 0)
         total = sum(metrics.pop("tokens") for metrics in steps)
         rate = total / seconds[f"perf/{name}_train_time"]
@@ -141,16 +147,28 @@ class MegatronTrainer:
     def _prepare(
         self, rollout_id: int, batch: TrainBatch, packed: list[list[MicroBatch]], seconds: dict[str, float]
     ) -> None:
-        """Everything that the losses need beside the batch: log-probs, values, advantages."""
+        """Everything that the losses need beside the batch, as a user's function leaves it."""
         args, everything = self.args, [m for micro_batches in packed for m in micro_batches]
-        if args.loss_type == "sft_loss":
-            return
-        for_advantages = args.kl_coef != 0 or args.custom_advantage_function_path is not None
-        trains_actor = self._trains_actor(rollout_id)
-        if args.needs_reference and (for_advantages or trains_actor):
+        if args.loss_type != "sft_loss":
+            self._add_columns(rollout_id, batch, everything, len(packed), seconds)
+        if args.rollout_data_postprocess_path is not None and parallel_state.is_pipeline_last_stage():
+            with self._span(seconds, "postprocess"):
+                postprocess(args, rollout_id, batch, everything, self._layout)
+        if args.save_debug_train_data is not None:
+            with self._span(seconds, "save_debug"):
+                save_train_data(args, rollout_id, batch, packed)
+
+    def _add_columns(
+        self, rollout_id: int, batch: TrainBatch, everything: list[MicroBatch], steps: int, seconds: dict[str, float]
+    ) -> None:
+        """Log-probs, values, advantages."""
+        args, trains_actor = self.args, self._trains_actor(rollout_id)
+        before_training = args.kl_coef != 0 or any(getattr(args, name) is not None for name in _READS_LOG_PROBS)
+        if args.needs_reference and (before_training or trains_actor):
             with self._span(seconds, "ref_log_probs"):
-                self._actor.keep_column(everything, self._log_probs, "ref_log_probs", REFERENCE)
-        if for_advantages or (trains_actor and self._loss_needs_old_log_probs(steps=len(packed))):
+                before = model_hooks.before_log_prob(args, "ref_")
+                self._actor.keep_column(everything, self._log_probs, "ref_log_probs", REFERENCE, before)
+        if before_training or (trains_actor and self._loss_needs_old_log_probs(steps)):
             with self._span(seconds, "log_probs"):
                 self._keep_old_log_probs(rollout_id, everything)
         if self._critic is not None:
@@ -175,10 +193,12 @@ class MegatronTrainer:
 
     def _keep_old_log_probs(self, rollout_id: int, micro_batches: list[MicroBatch]) -> None:
         """Log-probs of each token by the weights that generated it, or by the present ones where these are not kept."""
-        self._actor.keep_column(micro_batches, self._log_probs, "old_log_probs")
+        before_pass = model_hooks.before_log_prob(self.args, "")
+        self._actor.keep_column(micro_batches, self._log_probs, "old_log_probs", before=before_pass)
         for version in self._older_versions(rollout_id, micro_batches):
             before = [m.old_log_probs for m in micro_batches]
-            self._actor.keep_column(micro_batches, self._log_probs, "old_log_probs", _version_name(version))
+            name = _version_name(version)
+            self._actor.keep_column(micro_batches, self._log_probs, "old_log_probs", name, before_pass)
             for m, other in zip(micro_batches, before, strict=True):
                 if other is not None and m.old_log_probs is not None and m.weight_versions is not None:
                     m.old_log_probs = torch.where(m.weight_versions == version, m.old_log_probs, other)

@@ -1,0 +1,143 @@
+"""A data-parallel rank's samples as users see them: lists with one entry a sample, under upstream's names."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from slime.backends.megatron.batch import UPSTREAM_COLUMNS, MicroBatch, PackLayout, known_columns, set_mask
+from slime.utils.errors import BadInputError
+from slime.utils.plain import save_plain
+from slime.utils.types import TrainBatch
+from slime.utils.user_functions import call_user_function
+
+_CHANGEABLE = (*UPSTREAM_COLUMNS, "loss_masks")
+
+
+def rollout_data(batch: TrainBatch, micro_batches: list[MicroBatch]) -> dict[str, Any]:
+    """The samples in the order of the micro-batches, with whole responses under every layout.
+
+    Collective over the context-parallel ranks.
+    """
+    rows = np.concatenate([m.rows for m in micro_batches])
+    data: dict[str, Any] = {
+        "tokens": [torch.from_numpy(batch.tokens[row].astype(np.int64)) for row in rows.tolist()],
+        "total_lengths": batch.tokens.lengths[rows].tolist(),
+        "response_lengths": batch.loss_mask.lengths[rows].tolist(),
+        "loss_masks": [row for m in micro_batches for row in m.responses.rows(m.mask)],
+        "rewards": batch.rewards[rows].tolist(),
+        "raw_reward": batch.raw_rewards[rows].tolist(),
+        "truncated": batch.truncated[rows].tolist(),
+        "sample_indices": batch.sample_indices[rows].tolist(),
+        "rollout_ids": batch.rollout_ids[rows].tolist(),
+        "group_indices": batch.group_indices[rows].tolist(),
+    }
+    return data | known_columns(micro_batches)
+
+
+def response_rows(data: Mapping[str, Any], key: str, lengths: list[int], like: Tensor, where: str) -> list[Tensor]:
+    """``data[key]``, after a user's function, as one tensor of ``like``'s type and device a sample.
+
+    Raises:
+        BadInputError: it is not one value for every token of every response.
+    """
+    rows = data.get(key)
+    try:
+        tensors = [torch.as_tensor(row).to(like) for row in rows or []]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BadInputError(f"{where}: rollout_data[{key!r}] is not made of numbers: {error}") from error
+    if [list(row.shape) for row in tensors] != [[length] for length in lengths]:
+        got = "nothing" if rows is None else f"shapes {[tuple(row.shape) for row in tensors][:8]}"
+        raise BadInputError(
+            f"{where}: rollout_data[{key!r}] must be a list with one tensor a sample, of the lengths of its response "
+            f"({lengths[:8]}...); it has {got}"
+        )
+    return tensors
+
+
+def postprocess(
+    args: Namespace, rollout_id: int, batch: TrainBatch, micro_batches: list[MicroBatch], layout: PackLayout
+) -> None:
+    """Let ``--rollout-data-postprocess-path`` change a rollout's per-token columns, which are then trained on.
+
+    Last pipeline stage only, where these columns are; collective over the context-parallel ranks.
+
+    Raises:
+        BadInputError: it changed a length, or what is for reading only.
+        HookError: it raised.
+    """
+    flag, path = "--rollout-data-postprocess-path", args.rollout_data_postprocess_path
+    where, data = f"{flag} {path}", rollout_data(batch, micro_batches)
+    lengths, before = data["response_lengths"][:], _to_read(data)
+    call_user_function(flag, path, {"args": args, "rollout_id": rollout_id, "rollout_data": data})
+    for key, values in before.items():
+        if not _same(values, data.get(key)):
+            raise BadInputError(
+                f"{where}: it changed rollout_data[{key!r}], which is not used again: change {', '.join(_CHANGEABLE)}"
+            )
+    for key, name in UPSTREAM_COLUMNS.items():
+        if key in data:
+            rows = response_rows(data, key, lengths, micro_batches[0].mask, where)
+            for m, part in _parts(micro_batches, torch.cat(rows)):
+                setattr(m, name, m.responses.scatter(part))
+    mask = torch.cat(response_rows(data, "loss_masks", lengths, micro_batches[0].mask, where))
+    if not ((mask == 0) | (mask == 1)).all():
+        raise BadInputError(f"{where}: rollout_data['loss_masks'] must be of 0 and 1")
+    for m, part in _parts(micro_batches, mask):
+        set_mask(m, part, batch.rollout_mask_sums[m.rows], layout)
+
+
+def _parts(micro_batches: list[MicroBatch], values: Tensor) -> zip[tuple[MicroBatch, Tensor]]:
+    sizes = [int(m.responses.lengths.sum()) for m in micro_batches]
+    return zip(micro_batches, values.split(sizes), strict=True)
+
+
+def _to_read(data: dict[str, Any]) -> dict[str, list[Any]]:
+    """Copies of the columns that changes would be lost in; metadata is the user's own."""
+    kept = {key: values for key, values in data.items() if key not in (*_CHANGEABLE, "metadata")}
+    return {key: [v.clone() if isinstance(v, Tensor) else v for v in values] for key, values in kept.items()}
+
+
+def _same(before: list[Any], after: Any) -> bool:
+    if not isinstance(after, (list, tuple)) or len(after) != len(before):
+        return False
+    pairs = zip(before, after, strict=True)
+    return all(torch.equal(a, torch.as_tensor(b)) if isinstance(a, Tensor) else a == b for a, b in pairs)
+
+
+def save_train_data(args: Namespace, rollout_id: int, batch: TrainBatch, packed: list[list[MicroBatch]]) -> None:
+    """Write ``--save-debug-train-data``: what this rank is about to train on.
+
+    ``samples`` are the lists of `rollout_data`; each of ``steps`` has its denominators and, a list a micro-batch, the
+    positions of its samples in these lists. Ranks before the last pipeline stage have no log-probs or advantages.
+    """
+    everything = [m for micro_batches in packed for m in micro_batches]
+    steps, position = [], 0
+    for micro_batches in packed:
+        members = []
+        for m in micro_batches:
+            members.append(list(range(position, position + len(m.rows))))
+            position += len(m.rows)
+        step = micro_batches[0].step
+        steps.append({"num_rollouts": step.num_rollouts, "num_tokens": step.num_tokens, "micro_batches": members})
+    rows = np.concatenate([m.rows for m in everything])
+    content = {
+        "rollout_id": rollout_id,
+        "rank": dist.get_rank(),
+        "data_parallel_rank": parallel_state.get_data_parallel_rank(),
+        "context_parallel_rank": parallel_state.get_context_parallel_rank(),
+        "tensor_parallel_rank": parallel_state.get_tensor_model_parallel_rank(),
+        "pipeline_parallel_rank": parallel_state.get_pipeline_model_parallel_rank(),
+        "samples": rollout_data(batch, everything) | {"rollout_mask_sums": batch.rollout_mask_sums[rows].tolist()},
+        "steps": steps,
+    }
+    path = args.save_debug_train_data.format(rollout_id=rollout_id, rank=dist.get_rank())
+    save_plain(Path(path), content, "--save-debug-train-data")
