@@ -6,11 +6,9 @@ import argparse
 import math
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 
 from slime.backends.sglang.router import Router
 from slime.options.rollout import DEFAULT_ROLLOUT
@@ -19,6 +17,7 @@ from slime.ray.cluster import enter_actor
 from slime.rollout.abort import register_engines
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, flatten_samples
 from slime.rollout.data_source import DataSource, RolloutDataSource
+from slime.rollout.debug_data import load_samples, save_samples
 from slime.rollout.evaluation import eval_metrics, load_eval_prompts
 from slime.rollout.gate import hold_requests
 from slime.rollout.log_hooks import logs_evaluation, logs_rollout
@@ -30,7 +29,7 @@ from slime.rollout.sglang_rollout import draw_first_groups, generate_groups
 from slime.rollout.staleness import renew_stale, staleness_metrics
 from slime.rollout.train_data import to_train_batches
 from slime.rollout.under_way import under_way
-from slime.utils import aside, http_utils
+from slime.utils import http_utils
 from slime.utils.errors import BadInputError
 from slime.utils.misc import load_function
 from slime.utils.types import Group, Sample
@@ -135,7 +134,7 @@ class RolloutManager:
         if logs_rollout(args, rollout_id, samples, metrics, generated - started):
             metrics = {"perf/rollout_time": generated - started}
         if args.save_debug_rollout_data:
-            _save_samples(args.save_debug_rollout_data, rollout_id, samples)
+            save_samples(args, rollout_id, samples)
         batches, batch_metrics = to_train_batches(args, samples, dp_size)
         self._made[rollout_id] = samples
         references = [ray.put(batch) for batch in batches]
@@ -145,7 +144,7 @@ class RolloutManager:
     def _samples(self, rollout_id: int) -> tuple[list[Sample], dict[str, Any]]:
         args = self._args
         if args.load_debug_rollout_data:
-            return _load_samples(args.load_debug_rollout_data, rollout_id), {}
+            return load_samples(args, rollout_id), {}
         if rollouts_overlap(args):
             output = generate_groups(args, rollout_id, self._data_source, self._drawn.pop(rollout_id))
         else:
@@ -262,17 +261,3 @@ def num_rollout(args: argparse.Namespace, data_source: Any) -> int:
     if args.num_rollout is not None:
         return args.num_rollout
     return math.ceil(args.num_epoch * len(data_source) / args.rollout_batch_size)
-
-
-def _save_samples(template: str, rollout_id: int, samples: list[Sample]) -> None:
-    path = Path(template.format(rollout_id=rollout_id))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"rollout_id": rollout_id, "samples": [s.to_dict() for s in samples]}
-    aside.write_file(path, lambda unfinished: torch.save(content, unfinished))
-
-
-def _load_samples(template: str, rollout_id: int) -> list[Sample]:
-    path = Path(template.format(rollout_id=rollout_id))
-    if not path.is_file():
-        raise BadInputError(f"--load-debug-rollout-data: no file {path} for rollout {rollout_id}")
-    return [Sample.from_dict(d) for d in torch.load(path, weights_only=False)["samples"]]

@@ -263,7 +263,8 @@ def _with_hooks(dataset: EvalDataset) -> EvalDataset:
     for field in hook_fields((EvalDataset,)):
         path = getattr(dataset, field.name)
         if path is not None:
-            paths[field.name] = _loaded(path, f"{dataset}: {field.name}", field.metadata["hook"], field.metadata["takes"])
+            where, names, takes = f"{dataset}: {field.name}", field.metadata["hook"], field.metadata["takes"]
+            paths[field.name] = _loaded(path, where, names, takes)
     return dataclasses.replace(dataset, **paths)
 
 

@@ -8,6 +8,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from slime.utils.user_functions import call_user_function
 from slime.weights.engines import EngineAddress
 from slime.weights.hf_directory import HFDirectoryWriter, NamedTensors, weights_directory
 from slime.weights.publisher import WeightPublisher
@@ -25,6 +26,7 @@ class DiskPublisher(WeightPublisher):
         super().__init__(args, rank, engines)
         self._root = weights_directory(args)
         self._writer: HFDirectoryWriter | None = None
+        self._written = self._root
         self._previous: Path | None = None
 
     def _prepare(self, version: int) -> None:
@@ -34,9 +36,15 @@ class DiskPublisher(WeightPublisher):
         assert self._writer is not None
         self._writer.add(bucket)
 
-    def _complete(self, version: int) -> None:
+    def _seal(self, version: int) -> None:
         assert self._writer is not None
-        directory = self._writer.commit()
+        directory = self._written = self._writer.commit()
+        if (path := self.args.custom_update_weight_post_write_path) is not None:
+            values = {"args": self.args, "version_dir": str(directory), "rollout_engines": self.engines}
+            call_user_function("--custom-update-weight-post-write-path", path, values)
+
+    def _complete(self, version: int) -> None:
+        directory = self._written
         self.each_engine("push", lambda control: control.update_weights_from_disk(str(directory)))
         self._writer = None  # the engines have it: a later publication that fails must not take it away
         if self._previous is not None and not self.args.update_weight_disk_keep_files:

@@ -128,6 +128,9 @@ class WeightPublisher:
         """Bring a bucket to every engine (rank 0)."""
         raise NotImplementedError
 
+    def _seal(self, version: int) -> None:
+        """After the last bucket, and before engines that did not take them pause (rank 0)."""
+
     def _complete(self, version: int) -> None:
         """After the last bucket, with the engines paused, before the version is set (rank 0)."""
 
@@ -177,6 +180,7 @@ class WeightPublisher:
         self.each_engine("begin", lambda control: control.begin_weight_update())
 
     def _finish(self, update: _Update) -> None:
+        self._seal(update.version)
         if not self.pauses_for_buckets:
             self._pause(update)
         self._complete(update.version)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.integration.harness import ROOT, TrainProcess, read_metrics, series
@@ -141,7 +143,7 @@ def test_checkpoints_are_complete_and_load_in_transformers(colocated: Path) -> N
 
 
 def _samples(run_dir: Path, rollout_id: int) -> list[tuple[list[int], str]]:
-    data = torch.load(run_dir / f"samples_{rollout_id}.pt", weights_only=False)
+    data = torch.load(run_dir / f"samples_{rollout_id}.pt", weights_only=True)
     return [(s["tokens"], s["label"]) for s in data["samples"]]
 
 
@@ -169,6 +171,53 @@ def test_resumed_run_equals_the_uninterrupted_one_and_ends_by_ctrl_c(workspace: 
         assert process.wait(60) == 128 + signal.SIGINT, process.tail()
         process.assert_no_process_left()
     assert_equals_uninterrupted(run_dir, colocated, resumed_at=1)
+
+
+def test_saved_rollouts_replay_to_the_same_steps_bit_for_bit(workspace: Path, colocated: Path) -> None:
+    """Loss, gradient norm, every other metric of training, and the parameters after each step."""
+    run_dir = workspace / "replay"
+    line = flags(
+        workspace,
+        run_dir,
+        load_debug_rollout_data=str(colocated / "samples_{rollout_id}.pt"),
+        dump_details=str(run_dir / "details"),
+        save_interval=1,
+        save_hf=str(run_dir / "hf_{rollout_id}"),
+    )
+    _run(line, workspace / "replay.log")
+    assert len(training(run_dir)) == _ROLLOUTS
+    assert training(run_dir) == training(colocated)
+    for rollout_id in range(_ROLLOUTS):
+        live, again = (load_file(path / f"hf_{rollout_id}" / "model.safetensors") for path in (colocated, run_dir))
+        assert live.keys() == again.keys()
+        assert all(torch.equal(live[name], again[name]) for name in live)
+        check_dumps(run_dir / "details", colocated, rollout_id)
+
+
+def training(run_dir: Path) -> list[dict[str, float]]:
+    """What was logged of every optimizer step, without times."""
+    lines = [line for line in read_metrics(run_dir) if "train/step" in line]
+    return [{k: v for k, v in line.items() if k != "time" and not k.startswith("perf/")} for line in lines]
+
+
+def check_dumps(details: Path, live: Path, rollout_id: int) -> None:
+    """The samples again, and what the one training rank made of them."""
+    samples, again = (
+        torch.load(path, weights_only=True)["samples"]
+        for path in (live / f"samples_{rollout_id}.pt", details / f"rollout_data/{rollout_id}.pt")
+    )
+    assert again == samples
+    dump = torch.load(details / f"train_data/{rollout_id}_0.pt", weights_only=True)
+    columns, (step,) = dump["samples"], dump["steps"]
+    assert sorted(columns["sample_indices"]) == sorted(sample["index"] for sample in samples)
+    assert sorted(row for rows in step["micro_batches"] for row in rows) == list(range(len(samples)))
+    of_index = {sample["index"]: sample for sample in samples}
+    for row, index in enumerate(columns["sample_indices"]):
+        assert columns["tokens"][row].tolist() == of_index[index]["tokens"]
+        engine = torch.tensor(of_index[index]["rollout_log_probs"])
+        assert torch.equal(columns["rollout_log_probs"][row], engine)
+        assert (columns["log_probs"][row] - engine).abs().max() < 1e-3
+        assert (columns["advantages"][row] == columns["rewards"][row]).all()  # GRPO, every token trained
 
 
 @pytest.mark.full
@@ -294,6 +343,9 @@ def test_rollout_only(workspace: Path) -> None:
     )
     assert len(series(run_dir, "rollout/raw_reward")) == 3  # ten prompts in batches of four
     assert not series(run_dir, "train/loss")
+    steps = [text for text in (workspace / "r.log").read_text().splitlines() if text.startswith("rollout ")]
+    assert len(steps) == 3
+    assert all(re.match(r"rollout \d/3 \| reward -?\d", text) for text in steps)
 
 
 VICTIMS = {

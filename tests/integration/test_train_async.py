@@ -55,7 +55,7 @@ def run_to_end(line: list[str], log: Path) -> None:
 
 
 def samples_of(run_dir: Path, rollout_id: int) -> list[Sample]:
-    data = torch.load(run_dir / f"samples_{rollout_id}.pt", weights_only=False)
+    data = torch.load(run_dir / f"samples_{rollout_id}.pt", weights_only=True)
     return [Sample.from_dict(fields) for fields in data["samples"]]
 
 

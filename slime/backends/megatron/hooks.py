@@ -80,8 +80,8 @@ def custom_loss(
     data["log_probs_and_entropy"] = lambda: tuple(batch.responses.rows(column) for column in terms())
     function = load_function(path, flag=flag)
     every = logits() if getattr(function, "needs_logits", True) else None
-    values = {"args": args, "batch": data, "logits": every, "sum_of_sample_mean": _sum_of_sample_mean(batch, args)}
-    loss, metrics = call_user_function(flag, path, values)
+    given = {"args": args, "batch": data, "logits": every, "sum_of_sample_mean": _sum_of_sample_mean(batch, args)}
+    loss, metrics = call_user_function(flag, path, given)
     share = _counts_here() / _denominator(args, batch)
     # Every rank's backward pass has to reach the collectives of every other's, also from a loss that does not depend on
     # the model: by sums of no elements, which are 0 even where 0 times an element is not.

@@ -87,7 +87,7 @@ def postprocess(
         if key in data:
             rows = response_rows(data, key, lengths, micro_batches[0].mask, where)
             for m, part in _parts(micro_batches, torch.cat(rows)):
-                setattr(m, name, m.responses.scatter(part))
+                _set_responses(m, name, part)
     mask = torch.cat(response_rows(data, "loss_masks", lengths, micro_batches[0].mask, where))
     if not ((mask == 0) | (mask == 1)).all():
         raise BadInputError(f"{where}: rollout_data['loss_masks'] must be of 0 and 1")
@@ -98,6 +98,15 @@ def postprocess(
 def _parts(micro_batches: list[MicroBatch], values: Tensor) -> zip[tuple[MicroBatch, Tensor]]:
     sizes = [int(m.responses.lengths.sum()) for m in micro_batches]
     return zip(micro_batches, values.split(sizes), strict=True)
+
+
+def _set_responses(micro_batch: MicroBatch, name: str, values: Tensor) -> None:
+    """Set a column at the response tokens; at others, log-probs stay what a pass made of them."""
+    before, column = getattr(micro_batch, name), micro_batch.responses.scatter(values)
+    if before is not None:
+        is_response = micro_batch.responses.scatter(torch.ones_like(values)) != 0
+        column = torch.where(is_response, column, before)
+    setattr(micro_batch, name, column)
 
 
 def _to_read(data: dict[str, Any]) -> dict[str, list[Any]]:
