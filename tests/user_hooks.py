@@ -205,3 +205,55 @@ def averages_a_metric(args: Namespace, *, pg_loss: Tensor, loss_masks: list[Tens
 def reduces_the_loss(args: Namespace, *, pg_loss: Tensor, loss_masks: list[Tensor], **_: Any) -> tuple[Any, ...]:
     """A sum where tokens belong."""
     return pg_loss.sum(), loss_masks, {}
+
+
+# ---- around the model; each notes in ``args.calls`` what it was called with
+
+
+def megatron_init(args: Namespace) -> None:
+    """Megatron's groups are there."""
+    from megatron.core import parallel_state
+
+    assert parallel_state.model_parallel_is_initialized()
+    args.calls = ["init"]
+
+
+def model_provider(
+    pre_process: bool, post_process: bool, vp_stage: int | None = None, *, args: Namespace, config: Any
+) -> Any:
+    """slime's own stage."""
+    from slime.backends.megatron.model import default_stage
+
+    args.calls.append(("stage", pre_process, post_process, vp_stage))
+    return default_stage(args, config, pre_process, post_process, vp_stage)
+
+
+def no_model(pre_process: bool, post_process: bool) -> Any:
+    """Forgets to return it."""
+
+
+def before_log_prob(args: Namespace, model: list[Any], store_prefix: str) -> None:
+    """Notes which weights are in the model, by a sum over them."""
+    total = sum(float(p.detach().double().sum()) for chunk in model for p in chunk.parameters())
+    args.calls.append(("log_prob", store_prefix, total))
+
+
+def before_train_step(
+    args: Namespace, rollout_id: int, step_id: int, model: list[Any], optimizer: Any, opt_param_scheduler: Any
+) -> None:
+    """The gradients are zero, and the schedule has made as many steps as there were."""
+    assert not any(p.main_grad.any() for chunk in model for p in chunk.parameters())
+    assert optimizer.param_groups
+    args.calls.append(("step", rollout_id, step_id, opt_param_scheduler.num_steps))
+
+
+def only_looks(args: Namespace, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    """Log-probs are there before the first step."""
+    assert rollout_data["log_probs"][0].shape == rollout_data["advantages"][0].shape
+    args.calls.append(("postprocess", rollout_id))
+
+
+def doubles_advantages(args: Namespace, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    """In place."""
+    for row in rollout_data["advantages"]:
+        row.mul_(2)

@@ -59,14 +59,8 @@ def derive_templates(args: Namespace) -> None:
         if missing:
             raise OptionError(f"{flag} {template}: {{{missing[0]}}} is missing in it")
         setattr(args, name, os.path.abspath(os.path.expanduser(template)))
-    _check_dumps(args)
-
-
-def _check_dumps(args: Namespace) -> None:
-    """What is written must not be what is read, nor twice the same."""
-    saved, loaded, trained = args.save_debug_rollout_data, args.load_debug_rollout_data, args.save_debug_train_data
-    if saved is not None and saved == trained:
-        raise OptionError(f"--save-debug-rollout-data and --save-debug-train-data are the same files: {saved}")
-    for flag, template in (("--save-debug-rollout-data", saved), ("--save-debug-train-data", trained)):
-        if loaded is not None and template == loaded:
-            raise OptionError(f"{flag} and --load-debug-rollout-data are the same files: {template}")
+    if args.load_debug_rollout_data is not None and args.save_debug_rollout_data == args.load_debug_rollout_data:
+        raise OptionError(
+            "--save-debug-rollout-data and --load-debug-rollout-data are the same files: "
+            + args.load_debug_rollout_data
+        )

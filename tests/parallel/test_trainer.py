@@ -41,8 +41,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 EVERYWHERE = ("grpo", "sft")
 FAST = ("distopt", "one")
 EXTRA = {
-    "one": ("cut_in_three", "static", "resume", "reload_other", "reference", "nan", "mismatch"),
+    "one": ("cut_in_three", "static", "resume", "reload_other", "reference", "nan", "mismatch", "hooks"),
     "distopt": ("resume", "nan"),
+    "vpp2": ("resume", "hooks"),
+    "cp2": ("resume", "hooks"),
 }
 
 
@@ -115,6 +117,15 @@ def check(results: Path, case: str, expected: Outcome, model_dir: Path) -> None:
     assert worst < RTOL * moved + ROUNDING, f"{case}: weights differ by {worst}, and moved by {moved}"
 
 
+def check_same(results: Path, one: str, other: str) -> None:
+    """Metrics and weights, exactly."""
+    for mine, theirs in zip(metrics_of(results, one), metrics_of(results, other), strict=True):
+        names = {name for name in mine if not name.startswith("perf/")}
+        assert {name: mine[name] for name in names} == {name: theirs[name] for name in names}
+    weights, others = (load_file(results / f"{case}.safetensors") for case in (one, other))
+    assert all(torch.equal(tensor, others[name]) for name, tensor in weights.items())
+
+
 def check_resume(results: Path, resumed: str, *, exactly: bool) -> None:
     """The second half from a checkpoint is the second half."""
     whole, again = load_file(results / "uninterrupted.safetensors"), load_file(results / f"{resumed}.safetensors")
@@ -134,6 +145,9 @@ def test_layout(layout: str, model_dir: Path, work: Path, expected: Any) -> None
         if case in EVERYWHERE or case in EXTRA.get(layout, ()):
             check(results, case, expected[SAME.get(case, case)], model_dir)
     check_resume(results, "resumed", exactly=True)
+    if "hooks" in EXTRA.get(layout, ()):
+        check_same(results, "grpo", "hooks")
+        check_same(results, "twice_by_rewards", "twice_by_hook")
     if layout == "one":
         check_reload(results, work / "distopt")
 

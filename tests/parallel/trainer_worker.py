@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,25 @@ from slime.backends.megatron import compat
 
 compat.install()
 
+from megatron.core import parallel_state  # noqa: E402
+
 from slime.backends.megatron import checkpoint, parallel  # noqa: E402
 from slime.backends.megatron import trainer as trainer_module  # noqa: E402
 from slime.backends.megatron.trainer import MegatronTrainer, TrainingError  # noqa: E402
 from slime.ray.train_actor import TrainActor  # noqa: E402
+from slime.utils.errors import BadInputError  # noqa: E402
+from slime.utils.types import TrainBatch  # noqa: E402
 from tests.parallel import gathering, rollouts  # noqa: E402
 from tests.parallel.cases import CASES, Case  # noqa: E402
+
+HOOKS = Path(__file__).parents[1] / "user_hooks.py"
+USERS = {
+    "custom_megatron_init_path": "megatron_init",
+    "custom_model_provider_path": "model_provider",
+    "custom_megatron_before_log_prob_hook_path": "before_log_prob",
+    "custom_megatron_before_train_step_hook_path": "before_train_step",
+    "rollout_data_postprocess_path": "only_looks",
+}
 
 
 class Rank:
@@ -130,6 +144,36 @@ class Rank:
         expected = "rollout 7, step 1 of 2, actor: the trainer's and the engine's log-probs of the same tokens differ"
         with pytest.raises(TrainingError, match=expected):
             trainer.train(7, batch)
+
+    def hooks(self) -> None:
+        """Users' functions around the model, which change nothing; and one over a rollout's columns, which does."""
+        case = CASES["grpo"]
+        options = {option: f"{HOOKS}:{name}" for option, name in USERS.items()}
+        trainer = MegatronTrainer(self.arguments(case, **options))
+        stages = [call for call in trainer.args.calls if call[0] == "stage"]
+        assert trainer.args.calls == ["init", *stages]
+        chunks = self.layout.get("virtual_pipeline_model_parallel_size")
+        assert [stage[3] for stage in stages] == (list(range(chunks)) if chunks else [None])
+        trainer.args.calls.clear()
+        self.write("hooks", self.train(trainer, case, 0, case.rollouts), gathering.weights(trainer))
+        reference, present, *others = trainer.args.calls
+        assert (reference[:2], present[:2]) == (("log_prob", "ref_"), ("log_prob", ""))
+        assert reference[2] == present[2], "the first rollout is made by the reference's weights"
+        looked = [("postprocess", 0)] if parallel_state.is_pipeline_last_stage() else []
+        assert others == [*looked, ("step", 0, 0, 0), ("step", 0, 1, 1)]
+
+        def doubled(rows: TrainBatch) -> TrainBatch:
+            return replace(rows, rewards=rows.rewards * 2)
+
+        twice = replace(case, rows=lambda rollout_id: doubled(case.rows(rollout_id)))
+        for name, of, path in (("twice_by_rewards", twice, None), ("twice_by_hook", case, "doubles_advantages")):
+            option = {"rollout_data_postprocess_path": f"{HOOKS}:{path}"} if path else {}
+            trainer = MegatronTrainer(self.arguments(case, **option))
+            self.write(name, self.train(trainer, of, 0, 1), gathering.weights(trainer))
+        with pytest.raises(
+            BadInputError, match=r"--custom-model-provider-path \S+ must return a megatron.core GPTModel"
+        ):
+            MegatronTrainer(self.arguments(case, custom_model_provider_path=f"{HOOKS}:no_model"))
 
     def reference(self) -> None:
         """A reference from a torch_dist directory, and both sets of weights in turns."""

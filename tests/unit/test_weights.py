@@ -114,6 +114,7 @@ def publisher(origin: Path, tmp_path: Path) -> DiskPublisher:
         asynchronous=False,
         weight_update_timeout=10.0,
         hf_checkpoint=str(origin),
+        custom_update_weight_post_write_path=None,
     )
     publisher = DiskPublisher(args, 0, [])
     publisher.controls = [FakeControl()]  # type: ignore[list-item]
@@ -153,6 +154,35 @@ def test_a_failed_publication_leaves_the_version_before_it(
     control.refuses = False  # type: ignore[attr-defined]
     publisher.publish(5, [views_of_one_buffer()])
     assert versions(tmp_path) == ["weight_v000005"]
+
+
+def test_a_users_function_sees_the_version_before_the_engines_pause(publisher: DiskPublisher, tmp_path: Path) -> None:
+    (control,), order = publisher.controls, []
+    (tmp_path / "mine.py").write_text(
+        "import pathlib\n"
+        "def f(args, version_dir, rollout_engines):\n"
+        "    assert pathlib.Path(version_dir, 'model.safetensors').is_file()\n"
+        "    args.order.append((version_dir, rollout_engines))\n"
+        "def fails(args, version_dir, rollout_engines): raise OSError('no disk')\n"
+        "def takes_one(args): pass\n"
+    )
+    publisher.args.order = order
+    control.pause = lambda: order.append("pause")  # type: ignore[method-assign]
+    control.update_weights_from_disk = lambda path: order.append(path)  # type: ignore[method-assign]
+    publisher.args.custom_update_weight_post_write_path = f"{tmp_path}/mine.py:f"
+    publisher.publish(1, [views_of_one_buffer()])
+    directory = str(publisher._root / "weight_v000001")
+    assert order == [(directory, publisher.engines), "pause", directory]
+    flag = "--custom-update-weight-post-write-path"
+    publisher.args.custom_update_weight_post_write_path = f"{tmp_path}/mine.py:fails"
+    with pytest.raises(EngineError, match=rf"version 2 .*{flag} \S+:fails raised OSError: no disk[\s\S]*in fails"):
+        publisher.publish(2, [views_of_one_buffer()])
+    publisher.args.custom_update_weight_post_write_path = f"{tmp_path}/mine.py:takes_one"
+    with pytest.raises(
+        EngineError, match=r"it is called as \(args, version_dir, rollout_engines\), and takes \(args\)"
+    ):
+        publisher.publish(3, [views_of_one_buffer()])
+    assert versions(tmp_path) == ["weight_v000001"]
 
 
 def test_runs_that_share_a_directory_leave_each_others_versions_alone(publisher: DiskPublisher, tmp_path: Path) -> None:

@@ -1,0 +1,121 @@
+"""Flags of hooks and of debug data: what is wrong with them is one line, before anything is started."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slime.options.hooks import HookOptions
+from slime.options.schema import flag_of, hook_fields
+from slime.utils.arguments import parse_args
+from tests.command_line import command, failure, write_model, write_rows
+
+NUM_GPUS = 0
+FIELDS = {field.name: field for field in hook_fields((HookOptions,))}
+DISK = "--update-weight-transport disk "
+REPLAY = "--load-debug-rollout-data d/{rollout_id}.pt "
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    write_model(tmp_path / "model")
+    write_rows(tmp_path / "data.jsonl")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return tmp_path
+
+
+@pytest.fixture
+def fails(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    return lambda words="", without="": failure(capsys, words, without)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_hook_is_checked_when_flags_are_read(name: str, directory: Path, fails: Callable[..., str]) -> None:
+    field = FIELDS[name]
+    flag, names, takes = flag_of(field), field.metadata["hook"], field.metadata["takes"]
+    parameters = ", ".join(takes)
+    mine = directory / "mine.py"  # whole paths: what a relative one names is loaded once a process
+    mine.write_text(
+        f"def {names[0]}({parameters}, **others): pass\n"
+        f"def none(): pass\ndef more({parameters}, needed): pass\n"
+        "values = 3\n"
+    )
+    assert getattr(parse_args(command(f"{DISK}{flag} {mine}")), name) == f"{mine}:{names[0]}"
+    assert fails(f"{DISK}{flag} {mine}:none").startswith(f"{flag} {mine}:none: it is called as ({parameters}), and")
+    assert "missing a required argument: 'needed'" in fails(f"{DISK}{flag} {mine}:more")
+    assert f"{flag} {mine}:values: 'values' is a int, not a function" in fails(f"{DISK}{flag} {mine}:values")
+
+
+@pytest.mark.parametrize(
+    ("flag", "takes"),
+    [
+        ("--custom-advantage-function-path", "(args, rollout_data)"),
+        ("--custom-reward-post-process-path", "(args, samples)"),
+        ("--custom-pg-loss-reducer-function-path", "(total_lengths, response_lengths, loss_masks, calculate_per"),
+    ],
+)
+def test_so_are_those_of_the_algorithm(flag: str, takes: str, directory: Path, fails: Callable[..., str]) -> None:
+    mine = directory / "mine.py"
+    mine.write_text("def none(): pass\n")
+    assert fails(f"{flag} {mine}:none").startswith(f"{flag} {mine}:none: it is called as {takes}")
+
+
+def test_help_names_the_signature_that_is_checked() -> None:
+    for field in FIELDS.values():
+        (shown,) = re.findall(r"^Function \(([^)]*)\)", field.metadata["help"])
+        names = [parameter.split("=")[0] for parameter in shown.split(", ")]
+        assert tuple(names[: len(field.metadata["takes"])]) == field.metadata["takes"]
+
+
+def test_a_hook_of_the_disk_transport(directory: Path, fails: Callable[..., str]) -> None:
+    (directory / "mine.py").write_text("def post_write(args, version_dir, rollout_engines): pass\n")
+    expected = "--custom-update-weight-post-write-path needs --update-weight-transport disk: tensor writes no files"
+    assert fails(f"--custom-update-weight-post-write-path {directory}/mine.py") == expected
+
+
+def test_dump_details_is_both_templates(directory: Path) -> None:
+    args = parse_args(command("--dump-details {details}"))
+    paths = (args.save_debug_rollout_data.format(rollout_id=3), args.save_debug_train_data.format(rollout_id=3, rank=1))
+    assert paths == (f"{directory}/{{details}}/rollout_data/3.pt", f"{directory}/{{details}}/train_data/3_1.pt")
+    args = parse_args(command("--dump-details d --save-debug-rollout-data x{rollout_id}"))
+    assert args.save_debug_rollout_data == f"{directory}/x{{rollout_id}}"
+    assert args.save_debug_train_data == f"{directory}/d/train_data/{{rollout_id}}_{{rank}}.pt"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--save-debug-train-data a_{rank}", "--save-debug-train-data a_{rank}: {rollout_id} is missing in it"),
+        ("--save-debug-train-data a_{rollout_id}", "--save-debug-train-data a_{rollout_id}: {rank} is missing in it"),
+        ("--save-debug-train-data {step}", "only {rollout_id} and {rank} are filled in, and braces of its own are"),
+        ("--save-debug-rollout-data {rollout_id}{rank}", "only {rollout_id} is filled in, and braces of its own are"),
+        (REPLAY + "--save-debug-rollout-data d/{rollout_id}.pt", "--save-debug-rollout-data and --load-debug-rollout-"),
+        ("--load-debug-rollout-data-subsample 0.5", "--load-debug-rollout-data-subsample 0.5 needs --load-debug-"),
+        (REPLAY + "--load-debug-rollout-data-subsample 0", "must be above 0, not 0"),
+        (REPLAY + "--load-debug-rollout-data-subsample 1.5", "must be at most 1, not 1.5"),
+        (
+            REPLAY + "--load-debug-rollout-data-subsample 0.25 --num-steps-per-rollout 8",
+            "keeps 1 of --rollout-batch-size 4 groups, whose 4 samples are no multiple of the 8 steps of a rollout",
+        ),
+    ],
+)
+def test_debug_data(words: str, expected: str, fails: Callable[..., str]) -> None:
+    assert expected in fails(words)
+
+
+def test_no_two_kinds_of_data_are_the_same_files(fails: Callable[..., str]) -> None:
+    """A rollout's file has no rank, and a rank's must have it."""
+    words = "--save-debug-train-data d/{rollout_id}%s --save-debug-rollout-data d/{rollout_id}%s"
+    assert "{rank} is missing in it" in fails(words.replace("%s", ""))
+    assert "only {rollout_id} is filled in" in fails(words.replace("%s", "_{rank}"))
+
+
+@pytest.mark.parametrize(("words", "batch"), [("0.5", 8), ("1", 16), ("0.5 --num-steps-per-rollout 2", 4)])
+def test_a_subsample_makes_steps_smaller(words: str, batch: int) -> None:
+    args = parse_args(command(f"{REPLAY}--load-debug-rollout-data-subsample {words}"))
+    assert args.global_batch_size == batch
+    assert args.train_iters == 3 * args.num_steps_per_rollout
