@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from slime.options.hooks import HookOptions
+from slime.options.schema import flag_of
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.tokenizer import load_tokenizer
 from tests.documents import example, examples
@@ -49,6 +52,14 @@ def test_the_example_of_several_turns(
             untrained = tokenizer.decode([token for token, mask in response if not mask])
             assert untrained.count(retry) == sample.metadata["turns"] - 1
             assert sum(sample.loss_mask or []) == len(ANSWER % 0) * sample.metadata["turns"]
+
+
+@pytest.mark.parametrize("page", ["customize.md", "zh/customize.md"])
+def test_every_hook_is_in_the_table_as_it_is_called(page: str) -> None:
+    text = (DOCS / page).read_text()
+    for field in fields(HookOptions):
+        (parameters,) = re.findall(r"^Function \((.*?)\)", field.metadata["help"])
+        assert f"| `{flag_of(field)}` | `({parameters})" in text
 
 
 def test_both_languages_show_the_same_code() -> None:
