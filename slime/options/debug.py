@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from slime.options.schema import option
 
@@ -42,6 +43,13 @@ class DebugOptions:
         "Directory for both: --save-debug-rollout-data DIR/rollout_data/{rollout_id}.pt and "
         "--save-debug-train-data DIR/train_data/{rollout_id}_{rank}.pt.",
     )
+    profile_target: list[Literal["train_overall", "train_actor", "train_log_probs"]] | None = option(
+        None,
+        "Record these parts of training by torch's profiler, into traces in the run directory: the whole call, the "
+        "actor's optimizer steps, or passes for log-probs.",
+    )
+    profile_step_start: int = option(1, "The first rollout that is recorded, counted from 0.", at_least=0)
+    profile_step_end: int = option(2, "The one after the last that is recorded.", at_least=1)
     ci_test: bool = option(False, "Stop the run when what must hold in every run does not.")
     ci_disable_kl_checker: bool = option(False, "Without the checks of the KL divergence on the first rollout.")
     ci_train_rollout_logprob_abs_diff_threshold: float = option(

@@ -35,6 +35,17 @@ def derive_subsample(args: Namespace) -> None:
     args.global_batch_size = kept // steps
 
 
+def check_profile(args: Namespace) -> None:
+    """Parts within each other cannot be recorded at once, and no rollouts are no recording."""
+    targets = args.profile_target or []
+    if "train_overall" in targets and len(targets) > 1:
+        raise OptionError(f"--profile-target {' '.join(targets)}: train_overall has all of them")
+    if targets and args.profile_step_start >= args.profile_step_end:
+        raise OptionError(
+            f"--profile-step-start {args.profile_step_start} is not before --profile-step-end {args.profile_step_end}"
+        )
+
+
 def derive_templates(args: Namespace) -> None:
     """Absolute paths with the places that they need, those of ``--dump-details`` too."""
     if args.dump_details is not None:

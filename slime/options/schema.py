@@ -94,6 +94,8 @@ def _add_list(group: Any, names: list[str], element: Any, common: dict[str, Any]
     """``--x a b`` for a list; for a list of lists every occurrence of the flag adds one."""
     if get_origin(element) is list:
         group.add_argument(*names, action="append", nargs="+", type=get_args(element)[0], metavar="WORD", **common)
+    elif get_origin(element) is Literal:
+        group.add_argument(*names, nargs="+", choices=get_args(element), **common)
     else:
         group.add_argument(*names, nargs="+", type=element, metavar=element.__name__.upper(), **common)
 

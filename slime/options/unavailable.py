@@ -32,6 +32,7 @@ REPLACED: dict[str, str] = {
     "--use-critic": "--advantage-estimator ppo has a critic; drop it",
     "--use-custom-fsdp": "the distributed optimizer shards optimizer state; there is no FSDP backend",
     "--use-megatron-fsdp": "the distributed optimizer shards optimizer state; there is no FSDP backend",
+    "--use-pytorch-profiler": "use --profile-target",
     "--use-rollout-entropy": "train/entropy_loss is always logged; drop it",
     "--use-te-rng-tracker": "random state is torch's, Transformer Engine is not used; drop it",
     "--use-slime-router": "the router is sglang-router; see --help router",
@@ -70,7 +71,7 @@ NOT_YET: dict[str, str] = {
         --async-save --ckpt-step --finetune --no-load-optim --no-load-rng --no-save-optim --ref-ckpt-step""",
     "debug": """
         --ci-load-grad-norm --ci-save-grad-norm --memory-recorder --memory-snapshot-dir --memory-snapshot-num-steps
-        --profile-target --record-memory-history""",
+        --record-memory-history""",
 }
 """Flags that later versions will have, by role: when one comes, its name goes."""
 

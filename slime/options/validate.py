@@ -10,7 +10,7 @@ from pathlib import Path
 
 from slime.options.algorithm_rules import derive_algorithm
 from slime.options.checkpoint import LATEST, has_checkpoint, is_torch_dist
-from slime.options.debug_rules import derive_subsample, derive_templates
+from slime.options.debug_rules import check_profile, derive_subsample, derive_templates
 from slime.options.errors import OptionError
 from slime.options.eval_datasets import CONFIG, PAIRS, EvalDataset, data_file, eval_datasets
 from slime.options.reward_model import derive_reward_model
@@ -43,6 +43,7 @@ def derive_all(args: Namespace, warnings: list[str]) -> None:
     _run_directory(args)
     _checkpoints(args)
     derive_templates(args)
+    check_profile(args)
     _load_directory(args, warnings)
     _offload(args)
     _weight_update(args)

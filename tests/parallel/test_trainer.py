@@ -41,7 +41,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 EVERYWHERE = ("grpo", "sft")
 FAST = ("distopt", "one")
 EXTRA = {
-    "one": ("cut_in_three", "static", "resume", "reload_other", "reference", "nan", "mismatch", "hooks"),
+    "one": ("cut_in_three", "static", "resume", "reload_other", "reference", "nan", "mismatch", "hooks", "profile"),
     "distopt": ("resume", "nan"),
     "vpp2": ("resume", "hooks"),
     "cp2": ("resume", "hooks"),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 from argparse import Namespace
@@ -174,6 +175,19 @@ class Rank:
             BadInputError, match=r"--custom-model-provider-path \S+ must return a megatron.core GPTModel"
         ):
             MegatronTrainer(self.arguments(case, custom_model_provider_path=f"{HOOKS}:no_model"))
+
+    def profile(self) -> None:
+        """The first of two rollouts, in two parts and as a whole."""
+        case, rank = CASES["grpo"], dist.get_rank()
+        parts = {"train_actor": "autograd::engine", "train_log_probs": "aten::mm", "train_overall": "autograd::engine"}
+        for targets in (["train_actor", "train_log_probs"], ["train_overall"]):
+            span = {"profile_step_start": 0, "profile_step_end": 1, "profile_target": targets}
+            trainer = MegatronTrainer(self.arguments(case, run_dir=str(self.work / "profile"), **span))
+            self.train(trainer, case, 0, 2)
+        traces = sorted((self.work / "profile" / "traces").glob(f"*rank{rank}.json.gz"))
+        assert [path.name for path in traces] == [f"{part}_0_rank{rank}.json.gz" for part in parts]
+        for path, operation in zip(traces, parts.values(), strict=True):
+            assert operation in gzip.decompress(path.read_bytes()).decode()
 
     def reference(self) -> None:
         """A reference from a torch_dist directory, and both sets of weights in turns."""

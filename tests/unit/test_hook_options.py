@@ -97,6 +97,10 @@ def test_dump_details_is_both_templates(directory: Path) -> None:
         ("--load-debug-rollout-data-subsample 0.5", "--load-debug-rollout-data-subsample 0.5 needs --load-debug-"),
         (REPLAY + "--load-debug-rollout-data-subsample 0", "must be above 0, not 0"),
         (REPLAY + "--load-debug-rollout-data-subsample 1.5", "must be at most 1, not 1.5"),
+        ("--profile-target train_actor train_overall", "train_actor train_overall: train_overall has all of them"),
+        ("--profile-target train_actors", "argument --profile-target: invalid choice: 'train_actors'"),
+        ("--profile-target train_actor --profile-step-start 2", "--profile-step-start 2 is not before --profile-step-"),
+        ("--use-pytorch-profiler", "--use-pytorch-profiler is not available: use --profile-target"),
         (
             REPLAY + "--load-debug-rollout-data-subsample 0.25 --num-steps-per-rollout 8",
             "keeps 1 of --rollout-batch-size 4 groups, whose 4 samples are no multiple of the 8 steps of a rollout",
@@ -105,6 +109,13 @@ def test_dump_details_is_both_templates(directory: Path) -> None:
 )
 def test_debug_data(words: str, expected: str, fails: Callable[..., str]) -> None:
     assert expected in fails(words)
+
+
+def test_parts_of_training_to_record(directory: Path) -> None:
+    args = parse_args(command("--profile-target train_actor train_log_probs"))
+    assert args.profile_target == ["train_actor", "train_log_probs"]
+    (directory / "c.yaml").write_text("profile_target: [train_overall]\n")
+    assert parse_args(command("--custom-config-path c.yaml")).profile_target == ["train_overall"]
 
 
 def test_no_two_kinds_of_data_are_the_same_files(fails: Callable[..., str]) -> None:

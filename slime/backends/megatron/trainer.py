@@ -33,6 +33,7 @@ from slime.backends.megatron.loss import LOSSES, mismatch_report, reduce_tokens,
 from slime.backends.megatron.memory import MemoryLog  # noqa: E402
 from slime.backends.megatron.model import head_weight  # noqa: E402
 from slime.backends.megatron.parallel import initialize_distributed  # noqa: E402
+from slime.backends.megatron.profiling import profiled  # noqa: E402
 from slime.backends.megatron.rollout_data import postprocess, save_train_data  # noqa: E402
 
 __all__ = ["MegatronTrainer", "TrainingError"]
@@ -113,7 +114,7 @@ class MegatronTrainer:
             TrainingError: a loss or gradient that is not finite, or a check that failed.
         """
         seconds: dict[str, float] = {}
-        with _timed(seconds, "perf/train_time"):
+        with profiled(self.args, "train_overall", rollout_id), _timed(seconds, "perf/train_time"):
             with self._span(seconds, "pack"):
                 packed = [
                     [pack(batch, rows, step, self._layout) for rows in step.micro_batches] for step in batch.steps
@@ -122,7 +123,11 @@ class MegatronTrainer:
             tokens = [sum(sum(m.lengths) for m in micro_batches) for micro_batches in packed]
             steps: list[dict[str, float]] = [{} for _ in packed]
             for learner, loss, name in self._turns(rollout_id):
-                with self._span(seconds, f"{name}_train"), learner.gathering_parameters():
+                with (
+                    profiled(self.args, f"train_{name}", rollout_id),
+                    self._span(seconds, f"{name}_train"),
+                    learner.gathering_parameters(),
+                ):
                     first = rollout_id == self.args.num_critic_only_steps
                     for i, micro_batches in enumerate(packed):
                         where = f"rollout {rollout_id}, step {i + 1} of {len(packed)}, {name}"
@@ -150,7 +155,8 @@ class MegatronTrainer:
         """Everything that the losses need beside the batch, as a user's function leaves it."""
         args, everything = self.args, [m for micro_batches in packed for m in micro_batches]
         if args.loss_type != "sft_loss":
-            self._add_columns(rollout_id, batch, everything, len(packed), seconds)
+            self._add_log_probs(rollout_id, everything, len(packed), seconds)
+            self._add_advantages(batch, everything, seconds)
         if args.rollout_data_postprocess_path is not None and parallel_state.is_pipeline_last_stage():
             with self._span(seconds, "postprocess"):
                 postprocess(args, rollout_id, batch, everything, self._layout)
@@ -158,19 +164,23 @@ class MegatronTrainer:
             with self._span(seconds, "save_debug"):
                 save_train_data(args, rollout_id, batch, packed)
 
-    def _add_columns(
-        self, rollout_id: int, batch: TrainBatch, everything: list[MicroBatch], steps: int, seconds: dict[str, float]
+    def _add_log_probs(
+        self, rollout_id: int, everything: list[MicroBatch], steps: int, seconds: dict[str, float]
     ) -> None:
-        """Log-probs, values, advantages."""
         args, trains_actor = self.args, self._trains_actor(rollout_id)
         before_training = args.kl_coef != 0 or any(getattr(args, name) is not None for name in _READS_LOG_PROBS)
-        if args.needs_reference and (before_training or trains_actor):
-            with self._span(seconds, "ref_log_probs"):
-                before = model_hooks.before_log_prob(args, "ref_")
-                self._actor.keep_column(everything, self._log_probs, "ref_log_probs", REFERENCE, before)
-        if before_training or (trains_actor and self._loss_needs_old_log_probs(steps)):
-            with self._span(seconds, "log_probs"):
-                self._keep_old_log_probs(rollout_id, everything)
+        with profiled(args, "train_log_probs", rollout_id):
+            if args.needs_reference and (before_training or trains_actor):
+                with self._span(seconds, "ref_log_probs"):
+                    before = model_hooks.before_log_prob(args, "ref_")
+                    self._actor.keep_column(everything, self._log_probs, "ref_log_probs", REFERENCE, before)
+            if before_training or (trains_actor and self._loss_needs_old_log_probs(steps)):
+                with self._span(seconds, "log_probs"):
+                    self._keep_old_log_probs(rollout_id, everything)
+
+    def _add_advantages(self, batch: TrainBatch, everything: list[MicroBatch], seconds: dict[str, float]) -> None:
+        """Those of the actor, by the critic's values if there are any."""
+        args = self.args
         if self._critic is not None:
             with self._span(seconds, "values"):
                 self._critic.keep_column(everything, _values, "values")
