@@ -18,7 +18,9 @@ _TEMPLATES: dict[str, tuple[str, ...]] = {
 
 
 def derive_subsample(args: Namespace) -> None:
-    """Fewer groups in as many steps."""
+    """Of recorded rollouts, fewer groups in as many steps."""
+    if args.load_debug_rollout_data is not None and args.num_rollout is None:
+        raise OptionError("--load-debug-rollout-data needs --num-rollout: there are no epochs of recorded rollouts")
     share = args.load_debug_rollout_data_subsample
     if share is None:
         return

@@ -9,6 +9,7 @@ from slime.options.validate import check_schedule
 from slime.ray.placement import describe_placement
 from slime.ray.rollout_manager import make_data_source, num_rollout
 from slime.ray.supervision import LOAD_DATA, InputError
+from slime.rollout.debug_data import check_recorded
 from slime.rollout.evaluation import load_eval_prompts
 from slime.utils.arguments import describe
 from slime.utils.errors import BadInputError
@@ -26,6 +27,7 @@ def dry_run(args: argparse.Namespace) -> None:
         for name, count in load_eval_prompts(args).items():
             print(f"evaluation: {name}, {count} prompts")
         if args.load_debug_rollout_data:
+            check_recorded(args)
             return
         source = make_data_source(args)
         args.num_rollout = num_rollout(args, source)

@@ -17,7 +17,7 @@ from slime.ray.cluster import enter_actor
 from slime.rollout.abort import register_engines
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, flatten_samples
 from slime.rollout.data_source import DataSource, RolloutDataSource
-from slime.rollout.debug_data import load_samples, save_samples
+from slime.rollout.debug_data import check_recorded, load_samples, save_samples
 from slime.rollout.evaluation import eval_metrics, load_eval_prompts
 from slime.rollout.gate import hold_requests
 from slime.rollout.log_hooks import logs_evaluation, logs_rollout
@@ -64,6 +64,7 @@ class RolloutManager:
         """Read the prompts, which recorded rollouts do without, and the evaluation's; how many rollouts the run has."""
         load_eval_prompts(self._args)
         if self._args.load_debug_rollout_data:
+            check_recorded(self._args)
             return self._args.num_rollout
         self._data_source = make_data_source(self._args)
         self._args.num_rollout = num_rollout(self._args, self._data_source)

@@ -18,6 +18,23 @@ def save_samples(args: Namespace, rollout_id: int, samples: list[Sample]) -> Non
     save_plain(path, content, "--save-debug-rollout-data")
 
 
+def check_recorded(args: Namespace) -> None:
+    """See that the rollouts of a replay are there; of a resumed one the last, whatever it goes on after.
+
+    Raises:
+        BadInputError: a file is missing.
+    """
+    last = args.num_rollout - 1
+    first = last if args.load is not None else args.start_rollout_id or 0
+    for rollout_id in range(max(first, 0), args.num_rollout):
+        path = Path(args.load_debug_rollout_data.format(rollout_id=rollout_id))
+        if not path.is_file():
+            raise BadInputError(
+                f"--load-debug-rollout-data: there is no file {path} for rollout {rollout_id}, counted from 0, of "
+                f"--num-rollout {args.num_rollout}"
+            )
+
+
 def load_samples(args: Namespace, rollout_id: int) -> list[Sample]:
     """What ``--load-debug-rollout-data`` has of a rollout; of each of its groups all samples, or none.
 

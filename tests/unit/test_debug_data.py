@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from slime.options.debug import kept_groups
-from slime.rollout.debug_data import load_samples, save_samples
+from slime.rollout.debug_data import check_recorded, load_samples, save_samples
 from slime.utils.errors import BadInputError
 from slime.utils.plain import load_plain, save_plain
 from slime.utils.types import Sample, Status
@@ -128,6 +128,19 @@ def test_other_files_are_named(content: bytes, tmp_path: Path) -> None:
     args.load_debug_rollout_data = str(tmp_path / "y")
     with pytest.raises(BadInputError, match=r"/y holds no samples as --save-debug-rollout-data writes them"):
         load_samples(args, 3)
+
+
+def test_a_missing_rollout_is_noticed_before_anything_starts(tmp_path: Path) -> None:
+    args = options(tmp_path, num_rollout=3, start_rollout_id=None, load=None)
+    for rollout_id in (1, 2):
+        save_samples(args, rollout_id, samples(1))
+    with pytest.raises(BadInputError, match=r"there is no file .*/000.pt for rollout 0, counted from 0, of --num-ro"):
+        check_recorded(args)
+    check_recorded(Namespace(**vars(args) | {"start_rollout_id": 1}))
+    check_recorded(Namespace(**vars(args) | {"load": "a checkpoint after some rollout"}))
+    with pytest.raises(BadInputError, match="for rollout 3, counted"):
+        check_recorded(Namespace(**vars(args) | {"load": "x", "num_rollout": 4}))
+    check_recorded(Namespace(**vars(args) | {"num_rollout": 0}))
 
 
 @pytest.mark.parametrize(("share", "kept"), [(0.4, [100, 102]), (0.01, [100]), (1.0, [100, 101, 102, 103, 104])])

@@ -84,3 +84,11 @@ def test_bad_row_is_one_line_with_status_2(
     assert all(word in error[0] for word in expected), error[0]
     assert _dry_run(model, f"{json.dumps(GOOD)}\n{row}\n", monkeypatch, "--skip-bad-rows") == 0
     assert "data: 1 prompts (1 bad," in capsys.readouterr().out
+
+
+def test_recorded_rollouts_that_are_not_there(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replay = ["--load-debug-rollout-data", str(model.parent / "none_{rollout_id}.pt")]
+    assert _dry_run(model, json.dumps(GOOD) + "\n", monkeypatch, *replay) == 2
+    assert "error: load data: --load-debug-rollout-data: there is no file" in capsys.readouterr().err

@@ -94,6 +94,7 @@ def test_dump_details_is_both_templates(directory: Path) -> None:
         ("--save-debug-train-data {step}", "only {rollout_id} and {rank} are filled in, and braces of its own are"),
         ("--save-debug-rollout-data {rollout_id}{rank}", "only {rollout_id} is filled in, and braces of its own are"),
         (REPLAY + "--save-debug-rollout-data d/{rollout_id}.pt", "--save-debug-rollout-data and --load-debug-rollout-"),
+        (REPLAY + "--num-epoch 1", "--load-debug-rollout-data needs --num-rollout: there are no epochs of recorded"),
         ("--load-debug-rollout-data-subsample 0.5", "--load-debug-rollout-data-subsample 0.5 needs --load-debug-"),
         (REPLAY + "--load-debug-rollout-data-subsample 0", "must be above 0, not 0"),
         (REPLAY + "--load-debug-rollout-data-subsample 1.5", "must be at most 1, not 1.5"),
@@ -108,7 +109,7 @@ def test_dump_details_is_both_templates(directory: Path) -> None:
     ],
 )
 def test_debug_data(words: str, expected: str, fails: Callable[..., str]) -> None:
-    assert expected in fails(words)
+    assert expected in fails(words, "--num-rollout" if "--num-epoch" in words else "")
 
 
 def test_parts_of_training_to_record(directory: Path) -> None:
