@@ -172,7 +172,7 @@ class Rank:
             trainer = MegatronTrainer(self.arguments(case, **option))
             self.write(name, self.train(trainer, of, 0, 1), gathering.weights(trainer))
         with pytest.raises(
-            BadInputError, match=r"--custom-model-provider-path \S+ must return a megatron.core GPTModel"
+            BadInputError, match=r"--custom-model-provider-path \S+: it must return a megatron.core GPTModel"
         ):
             MegatronTrainer(self.arguments(case, custom_model_provider_path=f"{HOOKS}:no_model"))
 
