@@ -228,7 +228,7 @@ def model_provider(
     return default_stage(args, config, pre_process, post_process, vp_stage)
 
 
-def no_model(pre_process: bool, post_process: bool) -> Any:
+def no_model(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> Any:
     """Forgets to return it."""
 
 

@@ -33,7 +33,10 @@ def check_parameters(
         signature.bind(*positional, **dict.fromkeys(keywords))
     except TypeError as error:
         expected = ", ".join([*positional, *(["*"] if keywords else []), *keywords])
-        raise BadInputError(f"{where}: it is called as ({expected}), and takes {signature}: {error}") from None
+        plain = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+        raise BadInputError(
+            f"{where}: it is called as ({expected}), and takes {inspect.Signature(plain)}: {error}"
+        ) from None
 
 
 def call_user_function(

@@ -22,7 +22,7 @@ def functions(tmp_path: Path) -> Path:
         "def deep(a, b):\n    return inner(a)\n"
         "def inner(a):\n    raise KeyError('boom')\n"
         "def ours(a, b): raise BadInputError('row 3')\n"
-        "def one(a): return a\n"
+        "def one(a: int) -> int: return a\n"
         "def needs_more(a, b, d): return a\n"
         "class Callable:\n    def __init__(self, a, b): self.sum = a + b\n"
     )
