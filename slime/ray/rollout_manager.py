@@ -101,6 +101,12 @@ class RolloutManager:
         address, port = router.url.removeprefix("http://").rsplit(":", 1)
         return address, int(port)
 
+    def remove_engine(self, url: str) -> None:
+        """Send nothing more to an engine that has died; rollouts that begin later have fewer requests in flight."""
+        if self._router is not None:
+            self._router.remove(url)
+        self._args.num_engines -= 1
+
     @ray.method(concurrency_group="watch")
     def watch(self) -> None:
         """Return, by raising, when a router dies."""

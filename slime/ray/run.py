@@ -24,6 +24,7 @@ from slime.ray import janitor
 from slime.ray.cluster import connect
 from slime.ray.creation import create_engines, create_manager, create_trainers, reward_engine_args
 from slime.ray.dry_run import dry_run
+from slime.ray.engines import Engines
 from slime.ray.placement import Placement, core_shortage, place, slot_counts
 from slime.ray.supervision import LOAD_DATA, RESTORE_DATA, Deadline, RunError, Supervisor
 from slime.ray.turns import Turns
@@ -48,7 +49,7 @@ class Run:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self._supervisor = Supervisor()
-        self._engines: list[Any] = []
+        self._engines = Engines(args, self._supervisor)
         self._reward_engines: list[Any] = []
         self._trainers: list[Any] = []
         self._manager: Any = None
@@ -124,11 +125,13 @@ class Run:
         urls = self._supervisor.wait(engine_starts, "start engines", self._limit("engine_start_timeout", _MARGIN_S))
         if len(set(urls)) < len(urls):
             raise RunError(f"start engines: several have the same address: {', '.join(sorted(urls))}")
-        urls, reward_urls = urls[: len(self._engines)], urls[len(self._engines) :]
+        num_engines = len(self._engines.living)
+        urls, reward_urls = urls[:num_engines], urls[num_engines:]
         if urls:
             started = {"the router": self._manager.start.remote(urls, reward_urls)}
             self._wait(started, "start router", self._limit("engine_start_timeout", _MARGIN_S))
             self._connect_trainers(urls, keys)
+            self._engines.survive(urls, self._manager)
         going_on = f", going on after rollout {args.start_rollout_id}" if args.start_rollout_id else ""
         print(f"started in {time.monotonic() - began:.0f} s{going_on}", flush=True)
 
@@ -143,23 +146,21 @@ class Run:
             return self._all_trainers(method, phase, limit, *values)
 
         def engines(phase: str, method: str, *values: Any) -> list[Any]:
-            calls = {f"engine {rank}": getattr(a, method).remote(*values) for rank, a in enumerate(self._engines)}
-            return self._wait(calls, phase, limit)
+            return self._engines.call(phase, method, limit, *values)
 
         return Turns(trainers, engines, offload_train=args.offload_train, offload_rollout=args.offload_rollout)
 
     def _start_engines(self, keys: tuple[str, str] | None) -> dict[str, ray.ObjectRef]:
         args, placement = self.args, self._placement
         assert placement is not None
-        engines = create_engines(args, placement, placement.rollout, keys, "engine")
-        reward_engines = {}
+        starts = self._engines.start(list(create_engines(args, placement, placement.rollout, keys, "engine").values()))
         if placement.reward:
-            reward_args = reward_engine_args(args)
-            reward_engines = create_engines(reward_args, placement, placement.reward, keys, "reward engine")
-        self._engines, self._reward_engines = list(engines.values()), list(reward_engines.values())
-        for name, actor in (engines | reward_engines).items():
-            self._supervisor.watch(name, actor)
-        return {name: actor.start.remote() for name, actor in (engines | reward_engines).items()}
+            rewarders = create_engines(reward_engine_args(args), placement, placement.reward, keys, "reward engine")
+            self._reward_engines = list(rewarders.values())
+            for name, actor in rewarders.items():
+                self._supervisor.watch(name, actor)
+                starts[name] = actor.start.remote()
+        return starts
 
     def _start_trainers(self) -> None:
         args = self.args
@@ -192,7 +193,7 @@ class Run:
 
     def _stop(self) -> None:
         """Orderly where it works, by force where it does not; the servers' supervisors see to the rest."""
-        actors = (*self._trainers, *self._engines, *self._reward_engines, self._manager)
+        actors = (*self._trainers, *self._engines.living, *self._reward_engines, self._manager)
         calls = [actor.stop.remote() for actor in actors if actor is not None]
         if calls:
             with contextlib.suppress(RayError):
@@ -231,7 +232,7 @@ class Run:
         metrics["perf/rollout_ahead_time"] = self._step_started - begun
         handed = {"the rollout manager": self._manager.hand_over.remote(rollout_id)}
         (prompts,) = self._wait(handed, phase, _CONTROL)
-        self._log(metrics | prompts, "rollout/step", rollout_id)
+        self._log(metrics | prompts | self._engines.metrics(), "rollout/step", rollout_id)
         return batches
 
     def hold_requests(self, hold: bool, version: int | None = None) -> None:
@@ -259,11 +260,16 @@ class Run:
 
     def push_weights(self, version: int) -> None:
         """Give every engine the trainers' weights; ``version`` is the number of rollouts they were trained on."""
-        if not (self._engines and self._trainers):
+        if not (self._engines.living and self._trainers):
             return
-        phase = f"push weights of version {version}"
+        phase, limit = f"push weights of version {version}", self._limit("weight_update_timeout", _MARGIN_S)
+
+        def publish(gone: list[str]) -> dict[str, float]:
+            answers: list[dict[str, float]] = self._all_trainers("publish", phase, limit, version, gone)
+            return answers[0]
+
         with self._turns.pushing():
-            metrics = self._all_trainers("publish", phase, self._limit("weight_update_timeout", _MARGIN_S), version)[0]
+            metrics = self._engines.push(version, publish)
         self._supervisor.version = str(version)
         self._log(metrics | self._turns.figures(), "rollout/step", max(version - 1, 0))
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from slime.backends.sglang.client import EngineError
 from slime.options.errors import OptionError
 from slime.utils.errors import BadInputError, SlimeError
 
@@ -17,6 +18,8 @@ LOAD_DATA = "load data"
 RESTORE_DATA = "restore the data source"
 _POLL_S = 1.0
 _BLAME_S = 5.0
+_BLAME_ENGINE_S = 20.0
+"""How long after a call to it failed an engine may take to be dead: its server's tree has ten seconds to end."""
 _FRAMES = 3
 
 
@@ -30,6 +33,9 @@ class InputError(RunError):
     """What the user gave cannot be run, as far as only the cluster or the data could tell."""
 
     exit_status = 2
+
+
+_Survive = Callable[[str, str], None]
 
 
 @dataclass(frozen=True)
@@ -47,28 +53,35 @@ class Supervisor:
     """Knows every actor of the run, and waits for their answers.
 
     Each watched actor has a method ``watch`` that only returns, by raising, when the process it owns has died. The
-    death of an idle actor thus ends the wait for a busy one that would otherwise hang in a collective.
+    death of an idle actor thus ends the wait for a busy one that would otherwise hang in a collective. Deaths that the
+    run survives are reported instead, to whoever watches, during whatever wait they happen in.
     """
 
     def __init__(self) -> None:
-        self._watches: dict[ray.ObjectRef, str] = {}
+        self._watches: dict[ray.ObjectRef, tuple[str, _Survive | None]] = {}
+        self._buried: set[str] = set()
         self._background: dict[ray.ObjectRef, tuple[str, str]] = {}
         self.version = "none yet"
 
-    def watch(self, name: str, actor: Any) -> None:
-        """Fail every later `wait` when ``actor`` or the process that it owns dies."""
-        self._watches[actor.watch.remote()] = name
+    def watch(self, name: str, actor: Any, survive: _Survive | None = None) -> None:
+        """Fail every later `wait` when ``actor`` or the process that it owns dies.
+
+        Args:
+            survive: called instead, once, with the phase and the cause; it raises RunError if the run cannot go on.
+        """
+        self._watches[actor.watch.remote()] = name, survive
 
     def expect(self, who: str, call: ray.ObjectRef, phase: str) -> None:
         """Fail every later `wait` when ``call``, whose answer is waited for at another time, fails."""
         self._background[call] = (who, phase)
 
     def wait(self, calls: Mapping[str, ray.ObjectRef], phase: str, limit: Deadline) -> list[Any]:
-        """The answers of ``calls`` (who was asked -> reference), in their order.
+        """The answers of ``calls`` (who was asked -> reference), in their order, without those of the survived dead.
 
         Raises:
             RunError: a call failed, of these or of those expected; a watched actor died; or the deadline passed.
         """
+        buried = len(self._buried)
         deadline = time.monotonic() + limit.seconds
         names = {ref: who for who, ref in calls.items()}
         pending = list(names)
@@ -81,41 +94,56 @@ class Supervisor:
             done, _ = ray.wait([*pending, *self._watches, *others], num_returns=1, timeout=min(left, _POLL_S))
             for ref in done:
                 if ref in self._watches:
-                    self._raise_failure(ref, self._watches[ref], phase)
+                    self._bury(ref, phase)
+                    continue
                 who, its_phase = self._background.pop(ref, (names.get(ref, ""), phase))
-                if self._failed(ref):
-                    self._blame(ref, who, its_phase)
+                if who not in self._buried and (error := _error_of(ref)):
+                    self._blame(error, who, its_phase, 0.0 if len(self._buried) > buried else _patience(error))
                 pending = [p for p in pending if p != ref]
-        return [_get(ref) for ref in names]
+            pending = [p for p in pending if names[p] not in self._buried]
+        return [_get(ref) for ref, who in names.items() if who not in self._buried]
 
-    @staticmethod
-    def _failed(ref: ray.ObjectRef) -> bool:
-        try:
-            _get(ref)
-        except RayError:
-            return True
-        return False
+    def _bury(self, watch: ray.ObjectRef, phase: str) -> None:
+        name, survive = self._watches[watch]
+        failure = self._failure(_error_of(watch), name, phase)
+        if survive is None:
+            raise failure
+        survive(phase, str(failure))
+        del self._watches[watch]
+        self._buried.add(name)
 
-    def _blame(self, ref: ray.ObjectRef, who: str, phase: str) -> None:
+    def _blame(self, error: RayError, who: str, phase: str, patience: float) -> None:
+        """Raise what a call failed of, unless that is the death of ``who``, which the run survives."""
         # A call often fails because somebody else died; the death explains more than the broken connection.
-        dead, _ = ray.wait(list(self._watches), num_returns=1, timeout=_BLAME_S) if self._watches else ([], [])
+        dead, _ = ray.wait(list(self._watches), num_returns=1, timeout=patience) if self._watches else ([], [])
         for watch in dead:
-            self._raise_failure(watch, self._watches[watch], phase)
-        self._raise_failure(ref, who, phase)
+            self._bury(watch, phase)
+        if who not in self._buried:
+            raise self._failure(error, who, phase)
 
-    def _raise_failure(self, ref: ray.ObjectRef, who: str, phase: str) -> None:
-        try:
-            _get(ref)
-        except RayTaskError as error:
+    def _failure(self, error: RayError | None, who: str, phase: str) -> RunError:
+        if isinstance(error, RayTaskError):
             is_input = phase in (LOAD_DATA, RESTORE_DATA) and isinstance(error.cause, (BadInputError, OptionError))
             kind = InputError if is_input else RunError
-            raise kind(f"{phase}: {who} failed (weight version {self.version}): {_reason(error)}") from None
-        except RayActorError as error:
+            return kind(f"{phase}: {who} failed (weight version {self.version}): {_reason(error)}")
+        if isinstance(error, RayActorError):
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            raise RunError(f"{phase}: the process of {who} died (weight version {self.version}): {lines[0]}") from None
-        except RayError as error:
-            raise RunError(f"{phase}: Ray could not run {who} (weight version {self.version}): {error}") from None
-        raise RunError(f"{phase}: {who} ended its watch without a failure")
+            return RunError(f"{phase}: the process of {who} died (weight version {self.version}): {lines[0]}")
+        if error is not None:
+            return RunError(f"{phase}: Ray could not run {who} (weight version {self.version}): {error}")
+        return RunError(f"{phase}: {who} ended its watch without a failure")
+
+
+def _patience(error: RayError) -> float:
+    return _BLAME_ENGINE_S if isinstance(getattr(error, "cause", None), EngineError) else _BLAME_S
+
+
+def _error_of(ref: ray.ObjectRef) -> RayError | None:
+    try:
+        _get(ref)
+    except RayError as error:
+        return error
+    return None
 
 
 def _get(ref: ray.ObjectRef) -> Any:

@@ -83,9 +83,9 @@ class TrainActor:
         """Undo `sleep`, or only for the actor's weights; the bytes of the GPU that were in use before."""
         return self._trainer.wake(weights_only=weights_only)
 
-    def publish(self, version: int) -> dict[str, float]:
-        """Push the present weights to every engine as ``version``."""
-        figures = self._publisher.publish(version, self._trainer.export_buckets(version))
+    def publish(self, version: int, gone: list[str]) -> dict[str, float]:
+        """Push the present weights as ``version`` to every engine but those of the URLs ``gone``, which have died."""
+        figures = self._publisher.publish(version, self._trainer.export_buckets(version), gone)
         return {
             "perf/update_weights_time": figures["seconds"],
             "perf/update_weights_paused_time": figures["paused_seconds"],

@@ -20,7 +20,13 @@ from slime.utils.errors import SlimeError
 TURNED_AWAY = 499
 """The request came during a weight update, which has ended: another try needs no pause."""
 RETRIED_STATUSES = frozenset({429, TURNED_AWAY, 502, 503, 504})
-"""The server was busy, or the router has lost the engine that had the request: another try may reach one that lives."""
+"""The server was busy, or the router has no engine at the moment: another try may reach one that lives."""
+_LOST_ENGINE = (
+    *("call_upstream_request_error", "call_upstream_request_failed", "call_upstream_connection_failed"),
+    *("call_upstream_body_error", "read_response_body_failed", "read_response_failed"),
+)
+"""Codes of the router's own errors, all of status 500: the engine that had the request is gone. The router tries again
+five times by itself, but may choose the same engine each time, until that is deregistered."""
 _RETRIED_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
 _FIRST_BACKOFF_S = 0.25
 _LONGEST_BACKOFF_S = 4.0
@@ -94,11 +100,12 @@ async def send(
 ) -> Any:
     """Send one request, again with growing pauses where another try may succeed.
 
-    Tried again are connections that were refused or that broke off, be it in the middle of the reply, and the statuses
-    of `RETRIED_STATUSES`. Only a refused connection and statuses 429 and 499 mean that the server surely did not work
-    on the request; after the others it may have, and the work is then done twice: send nothing this way, with retries,
-    that must happen at most once. Not tried again are other error statuses, which would come back, timeouts, whose
-    work may still be under way, and replies that are no HTTP.
+    Tried again are connections that were refused or that broke off, be it in the middle of the reply, the statuses of
+    `RETRIED_STATUSES`, and what the router answers when the engine that had the request has died. Only a refused
+    connection and statuses 429 and 499 mean that the server surely did not work on the request; after the others it may
+    have, and the work is then done twice: send nothing this way, with retries, that must happen at most once. Not tried
+    again are other error statuses, which would come back, timeouts, whose work may still be under way, and replies that
+    are no HTTP.
 
     Returns:
         The reply, parsed where it is JSON, else its text.
@@ -115,7 +122,7 @@ async def send(
             if status < 400:
                 return _parse(text)
             problem = f"status {status}: {text[:_BODY_IN_ERROR]}"
-            worth_retrying = status in RETRIED_STATUSES
+            worth_retrying = status in RETRIED_STATUSES or (status == 500 and _error_code(text) in _LOST_ENGINE)
         except TimeoutError as error:
             raise RequestError(f"{method} {url}: no reply within {session.timeout.total} s") from error
         except (*_RETRIED_ERRORS, aiohttp.ClientError) as error:
@@ -170,6 +177,12 @@ def _session() -> aiohttp.ClientSession:
         )
         _sessions[loop] = session
     return session
+
+
+def _error_code(text: str) -> Any:
+    """The code in an error of the router's; None in any other text."""
+    error = reply.get("error") if isinstance(reply := _parse(text), dict) else None
+    return error.get("code") if isinstance(error, dict) else None
 
 
 def _parse(text: str) -> Any:

@@ -35,6 +35,7 @@ class DistributedPublisher(WeightPublisher):
         super().__init__(args, rank, engines)
         self._group: dist.ProcessGroup | None = None
         self._group_name = ""
+        self._members: list[EngineAddress] = []
 
     def _open(self) -> None:
         if self.rank != 0:
@@ -46,10 +47,11 @@ class DistributedPublisher(WeightPublisher):
         # The address at which the other trainers reach rank 0: the host may have others that the engines cannot reach.
         host = "127.0.0.1" if loopback else os.environ.get("MASTER_ADDR") or host_ip()
         reservation = PortReservation(host)
-        world_size = 1 + sum(engine.num_gpus for engine in self.engines)
+        self._members = self.living
+        world_size = 1 + sum(engine.num_gpus for engine in self._members)
         calls: dict[str, Any] = {}
         offset = 1
-        for engine, control in zip(self.engines, self.controls, strict=True):
+        for engine, control in zip(self._members, self.controls, strict=True):
             calls[engine.url] = lambda control=control, offset=offset: control.init_weights_update_group(
                 master_address=host,
                 master_port=reservation.port,
@@ -64,14 +66,19 @@ class DistributedPublisher(WeightPublisher):
             host, reservation.port, world_size, self._group_name, timedelta(seconds=self.timeout)
         )
         reservation.release()
+        remaining = max(1.0, self._deadline - time.monotonic())
         try:
-            self._group = call_all(calls, self.timeout, "joining the weight update group")["training rank 0"]
+            self._group = call_all(calls, remaining, "joining the weight update group")["training rank 0"]
         finally:
             reservation.close()
 
+    def _prepare(self, version: int) -> None:
+        if self._group is None or self._members != self.living:
+            # A member has died: nothing more can be done in this group.
+            self._abandon()
+            self._open()
+
     def _deliver(self, bucket: NamedTensors, staged: Any) -> None:
-        if self._group is None:
-            raise EngineError("push: the group was left after a failed update; connect again")
         # The engine lays the tensors out one after another without padding: larger element sizes first keeps every
         # one of them aligned.
         ordered = sorted(bucket, key=lambda named: -named[1].element_size())

@@ -28,8 +28,10 @@ class EngineAddress:
         return EngineControl(self.url, self.admin_key, self.generate_key, timeout)
 
 
-def call_all(calls: Mapping[str, Callable[[], _T]], timeout: float, phase: str) -> dict[str, _T]:
-    """Make calls at the same time; return as soon as all have returned or one has failed.
+def call_all(
+    calls: Mapping[str, Callable[[], _T]], timeout: float, phase: str, *, settle: bool = False
+) -> dict[str, _T]:
+    """Make calls at the same time; return when all have returned, or as soon as one has failed.
 
     A call that blocks for ever cannot be cut off in Python. It is left to a daemon thread, which, unlike one of an
     executor, does not keep this process from ending.
@@ -38,6 +40,8 @@ def call_all(calls: Mapping[str, Callable[[], _T]], timeout: float, phase: str) 
         calls: by the name under which an error mentions them.
         timeout: seconds for all of them.
         phase: what is being done, for the error.
+        settle: when one has failed, wait for the others as well, because they use what the caller then takes away. Not
+            for calls that wait for each other.
 
     Raises:
         EngineError: a call has raised one, or the deadline has passed; it names the phase and the calls.
@@ -54,18 +58,22 @@ def call_all(calls: Mapping[str, Callable[[], _T]], timeout: float, phase: str) 
     for name, call in calls.items():
         threading.Thread(target=run, args=(name, call), name=f"{phase}: {name}", daemon=True).start()
     returned: dict[str, _T] = {}
+    failures: dict[str, BaseException] = {}
     deadline = time.monotonic() + timeout
-    while len(returned) < len(calls):
+    while len(returned) + len(failures) < len(calls) and (settle or not failures):
         try:
             name, result = results.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
-            missing = ", ".join(name for name in calls if name not in returned)
-            raise EngineError(
-                f"{phase}: no answer within {timeout:.0f} s (--weight-update-timeout) from {missing}"
-            ) from None
-        if isinstance(result, EngineError):
-            raise EngineError(f"{phase}: {result}") from result
+            missing = ", ".join(name for name in calls if name not in {**returned, **failures})
+            late = EngineError(f"no answer within {timeout:.0f} s (--weight-update-timeout) from {missing}")
+            failures.setdefault(missing, late)
+            break
         if isinstance(result, BaseException):
-            raise result
-        returned[name] = result
+            failures[name] = result
+        else:
+            returned[name] = result
+    for failure in failures.values():
+        if isinstance(failure, EngineError):
+            raise EngineError(f"{phase}: {failure}") from failure
+        raise failure
     return returned

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import logging
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +15,6 @@ from slime.backends.sglang.client import EngineControl, EngineError
 from slime.weights.engines import EngineAddress, call_all
 from slime.weights.equality import EqualityCheck
 from slime.weights.hf_directory import NamedTensors
-
-_CONTINUE_TIMEOUT_S = 10.0
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -51,6 +46,8 @@ class WeightPublisher:
         self.args = args
         self.rank = rank
         self.engines = engines
+        self.living = engines
+        """Those that no `publish` was told to leave out."""
         self.timeout: float = args.weight_update_timeout
         self.controls: list[EngineControl] = [engine.control(self.timeout) for engine in engines] if rank == 0 else []
         self._version = -1
@@ -65,16 +62,18 @@ class WeightPublisher:
         self._deadline = time.monotonic() + self.timeout
         self._open()
 
-    def publish(self, version: int, buckets: Iterable[NamedTensors]) -> dict[str, float]:
+    def publish(self, version: int, buckets: Iterable[NamedTensors], gone: Collection[str] = ()) -> dict[str, float]:
         """Push weights; collective over the training ranks.
 
-        Whatever happens, the buckets are drained on every rank (their iterator holds collectives that other ranks wait
-        in) and engines that still answer are told to continue.
+        Whatever happens, the buckets are drained on every rank: their iterator holds collectives that other ranks wait
+        in. After a failure the engines stay paused, because their weights may be of two versions, and the same version
+        may be published again, from the first bucket on.
 
         Args:
             version: larger than any before.
             buckets: the same names and shapes on every rank, each a full tensor on this rank's device; a bucket is not
                 used after the next one has been asked for.
+            gone: the URLs of engines that have died: left out, now and later; the same on every rank.
 
         Returns:
             ``seconds`` in all, ``paused_seconds`` of them without generation, ``bytes`` to each engine.
@@ -84,8 +83,11 @@ class WeightPublisher:
             EngineError: it names engine, phase and version; on the ranks that took part in what failed, which is
                 rank 0 unless the buckets could not be made. The engines' weights are then undefined.
         """
-        if version <= self._version:
+        # The others do not know whether rank 0 has failed.
+        if self.rank == 0 and version <= self._version:
             raise ValueError(f"weight version {version} does not grow: {self._version} was published before")
+        self.living = [engine for engine in self.living if engine.url not in gone]
+        self.controls = [control for control in self.controls if control.url not in gone]
         start = time.monotonic()
         self._deadline = start + self.timeout
         update = _Update(version)
@@ -145,7 +147,9 @@ class WeightPublisher:
     ) -> dict[str, Any]:
         """``call`` on all engines at the same time, within what is left of the deadline; results by URL."""
         remaining = max(0.0, self._deadline - time.monotonic()) if timeout is None else timeout
-        return call_all({control.url: functools.partial(call, control) for control in self.controls}, remaining, phase)
+        calls = {control.url: functools.partial(call, control) for control in self.controls}
+        # Others may still be reading the buffer or the files that are given up after a failure.
+        return call_all(calls, remaining, phase, settle=True)
 
     def _attempt(self, step: Callable[[], None]) -> Exception | None:
         """Take a step of rank 0; what it raised. Other ranks skip it, and must hear of a failure only at the end."""
@@ -200,15 +204,8 @@ class WeightPublisher:
             return
         if update.check is not None:
             update.check.discard()
-        if failure is None:
-            return
-        self._abandon()
-        # Each for itself: a dead engine must not keep the others from going on.
-        for control in self.controls:
-            try:
-                control.continue_(timeout=_CONTINUE_TIMEOUT_S)
-            except EngineError as error:
-                logger.warning("after a failed weight update: %s", error)
+        if failure is not None:
+            self._abandon()
 
 
 def trainer_world_size() -> int:

@@ -87,6 +87,12 @@ class Router(Server):
         """
         self._wait_until(lambda: set(urls) <= self._healthy(), f"registered {', '.join(urls)}", timeout)
 
+    def remove(self, url: str) -> None:
+        """Deregister the engine at ``url``: no request goes there any more. One that is not registered is no error."""
+        for worker in self._workers():
+            if worker["url"] == url:
+                self._call("DELETE", f"/workers/{worker['id']}")
+
     def _answers(self) -> bool:
         try:
             self._workers()

@@ -1,0 +1,128 @@
+"""The engines of a run: who of them lives, calling those, and going on without one that has died."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from slime.ray.supervision import Deadline, RunError, Supervisor
+
+_TIME = "%Y-%m-%d %H:%M:%S"
+
+
+@dataclass(frozen=True)
+class _Death:
+    """When an engine died, and of what: phase, engine, status and the last lines of its log, as far as known."""
+
+    when: str
+    cause: str
+
+
+class Engines:
+    """The engines of a run, by rank. Until `survive` the death of any of them ends the run, from then on that of the
+    last one.
+
+    The slots of an engine that died stay empty. Its requests are tried again by whoever sent them.
+    """
+
+    def __init__(self, args: argparse.Namespace, supervisor: Supervisor) -> None:
+        self._args = args
+        self._supervisor = supervisor
+        self._actors: dict[int, Any] = {}
+        self._urls: dict[int, str] = {}
+        self._manager: Any = None
+        self._deaths: dict[int, _Death] = {}
+        self._told: set[int] = set()
+
+    def start(self, actors: list[Any]) -> dict[str, ray.ObjectRef]:
+        """Watch the engines and start their servers; the calls whose answers are their URLs."""
+        self._actors = dict(enumerate(actors))
+        starts = {}
+        for rank, actor in self._actors.items():
+            self._supervisor.watch(_name(rank), actor, self._survivor(rank))
+            starts[_name(rank)] = actor.start.remote()
+        return starts
+
+    def survive(self, urls: list[str], manager: Any) -> None:
+        """From now on go on without an engine that dies, as long as there is another.
+
+        Args:
+            urls: of all engines, by rank.
+            manager: the rollout manager, whose router then sends no more requests there.
+        """
+        self._urls, self._manager = dict(enumerate(urls)), manager
+
+    @property
+    def living(self) -> list[Any]:
+        """The actors of those that live."""
+        return [actor for rank, actor in self._actors.items() if rank not in self._deaths]
+
+    def metrics(self) -> dict[str, float]:
+        """How many live, in a run that has engines."""
+        return {"rollout/engines_alive": float(len(self.living))} if self._actors else {}
+
+    def call(self, phase: str, method: str, limit: Deadline, *values: Any) -> list[Any]:
+        """The answers of all that live when the call is over."""
+        calls = {
+            _name(rank): getattr(actor, method).remote(*values)
+            for rank, actor in self._actors.items()
+            if rank not in self._deaths
+        }
+        return self._supervisor.wait(calls, phase, limit)
+
+    def push(self, version: int, publish: Callable[[list[str]], dict[str, float]]) -> dict[str, float]:
+        """Push weights to those that live, and say once of each other that it was skipped.
+
+        A push during which an engine dies leaves the others paused, with weights of two versions: it is made again as a
+        whole, without that engine.
+
+        Args:
+            publish: pushes to all engines but those of these URLs.
+
+        Raises:
+            RunError: the push failed although no engine died, or none is left.
+        """
+        while True:
+            alive = len(self.living)
+            for rank, death in self._deaths.items():
+                if rank not in self._told:
+                    _warn(f"push of version {version}: skipped {_name(rank)}, which died at {death.when}")
+            self._told |= self._deaths.keys()
+            try:
+                return publish([self._urls[rank] for rank in self._deaths])
+            except RunError:
+                if len(self.living) in (0, alive):
+                    raise
+
+    def _survivor(self, rank: int) -> Callable[[str, str], None]:
+        return lambda phase, cause: self._go_on_without(rank, phase, cause)
+
+    def _go_on_without(self, rank: int, phase: str, cause: str) -> None:
+        if self._manager is None or len(self._actors) == 1:
+            raise RunError(cause)
+        self._deaths[rank] = _Death(time.strftime(_TIME), cause)
+        if not self.living:
+            causes = "\n".join(f"{_name(r)} died at {death.when}: {death.cause}" for r, death in self._deaths.items())
+            raise RunError(f"{phase}: no engine is left, {' and '.join(map(_name, self._deaths))} died\n{causes}")
+        # It owns the server's supervisor, which ends what is left of the tree when its owner goes.
+        ray.kill(self._actors[rank])
+        removed = self._manager.remove_engine.remote(self._urls[rank])
+        self._supervisor.expect("the rollout manager", removed, f"deregister {_name(rank)}")
+        _warn(
+            f"{cause.splitlines()[0]}; going on with {len(self.living)} of {len(self._actors)} engines, which get its "
+            f"requests (log: {self._args.run_dir}/logs/engine_{rank}.log)"
+        )
+
+
+def _name(rank: int) -> str:
+    return f"engine {rank}"
+
+
+def _warn(text: str) -> None:
+    print(f"{sys.argv[0].rsplit('/', 1)[-1]}: warning: {text}", file=sys.stderr, flush=True)
