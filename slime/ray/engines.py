@@ -14,6 +14,8 @@ import ray
 from slime.ray.supervision import Deadline, RunError, Supervisor
 
 _TIME = "%Y-%m-%d %H:%M:%S"
+_HEAD_LINES, _LOG_LINES = 2, 15
+"""Of each engine's end, in the error of a run that has lost all of them."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,9 @@ class Engines:
     def _go_on_without(self, rank: int, phase: str, cause: str) -> None:
         if self._manager is None or len(self._actors) == 1:
             raise RunError(cause)
-        self._deaths[rank] = _Death(time.strftime(_TIME), cause)
+        lines = cause.splitlines()
+        kept = [*lines[:_HEAD_LINES], *lines[_HEAD_LINES:][-_LOG_LINES:]]
+        self._deaths[rank] = _Death(time.strftime(_TIME), "\n".join(kept))
         if not self.living:
             causes = "\n".join(f"{_name(r)} died at {death.when}: {death.cause}" for r, death in self._deaths.items())
             raise RunError(f"{phase}: no engine is left, {' and '.join(map(_name, self._deaths))} died\n{causes}")
@@ -115,7 +119,7 @@ class Engines:
         removed = self._manager.remove_engine.remote(self._urls[rank])
         self._supervisor.expect("the rollout manager", removed, f"deregister {_name(rank)}")
         _warn(
-            f"{cause.splitlines()[0]}; going on with {len(self.living)} of {len(self._actors)} engines, which get its "
+            f"{lines[0]}; going on with {len(self.living)} of {len(self._actors)} engines, which get its "
             f"requests (log: {self._args.run_dir}/logs/engine_{rank}.log)"
         )
 

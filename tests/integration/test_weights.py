@@ -13,15 +13,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import requests
 import torch
 from transformers import AutoModelForCausalLM
 
 from slime.backends.sglang.client import EngineError
+from slime.backends.sglang.engine import Engine
 from slime.weights import EngineAddress, make_publisher
 from slime.weights.hf_directory import NamedTensors
 from slime.weights.publisher import WeightPublisher
+from slime.weights.tensor import TensorPublisher
 from tests.integration.tiny import KEYS, Service, log_probs_of, processes_of, random_weights
 
 NUM_GPUS = 0
@@ -67,9 +70,13 @@ def publish(service: Service) -> Iterator[Any]:
     """Make, connect and publish; every publisher is closed afterwards."""
     made: list[WeightPublisher] = []
 
-    def make(transport: str, **changes: Any) -> WeightPublisher:
+    def make(transport: str, *others: EngineAddress, **changes: Any) -> WeightPublisher:
         args = argparse.Namespace(**(vars(service.args) | {"update_weight_transport": transport} | changes))
-        publisher = make_publisher(args, 0, [service.address])
+        publisher = make_publisher(args, 0, [service.address, *others])
+        if isinstance(publisher, TensorPublisher) and others:
+            stage, publisher._slots = publisher._stage, 1
+            # Without GPUs any server can read rank 0's buffer: it stands in for a rank beside each engine.
+            publisher._stage = lambda bucket: stage(bucket) * 2  # type: ignore[method-assign]
         made.append(publisher)
         publisher.connect()
         return publisher
@@ -77,6 +84,7 @@ def publish(service: Service) -> Iterator[Any]:
     yield make
     for publisher in made:
         publisher.close()
+    service.control.continue_()  # a push that failed leaves it paused
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -211,6 +219,47 @@ def test_a_dead_engine_is_an_error_at_once(service: Service, transport: str) -> 
             connect_and_publish(publisher)
         assert time.monotonic() - started < 20
         publisher.close()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_push_in_which_an_engine_dies_is_made_again_without_it(
+    service: Service, tiny_model_dir: Path, tmp_path: Path, publish: Any, transport: str
+) -> None:
+    other = Engine(service.args, 1, "127.0.0.1", KEYS, tmp_path / "engine_1.log", None)
+    try:
+        other.start()
+        publisher = publish(transport, EngineAddress(other.url, 1, *KEYS))
+        before, model = (random_weights(tiny_model_dir, random.randrange(1 << 30)) for _ in range(2))
+        publisher.publish(first := next(_versions), buckets_of(before))
+        assert engine_log_prob_error(service, before) < 1e-4
+        assert other.control(10).weight_version() == str(first)
+
+        def deadly() -> Iterator[NamedTensors]:
+            for index, bucket in enumerate(buckets_of(model)):
+                if index == 2:
+                    assert other._process is not None
+                    (server,) = psutil.Process(other._process.pid).children()
+                    server.kill()
+                yield bucket
+
+        version = next(_versions)
+        with pytest.raises(EngineError, match=rf"weight update to version {version} "):
+            publisher.publish(version, deadly())
+        assert service.control.weight_version() == str(first)
+        half = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 1}}
+        headers = {"Authorization": f"Bearer {KEYS[0]}"}
+        with pytest.raises(requests.ReadTimeout):
+            requests.post(f"{service.engine.url}/generate", json=half, headers=headers, timeout=3)
+        started = time.monotonic()
+        publisher.publish(version, buckets_of(model), gone=[other.url])
+        print(f"{transport}: the second push took {time.monotonic() - started:.1f} s")
+        assert service.control.weight_version() == str(version)
+        assert engine_log_prob_error(service, model) < 1e-4
+        publisher.publish(next(_versions), buckets_of(before), gone=[other.url])
+        assert engine_log_prob_error(service, before) < 1e-4
+    finally:
+        other.stop()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -69,6 +69,18 @@ def test_a_server_that_did_not_work_is_asked_again(status: int) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("code", http_utils._LOST_ENGINE)
+def test_a_request_whose_engine_died_is_sent_again(code: str) -> None:
+    async def scenario() -> None:
+        lost = {"error": {"type": "Internal Server Error", "code": code, "message": "error sending request"}}
+        handler, seen = answers((500, lost), (200, {"text": "done"}))
+        async with serving(handler) as url:
+            assert await post(f"{url}/generate", {}) == {"text": "done"}
+        assert len(seen) == 2
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("status", [400, 401, 404, 413, 500])
 def test_other_errors_are_final_and_say_what_came_back(status: int) -> None:
     async def scenario() -> None:

@@ -162,7 +162,7 @@ def failure_of(error: Exception, phase: str) -> RunError:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ray, "get", fail)
         with pytest.raises(RunError) as raised:
-            Supervisor()._raise_failure(object(), "the rollout manager", phase)
+            raise Supervisor()._failure(supervision._error_of(object()), "the rollout manager", phase)
     return raised.value
 
 

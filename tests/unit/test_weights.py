@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import threading
@@ -20,8 +21,9 @@ from slime.utils.hf_writer import HFWriter, NamedTensors
 from slime.weights import disk, distributed
 from slime.weights.disk import DiskPublisher
 from slime.weights.distributed import DistributedPublisher
-from slime.weights.engines import EngineAddress
+from slime.weights.engines import EngineAddress, call_all
 from slime.weights.hf_directory import weights_directory
+from slime.weights.tensor import TensorPublisher
 
 NUM_GPUS = 0
 
@@ -119,6 +121,99 @@ def publisher(origin: Path, tmp_path: Path) -> DiskPublisher:
     publisher = DiskPublisher(args, 0, [])
     publisher.controls = [FakeControl()]  # type: ignore[list-item]
     return publisher
+
+
+class Dying(FakeControl):
+    """An engine that notes the order of its calls and dies in the one it is told."""
+
+    def __init__(self, url: str, dies_in: str = "") -> None:
+        super().__init__()
+        self.url = url
+        self.calls: list[str] = []
+        self._dies_in = dies_in
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("_") or name in ("url", "calls", "version", "loaded", "refuses", "weight_version"):
+            return object.__getattribute__(self, name)
+
+        def call(*args: Any, **kwargs: Any) -> None:
+            self.calls.append(name)
+            if name == self._dies_in:
+                raise EngineError(f"engine {self.url}: connection reset")
+            if name == "set_weight_version":
+                self.version = args[0]
+
+        return call
+
+
+_WHOLE = ["pause", "flush_cache", "begin_weight_update", *["update_weights_from_tensor"] * 2]
+_WHOLE += ["end_weight_update", "set_weight_version", "continue_"]
+
+
+@pytest.mark.parametrize("phase", ["pause", "update_weights_from_tensor", "set_weight_version", "continue_"])
+def test_a_push_that_loses_an_engine_is_made_again_as_a_whole(phase: str, tmp_path: Path) -> None:
+    args = Namespace(
+        run_dir=str(tmp_path), check_weight_update_equal=False, asynchronous=False, weight_update_timeout=10.0
+    )
+    engines = [EngineAddress(f"http://e{rank}", 1 + rank) for rank in range(3)]
+    publisher = TensorPublisher(args, 0, engines)
+    controls = [Dying("http://e0"), Dying("http://e1", dies_in=phase), Dying("http://e2")]
+    publisher.controls = list(controls)  # type: ignore[arg-type]
+    staged: list[str] = []
+
+    def stage(bucket: NamedTensors) -> list[str]:
+        staged.append(bucket[0][0])
+        return [f"{bucket[0][0]} of slot {slot}" for slot in range(6)]
+
+    publisher._stage = stage  # type: ignore[method-assign,assignment]
+    buckets = [[("a", torch.ones(2))], [("b", torch.ones(2))]]
+    with pytest.raises(EngineError, match=r"weight update to version 1 .*http://e1: connection reset"):
+        publisher.publish(1, buckets)
+    assert staged == ["a", "b"], "other ranks wait in the collectives of every bucket"
+    survivors = [controls[0], controls[2]]
+    for control in survivors:
+        assert phase == "continue_" or "continue_" not in control.calls, "half of a version would generate"
+        control.calls.clear()
+    dead = list(controls[1].calls)
+    publisher.publish(1, buckets, gone=["http://e1"])
+    publisher.publish(2, buckets, gone=["http://e1"])
+    for control in survivors:
+        assert control.calls == _WHOLE * 2
+        assert control.version == "2"
+    assert controls[1].calls == dead
+
+
+def test_payloads_keep_to_their_slots_when_an_engine_before_them_is_gone() -> None:
+    args = Namespace(weight_update_timeout=10.0)
+    publisher = TensorPublisher(args, 0, [EngineAddress(f"http://e{rank}", 2) for rank in range(3)])
+    got: dict[str, Any] = {}
+    publisher.controls = [  # type: ignore[assignment]
+        Namespace(url=f"http://e{r}", update_weights_from_tensor=functools.partial(got.setdefault, r)) for r in (0, 2)
+    ]
+    publisher._deadline = time.monotonic() + 10
+    publisher._deliver([], [f"slot {slot}" for slot in range(6)])
+    assert got == {0: ["slot 0", "slot 1"], 2: ["slot 4", "slot 5"]}
+
+
+def test_others_are_waited_for_before_what_they_read_is_given_up() -> None:
+    ended: list[str] = []
+
+    def slow() -> None:
+        time.sleep(0.3)
+        ended.append("slow")
+
+    def dies() -> None:
+        raise EngineError("connection reset")
+
+    with pytest.raises(EngineError, match="push: connection reset"):
+        call_all({"slow": slow, "dies": dies}, 10, "push", settle=True)
+    assert ended == ["slow"]
+    started = time.monotonic()
+    with pytest.raises(EngineError, match="push: connection reset"):
+        call_all({"hangs": lambda: time.sleep(5), "dies": dies}, 0.3, "push", settle=True)
+    with pytest.raises(EngineError, match="push: connection reset"):
+        call_all({"hangs": lambda: time.sleep(5), "dies": dies}, 10, "push")
+    assert time.monotonic() - started < 4
 
 
 def versions(tmp_path: Path) -> list[str]:
@@ -247,3 +342,45 @@ def test_a_broadcast_that_waits_for_the_engine_is_no_deadlock(monkeypatch: pytes
     publisher._deadline = time.monotonic() + 10
     publisher._deliver([("weight", torch.ones(3))], None)
     assert sent == [True]
+
+
+def test_a_group_with_a_dead_member_is_left_and_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Member(Dying):
+        def __getattribute__(self, name: str) -> Any:
+            if name == "init_weights_update_group":
+                return lambda **group: joined.append((self.url, group["rank_offset"], group["world_size"]))
+            return super().__getattribute__(name)
+
+    class Group:
+        def abort(self) -> None:
+            left.append(self)
+
+    joined: list[tuple[str, int, int]] = []
+    left: list[Any] = []
+    monkeypatch.setattr(distributed, "join_as_sender", lambda *_: Group())
+    monkeypatch.setattr(distributed.dist, "destroy_process_group", lambda group: None)
+    args = Namespace(weight_update_timeout=10.0, check_weight_update_equal=False, asynchronous=False)
+    publisher = DistributedPublisher(args, 0, [EngineAddress(f"http://127.0.0.{r}:1", 1 + r) for r in range(3)])
+    publisher.controls = [Member(engine.url) for engine in publisher.engines]  # type: ignore[misc]
+    monkeypatch.setattr(publisher, "_send", lambda flat, timeout: None)
+    publisher.connect()
+    assert sorted(joined) == [("http://127.0.0.0:1", 1, 7), ("http://127.0.0.1:1", 2, 7), ("http://127.0.0.2:1", 4, 7)]
+    joined.clear()
+    publisher.publish(1, [[("a", torch.ones(2))]])
+    assert (joined, left) == ([], [])
+    for version in (2, 3):
+        publisher.publish(version, [[("a", torch.ones(2))]], gone=["http://127.0.0.1:1"])
+    assert sorted(joined) == [("http://127.0.0.0:1", 1, 5), ("http://127.0.0.2:1", 2, 5)]
+    assert len(left) == 1
+
+    def breaks(flat: torch.Tensor, timeout: timedelta) -> None:
+        raise RuntimeError("connection closed by peer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(publisher, "_send", breaks)
+        with pytest.raises(EngineError, match="closed by peer"):
+            publisher.publish(4, [[("a", torch.ones(2))]], gone=["http://127.0.0.1:1"])
+    assert len(left) == 2, "the survivors may hang in the broadcast"
+    joined.clear()
+    publisher.publish(4, [[("a", torch.ones(2))]], gone=["http://127.0.0.1:1", "http://127.0.0.2:1"])
+    assert joined == [("http://127.0.0.0:1", 1, 2)]

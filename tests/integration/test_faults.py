@@ -1,0 +1,207 @@
+"""Runs of two engines, one of which is killed: they go on with the other, and end with the cause when that dies too."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from aiohttp import web
+
+from slime.backends.sglang.client import GenerateClient
+from slime.backends.sglang.router import Router
+from slime.utils.types import Sample
+from tests.integration.harness import TrainProcess, read_metrics, series
+from tests.integration.test_train import RUN_S, Value, flags, make_workspace
+from tests.integration.test_train_async import assert_every_prompt_once, samples_of
+from tests.integration.tiny import KEYS, engine_args
+
+NUM_GPUS = 0
+pytestmark = pytest.mark.integration
+
+_SERVER = re.compile(r"Started server process \[(\d+)\]")
+_SLOTS: dict[str, dict[str, Value]] = {
+    "disaggregated": {"colocate": None, "actor_num_gpus_per_node": 1, "rollout_num_gpus": 2},
+    "colocated": {"actor_num_gpus_per_node": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_workspace(tmp_path_factory.mktemp("faults"))
+
+
+def long_flags(workspace: Path, run_dir: Path, slots: str, **changes: Value) -> list[str]:
+    """Rollouts of some seconds, of which both engines get requests."""
+    values: dict[str, Value] = {
+        "rollout_max_response_len": 320,
+        "max_tokens_per_gpu": 1024,
+        "router_policy": "round_robin",
+        "save_debug_rollout_data": str(run_dir / "samples_{rollout_id}.pt"),
+        **_SLOTS[slots],
+    }
+    return flags(workspace, run_dir, **(values | changes))
+
+
+def kill_server(run_dir: Path, rank: int) -> list[psutil.Process]:
+    """Kill the server of an engine, whose id its log tells; it, its tree, and its owners up to the engine's actor."""
+    found = _SERVER.search(log_of(run_dir, rank))
+    assert found
+    server = psutil.Process(int(found[1]))
+    supervisor, actor, *_ = server.parents()
+    assert "ray::EngineActor" in " ".join(actor.cmdline())
+    tree = [actor, supervisor, server, *server.children(recursive=True)]
+    server.kill()
+    return tree
+
+
+def server_is_busy(run_dir: Path, rank: int, since: int) -> bool:
+    """Whether the engine's log shows running requests after its first ``since`` bytes."""
+    return bool(re.search(r"#running-req: [1-9]", log_of(run_dir, rank)[since:]))
+
+
+def log_of(run_dir: Path, rank: int) -> str:
+    return (run_dir / "logs" / f"engine_{rank}.log").read_text()
+
+
+def kill_mid_rollout(process: TrainProcess, run_dir: Path, rank: int) -> list[psutil.Process]:
+    """`kill_server` while it works on a rollout that begins after this call."""
+    since = len(log_of(run_dir, rank))
+    process.wait_until(lambda: server_is_busy(run_dir, rank, since), RUN_S, "a request on the engine", 0.05)
+    return kill_server(run_dir, rank)
+
+
+def assert_nothing_lost_or_twice(run_dir: Path, num_rollout: int) -> None:
+    assert_every_prompt_once(run_dir, num_rollout)
+    samples: list[Sample] = [s for rollout_id in range(num_rollout) for s in samples_of(run_dir, rollout_id)]
+    assert len({sample.index for sample in samples}) == len(samples) == 16 * num_rollout
+    lines = [line for line in read_metrics(run_dir) if "rollout/prompts_read" in line]
+    for line in lines:
+        parts = [line[f"rollout/prompts_{part}"] for part in ("trained", "dropped", "buffered", "in_flight")]
+        assert line["rollout/prompts_read"] == sum(parts)
+    assert lines[num_rollout - 1]["rollout/prompts_trained"] == 4 * num_rollout
+
+
+def warnings_of(log: Path) -> list[str]:
+    return [
+        line for line in log.read_text().splitlines() if line.startswith("train.py: warning: ") and "engine" in line
+    ]
+
+
+def assert_went_on_without(log: Path, run_dir: Path, rank: int) -> None:
+    died, skipped = warnings_of(log)
+    assert re.search(rf"rollout \d+: engine {rank} failed .* ended with status 137 \(signal 9\)", died)
+    assert "going on with 1 of 2 engines" in died
+    assert f"engine_{rank}.log" in died
+    assert re.search(
+        rf"push of version \d+: skipped engine {rank}, which died at 2\d\d\d-\d\d-\d\d \d\d:\d\d:\d\d", skipped
+    )
+    alive = series(run_dir, "rollout/engines_alive")
+    assert alive[0] == 2
+    assert alive[-1] == 1
+    # The other's tokens are of the newest weights, which the trainer's own log-probs show.
+    assert max(series(run_dir, "train/train_rollout_logprob_abs_diff")) < 1e-4
+
+
+def test_requests_of_an_engine_that_dies_are_sent_to_the_other(tmp_path: Path) -> None:
+    """The real router, with stand-ins for the engines: one breaks off the connections that it has, and is gone."""
+
+    async def scenario() -> None:
+        async def serve(handler: Any) -> tuple[web.AppRunner, str]:
+            app = web.Application()
+            app.router.add_post("/generate", handler)
+            app.router.add_get("/{path:.*}", healthy)
+            runner = web.AppRunner(app)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+        async def healthy(request: web.Request) -> web.StreamResponse:
+            return web.json_response({"model_path": "m"})
+
+        async def lives(request: web.Request) -> web.StreamResponse:
+            return web.json_response({"text": "", "meta_info": {"by": "the other"}})
+
+        async def dies(request: web.Request) -> web.StreamResponse:
+            on_it.append(request)
+            await asyncio.sleep(0.5)
+            for broken in on_it:
+                if broken.transport is not None:
+                    broken.transport.abort()
+            for site in list(doomed.sites):
+                await site.stop()
+            return web.Response()
+
+        on_it: list[web.Request] = []
+        (living, url), (doomed, doomed_url) = await serve(lives), await serve(dies)
+        router = Router(engine_args(tmp_path, tmp_path), "127.0.0.1", KEYS, tmp_path / "router.log")
+        client = None
+        try:
+            await asyncio.to_thread(router.start)
+            for each in (url, doomed_url):
+                await asyncio.to_thread(router.add, each)
+            await asyncio.to_thread(router.wait_registered, [url, doomed_url], 30)
+            client = GenerateClient(router.url, KEYS[0], max_connections=64, request_timeout=60, retries=30)
+            calls = [asyncio.ensure_future(client.generate([i] * 9, {"max_new_tokens": 3})) for i in range(40)]
+            while not on_it:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(2)
+            assert not all(call.done() for call in calls), "the router sends to it until it is removed"
+            for _ in range(2):
+                await asyncio.to_thread(router.remove, doomed_url)
+            replies = await asyncio.wait_for(asyncio.gather(*calls), 30)
+            assert [reply["meta_info"]["by"] for reply in replies] == ["the other"] * 40
+        finally:
+            if client is not None:
+                await client.close()
+            await asyncio.to_thread(router.stop)
+            await living.cleanup()
+            await doomed.cleanup()
+
+    asyncio.run(scenario())
+
+
+def test_a_run_goes_on_with_one_engine_and_ends_without_any(workspace: Path) -> None:
+    run_dir, log = workspace / "both_die", workspace / "both_die.log"
+    line = long_flags(workspace, run_dir, "disaggregated", num_rollout=100, save=str(run_dir), save_interval=1)
+    with TrainProcess(line, log) as process:
+        process.wait_until(lambda: series(run_dir, "train/loss"), RUN_S, "the first training step")
+        kill_mid_rollout(process, run_dir, 1)
+        steps = len(series(run_dir, "train/loss"))
+        process.wait_until(lambda: len(series(run_dir, "train/loss")) >= steps + 2, RUN_S, "two more steps")
+        assert_went_on_without(log, run_dir, 1)
+        kill_mid_rollout(process, run_dir, 0)
+        assert process.wait(60) == 1, process.tail()
+        process.assert_no_process_left()
+    (error,) = [text for text in log.read_text().splitlines() if text.startswith("train.py: error:")]
+    assert "no engine is left, engine 1 and engine 0 died" in error
+    for rank in (0, 1):
+        assert re.search(
+            rf"\nengine {rank} died at .*ended with status 137 \(signal 9\)\nlast lines of .*engine_{rank}.log",
+            log.read_text(),
+        )
+    checkpoints = list(run_dir.glob("iter_*"))
+    assert checkpoints
+    assert all((path / ".metadata").exists() and (path / "rollout_state.pt").exists() for path in checkpoints)
+    assert_nothing_lost_or_twice(run_dir, steps + 2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("slots", _SLOTS)
+def test_a_run_that_loses_an_engine_finishes(workspace: Path, slots: str) -> None:
+    num_rollout, run_dir, log = 5, workspace / slots, workspace / f"{slots}.log"
+    changes: dict[str, Value] = {"num_rollout": num_rollout, "check_weight_update_equal": True, "eval_interval": 2}
+    line = long_flags(workspace, run_dir, slots, eval_prompt_data=["add", str(workspace / "eval.jsonl")], **changes)
+    with TrainProcess(line, log) as process:
+        process.wait_until(lambda: series(run_dir, "train/loss"), RUN_S, "the first training step")
+        tree = kill_mid_rollout(process, run_dir, 0)
+        process.wait_until(lambda: len(warnings_of(log)) == 2, RUN_S, "the push that skips the engine")
+        assert not psutil.wait_procs(tree, timeout=20)[1], "its actor, and all below"
+        assert process.wait(RUN_S) == 0, process.tail()
+        process.assert_no_process_left()
+    assert_went_on_without(log, run_dir, 0)
+    assert len(series(run_dir, "train/loss")) == num_rollout
+    assert_nothing_lost_or_twice(run_dir, num_rollout)
