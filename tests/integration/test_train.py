@@ -368,15 +368,8 @@ def assert_death_ends_the_run(
     assert any(run_dir.glob(".iter_*.tmp")) or not while_saving, "killed too late to show anything"
 
 
-@pytest.mark.parametrize(
-    "victim",
-    [
-        "engine_server",
-        pytest.param("manager", marks=pytest.mark.full),
-        pytest.param("engine_actor", marks=pytest.mark.full),
-        pytest.param("trainer", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("victim", ["engine_server", "manager", "engine_actor", "trainer"])
 def test_death_of_a_process_ends_the_run_with_its_name(workspace: Path, victim: str) -> None:
     assert_death_ends_the_run(workspace, victim)
 
