@@ -23,7 +23,7 @@ from slime.weights.engines import EngineAddress, call_all
 from slime.weights.hf_directory import NamedTensors
 from slime.weights.publisher import WeightPublisher
 
-_LEAVE_TIMEOUT_S = 5.0
+_LEAVE_TIMEOUT_S, _CLOSE_S = 5.0, 6.0
 _BLAME_S = 3.0
 _group_numbers = itertools.count()
 
@@ -126,9 +126,10 @@ class DistributedPublisher(WeightPublisher):
         """Have the engines leave, those that still answer; the group that this side has yet to leave."""
         group, self._group = self._group, None
         if group is not None:
-            for control in self.controls:
-                with contextlib.suppress(EngineError):
-                    control.destroy_weights_update_group(self._group_name, timeout=_LEAVE_TIMEOUT_S)
+            with contextlib.suppress(EngineError):
+                self.each_engine(
+                    "leave", lambda c: c.destroy_weights_update_group(self._group_name, _LEAVE_TIMEOUT_S), _CLOSE_S
+                )
         return group
 
 

@@ -26,6 +26,7 @@ _SERVER = re.compile(r"Started server process \[(\d+)\]")
 _SLOTS: dict[str, dict[str, Value]] = {
     "disaggregated": {"colocate": None, "actor_num_gpus_per_node": 1, "rollout_num_gpus": 2},
     "colocated": {"actor_num_gpus_per_node": 2},
+    "asynchronous": {"colocate": None, "actor_num_gpus_per_node": 1, "rollout_num_gpus": 2, "use_tis": True},
 }
 
 
@@ -87,13 +88,14 @@ def assert_nothing_lost_or_twice(run_dir: Path, num_rollout: int) -> None:
 
 def warnings_of(log: Path) -> list[str]:
     return [
-        line for line in log.read_text().splitlines() if line.startswith("train.py: warning: ") and "engine" in line
+        line for line in log.read_text().splitlines() if re.match(r"train(_async)?\.py: warning: .*engine \d", line)
     ]
 
 
 def assert_went_on_without(log: Path, run_dir: Path, rank: int) -> None:
     died, skipped = warnings_of(log)
-    assert re.search(rf"rollout \d+: engine {rank} failed .* ended with status 137 \(signal 9\)", died)
+    # The phase is the driver's: a rollout may end, its requests tried again, before the death is known.
+    assert re.search(rf": engine {rank} failed .* ended with status 137 \(signal 9\)", died)
     assert "going on with 1 of 2 engines" in died
     assert f"engine_{rank}.log" in died
     assert re.search(
@@ -102,8 +104,6 @@ def assert_went_on_without(log: Path, run_dir: Path, rank: int) -> None:
     alive = series(run_dir, "rollout/engines_alive")
     assert alive[0] == 2
     assert alive[-1] == 1
-    # The other's tokens are of the newest weights, which the trainer's own log-probs show.
-    assert max(series(run_dir, "train/train_rollout_logprob_abs_diff")) < 1e-4
 
 
 def test_requests_of_an_engine_that_dies_are_sent_to_the_other(tmp_path: Path) -> None:
@@ -173,6 +173,7 @@ def test_a_run_goes_on_with_one_engine_and_ends_without_any(workspace: Path) -> 
         steps = len(series(run_dir, "train/loss"))
         process.wait_until(lambda: len(series(run_dir, "train/loss")) >= steps + 2, RUN_S, "two more steps")
         assert_went_on_without(log, run_dir, 1)
+        assert max(series(run_dir, "train/train_rollout_logprob_abs_diff")) < 1e-4
         kill_mid_rollout(process, run_dir, 0)
         assert process.wait(60) == 1, process.tail()
         process.assert_no_process_left()
@@ -195,7 +196,8 @@ def test_a_run_that_loses_an_engine_finishes(workspace: Path, slots: str) -> Non
     num_rollout, run_dir, log = 5, workspace / slots, workspace / f"{slots}.log"
     changes: dict[str, Value] = {"num_rollout": num_rollout, "check_weight_update_equal": True, "eval_interval": 2}
     line = long_flags(workspace, run_dir, slots, eval_prompt_data=["add", str(workspace / "eval.jsonl")], **changes)
-    with TrainProcess(line, log) as process:
+    driver = "train_async.py" if slots == "asynchronous" else "train.py"
+    with TrainProcess(line, log, driver=driver) as process:
         process.wait_until(lambda: series(run_dir, "train/loss"), RUN_S, "the first training step")
         tree = kill_mid_rollout(process, run_dir, 0)
         process.wait_until(lambda: len(warnings_of(log)) == 2, RUN_S, "the push that skips the engine")
@@ -204,4 +206,7 @@ def test_a_run_that_loses_an_engine_finishes(workspace: Path, slots: str) -> Non
         process.assert_no_process_left()
     assert_went_on_without(log, run_dir, 0)
     assert len(series(run_dir, "train/loss")) == num_rollout
+    if slots != "asynchronous":
+        # The other's tokens are of the newest weights, which the trainer's own log-probs show.
+        assert max(series(run_dir, "train/train_rollout_logprob_abs_diff")) < 1e-4
     assert_nothing_lost_or_twice(run_dir, num_rollout)
