@@ -14,7 +14,7 @@ from slime.backends.sglang.router import Router
 from slime.options.rollout import DEFAULT_ROLLOUT
 from slime.options.validate import check_schedule
 from slime.ray.cluster import enter_actor
-from slime.rollout.abort import register_engines
+from slime.rollout.abort import forget_engine, register_engines
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, flatten_samples
 from slime.rollout.data_source import DataSource, RolloutDataSource
 from slime.rollout.debug_data import check_recorded, load_samples, save_samples
@@ -105,6 +105,7 @@ class RolloutManager:
         """Send nothing more to an engine that has died; rollouts that begin later have fewer requests in flight."""
         if self._router is not None:
             self._router.remove(url)
+        forget_engine(url)
         self._args.num_engines -= 1
 
     @ray.method(concurrency_group="watch")

@@ -32,7 +32,8 @@ async def abort_requests(rids: Iterable[str] | None) -> bool:
     An engine that does not answer has died or is stuck, which its supervisor says better.
     """
     bodies: list[dict[str, object]] = [{"abort_all": True}] if rids is None else [{"rid": rid} for rid in rids]
-    await asyncio.gather(*(_abort(url, key, body) for url, key in _engines.items() for body in bodies))
+    engines = list(_engines.items())  # another thread may forget one meanwhile
+    await asyncio.gather(*(_abort(url, key, body) for url, key in engines for body in bodies))
     return bool(_engines)
 
 

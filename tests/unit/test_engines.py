@@ -13,7 +13,10 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from slime.backends.sglang.client import EngineError
 from slime.ray.engines import Engines
+from slime.ray.rollout_manager import RolloutManager
 from slime.ray.supervision import Deadline, RunError, Supervisor
+from slime.rollout import abort
+from slime.rollout.state import concurrency
 
 NUM_GPUS = 0
 
@@ -223,6 +226,20 @@ def test_other_deaths_end_the_run(kill: Callable[[Cluster], None], serving: bool
     kill(cluster)
     with pytest.raises(RunError, match=f"rollout 3: {cause}"):
         cluster.supervisor.wait({"the rollout manager": Ref()}, "rollout 3", _LIMIT)  # type: ignore[dict-item]
+
+
+def test_the_data_side_forgets_an_engine() -> None:
+    manager, removed = object.__new__(RolloutManager), []
+    manager._args = Namespace(num_engines=2, sglang_server_concurrency=8)
+    manager._router = Namespace(remove=removed.append)  # type: ignore[assignment]
+    abort.register_engines(["http://e0", "http://e1"], None)
+    try:
+        manager.remove_engine("http://e1")
+        assert list(abort._engines) == ["http://e0"]
+    finally:
+        abort.register_engines([], None)
+    assert removed == ["http://e1"]
+    assert concurrency(manager._args) == 8
 
 
 def test_the_death_of_the_only_engine_is_told_as_it_is() -> None:
