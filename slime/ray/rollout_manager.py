@@ -103,8 +103,7 @@ class RolloutManager:
 
     def remove_engine(self, url: str) -> None:
         """Send nothing more to an engine that has died; rollouts that begin later have fewer requests in flight."""
-        if self._router is not None:
-            self._router.remove(url)
+        self._routers[ACTOR].remove(url)
         forget_engine(url)
         self._args.num_engines -= 1
 
