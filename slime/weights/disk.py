@@ -40,7 +40,7 @@ class DiskPublisher(WeightPublisher):
         assert self._writer is not None
         directory = self._written = self._writer.commit()
         if (path := self.args.custom_update_weight_post_write_path) is not None:
-            values = {"args": self.args, "version_dir": str(directory), "rollout_engines": self.engines}
+            values = {"args": self.args, "version_dir": str(directory), "rollout_engines": self.living}
             call_user_function("--custom-update-weight-post-write-path", path, values)
 
     def _complete(self, version: int) -> None:

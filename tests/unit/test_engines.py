@@ -16,6 +16,7 @@ from slime.ray.engines import Engines
 from slime.ray.rollout_manager import RolloutManager
 from slime.ray.supervision import Deadline, RunError, Supervisor
 from slime.rollout import abort
+from slime.rollout.model_urls import ACTOR, REWARD
 from slime.rollout.state import concurrency
 
 NUM_GPUS = 0
@@ -231,7 +232,8 @@ def test_other_deaths_end_the_run(kill: Callable[[Cluster], None], serving: bool
 def test_the_data_side_forgets_an_engine() -> None:
     manager, removed = object.__new__(RolloutManager), []
     manager._args = Namespace(num_engines=2, sglang_server_concurrency=8)
-    manager._router = Namespace(remove=removed.append)  # type: ignore[assignment]
+    others = Namespace(remove=lambda url: pytest.fail("the reward model's engines are others"))
+    manager._routers = {ACTOR: Namespace(remove=removed.append), REWARD: others}  # type: ignore[dict-item]
     abort.register_engines(["http://e0", "http://e1"], None)
     try:
         manager.remove_engine("http://e1")
