@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import fields
@@ -14,7 +15,7 @@ from slime.options.hooks import HookOptions
 from slime.options.schema import flag_of
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.tokenizer import load_tokenizer
-from tests.documents import example, examples
+from tests.documents import DOCS, example, examples
 from tests.fake_client import FakeClient, reply, rollout
 
 NUM_GPUS = 0
