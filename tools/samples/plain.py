@@ -18,7 +18,7 @@ from slime.utils.errors import BadInputError
 _HARMLESS = {
     *(("torch._utils", f"_rebuild_tensor_v{version}") for version in (2, 3)),
     *((module, kind) for module in ("builtins", "__builtin__") for kind in ("set", "complex")),
-    *(("collections", "OrderedDict"), ("_codecs", "encode")),
+    *(("collections", "OrderedDict"), ("_codecs", "encode"), ("torch.storage", "UntypedStorage")),
     *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
 }
 _MOST_VALUES, _LONGEST = 256, 200
