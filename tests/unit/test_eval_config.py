@@ -29,7 +29,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_model(tmp_path / "model")
     for name in ("data", "aime", "gsm8k"):
         write_rows(tmp_path / f"{name}.jsonl")
-    (tmp_path / "hook.py").write_text(
+    (tmp_path / "eval_hook.py").write_text(
         "async def reward_func(args, sample, **kwargs):\n    return 1.0\n"
         "async def generate(args, sample, sampling_params):\n    return sample\n"
     )
@@ -69,7 +69,7 @@ EVERY_KEY = {
     "repetition_penalty": 1.5,
     "skip_special_tokens": True,
     "no_stop_trim": False,
-    "custom_generate_function_path": "hook.py",
+    "custom_generate_function_path": "eval_hook.py",
     "metadata_overrides": {"level": 3, "api_key": "a secret"},
 }
 
@@ -80,7 +80,7 @@ def test_every_key_reaches_the_dataset(parse: Parse, directory: Path, below_eval
     datasets: Any = [{"name": "full"} | EVERY_KEY] if as_list else {"full": EVERY_KEY}
     args = parse({"eval": {"datasets": datasets}} if below_eval else {"datasets": datasets})
     (dataset,) = args.eval_datasets
-    hook = f"{directory}/hook.py:generate"
+    hook = f"{directory}/eval_hook.py:generate"
     changed = {"path": f"{directory}/gsm8k.jsonl@[0:1]", "custom_generate_function_path": hook}
     assert {key: getattr(dataset, key) for key in EVERY_KEY} == EVERY_KEY | changed
     keys = {field.name for field in fields(EvalDataset)} - {"name", "source", "custom_rm_path"}
@@ -93,7 +93,7 @@ def test_every_key_reaches_the_dataset(parse: Parse, directory: Path, below_eval
 
 def test_dataset_before_defaults_before_eval_flags_before_rollout_flags(parse: Parse) -> None:
     content = {
-        "defaults": {"temperature": 0.5, "top_k": 7, "custom_rm_path": "hook.py", "label_key": None},
+        "defaults": {"temperature": 0.5, "top_k": 7, "custom_rm_path": "eval_hook.py", "label_key": None},
         "datasets": {
             "first": {"path": "aime.jsonl", "temperature": 0.0, "rm_type": "f1"},
             "second": {"path": "aime.jsonl", "top_p": 0.1},
@@ -109,7 +109,7 @@ def test_dataset_before_defaults_before_eval_flags_before_rollout_flags(parse: P
     assert first.stop == second.stop == ["END", "FIN"]
     assert (first.rm_type, first.custom_rm_path) == ("f1", None), "one reward, not two"
     assert second.rm_type is None
-    assert str(second.custom_rm_path).endswith("/hook.py:reward_func")
+    assert str(second.custom_rm_path).endswith("/eval_hook.py:reward_func")
 
 
 def test_pairs_and_file_together(parse: Parse, directory: Path) -> None:
@@ -165,12 +165,12 @@ def test_datasets_with_rewards_of_their_own_need_no_label_and_no_reward_flag(par
         ("datasets: {a: {path: aime.jsonl, rm_type: maths}}", "eval.yaml: a: rm_type maths: there are dapo"),
         ("datasets: {a: {path: aime.jsonl, rm_type: dapo}}", "a: rm_type dapo: --eval-reward-key is missing"),
         (
-            "datasets: {a: {path: aime.jsonl, rm_type: f1, custom_rm_path: hook.py}}",
+            "datasets: {a: {path: aime.jsonl, rm_type: f1, custom_rm_path: eval_hook.py}}",
             "a: rm_type and custom_rm_path exclude each other",
         ),
         (
-            "datasets: {a: {path: aime.jsonl, custom_rm_path: hook.py:reward}}",
-            "eval.yaml: a: custom_rm_path hook.py:reward: hook.py has no 'reward'; did you mean reward_func?",
+            "datasets: {a: {path: aime.jsonl, custom_rm_path: eval_hook.py:reward}}",
+            "eval.yaml: a: custom_rm_path eval_hook.py:reward: eval_hook.py has no 'reward'; did you mean reward_func?",
         ),
     ],
 )
