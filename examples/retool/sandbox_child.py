@@ -1,0 +1,141 @@
+"""The inside of `tool_sandbox`: locks itself in, then runs the Python on standard input.
+
+Started as ``python -I -S sandbox_child.py LIMITS``; imports nothing but the standard library. Prints READY once it is
+locked in, so that whatever comes before is a failure of the sandbox and not of the code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import linecache
+import os
+import resource
+import signal
+import sys
+import traceback
+from typing import Any, NoReturn
+
+READY = "ready\n"
+NOBODY = 65534
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_NEW_NS, _NEW_IPC, _NEW_USER, _NEW_PID, _NEW_NET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+_NOSUID, _NODEV, _BIND, _RECURSIVE, _PRIVATE = 2, 4, 0x1000, 0x4000, 0x40000
+_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _ATTR_RDONLY, _ATTR_NOSUID = 442, -100, 0x8000, 1, 2
+_PDEATHSIG, _NO_NEW_PRIVS = 1, 38
+_CAPABILITIES_V3 = 0x20080522
+_NUM_FILES = 1000
+
+
+def _call(function: str, *args: Any) -> None:
+    """A function of the C library; OSError where it fails."""
+    if getattr(_LIBC, function)(*args) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{function}: {os.strerror(number)}")
+
+
+def enter_jail(root: str, disk_mb: int) -> None:
+    """Namespaces of its own: no network, no other process, and of the files only Python's, read-only, and /tmp.
+
+    Raises:
+        OSError: the host does not permit it.
+    """
+    uid, gid = os.getuid(), os.getgid()
+    spaces = _NEW_NS | _NEW_IPC | _NEW_PID | _NEW_NET
+    _call("unshare", spaces if uid == 0 else spaces | _NEW_USER)
+    if uid != 0:
+        for name, content in (("setgroups", "deny"), ("uid_map", f"{NOBODY} {uid} 1"), ("gid_map", f"{NOBODY} {gid} 1")):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(content)
+    _call("mount", b"none", b"/", None, _RECURSIVE | _PRIVATE, None)
+    size = f"size={disk_mb}m,nr_inodes={_NUM_FILES},mode=755".encode()
+    _call("mount", b"tmpfs", root.encode(), b"tmpfs", _NOSUID | _NODEV, size)
+    places = {f"{sys.base_prefix}/lib", f"{sys.base_prefix}/lib64", "/lib", "/lib64", "/usr/lib", "/usr/lib64"}
+    for place in sorted(filter(os.path.isdir, places)):
+        if not os.path.isdir(root + place):
+            os.makedirs(root + place)
+            _call("mount", place.encode(), (root + place).encode(), None, _BIND | _RECURSIVE, None)
+            _make_read_only(root + place)
+    os.mkdir(f"{root}/tmp")
+    os.chmod(f"{root}/tmp", 0o777)
+    os.chroot(root)
+    os.chdir("/tmp")
+
+
+def _make_read_only(place: str) -> None:
+    attributes = (ctypes.c_uint64 * 4)(_ATTR_RDONLY | _ATTR_NOSUID, 0, 0, 0)
+    _call("syscall", _MOUNT_SETATTR, _AT_FDCWD, place.encode(), _AT_RECURSIVE, attributes, ctypes.sizeof(attributes))
+
+
+def drop_privileges() -> None:
+    """Become nobody, where that can be chosen, and keep no capability."""
+    if os.getuid() == 0:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    _call("capset", (ctypes.c_uint32 * 2)(_CAPABILITIES_V3, 0), (ctypes.c_uint32 * 6)())
+    _call("prctl", _NO_NEW_PRIVS, 1, 0, 0, 0)
+    # Again, since a change of user forgets it.
+    _call("prctl", _PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if not os.access(os.path.dirname(os.__file__), os.R_OK | os.X_OK):
+        raise PermissionError(f"outside a jail the code runs as 'nobody', who cannot read {os.path.dirname(os.__file__)}")
+
+
+def set_limits(cpu_s: int, memory_mb: int, disk_mb: int) -> None:
+    """Limits of this process; it cannot start another one, nor a thread."""
+    memory, disk = memory_mb << 20, disk_mb << 20
+    limits = {"AS": memory, "FSIZE": disk, "NOFILE": 32, "NPROC": 0, "CORE": 0}
+    for name, limit in limits.items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
+    # First an exception, which tells why, and a second later the end.
+    signal.signal(signal.SIGXCPU, lambda *_: _out_of_time(cpu_s))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
+
+
+def _out_of_time(cpu_s: int) -> NoReturn:
+    raise TimeoutError(f"more than {cpu_s} s of CPU time")
+
+
+def wait_for(pid: int) -> int:
+    """The status of a child as a shell has it: 128 and more for a signal."""
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return status if status >= 0 else 128 - status
+
+
+def run(code: str) -> int:
+    """Run the code as a program; its exit status. A traceback shows the code's own lines only."""
+    name = "<code>"
+    linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+    try:
+        exec(compile(code, name, "exec"), {"__name__": "__main__"})
+    except SystemExit:
+        raise
+    except BaseException as error:
+        trace = error.__traceback__
+        traceback.print_exception(type(error), error, trace.tb_next if trace else None)
+        return 1
+    return 0
+
+
+def main() -> int:
+    """Exit status 0 where the code raised nothing."""
+    limits = json.loads(sys.argv[1])
+    code = sys.stdin.read()
+    _call("prctl", _PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    try:
+        if limits["jail"]:
+            enter_jail(limits["directory"], limits["disk_mb"])
+            if pid := os.fork():  # the new process namespace begins with a child
+                return wait_for(pid)
+        drop_privileges()
+        set_limits(limits["cpu_s"], limits["memory_mb"], limits["disk_mb"])
+    except OSError as error:
+        print(error)
+        return 1
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    print(READY, end="")
+    return run(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""Runs Python that a model wrote: in a process and a jail of its own, within limits of time, memory, disk and output.
+
+    python3 -m examples.retool.tool_sandbox            # try what a program could do here, and print it
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from examples.retool.sandbox_child import NOBODY, READY
+
+_CHILD = Path(__file__).with_name("sandbox_child.py")
+_CHUNK = 1 << 16
+
+
+class SandboxError(RuntimeError):
+    """The sandbox itself failed; the code was not run."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one piece of code may take."""
+
+    wall_s: float = 5.0
+    cpu_s: int = 4
+    memory_mb: int = 512
+    disk_mb: int = 16
+    output_chars: int = 2000
+    jail: bool = True
+    """Namespaces: no network, no files but Python's own and an empty /tmp. False is for hosts that forbid them."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What it printed, standard output and error as they came, and whether it ended by itself and raised nothing."""
+
+    output: str
+    ok: bool
+
+
+async def run_python(code: str, limits: Limits) -> Result:
+    """Run a program to its end or to a limit; nothing of it is left then. Cancelling the call ends it too.
+
+    Raises:
+        SandboxError: it could not be run; the message tells what the host does not permit.
+    """
+    printed = bytearray()
+    timed_out = False
+    async with _directory() as directory, _process(limits, directory) as process:
+        try:
+            async with asyncio.timeout(limits.wall_s):
+                ended = await _communicate(process, code, printed, len(READY) + 4 * limits.output_chars)
+        except TimeoutError:
+            timed_out, ended = True, False
+        status = process.returncode if ended else None
+    text = printed.decode(errors="replace")
+    if not text.startswith(READY):
+        if timed_out:
+            raise SandboxError(f"the sandbox was not ready within {limits.wall_s:g} s")
+        raise SandboxError(
+            f"the sandbox did not start: {text.strip()[-500:] or f'status {status}'}; where the host forbids namespaces "
+            "the jail can be left out, but read what then is open"
+        )
+    return Result(*_told(text.removeprefix(READY), status, timed_out, limits))
+
+
+def _told(text: str, status: int | None, timed_out: bool, limits: Limits) -> tuple[str, bool]:
+    """The output with what ended the program, and whether that was the program itself."""
+    if len(text) > limits.output_chars or (status is None and not timed_out):
+        return f"{text[: limits.output_chars]}\n[cut: more than {limits.output_chars} characters]", False
+    if timed_out:
+        return f"{text}\n[ended: it ran longer than {limits.wall_s:g} s]".strip(), False
+    if status is not None and (number := status - 128 if status > 128 else -status) > 0:
+        return f"{text}\n[ended by signal {number}]".strip(), False
+    return text.strip(), status == 0
+
+
+@contextlib.asynccontextmanager
+async def _directory() -> AsyncIterator[str]:
+    """An empty directory that the program may write to; in the jail it is only where the jail is mounted."""
+    directory = tempfile.mkdtemp(prefix="sandbox-")
+    try:
+        if os.getuid() == 0:
+            os.chown(directory, NOBODY, NOBODY)
+        yield directory
+    finally:
+        await asyncio.to_thread(_remove, directory)
+
+
+def _remove(directory: str) -> None:
+    try:
+        os.rmdir(directory)
+    except OSError:
+        # A program may have nested directories deeper than Python's own rmtree can follow.
+        subprocess.run(["rm", "-rf", directory], timeout=60, stderr=subprocess.DEVNULL)
+
+
+@contextlib.asynccontextmanager
+async def _process(limits: Limits, directory: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """The sandbox's process; at the end of the block its whole group is gone, by id."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-I", "-S", str(_CHILD), json.dumps(asdict(limits) | {"directory": directory})),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        cwd=directory,
+        env={"PYTHONIOENCODING": "utf-8", "HOME": "/tmp", "LANG": "C.UTF-8"},
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:  # else it is gone, its child with it, and the id may be another's
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+
+
+async def _communicate(process: asyncio.subprocess.Process, code: str, printed: bytearray, limit: int) -> bool:
+    """Hand the code over and collect what comes; True when the process has ended, False when it prints too much."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(code.encode(errors="replace"))
+    process.stdin.close()
+    while chunk := await process.stdout.read(_CHUNK):
+        printed += chunk
+        if len(printed) > limit:
+            return False
+    await process.wait()
+    return True
+
+
+PROBES = {
+    "read /etc/passwd": "open('/etc/passwd').read()",
+    "write into /var/tmp": "import tempfile; tempfile.TemporaryFile(dir='/var/tmp')",
+    "reach the network": "import socket; socket.create_connection(('192.0.2.1', 9), timeout=1)",
+    "use another process's loopback": "import socket; socket.socket().connect(('127.0.0.1', PORT))",
+    "start a process": "import os; os.fork()",
+    "start a thread": "import threading; threading.Thread(target=print).start()",
+    "see other processes": "import os; os.kill(PID, 0)",
+    "take 1 GiB of memory": "bytearray(1 << 30)",
+}
+
+
+async def probe(limits: Limits) -> dict[str, bool]:
+    """What of `PROBES` a program in this sandbox can do on this host."""
+    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+    port = str(server.sockets[0].getsockname()[1])
+    try:
+        results = {}
+        for name, code in PROBES.items():
+            code = code.replace("PORT", port).replace("PID", str(os.getpid()))
+            results[name] = (await run_python(code, limits)).ok
+        return results
+    finally:
+        server.close()
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-jail", action="store_true", help="limits only, as --tool-no-jail")
+    args = parser.parse_args()
+    try:
+        found = asyncio.run(probe(Limits(jail=not args.no_jail)))
+    except SandboxError as error:
+        sys.exit(f"tool_sandbox.py: {error}")
+    for name, possible in found.items():
+        print(f"{name:<32} {'POSSIBLE' if possible else 'refused'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Make a corpus, questions that only the corpus answers, and demonstrations that sometimes search.
+
+OUTPUT gets ``corpus.jsonl`` (100 passages, "Station 47 is in Oslo."), ``sft.jsonl``, ``train.jsonl`` and ``eval.jsonl``;
+the questions of eval.jsonl are about stations that are in neither of the others.
+
+Half of the demonstrations search, and the others guess. So the warmed-up model knows both ways, and reinforcement
+learning has something to find out: which of them pays.
+
+    python3 -m examples.search_r1.make_data outputs/search_r1/data
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+CITIES = ["Athens", "Berlin", "Cairo", "Delhi", "Essen", "Fargo", "Genoa", "Hanoi", "Izmir", "Jaffa", "Kyoto", "Lyon",
+          "Milan", "Nice", "Oslo", "Paris", "Quito", "Rome", "Seoul", "Tunis"]  # fmt: skip
+_NUM_EVAL = 20
+_NUM_DEMONSTRATIONS = 4000
+
+
+def question(station: int) -> list[dict[str, str]]:
+    """The chat messages that ask for a station's city."""
+    return [{"role": "user", "content": f"Where is station {station}?"}]
+
+
+def demonstration(station: int, city: str, rng: random.Random) -> list[tuple[str, bool]]:
+    """A response in parts, each with whether it is the model's; every second one is a guess."""
+    if rng.random() < 0.5:
+        return [(f"<answer>{rng.choice(CITIES)}</answer>", True)]
+    return [
+        (f"<search>station {station}</search>", True),
+        (f"\n<information>1. Station {station} is in {city}.</information>\n", False),
+        (f"<answer>{city}</answer>", True),
+    ]
+
+
+def write(output: Path, seed: int) -> None:
+    """Write the four files."""
+    rng = random.Random(seed)
+    stations = rng.sample(range(100), 100)
+    city_of = {station: rng.choice(CITIES) for station in stations}
+    held_out, known = stations[:_NUM_EVAL], stations[_NUM_EVAL:]
+
+    def rows(of: list[int]) -> list[dict[str, Any]]:
+        return [{"prompt": question(station), "label": city_of[station]} for station in of]
+
+    def demonstrated() -> dict[str, Any]:
+        # Any station in any city: the corpus is for searching, not for learning by heart.
+        station, city = rng.randrange(100), rng.choice(CITIES)
+        return {"prompt": question(station), "metadata": {"demonstration": demonstration(station, city, rng)}}
+
+    files = {
+        "corpus": [{"id": s, "contents": f"Station {s} is in {city_of[s]}."} for s in sorted(stations)],
+        "train": rows(known),
+        "eval": rows(held_out),
+        "sft": [demonstrated() for _ in range(_NUM_DEMONSTRATIONS)],
+    }
+    output.mkdir(parents=True, exist_ok=True)
+    for name, lines in files.items():
+        (output / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=Path, help="directory to write; files of the same names are replaced")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    write(args.output, args.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""What an environment says between two turns of the model: appended as tokens that are never trained on."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from slime.rollout.tokenizer import load_tokenizer
+from slime.utils.types import Sample, Status
+
+
+def append_observation(
+    args: Namespace, sample: Sample, sampling_params: dict[str, Any], text: str, *, special_tokens: bool = False
+) -> bool:
+    """Append ``text`` to the response with mask 0, and say whether the model has room to go on.
+
+    Only the new text is tokenised: what was there before stays as the engine made it.
+
+    Args:
+        sampling_params: ``max_new_tokens`` in them counts the whole response, the environment's words included.
+        special_tokens: whether ``<|im_end|>`` and the like in ``text`` become special tokens. Leave it off for what a
+            tool or a document says: it could end the model's turn, or speak as the user.
+
+    Returns:
+        False where text and one token of an answer do not fit: nothing is appended, the status is ``TRUNCATED``.
+    """
+    tokenizer = load_tokenizer(args.hf_checkpoint)
+    tokens = tokenizer(text, add_special_tokens=False, split_special_tokens=not special_tokens)["input_ids"]
+    limits = []
+    if sampling_params["max_new_tokens"] is not None:
+        limits.append(sampling_params["max_new_tokens"] - sample.response_length)
+    if args.rollout_max_context_len is not None:
+        limits.append(args.rollout_max_context_len - len(sample.tokens))
+    if limits and len(tokens) >= min(limits):
+        sample.status = Status.TRUNCATED
+        return False
+    sample.append_response_tokens(args, tokens=tokens, trainable=False, text=text)
+    return True
