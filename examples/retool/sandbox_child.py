@@ -44,7 +44,11 @@ def enter_jail(root: str, disk_mb: int) -> None:
     spaces = _NEW_NS | _NEW_IPC | _NEW_PID | _NEW_NET
     _call("unshare", spaces if uid == 0 else spaces | _NEW_USER)
     if uid != 0:
-        for name, content in (("setgroups", "deny"), ("uid_map", f"{NOBODY} {uid} 1"), ("gid_map", f"{NOBODY} {gid} 1")):
+        for name, content in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{NOBODY} {uid} 1"),
+            ("gid_map", f"{NOBODY} {gid} 1"),
+        ):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(content)
     _call("mount", b"none", b"/", None, _RECURSIVE | _PRIVATE, None)
@@ -78,7 +82,9 @@ def drop_privileges() -> None:
     # Again, since a change of user forgets it.
     _call("prctl", _PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if not os.access(os.path.dirname(os.__file__), os.R_OK | os.X_OK):
-        raise PermissionError(f"outside a jail the code runs as 'nobody', who cannot read {os.path.dirname(os.__file__)}")
+        raise PermissionError(
+            f"outside a jail the code runs as 'nobody', who cannot read {os.path.dirname(os.__file__)}"
+        )
 
 
 def set_limits(cpu_s: int, memory_mb: int, disk_mb: int) -> None:
@@ -111,8 +117,8 @@ def run(code: str) -> int:
     except SystemExit:
         raise
     except BaseException as error:
-        trace = error.__traceback__
-        traceback.print_exception(type(error), error, trace.tb_next if trace else None)
+        own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == name]
+        print("".join([*traceback.format_list(own), *traceback.format_exception_only(error)]), end="")
         return 1
     return 0
 

@@ -1,6 +1,6 @@
 """Runs Python that a model wrote: in a process and a jail of its own, within limits of time, memory, disk and output.
 
-    python3 -m examples.retool.tool_sandbox            # try what a program could do here, and print it
+python3 -m examples.retool.tool_sandbox            # try what a program could do here, and print it
 """
 
 from __future__ import annotations

@@ -1,0 +1,161 @@
+"""examples/retool/tool_sandbox.py against programs that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from examples.retool.tool_sandbox import PROBES, Limits, Result, SandboxError, probe, run_python
+
+NUM_GPUS = 0
+SYSTEM_PYTHON = Path("/usr/bin/python3")
+SMALL = {"wall_s": 20.0, "cpu_s": 1, "memory_mb": 128, "disk_mb": 1, "output_chars": 500}
+
+Run = Callable[..., Result]
+
+
+def permitted(jail: bool) -> bool:
+    try:
+        return asyncio.run(run_python("", Limits(jail=jail))).ok
+    except SandboxError:
+        return False
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["jail", "limits only"])
+def jail(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Both kinds of sandbox, as far as this host permits them; one of them has to work."""
+    with pytest.MonkeyPatch.context() as patch:
+        # Without a jail root's programs run as nobody, who often cannot read root's Python, but the system's.
+        if not permitted(request.param) and SYSTEM_PYTHON.exists():
+            patch.setattr(sys, "executable", str(SYSTEM_PYTHON))
+        if not permitted(request.param):
+            assert permitted(not request.param), "neither kind of sandbox works here"
+            pytest.skip("this host or user cannot have this kind of sandbox")
+        yield bool(request.param)
+
+
+@pytest.fixture
+def run(jail: bool) -> Run:
+    def run(code: str, **changes: float) -> Result:
+        return asyncio.run(run_python(code, Limits(jail=jail, **{**SMALL, **changes})))  # type: ignore[arg-type]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "ok"),
+    [
+        ("print(6*7)", "42", True),
+        ("x = 1", "", True),
+        ("import math, fractions, statistics; print(math.pi)", "3.141592653589793", True),
+        ("import sys; print('a'); print('b', file=sys.stderr)", "a\nb", True),
+        ("print('中文')", "中文", True),
+        ("import sys; sys.exit(3)", "", False),
+        ("input()", 'File "<code>", line 1, in <module>\n    input()\nEOFError: EOF when reading a line', False),
+        ("1/0", "ZeroDivisionError: division by zero", False),
+        ("import numpy", "No module named 'numpy'", False),
+        ("def f(:", "SyntaxError: invalid syntax", False),
+        ("import os; os.write(1, b'\\xff\\n')", "\ufffd", True),
+        ("raise SystemExit('bye')", "bye", False),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt", False),
+    ],
+)
+def test_output(run: Run, code: str, output: str, ok: bool) -> None:
+    result = run(code)
+    assert result.ok == ok, result
+    assert result.output == output if ok else output in result.output
+    assert str(Path(__file__).parents[2]) not in result.output, "no path of the host"
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("while True: pass", "TimeoutError: more than 1 s of CPU time"),
+        ("import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass", "ended by signal 9"),
+        ("a = []\nwhile True: a.append('x' * 10**6)", "MemoryError"),
+        ("bytearray(10**12)", "MemoryError"),
+        ("while True: print('x' * 100)", "[cut: more than 500 characters]"),
+        ("print('x' * 10**7)", "[cut: more than 500 characters]"),
+        ("import os\nwhile True: os.fork()", "BlockingIOError"),
+        ("import subprocess\nsubprocess.run(['/bin/ls'])", "Error"),
+        ("import threading\nthreading.Thread(target=print).start()", "can't start new thread"),
+        ("open('big', 'wb').write(b'x' * 10**8)", "File too large"),
+        ("files = [open(f'f{i}', 'w') for i in range(100)]", "Too many open files"),
+        ("open('/usr/lib/sandbox-was-here', 'w')", "Error"),
+        ("import os; os.abort()", "ended by signal"),
+        ("def f(): f()\nf()", "RecursionError"),
+    ],
+)
+def test_limits(run: Run, code: str, says: str) -> None:
+    started = time.monotonic()
+    result = run(code)
+    assert says in result.output
+    assert not result.ok
+    assert len(result.output) < 1200
+    assert time.monotonic() - started < 15
+
+
+def test_wall_time(run: Run) -> None:
+    started = time.monotonic()
+    result = run("import time\nprint('so far')\ntime.sleep(60)", wall_s=3.0)
+    assert result == Result("so far\n\n[ended: it ran longer than 3 s]", False)
+    assert time.monotonic() - started < 10
+
+
+def test_each_program_starts_in_an_empty_directory_and_leaves_nothing(run: Run) -> None:
+    where = run("import os; open('left', 'w'); print(os.getcwd(), os.listdir())").output
+    assert where.endswith("['left']")
+    assert run("import os; print(os.listdir())").output == "[]"
+    deep = "import os\nfor i in range(900): os.mkdir('d'); os.chdir('d')\nprint(i)"
+    assert run(deep).output == "899"
+    directory = where.split()[0]
+    assert directory == "/tmp" or not os.path.exists(directory)
+
+
+def test_the_environment_of_the_host_is_not_passed_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_API_KEY", "secret-of-the-host")
+    assert "secret" not in run("import os; print(dict(os.environ))").output
+
+
+def test_cancelling_ends_the_program(jail: bool) -> None:
+    async def cancel() -> None:
+        task = asyncio.create_task(run_python("import time; time.sleep(600)", Limits(wall_s=600, jail=jail)))
+        while not sandboxes():
+            await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(asyncio.wait_for(cancel(), 20))
+    assert not sandboxes()
+
+
+def sandboxes() -> list[psutil.Process]:
+    """Live processes of sandboxes that this process started."""
+    children = psutil.Process().children(recursive=True)
+    return [p for p in children if p.status() != psutil.STATUS_ZOMBIE and "sandbox_child.py" in " ".join(p.cmdline())]
+
+
+def test_what_is_possible_inside(jail: bool) -> None:
+    found = asyncio.run(probe(Limits(jail=jail)))
+    always = ("start a process", "start a thread", "take 1 GiB of memory")
+    assert not any(found[name] for name in (PROBES if jail else always)), found
+    if jail:
+        assert "etc" not in asyncio.run(run_python("import os; print(os.listdir('/'))", Limits())).output
+    else:
+        assert found["read /etc/passwd"], "the probes themselves work"
+
+
+def test_a_sandbox_that_cannot_be_made_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    from examples.retool import tool_sandbox
+
+    monkeypatch.setattr(tool_sandbox, "_CHILD", Path("/nonexistent.py"))
+    with pytest.raises(SandboxError, match="did not start"):
+        asyncio.run(run_python("print(1)", Limits()))
