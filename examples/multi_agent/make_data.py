@@ -48,7 +48,7 @@ def demonstration(digits: tuple[int, ...], rng: random.Random) -> tuple[str, str
 def write(output: Path, seed: int) -> None:
     """Write the three files."""
     rng = random.Random(seed)
-    problems = list(itertools.permutations(range(10), 3))
+    problems: list[tuple[int, ...]] = list(itertools.permutations(range(10), 3))
     rng.shuffle(problems)
 
     def rows(of: list[tuple[int, ...]]) -> list[dict[str, Any]]:

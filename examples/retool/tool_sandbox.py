@@ -68,9 +68,9 @@ async def run_python(code: str, limits: Limits) -> Result:
     if not text.startswith(READY):
         if timed_out:
             raise SandboxError(f"the sandbox was not ready within {limits.wall_s:g} s")
+        hint = "; where the host forbids namespaces, the jail can be left out: the README says what is open then"
         raise SandboxError(
-            f"the sandbox did not start: {text.strip()[-500:] or f'status {status}'}; where the host forbids namespaces "
-            "the jail can be left out, but read what then is open"
+            f"the sandbox did not start: {text.strip()[-500:] or f'status {status}'}{hint if limits.jail else ''}"
         )
     return Result(*_told(text.removeprefix(READY), status, timed_out, limits))
 

@@ -1,7 +1,7 @@
 """Make a corpus, questions that only the corpus answers, and demonstrations that sometimes search.
 
-OUTPUT gets ``corpus.jsonl`` (100 passages, "Station 47 is in Oslo."), ``sft.jsonl``, ``train.jsonl`` and ``eval.jsonl``;
-the questions of eval.jsonl are about stations that are in neither of the others.
+OUTPUT gets ``corpus.jsonl`` (100 passages, "Station 47 is in Oslo."), ``sft.jsonl``, ``train.jsonl`` and
+``eval.jsonl``, whose questions are about other stations than those of train.jsonl.
 
 Half of the demonstrations search, and the others guess. So the warmed-up model knows both ways, and reinforcement
 learning has something to find out: which of them pays.

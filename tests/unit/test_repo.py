@@ -67,7 +67,10 @@ def test_pins_agree_with_the_constraints(device: str) -> None:
         assert not different, f"{file.name}: {different}"
 
 
-@pytest.mark.parametrize("script", sorted([*ROOT.glob("scripts/**/*.sh"), *ROOT.glob("examples/**/*.sh")]), ids=lambda p: str(p.relative_to(ROOT)))
+SCRIPTS = sorted([*ROOT.glob("scripts/**/*.sh"), *ROOT.glob("examples/**/*.sh")])
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_shell_scripts_parse(script: Path) -> None:
     assert subprocess.run(["bash", "-n", str(script)], capture_output=True).returncode == 0
 
