@@ -19,6 +19,7 @@ SFT_ARGS=(
    --num-rollout ${SFT_STEPS:-200}
    --rollout-batch-size 32
    --loss-type sft_loss
+   --calculate-per-token-loss
    --disable-compute-advantages-and-returns
    --debug-train-only
    --actor-num-gpus-per-node 1
@@ -28,7 +29,8 @@ SFT_ARGS=(
    --seed "${SEED}"
    --optimizer adam
    --lr 2e-3
-   --lr-decay-style constant
+   --min-lr 0.0
+   --lr-decay-style linear
    --lr-warmup-iters 10
    --weight-decay 0.0
    --adam-beta2 0.98

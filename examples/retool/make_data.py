@@ -2,7 +2,7 @@
 
 OUTPUT gets ``sft.jsonl``, ``train.jsonl`` and ``eval.jsonl``; no problem of train.jsonl is in eval.jsonl.
 
-Half of the demonstrations let Python multiply, and the others guess. So the warmed-up model knows both ways, and
+Two of three demonstrations let Python multiply, and the others guess. So the warmed-up model knows both ways, and
 reinforcement learning has something to find out: which of them pays.
 
     python3 -m examples.retool.make_data outputs/retool/data
@@ -16,7 +16,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-_NUM_DEMONSTRATIONS, _NUM_TRAIN, _NUM_EVAL = 4000, 400, 64
+_NUM_DEMONSTRATIONS, _NUM_TRAIN, _NUM_EVAL = 8000, 400, 64
+_GUESSES = 1 / 3
 
 
 def problem(a: int, b: int) -> list[dict[str, str]]:
@@ -25,8 +26,8 @@ def problem(a: int, b: int) -> list[dict[str, str]]:
 
 
 def demonstration(a: int, b: int, rng: random.Random) -> list[tuple[str, bool]]:
-    """A response in parts, each with whether it is the model's; every second one is a guess."""
-    if rng.random() < 0.5:
+    """A response in parts, each with whether it is the model's; some are guesses."""
+    if rng.random() < _GUESSES:
         return [(f"\\boxed{{{rng.randrange(100, 10000)}}}", True)]
     return [
         (f"<code>print({a}*{b})</code>", True),

@@ -3,7 +3,7 @@
 OUTPUT gets ``corpus.jsonl`` (100 passages, "Station 47 is in Oslo."), ``sft.jsonl``, ``train.jsonl`` and
 ``eval.jsonl``, whose questions are about other stations than those of train.jsonl.
 
-Half of the demonstrations search, and the others guess. So the warmed-up model knows both ways, and reinforcement
+Two of three demonstrations search, and the others guess. So the warmed-up model knows both ways, and reinforcement
 learning has something to find out: which of them pays.
 
     python3 -m examples.search_r1.make_data outputs/search_r1/data
@@ -20,7 +20,8 @@ from typing import Any
 CITIES = ["Athens", "Berlin", "Cairo", "Delhi", "Essen", "Fargo", "Genoa", "Hanoi", "Izmir", "Jaffa", "Kyoto", "Lyon",
           "Milan", "Nice", "Oslo", "Paris", "Quito", "Rome", "Seoul", "Tunis"]  # fmt: skip
 _NUM_EVAL = 20
-_NUM_DEMONSTRATIONS = 4000
+_NUM_DEMONSTRATIONS = 8000
+_GUESSES = 1 / 3
 
 
 def question(station: int) -> list[dict[str, str]]:
@@ -29,8 +30,8 @@ def question(station: int) -> list[dict[str, str]]:
 
 
 def demonstration(station: int, city: str, rng: random.Random) -> list[tuple[str, bool]]:
-    """A response in parts, each with whether it is the model's; every second one is a guess."""
-    if rng.random() < 0.5:
+    """A response in parts, each with whether it is the model's; some are guesses."""
+    if rng.random() < _GUESSES:
         return [(f"<answer>{rng.choice(CITIES)}</answer>", True)]
     return [
         (f"<search>station {station}</search>", True),
