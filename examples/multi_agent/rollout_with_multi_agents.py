@@ -14,6 +14,7 @@ from argparse import Namespace
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
+from slime.rollout.observation import response_text
 from slime.rollout.rm_hub.graders import math_reward
 from slime.rollout.sampling import request_seed
 from slime.rollout.sglang_rollout import generate as generate_turn
@@ -113,8 +114,7 @@ async def _ask(
 
 def answer_of(args: Namespace, part: Sample) -> str:
     """The text of a response as other agents get to read it: without end-of-turn tokens, which would end theirs."""
-    response = part.tokens[len(part.tokens) - part.response_length :]
-    return load_tokenizer(args.hf_checkpoint).decode(response, skip_special_tokens=True).strip()
+    return response_text(args, part, skip_special_tokens=True).strip()
 
 
 def chosen(selector: Sample, candidates: list[Sample]) -> Sample | None:

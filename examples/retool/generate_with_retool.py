@@ -17,7 +17,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from examples.retool.tool_sandbox import Limits, SandboxError, run_python
-from slime.rollout.observation import append_observation
+from slime.rollout.observation import append_observation, response_text
 from slime.rollout.rm_hub.graders import math_reward
 from slime.rollout.sglang_rollout import generate as generate_turn
 from slime.utils.types import Sample
@@ -50,26 +50,31 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
         sample.metadata |= {"turn_starts": [0], "tool_calls": 0, "tool_calls_ok": 0, "tool_errors": 0}
     starts = sample.metadata["turn_starts"]
     while True:
-        if (code := code_of(sample)) is None:  # the turn is not finished
+        if (code := code_of(args, sample)) is None:  # the turn is not finished
             sample = await generate_turn(args, sample, params)
-            if sample.status is not Sample.Status.COMPLETED or (code := code_of(sample)) is None:
+            if sample.status is not Sample.Status.COMPLETED or (code := code_of(args, sample)) is None:
                 break  # no room is left; or the rollout ends, and another one goes on from here; or this was the answer
         if len(starts) >= (args.max_turns or _MAX_TURNS):
             sample.status = Sample.Status.TRUNCATED
             break
-        sample.status = Sample.Status.PENDING
+        sample.status = Sample.Status.ABORTED  # what it is if the rollout ends here: a later one repeats the call
         output = await interpret(args, sample, code)
         if not append_observation(args, sample, params, f"\n<interpreter>{output}</interpreter>\n"):
             break
-        starts.append(len(sample.response))
+        sample.status = Sample.Status.PENDING
+        starts.append(sample.response_length)
     # What the model did on wrong premises teaches it nothing: no token of such a sample is trained.
     sample.remove_sample = sample.metadata["tool_errors"] > 0
     return sample
 
 
-def code_of(sample: Sample) -> str | None:
+def _last_turn(args: Namespace, sample: Sample) -> str:
+    return response_text(args, sample, sample.metadata["turn_starts"][-1])
+
+
+def code_of(args: Namespace, sample: Sample) -> str | None:
     """The program in the model's last turn, out of its Markdown fence if it has one."""
-    found = CODE.search(sample.response, sample.metadata["turn_starts"][-1])
+    found = CODE.search(_last_turn(args, sample))
     if found is None:
         return None
     fenced = FENCE.fullmatch(found[1])
@@ -112,5 +117,5 @@ async def reward_func(args: Namespace, sample: Sample, **kwargs: Any) -> float:
 
     Only the model's last turn is judged: a box that a program printed is not an answer.
     """
-    right = await math_reward(args, sample, sample.response[sample.metadata["turn_starts"][-1] :])
+    right = await math_reward(args, sample, _last_turn(args, sample))
     return right or args.tool_bonus * (sample.metadata["tool_calls_ok"] > 0)

@@ -16,7 +16,7 @@ from argparse import Namespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from slime.rollout.observation import append_observation
+from slime.rollout.observation import append_observation, response_text
 from slime.rollout.rm_hub.graders import f1_reward
 from slime.rollout.sglang_rollout import generate as generate_turn
 from slime.utils.http_utils import RequestError, post
@@ -52,26 +52,31 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
         sample.metadata |= {"turn_starts": [0], "searches": [], "search_errors": 0}
     starts = sample.metadata["turn_starts"]
     while True:
-        if (query := _query(sample)) is None:  # the turn is not finished
+        if (query := _query(args, sample)) is None:  # the turn is not finished
             sample = await generate_turn(args, sample, params)
-            if sample.status is not Sample.Status.COMPLETED or (query := _query(sample)) is None:
+            if sample.status is not Sample.Status.COMPLETED or (query := _query(args, sample)) is None:
                 break  # no room is left; or the rollout ends, and another one goes on from here; or this was the answer
         if len(starts) >= (args.max_turns or _MAX_TURNS):
             sample.status = Sample.Status.TRUNCATED
             break
-        sample.status = Sample.Status.PENDING
+        sample.status = Sample.Status.ABORTED  # what it is if the rollout ends here: a later one repeats the call
         information = await search(args, sample, query)
         if not append_observation(args, sample, params, f"\n<information>{information}</information>\n"):
             break
-        starts.append(len(sample.response))
+        sample.status = Sample.Status.PENDING
+        starts.append(sample.response_length)
     # What the model did on wrong premises teaches it nothing: no token of such a sample is trained.
     sample.remove_sample = sample.metadata["search_errors"] > 0
     return sample
 
 
-def _query(sample: Sample) -> str | None:
+def _last_turn(args: Namespace, sample: Sample) -> str:
+    return response_text(args, sample, sample.metadata["turn_starts"][-1])
+
+
+def _query(args: Namespace, sample: Sample) -> str | None:
     """What the model searches for in its last turn."""
-    found = SEARCH.search(sample.response, sample.metadata["turn_starts"][-1])
+    found = SEARCH.search(_last_turn(args, sample))
     return found[1].strip() if found else None
 
 
@@ -106,7 +111,7 @@ async def reward_func(args: Namespace, sample: Sample, **kwargs: Any) -> float:
 
     Only the model's last turn is judged: an ``<answer>`` in a passage is not the model's.
     """
-    answer = ANSWER.search(sample.response, sample.metadata["turn_starts"][-1])
+    answer = ANSWER.search(_last_turn(args, sample))
     if answer is None:
         return 0.0
     score = await f1_reward(args, sample, answer[1]) if args.search_reward == "f1" else exact_match(sample, answer[1])

@@ -1,4 +1,4 @@
-"""What an environment says between two turns of the model: appended as tokens that are never trained on."""
+"""Turns of a response: what an environment says, appended and never trained on, and what the model has said."""
 
 from __future__ import annotations
 
@@ -36,3 +36,15 @@ def append_observation(
         return False
     sample.append_response_tokens(args, tokens=tokens, trainable=False, text=text)
     return True
+
+
+def response_text(args: Namespace, sample: Sample, start: int = 0, *, skip_special_tokens: bool = False) -> str:
+    """The text of the response from its token ``start`` on.
+
+    Remember where a turn begins as a number of tokens: ``sample.response`` is for reading, and may change in length. The
+    engine's text ends at a stop string where its last token reaches further, and a response that goes on after an
+    interruption is decoded anew.
+    """
+    tokens = sample.tokens[len(sample.tokens) - sample.response_length + start :]
+    text: str = load_tokenizer(args.hf_checkpoint).decode(tokens, skip_special_tokens=skip_special_tokens)
+    return text

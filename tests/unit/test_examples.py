@@ -28,8 +28,9 @@ from examples.search_r1 import generate_with_search as search
 from examples.search_r1.bm25 import BM25, words
 from examples.search_r1.search_server import make_app, read_corpus
 from slime.rollout.base_types import flatten_samples
-from slime.rollout.observation import append_observation
+from slime.rollout.observation import append_observation, response_text
 from slime.rollout.sampling import train_sampling_params
+from slime.rollout.state import rollout_state
 from slime.rollout.tokenizer import load_tokenizer
 from slime.utils.types import Sample, Status
 from tests.fake_client import FakeClient, rollout
@@ -58,7 +59,10 @@ class Scripted(FakeClient):
             ids, finish = ids[: params["max_new_tokens"]], "length"
         pairs = [[-0.5, token, None] for token in ids]
         meta = {"finish_reason": {"type": finish}, "weight_version": str(number), "output_token_logprobs": pairs}
-        return {"text": self._tokenizer.decode(ids), "output_ids": ids, "meta_info": meta}
+        text = self._tokenizer.decode(ids)
+        for stop in params["stop"] or []:  # as SGLang's no_stop_trim: the text ends there, the tokens need not
+            text = text[: text.find(stop) + len(stop)] if stop in text else text
+        return {"text": text, "output_ids": ids, "meta_info": meta}
 
 
 def example_args(make_args: Args, module: ModuleType, **changes: Any) -> Namespace:
@@ -210,16 +214,44 @@ def test_a_turn_goes_on_after_a_weight_update_and_in_a_later_rollout(make_args: 
         "<answer>Oslo</answer>",
     ]
     assert reward == 1.0
-    # A partial sample, whose old tokens --mask-offpolicy-in-partial-rollout took out of the loss.
-    partial = Sample(prompt="q", label="Oslo")
-    partial.tokens = load_tokenizer(args.hf_checkpoint)("q", add_special_tokens=False)["input_ids"]
-    partial.metadata |= {"turn_starts": [0], "searches": [], "search_errors": 0}
-    old = "<search>Nor"
-    ids = load_tokenizer(args.hf_checkpoint)(old, add_special_tokens=False)["input_ids"]
-    partial.append_response_tokens(args, tokens=ids, trainable=False, text=old)
-    partial.status = Status.ABORTED
-    sample, reward = searched(args, Scripted(args, "way</search>", "<answer>Oslo</answer>"), use, partial)
-    assert (reward, sample.metadata["searches"], sample.response) == (1.0, ["Norway"], whole.response)
+
+
+@pytest.mark.parametrize("ends", ["in a turn", "during a search"])
+def test_a_partial_sample_goes_on_in_a_later_rollout(make_args: Args, use: Use, ends: str) -> None:
+    """With --partial-rollout, and its old tokens taken out of the loss by --mask-offpolicy-in-partial-rollout.
+
+    The first turn's tokens reach further than its stop string: the text of the whole response is then longer than that
+    of its parts, but a turn begins at a token.
+    """
+    args = example_args(make_args, search)
+    sample = Sample(prompt="q", label="Oslo")
+    turns = ["<search>capital</search>\n\n\n", "<search>Norway</search>", "<answer>Oslo</answer>"]
+
+    async def first_rollout() -> None:
+        async with serving(make_app(DOCUMENTS)) as url, rollout_state(args) as state:
+            args.search_url = f"{url}/retrieve"
+            task = asyncio.create_task(one(search, args, sample))
+            while len(client.requests) < 2:
+                await asyncio.sleep(0)
+            state.ending = True
+            if ends == "in a turn":
+                await task
+            else:
+                while sample.metadata["searches"] != ["capital"] or "Norway" not in sample.response:
+                    await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.wait([task])
+
+    client = use(Scripted(args, turns[0], "<search>Nor" + Scripted.ABORT if ends == "in a turn" else turns[1]))
+    asyncio.run(first_rollout())
+    assert sample.status is Status.ABORTED
+    sample.loss_mask = [0] * sample.response_length
+    rest = ["way</search>", turns[2]] if ends == "in a turn" else [turns[2]]
+    sample, reward = searched(args, Scripted(args, *rest), use, sample)
+    assert (reward, sample.status) == (1.0, Status.COMPLETED)
+    assert sample.metadata["searches"] == ["capital", "Norway"]
+    assert response_text(args, sample).count("<information>1. Oslo is the capital of Norway.</information>") == 2
+    assert response_text(args, sample).startswith(turns[0] + "\n<information>")
 
 
 @pytest.mark.parametrize("failure", ["refused", "status 500", "hangs", "no passages", "no JSON"])
@@ -286,7 +318,8 @@ def test_searches_at_a_time(make_args: Args, use: Use) -> None:
 )
 def test_search_reward(make_args: Args, answer: str, label: Any, how: str, reward: float) -> None:
     args = example_args(make_args, search, search_reward=how)
-    sample = Sample(response=answer, label=label, metadata={"turn_starts": [0]})
+    sample = Sample(tokens=[1], label=label, metadata={"turn_starts": [0]})
+    append_observation(args, sample, train_sampling_params(args), answer)
     assert asyncio.run(search.reward_func(args, sample)) == pytest.approx(reward)
 
 
