@@ -41,8 +41,8 @@ def append_observation(
 def response_text(args: Namespace, sample: Sample, start: int = 0, *, skip_special_tokens: bool = False) -> str:
     """The text of the response from its token ``start`` on.
 
-    Remember where a turn begins as a number of tokens: ``sample.response`` is for reading, and may change in length. The
-    engine's text ends at a stop string where its last token reaches further, and a response that goes on after an
+    Remember where a turn begins as a number of tokens: ``sample.response`` is for reading, and may change in length.
+    The engine's text ends at a stop string where its last token reaches further, and a response that goes on after an
     interruption is decoded anew.
     """
     tokens = sample.tokens[len(sample.tokens) - sample.response_length + start :]
