@@ -16,7 +16,7 @@ SFT_ARGS=(
    --prompt-data "${OUTPUT_DIR}/data/sft.jsonl"
    --input-key prompt
    --rollout-shuffle
-   --num-rollout ${SFT_STEPS:-200}
+   --num-rollout ${SFT_STEPS:-240}
    --rollout-batch-size 32
    --loss-type sft_loss
    --calculate-per-token-loss
@@ -73,8 +73,8 @@ CUSTOM_ARGS=(
 EVAL_ARGS=(
    --eval-interval 10
    --eval-prompt-data retool "${EVAL_DATA:-${OUTPUT_DIR}/data/eval.jsonl}"
-   --eval-temperature 0.0
-   --n-samples-per-eval-prompt 1
+   --eval-temperature 1.0
+   --n-samples-per-eval-prompt 4
 )
 
 PERF_ARGS=(

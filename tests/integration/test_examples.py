@@ -190,7 +190,7 @@ def assert_learns(run_dir: Path, name: str, gain: float) -> None:
 @pytest.mark.full
 def test_search_r1_learns_to_search(tmp_path: Path, port: int) -> None:
     samples = run_example("search_r1", tmp_path / "out", SEARCH_PORT=str(port))
-    assert_learns(tmp_path / "out" / "grpo", "search_r1", 0.2)
+    assert_learns(tmp_path / "out" / "grpo", "search_r1", 0.15)
     searching = [sample for sample in samples if sample.metadata["searches"]]
     assert len(searching) > 0.8 * len(samples)
     assert all(0 in (sample.loss_mask or []) for sample in searching)
@@ -199,7 +199,7 @@ def test_search_r1_learns_to_search(tmp_path: Path, port: int) -> None:
 @pytest.mark.full
 def test_retool_learns_to_use_python(tmp_path: Path) -> None:
     samples = run_example("retool", tmp_path / "out")
-    assert_learns(tmp_path / "out" / "grpo", "retool", 0.2)
+    assert_learns(tmp_path / "out" / "grpo", "retool", 0.15)
     assert sum(sample.metadata["tool_calls"] > 0 for sample in samples) > 0.8 * len(samples)
 
 
