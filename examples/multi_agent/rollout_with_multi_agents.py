@@ -67,6 +67,10 @@ async def generate(
     candidates = [part for part in rewrites if part.response_length] or solutions
     answers = [answer_of(args, part) for part in candidates]
     selector = await _ask(args, sample, sampling_params, SELECTOR, 0, selector_prompt(question, answers))
+    if any(part.status is Sample.Status.ABORTED for part in (*solutions, *rewrites, selector)):
+        # The rollout ends here. Nothing of half a discussion is kept: a later rollout begins it anew.
+        sample.status = Sample.Status.ABORTED
+        return [sample]
     final = chosen(selector, candidates)
     await reward_all(args, [*solutions, *rewrites], selector, final)
     if evaluation:

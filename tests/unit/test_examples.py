@@ -28,6 +28,7 @@ from examples.search_r1 import generate_with_search as search
 from examples.search_r1.bm25 import BM25, words
 from examples.search_r1.search_server import make_app, read_corpus
 from slime.rollout.base_types import flatten_samples
+from slime.rollout.group import GroupRun
 from slime.rollout.observation import append_observation, response_text
 from slime.rollout.sampling import train_sampling_params
 from slime.rollout.state import rollout_state
@@ -489,6 +490,27 @@ def test_agents_without_room_are_left_out(make_args: Args, use: Use) -> None:
     use(Agents(args))
     (group,) = rollout(args).samples
     assert {part.metadata["agent"] for part in flatten_samples(group)} == {"solver"}
+
+
+def test_half_a_discussion_is_begun_anew(make_args: Args, use: Use) -> None:
+    args = multi(make_args, partial_rollout=True)
+    question = Sample(prompt="?", label="1", rollout_id=3)
+
+    async def run() -> Any:
+        async with rollout_state(args) as state:
+            client = use(Agents(args))
+            state.client = client
+            group = GroupRun(args, [question], train_sampling_params(args))
+            task = asyncio.create_task(group.run(state))
+            while len(client.requests) < 4:
+                await asyncio.sleep(0)
+            state.ending = True
+            await task
+            return group.unfinished()
+
+    (again,) = asyncio.run(run())
+    assert (again.prompt, again.status, again.response_length) == ("?", Status.PENDING, 0)
+    assert "agent" not in again.metadata
 
 
 # ---- data
