@@ -35,7 +35,7 @@ from tests.integration.tiny import KEYS, Service
 NUM_GPUS = 0
 pytestmark = pytest.mark.integration
 
-RUN_S = 600
+RUN_S = 1200
 GRAMMARS = {
     search: r"(<search>[a-c]{2}</search>|<answer>[a-c]{2}</answer>)",
     retool: r"(<code>print\([0-9]{2}\*[0-9]\)</code>|\\boxed\{[0-9]{2}\})",
