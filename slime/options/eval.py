@@ -43,4 +43,5 @@ class EvalOptions:
         None,
         "Function (rollout_id, args, data, extra_metrics) -> bool that logs an evaluation; True: nothing else logs it.",
         hook=("log_eval_rollout_data",),
+        takes=("rollout_id", "args", "data", "extra_metrics"),
     )

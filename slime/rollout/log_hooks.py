@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import threading
 from argparse import Namespace
 from collections.abc import Callable
@@ -27,40 +26,28 @@ def logs_rollout(
     """Whether ``--custom-rollout-log-function-path`` has logged a rollout; False where there is none.
 
     Raises:
-        HookError: it failed; the message names flag, path and signature.
+        HookError: it failed; the message names flag and path.
         DeadlineError: it took longer than ``--rollout-timeout``.
     """
-    signature = "(rollout_id, args, samples, rollout_extra_metrics, rollout_time)"
-    values = (rollout_id, args, samples, extra_metrics, seconds)
-    return _log(args, "--custom-rollout-log-function-path", signature, values)
+    return _log(args, "--custom-rollout-log-function-path", rollout_id, args, samples, extra_metrics, seconds)
 
 
 def logs_evaluation(args: Namespace, rollout_id: int, data: dict[str, Any], extra_metrics: dict[str, Any]) -> bool:
     """As `logs_rollout`, for an evaluation of ``--custom-eval-rollout-log-function-path``."""
-    signature = "(rollout_id, args, data, extra_metrics)"
-    values = (rollout_id, args, data, extra_metrics)
-    return _log(args, "--custom-eval-rollout-log-function-path", signature, values)
+    return _log(args, "--custom-eval-rollout-log-function-path", rollout_id, args, data, extra_metrics)
 
 
-def _log(args: Namespace, flag: str, signature: str, values: tuple[Any, ...]) -> bool:
+def _log(args: Namespace, flag: str, *values: Any) -> bool:
     path = getattr(args, flag.removeprefix("--").replace("-", "_"))
     if path is None:
         return False
     function, where = load_function(path, flag=flag), f"{flag} {path}"
-    _check_signature(function, where, signature, values)
     call = _call(function, where, values, timeout=args.rollout_timeout)
     with _one_at_a_time:
         result = background_loop().run(call, timeout=args.rollout_timeout, what=where)
     if result is not None and not isinstance(result, (bool, np.bool_)):
-        raise HookError(f"{where} {signature} must return True (nothing else logs it) or False, not {result!r:.80}")
+        raise HookError(f"{where} must return True (nothing else logs it) or False, not {result!r:.80}")
     return bool(result)
-
-
-def _check_signature(function: Callable[..., Any], where: str, signature: str, values: tuple[Any, ...]) -> None:
-    try:
-        inspect.signature(function).bind(*values)
-    except TypeError as error:
-        raise HookError(f"{where} must take {signature}: {error}") from error
 
 
 async def _call(function: Callable[..., Any], where: str, values: tuple[Any, ...], *, timeout: float) -> Any:

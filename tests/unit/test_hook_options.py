@@ -8,13 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from slime.options.eval import EvalOptions
 from slime.options.hooks import HookOptions
 from slime.options.schema import flag_of, hook_fields
+from slime.options.tracking import TrackingOptions
 from slime.utils.arguments import parse_args
 from tests.command_line import command, failure, write_model, write_rows
 
 NUM_GPUS = 0
-FIELDS = {field.name: field for field in hook_fields((HookOptions,))}
+FIELDS = {
+    field.name: field
+    for field in hook_fields((HookOptions, EvalOptions, TrackingOptions))
+    if field.metadata["takes"] is not None
+}
 DISK = "--update-weight-transport disk "
 REPLAY = "--load-debug-rollout-data d/{rollout_id}.pt "
 
