@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from slime.options.calls import Call
 from slime.options.schema import option
 
 Level = Literal["token", "sequence", "geometric"]
@@ -52,28 +53,30 @@ class AlgorithmOptions:
         None,
         "Function (args, samples) -> (raw rewards, rewards) instead of normalisation within groups.",
         hook=("post_process_rewards", "reward_post_process"),
-        takes=("args", "samples"),
+        call=(Call("args, samples", "tuple[list[float], list[float]]"),),
     )
     custom_advantage_function_path: str | None = option(
         None,
         "Function (args, rollout_data) that sets its lists advantages and returns, instead of the estimator; it sees "
         "one data-parallel rank's samples, so statistics over groups belong into --custom-reward-post-process-path.",
         hook=("compute_advantages", "advantage_function"),
-        takes=("args", "rollout_data"),
+        call=(Call("args, rollout_data", "None"),),
     )
     custom_loss_function_path: str | None = option(
         None,
         "Function (args, batch, logits, sum_of_sample_mean) -> (loss, metrics), of --loss-type custom_loss; logits are "
         "None where its attribute needs_logits is False.",
         hook=("loss_function", "custom_loss"),
-        takes=("args", "batch", "logits", "sum_of_sample_mean"),
+        call=(Call("args, batch, logits, sum_of_sample_mean", "tuple[Tensor, dict[str, Tensor]]"),),
     )
     custom_pg_loss_reducer_function_path: str | None = option(
         None,
         "Function (total_lengths, response_lengths, loss_masks, calculate_per_token_loss) that returns the reduction "
         "of the policy loss's tokens.",
         hook=("get_pg_loss_reducer", "pg_loss_reducer"),
-        takes=("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss"),
+        call=(
+            Call("total_lengths, response_lengths, loss_masks, calculate_per_token_loss", "Callable[[Tensor], Tensor]"),
+        ),
     )
     seed: int = option(1234, "Seed of model initialisation and of the training workers.")
 
@@ -100,6 +103,12 @@ class CorrectionOptions:
         "Function (args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths) "
         "-> (pg_loss, loss_masks, metrics) instead, with --use-tis.",
         hook=("tis_function", "custom_tis"),
+        call=(
+            Call(
+                "args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths",
+                "tuple[Tensor, list[Tensor], dict[str, Tensor]]",
+            ),
+        ),
     )
     use_opsm: bool = option(False, "Leave out sequences of negative advantage that have become unlikely.")
     opsm_delta: float = option(1e-4, "How much the mean log-prob may have fallen, for --use-opsm.")

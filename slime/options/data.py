@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from slime.options.calls import Call
 from slime.options.schema import option
 
 
@@ -17,12 +18,14 @@ class DataOptions:
         "slime.rollout.data_source.RolloutDataSourceWithBuffer",
         "Class (args) with get_samples, add_samples, save, load.",
         hook=("RolloutDataSourceWithBuffer", "RolloutDataSource", "DataSource"),
+        call=(Call("args", "DataSource"), Call("dataset, args", "DataSource", "dataset")),
     )
     buffer_filter_path: str | None = option(
         None,
         "Function (args, rollout_id, buffer, num_samples) -> groups, which it takes out of the buffer; default: first "
         "in, first out.",
         hook=("buffer_filter", "pop_first"),
+        call=(Call("args, rollout_id, buffer, num_samples", "list[list[Sample]]"),),
     )
     disable_rollout_global_dataset: bool = option(
         False, "No --prompt-data: the rollout function is given empty samples, and fills them in."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slime.options.calls import Call
 from slime.options.schema import option
 
 
@@ -22,7 +23,10 @@ class EvalOptions:
         "YAML file of datasets with settings of their own: defaults, and datasets by name; after --eval-prompt-data.",
     )
     eval_function_path: str | None = option(
-        None, "Function that evaluates; default --rollout-function-path.", hook=("eval_rollout", "generate_rollout")
+        None,
+        "Function that evaluates; default --rollout-function-path.",
+        hook=("eval_rollout", "generate_rollout"),
+        call=(Call("args, rollout_id, data_source, *, evaluation", "RolloutFnEvalOutput"),),
     )
     eval_input_key: str | None = option(None, "Column of the prompt.")
     eval_label_key: str | None = option(None, "Column of the expected answer.")
@@ -43,5 +47,5 @@ class EvalOptions:
         None,
         "Function (rollout_id, args, data, extra_metrics) -> bool that logs an evaluation; True: nothing else logs it.",
         hook=("log_eval_rollout_data",),
-        takes=("rollout_id", "args", "data", "extra_metrics"),
+        call=(Call("rollout_id, args, data, extra_metrics", "bool"),),
     )

@@ -15,6 +15,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import yaml
 
 from slime.options.errors import OptionError
+from slime.options.rollout import GENERATE_CALLS, REWARD_CALLS, REWARD_NAMES
 from slime.options.schema import beyond_bounds, option
 
 PAIRS, CONFIG = "--eval-prompt-data", "--eval-config"
@@ -31,7 +32,7 @@ class EvalDataset:
     name: str = option(None, "Its metrics are eval/<name>.")
     path: str = option(None, "JSONL or parquet file; path@[a:b] takes a slice of its rows.")
     rm_type: str | None = option(None, "Built-in reward, before --custom-rm-path and the rows' metadata.")
-    custom_rm_path: str | None = option(None, "Reward function.", hook=("reward_func", "custom_rm"))
+    custom_rm_path: str | None = option(None, "Reward function.", hook=REWARD_NAMES, call=REWARD_CALLS)
     input_key: str = option("input", "Column of the prompt.")
     label_key: str | None = option(None, "Column of the expected answer.")
     tool_key: str | None = option("tools", "Column of tool definitions.")
@@ -50,7 +51,7 @@ class EvalDataset:
     skip_special_tokens: bool = option(False, "Leave special tokens out of the response text.")
     no_stop_trim: bool = option(True, "Keep the stop string in the response text.")
     custom_generate_function_path: str | None = option(
-        None, "Function that generates one sample.", hook=("generate", "custom_generate")
+        None, "Function that generates one sample.", hook=("generate", "custom_generate"), call=GENERATE_CALLS
     )
     metadata_overrides: dict[str, Any] | None = option(None, "Set in the metadata of every sample.")
     source: str = PAIRS

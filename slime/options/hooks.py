@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slime.options.calls import Call
 from slime.options.schema import option
 
 
@@ -15,45 +16,45 @@ class HookOptions:
         None,
         "Function (args, samples) -> dict of columns, one entry a row, instead of slime's own conversion.",
         hook=("convert_samples_to_train_data", "custom_convert"),
-        takes=("args", "samples"),
+        call=(Call("args, samples", "dict[str, list]"),),
     )
     rollout_data_postprocess_path: str | None = option(
         None,
         "Function (args, rollout_id, rollout_data) that may change its lists advantages, returns, loss_masks and "
         "log-probs, on every training rank of the last pipeline stage, before the rollout is trained on.",
         hook=("rollout_data_postprocess", "postprocess"),
-        takes=("args", "rollout_id", "rollout_data"),
+        call=(Call("args, rollout_id, rollout_data", "None"),),
     )
     custom_model_provider_path: str | None = option(
         None,
         "Function (pre_process, post_process, vp_stage=None) -> GPTModel that builds a pipeline stage; it also gets "
         "args and config where it has parameters of these names.",
         hook=("model_provider", "custom_model_provider"),
-        takes=("pre_process", "post_process"),
+        call=(Call("pre_process, post_process, *, vp_stage=None, args=None, config=None", "GPTModel"),),
     )
     custom_megatron_init_path: str | None = option(
         None,
         "Function (args), called on every training rank once Megatron's process groups exist.",
         hook=("megatron_init", "custom_megatron_init"),
-        takes=("args",),
+        call=(Call("args", "None"),),
     )
     custom_megatron_before_log_prob_hook_path: str | None = option(
         None,
         'Function (args, model, store_prefix), called before every pass for log-probs; the prefix is "" or "ref_".',
         hook=("before_log_prob", "before_log_prob_hook"),
-        takes=("args", "model", "store_prefix"),
+        call=(Call("args, model, store_prefix", "None"),),
     )
     custom_megatron_before_train_step_hook_path: str | None = option(
         None,
         "Function (args, rollout_id, step_id, model, optimizer, opt_param_scheduler), called before every optimizer "
         "step of actor and critic, with gradients at zero.",
         hook=("before_train_step", "before_train_step_hook"),
-        takes=("args", "rollout_id", "step_id", "model", "optimizer", "opt_param_scheduler"),
+        call=(Call("args, rollout_id, step_id, model, optimizer, opt_param_scheduler", "None"),),
     )
     custom_update_weight_post_write_path: str | None = option(
         None,
         "Function (args, version_dir, rollout_engines) of --update-weight-transport disk, called when a version is "
         "written and before engines read it.",
         hook=("post_write", "update_weight_post_write"),
-        takes=("args", "version_dir", "rollout_engines"),
+        call=(Call("args, version_dir, rollout_engines", "None"),),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from slime.options.calls import Call
 from slime.options.schema import option
 
 DEFAULT_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
@@ -13,6 +14,14 @@ REWARD_NAMES = ("reward_func", "custom_rm")
 """What a bare file of --custom-rm-path is searched for."""
 GROUP_REWARD_NAMES = ("batched_custom_rm", "reward_func")
 """The same with --group-rm."""
+REWARD_CALLS = (
+    Call("args, sample, **kwargs", "float | dict", "sample", is_async=True),
+    Call("args, samples, **kwargs", "list[float | dict]", "samples", is_async=True),
+)
+GENERATE_CALLS = (
+    Call("args, sample, sampling_params, *, evaluation=False", "Sample | list[Sample]", is_async=True),
+    Call("args, samples, *, sampling_params=None, evaluation=False", "list[Sample]", "samples", is_async=True),
+)
 
 
 @dataclass
@@ -26,11 +35,13 @@ class RolloutOptions:
         DEFAULT_ROLLOUT,
         "Function (args, rollout_id, data_source, evaluation=False) that makes one rollout.",
         hook=("generate_rollout",),
+        call=(Call("args, rollout_id, data_source, evaluation=False", "RolloutFnTrainOutput"),),
     )
     custom_generate_function_path: str | None = option(
         None,
         "async function (args, sample, sampling_params) that generates one sample, for tools and several turns.",
         hook=("generate", "custom_generate"),
+        call=GENERATE_CALLS,
     )
     over_sampling_batch_size: int | None = option(
         None,
@@ -41,6 +52,7 @@ class RolloutOptions:
         None,
         "Function (args, samples, **kwargs) -> DynamicFilterOutput or bool: whether a finished group is trained.",
         hook=("dynamic_sampling_filter", "check_reward_nonzero_std"),
+        call=(Call("args, samples, **kwargs", "DynamicFilterOutput | bool"),),
     )
     partial_rollout: bool = option(
         False, "Responses that are not finished when a rollout has what it needs go on in a later one."
@@ -58,17 +70,20 @@ class RolloutOptions:
         "Function (args, sample, *, rollout_id, evaluation) -> Sample or None, called with every sample between its "
         "generation and its reward; the flag may be repeated.",
         hook=("sample_hook", "rollout_sample_hook"),
+        call=(Call("args, sample, *, rollout_id=None, evaluation=False", "Sample | None"),),
     )
     rollout_sample_filter_path: str | None = option(
         None,
         "Function (args, groups) that sets remove_sample of samples to be left out of the loss.",
         hook=("rollout_sample_filter", "sample_filter"),
+        call=(Call("args, groups", "None"),),
     )
     rollout_all_samples_process_path: str | None = option(
         None,
         "Function (args, all_groups, data_source), called after each rollout with every finished group, filtered ones "
         "included.",
         hook=("process_all_samples", "all_samples_process"),
+        call=(Call("args, all_groups, data_source", "None"),),
     )
     max_turns: int | None = option(None, "For custom generate functions: turns of one sample at most.", at_least=1)
     rollout_temperature: float = option(1.0, "Sampling temperature; the trainer's log-probs use it too.", above=0)
@@ -104,6 +119,7 @@ class RewardOptions:
         None,
         "async function (args, sample, **kwargs) -> float or dict, or (args, samples, **kwargs) -> list of these.",
         hook=REWARD_NAMES,
+        call=REWARD_CALLS,
     )
     group_rm: bool = option(
         False, "Compute rewards once for a whole group, when all its samples are there; a list function gets them all."

@@ -9,6 +9,8 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from slime.options.calls import Call
+
 
 def option(
     default: Any,
@@ -16,7 +18,7 @@ def option(
     *,
     aliases: tuple[str, ...] = (),
     hook: tuple[str, ...] | None = None,
-    takes: tuple[str, ...] | None = None,
+    call: tuple[Call, ...] = (),
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
@@ -28,7 +30,7 @@ def option(
         help: what the flag means, for ``--help`` and for readers of the class.
         aliases: further names of the same flag.
         hook: the field holds a function path; the names that a bare file is searched for.
-        takes: what that function is called with, by position; None: not checked before it is called.
+        call: the forms that this function may have.
         at_least: smallest allowed value.
         above: bound that the value must exceed.
         at_most: largest allowed value.
@@ -37,7 +39,7 @@ def option(
         "help": help,
         "aliases": aliases,
         "hook": hook,
-        "takes": takes,
+        "call": call,
         "at_least": at_least,
         "above": above,
         "at_most": at_most,

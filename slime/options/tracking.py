@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from slime.options.calls import Call
 from slime.options.schema import option
 
 
@@ -31,7 +32,7 @@ class TrackingOptions:
         "Function (rollout_id, args, samples, rollout_extra_metrics, rollout_time) -> bool that logs a rollout; True: "
         "only its training batch is logged besides.",
         hook=("log_rollout_data",),
-        takes=("rollout_id", "args", "samples", "rollout_extra_metrics", "rollout_time"),
+        call=(Call("rollout_id, args, samples, rollout_extra_metrics, rollout_time", "bool"),),
     )
     log_passrate: bool = option(False, "Log passrate/pass@k of the training groups, where a reward of 1 is a pass.")
     log_multi_turn: bool = option(False, "Log multi_turn/: turns, and response lengths with and without tools' tokens.")

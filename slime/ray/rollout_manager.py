@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import math
 import os
 import time
@@ -217,10 +218,15 @@ def rollouts_overlap(args: argparse.Namespace) -> bool:
 def make_data_source(args: argparse.Namespace) -> Any:
     """The run's data source, of the user's class where ``--data-source-path`` names one.
 
+    One with a parameter ``dataset`` is given that of ``--prompt-data``.
+
     Raises:
         ValueError: a file or row that cannot be read.
     """
-    return load_function(args.data_source_path, flag="--data-source-path")(args)
+    function = load_function(args.data_source_path, flag="--data-source-path")
+    if "dataset" in inspect.signature(function).parameters:
+        return function(RolloutDataSource(args).dataset, args)
+    return function(args)
 
 
 def source_state(source: Any, rollout_id: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import pickle
 from argparse import Namespace
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.generation import generate
-from slime.rollout.hooks import HookError, accepted, accepts, call_hook
+from slime.rollout.hooks import HookError, accepted, call_hook
 from slime.rollout.loop import run_all
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.sampling import request_seed
@@ -147,7 +148,7 @@ class GroupRun:
     async def _custom(
         self, state: RolloutState, position: int, path: str, sample: Sample, params: dict[str, Any]
     ) -> Sample | list[Sample]:
-        """Call a user's generate function.
+        """Call a user's generate function; one with a parameter ``samples`` is given a list of the one sample.
 
         One that reports an aborted request, by the status of a sample, is called again with a new copy of the sample:
         only it knows how it could go on.
@@ -156,10 +157,13 @@ class GroupRun:
         if path == sample.generate_function_path:
             flag = "Sample.generate_function_path"
         function = load_function(path, flag=flag, default_names=("generate", "custom_generate"))
-        extra = {"evaluation": self._evaluation} if accepts(function, "evaluation") else {}
+        takes_list = "samples" in inspect.signature(function).parameters
+        by_name = {"sampling_params": params} if takes_list else {}
+        known = accepted(function, evaluation=self._evaluation, **by_name)
         for attempt in range(_MAX_ABORTS):
             given: Sample = pickle.loads(self._untouched[position]) if attempt else sample
-            result = await call_hook(function, f"{flag} {path}", self.args, given, params, **extra)
+            by_position = [[given]] if takes_list else [given, params]
+            result = await call_hook(function, f"{flag} {path}", self.args, *by_position, **known)
             result = _checked(result, given, f"{flag} {path}")
             if state.ending or all(part.status is not Status.ABORTED for part in flatten_samples(result)):
                 return result

@@ -151,8 +151,8 @@ class Pool:
         where = f"--dynamic-sampling-filter-path {path}"
         function = load_function(path, flag="--dynamic-sampling-filter-path", default_names=FILTER_NAMES)
         verdict = await call_hook(function, where, self._args, samples)
-        if isinstance(verdict, bool):
-            return DynamicFilterOutput(keep=verdict)
+        if isinstance(verdict, bool) or getattr(verdict, "ndim", None) == 0:  # a tensor's comparison
+            return DynamicFilterOutput(keep=bool(verdict))
         if not isinstance(verdict, DynamicFilterOutput):
             raise HookError(f"{where} must return a bool or a DynamicFilterOutput, not {verdict!r:.120}")
         return verdict

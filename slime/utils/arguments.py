@@ -14,6 +14,7 @@ import yaml
 from slime.options import megatron, sglang
 from slime.options.algorithm import AlgorithmOptions, CorrectionOptions, CriticOptions
 from slime.options.asynchronous import AsyncOptions, derive_async
+from slime.options.calls import Call, form_of
 from slime.options.checkpoint import CheckpointOptions
 from slime.options.cluster import ClusterOptions, DeadlineOptions, WeightUpdateOptions
 from slime.options.collection import check_collection
@@ -35,10 +36,8 @@ from slime.options.tracking import TrackingOptions
 from slime.options.training import check_training
 from slime.options.unavailable import explain_flag
 from slime.options.validate import derive_all, limit_prompts
-from slime.utils.errors import SlimeError
 from slime.utils.misc import load_function, load_module, split_function_path
 from slime.utils.redaction import redacted
-from slime.utils.user_functions import check_parameters
 
 GROUPS: tuple[type, ...] = (
     ClusterOptions,
@@ -195,6 +194,7 @@ def _resolve(args: argparse.Namespace, given: set[str], asynchronous: bool) -> l
     derive_async(args, given, warnings, asynchronous=asynchronous)
     check_collection(args, given)
     args.eval_datasets = [_with_hooks(dataset) for dataset in args.eval_datasets]
+    _check_evaluation(args, given)
     _check_reward_names(args)
     is_local = os.path.isdir(os.path.expanduser(args.hf_checkpoint))
     args.hf_checkpoint = model_directory(args.hf_checkpoint, with_weights=not args.dry_run)
@@ -223,18 +223,18 @@ def _shape(args: argparse.Namespace) -> dict[str, Any]:
         raise OptionError(f"--hf-checkpoint {args.hf_checkpoint}: {reason}") from error
 
 
+def _check_evaluation(args: argparse.Namespace, given: set[str]) -> None:
+    """A rollout function that evaluates too must be told when."""
+    if args.eval_interval is None or "eval_function_path" in given:
+        return
+    (field,) = (field for field in hook_fields((EvalOptions,)) if field.name == "eval_function_path")
+    path = args.eval_function_path
+    form_of(load_function(path), field.metadata["call"], f"--rollout-function-path {path}, which also evaluates")
+
+
 def _check_reward_names(args: argparse.Namespace) -> None:
-    from slime.rollout.rm_hub.custom import takes_list
     from slime.rollout.rm_hub.graders import GRADERS
 
-    functions = [("--custom-rm-path", args.custom_rm_path)]
-    functions += [(f"{dataset}: custom_rm_path", dataset.custom_rm_path) for dataset in args.eval_datasets]
-    for where, path in functions:
-        if path is not None:
-            try:
-                takes_list(load_function(path), f"{where} {path}")
-            except SlimeError as error:
-                raise OptionError(str(error)) from error
     named = [("--rm-type", args.rm_type)] + [(f"{d}: rm_type", d.rm_type) for d in args.eval_datasets]
     for where, name in named:
         if name is not None and name.removeprefix("boxed_") not in GRADERS:
@@ -247,13 +247,13 @@ def _load_hooks(args: argparse.Namespace, given: set[str]) -> None:
         value = getattr(args, field.name)
         if field.name not in given or value is None:
             continue
-        flag, names, takes = flag_of(field), field.metadata["hook"], field.metadata["takes"]
+        flag, names, calls = flag_of(field), field.metadata["hook"], field.metadata["call"]
         if field.name == "custom_rm_path" and args.group_rm:
             names = GROUP_REWARD_NAMES
         if isinstance(value, list):  # the flag may be repeated
-            found: Any = [_loaded(path, flag, names, takes) for paths in value for path in paths]
+            found: Any = [_loaded(path, flag, names, calls) for paths in value for path in paths]
         else:
-            found = _loaded(value, flag, names, takes)
+            found = _loaded(value, flag, names, calls)
         setattr(args, field.name, found)
 
 
@@ -263,19 +263,18 @@ def _with_hooks(dataset: EvalDataset) -> EvalDataset:
     for field in hook_fields((EvalDataset,)):
         path = getattr(dataset, field.name)
         if path is not None:
-            where, names, takes = f"{dataset}: {field.name}", field.metadata["hook"], field.metadata["takes"]
-            paths[field.name] = _loaded(path, where, names, takes)
+            where, names, calls = f"{dataset}: {field.name}", field.metadata["hook"], field.metadata["call"]
+            paths[field.name] = _loaded(path, where, names, calls)
     return dataclasses.replace(dataset, **paths)
 
 
-def _loaded(path: str, where: str, names: Sequence[str], takes: tuple[str, ...] | None) -> str:
+def _loaded(path: str, where: str, names: Sequence[str], calls: tuple[Call, ...]) -> str:
     """The path of a function that loads; a file's is absolute and names the function, since workers run elsewhere."""
     try:
         function = load_function(path, flag=where, default_names=names)
-        if takes is not None:
-            check_parameters(function, f"{where} {path}", takes)
     except ValueError as error:
         raise OptionError(str(error)) from error
+    form_of(function, calls, f"{where} {path}")
     source, name = split_function_path(path)
     if not source.endswith(".py"):
         return path

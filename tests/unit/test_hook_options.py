@@ -42,8 +42,8 @@ def fails(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 @pytest.mark.parametrize("name", FIELDS)
 def test_every_hook_is_checked_when_flags_are_read(name: str, directory: Path, fails: Callable[..., str]) -> None:
     field = FIELDS[name]
-    flag, names, takes = flag_of(field), field.metadata["hook"], field.metadata["takes"]
-    parameters = ", ".join(takes)
+    flag, names, (call,) = flag_of(field), field.metadata["hook"], field.metadata["call"]
+    parameters = ", ".join(call.positional)
     mine = directory / "mine.py"  # whole paths: what a relative one names is loaded once a process
     mine.write_text(
         f"def {names[0]}({parameters}, **others): pass\n"
@@ -51,7 +51,9 @@ def test_every_hook_is_checked_when_flags_are_read(name: str, directory: Path, f
         "values = 3\n"
     )
     assert getattr(parse_args(command(f"{DISK}{flag} {mine}")), name) == f"{mine}:{names[0]}"
-    assert fails(f"{DISK}{flag} {mine}:none").startswith(f"{flag} {mine}:none: it is called as ({parameters}), and")
+    assert fails(f"{DISK}{flag} {mine}:none").startswith(
+        f"{flag} {mine}:none: it is called as ({call.parameters}), and"
+    )
     assert "missing a required argument: 'needed'" in fails(f"{DISK}{flag} {mine}:more")
     assert f"{flag} {mine}:values: 'values' is a int, not a function" in fails(f"{DISK}{flag} {mine}:values")
 
@@ -74,7 +76,8 @@ def test_help_names_the_signature_that_is_checked() -> None:
     for field in FIELDS.values():
         (shown,) = re.findall(r"^Function \(([^)]*)\)", field.metadata["help"])
         names = [parameter.split("=")[0] for parameter in shown.split(", ")]
-        assert tuple(names[: len(field.metadata["takes"])]) == field.metadata["takes"]
+        (call,) = field.metadata["call"]
+        assert names[: len(call.positional)] == call.positional
 
 
 def test_a_hook_of_the_disk_transport(directory: Path, fails: Callable[..., str]) -> None:

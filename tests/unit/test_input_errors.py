@@ -48,7 +48,8 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("data.jsonl", "aime.jsonl"):
         write_rows(tmp_path / name)
     (tmp_path / "own.py").write_text(
-        "def generate_rollout(*a, **k): ...\nasync def custom_rm(args, sample, **k): ...\nclass Source: ...\n"
+        "def generate_rollout(*a, **k): ...\nasync def custom_rm(args, sample, **k): ...\n"
+        "class Source:\n    def __init__(self, args): ...\n"
     )
     return tmp_path
 
