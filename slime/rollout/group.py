@@ -124,7 +124,7 @@ class GroupRun:
         if not self.args.group_rm:
             parts = flatten_samples(self.results[position])
             with state.doing(parts[0], "rewarding"):
-                await run_all([self._reward(state, part) for part in parts if _wants_reward(part)])
+                await self._reward_all(state, [part for part in parts if _wants_reward(part)])
         state.num_samples_done += 1
 
     async def _generate(self, state: RolloutState, position: int, sample: Sample, params: dict[str, Any]) -> None:
@@ -189,6 +189,12 @@ class GroupRun:
                 raise HookError(f"{flag} {path} must return a Sample or None, not {shown!r:.120}")
             sample = sample if shown is None else shown
         return sample
+
+    async def _reward_all(self, state: RolloutState, parts: list[Sample]) -> None:
+        if len(parts) == 1:
+            await self._reward(state, parts[0])  # most samples are one part, which needs no task of its own
+        else:
+            await run_all([self._reward(state, part) for part in parts])
 
     async def _reward(self, state: RolloutState, sample: Sample) -> None:
         async def attempt(number: int) -> Sample:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import logging
 import os
 import random
+import resource
 import socket
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 
 from slime.utils.errors import SlimeError
+
+logger = logging.getLogger(__name__)
 
 TURNED_AWAY = 499
 """The request came during a weight update, which has ended: another try needs no pause."""
@@ -34,6 +38,8 @@ _BODY_IN_ERROR = 500
 _PORTS = range(20000, 30000)
 ROUTER_VARIABLES = {"actor": "SLIME_ROUTER_URL", "reward": "SLIME_REWARD_ROUTER_URL"}
 """Where processes that a hook starts find the router of each model."""
+_OTHER_FILES = 512
+"""That a process opens besides its connections."""
 
 _api_keys: dict[str, str] = {}
 _sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = weakref.WeakKeyDictionary()
@@ -97,6 +103,7 @@ async def send(
     *,
     headers: Mapping[str, str] | None = None,
     retries: int,
+    loads: Callable[[str], Any] = json.loads,
 ) -> Any:
     """Send one request, again with growing pauses where another try may succeed.
 
@@ -106,6 +113,9 @@ async def send(
     have, and the work is then done twice: send nothing this way, with retries, that must happen at most once. Not tried
     again are other error statuses, which would come back, timeouts, whose work may still be under way, and replies that
     are no HTTP.
+
+    Args:
+        loads: parses the reply, or raises ValueError where it is no JSON.
 
     Returns:
         The reply, parsed where it is JSON, else its text.
@@ -120,13 +130,15 @@ async def send(
             async with session.request(method, url, json=payload, headers=headers) as reply:
                 status, text = reply.status, await reply.text()
             if status < 400:
-                return _parse(text)
+                return _parse(text, loads)
             problem = f"status {status}: {text[:_BODY_IN_ERROR]}"
             worth_retrying = status in RETRIED_STATUSES or (status == 500 and _error_code(text) in _LOST_ENGINE)
         except TimeoutError as error:
             raise RequestError(f"{method} {url}: no reply within {session.timeout.total} s") from error
         except (*_RETRIED_ERRORS, aiohttp.ClientError) as error:
             problem, worth_retrying = f"{type(error).__name__}: {error}", isinstance(error, _RETRIED_ERRORS)
+            if isinstance(error, OSError) and error.errno == errno.EMFILE:
+                problem += f"; {_too_few_files()}"
         if not worth_retrying or attempt == retries:
             raise RequestError(f"{method} {url}: {problem} (tried {attempt + 1} times)", status)
         if status == TURNED_AWAY:
@@ -135,6 +147,29 @@ async def send(
         await asyncio.sleep(pause * random.uniform(0.5, 1.0))
         pause = min(pause * 2, _LONGEST_BACKOFF_S)
     raise AssertionError("unreachable")
+
+
+def allow_open_files(connections: int | None = None) -> None:
+    """Let this process have so many connections, or as many as the host allows, which is often far above the 1,024 open
+    files that a process begins with. Warns where it is less.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    needed = hard if connections is None else connections + _OTHER_FILES
+    if soft == unlimited or (needed != unlimited and soft >= needed):
+        return
+    allowed = needed if hard == unlimited else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < needed:
+        logger.warning("up to %d requests may be in flight, but %s", connections, _too_few_files())
+
+
+def _too_few_files() -> str:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return (
+        f"this process may have {limit} open files, and each request in flight is one: raise the hard limit "
+        "(ulimit -Hn) or lower --sglang-server-concurrency"
+    )
 
 
 async def post(
@@ -181,13 +216,13 @@ def _session() -> aiohttp.ClientSession:
 
 def _error_code(text: str) -> Any:
     """The code in an error of the router's; None in any other text."""
-    error = reply.get("error") if isinstance(reply := _parse(text), dict) else None
+    error = reply.get("error") if isinstance(reply := _parse(text, json.loads), dict) else None
     return error.get("code") if isinstance(error, dict) else None
 
 
-def _parse(text: str) -> Any:
+def _parse(text: str, loads: Callable[[str], Any]) -> Any:
     try:
-        return json.loads(text)
+        return loads(text)
     except ValueError:
         return text
 

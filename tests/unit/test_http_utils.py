@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import re
 import socket
 import subprocess
 import sys
@@ -282,6 +284,55 @@ def test_flush_waits_for_requests_that_are_leaving() -> None:
                 await asyncio.to_thread(EngineControl(url, None, None, timeout=0.3).flush_cache)
 
     asyncio.run(scenario())
+
+
+def test_requests_and_replies_that_strict_json_does_not_know() -> None:
+    async def scenario() -> None:
+        handler, seen = answers((200, '{"text": "x", "meta_info": {"log_prob": NaN}}'))
+        async with serving(handler) as url:
+            client = GenerateClient(url, None, max_connections=1, request_timeout=5, retries=0)
+            reply = await client.generate([1, 2], {"logit_bias": {7: -1.5}})
+            await client.close()
+        assert reply["text"] == "x"
+        assert math.isnan(reply["meta_info"]["log_prob"])
+        assert seen[0]["body"]["sampling_params"] == {"logit_bias": {"7": -1.5}}
+
+    asyncio.run(scenario())
+
+
+OPEN_FILES = """
+import asyncio, resource, sys
+from slime.backends.sglang.client import GenerateClient
+from slime.utils.http_utils import allow_open_files
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1])))
+async def main():
+    client = GenerateClient("http://127.0.0.1:9", None, max_connections=1000, request_timeout=5, retries=0)
+    client._open_session()
+    print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    taken = []
+    try:
+        while True:
+            taken.append(open("/dev/null"))
+    except OSError:
+        pass
+    try:
+        await client.generate([1], {})
+    except Exception as error:
+        print(error)
+    allow_open_files()
+    print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(("hard", "allowed"), [(2048, 1512), (128, 128)])
+def test_files_that_a_process_may_open_are_raised_and_too_few_are_named(hard: int, allowed: int) -> None:
+    words = [sys.executable, "-c", OPEN_FILES, str(hard)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    raised, error, all_of_them = done.stdout.splitlines()
+    assert (int(raised), int(all_of_them)) == (allowed, hard)
+    assert re.search(rf"Too many open files.* {allowed} open files.*ulimit -Hn.*--sglang-server-concurrency", error)
+    assert ("up to 1000 requests may be in flight, but this process may have" in done.stderr) == (hard < allowed + 1)
 
 
 def test_a_reserved_port_is_taken_until_released_and_never_reserved_twice() -> None:

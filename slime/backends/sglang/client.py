@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import aiohttp
+import orjson
 import requests
 
 from slime.utils.errors import SlimeError
-from slime.utils.http_utils import RequestError, redact, send
+from slime.utils.http_utils import RequestError, allow_open_files, redact, send
 
 __all__ = ["EngineControl", "EngineError", "GenerateClient", "RequestError"]
 
@@ -270,7 +272,9 @@ class GenerateClient:
         }
         session, all_headers = self._open_session(), {**self._headers, **(headers or {})}
         try:
-            reply = await send(session, "POST", self._url, payload, headers=all_headers, retries=self._retries)
+            reply = await send(
+                session, "POST", self._url, payload, headers=all_headers, retries=self._retries, loads=_loads
+            )
         except RequestError as error:
             if isinstance(error.__cause__, TimeoutError):
                 raise RequestError(f"{error} (--request-timeout)") from error
@@ -288,9 +292,25 @@ class GenerateClient:
     def _open_session(self) -> aiohttp.ClientSession:
         # Opened by the first request: a session belongs to the loop that runs when it is made.
         if self._session is None:
+            allow_open_files(self._max_connections)
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=self._max_connections),
                 timeout=aiohttp.ClientTimeout(total=self._timeout),
                 trust_env=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                json_serialize_bytes=_dumps,
             )
         return self._session
+
+
+def _dumps(payload: Any) -> bytes:
+    """JSON of a request; keys may be numbers, as those of a logit bias are."""
+    return orjson.dumps(payload, option=orjson.OPT_NON_STR_KEYS)
+
+
+def _loads(text: str) -> Any:
+    """A reply; several times as fast as `json`, which alone knows integers beyond 64 bits."""
+    try:
+        return orjson.loads(text)
+    except ValueError:
+        return json.loads(text)  # it knows NaN
