@@ -45,6 +45,9 @@ class DeadlineOptions:
     data_load_timeout: float = option(1800.0, "Reading, checking and tokenising the prompts of all files.", above=0)
     rollout_timeout: float = option(3600.0, "One generate or eval call as a whole.", above=0)
     request_timeout: float = option(1800.0, "One generation request.", above=0)
+    generate_timeout: float | None = option(
+        None, "One call of a custom generate function or of a sample hook; default as --rollout-timeout.", above=0
+    )
     reward_timeout: float = option(120.0, "One reward call, of a custom function or a remote service too.", above=0)
     train_timeout: float = option(3600.0, "One training call on a rollout's batch.", above=0)
     weight_update_timeout: float = option(600.0, "One push of the weights to all engines.", above=0)

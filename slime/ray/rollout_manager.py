@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
 import math
 import os
@@ -21,6 +22,7 @@ from slime.rollout.data_source import DataSource, RolloutDataSource
 from slime.rollout.debug_data import check_recorded, load_samples, save_samples
 from slime.rollout.evaluation import eval_metrics, load_eval_prompts
 from slime.rollout.gate import hold_requests
+from slime.rollout.hooks import accepted, naming
 from slime.rollout.log_hooks import logs_evaluation, logs_rollout
 from slime.rollout.loop import background_loop
 from slime.rollout.metrics import accounting
@@ -31,7 +33,7 @@ from slime.rollout.staleness import renew_stale, staleness_metrics
 from slime.rollout.train_data import to_train_batches
 from slime.rollout.under_way import under_way
 from slime.utils import http_utils
-from slime.utils.errors import BadInputError
+from slime.utils.errors import BadInputError, SlimeError
 from slime.utils.misc import load_function
 from slime.utils.types import Group, Sample
 
@@ -156,7 +158,8 @@ class RolloutManager:
         if rollouts_overlap(args):
             output = generate_groups(args, rollout_id, self._data_source, self._drawn.pop(rollout_id))
         else:
-            output = self._rollout(args, rollout_id, self._data_source)
+            with _naming("--rollout-function-path", args.rollout_function_path):
+                output = self._rollout(args, rollout_id, self._data_source)
         if not isinstance(output, RolloutFnTrainOutput):
             output = RolloutFnTrainOutput(samples=output)
         samples, metrics = flatten_samples(output.samples), dict(output.metrics or {})
@@ -187,7 +190,10 @@ class RolloutManager:
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         """Score the engines' present weights on every evaluation dataset; what there is to log of it."""
         started = time.monotonic()
-        output = self._evaluate(self._args, rollout_id, self._data_source, evaluation=True)
+        args = self._args
+        with _naming("--eval-function-path", args.eval_function_path):
+            wanted = accepted(self._evaluate, evaluation=True)
+            output = self._evaluate(args, rollout_id, self._data_source, **wanted)
         if not isinstance(output, RolloutFnEvalOutput):
             output = RolloutFnEvalOutput(data=output)
         extra = dict(output.metrics or {})
@@ -208,6 +214,11 @@ class RolloutManager:
         """End the routers."""
         while self._routers:
             self._routers.popitem()[1].stop()
+
+
+def _naming(flag: str, path: str) -> contextlib.AbstractContextManager[None]:
+    """Within the block a user's function runs; our own errors say enough by themselves."""
+    return naming(f"{flag} {path}", passes=SlimeError)
 
 
 def rollouts_overlap(args: argparse.Namespace) -> bool:

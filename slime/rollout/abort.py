@@ -8,6 +8,8 @@ from collections.abc import Iterable
 
 from slime.utils.http_utils import RequestError, post
 
+_AT_A_TIME = 256
+
 _engines: dict[str, str | None] = {}
 """Addresses of the run's engines, and the key that opens their control calls."""
 
@@ -33,11 +35,13 @@ async def abort_requests(rids: Iterable[str] | None) -> bool:
     """
     bodies: list[dict[str, object]] = [{"abort_all": True}] if rids is None else [{"rid": rid} for rid in rids]
     engines = list(_engines.items())  # another thread may forget one meanwhile
-    await asyncio.gather(*(_abort(url, key, body) for url, key in engines for body in bodies))
+    places = asyncio.Semaphore(_AT_A_TIME)
+    await asyncio.gather(*(_abort(places, url, key, body) for url, key in engines for body in bodies))
     return bool(_engines)
 
 
-async def _abort(url: str, key: str | None, body: dict[str, object]) -> None:
+async def _abort(places: asyncio.Semaphore, url: str, key: str | None, body: dict[str, object]) -> None:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    with contextlib.suppress(RequestError):
-        await post(f"{url}/abort_request", body, max_retries=0, headers=headers)
+    async with places:
+        with contextlib.suppress(RequestError):
+            await post(f"{url}/abort_request", body, max_retries=0, headers=headers)

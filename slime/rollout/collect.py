@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from argparse import Namespace
 from typing import Any
@@ -10,7 +11,7 @@ from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
 from slime.rollout.hooks import HookError, call_hook
 from slime.rollout.metrics import engine_metrics, speed_metrics
 from slime.rollout.pool import Pool
-from slime.rollout.state import rollout_state
+from slime.rollout.state import RolloutState, rollout_state
 from slime.utils.errors import DeadlineError
 from slime.utils.misc import load_function
 from slime.utils.types import Group
@@ -35,28 +36,35 @@ async def collect(
     started = time.monotonic()
     async with rollout_state(args, rank=rollout_id) as state:
         pool = Pool(args, source, state, rollout_id)
-        pool.begin(drawn)
         try:
-            while (missing := num_groups - len(pool.kept)) > 0:
-                if missing > pool.num_under_way:
-                    await pool.draw(args.over_sampling_batch_size or missing - pool.num_under_way)
-                await pool.advance(started + args.rollout_timeout - time.monotonic(), num_groups)
-            groups = pool.take(num_groups)
-            left = await pool.end()
-        except DeadlineError as error:
-            limit = f"within {args.rollout_timeout:g} s (--rollout-timeout)"
-            raise DeadlineError(f"rollout {rollout_id}: {error} {limit}") from None
-        except HookError as error:
-            raise HookError(f"rollout {rollout_id}: {error}") from error
+            async with asyncio.timeout(args.rollout_timeout):
+                pool.begin(drawn)
+                while (missing := num_groups - len(pool.kept)) > 0:
+                    if missing > pool.num_under_way:
+                        await pool.draw(args.over_sampling_batch_size or missing - pool.num_under_way)
+                    await pool.advance(num_groups)
+                groups = pool.take(num_groups)
+                metrics = await pool.end() | pool.metrics()
+                await finish_batch(args, source, state, groups, pool.all_done)
+        except (HookError, DeadlineError) as error:
+            raise type(error)(f"rollout {rollout_id}: {error}") from error
+        except TimeoutError:
+            raise DeadlineError(late(args, rollout_id, pool.progress())) from None
         finally:
             await pool.cancel()
-    await finish_batch(args, source, groups, pool.all_done)
     samples = flatten_samples(groups)
-    metrics = speed_metrics(args, samples, time.monotonic() - started) | engine_metrics(samples)
-    return RolloutFnTrainOutput(samples=groups, metrics=metrics | left | pool.metrics())
+    metrics |= speed_metrics(args, samples, time.monotonic() - started) | engine_metrics(samples)
+    return RolloutFnTrainOutput(samples=groups, metrics=metrics)
 
 
-async def finish_batch(args: Namespace, source: Any, groups: list[list[Any]], all_done: list[list[Any]]) -> None:
+def late(args: Namespace, rollout_id: int, progress: str) -> str:
+    """The message of a rollout's deadline."""
+    return f"rollout {rollout_id}: {progress} within {args.rollout_timeout:g} s (--rollout-timeout)"
+
+
+async def finish_batch(
+    args: Namespace, source: Any, state: RolloutState, groups: list[list[Any]], all_done: list[list[Any]]
+) -> None:
     """Call the user's functions for a whole batch.
 
     ``--rollout-sample-filter-path`` may set ``remove_sample``, which masks a sample out of the loss;
@@ -65,8 +73,10 @@ async def finish_batch(args: Namespace, source: Any, groups: list[list[Any]], al
     path, flag = args.rollout_sample_filter_path, "--rollout-sample-filter-path"
     if path is not None:
         function = load_function(path, flag=flag, default_names=SAMPLE_FILTER_NAMES)
-        await call_hook(function, f"{flag} {path}", args, groups)
+        with state.busy(f"waiting for {flag} {path}"):
+            await call_hook(function, f"{flag} {path}", args, groups)
     path, flag = args.rollout_all_samples_process_path, "--rollout-all-samples-process-path"
     if path is not None:
         function = load_function(path, flag=flag, default_names=ALL_SAMPLES_NAMES)
-        await call_hook(function, f"{flag} {path}", args, all_done, source)
+        with state.busy(f"waiting for {flag} {path}"):
+            await call_hook(function, f"{flag} {path}", args, all_done, source)

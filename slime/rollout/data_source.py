@@ -78,6 +78,8 @@ class RolloutDataSource(DataSource):
         """Groups that were handed to the trainer, in the whole run."""
         self.num_dropped: Counter[str] = Counter()
         """Groups that were thrown away, by reason."""
+        self.num_added = 0
+        """Groups that nobody had handed out: copies, and others of a user's code."""
         self._epoch = 0
         self._cursor = 0
         self._num_groups = 0
@@ -126,9 +128,36 @@ class RolloutDataSource(DataSource):
             entries.append((current_rollout(), pickle.dumps(group)))
         return groups
 
+    def adopt(self, groups: list[Group]) -> None:
+        """Number groups that a subclass or a user gave without numbers, and count them as read and handed out."""
+        with self.lock:
+            self._hand_out([group for group in groups if self._number(group)])
+
+    def _number(self, group: Group) -> bool:
+        """Give a group the numbers that it lacks; whether it lacked its own."""
+        lacked = any(sample.group_index is None for sample in group)
+        if lacked:
+            for sample in group:
+                sample.group_index = self._num_groups
+            self._num_groups += 1
+        for sample in group:
+            if sample.index is None:
+                sample.index = self._num_samples
+                self._num_samples += 1
+            if sample.rollout_id is None:
+                sample.rollout_id = sample.index
+        return lacked
+
     def _came_back(self, samples: Iterable[Sample]) -> None:
+        """Take groups out of those in flight; one that is not among them came from a user's code, and is added."""
         for group_index in {sample.group_index for sample in samples}:
-            self._in_flight.pop(group_index, None)
+            entries = self._in_flight.get(group_index)
+            if not entries:
+                self.num_added += 1
+                continue
+            entries.pop(0)
+            if not entries:
+                del self._in_flight[group_index]
 
     def _next_group(self) -> Group:
         # Copies that share nothing; far faster than deepcopy for long token lists.
@@ -208,6 +237,7 @@ class RolloutDataSource(DataSource):
             "cursor": self._cursor,
             "num_groups": self._num_groups,
             "num_samples": self._num_samples,
+            "num_added": self.num_added,
             "num_trained": self.num_trained,
             "num_dropped": dict(self.num_dropped),
             "in_flight": _as_dicts([*handed_out, *self._again]),
@@ -238,6 +268,7 @@ class RolloutDataSource(DataSource):
             )
         self._epoch, self._cursor = state["epoch"], state["cursor"]
         self._num_groups, self._num_samples = state["num_groups"], state["num_samples"]
+        self.num_added = state["num_added"]
         self.num_trained, self.num_dropped = state["num_trained"], Counter(state["num_dropped"])
         self._order = self._shuffled(self._epoch)
         self._in_flight, self._again = {}, _from_dicts(state.get("in_flight", []))
@@ -307,7 +338,9 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
             if not isinstance(group, list) or not group or not all(isinstance(s, Sample) for s in group):
                 raise TypeError(f"add_samples takes non-empty lists of Sample, got {group!r:.120}")
         with self.lock:
-            self._came_back(flatten_samples(samples))
+            for group in samples:
+                if not self._number(group):
+                    self._came_back(group)
             self.buffer.extend(samples)
 
     def get_buffer_length(self) -> int:

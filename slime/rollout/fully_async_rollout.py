@@ -15,7 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, flatten_samples
-from slime.rollout.collect import finish_batch
+from slime.rollout.collect import finish_batch, late
 from slime.rollout.loop import background_loop, run_all
 from slime.rollout.metrics import engine_metrics, speed_metrics
 from slime.rollout.pool import Pool
@@ -60,8 +60,10 @@ class Stream:
         """Whatever rollouts and room depend on: groups that are done or taken, new weights, the end."""
         self._next = 0
         """The rollout that takes the next groups."""
+        self._taken = time.monotonic()
         # A context of its own: what it draws belongs to no rollout until one takes it.
         self._task = asyncio.get_running_loop().create_task(self._generate(), context=contextvars.Context())
+        self._task.add_done_callback(lambda _: asyncio.ensure_future(self._tell()))
 
     @property
     def ended(self) -> bool:
@@ -74,31 +76,37 @@ class Stream:
         self._next = rollout_id
         await self._tell()
         try:
-            async with asyncio.timeout(args.rollout_timeout), self._changed:
-                await self._changed.wait_for(lambda: self._task.done() or self._has_enough())
-        except TimeoutError:
-            limit = f"within {args.rollout_timeout:g} s (--rollout-timeout)"
-            done = self._state.progress() if self._state else "nothing has begun"
-            raise DeadlineError(f"rollout {rollout_id}: {done} {limit}") from None
-        if self._task.done():
-            self._task.result()
-        assert self._pool is not None
-        groups = self._pool.take(args.rollout_batch_size)
-        self._next = rollout_id + 1
-        all_done, self._pool.all_done = self._pool.all_done, []
-        metrics = self._pool.metrics() | {"rollout/groups_under_way": float(self._pool.num_under_way)}
-        await self._tell()
-        await finish_batch(args, self.source, groups, all_done)
-        samples = flatten_samples(groups)
-        metrics |= speed_metrics(args, samples, time.monotonic() - started) | engine_metrics(samples)
-        return RolloutFnTrainOutput(samples=groups, metrics=metrics)
+            async with asyncio.timeout(args.rollout_timeout):
+                pool, state = await self._until_enough()
+                groups = pool.take(args.rollout_batch_size)
+                self._next = rollout_id + 1
+                all_done, pool.all_done = pool.all_done, []
+                metrics = pool.metrics() | {"rollout/groups_under_way": float(pool.num_under_way)}
+                await self._tell()
+                await finish_batch(args, self.source, state, groups, all_done)
+        except TimeoutError as error:
+            if isinstance(error, DeadlineError):
+                raise
+            raise DeadlineError(
+                late(args, rollout_id, self._pool.progress() if self._pool else "nothing begun")
+            ) from None
+        samples, now = flatten_samples(groups), time.monotonic()
+        metrics |= speed_metrics(args, samples, now - self._taken) | engine_metrics(samples)
+        self._taken = now
+        return RolloutFnTrainOutput(samples=groups, metrics=metrics | {"perf/rollout_time": now - started})
 
-    def _has_enough(self) -> bool:
-        """Whether a rollout can be taken; what has become too old for it goes back, to be generated anew."""
-        if self._pool is None:
-            return False
-        self._pool.return_stale(lambda sample: (staleness(sample, self._next) or 0) > self._args.max_weight_staleness)
-        return len(self._pool.kept) >= self._args.rollout_batch_size
+    async def _until_enough(self) -> tuple[Pool, RolloutState]:
+        """Wait for as many groups as a rollout has; those that have become too old go back, to be generated anew."""
+        limit = self._args.max_weight_staleness
+        while True:
+            if self._pool is not None:
+                await self._pool.return_stale(lambda sample: (staleness(sample, self._next) or 0) > limit)
+            async with self._changed:
+                if self._task.done():
+                    self._task.result()
+                if self._pool and self._state and len(self._pool.kept) >= self._args.rollout_batch_size:
+                    return self._pool, self._state
+                await self._changed.wait()
 
     async def _tell(self) -> None:
         async with self._changed:
@@ -113,8 +121,6 @@ class Stream:
             finally:
                 forget_listener(self._tell)
                 await self._pool.end()
-                # Not within this task, which a waiting rollout wants to see done.
-                asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(self._tell()))
 
     async def _fill(self, pool: Pool) -> None:
         def room() -> int:
@@ -127,7 +133,7 @@ class Stream:
 
     async def _advance(self, pool: Pool) -> None:
         while True:
-            await pool.advance(None, self._args.rollout_batch_size)
+            await pool.advance(self._args.rollout_batch_size)
             await self._tell()
 
     def _limit(self) -> int:
@@ -138,7 +144,8 @@ class Stream:
         """
         # A rollout is only begun when the engines' weights are new enough for it.
         version = max(pushed_version(), self._next - self._args.max_weight_staleness)
-        return self._args.rollout_batch_size * (version + self._args.max_weight_staleness - self._next + 1)
+        rollouts = version + self._args.max_weight_staleness - self._next + 1
+        return self._args.rollout_batch_size * min(rollouts, self._args.num_rollout - self._next)
 
 
 _streams: WeakKeyDictionary[asyncio.AbstractEventLoop, Stream] = WeakKeyDictionary()

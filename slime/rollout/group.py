@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import pickle
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
@@ -11,13 +12,13 @@ from typing import Any, TypeVar
 
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.generation import generate
-from slime.rollout.hooks import HookError, accepted, call_hook
+from slime.rollout.hooks import HookError, Limit, accepted, call_hook, naming
 from slime.rollout.loop import run_all
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.sampling import request_seed
 from slime.rollout.state import RolloutState, rollout_state
 from slime.rollout.under_way import current_rollout
-from slime.utils.errors import DeadlineError
+from slime.utils.errors import DeadlineError, SlimeError
 from slime.utils.http_utils import RequestError
 from slime.utils.misc import load_function
 from slime.utils.types import Group, Sample, Status
@@ -77,7 +78,7 @@ class GroupRun:
         self._generated = {position for position, sample in enumerate(group) if sample.status in _FINISHED}
         """Positions of samples that need no more than a reward."""
         self._untouched: dict[int, bytes] = {}
-        """By position, samples as they were before a custom generate function got them."""
+        """By position, samples as they were: those that a custom generate function got, and those that go on."""
 
     async def run(self, state: RolloutState, *, seeded: bool = True) -> list[Sample | list[Sample]]:
         """Generate and reward all samples; raises as `generate_and_rm` does.
@@ -129,16 +130,17 @@ class GroupRun:
 
     async def _generate(self, state: RolloutState, position: int, sample: Sample, params: dict[str, Any]) -> None:
         path = sample.generate_function_path or self.args.custom_generate_function_path
-        if path is not None:
+        if path is not None or sample.response_length:
             self._untouched[position] = pickle.dumps(sample)
 
         async def attempt(number: int) -> Sample | list[Sample]:
-            if path is not None:
-                given = pickle.loads(self._untouched[position]) if number else sample
-                return await self._show(await self._custom(state, position, path, given, params))
-            if number:
+            if number and position in self._untouched:
+                vars(sample).update(vars(pickle.loads(self._untouched[position])))
+            elif number:
                 sample.reset_response()
-            return await self._show(await generate(self.args, sample, params))
+            if path is None:
+                return await self._show(await generate(self.args, sample, params))
+            return await self._show(await self._custom(state, position, path, sample, params))
 
         result = await _tried(self.args, state, sample, "generate", attempt)
         if result is not None:
@@ -163,7 +165,8 @@ class GroupRun:
         for attempt in range(_MAX_ABORTS):
             given: Sample = pickle.loads(self._untouched[position]) if attempt else sample
             by_position = [[given]] if takes_list else [given, params]
-            result = await call_hook(function, f"{flag} {path}", self.args, *by_position, **known)
+            limit = self._limit(f"the generation of sample {sample.index} by {flag} {path}")
+            result = await call_hook(function, f"{flag} {path}", self.args, *by_position, limit=limit, **known)
             result = _checked(result, given, f"{flag} {path}")
             if state.ending or all(part.status is not Status.ABORTED for part in flatten_samples(result)):
                 return result
@@ -184,11 +187,16 @@ class GroupRun:
         for path in paths:
             function = load_function(path, flag=flag, default_names=("sample_hook", "rollout_sample_hook"))
             known = accepted(function, rollout_id=current_rollout(), evaluation=self._evaluation)
-            shown = await call_hook(function, f"{flag} {path}", self.args, sample, **known)
+            limit = self._limit(f"{flag} {path} with sample {sample.index}")
+            shown = await call_hook(function, f"{flag} {path}", self.args, sample, limit=limit, **known)
             if shown is not None and not isinstance(shown, Sample):
                 raise HookError(f"{flag} {path} must return a Sample or None, not {shown!r:.120}")
             sample = sample if shown is None else shown
         return sample
+
+    def _limit(self, what: str) -> Limit | None:
+        seconds = self.args.generate_timeout
+        return None if seconds is None else Limit(seconds, "--generate-timeout", what)
 
     async def _reward_all(self, state: RolloutState, parts: list[Sample]) -> None:
         if len(parts) == 1:
@@ -198,7 +206,8 @@ class GroupRun:
 
     async def _reward(self, state: RolloutState, sample: Sample) -> None:
         async def attempt(number: int) -> Sample:
-            return self._with_reward(sample, await async_rm(self.args, sample))
+            with naming("the reward", passes=SlimeError):
+                return self._with_reward(sample, await async_rm(self.args, sample))
 
         await _tried(self.args, state, sample, "reward", attempt)
 
@@ -209,7 +218,8 @@ class GroupRun:
             return
 
         async def attempt(number: int) -> list[Sample]:
-            rewards = await batched_async_rm(self.args, samples)
+            with naming("the reward", passes=SlimeError):
+                rewards = await batched_async_rm(self.args, samples)
             pairs = [(s, reward) for s, reward in zip(samples, rewards, strict=True) if _wants_reward(s)]
             return [self._with_reward(sample, reward) for sample, reward in pairs]
 
@@ -223,7 +233,22 @@ class GroupRun:
                 "generate function, must leave one"
             )
         sample.reward = reward
+        self._must_be_trainable(sample)
         return sample
+
+    def _must_be_trainable(self, sample: Sample) -> None:
+        args = self.args
+        key = args.eval_reward_key if self._evaluation else args.reward_key
+        own = args.custom_reward_post_process_path or args.custom_convert_samples_to_train_data_path
+        if sample.reward is None or (isinstance(sample.reward, dict) and key is None and own):
+            return
+        try:
+            value = sample.get_reward_value(Namespace(reward_key=key))
+        except (ValueError, TypeError) as error:
+            raise HookError(str(error)) from error
+        if not math.isfinite(value):
+            sample.reward = None
+            raise HookError(f"sample {sample.index}: its reward is {value}, which no advantage can be made of")
 
 
 def _wants_reward(sample: Sample) -> bool:
@@ -242,7 +267,7 @@ async def _tried(
     for number in range(tries):
         try:
             return await attempt(number)
-        except (HookError, DeadlineError, RequestError) as error:
+        except SlimeError as error:
             if args.on_sample_error == "stop" or not _is_of_sample(error, what):
                 raise
             reason = f"{what}_timeout" if isinstance(error, DeadlineError) else f"{what}_error"
@@ -255,7 +280,11 @@ async def _tried(
 
 def _is_of_sample(error: Exception, what: str) -> bool:
     """Whether only this sample is concerned; what its generation finds out about the engines ends the run."""
-    return what != "generate" or not isinstance(error, RequestError) or error.status in _REFUSED
+    if what != "generate":
+        return True
+    return isinstance(error, (HookError, DeadlineError)) or (
+        isinstance(error, RequestError) and error.status in _REFUSED
+    )
 
 
 def _params_of_member(params: dict[str, Any], position: int) -> dict[str, Any]:

@@ -1,36 +1,62 @@
-"""Calling a user's functions: off the event loop where they block, and with errors that say whose they are."""
+"""Calling a user's functions: off the event loop where they block, under a deadline, and with errors that say whose."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
+import functools
 import inspect
+import threading
 import traceback
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
-from slime.utils.errors import SlimeError
+from slime.utils.errors import DeadlineError, HookError
+
+__all__ = ["HookError", "Limit", "accepted", "accepts", "call_hook", "call_quick_hook", "naming", "within"]
+
+T = TypeVar("T")
+
+_THREADS = 64
+"""Calls of plain functions at the same time, on one event loop."""
 
 
-class HookError(SlimeError):
-    """A user's function failed or returned what it must not; the message names the flag, the path and the cause."""
+@dataclass(frozen=True)
+class Limit:
+    """How long a call may take, once it has begun."""
+
+    seconds: float
+    flag: str
+    what: str
+    """What is called, for the error message."""
 
 
-async def call_hook(function: Callable[..., Any], where: str, *args: Any, **kwargs: Any) -> Any:
+async def call_hook(
+    function: Callable[..., Any], where: str, *args: Any, limit: Limit | None = None, **kwargs: Any
+) -> Any:
     """Call a sync or async user function; a sync one runs in a thread, so that it cannot stall the event loop.
+
+    A thread cannot be ended: one that outlives its limit, or whose caller was cancelled, is left alone, and counts no
+    more among those that run.
 
     Args:
         function: the user's function.
         where: flag and path, for the error message.
+        limit: how long it may take.
 
     Raises:
         HookError: the function raised; the message holds its traceback.
+        DeadlineError: it took longer than ``limit``.
     """
     with naming(where):
         if inspect.iscoroutinefunction(function):
-            return await function(*args, **kwargs)
-        result = await asyncio.to_thread(function, *args, **kwargs)
-        return await result if inspect.isawaitable(result) else result
+            return await within(limit, function(*args, **kwargs))
+        async with _threads():
+            result = await within(limit, _in_thread(functools.partial(function, *args, **kwargs)))
+        return await within(limit, result) if inspect.isawaitable(result) else result
 
 
 def call_quick_hook(function: Callable[..., Any], where: str, *args: Any, **kwargs: Any) -> Any:
@@ -40,15 +66,76 @@ def call_quick_hook(function: Callable[..., Any], where: str, *args: Any, **kwar
 
 
 @contextlib.contextmanager
-def naming(where: str) -> Iterator[None]:
-    """Within the block a user's code runs: what it raises becomes a HookError with flag, path and traceback."""
+def naming(where: str, passes: type[Exception] = HookError) -> Iterator[None]:
+    """Within the block a user's code runs: what it raises becomes a HookError with flag, path and traceback.
+
+    Args:
+        passes: errors that say enough by themselves.
+    """
     try:
         yield
-    except HookError:
+    except (passes, DeadlineError):
         raise
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise  # it is we who cancel
+        raise HookError(f"{where} raised CancelledError: something that it waits for was cancelled") from error
+    except SystemExit as error:
+        raise HookError(f"{where} called sys.exit({error.code!r})") from error
     except Exception as error:
         trace = "".join(traceback.format_exception(error))
         raise HookError(f"{where} raised {type(error).__name__}: {error}\n{trace}") from error
+
+
+async def within(limit: Limit | None, call: Awaitable[T]) -> T:
+    """The answer of ``call``; DeadlineError where it takes longer than ``limit``."""
+    if limit is None:
+        return await call
+    try:
+        async with asyncio.timeout(limit.seconds) as deadline:
+            return await call
+    except TimeoutError as error:
+        if not deadline.expired():
+            raise
+        raise DeadlineError(f"{limit.what} took longer than {limit.seconds:g} s ({limit.flag})") from error
+
+
+async def _in_thread(call: Callable[[], T]) -> T:
+    """What ``call`` gives in a thread of its own, which, unlike one of an executor, may hang without taking a place."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[T] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def deliver(result: T | None, error: BaseException | None) -> None:
+        if answer.done():
+            return
+        if error is None:
+            answer.set_result(result)  # type: ignore[arg-type]
+        else:
+            answer.set_exception(error)
+
+    def run() -> None:
+        result: T | None = None
+        error: BaseException | None = None
+        try:
+            result = context.run(call)
+        except StopIteration as stop:
+            error = RuntimeError(f"StopIteration: {stop}")  # which no future can hold
+        except BaseException as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(deliver, result, error)
+
+    threading.Thread(target=run, name="hook", daemon=True).start()
+    return await answer
+
+
+_places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+
+def _threads() -> asyncio.Semaphore:
+    return _places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_THREADS))
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:

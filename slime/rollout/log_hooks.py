@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from argparse import Namespace
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from slime.rollout.hooks import HookError, call_hook
+from slime.rollout.hooks import HookError, Limit, call_hook
 from slime.rollout.loop import background_loop
-from slime.utils.errors import DeadlineError
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
@@ -42,19 +39,9 @@ def _log(args: Namespace, flag: str, *values: Any) -> bool:
     if path is None:
         return False
     function, where = load_function(path, flag=flag), f"{flag} {path}"
-    call = _call(function, where, values, timeout=args.rollout_timeout)
+    call = call_hook(function, where, *values, limit=Limit(args.rollout_timeout, "--rollout-timeout", where))
     with _one_at_a_time:
         result = background_loop().run(call, timeout=args.rollout_timeout, what=where)
     if result is not None and not isinstance(result, (bool, np.bool_)):
         raise HookError(f"{where} must return True (nothing else logs it) or False, not {result!r:.80}")
     return bool(result)
-
-
-async def _call(function: Callable[..., Any], where: str, values: tuple[Any, ...], *, timeout: float) -> Any:
-    try:
-        async with asyncio.timeout(timeout) as deadline:
-            return await call_hook(function, where, *values)
-    except TimeoutError as error:
-        if not deadline.expired():
-            raise
-        raise DeadlineError(f"{where} took longer than {timeout:g} s (--rollout-timeout)") from error

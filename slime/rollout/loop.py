@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextvars
 import functools
 import sys
 import threading
@@ -67,6 +68,15 @@ class BackgroundLoop:
 def background_loop() -> BackgroundLoop:
     """The process's event loop for rollouts, started at first use."""
     return BackgroundLoop()
+
+
+_own_threads = concurrent.futures.ThreadPoolExecutor(8, "rollout")
+
+
+async def in_own_thread(function: Callable[..., T], *args: Any) -> T:
+    """What a function gives in a thread that no hook can take."""
+    call = functools.partial(contextvars.copy_context().run, function, *args)
+    return await asyncio.get_running_loop().run_in_executor(_own_threads, call)
 
 
 async def run_all(

@@ -36,12 +36,19 @@ def accounting(args: Namespace, source: RolloutDataSource, in_flight: int = 0) -
         "buffered": source.get_buffer_length(),
         "in_flight": in_flight,
     }
-    if sum(parts.values()) != source.num_read:
-        message = f"{source.num_read} prompts were read, but {' + '.join(f'{n} {what}' for what, n in parts.items())}"
-        if all(path.startswith("slime.") for path in (args.rollout_function_path, args.data_source_path)):
+    added = source.num_added
+    paths = (args.rollout_function_path, args.data_source_path)
+    is_ours = all(path.startswith("slime.") for path in paths) and args.rollout_all_samples_process_path is None
+    if sum(parts.values()) != source.num_read + added or (added and is_ours):
+        message = (
+            f"{source.num_read} prompts were read and {added} added, but "
+            f"{' + '.join(f'{n} {what}' for what, n in parts.items())}"
+        )
+        if is_ours:
             raise RuntimeError(message)
         logger.warning("%s: a rollout function reports what it drops by data_source.count_dropped", message)
     parts = {"read": source.num_read, **parts} | {f"dropped/{reason}": n for reason, n in sorted(dropped.items())}
+    parts |= {"added": added} if added else {}
     return {f"rollout/prompts_{name}": float(n) for name, n in parts.items()}
 
 

@@ -15,11 +15,10 @@ from slime.rollout.base_types import flatten_samples
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.group import GroupRun
 from slime.rollout.hooks import HookError, call_hook
-from slime.rollout.loop import cancel
+from slime.rollout.loop import cancel, in_own_thread
 from slime.rollout.prompts import as_prompts, count_dropped, draw_groups, put_back
 from slime.rollout.sampling import seeded, train_sampling_params
 from slime.rollout.state import RolloutState, position
-from slime.utils.errors import DeadlineError
 from slime.utils.misc import load_function
 from slime.utils.types import Group, Sample, Status
 
@@ -68,7 +67,9 @@ class Pool:
 
     async def draw(self, num_groups: int) -> None:
         """Begin new groups of the data source, which may take its time in a thread of its own."""
-        self.begin(await asyncio.to_thread(draw_groups, self._args, self._source, num_groups))
+        with self._state.busy("waiting for --data-source-path"):
+            groups = await in_own_thread(draw_groups, self._args, self._source, num_groups)
+        self.begin(groups)
 
     def begin(self, groups: list[Group]) -> None:
         """Begin to generate groups."""
@@ -84,24 +85,19 @@ class Pool:
             task.add_done_callback(self._done.put_nowait)
             self._num_begun += 1
 
-    async def advance(self, timeout: float | None, wanted: int) -> None:
+    async def advance(self, wanted: int) -> None:
         """Wait until another group is done; keep it, or drop it with a reason.
 
         Args:
-            timeout: seconds.
             wanted: how many groups the rollout needs.
 
         Raises:
-            DeadlineError: no group was done in time.
             HookError: the filter failed, or more groups failed than the rollout needs.
             Exception: what a group raised.
         """
-        try:
-            task = await asyncio.wait_for(self._done.get(), timeout)
-        except TimeoutError:
-            raise DeadlineError(f"{self._state.progress()}{self._dropped_so_far()}") from None
+        task = await self._done.get()
         number, run = self._running.pop(task)
-        if self._forgives and isinstance(error := task.exception(), Exception):
+        if self._forgives and not task.cancelled() and isinstance(error := task.exception(), Exception):
             await self._put_back_crashed(run, error, wanted)
         else:
             await self._take(number, task.result(), wanted)
@@ -109,7 +105,7 @@ class Pool:
     async def _put_back_crashed(self, run: GroupRun, error: Exception, wanted: int) -> None:
         self._state.failures["crash"] += 1
         self.num_failed += 1
-        await asyncio.to_thread(put_back, self._source, [run.unfinished()])
+        await in_own_thread(put_back, self._source, [run.unfinished()])
         if self.num_failed > wanted:
             raise error
         logger.warning("a group crashed and is generated again", exc_info=error)
@@ -141,8 +137,10 @@ class Pool:
         self.dropped[reason] += 1
         count_dropped(self._source, samples, reason)
 
-    def _dropped_so_far(self) -> str:
-        return "".join(f", {count} groups dropped ({reason})" for reason, count in self.dropped.items())
+    def progress(self) -> str:
+        """What is done and what it waits for, for the message of a deadline."""
+        dropped = "".join(f", {count} groups dropped ({reason})" for reason, count in self.dropped.items())
+        return self._state.progress() + dropped
 
     async def _filter(self, samples: Group) -> DynamicFilterOutput:
         path = self._args.dynamic_sampling_filter_path
@@ -150,7 +148,8 @@ class Pool:
             return DynamicFilterOutput(keep=True)
         where = f"--dynamic-sampling-filter-path {path}"
         function = load_function(path, flag="--dynamic-sampling-filter-path", default_names=FILTER_NAMES)
-        verdict = await call_hook(function, where, self._args, samples)
+        with self._state.busy(f"waiting for {where}"):
+            verdict = await call_hook(function, where, self._args, samples)
         if isinstance(verdict, bool) or getattr(verdict, "ndim", None) == 0:  # a tensor's comparison
             return DynamicFilterOutput(keep=bool(verdict))
         if not isinstance(verdict, DynamicFilterOutput):
@@ -163,14 +162,15 @@ class Pool:
         self.num_failed = 0
         return [results for _, results in sorted(taken, key=lambda entry: entry[0])]
 
-    def return_stale(self, is_stale: Callable[[Sample], bool]) -> None:
+    async def return_stale(self, is_stale: Callable[[Sample], bool]) -> None:
         """Put kept groups with a stale sample back into the data source, to be generated anew."""
         stale = [entry for entry in self.kept if any(map(is_stale, flatten_samples(entry[1])))]
         if not stale:
             return
         self.kept = [entry for entry in self.kept if entry not in stale]
         self.num_stale += len(stale)
-        put_back(self._source, [as_prompts(self._source, flatten_samples(results)) for _, results in stale])
+        prompts = [as_prompts(self._source, flatten_samples(results)) for _, results in stale]
+        await in_own_thread(put_back, self._source, prompts)
 
     async def end(self) -> dict[str, float]:
         """End what is under way, and put it and what was kept besides back into the data source; how much it was."""
@@ -182,7 +182,7 @@ class Pool:
         left = [flatten_samples(results) for _, results in self.kept]
         left += [run.unfinished() for _, run in self._running.values()]
         self._running, self.kept = {}, []
-        await asyncio.to_thread(put_back, self._source, left)
+        await in_own_thread(put_back, self._source, left)
         cut = [group for group in left if any(sample.reward is None for sample in group)]
         return {
             "rollout/surplus_groups": float(len(left) - len(cut)),
@@ -193,9 +193,11 @@ class Pool:
     async def _end_requests(self) -> None:
         """Have the engines answer with what they have; a request that is on its way there is ended by the next try."""
         deadline = time.monotonic() + _ABORT_S
+        everything = not self._args.asynchronous  # nothing else generates at the same time
+        if everything and not self._state.requests:
+            await abort_requests(None)  # those that a user's code has sent by itself
         while self._state.requests and time.monotonic() < deadline:
-            # Without train_async.py nothing else generates at the same time.
-            if not await abort_requests(list(self._state.requests) if self._args.asynchronous else None):
+            if not await abort_requests(None if everything else list(self._state.requests)):
                 return
             await asyncio.sleep(_ABORT_POLL_S)
 
@@ -204,7 +206,11 @@ class Pool:
         await cancel(list(self._running))
 
     def metrics(self) -> dict[str, float]:
-        """How many groups were filtered, and how often samples failed, by reason."""
+        """How many groups were filtered, and how often samples failed, by reason, since it was asked last."""
         figures = {f"rollout/dynamic_filter/drop_{reason}": float(n) for reason, n in self.filtered.items()}
         figures |= {f"rollout/sample_failures/{reason}": float(n) for reason, n in self._state.failures.items()}
-        return figures | ({"rollout/stale_groups_returned": float(self.num_stale)} if self._forgives else {})
+        stale = {"rollout/stale_groups_returned": float(self.num_stale)} if self._forgives else {}
+        self.filtered.clear()
+        self._state.failures.clear()
+        self.num_stale = 0
+        return figures | stale

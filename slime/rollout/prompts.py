@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
-from slime.utils.errors import BadInputError
+from slime.rollout.hooks import naming
+from slime.utils.errors import BadInputError, SlimeError
 from slime.utils.types import Group, Sample
 
-_numbers = itertools.count()
-"""For samples to which a user's data source gave no numbers."""
+_numbers = itertools.count(1 << 40)
+"""For samples to which a user's own data source gave no numbers; far from those that it may have given to others."""
 
 
 def draw_groups(args: Namespace, data_source: Any, num_groups: int) -> list[Group]:
@@ -25,13 +26,18 @@ def draw_groups(args: Namespace, data_source: Any, num_groups: int) -> list[Grou
     Raises:
         BadInputError: the data source gave another number of groups, or something else.
     """
-    groups = _as_groups(args, data_source.get_samples(num_groups))
+    with naming(f"--data-source-path {args.data_source_path}", passes=SlimeError):
+        drawn = data_source.get_samples(num_groups)
+    groups = _as_groups(args, drawn)
     if len(groups) != num_groups:
         raise BadInputError(
             f"--data-source-path {args.data_source_path}: get_samples({num_groups}) gave {len(groups)} groups"
         )
-    for group in groups:
-        _number(group)
+    if isinstance(data_source, RolloutDataSource):
+        data_source.adopt(groups)
+    else:
+        for group in groups:
+            _number(group)
     return groups
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.data_source import RolloutDataSource
-from slime.rollout.prompts import as_prompts, draw_groups
+from slime.rollout.prompts import as_prompts, count_dropped, draw_groups
 from slime.rollout.sglang_rollout import generate_groups
 from slime.rollout.versions import staleness, versions
 from slime.utils.types import Group, Sample
@@ -30,6 +30,9 @@ def renew_stale(
     too_old = [s for s in samples if (staleness(s, rollout_id) or 0) > args.max_weight_staleness]
     stale = {sample.group_index for sample in too_old}
     anew = _prompts(source, stale)
+    known = {group[0].group_index for group in anew}
+    for unknown in stale - known:
+        count_dropped(source, [sample for sample in samples if sample.group_index == unknown], "stale")
     counts = {
         "rollout/stale_groups_regenerated": float(len(anew)),
         "rollout/stale_groups_dropped": float(len(stale) - len(anew)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import time
@@ -57,6 +58,7 @@ class RolloutState:
         self.requests: set[str] = set()
         """Ids of those that an engine has."""
         self._doing: dict[object, tuple[Sample, str, float]] = {}
+        self._busy: dict[object, tuple[str, float]] = {}
 
     @contextlib.asynccontextmanager
     async def request(self) -> AsyncIterator[str | None]:
@@ -87,6 +89,20 @@ class RolloutState:
         finally:
             del self._doing[key]
 
+    @contextlib.contextmanager
+    def busy(self, what: str) -> Iterator[None]:
+        """Note what the rollout as a whole waits for."""
+        key = object()
+        self._busy[key] = (what, time.monotonic())
+        try:
+            yield
+        except asyncio.CancelledError:
+            raise  # by a deadline, whose message will have it
+        except BaseException:
+            del self._busy[key]
+            raise
+        del self._busy[key]
+
     def progress(self) -> str:
         """How many samples are done, and what the longest waiting ones wait for."""
         now = time.monotonic()
@@ -94,7 +110,8 @@ class RolloutState:
         shown = ", ".join(f"sample {s.index} ({what} for {now - since:.0f} s)" for s, what, since in longest[:_SHOWN])
         more = f" and {len(longest) - _SHOWN} more" if len(longest) > _SHOWN else ""
         waiting = f"; waiting for {shown}{more}" if shown else ""
-        return f"{self.num_samples_done} of {self.num_samples} samples finished{waiting}"
+        busy = "".join(f"; {what} for {now - since:.0f} s" for what, since in self._busy.values())
+        return f"{self.num_samples_done} of {self.num_samples} samples finished{waiting}{busy}"
 
 
 _position: ContextVar[int] = ContextVar("position_of_the_group", default=0)

@@ -489,7 +489,7 @@ def test_buffer_filters_that_come_with_slime(make_args: Args) -> None:
     hub = "slime.rollout.filter_hub.buffer_filters"
 
     def filled(name: str) -> RolloutDataSourceWithBuffer:
-        args = make_args(buffer_filter_path=f"{hub}.{name}", max_weight_staleness=1)
+        args = make_args(buffer_filter_path=f"{hub}.{name}", max_weight_staleness=1, asynchronous=True)
         source = RolloutDataSourceWithBuffer(args)
         groups = source.get_samples(3)
         for group, (length, version) in zip(groups, [(2, 5), (4, 1), (3, 7)], strict=True):
@@ -506,3 +506,123 @@ def test_buffer_filters_that_come_with_slime(make_args: Args) -> None:
     with under_way(7):
         groups = filled("pop_fresh").get_samples(3)
     assert {g[0].group_index: g[0].response_length for g in groups} == {0: 0, 1: 0, 2: 3}
+
+
+def test_groups_that_a_hook_adds_are_counted_and_get_numbers_of_their_own(
+    make_args: Args, use: Use, tmp_path: Path
+) -> None:
+    use(FakeClient())
+    hook = hook_file(
+        tmp_path,
+        "import copy\n"
+        "from slime.data import Sample\n"
+        "def process_all_samples(args, all_groups, data_source):\n"
+        "    again = [copy.deepcopy(sample) for sample in all_groups[0]]\n"
+        "    for sample in again: sample.reset_response()\n"
+        "    new = [Sample(prompt='abcd', label='4') for _ in range(2)]\n"
+        "    data_source.add_samples([again, new])\n",
+    )
+    args = make_args(rollout_all_samples_process_path=f"{hook}:process_all_samples")
+    source = RolloutDataSourceWithBuffer(args)
+    seen: Counter[int | None] = Counter()
+    for rollout_id in range(3):
+        samples = flatten_samples(rollout(args, rollout_id, source).samples)
+        assert len({s.rollout_id for s in samples}) == 8
+        seen.update({s.group_index for s in samples})
+        figures = accounts(args, source, samples)
+        assert figures["rollout/prompts_added"] == rollout_id + 1
+        assert figures["rollout/prompts_in_flight"] == 0
+    assert set(seen.values()) == {1, 2}
+
+
+def test_unnumbered_groups_of_a_subclass_do_not_take_the_numbers_of_others(make_args: Args, use: Use) -> None:
+    use(FakeClient())
+
+    class Curated(RolloutDataSourceWithBuffer):
+        def get_samples(self, num_samples: int) -> list[list[Sample]]:
+            own = [Sample(prompt="abc", label="3") for _ in range(2)]
+            return [*super().get_samples(num_samples - 1), own]
+
+    args = make_args()
+    source = Curated(args)
+    for rollout_id in range(2):
+        samples = flatten_samples(rollout(args, rollout_id, source).samples)
+        assert len({s.group_index for s in samples}) == 4
+        assert len({s.rollout_id for s in samples}) == 8
+        figures = accounts(args, source, samples)
+        assert (figures["rollout/prompts_in_flight"], figures["rollout/prompts_read"]) == (0, 4 * (rollout_id + 1))
+    assert source.state_dict()["in_flight"] == []
+
+
+def test_judges_that_hang_in_threads_stop_nobody_else(
+    make_args: Args, use: Use, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slime.rollout.hooks._THREADS", 4)
+    monkeypatch.setattr("slime.rollout.hooks._places", {})
+    use(FakeClient())
+    hook = hook_file(
+        tmp_path,
+        "import time\n"
+        "def rm(args, sample):\n"
+        "    time.sleep(20 if sample.group_index < 4 else 0.05)\n"
+        "    return 1\n"
+        "def keep(args, samples): return True\n",
+    )
+    args = make_args(
+        custom_rm_path=f"{hook}:rm",
+        dynamic_sampling_filter_path=f"{hook}:keep",
+        on_sample_error="drop",
+        reward_timeout=0.3,
+        rollout_batch_size=6,
+    )
+    source = RolloutDataSourceWithBuffer(args)
+    assert indices(rollout(args, 0, source).samples) == [4, 5, 6, 7, 8, 9]
+    assert source.num_dropped == {"reward_timeout": 4}, "waiting for a thread is not the judge's time"
+
+
+@pytest.mark.parametrize("flag", ["dynamic_sampling_filter_path", "rollout_sample_filter_path"])
+def test_hook_of_a_batch_that_hangs_is_named(flag: str, make_args: Args, use: Use, tmp_path: Path) -> None:
+    use(FakeClient())
+    hook = hook_file(tmp_path, "import asyncio\nasync def hang(args, samples):\n    await asyncio.sleep(60)\n")
+    args = make_args(rollout_timeout=0.5, **{flag: f"{hook}:hang"})
+    expected = (
+        rf"rollout 0: .*waiting for --{flag.replace('_', '-')} .*:hang for \d s.*within 0.5 s \(--rollout-timeout\)"
+    )
+    with pytest.raises(TimeoutError, match=expected):
+        rollout(args)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("    import sys; sys.exit(3)\n", r"called sys.exit\(3\)"),
+        ("    task = asyncio.ensure_future(asyncio.sleep(9)); task.cancel(); await task\n", "raised CancelledError"),
+        ("    return float('nan')\n", "its reward is nan"),
+        ("    return {'score': 1.0}\n", "name one of them with --reward-key"),
+        ("    next(iter([]))\n", "raised RuntimeError: (coroutine raised )?StopIteration"),
+    ],
+)
+def test_reward_functions_that_fail_oddly(body: str, message: str, make_args: Args, use: Use, tmp_path: Path) -> None:
+    use(FakeClient())
+    hook = hook_file(tmp_path, f"import asyncio\nasync def rm(args, sample):\n{body}")
+    source = RolloutDataSourceWithBuffer(make_args())
+    with pytest.raises(HookError, match=message):
+        rollout(make_args(custom_rm_path=f"{hook}:rm", on_sample_error="stop"), 0, source)
+    with pytest.raises(HookError, match=f"5 groups failed[\\s\\S]*{message}"):
+        rollout(make_args(custom_rm_path=f"{hook}:rm"), 0, source)
+
+
+def test_generate_function_that_hangs_fails_its_sample(make_args: Args, use: Use, tmp_path: Path) -> None:
+    use(FakeClient())
+    hook = hook_file(
+        tmp_path,
+        "import asyncio\n"
+        "from slime.rollout.sglang_rollout import generate as ask\n"
+        "async def generate(args, sample, params):\n"
+        "    if sample.group_index == 1: await asyncio.sleep(60)\n"
+        "    return await ask(args, sample, params)\n",
+    )
+    args = make_args(custom_generate_function_path=f"{hook}:generate", generate_timeout=0.2)
+    source = RolloutDataSourceWithBuffer(args)
+    assert indices(rollout(args, 0, source).samples) == [0, 2, 3, 4]
+    assert source.num_dropped == {"generate_timeout": 1}

@@ -178,7 +178,7 @@ def test_every_prompt_is_accounted_for(make_args: Args) -> None:
     source.count_trained([sample for group in kept for sample in group])
     source.add_samples(surplus)
     with pytest.raises(
-        RuntimeError, match=r"9 prompts were read, but 4 trained \+ 0 dropped \+ 3 buffered \+ 0 in_fli"
+        RuntimeError, match=r"9 prompts were read and 0 added, but 4 trained \+ 0 dropped \+ 3 buffered \+ 0 in_fli"
     ):
         accounting(args, source)
     assert accounting(args, source, in_flight=2) == balance(source, trained=4, dropped=0, buffered=3, in_flight=2)
@@ -190,7 +190,7 @@ def test_every_prompt_is_accounted_for(make_args: Args) -> None:
     resumed.load_state_dict(pickle.loads(pickle.dumps(source.state_dict())))
     assert accounting(args, resumed) == accounting(args, source)
     source.count_trained(kept[0])
-    with pytest.raises(RuntimeError, match="9 prompts were read, but 5 trained"):
+    with pytest.raises(RuntimeError, match="9 prompts were read and 1 added, but 5 trained"):
         accounting(args, source)
 
 
@@ -283,7 +283,9 @@ def test_a_rollout_that_loses_a_group_is_found_out_while_others_are_in_flight(ma
     with under_way(1):
         source.get_samples(4)
     source.count_trained(finish(groups[:3]))
-    with pytest.raises(RuntimeError, match=r"8 prompts were read, but 3 trained \+ 0 dropped \+ 0 buff.* \+ 4 in_fl"):
+    with pytest.raises(
+        RuntimeError, match=r"8 prompts were read and 0 added, but 3 trained \+ 0 dropped \+ 0 buff.* \+ 4 in_fl"
+    ):
         accounting(args, source, in_flight=source.num_in_flight(after=0))
     source.count_dropped(groups[3:], "filtered")
     accounting(args, source, in_flight=source.num_in_flight(after=0))

@@ -17,6 +17,7 @@ from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
 from slime.rollout.gate import hold_requests
+from slime.rollout.hooks import HookError
 from slime.rollout.loop import background_loop
 from slime.rollout.metrics import accounting
 from slime.rollout.versions import staleness
@@ -57,7 +58,7 @@ class Engine:
 
 
 def make(make_args: Args, **changes: Any) -> tuple[Namespace, RolloutDataSourceWithBuffer]:
-    args = make_args(num_prompts=200, asynchronous=True, max_weight_staleness=1, **changes)
+    args = make_args(num_prompts=200, asynchronous=True, max_weight_staleness=1, num_rollout=100, **changes)
     return args, RolloutDataSourceWithBuffer(args)
 
 
@@ -169,6 +170,37 @@ def test_what_always_crashes_ends_the_run_and_leaves_all_prompts_in_the_source(m
     assert source.num_read == source.get_buffer_length() + source.num_in_flight()
     use(FakeClient(Engine()))
     take(args, 0, source)
+
+
+def test_failure_ends_the_waiting_rollout_at_once_with_its_cause(make_args: Args, use: Use, tmp_path: Path) -> None:
+    class SlowToClose(FakeClient):
+        async def close(self) -> None:
+            await asyncio.sleep(0.05)
+
+    use(SlowToClose(Engine()))
+    hook = hook_file(tmp_path, "def rm(args, sample): raise OSError('no judge')\n")
+    args, source = make(make_args, custom_rm_path=f"{hook}:rm", on_sample_error="stop")
+    started = time.monotonic()
+    with pytest.raises(HookError, match="no judge"):
+        generate_rollout_fully_async(args, 0, source)
+    assert time.monotonic() - started < args.rollout_timeout / 2
+
+
+def test_counters_are_of_each_rollout_and_nothing_is_begun_for_the_end(
+    make_args: Args, use: Use, tmp_path: Path
+) -> None:
+    engine = Engine()
+    use(FakeClient(engine))
+    hook = hook_file(tmp_path, "def keep(args, samples): return samples[0].group_index % 2 == 0\n")
+    args, source = make(make_args, dynamic_sampling_filter_path=f"{hook}:keep")
+    args.num_rollout = 4
+    dropped = 0.0
+    for rollout_id in range(4):
+        engine.push(rollout_id)
+        dropped += (take(args, rollout_id, source).metrics or {}).get("rollout/dynamic_filter/drop_dynamic", 0.0)
+    time.sleep(0.2)
+    assert dropped == source.num_dropped["filter_dynamic"]
+    assert source.num_in_flight() == 0
 
 
 def test_deadline_says_what_it_waits_for(make_args: Args, use: Use) -> None:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from slime.rollout.versions import versions
-from slime.utils.types import Group, Sample
+from slime.rollout.versions import pushed_version, versions
+from slime.utils.types import Group
+
+_NOT_BEGUN = float("inf")
 
 
 def pop_first(args: Namespace, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:
@@ -25,15 +27,18 @@ def pop_longest(args: Namespace, rollout_id: int | None, buffer: list[Group], nu
 
 
 def pop_fresh(args: Namespace, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:
-    """The newest weights first; groups begun more than ``--max-weight-staleness`` rollouts ago start anew."""
-    for group in buffer:
-        oldest = min((_oldest_version(sample) for sample in group), default=0)
-        if rollout_id is not None and rollout_id - oldest > args.max_weight_staleness:
+    """Groups that were begun first, those of the newest weights before others; in train_async.py groups that are older
+    than ``--max-weight-staleness`` begin anew, before they cost an engine more time."""
+    present = pushed_version() if rollout_id is None else rollout_id
+    for group in buffer if args.asynchronous else []:
+        if present - _oldest_version(group) > args.max_weight_staleness:
             for sample in group:
                 sample.reset_response()
-    buffer.sort(key=lambda group: -min(_oldest_version(sample) for sample in group))
+    begun = [group for group in buffer if _oldest_version(group) < _NOT_BEGUN]
+    begun.sort(key=lambda group: -_oldest_version(group))
+    buffer[:] = begun + [group for group in buffer if _oldest_version(group) == _NOT_BEGUN]
     return pop_first(args, rollout_id, buffer, num_samples)
 
 
-def _oldest_version(sample: Sample) -> float:
-    return min(versions(sample), default=float("inf"))
+def _oldest_version(group: Group) -> float:
+    return min((version for sample in group for version in versions(sample)), default=_NOT_BEGUN)

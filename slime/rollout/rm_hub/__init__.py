@@ -6,9 +6,10 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
+from slime.rollout.hooks import within
 from slime.rollout.loop import run_all
 from slime.rollout.rm_hub.answers import last_boxed
-from slime.rollout.rm_hub.custom import Reward, custom_rewards, hook_of, within_deadline
+from slime.rollout.rm_hub.custom import Reward, custom_rewards, hook_of, limit_of
 from slime.rollout.rm_hub.graders import ASKS_A_SERVER, GRADERS, TAKES_THE_BOX
 from slime.utils.errors import BadInputError
 from slime.utils.types import Sample
@@ -86,4 +87,4 @@ async def _built_in(args: Namespace, sample: Sample) -> Reward:
         raise BadInputError(f"unknown rm_type {name!r}: there are {known}, each also as {_BOXED}<name>")
     if bare not in ASKS_A_SERVER:
         return await grader(args, sample, response)
-    return await within_deadline(args, grader(args, sample, response), f"sample {sample.index} by rm_type {name}")
+    return await within(limit_of(args, f"sample {sample.index} by rm_type {name}"), grader(args, sample, response))

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any
 
 from slime.options.rollout import GROUP_REWARD_NAMES, REWARD_NAMES
-from slime.rollout.hooks import HookError, call_hook
+from slime.rollout.hooks import HookError, Limit, call_hook
 from slime.rollout.loop import run_all
-from slime.utils.errors import DeadlineError
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
 Reward = float | dict[str, Any] | None
-T = TypeVar("T")
 
 ONE = "async def fn(args, sample, **kwargs) -> float | dict"
 MANY = "async def fn(args, samples, **kwargs) -> list"
@@ -44,12 +41,13 @@ async def custom_rewards(
     if takes_list(function, where):
         what = f"samples {_indices(samples)} by {where}"
         given = list(samples)
-        answer = await within_deadline(args, call_hook(function, where, args, given, **kwargs), what)
+        answer = await call_hook(function, where, args, given, limit=limit_of(args, what), **kwargs)
         return _checked_list(answer, len(samples), where)
 
     async def one(sample: Sample) -> Reward:
-        call = call_hook(function, where, args, sample, **kwargs)
-        return _checked(await within_deadline(args, call, f"sample {sample.index} by {where}"), f"{where} must return")
+        limit = limit_of(args, f"sample {sample.index} by {where}")
+        answer = await call_hook(function, where, args, sample, limit=limit, **kwargs)
+        return _checked(answer, f"{where} must return")
 
     return await run_all([one(sample) for sample in samples])
 
@@ -93,18 +91,6 @@ def _indices(samples: Sequence[Sample]) -> str:
     return shown if len(samples) <= 8 else f"{shown} and {len(samples) - 8} more"
 
 
-async def within_deadline(args: Namespace, call: Awaitable[T], what: str) -> T:
-    """The answer of ``call``.
-
-    Raises:
-        DeadlineError: it took longer than ``--reward-timeout``.
-    """
-    try:
-        async with asyncio.timeout(args.reward_timeout) as deadline:
-            return await call
-    except TimeoutError as error:
-        if not deadline.expired():
-            raise
-        raise DeadlineError(
-            f"the reward of {what} took longer than {args.reward_timeout:g} s (--reward-timeout)"
-        ) from error
+def limit_of(args: Namespace, what: str) -> Limit:
+    """How long the judgement of ``what`` may take."""
+    return Limit(args.reward_timeout, "--reward-timeout", f"the reward of {what}")
