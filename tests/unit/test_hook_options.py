@@ -19,7 +19,7 @@ NUM_GPUS = 0
 FIELDS = {
     field.name: field
     for field in hook_fields((HookOptions, EvalOptions, TrackingOptions))
-    if field.metadata["takes"] is not None
+    if field.metadata["help"].startswith("Function (")
 }
 DISK = "--update-weight-transport disk "
 REPLAY = "--load-debug-rollout-data d/{rollout_id}.pt "
