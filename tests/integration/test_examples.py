@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def example_args(service: Service, model: Path, module: ModuleType) -> Namespace
             "rollout_max_context_len": 500,
             "rollout_temperature": 2.0,
             "sglang_router_ip": "127.0.0.1",
-            "sglang_router_port": service.router.port,
+            "sglang_router_port": urlsplit(service.router.url).port,
             "sglang_router_api_key": KEYS[0],
         }
     )
