@@ -163,10 +163,10 @@ def check_verdicts(subject: Subject) -> None:
     source = RolloutDataSourceWithBuffer(subject.args)
 
     async def judge() -> Pool:
-        pool = Pool(subject.args, source, RolloutState(subject.args, make_client(subject.args), 0), 3)
+        pool = Pool(subject.args, source, _state(subject.args), 3)
         pool.begin(groups)
         while pool.num_under_way:
-            await pool.advance(subject.args.rollout_timeout, 0)
+            await pool.advance(wanted=0)
         return pool
 
     pool = _run(subject, judge())
@@ -177,12 +177,20 @@ def check_verdicts(subject: Subject) -> None:
 # ---- --rollout-sample-filter-path, --rollout-all-samples-process-path
 
 
+def _state(args: Namespace) -> RolloutState:
+    return RolloutState(args, make_client(args), 0)
+
+
+async def _finish(args: Namespace, groups: list[Any], all_done: list[Any]) -> None:
+    await finish_batch(args, make_source(args), _state(args), groups, all_done)
+
+
 def check_marks(subject: Subject) -> None:
     """It marks samples and changes nothing else"""
     args = subject.args
     groups = finished_groups(args, [[0.0, 1.0]] * args.rollout_batch_size)
     before = [list(map(id, group)) for group in groups]
-    _run(subject, finish_batch(args, make_source(args), groups, []))
+    _run(subject, _finish(args, groups, []))
     subject.must(
         [list(map(id, group)) for group in groups] == before,
         "it changed which samples the groups hold",
@@ -201,7 +209,7 @@ def check_sees_all(subject: Subject) -> None:
     """It takes every finished group, filtered ones too, and the data source"""
     args = subject.args
     groups = finished_groups(args, [[0.0, 1.0], [1.0, 1.0], [0.0, 0.0]])
-    _run(subject, finish_batch(args, make_source(args), groups[:2], groups))
+    _run(subject, _finish(args, groups[:2], groups))
 
 
 # ---- --rollout-sample-hook-path
@@ -245,9 +253,7 @@ def check_group(subject: Subject) -> None:
 
 
 def _check_reward(subject: Subject, sample: Sample) -> None:
-    reward, key = sample.reward, subject.args.reward_key
-    if isinstance(reward, dict) and key is None:
-        raise NotMeantError(f"its rewards are dicts of {', '.join(map(str, reward))}: say which by --reward-key")
+    key = subject.args.reward_key
     value = sample.get_reward_value(Namespace(reward_key=key))
     subject.must(
         math.isfinite(value),

@@ -74,7 +74,7 @@ def test_it_has_slots_and_flags_of_its_own(tmp_path: Path) -> None:
             f'{SERVED} --rm-sglang-args {{"disable_radix_cache":3}}',
             "--rm-sglang-args: sglang_disable_radix_cache: 3 is",
         ),
-        ("--custom-rm-path judging.py:other", "judging.py:other has no parameter `sample` or `samples`"),
+        ("--custom-rm-path judging.py:other", "judging.py:other: it is called as (args, sample, **kwargs) or as"),
     ],
 )
 def test_what_cannot_be_is_one_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
