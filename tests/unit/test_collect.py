@@ -517,7 +517,8 @@ def test_groups_that_a_hook_adds_are_counted_and_get_numbers_of_their_own(
         "import copy\n"
         "from slime.data import Sample\n"
         "def process_all_samples(args, all_groups, data_source):\n"
-        "    again = [copy.deepcopy(sample) for sample in all_groups[0]]\n"
+        "    newest = max(all_groups, key=lambda group: group[0].group_index)\n"
+        "    again = [copy.deepcopy(sample) for sample in newest]\n"
         "    for sample in again: sample.reset_response()\n"
         "    new = [Sample(prompt='abcd', label='4') for _ in range(2)]\n"
         "    data_source.add_samples([again, new])\n",
