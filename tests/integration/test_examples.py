@@ -1,11 +1,13 @@
-"""examples/ with a real engine: each one's turns on random weights that a grammar keeps in form, and each run.sh."""
+"""examples/ with a real engine: each one's turns by a model that was taught to call tools, and each run.sh."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import contextlib
+import itertools
 import os
+import random
 import re
 import subprocess
 import sys
@@ -14,34 +16,82 @@ from argparse import Namespace
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 import torch
 from aiohttp import web
+from transformers import AutoModelForCausalLM
 
 from examples.multi_agent import rollout_with_multi_agents as agents
 from examples.retool import generate_with_retool as retool
 from examples.search_r1 import generate_with_search as search
 from examples.search_r1.search_server import make_app
+from slime.rollout.base_types import flatten_samples
 from slime.rollout.loop import run_all
 from slime.rollout.sampling import train_sampling_params
 from slime.rollout.tokenizer import load_tokenizer
 from slime.utils.http_utils import PortReservation
 from slime.utils.types import Sample, Status
 from tests.integration.harness import ROOT, series
-from tests.integration.tiny import KEYS, Service
+from tests.integration.tiny import KEYS, Service, log_probs_of
 
 NUM_GPUS = 0
 pytestmark = pytest.mark.integration
 
 RUN_S = 1200
-GRAMMARS = {
-    search: r"(<search>[a-c]{2}</search>|<answer>[a-c]{2}</answer>)",
-    retool: r"(<code>print\([0-9]{2}\*[0-9]\)</code>|\\boxed\{[0-9]{2}\})",
-    agents: r"\\boxed\{[1-2]\}",
-}
+PROMPTS = {search: "S 3: ", retool: "P 3: ", agents: "?"}
+TEMPLATE = (
+    "{% for message in messages %}A {{ message['content'] }}{% endfor %}{% if add_generation_prompt %}: {% endif %}"
+)
+STEPS = 150
+
+
+def demonstrations(rng: random.Random) -> Iterator[str]:
+    """Conversations of each example, without end."""
+    while True:
+        word, number = rng.choice("abcd") + rng.choice("abcd"), rng.randrange(10)
+        found = f"<search>{word}</search>\n<information>1. {word} is {word[::-1]}</information>\n"
+        yield f"S {number}: {found * rng.choice([1, 1, 2])}<answer>{word[::-1]}</answer><|im_end|>"
+        a, b = rng.randrange(2, 10), 7
+        ran = f"<code>print({a}*{b})</code>\n<interpreter>{a * b}</interpreter>\n"
+        yield f"P {number}: {ran * rng.choice([1, 1, 2])}\\boxed{{{a * b}}}<|im_end|>"
+        seen = "\n".join(f"\\boxed{{{rng.randint(1, 2)}}}" for _ in range(3))
+        asked = rng.choice(["?", f"?\n{seen}\nImprove.", "?\n1: \\boxed{1}\n2: \\boxed{2}\nWhich?"])
+        yield f"A {asked}: \\boxed{{{rng.randint(1, 2)}}}<|im_end|>"
+
+
+def teach(model_dir: Path, output: Path) -> torch.nn.Module:
+    """The tests' model after some seconds of supervised steps on `demonstrations`, written to ``output`` too."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(model_dir), load_tokenizer(str(model_dir))
+    torch.manual_seed(0)
+    optimizer = torch.optim.Adam(model.parameters(), betas=(0.9, 0.98))
+    stream = demonstrations(random.Random(0))
+    for step in range(STEPS):
+        rows = [tokenizer(next(stream), add_special_tokens=False)["input_ids"] for _ in range(24)]
+        length = max(map(len, rows))
+        tokens = torch.tensor([row + [0] * (length - len(row)) for row in rows])
+        loss = model(tokens, labels=torch.where(tokens == 0, -100, tokens)).loss
+        for group in optimizer.param_groups:
+            group["lr"] = 5e-3 * min(1.0, (step + 1) / 10) * (1 - step / STEPS)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    model.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    return model.eval()
+
+
+@pytest.fixture
+def taught(service: Service, tiny_model_dir: Path, tmp_path: Path) -> Iterator[torch.nn.Module]:
+    """A model that knows how to call tools, in the tests' engine too."""
+    model = teach(tiny_model_dir, tmp_path / "taught")
+    service.control.flush_cache()
+    service.control.update_weights_from_disk(str(tmp_path / "taught"))
+    yield model
+    service.control.flush_cache()
+    service.control.update_weights_from_disk(str(tiny_model_dir))
 
 
 def example_args(service: Service, model: Path, module: ModuleType) -> Namespace:
@@ -57,7 +107,6 @@ def example_args(service: Service, model: Path, module: ModuleType) -> Namespace
             "max_turns": 3,
             "rollout_max_response_len": 300,
             "rollout_max_context_len": 500,
-            "rollout_temperature": 2.0,
             "sglang_router_ip": "127.0.0.1",
             "sglang_router_port": urlsplit(service.router.url).port,
             "sglang_router_api_key": KEYS[0],
@@ -65,48 +114,49 @@ def example_args(service: Service, model: Path, module: ModuleType) -> Namespace
     )
 
 
-async def generated(args: Namespace, module: ModuleType, count: int) -> list[Any]:
-    """That many samples of an example, rewarded."""
+async def generated(args: Namespace, module: ModuleType, prompt: str, count: int) -> list[Sample]:
+    """That many samples of an example, rewarded; those of several agents in one list."""
 
-    async def one(index: int) -> Any:
-        sample = Sample(index=index, rollout_id=index, group_index=0, prompt=f"question {index}: ", label="42")
-        done = await module.generate(args, sample, train_sampling_params(args) | {"regex": GRAMMARS[module]})
-        if isinstance(done, Sample):
-            done.reward = await module.reward_func(args, done)
-        return done
+    async def one(index: int) -> list[Sample]:
+        sample = Sample(index=index, rollout_id=index, group_index=0, prompt=prompt, label="42")
+        parts = await module.generate(args, sample, train_sampling_params(args))
+        if isinstance(parts, Sample):
+            parts.reward = await module.reward_func(args, parts)
+        return flatten_samples(parts)
 
-    return await run_all([one(index) for index in range(count)], timeout=120)
+    return flatten_samples(await run_all([one(index) for index in range(count)], timeout=120))
 
 
-def assert_token_exact(args: Namespace, sample: Sample, ours: str) -> list[str]:
-    """Tokens, text and mask agree; returns what the model said, turn by turn.
+def assert_token_exact(args: Namespace, model: torch.nn.Module, sample: Sample, tool_says: str) -> list[str]:
+    """Tokens, text and mask agree, and log-probs are those of the model; returns what it said, turn by turn.
 
     Args:
-        ours: a pattern of the observations, which are the masked tokens and nothing else.
+        tool_says: a pattern of what the masked tokens say, and no others do.
     """
     sample.check()
-    decode = load_tokenizer(args.hf_checkpoint).decode
-    response = sample.tokens[len(sample.tokens) - sample.response_length :]
-    assert decode(response) == sample.response
-    runs: list[tuple[int, list[int]]] = []
     assert sample.loss_mask is not None
     assert sample.rollout_log_probs is not None
-    for token, mask, log_prob in zip(response, sample.loss_mask, sample.rollout_log_probs, strict=True):
-        assert log_prob == 0.0 or mask
-        if not runs or runs[-1][0] != mask:
-            runs.append((mask, []))
-        runs[-1][1].append(token)
+    decode = load_tokenizer(args.hf_checkpoint).decode
+    start = len(sample.tokens) - sample.response_length
+    prompt, response = sample.tokens[:start], sample.tokens[start:]
+    assert (decode(prompt), decode(response)) == (sample.prompt, sample.response)
+    expected = log_probs_of(model, prompt, response) * torch.tensor(sample.loss_mask)
+    torch.testing.assert_close(torch.tensor(sample.rollout_log_probs), expected, rtol=0, atol=1e-3)
+    runs = [
+        (mask, [token for token, _ in pairs])
+        for mask, pairs in itertools.groupby(zip(response, sample.loss_mask, strict=True), key=lambda pair: pair[1])
+    ]
     assert [mask for mask, _ in runs] == [1 - i % 2 for i in range(len(runs))]
-    assert all(re.fullmatch(ours, decode(ids), re.DOTALL) for mask, ids in runs if not mask)
+    assert all(re.fullmatch(tool_says, decode(ids), re.DOTALL) for mask, ids in runs if not mask)
     assert sample.segment_lengths == [len(ids) for mask, ids in runs if mask]
     return [decode(ids) for mask, ids in runs if mask]
 
 
 @contextlib.asynccontextmanager
 async def search_server(args: Namespace) -> AsyncIterator[None]:
-    """A real search server that knows every query of the grammar but those with an a."""
-    texts = [x + y for x in "abc" for y in "abc"]
-    runner = web.AppRunner(make_app([{"contents": f"{text} is {text[::-1]}"} for text in texts if "a" not in text]))
+    """A real search server that knows every word of the demonstrations."""
+    texts = [x + y for x in "abcd" for y in "abcd"]
+    runner = web.AppRunner(make_app([{"contents": f"{text} is {text[::-1]}"} for text in texts]))
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -116,40 +166,33 @@ async def search_server(args: Namespace) -> AsyncIterator[None]:
         await runner.cleanup()
 
 
-def test_turns_with_a_real_engine(service: Service, tiny_model_dir: Path) -> None:
-    """Each example's generate function: random weights, kept in form by a grammar, call tools and end."""
+def test_turns_with_a_real_engine(service: Service, tiny_model_dir: Path, taught: torch.nn.Module) -> None:
+    """Each example's generate function with a model that was taught to call tools."""
+    args = {module: example_args(service, tiny_model_dir, module) for module in (search, retool, agents)}
 
-    async def run() -> dict[ModuleType, list[Any]]:
-        found = {}
-        for module in GRAMMARS:
-            async with search_server(arguments[module]):
-                found[module] = await generated(arguments[module], module, 8)
-        return found
+    async def run() -> dict[ModuleType, list[Sample]]:
+        async with search_server(args[search]):
+            return {module: await generated(args[module], module, p, 8) for module, p in PROMPTS.items()}
 
-    arguments = {module: example_args(service, tiny_model_dir, module) for module in GRAMMARS}
+    load_tokenizer(str(tiny_model_dir)).chat_template = TEMPLATE
     found = asyncio.run(run())
-    for module, ours in (
-        (search, r"\n<information>.*</information>\n"),
-        (retool, r"\n<interpreter>\d+</interpreter>\n"),
-    ):
-        said = [assert_token_exact(arguments[module], sample, ours) for sample in found[module]]
-        assert all(re.fullmatch(GRAMMARS[module], text) for turns in said for text in turns)
-        assert 8 < sum(map(len, said)) <= 3 * 8, "some samples took several turns"
-        for sample, turns in zip(found[module], said, strict=True):
-            ended = "answer" in turns[-1] or "boxed" in turns[-1]
-            assert sample.status is (Status.COMPLETED if ended else Status.TRUNCATED)
-            assert sample.metadata.get("search_errors", 0) == sample.metadata.get("tool_errors", 0) == 0
-    for sample in found[search]:
-        for query in sample.metadata["searches"][: sample.response.count("<information>")]:
-            told = "nothing found" if "a" in query else f"1. {query} is {query[::-1]}"
-            assert f"<search>{query}</search>\n<information>{told}</information>\n" in sample.response
-    for sample in found[retool]:
-        for a, b, printed in re.findall(r"print\((\d+)\*(\d)\)</code>\n<interpreter>(\d+)", sample.response):
-            assert int(a) * int(b) == int(printed)
-    for parts in found[agents]:
-        assert [part.metadata["agent"] for part in parts] == ["solver"] * 3 + ["rewriter"] * 2 + ["selector"]
-        assert len({part.rollout_id for part in parts}) == 1
-        assert all(assert_token_exact(arguments[agents], part, "") == [part.response] for part in parts)
+    for module, tool in ((search, "information"), (retool, "interpreter")):
+        tool_says = rf"\n<{tool}>.*</{tool}>\n"
+        said = [assert_token_exact(args[module], taught, sample, tool_says) for sample in found[module]]
+        called = [sample for sample in found[module] if f"<{tool}>" in sample.response]
+        assert len(called) >= 6, "a model that was taught so well calls its tool nearly always"
+        assert max(map(len, said)) <= 3
+        assert sum(sample.status is Status.COMPLETED for sample in called) >= 4
+    told = [pair for s in found[search] for pair in re.findall(r"1\. (\w\w) is (\w\w)</info", s.response)]
+    assert told
+    assert all(word == answer[::-1] for word, answer in told)
+    ran = [x for s in found[retool] for x in re.findall(r"print\((\d)\*(\d)\)</code>\n<interpreter>(\d+)", s.response)]
+    assert ran
+    assert all(int(a) * int(b) == int(printed) for a, b, printed in ran)
+    assert [part.metadata["agent"] for part in found[agents]] == [*["solver"] * 3, *["rewriter"] * 2, "selector"] * 8
+    for part in found[agents]:
+        assert assert_token_exact(args[agents], taught, part, "") == [part.response]
+        assert part.reward is not None
 
 
 @pytest.fixture
