@@ -8,16 +8,12 @@ from argparse import Namespace
 from typing import Any
 
 from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
-from slime.rollout.hooks import HookError, call_hook
+from slime.rollout.hooks import HookError
 from slime.rollout.metrics import engine_metrics, speed_metrics
-from slime.rollout.pool import Pool
+from slime.rollout.pool import Pool, call_batch_hook
 from slime.rollout.state import RolloutState, rollout_state
 from slime.utils.errors import DeadlineError
-from slime.utils.misc import load_function
 from slime.utils.types import Group
-
-SAMPLE_FILTER_NAMES = ("rollout_sample_filter", "sample_filter")
-ALL_SAMPLES_NAMES = ("process_all_samples", "all_samples_process")
 
 
 async def collect(
@@ -70,13 +66,7 @@ async def finish_batch(
     ``--rollout-sample-filter-path`` may set ``remove_sample``, which masks a sample out of the loss;
     ``--rollout-all-samples-process-path`` sees all groups that were finished, filtered ones too.
     """
-    path, flag = args.rollout_sample_filter_path, "--rollout-sample-filter-path"
-    if path is not None:
-        function = load_function(path, flag=flag, default_names=SAMPLE_FILTER_NAMES)
-        with state.busy(f"waiting for {flag} {path}"):
-            await call_hook(function, f"{flag} {path}", args, groups)
-    path, flag = args.rollout_all_samples_process_path, "--rollout-all-samples-process-path"
-    if path is not None:
-        function = load_function(path, flag=flag, default_names=ALL_SAMPLES_NAMES)
-        with state.busy(f"waiting for {flag} {path}"):
-            await call_hook(function, f"{flag} {path}", args, all_done, source)
+    if (path := args.rollout_sample_filter_path) is not None:
+        await call_batch_hook(state, "--rollout-sample-filter-path", path, args, groups)
+    if (path := args.rollout_all_samples_process_path) is not None:
+        await call_batch_hook(state, "--rollout-all-samples-process-path", path, args, all_done, source)

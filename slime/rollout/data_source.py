@@ -24,7 +24,6 @@ from slime.utils.types import Group, Sample
 
 logger = logging.getLogger(__name__)
 
-BUFFER_FILTER_NAMES = ("buffer_filter", "pop_first")
 _WITH_BUFFER = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
 
 
@@ -297,7 +296,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         path = args.buffer_filter_path
         if path is None:
             return pop_first(args, self.rollout_id, buffer, num_samples)
-        function = load_function(path, flag="--buffer-filter-path", default_names=BUFFER_FILTER_NAMES)
+        function = load_function(path, flag="--buffer-filter-path")
         where = f"--buffer-filter-path {path}"
         return call_quick_hook(function, where, args, self.rollout_id, buffer, num_samples)
 

@@ -84,9 +84,9 @@ class Stream:
                 metrics = pool.metrics() | {"rollout/groups_under_way": float(pool.num_under_way)}
                 await self._tell()
                 await finish_batch(args, self.source, state, groups, all_done)
-        except TimeoutError as error:
-            if isinstance(error, DeadlineError):
-                raise
+        except DeadlineError:
+            raise
+        except TimeoutError:
             raise DeadlineError(
                 late(args, rollout_id, self._pool.progress() if self._pool else "nothing begun")
             ) from None

@@ -66,7 +66,7 @@ def _params_of_rest(
     args: Namespace, sample: Sample, sampling_params: dict[str, Any], done: int
 ) -> dict[str, Any] | None:
     """The sampling parameters of a request of which ``done`` tokens are there already; None where no room is left."""
-    room = _room(args, sample, sampling_params["max_new_tokens"])
+    room = room_left(args, sample, sampling_params["max_new_tokens"])
     if room is not None and room <= 0:
         return None
     params = sampling_params | {"max_new_tokens": room}
@@ -97,7 +97,7 @@ def prompt_tokens(args: Namespace, sample: Sample) -> list[int]:
     return tokens
 
 
-def _room(args: Namespace, sample: Sample, max_new_tokens: int | None) -> int | None:
+def room_left(args: Namespace, sample: Sample, max_new_tokens: int | None) -> int | None:
     """Tokens that the response may still grow by; None for as many as the engine allows."""
     limits = []
     if max_new_tokens is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+from slime.rollout.generation import room_left
 from slime.rollout.tokenizer import load_tokenizer
 from slime.utils.types import Sample, Status
 
@@ -26,12 +27,8 @@ def append_observation(
     """
     tokenizer = load_tokenizer(args.hf_checkpoint)
     tokens = tokenizer(text, add_special_tokens=False, split_special_tokens=not special_tokens)["input_ids"]
-    limits = []
-    if sampling_params["max_new_tokens"] is not None:
-        limits.append(sampling_params["max_new_tokens"] - sample.response_length)
-    if args.rollout_max_context_len is not None:
-        limits.append(args.rollout_max_context_len - len(sample.tokens))
-    if limits and len(tokens) >= min(limits):
+    room = room_left(args, sample, sampling_params["max_new_tokens"])
+    if room is not None and len(tokens) >= room:
         sample.status = Status.TRUNCATED
         return False
     sample.append_response_tokens(args, tokens=tokens, trainable=False, text=text)

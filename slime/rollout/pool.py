@@ -28,7 +28,13 @@ _ABORT_S = 10.0
 _ABORT_POLL_S = 0.2
 _LAST_WORDS_S = 0.5
 """For a user's code to return what it has, once its requests are ended."""
-FILTER_NAMES = ("dynamic_sampling_filter", "check_reward_nonzero_std")
+
+
+async def call_batch_hook(state: RolloutState, flag: str, path: str, *values: Any) -> Any:
+    """What the user's function of a whole group or batch gives; the rollout's deadline names it while it runs."""
+    where = f"{flag} {path}"
+    with state.busy(f"waiting for {where}"):
+        return await call_hook(load_function(path, flag=flag), where, *values)
 
 
 class Pool:
@@ -146,14 +152,12 @@ class Pool:
         path = self._args.dynamic_sampling_filter_path
         if path is None:
             return DynamicFilterOutput(keep=True)
-        where = f"--dynamic-sampling-filter-path {path}"
-        function = load_function(path, flag="--dynamic-sampling-filter-path", default_names=FILTER_NAMES)
-        with self._state.busy(f"waiting for {where}"):
-            verdict = await call_hook(function, where, self._args, samples)
+        flag = "--dynamic-sampling-filter-path"
+        verdict = await call_batch_hook(self._state, flag, path, self._args, samples)
         if isinstance(verdict, bool) or getattr(verdict, "ndim", None) == 0:  # a tensor's comparison
             return DynamicFilterOutput(keep=bool(verdict))
         if not isinstance(verdict, DynamicFilterOutput):
-            raise HookError(f"{where} must return a bool or a DynamicFilterOutput, not {verdict!r:.120}")
+            raise HookError(f"{flag} {path} must return a bool or a DynamicFilterOutput, not {verdict!r:.120}")
         return verdict
 
     def take(self, num_groups: int) -> list[list[Any]]:
