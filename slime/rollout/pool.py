@@ -68,7 +68,7 @@ class Pool:
 
     @property
     def num_under_way(self) -> int:
-        """Groups that were begun and are not done."""
+        """Groups that were begun and are neither kept, dropped nor put back."""
         return len(self._running)
 
     async def draw(self, num_groups: int) -> None:
@@ -102,11 +102,14 @@ class Pool:
             Exception: what a group raised.
         """
         task = await self._done.get()
-        number, run = self._running.pop(task)
-        if self._forgives and not task.cancelled() and isinstance(error := task.exception(), Exception):
-            await self._put_back_crashed(run, error, wanted)
-        else:
-            await self._take(number, task.result(), wanted)
+        number, run = self._running[task]
+        try:
+            if self._forgives and not task.cancelled() and isinstance(error := task.exception(), Exception):
+                await self._put_back_crashed(run, error, wanted)
+            else:
+                await self._take(number, task.result(), wanted)
+        finally:
+            del self._running[task]  # only now: who fills the pool meanwhile must not take its place for free
 
     async def _put_back_crashed(self, run: GroupRun, error: Exception, wanted: int) -> None:
         self._state.failures["crash"] += 1
@@ -131,7 +134,8 @@ class Pool:
         if self._args.rollout_all_samples_process_path is not None:
             self.all_done.append(results)
         verdict = await self._filter(samples)
-        is_short = len(self.kept) + self.num_under_way < wanted
+        others = self.num_under_way - 1
+        is_short = len(self.kept) + others < wanted
         if verdict.keep or (verdict.keep_when_insufficient and is_short):
             self.kept.append((number, results))
         else:

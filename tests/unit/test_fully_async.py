@@ -191,7 +191,10 @@ def test_counters_are_of_each_rollout_and_nothing_is_begun_for_the_end(
 ) -> None:
     engine = Engine()
     use(FakeClient(engine))
-    hook = hook_file(tmp_path, "def keep(args, samples): return samples[0].group_index % 2 == 0\n")
+    hook = hook_file(
+        tmp_path,
+        "import time\ndef keep(args, samples):\n    time.sleep(0.02)\n    return samples[0].group_index % 2 == 0\n",
+    )
     args, source = make(make_args, dynamic_sampling_filter_path=f"{hook}:keep")
     args.num_rollout = 4
     dropped = 0.0
