@@ -1,12 +1,36 @@
-"""From one reward a rollout to one advantage-ready reward a row: normalisation within each prompt's group."""
+"""From one reward a rollout to one advantage-ready reward a row: normalisation within each prompt's group.
+
+And the one reward of a rollout that was cut into rows.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Hashable, Iterable
+from typing import Literal, TypeVar
 
 import numpy as np
 
 STD_EPSILON = 1e-6
+
+Reward = TypeVar("Reward", float, float | None)
+
+
+def rollout_rewards(rollout_ids: Iterable[Hashable], rewards: Iterable[Reward]) -> dict[Hashable, Reward]:
+    """The reward of each rollout, in the order of their first parts: that of its last part that has one.
+
+    So a rollout is judged by how it ended, whether all its parts have its reward or all but the last have 0. The
+    advantages of rows do not follow from this: each has its own row's reward, see `normalize_rewards`.
+
+    Args:
+        rollout_ids: of each part; the parts of one rollout in their order. None is a rollout of its own.
+        rewards: of each part; None where it has none.
+    """
+    found: dict[Hashable, Reward] = {}
+    for position, (rollout, reward) in enumerate(zip(rollout_ids, rewards, strict=True)):
+        key = ("alone", position) if rollout is None else rollout
+        if reward is not None or key not in found:
+            found[key] = reward
+    return found
 
 
 def normalize_rewards(

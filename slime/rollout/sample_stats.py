@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from slime.algorithms.rewards import rollout_rewards
 from slime.rollout.metrics import length_stats
 from slime.utils.types import Sample
 
@@ -35,20 +36,17 @@ def sample_metrics(args: Namespace, samples: list[Sample]) -> dict[str, float]:
 def by_response(samples: Sequence[Sample], rewards: Sequence[float | None]) -> list[list[float | None]]:
     """Rewards of each prompt's responses.
 
-    A response that was cut into several samples counts once, with the first reward among them; it is None where no
-    sample of it has one. Without samples every reward is a prompt of its own.
+    A response that was cut into several samples counts once, by `rollout_rewards`; it is None where no sample of it has
+    a reward. Without samples every reward is a prompt of its own.
     """
     if not samples:
         return [[reward] for reward in rewards]
-    prompts: dict[object, dict[object, float | None]] = {}
+    prompts: dict[object, list[tuple[int | None, float | None]]] = {}
     for position, (sample, reward) in enumerate(zip(samples, rewards, strict=True)):
-        # What has no number is alone: a user's function may leave both out.
+        # What has no number is alone: a user's function may leave it out.
         prompt = ("alone", position) if sample.group_index is None else sample.group_index
-        response = ("alone", position) if sample.rollout_id is None else sample.rollout_id
-        responses = prompts.setdefault(prompt, {})
-        if responses.get(response) is None:
-            responses[response] = reward
-    return [list(responses.values()) for responses in prompts.values()]
+        prompts.setdefault(prompt, []).append((sample.rollout_id, reward))
+    return [list(rollout_rewards(*zip(*parts, strict=True)).values()) for parts in prompts.values()]
 
 
 def pass_rates(prompts: Iterable[Sequence[float | None]]) -> dict[int, float]:

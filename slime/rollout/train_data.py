@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from slime.algorithms.rewards import normalize_rewards
+from slime.algorithms.rewards import normalize_rewards, rollout_rewards
 from slime.batching.columns import train_batches
 from slime.batching.flops import DecoderShape, forward_flops
 from slime.batching.schedule import build_schedule
@@ -124,10 +124,14 @@ def rollout_metrics(samples: list[Sample], columns: TrainBatch) -> dict[str, flo
 
 
 def reward_metrics(columns: TrainBatch) -> dict[str, float]:
-    """Means over rollouts of rewards; groups of equal rewards, counted by that reward."""
-    _, first_row, rollout_of_row = np.unique(columns.rollout_ids, return_index=True, return_inverse=True)
+    """Means over rollouts of rewards; groups of equal rewards, counted by that reward.
+
+    The raw reward of a rollout is that of `rollout_rewards`, its normalised one the mean of its rows, as in the loss.
+    """
+    rollouts, first_row, rollout_of_row = np.unique(columns.rollout_ids, return_index=True, return_inverse=True)
     rows_of_rollout = np.bincount(rollout_of_row)
-    raw = np.bincount(rollout_of_row, columns.raw_rewards) / rows_of_rollout
+    by_rollout = rollout_rewards(columns.rollout_ids.tolist(), columns.raw_rewards.tolist())
+    raw = np.array([by_rollout[rollout] for rollout in rollouts.tolist()])
     groups = columns.group_indices[first_row]
     metrics = {
         "rollout/raw_reward": float(raw.mean()),

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.algorithms.rewards import normalize_rewards
+from slime.algorithms.rewards import normalize_rewards, rollout_rewards
 
 NUM_GPUS = 0
 
@@ -132,3 +132,19 @@ def test_a_group_of_one_rollout_keeps_its_reward() -> None:
 def test_a_rollout_in_two_groups_is_an_error() -> None:
     with pytest.raises(ValueError, match="row 2: rollout_id 4 is in group 2 and in group 1"):
         normalize_rewards(np.ones(3), np.array([1, 1, 2]), np.array([4, 5, 4]), divide_by_std=True)
+
+
+@pytest.mark.parametrize(
+    ("ids", "rewards", "expected"),
+    [
+        ([7, 7, 7, 8], [0.0, 0.0, 1.0, 0.0], [1.0, 0.0]),
+        ([7, 7, 8, 8], [1.0, 1.0, 0.0, 0.0], [1.0, 0.0]),
+        ([7, 8, 7, 8], [0.5, 2.0, 1.0, None], [1.0, 2.0]),
+        ([7, None, None, 7], [None, 1.0, 0.0, None], [None, 1.0, 0.0]),
+    ],
+    ids=["on the last part", "on each part", "interleaved", "without a number"],
+)
+def test_a_rollout_in_parts_has_the_last_reward(
+    ids: list[int | None], rewards: list[float | None], expected: list[float | None]
+) -> None:
+    assert list(rollout_rewards(ids, rewards).values()) == expected

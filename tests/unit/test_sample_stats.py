@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from slime.rollout.filter_hub.dynamic_sampling_filters import check_reward_nonzero_std
 from slime.rollout.sample_stats import num_turns, pass_at_k, pass_rates, sample_metrics
 from slime.utils.types import Sample
 
@@ -63,6 +64,19 @@ def test_passrate_of_training_groups_counts_a_cut_response_once() -> None:
         "passrate/pass@1": pytest.approx((1 / 2 + 0) / 2),
         "passrate/pass@2": 1.0,
     }
+
+
+@pytest.mark.parametrize("parts", [(0.0, 0.0, 1.0), (1.0, 1.0, 1.0)])
+def test_a_reward_on_the_last_part_or_on_each_makes_no_difference(parts: tuple[float, ...]) -> None:
+    right = [sample(0, 0, reward) for reward in parts]
+    wrong = [sample(0, 1, 0.0) for _ in parts]
+    args = flags(log_passrate=True)
+    assert sample_metrics(args, right + wrong) == {"passrate/pass@1": 0.5, "passrate/pass@2": 1.0}
+    assert check_reward_nonzero_std(args, right + wrong).keep
+    both = right + [sample(0, 1, reward) for reward in parts]
+    assert sample_metrics(args, both) == {"passrate/pass@1": 1.0, "passrate/pass@2": 1.0}
+    output = check_reward_nonzero_std(args, both)
+    assert (output.keep, output.reason) == (False, "zero_std_1")
 
 
 @pytest.mark.parametrize(

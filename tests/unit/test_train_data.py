@@ -246,6 +246,17 @@ def test_metrics() -> None:
     assert metrics["rollout/truncated_ratio"] == np.mean([s.status is Status.TRUNCATED for s in samples])
 
 
+@pytest.mark.parametrize("of_parts", [(0.0, 1.0), (1.0, 1.0)])
+def test_the_raw_reward_of_parts_is_that_of_the_last(of_parts: tuple[float, float]) -> None:
+    samples = make_samples(groups=1, per_group=4)
+    samples[1].rollout_id, samples[3].rollout_id = samples[0].rollout_id, samples[2].rollout_id
+    for sample, reward in zip(samples, [*of_parts, 0.0, 0.0], strict=True):
+        sample.reward = reward
+    _, metrics = to_train_batches(make_args(global_batch_size=2), samples, dp_size=1)
+    assert metrics["rollout/raw_reward"] == 0.5
+    assert not any("zero_std" in name for name in metrics)
+
+
 def test_sft_needs_neither_rewards_nor_groups_nor_log_probs() -> None:
     samples = make_samples()
     for sample in samples:
