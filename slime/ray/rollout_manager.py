@@ -21,7 +21,7 @@ from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, 
 from slime.rollout.data_source import DataSource, RolloutDataSource
 from slime.rollout.debug_data import check_recorded, load_samples, save_samples
 from slime.rollout.evaluation import eval_metrics, load_eval_prompts
-from slime.rollout.gate import hold_requests
+from slime.rollout.gate import hold_requests, shared_gate
 from slime.rollout.hooks import accepted, naming
 from slime.rollout.log_hooks import logs_evaluation, logs_rollout
 from slime.rollout.loop import background_loop
@@ -30,6 +30,7 @@ from slime.rollout.model_urls import ACTOR, REWARD
 from slime.rollout.sample_stats import sample_metrics
 from slime.rollout.sglang_rollout import draw_first_groups, generate_groups
 from slime.rollout.staleness import renew_stale, staleness_metrics
+from slime.rollout.state import concurrency
 from slime.rollout.train_data import to_train_batches
 from slime.rollout.under_way import under_way
 from slime.utils import http_utils
@@ -105,10 +106,11 @@ class RolloutManager:
         return address, int(port)
 
     def remove_engine(self, url: str) -> None:
-        """Send nothing more to an engine that has died; rollouts that begin later have fewer requests in flight."""
+        """Send nothing more to an engine that has died, and have fewer requests in flight."""
         self._routers[ACTOR].remove(url)
         forget_engine(url)
         self._args.num_engines -= 1
+        background_loop().soon(shared_gate, concurrency(self._args))
 
     @ray.method(concurrency_group="watch")
     def watch(self) -> None:

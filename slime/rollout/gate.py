@@ -22,9 +22,15 @@ class Gate:
     """
 
     def __init__(self, capacity: int) -> None:
-        self._free = capacity
+        self._capacity = capacity
+        self._inside = 0
         self._waiting: list[tuple[tuple[int, int], int, asyncio.Future[None]]] = []
         self._arrivals = itertools.count()
+
+    def set_capacity(self, capacity: int) -> None:
+        """Let so many in from now on; those inside stay, also where they are more."""
+        self._capacity = capacity
+        self._admit()
 
     @contextlib.asynccontextmanager
     async def passing(self, rank: tuple[int, int]) -> AsyncIterator[None]:
@@ -36,8 +42,8 @@ class Gate:
             self._leave()
 
     async def _enter(self, rank: tuple[int, int]) -> None:
-        if self._free:
-            self._free -= 1
+        if self._inside < self._capacity:
+            self._inside += 1
             return
         turn = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (rank, next(self._arrivals), turn))
@@ -50,21 +56,25 @@ class Gate:
             raise
 
     def _leave(self) -> None:
-        while self._waiting:
+        self._inside -= 1
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and self._inside < self._capacity:
             *_, turn = heapq.heappop(self._waiting)
             if not turn.done():
                 turn.set_result(None)
-                return
-        self._free += 1
+                self._inside += 1
 
 
-_gates: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, Gate]] = WeakKeyDictionary()
+_gates: WeakKeyDictionary[asyncio.AbstractEventLoop, Gate] = WeakKeyDictionary()
 
 
 def shared_gate(capacity: int) -> Gate:
-    """The running event loop's gate of this capacity, of which a run has one."""
-    gates = _gates.setdefault(asyncio.get_running_loop(), {})
-    return gates.setdefault(capacity, Gate(capacity))
+    """The running event loop's one gate, which has this capacity from now on."""
+    gate = _gates.setdefault(asyncio.get_running_loop(), Gate(capacity))
+    gate.set_capacity(capacity)
+    return gate
 
 
 _doors: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Event] = WeakKeyDictionary()

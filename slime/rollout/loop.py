@@ -33,6 +33,10 @@ class BackgroundLoop:
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-loop", daemon=True)
         self._thread.start()
 
+    def soon(self, function: Callable[..., Any], *args: Any) -> None:
+        """Have ``function`` called on the loop, and do not wait for it."""
+        self._loop.call_soon_threadsafe(function, *args)
+
     def run(self, coroutine: Coroutine[Any, Any, T], *, timeout: float, what: str) -> T:
         """Run ``coroutine`` to its end and return its result.
 

@@ -16,7 +16,7 @@ from slime.ray.pipeline import Pipeline
 from slime.ray.supervision import Deadline, RunError, Supervisor
 from slime.rollout import state as state_module
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.gate import FIRST, Gate, hold_requests
+from slime.rollout.gate import FIRST, Gate, hold_requests, shared_gate
 from slime.rollout.hooks import HookError
 from slime.rollout.sglang_rollout import generate, generate_and_rm
 from slime.rollout.staleness import renew_stale, staleness, staleness_metrics
@@ -209,6 +209,38 @@ def test_a_gate_holds_its_bound_however_many_give_up() -> None:
         # All three places are free again.
         async with gate.passing(0), gate.passing(0), gate.passing(0):
             pass
+
+    asyncio.run(asyncio.wait_for(run(), timeout=20))
+
+
+def test_a_gate_that_shrinks_while_requests_wait_lets_fewer_in() -> None:
+    async def run() -> None:
+        gate, ends, inside = shared_gate(4), asyncio.Semaphore(0), 0
+        assert shared_gate(4) is gate
+
+        async def request(rank: int) -> None:
+            nonlocal inside
+            async with gate.passing((rank, 0)):
+                inside += 1
+                await ends.acquire()
+                inside -= 1
+
+        async def end(count: int) -> int:
+            for _ in range(count):
+                ends.release()
+            for _ in range(10):
+                await asyncio.sleep(0)
+            return inside
+
+        tasks = [asyncio.create_task(request(rank)) for rank in range(12)]
+        assert await end(0) == 4
+        assert shared_gate(2) is gate, "another rollout, after an engine has died"
+        assert [await end(1) for _ in range(4)] == [3, 2, 2, 2], "who is inside may stay, and nobody takes the place"
+        shared_gate(5)
+        assert await end(0) == 5
+        assert await end(7) == 1
+        await end(5)
+        await asyncio.gather(*tasks)
 
     asyncio.run(asyncio.wait_for(run(), timeout=20))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import traceback
 from argparse import Namespace
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from slime.ray.engines import Engines
 from slime.ray.rollout_manager import RolloutManager
 from slime.ray.supervision import Deadline, RunError, Supervisor
 from slime.rollout import abort
+from slime.rollout.gate import _gates
+from slime.rollout.loop import background_loop
 from slime.rollout.model_urls import ACTOR, REWARD
 from slime.rollout.state import concurrency
 
@@ -242,6 +245,11 @@ def test_the_data_side_forgets_an_engine() -> None:
         abort.register_engines([], None)
     assert removed == ["http://e1"]
     assert concurrency(manager._args) == 8
+
+    async def capacity() -> int:
+        return _gates[asyncio.get_running_loop()]._capacity
+
+    assert background_loop().run(capacity(), timeout=5, what="the bound on requests") == 8
 
 
 def test_the_death_of_the_only_engine_is_told_as_it_is() -> None:
