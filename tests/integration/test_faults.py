@@ -14,6 +14,7 @@ from aiohttp import web
 from slime.backends.sglang.client import GenerateClient
 from slime.backends.sglang.router import Router
 from slime.utils.types import Sample
+from tests.integration import faulty_hooks
 from tests.integration.harness import TrainProcess, read_metrics, series
 from tests.integration.test_train import RUN_S, Value, flags, make_workspace
 from tests.integration.test_train_async import assert_every_prompt_once, samples_of
@@ -77,6 +78,11 @@ def kill_mid_rollout(process: TrainProcess, run_dir: Path, rank: int) -> list[ps
 
 def assert_nothing_lost_or_twice(run_dir: Path, num_rollout: int) -> None:
     assert_every_prompt_once(run_dir, num_rollout)
+    assert_accounted_for(run_dir, num_rollout)
+
+
+def assert_accounted_for(run_dir: Path, num_rollout: int) -> list[int | None]:
+    """No sample was trained twice, and every prompt is somewhere; the groups that were trained."""
     samples: list[Sample] = [s for rollout_id in range(num_rollout) for s in samples_of(run_dir, rollout_id)]
     assert len({sample.index for sample in samples}) == len(samples) == 16 * num_rollout
     lines = [line for line in read_metrics(run_dir) if "rollout/prompts_read" in line]
@@ -84,6 +90,7 @@ def assert_nothing_lost_or_twice(run_dir: Path, num_rollout: int) -> None:
         parts = [line[f"rollout/prompts_{part}"] for part in ("trained", "dropped", "buffered", "in_flight")]
         assert line["rollout/prompts_read"] == sum(parts)
     assert lines[num_rollout - 1]["rollout/prompts_trained"] == 4 * num_rollout
+    return [sample.group_index for sample in samples][::4]
 
 
 def warnings_of(log: Path) -> list[str]:
@@ -209,3 +216,35 @@ def test_a_run_that_loses_an_engine_finishes(workspace: Path, slots: str) -> Non
         # The other's tokens are of the newest weights, which the trainer's own log-probs show.
         assert max(series(run_dir, "train/train_rollout_logprob_abs_diff")) < 1e-4
     assert_nothing_lost_or_twice(run_dir, num_rollout)
+
+
+@pytest.mark.full
+def test_a_run_with_lost_requests_a_hanging_judge_and_a_dead_engine_finishes(workspace: Path) -> None:
+    num_rollout, run_dir, log = 5, workspace / "faults", workspace / "faults.log"
+    hooks = faulty_hooks.__name__
+    changes: dict[str, Value] = {
+        "num_rollout": num_rollout,
+        "rm_type": None,
+        "custom_generate_function_path": f"{hooks}.generate",
+        "custom_rm_path": f"{hooks}.reward_func",
+        "reward_timeout": 2,
+    }
+    with TrainProcess(long_flags(workspace, run_dir, "disaggregated", **changes), log) as process:
+        process.wait_until(lambda: series(run_dir, "train/loss"), RUN_S, "the first training step")
+        kill_mid_rollout(process, run_dir, 0)
+        assert process.wait(RUN_S) == 0, process.tail()
+        process.assert_no_process_left()
+    assert_went_on_without(log, run_dir, 0)
+    assert len(series(run_dir, "train/loss")) == num_rollout
+    assert max(series(run_dir, "train/train_rollout_logprob_abs_diff")) < 1e-4
+
+    trained = assert_accounted_for(run_dir, num_rollout)
+    read = int(series(run_dir, "rollout/prompts_read")[-1])
+    hopeless = [group for group in range(read) if faulty_hooks.is_hopeless(group, 4)]
+    assert hopeless, "the seed drops a group"
+    assert trained == [group for group in range(read) if group not in hopeless]
+    assert series(run_dir, "rollout/prompts_dropped")[-1] == len(hopeless)
+    assert series(run_dir, "rollout/prompts_dropped/generate_error")[-1] == len(hopeless)
+    assert sum(series(run_dir, "rollout/sample_failures/generate_error")) >= faulty_hooks.TRIES * len(hopeless)
+    assert sum(series(run_dir, "rollout/sample_failures/reward_timeout")) == 1
+    assert max(series(run_dir, "perf/rollout_time")) < faulty_hooks.HANG_S, "the judge is not waited for"
