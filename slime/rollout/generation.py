@@ -7,7 +7,7 @@ from argparse import Namespace
 from typing import Any
 
 from slime.backends.sglang.client import RequestError
-from slime.rollout.state import rollout_state
+from slime.rollout.state import state_of_call
 from slime.rollout.tokenizer import load_tokenizer
 from slime.utils.errors import BadInputError
 from slime.utils.types import Sample, Status
@@ -35,27 +35,27 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
     start = len(sample.tokens) - (sample.response_length if goes_on else 0)
     text, segments = "" if goes_on else sample.response, int(goes_on)
     fruitless, version = 0, None  # aborts in a row without a token, under one version
-    async with rollout_state(args) as state:
-        while fruitless < _MAX_ABORTS:
-            params = _params_of_rest(args, sample, sampling_params, done=len(sample.tokens) - start)
-            if params is None:
-                sample.status = Status.TRUNCATED
+    state = await state_of_call(args)
+    while fruitless < _MAX_ABORTS:
+        params = _params_of_rest(args, sample, sampling_params, done=len(sample.tokens) - start)
+        if params is None:
+            sample.status = Status.TRUNCATED
+            break
+        before = len(sample.tokens)
+        async with state.request() as rid:
+            if rid is None:
+                sample.status = Status.ABORTED
                 break
-            before = len(sample.tokens)
-            async with state.request() as rid:
-                if rid is None:
-                    sample.status = Status.ABORTED
-                    break
-                headers = _routing_headers(args, sample)
-                reply = await state.client.generate(sample.tokens, params, headers=headers, rid=rid)
-            _append(args, sample, reply)
-            segments += 1
-            if sample.status is not Status.ABORTED or state.ending:
-                break
-            before_this, version = version, reply["meta_info"].get("weight_version")
-            fruitless = 0 if len(sample.tokens) > before else fruitless + 1 if version == before_this else 1
-        else:
-            raise RequestError(f"sample {sample.index}: the engine aborted its request {_MAX_ABORTS} times")
+            headers = _routing_headers(args, sample)
+            reply = await state.client.generate(sample.tokens, params, headers=headers, rid=rid)
+        _append(args, sample, reply)
+        segments += 1
+        if sample.status is not Status.ABORTED or state.ending:
+            break
+        before_this, version = version, reply["meta_info"].get("weight_version")
+        fruitless = 0 if len(sample.tokens) > before else fruitless + 1 if version == before_this else 1
+    else:
+        raise RequestError(f"sample {sample.index}: the engine aborted its request {_MAX_ABORTS} times")
     if segments > 1:
         # Not the parts' texts: an interruption may have cut a character.
         sample.response = text + _text_of(args, sample.tokens, start)

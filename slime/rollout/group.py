@@ -16,7 +16,7 @@ from slime.rollout.hooks import HookError, Limit, accepted, call_hook, naming
 from slime.rollout.loop import run_all
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.sampling import request_seed
-from slime.rollout.state import RolloutState, rollout_state
+from slime.rollout.state import RolloutState, state_of_call
 from slime.rollout.under_way import current_rollout
 from slime.utils.errors import DeadlineError, SlimeError
 from slime.utils.http_utils import RequestError
@@ -53,11 +53,11 @@ async def generate_and_rm(
     Raises:
         HookError, DeadlineError, RequestError: a sample failed and ``--on-sample-error`` is ``stop``, or engines do.
     """
-    async with rollout_state(args) as state:
-        if isinstance(sample_or_group, Sample):
-            run = GroupRun(args, [sample_or_group], sampling_params, evaluation)
-            return (await run.run(state, seeded=False))[0]
-        return await GroupRun(args, sample_or_group, sampling_params, evaluation).run(state)
+    state = await state_of_call(args)
+    if isinstance(sample_or_group, Sample):
+        run = GroupRun(args, [sample_or_group], sampling_params, evaluation)
+        return (await run.run(state, seeded=False))[0]
+    return await GroupRun(args, sample_or_group, sampling_params, evaluation).run(state)
 
 
 generate_and_rm_group = generate_and_rm

@@ -9,9 +9,10 @@ import time
 import uuid
 from argparse import Namespace
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextvars import ContextVar
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 from slime.backends.sglang.client import GenerateClient
 from slime.rollout.gate import may_request, shared_gate
@@ -161,6 +162,38 @@ def make_client(args: Namespace) -> Generator:
 def _collect_garbage_rarely() -> None:
     if 0 < gc.get_threshold()[0] < _GARBAGE_THRESHOLDS[0]:
         gc.set_threshold(*_GARBAGE_THRESHOLDS)
+
+
+Lent = tuple[Generator, AsyncGenerator[Generator, None]]
+
+_clients: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[object, Lent]] = WeakKeyDictionary()
+
+
+async def _lend_client(args: Namespace) -> AsyncGenerator[Generator, None]:
+    """A client that is closed when its loop is shut down, as `asyncio.run` ends the generators that are under way."""
+    client = make_client(args)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def state_of_call(args: Namespace) -> RolloutState:
+    """The state of the rollout under way in this task; outside of one, a new one for a single call.
+
+    Calls outside of rollouts, such as those of a user's own rollout function, share a client for as long as their event
+    loop: aiohttp's connections belong to the loop they were opened on.
+    """
+    state = _current.get()
+    if state is not None:
+        return state
+    _collect_garbage_rarely()
+    clients = _clients.setdefault(asyncio.get_running_loop(), {})
+    router = (args.sglang_router_ip, args.sglang_router_port, args.sglang_router_api_key)
+    if router not in clients:
+        lending = _lend_client(args)
+        clients[router] = (await anext(lending), lending)
+    return RolloutState(args, clients[router][0], rank=0)
 
 
 @contextlib.asynccontextmanager

@@ -10,13 +10,15 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
+import aiohttp
 import pytest
+from aiohttp import web
 
 from slime.options.eval_datasets import eval_datasets
 from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.sampling import eval_sampling_params, request_seed, train_sampling_params
-from slime.rollout.sglang_rollout import generate
+from slime.rollout.sglang_rollout import generate, generate_and_rm
 from slime.rollout.tokenizer import load_tokenizer
 from slime.utils.http_utils import RequestError
 from slime.utils.types import Sample, Status
@@ -141,6 +143,40 @@ def test_generate_outside_of_a_rollout(rollout_args: Args, use: Callable[..., Fa
     client = use(FakeClient())
     sample = asyncio.run(generate(rollout_args(), Sample(prompt="abc"), {"max_new_tokens": 8}))
     assert (sample.response, client.closed) == ("3", 1)
+
+
+def test_calls_outside_of_a_rollout_open_one_session(rollout_args: Args, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response(reply("ok"))
+
+    opened: list[aiohttp.ClientSession] = []
+
+    def open_session(**settings: Any) -> aiohttp.ClientSession:
+        opened.append(make_session(**settings))
+        return opened[-1]
+
+    async def calls(loops: int) -> None:
+        app = web.Application()
+        app.router.add_post("/generate", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        args = rollout_args(sglang_router_ip="127.0.0.1", sglang_router_port=runner.addresses[0][1], rm_type="random")
+        params = {"max_new_tokens": 8}
+        try:
+            await asyncio.gather(*(generate(args, Sample(prompt="abc"), dict(params)) for _ in range(5)))
+            for _ in range(5):
+                sample = await generate_and_rm(args, Sample(prompt="abc"), dict(params))
+                assert sample.response == "ok"
+            assert len(opened) == loops
+        finally:
+            await runner.cleanup()
+
+    make_session = aiohttp.ClientSession
+    monkeypatch.setattr(aiohttp, "ClientSession", open_session)
+    asyncio.run(calls(loops=1))
+    asyncio.run(calls(loops=2))
+    assert all(session.closed for session in opened)
 
 
 def test_session_affinity_header(rollout_args: Args, use: Callable[..., FakeClient]) -> None:
