@@ -1,17 +1,21 @@
-"""A generate client that answers in the process, and rollouts with it."""
+"""A generate client that answers in the process, rollouts with it, and their accounts."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from slime.rollout.base_types import RolloutFnTrainOutput
-from slime.rollout.data_source import RolloutDataSourceWithBuffer
+import pytest
+
+from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
+from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
+from slime.rollout.metrics import accounting
 from slime.rollout.sglang_rollout import generate_rollout
+from slime.utils.types import Sample
 
 
 class FakeClient:
@@ -73,3 +77,40 @@ def hook_file(tmp_path: Path, code: str) -> Path:
     path = tmp_path / f"hook_{random.randrange(10**9)}.py"
     path.write_text(code)
     return path
+
+
+class Engine:
+    """Prompts longer than ``longest`` are under way until an abort, and then have ``made`` as their response."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, longest: int, made: str = "so") -> None:
+        self.longest, self.made = longest, made
+        self.aborted: asyncio.Event | None = None
+        self.asked: list[list[str] | None] = []
+        monkeypatch.setattr("slime.rollout.pool.abort_requests", self.abort)
+
+    async def abort(self, rids: Iterable[str] | None) -> bool:
+        self.asked.append(None if rids is None else list(rids))
+        if self.aborted is not None:
+            self.aborted.set()
+        return True
+
+    async def __call__(self, number: int, input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        if len(input_ids) <= self.longest:
+            return reply(str(len(input_ids)))
+        self.aborted = self.aborted or asyncio.Event()
+        await self.aborted.wait()
+        return reply(self.made, finish="abort")
+
+    def go_on(self) -> None:
+        """From now on all are answered."""
+        self.longest, self.aborted = 10**6, None
+
+
+def accounts(args: Namespace, source: RolloutDataSource, samples: list[Sample]) -> dict[str, float]:
+    """The figures of a rollout that the trainers take; raises where they do not add up."""
+    source.count_trained(samples)
+    return accounting(args, source, source.num_in_flight(after=0))
+
+
+def indices(groups: Iterable[Any]) -> list[int | None]:
+    return [flatten_samples(group)[0].group_index for group in groups]

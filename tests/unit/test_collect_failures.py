@@ -1,0 +1,239 @@
+"""What a rollout does where a sample, a judge, a tool or a hook fails, hangs or is slow; every prompt counted."""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slime.rollout.base_types import flatten_samples
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.hooks import HookError
+from slime.utils.types import Status
+from tests.fake_client import Engine, FakeClient, accounts, hook_file, indices, rollout
+
+NUM_GPUS = 0
+
+Args = Callable[..., Namespace]
+Use = Callable[..., FakeClient]
+FILTERS = "slime.rollout.filter_hub.dynamic_sampling_filters"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("    return 'yes'\n", "must return a bool or a DynamicFilterOutput, not 'yes'"),
+        ("    raise KeyError('x')\n", r"raised KeyError: 'x'[\s\S]*Traceback"),
+    ],
+)
+def test_bad_filter(body: str, message: str, make_args: Args, use: Use, tmp_path: Path) -> None:
+    use(FakeClient())
+    hook = hook_file(tmp_path, f"def dynamic_sampling_filter(args, samples, **kwargs):\n{body}")
+    with pytest.raises(HookError, match=f"rollout 0: --dynamic-sampling-filter-path .*{message}"):
+        rollout(make_args(dynamic_sampling_filter_path=f"{hook}:dynamic_sampling_filter"))
+
+
+def test_slow_judge_and_tool_do_not_hold_up_a_rollout_that_has_enough(
+    make_args: Args, use: Use, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    Engine(monkeypatch, longest=10**6)
+    client = use(FakeClient())
+    hook = hook_file(
+        tmp_path,
+        "import asyncio\n"
+        "from slime.rollout.sglang_rollout import generate as ask\n"
+        "cancelled = []\n"
+        "async def forever(sample):\n"
+        "    try:\n"
+        "        await asyncio.sleep(3600)\n"
+        "    except asyncio.CancelledError:\n"
+        "        cancelled.append(sample.index)\n"
+        "        raise\n"
+        "async def generate(args, sample, params):\n"
+        "    sample = await ask(args, sample, params)\n"
+        "    if sample.group_index == 0: await forever(sample)\n"
+        "    return sample\n"
+        "async def rm(args, sample):\n"
+        "    if sample.group_index == 1: await forever(sample)\n"
+        "    return 1.0\n",
+    )
+    args = make_args(
+        custom_generate_function_path=f"{hook}:generate",
+        custom_rm_path=f"{hook}:rm",
+        over_sampling_batch_size=6,
+        sglang_server_concurrency=1,
+    )
+    source = RolloutDataSourceWithBuffer(args)
+    started = time.monotonic()
+    output = rollout(args, 0, source)
+    assert time.monotonic() - started < 5
+    assert indices(output.samples) == [2, 3, 4, 5], "a tool that hangs holds no place among the requests"
+    assert client.most_running == 1
+    tool, judge = source.buffer
+    assert [(s.status, s.response_length) for s in tool] == [(Status.PENDING, 0)] * 2
+    assert [(s.status, s.response, s.reward) for s in judge] == [(Status.COMPLETED, "2", None)] * 2
+    from slime.utils.misc import load_module
+
+    assert sorted(load_module(str(hook)).cancelled) == [0, 1, 2, 3]
+    accounts(args, source, flatten_samples(output.samples))
+
+
+FLAKY = (
+    "from collections import Counter\n"
+    "from slime.rollout.sglang_rollout import generate as ask\n"
+    "calls = Counter()\n"
+    "async def generate(args, sample, params):\n"
+    "    assert not sample.metadata.get('seen'), 'a second try begins with what the first one was given'\n"
+    "    sample.metadata['seen'] = True\n"
+    "    calls[sample.index] += 1\n"
+    "    if sample.index == 3 and calls[3] < FAILS: raise OSError('the sandbox is full')\n"
+    "    return await ask(args, sample, params)\n"
+    "async def rm(args, sample):\n"
+    "    calls['rm', sample.index] += 1\n"
+    "    if sample.index == 4 and calls['rm', 4] < FAILS: raise OSError('the judge sleeps')\n"
+    "    return 1.0\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("policy", "fails", "trained"),
+    [("retry", 3, [0, 1, 2, 3]), ("retry", 99, [0, 3, 4, 5]), ("drop", 2, [0, 3, 4, 5])],
+)
+def test_failed_samples(policy: str, fails: int, trained: list[int], make_args: Args, use: Use, tmp_path: Path) -> None:
+    use(FakeClient())
+    hook = hook_file(tmp_path, FLAKY.replace("FAILS", str(fails)))
+    paths = {"custom_generate_function_path": f"{hook}:generate", "custom_rm_path": f"{hook}:rm"}
+    args = make_args(on_sample_error=policy, **paths)
+    source = RolloutDataSourceWithBuffer(args)
+    output = rollout(args, 0, source)
+    assert indices(output.samples) == trained
+    assert output.metrics is not None
+    tries = {"retry": min(fails - 1, 3), "drop": 1}[policy]
+    assert output.metrics["rollout/sample_failures/generate_error"] == tries
+    assert output.metrics["rollout/sample_failures/reward_error"] == tries
+    dropped = {"generate_error": 1, "reward_error": 1} if trained != [0, 1, 2, 3] else {}
+    assert source.num_dropped == dropped
+    accounts(args, source, flatten_samples(output.samples))
+
+
+def test_stop_on_the_first_failure_names_it(make_args: Args, use: Use, tmp_path: Path) -> None:
+    use(FakeClient())
+    hook = hook_file(tmp_path, FLAKY.replace("FAILS", "2"))
+    args = make_args(on_sample_error="stop", custom_generate_function_path=f"{hook}:generate")
+    with pytest.raises(HookError, match=r"rollout 0: --custom-generate-function-path .* raised OSError: the sandbox"):
+        rollout(args)
+
+
+def test_function_that_always_fails_stops_the_run(make_args: Args, use: Use, tmp_path: Path) -> None:
+    use(FakeClient())
+    hook = hook_file(tmp_path, "def rm(args, sample): raise KeyError('reward')\n")
+    with pytest.raises(HookError, match=r"rollout 0: 5 groups failed, more than a rollout has.*KeyError: 'reward'"):
+        rollout(make_args(custom_rm_path=f"{hook}:rm"))
+
+
+def test_reward_that_hangs_fails_its_sample(make_args: Args, use: Use, tmp_path: Path) -> None:
+    use(FakeClient())
+    hook = hook_file(
+        tmp_path,
+        "import asyncio\n"
+        "async def rm(args, sample):\n"
+        "    await asyncio.sleep(60 if sample.index == 0 else 0)\n"
+        "    return 1\n",
+    )
+    args = make_args(custom_rm_path=f"{hook}:rm", reward_timeout=0.2)
+    source = RolloutDataSourceWithBuffer(args)
+    assert indices(rollout(args, 0, source).samples) == [1, 2, 3, 4]
+    assert source.num_dropped == {"reward_timeout": 1}
+
+
+BUFFER_FILTERS = [
+    ("    return buffer[:num_samples]\n", ValueError, "must take the groups that it returns out of the buffer"),
+    ("    raise OSError('disk')\n", HookError, r"--buffer-filter-path .*:pop raised OSError: disk"),
+    ("    taken = buffer[:num_samples]; buffer.clear(); return [[1]]\n", ValueError, "must return up to 4 groups"),
+]
+
+
+@pytest.mark.parametrize(("body", "error", "message"), BUFFER_FILTERS)
+def test_bad_buffer_filter(body: str, error: type[Exception], message: str, make_args: Args, tmp_path: Path) -> None:
+    hook = hook_file(tmp_path, f"def pop(args, rollout_id, buffer, num_samples):\n{body}")
+    source = RolloutDataSourceWithBuffer(make_args(buffer_filter_path=f"{hook}:pop"))
+    source.add_samples(RolloutDataSourceWithBuffer(make_args()).get_samples(4))
+    with pytest.raises(error, match=message):
+        source.get_samples(4)
+
+
+def test_judges_that_hang_in_threads_stop_nobody_else(
+    make_args: Args, use: Use, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slime.rollout.hooks._THREADS", 4)
+    monkeypatch.setattr("slime.rollout.hooks._places", {})
+    use(FakeClient())
+    hook = hook_file(
+        tmp_path,
+        "import time\n"
+        "def rm(args, sample):\n"
+        "    time.sleep(20 if sample.group_index < 4 else 0.05)\n"
+        "    return 1\n"
+        "def keep(args, samples): return True\n",
+    )
+    args = make_args(
+        custom_rm_path=f"{hook}:rm",
+        dynamic_sampling_filter_path=f"{hook}:keep",
+        on_sample_error="drop",
+        reward_timeout=0.3,
+        rollout_batch_size=6,
+    )
+    source = RolloutDataSourceWithBuffer(args)
+    assert indices(rollout(args, 0, source).samples) == [4, 5, 6, 7, 8, 9]
+    assert source.num_dropped == {"reward_timeout": 4}, "waiting for a thread is not the judge's time"
+
+
+@pytest.mark.parametrize("flag", ["dynamic_sampling_filter_path", "rollout_sample_filter_path"])
+def test_hook_of_a_batch_that_hangs_is_named(flag: str, make_args: Args, use: Use, tmp_path: Path) -> None:
+    use(FakeClient())
+    hook = hook_file(tmp_path, "import asyncio\nasync def hang(args, samples):\n    await asyncio.sleep(60)\n")
+    args = make_args(rollout_timeout=0.5, **{flag: f"{hook}:hang"})
+    expected = (
+        rf"rollout 0: .*waiting for --{flag.replace('_', '-')} .*:hang for \d s.*within 0.5 s \(--rollout-timeout\)"
+    )
+    with pytest.raises(TimeoutError, match=expected):
+        rollout(args)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("    import sys; sys.exit(3)\n", r"called sys.exit\(3\)"),
+        ("    task = asyncio.ensure_future(asyncio.sleep(9)); task.cancel(); await task\n", "raised CancelledError"),
+        ("    return float('nan')\n", "its reward is nan"),
+        ("    return {'score': 1.0}\n", "name one of them with --reward-key"),
+        ("    next(iter([]))\n", "raised RuntimeError: (coroutine raised )?StopIteration"),
+    ],
+)
+def test_reward_functions_that_fail_oddly(body: str, message: str, make_args: Args, use: Use, tmp_path: Path) -> None:
+    use(FakeClient())
+    hook = hook_file(tmp_path, f"import asyncio\nasync def rm(args, sample):\n{body}")
+    source = RolloutDataSourceWithBuffer(make_args())
+    with pytest.raises(HookError, match=message):
+        rollout(make_args(custom_rm_path=f"{hook}:rm", on_sample_error="stop"), 0, source)
+    with pytest.raises(HookError, match=f"5 groups failed[\\s\\S]*{message}"):
+        rollout(make_args(custom_rm_path=f"{hook}:rm"), 0, source)
+
+
+def test_generate_function_that_hangs_fails_its_sample(make_args: Args, use: Use, tmp_path: Path) -> None:
+    use(FakeClient())
+    hook = hook_file(
+        tmp_path,
+        "import asyncio\n"
+        "from slime.rollout.sglang_rollout import generate as ask\n"
+        "async def generate(args, sample, params):\n"
+        "    if sample.group_index == 1: await asyncio.sleep(60)\n"
+        "    return await ask(args, sample, params)\n",
+    )
+    args = make_args(custom_generate_function_path=f"{hook}:generate", generate_timeout=0.2)
+    source = RolloutDataSourceWithBuffer(args)
+    assert indices(rollout(args, 0, source).samples) == [0, 2, 3, 4]
+    assert source.num_dropped == {"generate_timeout": 1}
