@@ -8,13 +8,13 @@ import contextvars
 import functools
 import inspect
 import threading
-import traceback
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from slime.utils.errors import DeadlineError, HookError
+from slime.utils.user_functions import naming
 
 __all__ = ["HookError", "Limit", "accepted", "accepts", "call_hook", "call_quick_hook", "naming", "within"]
 
@@ -63,29 +63,6 @@ def call_quick_hook(function: Callable[..., Any], where: str, *args: Any, **kwar
     """As `call_hook`, of a sync function and from synchronous code."""
     with naming(where):
         return function(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def naming(where: str, passes: type[Exception] = HookError) -> Iterator[None]:
-    """Within the block a user's code runs: what it raises becomes a HookError with flag, path and traceback.
-
-    Args:
-        passes: errors that say enough by themselves.
-    """
-    try:
-        yield
-    except (passes, DeadlineError):
-        raise
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise  # it is we who cancel
-        raise HookError(f"{where} raised CancelledError: something that it waits for was cancelled") from error
-    except SystemExit as error:
-        raise HookError(f"{where} called sys.exit({error.code!r})") from error
-    except Exception as error:
-        trace = "".join(traceback.format_exception(error))
-        raise HookError(f"{where} raised {type(error).__name__}: {error}\n{trace}") from error
 
 
 async def within(limit: Limit | None, call: Awaitable[T]) -> T:

@@ -1,65 +1,62 @@
-"""Calling a user's function: its errors say whose it is, how it is called, and what it raised."""
+"""Calling a user's function: its errors say whose it is, and what it raised."""
 
 from __future__ import annotations
 
-import inspect
+import asyncio
+import contextlib
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from types import TracebackType
 from typing import Any
 
-from slime.utils.errors import BadInputError, HookError, SlimeError
+from slime.utils.errors import DeadlineError, HookError
 from slime.utils.misc import load_function
 
 
-def check_parameters(
-    function: Callable[..., Any], where: str, positional: Iterable[str], keywords: Iterable[str] = ()
-) -> None:
-    """See whether a function can be called so.
+@contextlib.contextmanager
+def naming(where: str, passes: type[Exception] = HookError) -> Iterator[None]:
+    """Within the block a user's code runs: what it raises becomes a HookError with flag, path and traceback.
 
     Args:
-        where: flag and path, for the error.
-        positional: what it gets by position, under the names that the documentation has; the user's may be others.
-        keywords: what it gets by name.
-
-    Raises:
-        BadInputError: it cannot; the message has both signatures.
+        passes: errors that say enough by themselves.
     """
     try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some that are not written in Python have none
-        return
-    positional, keywords = list(positional), list(keywords)
-    try:
-        signature.bind(*positional, **dict.fromkeys(keywords))
-    except TypeError as error:
-        expected = ", ".join([*positional, *(["*"] if keywords else []), *keywords])
-        plain = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
-        raise BadInputError(
-            f"{where}: it is called as ({expected}), and takes {inspect.Signature(plain)}: {error}"
-        ) from None
+        yield
+    except (passes, DeadlineError):
+        raise
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise  # it is we who cancel
+        raise HookError(f"{where} raised CancelledError: something that it waits for was cancelled") from error
+    except SystemExit as error:
+        raise HookError(f"{where} called sys.exit({error.code!r})") from error
+    except Exception as error:
+        frames = "".join(traceback.format_exception(type(error), error, _from_theirs(error.__traceback__)))
+        raise HookError(f"{where} raised {type(error).__name__}: {error}\n{frames.rstrip()}") from error
+
+
+def _from_theirs(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without the frames of slime that come before those of the user's code."""
+    own = trace
+    while own is not None and own.tb_frame.f_globals.get("__name__", "").startswith("slime."):
+        own = own.tb_next
+    return own or trace
 
 
 def call_user_function(
     flag: str, path: str, values: Mapping[str, Any], keywords: Mapping[str, Any] | None = None
 ) -> Any:
-    """What the function that ``flag`` names by ``path`` returns.
+    """What the function that ``flag`` names by ``path`` returns; that it can be called so was seen with the flags.
 
     Args:
         values: by their documented names; they are passed by position, in this order.
         keywords: passed by name.
 
     Raises:
-        BadInputError: it is not there, or cannot be called so.
+        BadInputError: it is not there.
         HookError: it raised; the message holds its traceback.
     """
-    where, keywords = f"{flag} {path}", keywords or {}
     function = load_function(path, flag=flag)
-    check_parameters(function, where, values, keywords)
-    try:
-        return function(*values.values(), **keywords)
-    except SlimeError as error:
-        raise HookError(f"{where}: {error}") from error
-    except Exception as error:
-        own = error.__traceback__ and error.__traceback__.tb_next  # without this very frame
-        frames = "".join(traceback.format_exception(type(error), error, own))
-        raise HookError(f"{where} raised {type(error).__name__}: {error}\n{frames.rstrip()}") from error
+    with naming(f"{flag} {path}"):
+        return function(*values.values(), **(keywords or {}))

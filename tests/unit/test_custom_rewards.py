@@ -122,19 +122,19 @@ def test_the_samples_own_path_wins_and_each_function_gets_its_samples(rollout_ar
     [
         (
             "wrong_names",
-            r"has no parameter `sample` or `samples`.* write `async def fn\(args, sample, .*`, or `async def",
+            r"it is called as \(args, sample, .*\) or as \(args, samples, .*must have a parameter sample or samples",
         ),
-        ("both", r"has both `sample` and `samples`, by which the two forms are told apart"),
-        ("one_number", r"must return a list of 3 rewards, one a sample \(`async def fn\(args, samples, .*`\), not 0.5"),
+        ("both", r"it is called as .* takes \(.*sample, samples\): .*not both: the name tells how it is called"),
+        ("one_number", r"must return a list of 3 rewards, one a sample \(`async \(args, samples, .*`\), not 0.5"),
         ("too_few", r"must return as many rewards as it was given samples, 3 \(`async.*`\), not 1: \[0.5\]"),
         ("words", r"must return a list whose entry 1 is a number or a dict, not 'good'"),
         ("raising", r"raised IndexError: list index out of range\n(.|\n)*return \[\]\[7\]"),
     ],
 )
 def test_a_mistake_names_flag_path_and_what_to_write(name: str, message: str, rollout_args: Args, hooks: str) -> None:
-    with pytest.raises(HookError, match=rf"^--custom-rm-path .*mine.py:{name} {message}"):
+    with pytest.raises(HookError, match=rf"^--custom-rm-path .*mine.py:{name}:? {message}"):
         judge(rollout_args(custom_rm_path=f"{hooks}:{name}"), samples(None, None, None))
-    with pytest.raises(HookError, match=rf"^Sample.custom_rm_path .*mine.py:{name} "):
+    with pytest.raises(HookError, match=rf"^Sample.custom_rm_path .*mine.py:{name}:? "):
         judge(rollout_args(), samples(*[f"{hooks}:{name}"] * 3))
 
 

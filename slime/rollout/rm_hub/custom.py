@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
 
-from slime.options.rollout import GROUP_REWARD_NAMES, REWARD_NAMES
+from slime.options.calls import CallError, form_of
+from slime.options.rollout import GROUP_REWARD_NAMES, REWARD_CALLS, REWARD_NAMES
 from slime.rollout.hooks import HookError, Limit, call_hook
 from slime.rollout.loop import run_all
 from slime.utils.misc import load_function
@@ -16,8 +16,7 @@ from slime.utils.types import Sample
 
 Reward = float | dict[str, Any] | None
 
-ONE = "async def fn(args, sample, **kwargs) -> float | dict"
-MANY = "async def fn(args, samples, **kwargs) -> list"
+_, MANY = REWARD_CALLS
 
 
 def hook_of(args: Namespace, sample: Sample) -> tuple[str, str] | None:
@@ -56,14 +55,12 @@ def takes_list(function: Callable[..., Any], where: str) -> bool:
     """Whether a user's function is of the list form, by the names of its parameters.
 
     Raises:
-        HookError: it has neither ``sample`` nor ``samples``, or both.
+        HookError: it has neither of the forms.
     """
-    names = set(inspect.signature(function).parameters)
-    found = names & {"sample", "samples"}
-    if len(found) != 1:
-        has = "both `sample` and `samples`" if found else "no parameter `sample` or `samples`"
-        raise HookError(f"{where} has {has}, by which the two forms are told apart: write `{ONE}`, or `{MANY}`")
-    return "samples" in found
+    try:
+        return form_of(function, REWARD_CALLS, where) is MANY
+    except CallError as error:  # of a path in the data, which is not looked at with the flags
+        raise HookError(str(error)) from None
 
 
 def _checked_list(answer: Any, count: int, where: str) -> list[Reward]:
