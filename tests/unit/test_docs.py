@@ -15,6 +15,7 @@ from slime.options.hooks import HookOptions
 from slime.options.schema import flag_of
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.tokenizer import load_tokenizer
+from slime.utils.types import Sample
 from tests.documents import DOCS, example, examples
 from tests.fake_client import FakeClient, reply, rollout
 
@@ -53,6 +54,39 @@ def test_the_example_of_several_turns(
             untrained = tokenizer.decode([token for token, mask in response if not mask])
             assert untrained.count(retry) == sample.metadata["turns"] - 1
             assert sum(sample.loss_mask or []) == len(ANSWER % 0) * sample.metadata["turns"]
+
+
+def test_the_example_of_a_tool(
+    make_args: Callable[..., Namespace], use: Callable[[FakeClient], FakeClient], tmp_path: Path
+) -> None:
+    """Prompts of n letters are asked for n + n; the result of 10 + 10 would be one token too many."""
+    (tmp_path / "my_tool.py").write_text(example("customize.md", "append_observation"))
+
+    def answer(number: int, input_ids: Any, params: dict[str, Any]) -> dict[str, Any]:
+        assert params["stop"] == ["</sum>"]
+        conversation = tokenizer.decode(input_ids)
+        found = re.search(r"<result>(\d+)</result>$", conversation)
+        letters = conversation.count("x")
+        text = f"it is {found[1]}" if found else f"<sum>{letters}+{letters}</sum>"
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return reply(text, output_token_logprobs=[[-0.5, token, None] for token in tokens])
+
+    path, count = f"{tmp_path}/my_tool.py:generate", len("<sum>10+10</sum><result>20</result>")
+    args = make_args(num_prompts=10, rollout_batch_size=10, custom_generate_function_path=path)
+    args.rollout_max_response_len = count
+    tokenizer = load_tokenizer(args.hf_checkpoint)
+    use(FakeClient(answer))
+    for sample in flatten_samples(rollout(args).samples):
+        letters = int(sample.label)
+        text = tokenizer.decode(sample.tokens[-sample.response_length :])
+        asked, result = f"<sum>{letters}+{letters}</sum>", f"<result>{2 * letters}</result>"
+        if letters == 10:
+            assert (text, sample.status) == (asked, Sample.Status.TRUNCATED)
+            assert sample.loss_mask == [1] * len(asked)
+        else:
+            assert text.startswith(asked + result + "it")
+            assert sample.loss_mask is not None
+            assert sample.loss_mask[: len(asked + result)] == [1] * len(asked) + [0] * len(result)
 
 
 @pytest.mark.parametrize("page", ["customize.md", "zh/customize.md"])
