@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -131,5 +132,8 @@ class HelpAction(argparse.Action):
                 formatter.add_arguments(group._group_actions)
                 formatter.end_section()
         formatter.add_text(parser.epilog)
-        parser._print_message(formatter.format_help(), sys.stdout)
+        try:
+            print(formatter.format_help(), end="", flush=True)
+        except BrokenPipeError:  # `--help | head`: nor must the interpreter flush what is left
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         parser.exit()

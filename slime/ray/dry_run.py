@@ -14,6 +14,8 @@ from slime.rollout.evaluation import load_eval_prompts
 from slime.utils.arguments import describe
 from slime.utils.errors import BadInputError
 
+_OK = "ok: the run can start"
+
 
 def dry_run(args: argparse.Namespace) -> None:
     """Check everything that can be checked without starting anything, and print what would run.
@@ -28,6 +30,7 @@ def dry_run(args: argparse.Namespace) -> None:
             print(f"evaluation: {name}, {count} prompts")
         if args.load_debug_rollout_data:
             check_recorded(args)
+            print(_OK)
             return
         source = make_data_source(args)
         args.num_rollout = num_rollout(args, source)
@@ -38,3 +41,4 @@ def dry_run(args: argparse.Namespace) -> None:
         f"{getattr(source, name, 0)} {what}" for name, what in (("num_bad", "bad"), ("num_too_long", "too long"))
     ]
     print(f"data: {len(source)} prompts ({', '.join(left_out)} left out), {args.num_rollout} rollouts")
+    print(_OK)

@@ -85,6 +85,8 @@ def parse_args(argv: Sequence[str] | None = None, *, asynchronous: bool = False)
         warnings = _resolve(args, set(given), asynchronous)
     except (OptionError, InstalledFlagsError) as error:
         parser.error(str(error))
+    except KeyboardInterrupt:
+        parser.exit(130)
     for warning in warnings:
         print(f"{parser.prog}: warning: {warning}", file=sys.stderr)
     return args

@@ -404,3 +404,16 @@ def test_the_quick_start_documents_command(parse: Parse, directory: Path) -> Non
     assert (args.lr_decay_style, args.adam_beta2, args.weight_decay) == ("constant", 0.98, 0.1)
     assert (args.recompute_granularity, args.recompute_method, args.recompute_num_layers) == ("full", "uniform", 1)
     assert args.ref_load == str(directory / "model")
+
+
+def test_an_interrupt_while_flags_are_read_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*values: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("slime.utils.arguments._assemble", interrupted)
+    with pytest.raises(SystemExit) as stop:
+        parse_args([])
+    assert stop.value.code == 130
+    assert capsys.readouterr() == ("", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -212,3 +213,16 @@ def test_options_import_no_engine() -> None:
     code = "import slime.utils.arguments, sys; print({'torch', 'sglang', 'megatron', 'ray'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip() == "set()"
+
+
+def test_help_into_a_pipe_that_nobody_reads_is_no_error(
+    full_parser: StrictParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        with pytest.raises(SystemExit) as stop:
+            full_parser.parse_set(["--help", "all"])
+        monkeypatch.undo()
+    assert stop.value.code == 0
