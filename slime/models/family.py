@@ -38,6 +38,8 @@ class Shape:
     num_experts: int = 0
     moe_layers: tuple[bool, ...] = ()
     """Per layer, whether its MLP is a mixture of experts; empty for a dense model."""
+    given: frozenset[str] = frozenset()
+    """The Megatron arguments that are on, for rows that not every model of a family has."""
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether layer ``layer`` (from 0) has experts."""
@@ -105,9 +107,13 @@ class Row:
     """Which layers have it: "all", "dense" or "moe"."""
     if_tied: str | None = None
     """With tied embeddings: the tensor to read instead; then the row is not written."""
+    when: str | None = None
+    """The Megatron argument without which a model does not have it."""
 
     def indices(self, shape: Shape) -> Iterator[tuple[int, ...]]:
         """The layer and expert numbers the row stands for."""
+        if self.when is not None and self.when not in shape.given:
+            return
         depth = self.megatron.count("{}")
         if depth == 0:
             yield ()
@@ -119,6 +125,10 @@ class Row:
                 yield (layer,)
             else:
                 yield from ((layer, expert) for expert in range(shape.num_experts))
+
+
+def _none(config: Any) -> tuple[str, ...]:
+    return ()
 
 
 @dataclass(frozen=True)
@@ -133,6 +143,9 @@ class Family:
     rows: tuple[Row, ...]
     megatron_args: Callable[[Any], dict[str, Any]]
     """Hugging Face config -> Megatron-LM argument names and values."""
+    carried: Callable[[Any], tuple[str, ...]] = _none
+    """Hugging Face config -> how the names of tensors begin that the Megatron model does without. Loading leaves them
+    out, and what is saved as a Hugging Face directory has them as they were in the one that the model came from."""
 
     def row(self, name: str) -> tuple[Row, tuple[int, ...]]:
         """The row of a global Megatron parameter name, and its layer and expert numbers.

@@ -10,7 +10,7 @@ from slime.models.shape import decoder_args
 
 
 def _args(config: Any) -> dict[str, Any]:
-    return {**decoder_args(config), "add_qkv_bias": True}
+    return decoder_args(config, qkv_bias=True)
 
 
 FAMILY = Family(("qwen2",), EMBEDDING + NORMS + ATTENTION + QKV_BIAS + MLP + OUTPUT, _args)

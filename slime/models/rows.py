@@ -9,9 +9,16 @@ _HF_LAYER = "model.layers.{}."
 _EMBEDDING = "model.embed_tokens.weight"
 
 
-def _row(megatron: str, *hf: str, rule: Rule = whole, dim: int | None = None, layers: str = "all") -> Row:
+def _row(
+    megatron: str,
+    *hf: str,
+    rule: Rule = whole,
+    dim: int | None = None,
+    layers: str = "all",
+    when: str | None = None,
+) -> Row:
     """A row of every layer; names within the layer."""
-    return Row(_LAYER + megatron, tuple(_HF_LAYER + name for name in hf), rule, dim, layers)
+    return Row(_LAYER + megatron, tuple(_HF_LAYER + name for name in hf), rule, dim, layers, when=when)
 
 
 EMBEDDING = (Row("embedding.word_embeddings.weight", (_EMBEDDING,), vocabulary, dim=0),)
@@ -41,12 +48,13 @@ QKV_BIAS = (
         "self_attn.v_proj.bias",
         rule=qkv,
         dim=0,
+        when="add_qkv_bias",
     ),
 )
 
 QK_NORM = (
-    _row("self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
-    _row("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
+    _row("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", when="qk_layernorm"),
+    _row("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", when="qk_layernorm"),
 )
 
 MLP = (
@@ -65,6 +73,35 @@ EXPERTS = (
         layers="moe",
     ),
     _row("mlp.experts.{}.linear_fc2.weight", "mlp.experts.{}.down_proj.weight", dim=1, layers="moe"),
+)
+
+SIGMOID_ROUTER = (
+    _row(
+        "mlp.router.expert_bias",
+        "mlp.gate.e_score_correction_bias",
+        layers="moe",
+        when="moe_router_enable_expert_bias",
+    ),
+)
+"""What a router has beside its weight where it scores by sigmoid and chooses by score plus bias."""
+
+SHARED_EXPERTS = (
+    _row(
+        "mlp.shared_experts.linear_fc1.weight",
+        "mlp.shared_experts.gate_proj.weight",
+        "mlp.shared_experts.up_proj.weight",
+        rule=gate_up,
+        dim=0,
+        layers="moe",
+        when="moe_shared_expert_intermediate_size",
+    ),
+    _row(
+        "mlp.shared_experts.linear_fc2.weight",
+        "mlp.shared_experts.down_proj.weight",
+        dim=1,
+        layers="moe",
+        when="moe_shared_expert_intermediate_size",
+    ),
 )
 
 OUTPUT = (

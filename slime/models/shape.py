@@ -32,15 +32,19 @@ _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_p
 """The constants that megatron-core's ``use_rope_scaling`` has built in."""
 
 
-def decoder_args(config: Any) -> dict[str, Any]:
+def decoder_args(config: Any, *, qkv_bias: bool = False) -> dict[str, Any]:
     """Megatron-LM arguments of a Llama-like decoder.
+
+    Args:
+        qkv_bias: whether query, key and value have a bias and attention's output has none, which in some families is
+            what the config's ``attention_bias`` means.
 
     Raises:
         ValueError: the config asks for something that the Megatron model does not have.
     """
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
-    _refuse_unsupported(config)
+    _refuse_unsupported(config, "mlp_bias", *(() if qkv_bias else ("attention_bias",)))
     return _ABSENT | {
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
@@ -53,7 +57,7 @@ def decoder_args(config: Any) -> dict[str, Any]:
         "norm_epsilon": config.rms_norm_eps,
         "swiglu": True,
         "add_bias_linear": False,
-        "add_qkv_bias": False,
+        "add_qkv_bias": qkv_bias,
         "qk_layernorm": False,
         "untie_embeddings_and_output_weights": not config.tie_word_embeddings,
         "max_position_embeddings": config.max_position_embeddings,
@@ -90,14 +94,57 @@ def rope_args(config: Any) -> dict[str, Any]:
     return args
 
 
-def _refuse_unsupported(config: Any) -> None:
+def sigmoid_moe_args(config: Any) -> dict[str, Any]:
+    """Megatron-LM arguments of a mixture of experts as DeepSeek-V3 has it, from that family's config names.
+
+    The first layers are dense. Experts are chosen by sigmoid score plus bias, in the best groups only, and weighted by
+    their scores alone; every token goes through the shared experts, which are one MLP, as well.
+
+    Raises:
+        ValueError: routing that megatron-core computes otherwise.
+    """
+    topk, groups, kept = config.num_experts_per_tok, config.n_group, config.topk_group
+    if groups > kept and topk // kept != 2:
+        raise ValueError(
+            f"num_experts_per_tok {topk} with topk_group {kept} of n_group {groups}: megatron-core ranks groups by "
+            f"their {topk // kept} best experts (num_experts_per_tok / topk_group), the model by their 2 best"
+        )
+    if config.norm_topk_prob != (topk > 1):
+        raise ValueError(
+            f"norm_topk_prob={config.norm_topk_prob} with num_experts_per_tok {topk}: megatron-core divides the scores "
+            "of a token's experts by their sum if and only if there are several"
+        )
+    dense = config.first_k_dense_replace
+    return {
+        "num_experts": config.n_routed_experts,
+        "moe_ffn_hidden_size": config.moe_intermediate_size,
+        "moe_shared_expert_intermediate_size": (config.n_shared_experts or 0) * config.moe_intermediate_size or None,
+        "moe_layer_freq": [int(layer >= dense) for layer in range(config.num_hidden_layers)],
+        "moe_router_topk": topk,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_pre_softmax": True,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_num_groups": groups,
+        "moe_router_group_topk": kept,
+        "moe_router_topk_scaling_factor": config.routed_scaling_factor,
+        "moe_router_dtype": "fp32",
+    }
+
+
+def next_token_layers(config: Any) -> tuple[str, ...]:
+    """For `Family.carried`: the layers after the decoder's that predict further tokens (MTP)."""
+    first, count = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0
+    return tuple(f"model.layers.{layer}." for layer in range(first, first + count))
+
+
+def _refuse_unsupported(config: Any, *biases: str) -> None:
     """Raise on what would load without an error and compute something else."""
     if config.hidden_act != "silu":
         raise ValueError(f"hidden_act {config.hidden_act!r} is not supported; supported is silu")
     sliding = [kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"]
     if sliding or getattr(config, "use_sliding_window", False):
         raise ValueError(f"{config.model_type}: layers of type {sliding[:1] or ['sliding']} are not supported")
-    for flag in ("mlp_bias", "attention_bias"):
+    for flag in biases:
         if getattr(config, flag, False):
             raise ValueError(f"{config.model_type} with {flag}=true is not supported")
 
@@ -114,4 +161,5 @@ def rule_shape(args: dict[str, Any]) -> Shape:
         tied=not args["untie_embeddings_and_output_weights"],
         num_experts=args.get("num_experts") or 0,
         moe_layers=tuple(bool(moe) for moe in pattern),
+        given=frozenset(name for name, value in args.items() if value),
     )

@@ -225,6 +225,7 @@ DEFAULTS: dict[str, Any] = {
     "hidden_dropout": 0.0,
     "lr": 1e-6,
     "min_lr": 0.0,
+    "moe_router_bias_update_rate": 0.0,
     "moe_token_dispatcher_type": "alltoall",
     "transformer_impl": "local",
     "use_distributed_optimizer": True,

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 from slime.backends.sglang.client import EngineControl, EngineError
+from slime.models import family_of
 from slime.weights.hf_directory import (
     HFDirectoryWriter,
     NamedTensors,
@@ -75,10 +76,12 @@ class EqualityCheck:
 
 
 def expected_names(hf_checkpoint: Path) -> set[str]:
-    """The tensors that an update of this model must contain: those of its checkpoint, less an output layer that is tied
-    to the embedding."""
-    names = stored_names(hf_checkpoint)
-    if json.loads((hf_checkpoint / "config.json").read_text()).get("tie_word_embeddings"):
+    """The tensors that an update of this model must contain: those of its checkpoint that are trained, less an output
+    layer that is tied to the embedding."""
+    config = AutoConfig.from_pretrained(hf_checkpoint)
+    carried = family_of(config).carried(config)
+    names = {name for name in stored_names(hf_checkpoint) if not name.startswith(carried)}
+    if config.tie_word_embeddings:
         names.discard("lm_head.weight")
     return names
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from slime.models import shape_from_hf
+from slime.models import family_of, shape_from_hf
 
 VOCAB = 131
 LENGTHS = [[16, 32, 8], [24, 8, 8], [40, 16], [8, 48]]
@@ -42,6 +42,31 @@ KINDS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "mlp_only_layers": [1],
     },
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        "head_dim": 24,
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 12,
+        "n_group": 3,
+        "topk_group": 2,
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 40,
+        "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 1,
+    },
+    "glm4_moe_tied": {
+        "model_type": "glm4_moe",
+        "head_dim": 24,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+    },
 }
 
 
@@ -70,6 +95,9 @@ def model(kind: str) -> PreTrainedModel:
             parameter.normal_(0.0, 0.2 if parameter.dim() == 1 else 0.1)
             if "norm" in name:
                 parameter.add_(1.0)
+        for name, buffer in made.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.2)
     return made
 
 
@@ -79,6 +107,7 @@ def save(kind: str, directory: Path) -> None:
     directory.mkdir()
     made = model(kind)
     made.save_pretrained(directory)
+    add_next_token_layers(directory, made.config)
     reference: dict[str, torch.Tensor] = {}
     for i, lengths in enumerate(LENGTHS):
         sequences = [torch.randint(0, VOCAB, (length,)) for length in lengths]
@@ -91,6 +120,18 @@ def save(kind: str, directory: Path) -> None:
     made.load_state_dict(grads)
     made.save_pretrained(directory / "grads")
     save_file({k: v.detach().contiguous() for k, v in reference.items()}, directory / "reference.safetensors")
+
+
+def add_next_token_layers(directory: Path, config: Any) -> None:
+    """Add to a model's file what checkpoints of its family hold beyond the decoder, in another type."""
+    path = directory / "model.safetensors"
+    more = {
+        prefix + name: torch.randn(shape, dtype=torch.bfloat16)
+        for prefix in family_of(config).carried(config)
+        for name, shape in (("eh_proj.weight", (64, 128)), ("enorm.weight", (64,)))
+    }
+    if more:
+        save_file(load_file(path) | more, path, metadata={"format": "pt"})
 
 
 def reference(directory: Path) -> dict[str, torch.Tensor]:
@@ -117,6 +158,7 @@ def arguments(directory: Path, **options: Any) -> Namespace:
             "bias_activation_fusion": True,
             "distributed_timeout_minutes": 2,
             "seed": 1234,
+            "moe_router_bias_update_rate": 0.0,
             "random_weights": False,
             "custom_model_provider_path": None,
             "params_dtype": "float32",

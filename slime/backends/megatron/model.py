@@ -91,7 +91,16 @@ def build_model(args: Namespace, role: Literal["actor", "critic"] = "actor") -> 
 
 def wrap(chunks: list[GPTModel]) -> list[torch.nn.Module]:
     """The chunks as the training loop calls them: with inputs and outputs cast where the parameters are 16 bit wide."""
-    return [Float16Module(c.config, c) if c.config.bf16 or c.config.fp16 else c for c in chunks]
+    return [_cast(c) if c.config.bf16 or c.config.fp16 else c for c in chunks]
+
+
+def _cast(model: GPTModel) -> Float16Module:
+    """Parameters in 16 bits and buffers as they were made: routers choose experts by small differences of biases."""
+    buffers = [(module, *own) for module in model.modules() for own in module.named_buffers(recurse=False)]
+    wrapped = Float16Module(model.config, model)
+    for module, name, buffer in buffers:
+        setattr(module, name, buffer)
+    return wrapped
 
 
 def unwrap(module: torch.nn.Module) -> GPTModel:

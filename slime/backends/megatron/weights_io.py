@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,13 @@ _EXPERTS = ".mlp.experts."
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 
 
+def global_weights(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """`global_parameters`, and the buffers that are a model's weights too: a router's biases."""
+    chunks = list(chunks)
+    yield from global_parameters(chunks)
+    yield from _global(chunks, _stored_buffers)
+
+
 def global_parameters(
     chunks: Iterable[torch.nn.Module], pick: Callable[[Any], Tensor] = torch.Tensor.detach
 ) -> Iterator[tuple[str, Tensor]]:
@@ -36,21 +44,32 @@ def global_parameters(
     The tensors share the memory of what ``pick`` takes of each parameter, by default of its value. A rank's experts are
     one parameter: here each has its own name and its own part of it.
     """
+    return _global(chunks, lambda model: ((name, pick(parameter)) for name, parameter in model.named_parameters()))
+
+
+def _stored_buffers(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    stored = model.state_dict()
+    return ((name, buffer) for name, buffer in model.named_buffers() if name in stored)
+
+
+def _global(
+    chunks: Iterable[torch.nn.Module], tensors_of: Callable[[Any], Iterable[tuple[str, Tensor]]]
+) -> Iterator[tuple[str, Tensor]]:
     expert_rank = parallel_state.get_expert_model_parallel_rank()
     expert_ranks = parallel_state.get_expert_model_parallel_world_size()
     for chunk in chunks:
         model = unwrap(chunk)
         layers = {name: module.layer_number - 1 for name, module in model.decoder.layers.named_children()}
         first_expert = (model.config.num_moe_experts or 0) // expert_ranks * expert_rank
-        for name, parameter in model.named_parameters():
+        for name, tensor in tensors_of(model):
             if name == "output_layer.weight" and isinstance(model.output_layer, ValueHead):
                 continue  # Hugging Face directories have none
             name = _with_layer(name, layers)
             before, experts, after = name.partition(_EXPERTS)
             if not experts:
-                yield name, pick(parameter)
+                yield name, tensor
                 continue
-            for i, expert in enumerate(pick(parameter)):
+            for i, expert in enumerate(tensor):
                 yield f"{before}{experts}{first_expert + i}.{after}", expert
 
 
@@ -111,11 +130,13 @@ def _files_of(directory: Path) -> dict[str, str]:
         return dict.fromkeys(handle.keys(), single.name)
 
 
-def check_names(family: Family, shape: Shape, names: Iterable[str], directory: Path) -> None:
-    """Raise ValueError listing the tensors that a checkpoint lacks or has too many."""
+def check_names(
+    family: Family, shape: Shape, names: Iterable[str], directory: Path, carried: tuple[str, ...] = ()
+) -> None:
+    """Raise ValueError listing the tensors that a checkpoint lacks or has too many, but for what it may carry."""
     found = set(names)
     wanted = {source for name in family.parameters(shape) for source in family.sources(name, shape)}
-    extra = {name for name in found - wanted if not _IGNORED_EXTRA.search(name)}
+    extra = {name for name in found - wanted if not (_IGNORED_EXTRA.search(name) or name.startswith(carried))}
     if shape.tied:
         extra.discard("lm_head.weight")
     problems = [
@@ -129,7 +150,7 @@ def check_names(family: Family, shape: Shape, names: Iterable[str], directory: P
 
 @torch.no_grad()
 def load_hf(chunks: Sequence[torch.nn.Module], hf_dir: str | Path) -> None:
-    """Fill the model's parameters from a Hugging Face directory; each rank reads only the slices that it holds.
+    """Fill the model's weights from a Hugging Face directory; each rank reads only the slices that it holds.
 
     Raises:
         FileNotFoundError: no safetensors files.
@@ -139,8 +160,8 @@ def load_hf(chunks: Sequence[torch.nn.Module], hf_dir: str | Path) -> None:
     config = AutoConfig.from_pretrained(directory)
     family, shape = family_of(config), weight_shape(config)
     with HFWeights(directory) as weights:
-        check_names(family, shape, weights.file_of, directory)
-        for name, tensor in global_parameters(chunks):
+        check_names(family, shape, weights.file_of, directory, family.carried(config))
+        for name, tensor in global_weights(chunks):
             rank = _shard_rank(name)
             tensor.copy_(family.shard(name, weights.__getitem__, shape, tuple(tensor.shape), rank))
 
@@ -160,7 +181,7 @@ def export_hf_buckets(
     device. They share one buffer per bucket, which is freed when its tensors are. Tied output layers are left out, the
     vocabulary's padding is stripped.
     """
-    return Gatherer(dict(global_parameters(chunks)), family, shape).buckets(bucket_bytes)
+    return Gatherer(dict(global_weights(chunks)), family, shape).buckets(bucket_bytes)
 
 
 def save_hf(chunks: Sequence[torch.nn.Module], directory: str | Path, origin_hf_dir: str | Path) -> None:
@@ -183,6 +204,23 @@ def save_hf(chunks: Sequence[torch.nn.Module], directory: str | Path, origin_hf_
 def write_hf(buckets: Iterable[list[tuple[str, Tensor]]], target: Path, origin: Path) -> None:
     """Write buckets of tensors, one safetensors file each, and what else makes a Hugging Face directory."""
     writer = HFWriter(target, origin)
-    for bucket in buckets:
+    for bucket in chain(buckets, _carried(origin)):
         writer.add(bucket)
     writer.finish()
+
+
+def _carried(origin: Path) -> Iterator[list[tuple[str, Tensor]]]:
+    """What the family carries along of a directory's tensors, in buckets; of one without weights nothing."""
+    config = AutoConfig.from_pretrained(origin)
+    prefixes = family_of(config).carried(config)
+    if not prefixes or not any(origin.glob("*.safetensors")):
+        return
+    with HFWeights(origin) as weights:
+        bucket: list[tuple[str, Tensor]] = []
+        for name in sorted(name for name in weights.file_of if name.startswith(prefixes)):
+            bucket.append((name, weights[name][:,]))
+            if sum(tensor.nbytes for _, tensor in bucket) >= _SHARD_BYTES:
+                yield bucket
+                bucket = []
+        if bucket:
+            yield bucket
