@@ -31,7 +31,6 @@ from transformers import AutoConfig  # noqa: E402
 from slime.backends.megatron import attention, head, model, parallel, weights_io  # noqa: E402
 from slime.models import family_of, weight_shape  # noqa: E402
 from slime.utils import device  # noqa: E402
-from slime.weights.hf_directory import stored_tensors  # noqa: E402
 from tests.parallel import tiny  # noqa: E402
 
 BIASES = "e_score_correction_bias"
@@ -112,7 +111,7 @@ def exported(chunks: list[torch.nn.Module], directory: Path, bucket_bytes: int) 
 def check_export(chunks: list[torch.nn.Module], directory: Path, target: Path) -> None:
     """What was loaded comes out bit for bit, on every rank, in an order that does not depend on the bucket size."""
     dtype = model.unwrap(chunks[0]).config.params_dtype
-    origin = dict(stored_tensors(directory))
+    origin = tensors_of(directory)
     carried = {name: tensor for name, tensor in origin.items() if name.startswith(carried_names(directory))}
     wanted = {name: as_held(name, tensor, dtype) for name, tensor in origin.items() if name not in carried}
     small, large = exported(chunks, directory, 1), exported(chunks, directory, 2**30)
@@ -124,13 +123,19 @@ def check_export(chunks: list[torch.nn.Module], directory: Path, target: Path) -
         target.mkdir(parents=True)
     dist.barrier()
     weights_io.save_hf(chunks, target, directory)
-    written = dict(stored_tensors(target))
+    written = tensors_of(target)
     assert written.keys() == origin.keys()
     for name, tensor in (wanted | carried).items():
         assert written[name].dtype == tensor.dtype, name
         assert torch.equal(written[name], tensor), name
     config, own = (json.loads((path / "config.json").read_text()) for path in (target, directory))
     assert config == {**own, "dtype": str(dtype).removeprefix("torch.")}
+
+
+def tensors_of(directory: Path) -> dict[str, Tensor]:
+    """All weights of a Hugging Face directory."""
+    with weights_io.HFWeights(directory) as weights:
+        return {name: weights[name][:,] for name in weights.file_of}
 
 
 def carried_names(directory: Path) -> tuple[str, ...]:
