@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime.models import glm4_moe, llama, qwen2, qwen3, qwen3_moe
+from slime.models import glm4, glm4_moe, llama, qwen2, qwen3, qwen3_moe
 from slime.models.family import Family, Shape
 from slime.models.shape import rule_shape
 
-FAMILIES = (llama.FAMILY, qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY, glm4_moe.FAMILY)
+FAMILIES = (llama.FAMILY, qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY, glm4.FAMILY, glm4_moe.FAMILY)
 
 __all__ = ["FAMILIES", "Family", "Shape", "family_of", "shape_from_hf", "weight_shape"]
 

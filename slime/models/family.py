@@ -32,6 +32,8 @@ class Shape:
     num_attention_heads: int
     num_query_groups: int
     kv_channels: int
+    ffn_hidden_size: int
+    """Of a dense layer."""
     vocab_size: int
     tied: bool
     """Whether the output layer is the input embedding."""
@@ -68,6 +70,12 @@ def gate_up(shape: Shape, extent: int, rank: int) -> list[Piece]:
     """Gate and up projection of a gated MLP in one matrix; each rank holds its chunk of either."""
     half = extent // 2
     return [Piece(source, rank * half, (rank + 1) * half) for source in (0, 1)]
+
+
+def fused_gate_up(shape: Shape, extent: int, rank: int) -> list[Piece]:
+    """The same of one tensor that has the rows of the gate projection, then those of the up projection."""
+    half = extent // 2
+    return [Piece(0, first + rank * half, first + (rank + 1) * half) for first in (0, shape.ffn_hidden_size)]
 
 
 def vocabulary(shape: Shape, extent: int, rank: int) -> list[Piece]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime.models.family import Row, Rule, gate_up, qkv, vocabulary, whole
+from slime.models.family import Row, Rule, fused_gate_up, gate_up, qkv, vocabulary, whole
 
 _LAYER = "decoder.layers.{}."
 _HF_LAYER = "model.layers.{}."
@@ -74,6 +74,17 @@ EXPERTS = (
     ),
     _row("mlp.experts.{}.linear_fc2.weight", "mlp.experts.{}.down_proj.weight", dim=1, layers="moe"),
 )
+
+FUSED_MLP = (
+    _row("mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", rule=fused_gate_up, dim=0, layers="dense"),
+    _row("mlp.linear_fc2.weight", "mlp.down_proj.weight", dim=1, layers="dense"),
+)
+
+SANDWICH_NORMS = (
+    _row("post_self_attn_layernorm.weight", "post_self_attn_layernorm.weight", when="post_self_attn_layernorm"),
+    _row("post_mlp_layernorm.weight", "post_mlp_layernorm.weight", when="post_mlp_layernorm"),
+)
+"""On what attention and MLP add to their input, beside the norms before them."""
 
 SIGMOID_ROUTER = (
     _row(

@@ -11,6 +11,7 @@ _ABSENT: dict[str, Any] = {
         (
             *("rotary_interleaved", "multi_latent_attention", "attention_output_gate", "qk_l2_norm"),
             *("apply_query_key_layer_scaling", "apply_residual_connection_post_layernorm", "heterogeneous_block_specs"),
+            *("post_self_attn_layernorm", "post_mlp_layernorm"),
             *("is_hybrid_model", "moe_shared_expert_gate", "moe_router_enable_expert_bias", "moe_apply_probs_on_input"),
         ),
         False,
@@ -157,6 +158,7 @@ def rule_shape(args: dict[str, Any]) -> Shape:
         num_attention_heads=args["num_attention_heads"],
         num_query_groups=args["num_query_groups"],
         kv_channels=args["kv_channels"],
+        ffn_hidden_size=args["ffn_hidden_size"],
         vocab_size=args["vocab_size"],
         tied=not args["untie_embeddings_and_output_weights"],
         num_experts=args.get("num_experts") or 0,

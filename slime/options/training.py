@@ -9,7 +9,7 @@ from slime.options.errors import OptionError
 OPTIMIZERS = ("adam", "sgd")
 
 _NOT_COMPUTED = (
-    *("apply_layernorm_1p", "enable_experimental", "post_mlp_layernorm", "post_self_attn_layernorm"),
+    *("apply_layernorm_1p", "enable_experimental"),
     *("attention_dropout", "hidden_dropout", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
 )
 """Settings that model scripts may name, and that must stay off or 0: the model here goes without them, or, as with

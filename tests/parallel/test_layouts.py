@@ -10,7 +10,7 @@ from tests.parallel.conftest import Run
 
 NUM_GPUS = 0
 
-DENSE = ["qwen2", "qwen3", "qwen3_tied", "llama"]
+DENSE = ["qwen2", "qwen3", "qwen3_tied", "llama", "glm4", "glm4_tied"]
 MOE = ["qwen3_moe", "glm4_moe", "glm4_moe_tied"]
 
 TP, PP, CP, EP = (f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context", "expert_model"))
@@ -20,8 +20,8 @@ full = pytest.mark.full
 
 CASES = [
     pytest.param(1, {}, DENSE + MOE, id="single"),
-    pytest.param(2, {TP: 2, SP: True}, ["qwen3", *MOE], id="tp2-sp"),
-    pytest.param(2, {PP: 2, VPP: 2}, ["qwen3_tied", *MOE], id="pp2-vpp2"),
+    pytest.param(2, {TP: 2, SP: True}, ["qwen3", "glm4", *MOE], id="tp2-sp"),
+    pytest.param(2, {PP: 2, VPP: 2}, ["qwen3_tied", "glm4_tied", *MOE], id="pp2-vpp2"),
     pytest.param(2, {CP: 2}, ["qwen3", *MOE], id="cp2", marks=full),
     pytest.param(2, {EP: 2}, MOE, id="ep2", marks=full),
     pytest.param(2, {}, DENSE + MOE, id="dp2", marks=full),
@@ -30,6 +30,9 @@ CASES = [
     pytest.param(2, {PP: 2}, DENSE + MOE, id="pp2", marks=full),
     pytest.param(2, {CP: 2, "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
                  DENSE + MOE, id="cp2-recompute", marks=full),
+    pytest.param(2, {TP: 2, SP: True, "recompute_granularity": "selective",
+                     "recompute_modules": ["core_attn", "mlp", "shared_experts"]},
+                 ["glm4", "glm4_moe"], id="tp2-sp-selective", marks=full),
     pytest.param(4, {TP: 2, SP: True, EP: 2}, MOE, id="tp2-sp-ep2", marks=full),
     pytest.param(2, {TP: 2, SP: True, EP: 2, "expert_tensor_parallel_size": 1}, MOE, id="tp2-sp-ep2-etp1", marks=full),
     pytest.param(2, {TP: 2, SP: True, "expert_tensor_parallel_size": 1}, MOE, id="tp2-sp-etp1", marks=full),

@@ -67,6 +67,21 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 40,
     },
+    "glm4": {
+        "model_type": "glm4",
+        "pad_token_id": None,
+        "head_dim": 24,
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+    },
+    "glm4_tied": {
+        "model_type": "glm4",
+        "pad_token_id": None,
+        "head_dim": 24,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.25},
+    },
 }
 
 

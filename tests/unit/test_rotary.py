@@ -16,6 +16,8 @@ from slime.backends.megatron.rotary import Rotary, rotate
 CHANNELS = 24
 SCALED = {"use_rope_scaling": True, "rope_scaling_factor": 8.0, "rotary_base": 500000}
 
+INTERLEAVED = {"rotary_interleaved": True, "rotary_percent": 0.5}
+
 
 class Group:
     """One context-parallel rank, as far as Megatron asks."""
@@ -26,15 +28,15 @@ class Group:
 
 def options(**changes: Any) -> Namespace:
     values = {"kv_channels": CHANNELS, "rotary_percent": 1.0, "rotary_base": 10000, "use_rope_scaling": False}
-    values |= {"rope_scaling_factor": 8.0, "rotary_seq_len_interpolation_factor": None}
+    values |= {"rope_scaling_factor": 8.0, "rotary_seq_len_interpolation_factor": None, "rotary_interleaved": False}
     return Namespace(**values | changes)
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"rotary_percent": 0.5}, SCALED, {"rotary_seq_len_interpolation_factor": 4.0}],
-    ids=["plain", "half of the channels", "llama 3", "linear scaling"],
+    [{}, {"rotary_percent": 0.5}, SCALED, {"rotary_seq_len_interpolation_factor": 4.0}, INTERLEAVED],
+    ids=["plain", "half of the channels", "llama 3", "linear scaling", "interleaved half"],
 )
 def test_same_as_megatron(changes: dict[str, Any], cp_size: int) -> None:
     args = options(**changes)
@@ -49,15 +51,17 @@ def test_same_as_megatron(changes: dict[str, Any], cp_size: int) -> None:
         use_cpu_initialization=True,
         **{name: getattr(args, name) for name in names},
     )
-    frequencies = torch.cat([embedding.get_freqs_non_repeated(max(lengths))] * 2, dim=-1)[:, None, None]
+    half, interleaved = embedding.get_freqs_non_repeated(max(lengths)), args.rotary_interleaved
+    frequencies = half.repeat_interleave(2, dim=-1) if interleaved else torch.cat([half, half], dim=-1)
+    frequencies = frequencies[:, None, None]
     rotary = Rotary(args)
     for rank in range(cp_size):
         plan = AttentionPlan(lengths, cp_size, rank, torch.device("cpu"))
         x = torch.randn(sum(lengths) // cp_size, 3, CHANNELS, requires_grad=True)
         upstream = torch.randn_like(x)
-        out = rotate(x, *rotary.angles(plan))
+        out = rotate(x, *rotary.angles(plan), rotary.interleaved)
         got = [out, *torch.autograd.grad(out, x, upstream)]
-        out = _apply_rotary_pos_emb_thd(x, offsets, frequencies, cp_group=Group(cp_size, rank))
+        out = _apply_rotary_pos_emb_thd(x, offsets, frequencies, interleaved, cp_group=Group(cp_size, rank))
         want = [out, *torch.autograd.grad(out, x, upstream)]
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=2e-5)

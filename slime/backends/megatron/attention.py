@@ -316,7 +316,7 @@ class PackedAttention(MegatronModule):
             raise ValueError("this model takes packed sequences only: pass packed_seq_params")
         plan = plan_of(packed_seq_params, self.cp_group.size(), self.cp_group.rank(), query.device)
         cos, sin = self.rotary.angles(plan)
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        query, key = (rotate(x, cos, sin, self.rotary.interleaved) for x in (query, key))
         if plan.key_index is not None:
             gathered = _GatherContext.apply(torch.stack((key, value), dim=1), self.cp_group)
             key, value = gathered.index_select(0, plan.key_index).unbind(1)

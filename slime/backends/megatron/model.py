@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from slime.backends.megatron.attention import PackedAttention
 from slime.backends.megatron.experts import Experts
 from slime.backends.megatron.head import LanguageHead, ValueHead
+from slime.backends.megatron.layer import SandwichLayer
 from slime.backends.megatron.model_hooks import provided_stage
 from slime.backends.megatron.norm import RMSNorm
 from slime.backends.megatron.rotary import Rotary
@@ -134,7 +135,7 @@ def default_stage(
     """
     return GPTModel(
         config,
-        _block_spec(config, Rotary(args), vp_stage),
+        _block_spec(args, config, vp_stage),
         vocab_size=padded_vocab_size(args),
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,
@@ -179,12 +180,16 @@ def _mark_cut_weights(model: GPTModel) -> None:
             set_tensor_model_parallel_attributes(module.weight, True, 1, 1)
 
 
-def _block_spec(config: TransformerConfig, rotary: Rotary, vp_stage: int | None) -> TransformerBlockSubmodules:
+def _block_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Megatron's own layers, with torch's RMSNorm, packed attention and grouped experts."""
+    rotary = Rotary(args)
+    more_norms = {name: getattr(args, name) for name in ("post_self_attn_layernorm", "post_mlp_layernorm")}
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )
     for layer in block.layer_specs:
+        if any(more_norms.values()):
+            layer.module, layer.params = SandwichLayer, more_norms
         parts = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
         attention = parts.self_attention.submodules

@@ -34,6 +34,7 @@ class Rotary:
         )
         factor = args.rotary_seq_len_interpolation_factor
         self.frequencies = megatron.inv_freq / (factor or 1.0)
+        self.interleaved: bool = args.rotary_interleaved
         self._plan: Callable[[], AttentionPlan | None] = lambda: None
         self._angles: tuple[Tensor, Tensor] | None = None
 
@@ -52,39 +53,42 @@ class _Rotate(torch.autograd.Function):
     """The gradient is rotated back; nothing but the angles is kept for it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _kernel(x)(x, cos, sin)
+        ctx.interleaved = interleaved
+        return _kernel(x)(x, cos, sin, interleaved)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _kernel(grad)(grad, cos, -sin), None, None
+        return _kernel(grad)(grad, cos, -sin, ctx.interleaved), None, None, None
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs of channels of [tokens, heads, channels]: number i of the first half with number i of the second.
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotate pairs of channels of [tokens, heads, channels]: number i of the first half with number i of the second,
+    or, interleaved, number 2i with number 2i + 1.
 
     Channels beyond two for each angle stay as they are.
     """
-    return cast(Tensor, _Rotate.apply(x, cos, sin))
+    return cast(Tensor, _Rotate.apply(x, cos, sin, interleaved))
 
 
-def _kernel(x: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def _kernel(x: Tensor) -> Callable[[Tensor, Tensor, Tensor, bool], Tensor]:
     return _compiled() if x.is_cuda else _rotated
 
 
 @functools.cache
-def _compiled() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def _compiled() -> Callable[[Tensor, Tensor, Tensor, bool], Tensor]:
     """One kernel for all sizes: another one could round differently, and an on-policy step's ratio would not be 1."""
-    return cast(Callable[[Tensor, Tensor, Tensor], Tensor], torch.compile(_rotated, dynamic=True))
+    return cast(Callable[[Tensor, Tensor, Tensor, bool], Tensor], torch.compile(_rotated, dynamic=True))
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     pairs = cos.size(-1)
     turned, rest = x.split((2 * pairs, x.size(-1) - 2 * pairs), dim=-1)
-    # Both halves by one expression: one of two that are put together would be computed for every channel.
-    halves = turned.unflatten(-1, (2, pairs)).to(cos.dtype)
-    signs = torch.stack([-sin, sin], dim=-2)
-    rotated = (halves * cos[..., None, :] + halves.flip(-2) * signs).flatten(-2).to(x.dtype)
+    # Both members by one expression: one of two that are put together would be computed for every channel.
+    shape, member = ((pairs, 2), -1) if interleaved else ((2, pairs), -2)
+    members = turned.unflatten(-1, shape).to(cos.dtype)
+    signs = torch.stack([-sin, sin], dim=member)
+    rotated = (members * cos.unsqueeze(member) + members.flip(member) * signs).flatten(-2).to(x.dtype)
     return torch.cat([rotated, rest], dim=-1) if rest.size(-1) else rotated
