@@ -29,18 +29,19 @@ def weights(trainer: MegatronTrainer) -> Tensors:
     """Of the actor, and of the critic if there is one."""
     every: Tensors = {}
     for prefix, learner in learners_of(trainer).items():
-        every |= gathered(trainer, learner, prefix, lambda parameter: parameter.data)
+        every |= gathered(trainer, learner, prefix)
     return every
 
 
 @torch.no_grad()
-def gathered(trainer: MegatronTrainer, learner: Learner, prefix: str, pick: Pick) -> Tensors:
-    """``pick`` of all parameters, as this rank gathers them."""
-    parameters = dict(weights_io.global_parameters(learner.model_chunks, pick))
-    buckets = Gatherer(parameters, trainer.family, trainer.shape).buckets(2**30)
+def gathered(trainer: MegatronTrainer, learner: Learner, prefix: str, pick: Pick | None = None) -> Tensors:
+    """All weights, or ``pick`` of all parameters, as this rank gathers them."""
+    chunks = learner.model_chunks
+    tensors_of = weights_io.global_weights(chunks) if pick is None else weights_io.global_parameters(chunks, pick)
+    buckets = Gatherer(dict(tensors_of), trainer.family, trainer.shape).buckets(2**30)
     tensors = {prefix + name: tensor.clone() for bucket in buckets for name, tensor in bucket}
     if prefix == CRITIC:
-        tensors[VALUE_HEAD] = _value_head(learner, pick)
+        tensors[VALUE_HEAD] = _value_head(learner, pick or torch.Tensor.detach)
     return tensors
 
 

@@ -20,13 +20,13 @@ full = pytest.mark.full
 
 CASES = [
     pytest.param(1, {}, DENSE + MOE, id="single"),
-    pytest.param(2, {TP: 2, SP: True}, ["qwen3", "glm4", *MOE], id="tp2-sp"),
-    pytest.param(2, {PP: 2, VPP: 2}, ["qwen3_tied", "glm4_tied", *MOE], id="pp2-vpp2"),
+    pytest.param(2, {TP: 2, SP: True}, ["qwen3", "glm4", "qwen3_moe", "glm4_moe"], id="tp2-sp"),
+    pytest.param(2, {PP: 2, VPP: 2}, ["qwen3_tied", "glm4_tied", "qwen3_moe", "glm4_moe"], id="pp2-vpp2"),
     pytest.param(2, {CP: 2}, ["qwen3", *MOE], id="cp2", marks=full),
     pytest.param(2, {EP: 2}, MOE, id="ep2", marks=full),
     pytest.param(2, {}, DENSE + MOE, id="dp2", marks=full),
     pytest.param(2, {TP: 2}, DENSE, id="tp2", marks=full),
-    pytest.param(2, {TP: 2, SP: True}, DENSE, id="tp2-sp-all", marks=full),
+    pytest.param(2, {TP: 2, SP: True}, [*DENSE, "glm4_moe_tied"], id="tp2-sp-all", marks=full),
     pytest.param(2, {PP: 2}, DENSE + MOE, id="pp2", marks=full),
     pytest.param(2, {CP: 2, "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
                  DENSE + MOE, id="cp2-recompute", marks=full),
@@ -45,10 +45,14 @@ CASES = [
 
 @pytest.mark.full
 def test_bfloat16_stays_near_float32(run_layout: Run) -> None:
-    """bfloat16 has 8 bits: errors of a few percent of the largest logit (about 6) and gradient are rounding."""
-    for kind, (logits, gradients) in run_layout(2, {TP: 2, SP: True, "params_dtype": "bfloat16"}, DENSE).items():
-        assert logits < 0.4, kind
-        assert gradients < 0.15, kind
+    """bfloat16 has 8 bits: errors of a few percent of the largest logit (about 6) and gradient are rounding.
+
+    With experts a rounded token may take another one; what must not be rounded is checked by the ranks.
+    """
+    errors = run_layout(2, {TP: 2, SP: True, "params_dtype": "bfloat16"}, [*DENSE, "glm4_moe"])
+    for kind in DENSE:
+        assert errors[kind][0] < 0.4, kind
+        assert errors[kind][1] < 0.15, kind
 
 
 @pytest.mark.parametrize(("ranks", "layout", "kinds"), CASES)

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from slime.backends.megatron import experts
+from slime.backends.megatron import experts, model
 from slime.backends.megatron.experts import Groups, grouped_linear
 from tests.ranks import run_ranks
 
@@ -28,6 +29,28 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 HIDDEN, FFN, EXPERTS = 32, 24, 4
 LAYERS = "linear_fc1", "linear_fc2"
 TOKENS_PER_EXPERT = {"uneven": [6, 0, 25, 2], "even": [8] * EXPERTS, "none": [0] * EXPERTS}
+
+
+class Router(torch.nn.Module):
+    """What of megatron-core's router has a type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1, bf16=True)
+        self.weight = torch.nn.Parameter(torch.ones(4))
+        self.register_buffer("expert_bias", torch.tensor([1.0001, 1.0002]))
+        self.register_buffer("local_tokens_per_expert", torch.tensor([257.0, 1.0]), persistent=False)
+
+
+def test_biases_of_routers_are_not_rounded() -> None:
+    """bfloat16 has no numbers between 1 and 1.0078."""
+    router = Router()
+    (wrapped,) = model.wrap([router])  # type: ignore[list-item]
+    assert wrapped.module is router
+    assert router.weight.dtype == torch.bfloat16
+    assert torch.equal(router.expert_bias, torch.tensor([1.0001, 1.0002]))
+    assert torch.equal(router.local_tokens_per_expert, torch.tensor([257.0, 1.0]))
+    assert set(router.state_dict()) == {"weight", "expert_bias"}
 
 
 def one_by_one(rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from slime.backends.megatron.weights_io import HFWeights, check_names, write_hf
 from slime.models import family_of, weight_shape
+from slime.weights.equality import expected_names
 from tests.parallel import tiny
 
 
@@ -73,6 +74,39 @@ def test_missing_and_unexpected_tensors_are_listed(model_dir: Path) -> None:
         check([*names, "quantizer.scale"], model_dir)
     with pytest.raises(ValueError, match=r"missing: .* and 66 more"):
         check(names[:1], model_dir)
+
+
+def test_layers_that_are_not_trained_are_left_out_and_kept(tmp_path: Path) -> None:
+    origin, target = tmp_path / "glm", tmp_path / "target"
+    tiny.model("glm4_moe").save_pretrained(origin)
+    config = tiny.config("glm4_moe")
+    names = sorted(tensors_of(origin))
+    tiny.add_next_token_layers(origin, config)
+    kept = {name: tensor for name, tensor in tensors_of(origin).items() if name not in names}
+    assert list(kept) == ["model.layers.4.eh_proj.weight", "model.layers.4.enorm.weight"]
+    assert expected_names(origin) == set(names)
+    target.mkdir()
+    write_hf([[(name, torch.ones(3)) for name in names]], target, origin)
+    written = tensors_of(target)
+    assert sorted(written) == sorted([*names, *kept])
+    for name, tensor in kept.items():
+        assert written[name].dtype == torch.bfloat16
+        assert torch.equal(written[name], tensor)
+    family, shape = family_of(config), weight_shape(config)
+    check_names(family, shape, written, origin, family.carried(config))
+    with pytest.raises(ValueError, match=r"unexpected: model\.layers\.5\.enorm\.weight"):
+        check_names(family, shape, [*written, "model.layers.5.enorm.weight"], origin, family.carried(config))
+    config.num_nextn_predict_layers = 0
+    with pytest.raises(ValueError, match=r"unexpected: model\.layers\.4\.eh_proj\.weight"):
+        check_names(family, shape, written, origin, family.carried(config))
+
+
+def test_a_directory_without_weights_has_none_to_keep(tmp_path: Path) -> None:
+    origin, target = tmp_path / "config", tmp_path / "target"
+    tiny.config("glm4_moe").save_pretrained(origin)
+    target.mkdir()
+    write_hf([[("a", torch.zeros(2))]], target, origin)
+    assert list(tensors_of(target)) == ["a"]
 
 
 def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:

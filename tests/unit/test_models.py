@@ -13,6 +13,8 @@ from slime.models import Family, family_of, shape_from_hf, weight_shape
 from slime.models.family import Shape
 from tests.parallel import tiny
 
+FC1 = "mlp.linear_fc1.weight"
+
 
 def checkpoint(kind: str) -> tuple[Family, Shape, dict[str, Tensor]]:
     """A random model under the tensor names of its files."""
@@ -156,6 +158,25 @@ def test_shape_of_published_configs() -> None:
     assert shape_from_hf(tiny.config("qwen3"))["qk_layernorm"] is True
 
 
+def test_a_tensor_of_gate_and_up_is_cut_as_two_are() -> None:
+    """Each rank's first half is of the gate."""
+    family, shape, _ = checkpoint("glm4")
+    fused = torch.arange(2 * 96)[:, None].expand(-1, 64)
+    parts = [family.shard(f"decoder.layers.1.{FC1}", lambda _: fused, shape, (96, 64), rank)[:, 0] for rank in (0, 1)]
+    assert torch.equal(torch.cat(parts), torch.cat([torch.arange(48), torch.arange(96, 144),
+                                                    torch.arange(48, 96), torch.arange(144, 192)]))  # fmt: skip
+
+
+def test_rows_of_arguments_that_are_off_do_not_exist() -> None:
+    for kind, are_there in (("glm4_moe", True), ("glm4_moe_tied", False)):
+        family, shape, _ = checkpoint(kind)
+        names = set(family.parameters(shape))
+        for name in ("q_layernorm.weight", "linear_qkv.bias"):
+            assert (f"decoder.layers.0.self_attention.{name}" in names) == are_there
+        assert "decoder.layers.0.mlp.router.expert_bias" not in names, "the first layer is dense"
+        assert "decoder.layers.1.mlp.router.expert_bias" in names
+
+
 def rope(**parameters: object) -> dict[str, object]:
     return {"rope_parameters": {"rope_theta": 1e4, **parameters}}
 
@@ -172,6 +193,9 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "origina
         ("llama", {"attention_bias": True}, "llama with attention_bias=true is not supported"),
         ("llama", {"mlp_bias": True}, "llama with mlp_bias=true is not supported"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ("glm4_moe", {"n_group": 4, "topk_group": 2}, "ranks groups by their 4 best experts"),
+        ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob=False with num_experts_per_tok 8"),
+        ("glm4_moe", {"num_experts_per_tok": 1}, "norm_topk_prob=True with num_experts_per_tok 1"),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, "sliding_attention"),
     ],
 )
