@@ -74,6 +74,8 @@ def _check_experts(args: Namespace) -> None:
             f"{expert_slots}"
         )
     _divides("moe_ffn_hidden_size", args.moe_ffn_hidden_size, "expert_tensor_parallel_size", etp)
+    shared = args.moe_shared_expert_intermediate_size or 0
+    _divides("moe_shared_expert_intermediate_size", shared, "tensor_model_parallel_size", tp)
 
 
 def _check_pipeline(args: Namespace) -> None:

@@ -33,6 +33,8 @@ CASES = [
     pytest.param(2, {TP: 2, SP: True, "recompute_granularity": "selective",
                      "recompute_modules": ["core_attn", "mlp", "shared_experts"]},
                  ["glm4", "glm4_moe"], id="tp2-sp-selective", marks=full),
+    pytest.param(2, {TP: 2, SP: True, EP: 2, "moe_shared_expert_overlap": True}, ["glm4_moe"], id="tp2-sp-ep2-overlap",
+                 marks=full),
     pytest.param(4, {TP: 2, SP: True, EP: 2}, MOE, id="tp2-sp-ep2", marks=full),
     pytest.param(2, {TP: 2, SP: True, EP: 2, "expert_tensor_parallel_size": 1}, MOE, id="tp2-sp-ep2-etp1", marks=full),
     pytest.param(2, {TP: 2, SP: True, "expert_tensor_parallel_size": 1}, MOE, id="tp2-sp-etp1", marks=full),

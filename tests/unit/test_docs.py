@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from slime.models import FAMILIES
 from slime.options.hooks import HookOptions
 from slime.options.schema import flag_of
 from slime.rollout.base_types import flatten_samples
@@ -95,6 +96,17 @@ def test_every_hook_is_in_the_table_as_it_is_called(page: str) -> None:
     for field in fields(HookOptions):
         (parameters,) = re.findall(r"^Function \((.*?)\)", field.metadata["help"])
         assert f"| `{flag_of(field)}` | `({parameters})" in text
+
+
+def test_the_page_on_models_shows_a_whole_family_and_lists_all() -> None:
+    source = (DOCS.parent / "slime" / "models" / "glm4.py").read_text()
+    assert example("add_a_model.md", "FAMILY = ") == source
+    text = (DOCS / "add_a_model.md").read_text()
+    listed = re.findall(r"^\| `(\w+)` \| .* \| .* \|$", text, re.MULTILINE)
+    assert listed == [name for family in FAMILIES for name in family.model_types]
+    assert example("add_a_model.md", "_row(").strip() in (DOCS.parent / "slime" / "models" / "rows.py").read_text()
+    rules = re.findall(r"^\| `(\w+)` \| [^|]* \|$", text, re.MULTILINE)
+    assert set(rules) == {row.rule.__name__ for family in FAMILIES for row in family.rows}
 
 
 def test_both_languages_show_the_same_code() -> None:

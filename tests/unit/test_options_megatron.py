@@ -259,6 +259,12 @@ def test_chunks_of_uneven_pipelines(parse: Any, words: str, chunks: int | None) 
             "use --num-virtual-stages-per-pipeline-rank",
         ),
         ("--expert-tensor-parallel-size 4", 4, MOE, "--moe-ffn-hidden-size 6 is no multiple of --expert-tensor"),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel",
+            2,
+            MOE | {"moe_shared_expert_intermediate_size": 5},
+            "--moe-shared-expert-intermediate-size 5 is no multiple of --tensor-model-parallel-size 2",
+        ),
         ("--allgather-cp --context-parallel-size 2", 2, DENSE, "--allgather-cp is not available yet"),
     ],
 )
