@@ -30,7 +30,7 @@ class CheckpointOptions:
     )
     save: str | None = option(None, "Directory for checkpoints.")
     save_interval: int | None = option(
-        None, "Save every so many rollouts; with --save or --save-hf also after the last.", at_least=1
+        None, "Save every so many rollouts; with --save, --save-hf or --save-lora also after the last.", at_least=1
     )
     save_hf: str | None = option(
         None, "Directory for a Hugging Face export, written when a checkpoint is; {rollout_id} in it is filled in."

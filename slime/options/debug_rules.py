@@ -10,6 +10,7 @@ from slime.options.errors import OptionError
 
 _TEMPLATES: dict[str, tuple[str, ...]] = {
     "save_hf": (),
+    "save_lora": (),
     "load_debug_rollout_data": (),
     "save_debug_rollout_data": ("rollout_id",),
     "save_debug_train_data": ("rollout_id", "rank"),

@@ -314,8 +314,8 @@ class Run:
         return all(_eval_step(line) != args.start_rollout_id for line in lines)
 
     def save(self, rollout_id: int) -> None:
-        """Write a checkpoint and an HF directory, whichever is asked for."""
-        if not self._trainers or not (self.args.save or self.args.save_hf):
+        """Write a checkpoint, an HF directory and adapters, whichever is asked for."""
+        if not self._trainers or not (self.args.save or self.args.save_hf or self.args.save_lora):
             return
         args, started = self.args, time.monotonic()
         saved = {"the rollout manager": self._manager.state.remote(rollout_id)}
@@ -329,8 +329,9 @@ class Run:
                 for rank, actor in enumerate(self._trainers)
             }
             self._wait(calls, phase, limit)
-        if args.save_hf:
-            self._all_trainers("save_hf", phase, limit, args.save_hf.format(rollout_id=rollout_id))
+        for name, directory in (("save_hf", args.save_hf), ("save_lora", args.save_lora)):
+            if directory:
+                self._all_trainers(name, phase, limit, directory.format(rollout_id=rollout_id))
         self._log({"perf/save_model_time": time.monotonic() - started}, "rollout/step", rollout_id)
 
     def end_step(self, rollout_id: int) -> None:

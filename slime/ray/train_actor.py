@@ -114,6 +114,10 @@ class TrainActor:
         """Write the present weights as a Hugging Face directory."""
         self._trainer.save_hf(directory)
 
+    def save_lora(self, directory: str) -> None:
+        """Write the present adapters in PEFT's format."""
+        self._trainer.save_lora(directory)
+
     def stop(self) -> None:
         """Leave the transport's process groups."""
         if hasattr(self, "_publisher"):

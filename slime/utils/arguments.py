@@ -27,6 +27,7 @@ from slime.options.eval_datasets import EvalDataset
 from slime.options.hooks import HookOptions
 from slime.options.installed import InstalledFlagsError, start_reading
 from slime.options.layout import check_layout
+from slime.options.lora import LoraOptions, check_lora_targets, derive_lora
 from slime.options.model import apply_shape, check_weights, model_directory, take_rotary_factor
 from slime.options.parser import HelpAction, StrictParser, flag_values
 from slime.options.reward_model import find_reward_model, reward_engine_flags
@@ -53,6 +54,7 @@ GROUPS: tuple[type, ...] = (
     AlgorithmOptions,
     CorrectionOptions,
     CriticOptions,
+    LoraOptions,
     HookOptions,
     CheckpointOptions,
     TrackingOptions,
@@ -192,6 +194,7 @@ def _resolve(args: argparse.Namespace, given: set[str], asynchronous: bool) -> l
     args.sglang_router_ip = args.sglang_router_port = args.sglang_router_api_key = None  # known once the router runs
     args.sglang_model_routers = {}
     _load_hooks(args, given)
+    derive_lora(args)
     derive_all(args, warnings)
     derive_async(args, given, warnings, asynchronous=asynchronous)
     check_collection(args, given)
@@ -209,6 +212,7 @@ def _resolve(args: argparse.Namespace, given: set[str], asynchronous: bool) -> l
     if args.placement != "rollout_only":
         check_training(args, given)
         check_layout(args)
+        _check_lora(args)
     return warnings
 
 
@@ -223,6 +227,16 @@ def _shape(args: argparse.Namespace) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         reason = " ".join(str(error).split())
         raise OptionError(f"--hf-checkpoint {args.hf_checkpoint}: {reason}") from error
+
+
+def _check_lora(args: argparse.Namespace) -> None:
+    """Whether the model has the layers that are to get adapters."""
+    from transformers import AutoConfig
+
+    from slime.models import family_of
+
+    if args.lora_rank is not None:
+        check_lora_targets(args, family_of(AutoConfig.from_pretrained(args.hf_checkpoint)))
 
 
 def _check_evaluation(args: argparse.Namespace, given: set[str]) -> None:

@@ -71,12 +71,26 @@ def forward_step(batches: Any, module: torch.nn.Module) -> tuple[Tensor, Any]:
 
 def check_logits_and_gradients(chunks: list[torch.nn.Module], directory: Path) -> tuple[float, float]:
     """Largest difference of a logit; largest difference of a gradient in units of its tensor's largest entry."""
+    worst = pass_through(chunks, tiny.reference(directory))
+    gradients = weights_io.global_parameters(chunks, lambda parameter: parameter.main_grad)
+    for (_, tensor), (_, gradient) in zip(weights_io.global_parameters(chunks), gradients, strict=True):
+        tensor.copy_(gradient)
+    wanted = load_file(directory / "grads" / "model.safetensors")
+    got = {name: tensor.cpu() for name, tensor in exported(chunks, directory, 10_000)}
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in got.items() if name.endswith(BIASES))
+    relative = max(
+        float((tensor - wanted[name]).abs().max() / wanted[name].abs().max()) for name, tensor in got.items()
+    )
+    return worst, relative
+
+
+def pass_through(chunks: list[torch.nn.Module], reference: dict[str, Tensor]) -> float:
+    """Forward and backward passes of all micro-batches, as training makes them; the largest difference of a logit."""
     config = model.unwrap(chunks[0]).config
     ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     wrapped = [DistributedDataParallel(config, ddp_config, c, disable_bucketing=True) for c in model.wrap(chunks)]
     # Gradients are sums over micro-batches: without a number of tokens nothing divides them.
     config.finalize_model_grads_func = lambda models, num_tokens=None, **kw: finalize_model_grads(models, None, **kw)
-    reference = tiny.reference(directory)
     dp = parallel_state.get_data_parallel_group()
     batches = [micro_batch(reference, i) for i in range(dp.rank(), len(tiny.LENGTHS), dp.size())]
     done = get_forward_backward_func()(
@@ -88,17 +102,7 @@ def check_logits_and_gradients(chunks: list[torch.nn.Module], directory: Path) -
         micro_batch_size=1,
         forward_only=False,
     )
-    worst = max([float(step["worst"]) for step in done], default=0.0)
-    gradients = weights_io.global_parameters(chunks, lambda parameter: parameter.main_grad)
-    for (_, tensor), (_, gradient) in zip(weights_io.global_parameters(chunks), gradients, strict=True):
-        tensor.copy_(gradient)
-    wanted = load_file(directory / "grads" / "model.safetensors")
-    got = {name: tensor.cpu() for name, tensor in exported(chunks, directory, 10_000)}
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in got.items() if name.endswith(BIASES))
-    relative = max(
-        float((tensor - wanted[name]).abs().max() / wanted[name].abs().max()) for name, tensor in got.items()
-    )
-    return worst, relative
+    return max([float(step["worst"]) for step in done], default=0.0)
 
 
 def exported(chunks: list[torch.nn.Module], directory: Path, bucket_bytes: int) -> list[tuple[str, Tensor]]:

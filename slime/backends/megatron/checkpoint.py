@@ -24,6 +24,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from slime.backends.megatron import lora
 from slime.backends.megatron.head import VALUE_HEAD_KEY
 from slime.backends.megatron.optimizer import parts_of
 from slime.options.checkpoint import LATEST, has_checkpoint
@@ -104,6 +105,7 @@ def save_state(
     state["rng_state"] = _sharded_rng_state()
     state["layout"] = _layout()
     state["distributed_optimizer"] = _is_distributed(optimizer)
+    state["adapters"] = _adapters(model_chunks)
     dist_checkpointing.save(state, directory)
 
 
@@ -133,9 +135,14 @@ def load_state(
     warning.
 
     Raises:
-        ValueError: the state of a distributed optimizer for one that is not, or the other way round.
+        ValueError: the state of a distributed optimizer for one that is not, or the other way round; or other adapters.
     """
     saved = dist_checkpointing.load_common_state_dict(str(directory))
+    if saved.get("adapters") != _adapters(model_chunks):
+        raise ValueError(
+            f"{directory} was saved with adapters of {saved.get('adapters')}, this run has {_adapters(model_chunks)}: "
+            "give the --lora-rank and --lora-alpha that it was trained with"
+        )
     if saved["distributed_optimizer"] != _is_distributed(optimizer):
         flag = "--use-distributed-optimizer" if saved["distributed_optimizer"] else "--no-use-distributed-optimizer"
         raise ValueError(f"{directory} was saved with {flag}, and its optimizer state can only be loaded with it")
@@ -187,10 +194,19 @@ def _chunk_key(model_chunks: Sequence[Any], i: int) -> str:
 
 
 def _model_state(model_chunks: Sequence[Any]) -> dict[str, Any]:
+    """Of a model with adapters these alone: what is frozen is where it came from."""
     return {
-        _chunk_key(model_chunks, i): chunk.sharded_state_dict(metadata=_metadata())
+        _chunk_key(model_chunks, i): lora.sharded_state(chunk) or chunk.sharded_state_dict(metadata=_metadata())
         for i, chunk in enumerate(model_chunks)
     }
+
+
+def _adapters(model_chunks: Sequence[Any]) -> dict[str, float] | None:
+    """Rank and scale of the adapters, on which all ranks agree; None without any."""
+    for chunk in model_chunks:
+        for _, adapter in lora.adapters(chunk):
+            return {"rank": adapter.b.size(-1), "scale": adapter.scale}
+    return None
 
 
 def _is_value_head(tensor: Any) -> bool:
@@ -199,7 +215,7 @@ def _is_value_head(tensor: Any) -> bool:
 
 def _put_model(loaded: dict[str, Any], model_chunks: Sequence[Any], strict: bool = True) -> None:
     for i, chunk in enumerate(model_chunks):
-        chunk.load_state_dict(loaded[_chunk_key(model_chunks, i)], strict=strict)
+        chunk.load_state_dict(loaded[_chunk_key(model_chunks, i)], strict=strict and not any(lora.adapters(chunk)))
 
 
 def _layout() -> dict[str, int]:

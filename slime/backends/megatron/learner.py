@@ -55,21 +55,30 @@ class Learner:
     """
 
     def __init__(
-        self, args: Namespace, role: Literal["actor", "critic"], source: str, resume_from: Path | None
+        self,
+        args: Namespace,
+        role: Literal["actor", "critic"],
+        source: str,
+        resume_from: Path | None,
+        adapt: Callable[[list[Any]], None] | None = None,
     ) -> None:
         """
         Args:
             args: with the role's own learning rate and schedule.
             source: a Hugging Face directory, torch_dist checkpoint or directory of them to take initial weights from.
-            resume_from: the checkpoint to continue from; the initial weights are then those of the reference only.
+            resume_from: the checkpoint to continue from; the initial weights are then those of the reference only, and
+                of what is frozen.
+            adapt: puts adapters on the model and freezes the rest.
         """
         self.args = args
         self.prefix = "" if role == "actor" else "critic-"
         self.model_chunks = build_model(args, role)
         self.weights = WeightSets(self.model_chunks, CURRENT)
         keeps_reference = role == "actor" and args.needs_reference
-        if (resume_from is None or keeps_reference) and not args.random_weights:
+        if (resume_from is None or keeps_reference or adapt) and not args.random_weights:
             load_weights(self.model_chunks, source)
+        if adapt:
+            adapt(self.model_chunks)
         if keeps_reference:
             self.weights.keep(REFERENCE)
         self.chunks = wrap_data_parallel(args, wrap(self.model_chunks))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,7 @@ compat.install()  # before anything imports megatron.core
 
 from megatron.core import parallel_state  # noqa: E402
 
-from slime.backends.megatron import checkpoint, checks, hooks, model_hooks, weights_io  # noqa: E402
+from slime.backends.megatron import checkpoint, checks, hooks, lora, model_hooks, weights_io  # noqa: E402
 from slime.backends.megatron.advantages import set_advantages  # noqa: E402
 from slime.backends.megatron.batch import MicroBatch, PackLayout, pack  # noqa: E402
 from slime.backends.megatron.head import logits  # noqa: E402
@@ -69,7 +71,7 @@ class MegatronTrainer:
         self._memory = MemoryLog()
         self._kept_versions: list[int] = []
         with self._memory.phase("start"):
-            self._actor = Learner(args, "actor", source, found[0] if found else None)
+            self._actor = Learner(args, "actor", source, found[0] if found else None, self._adapt())
             self.model_chunks = self._actor.model_chunks
             self._critic = _make_critic(args, source, found[1] if found else None) if args.use_critic else None
         self._layout = PackLayout(
@@ -81,6 +83,14 @@ class MegatronTrainer:
             constant_length=args.loss_constant_length,
             device=device.current_device(),
         )
+
+    def _adapt(self) -> Callable[[list[Any]], None] | None:
+        """What puts the adapters of the options on the actor."""
+        args = self.args
+        if args.lora_rank is None:
+            return None
+        settings = lora.LoraSettings(args.lora_rank, args.lora_alpha, tuple(args.lora_target_modules), args.seed)
+        return partial(lora.attach, family=self.family, shape=self.shape, settings=settings)
 
     # ---- device memory
 
@@ -297,6 +307,12 @@ class MegatronTrainer:
         """Write the actor as a Hugging Face directory, complete or not at all; what is there is replaced."""
         unfinished = checkpoint.begin_directory(Path(directory))
         weights_io.save_hf(self.model_chunks, unfinished, self.args.hf_checkpoint)
+        checkpoint.commit_directory(Path(directory))
+
+    def save_lora(self, directory: str) -> None:
+        """Write the actor's adapters as PEFT reads them, complete or not at all; what is there is replaced."""
+        unfinished = checkpoint.begin_directory(Path(directory))
+        weights_io.save_adapters(self.model_chunks, self.family, self.shape, self.args, unfinished)
         checkpoint.commit_directory(Path(directory))
 
 

@@ -13,7 +13,10 @@ from slime.utils import device
 
 
 class WeightSets:
-    """The model holds one set, named by ``current``; others wait in host memory, pinned where there is a GPU."""
+    """The model holds one set, named by ``current``; others wait in host memory, pinned where there is a GPU.
+
+    Frozen parameters are the same in every set, and kept in none.
+    """
 
     def __init__(self, model_chunks: list[torch.nn.Module], current: str) -> None:
         self._chunks = model_chunks
@@ -24,9 +27,10 @@ class WeightSets:
         """Copy what the model holds to host memory, as ``name``."""
         if name not in self._copies:
             self._copies[name] = [
-                torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=device.is_cuda()) for t in self.on_device()
+                torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=device.is_cuda())
+                for t in self._differing()
             ]
-        for copy, tensor in zip(self._copies[name], self.on_device(), strict=True):
+        for copy, tensor in zip(self._copies[name], self._differing(), strict=True):
             copy.copy_(tensor)
 
     def switch(self, name: str) -> None:
@@ -40,7 +44,7 @@ class WeightSets:
         if name not in self._copies:
             raise KeyError(f"no weights named {name!r} were loaded, only {sorted({self.current, *self._copies})}")
         self.keep(self.current)
-        for copy, tensor in zip(self._copies[name], self.on_device(), strict=True):
+        for copy, tensor in zip(self._copies[name], self._differing(), strict=True):
             tensor.copy_(copy)
         self.current = name
 
@@ -61,6 +65,14 @@ class WeightSets:
     def on_device(self) -> Iterator[Tensor]:
         """The model's parameters and buffers."""
         # Read anew each time: data-parallel wrapping moves parameters into its own buffers.
-        for module in self._chunks:
-            for tensor in chain(module.parameters(), module.buffers()):
+        for tensor in self._tensors():
+            yield tensor.data
+
+    def _differing(self) -> Iterator[Tensor]:
+        for tensor in self._tensors():
+            if tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter):
                 yield tensor.data
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for module in self._chunks:
+            yield from chain(module.parameters(), module.buffers())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import chain
@@ -14,19 +15,21 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
 
+from slime.backends.megatron import lora
 from slime.backends.megatron.gather import Gatherer
 from slime.backends.megatron.head import ValueHead
 from slime.backends.megatron.model import unwrap
+from slime.backends.megatron.names import EXPERTS, expert_name, global_namer, local_experts
 from slime.models import Family, Shape, family_of, weight_shape
+from slime.models.adapters import ALL_LINEAR, adapter_family, is_adapter_name, linear_modules
 from slime.utils.hf_writer import INDEX_NAME, HFWriter
 
 _IGNORED_EXTRA = re.compile(r"\.rotary_emb\.inv_freq$")
 _SHARD_BYTES = 4 * 2**30
-_EXPERTS = ".mlp.experts."
-_LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 
 
 def global_weights(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
@@ -37,14 +40,27 @@ def global_weights(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, Ten
 
 
 def global_parameters(
-    chunks: Iterable[torch.nn.Module], pick: Callable[[Any], Tensor] = torch.Tensor.detach
+    chunks: Iterable[torch.nn.Module],
+    pick: Callable[[Any], Tensor] = torch.Tensor.detach,
+    *,
+    of_adapters: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of this rank, with layer and expert numbers that count over all pipeline and expert ranks.
 
     The tensors share the memory of what ``pick`` takes of each parameter, by default of its value. A rank's experts are
     one parameter: here each has its own name and its own part of it.
+
+    Args:
+        of_adapters: the parameters of adapters, in place of the model's own.
     """
-    return _global(chunks, lambda model: ((name, pick(parameter)) for name, parameter in model.named_parameters()))
+    return _global(
+        chunks,
+        lambda model: (
+            (name, pick(parameter))
+            for name, parameter in model.named_parameters()
+            if (lora.MARK in name) == of_adapters
+        ),
+    )
 
 
 def _stored_buffers(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -55,26 +71,17 @@ def _stored_buffers(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _global(
     chunks: Iterable[torch.nn.Module], tensors_of: Callable[[Any], Iterable[tuple[str, Tensor]]]
 ) -> Iterator[tuple[str, Tensor]]:
-    expert_rank = parallel_state.get_expert_model_parallel_rank()
-    expert_ranks = parallel_state.get_expert_model_parallel_world_size()
     for chunk in chunks:
-        model = unwrap(chunk)
-        layers = {name: module.layer_number - 1 for name, module in model.decoder.layers.named_children()}
-        first_expert = (model.config.num_moe_experts or 0) // expert_ranks * expert_rank
+        model, global_name, experts = unwrap(chunk), global_namer(chunk), local_experts(chunk)
         for name, tensor in tensors_of(model):
             if name == "output_layer.weight" and isinstance(model.output_layer, ValueHead):
                 continue  # Hugging Face directories have none
-            name = _with_layer(name, layers)
-            before, experts, after = name.partition(_EXPERTS)
-            if not experts:
+            name = global_name(name)
+            if EXPERTS not in name:
                 yield name, tensor
                 continue
-            for i, expert in enumerate(tensor):
-                yield f"{before}{experts}{first_expert + i}.{after}", expert
-
-
-def _with_layer(name: str, layers: dict[str, int]) -> str:
-    return _LAYER.sub(lambda match: str(layers[match[0]]), name)
+            for number, expert in zip(experts, tensor, strict=True):
+                yield expert_name(name, number), expert
 
 
 class _FileTensor:
@@ -179,9 +186,19 @@ def export_hf_buckets(
 
     Collective over all ranks: each gets the same buckets, in the same order at every call, with full tensors on its
     device. They share one buffer per bucket, which is freed when its tensors are. Tied output layers are left out, the
-    vocabulary's padding is stripped.
+    vocabulary's padding is stripped, and what adapters add is in the matrices beside which they are.
     """
-    return Gatherer(dict(global_weights(chunks)), family, shape).buckets(bucket_bytes)
+    parameters = lora.MergedParameters(dict(global_weights(chunks)), chunks)
+    return Gatherer(parameters, family, shape).buckets(bucket_bytes)
+
+
+def export_adapter_buckets(
+    chunks: Sequence[torch.nn.Module], family: Family, shape: Shape, targets: Sequence[str], bucket_bytes: int
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """The adapters alone, under PEFT's names; otherwise as `export_hf_buckets`."""
+    parameters = dict(global_parameters(chunks, of_adapters=True))
+    for bucket in Gatherer(parameters, adapter_family(family, targets), shape).buckets(bucket_bytes):
+        yield [(name, tensor) for name, tensor in bucket if is_adapter_name(name, targets)]
 
 
 def save_hf(chunks: Sequence[torch.nn.Module], directory: str | Path, origin_hf_dir: str | Path) -> None:
@@ -199,6 +216,35 @@ def save_hf(chunks: Sequence[torch.nn.Module], directory: str | Path, origin_hf_
         for _ in buckets:
             pass
     dist.barrier()
+
+
+def save_adapters(
+    chunks: Sequence[torch.nn.Module], family: Family, shape: Shape, args: Namespace, directory: str | Path
+) -> None:
+    """Write the adapters into the existing directory ``directory`` as PEFT reads them; collective, rank 0 writes."""
+    tensors: dict[str, Tensor] = {}
+    for bucket in export_adapter_buckets(chunks, family, shape, args.lora_target_modules, _SHARD_BYTES):
+        if dist.get_rank() == 0:
+            tensors |= {name: tensor.cpu() for name, tensor in bucket}
+    if dist.get_rank() == 0:
+        save_file(tensors, Path(directory, "adapter_model.safetensors"), metadata={"format": "pt"})
+        config = peft_config(args, family)
+        Path(directory, "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    dist.barrier()
+
+
+def peft_config(args: Namespace, family: Family) -> dict[str, Any]:
+    """What PEFT, and an engine, must know of the adapters."""
+    targets = [t for target in args.lora_target_modules for t in _spelt_out(target, family)]
+    return {
+        **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": args.hf_checkpoint},
+        **{"r": args.lora_rank, "lora_alpha": args.lora_alpha, "target_modules": list(dict.fromkeys(targets))},
+        **{"lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "inference_mode": True},
+    }
+
+
+def _spelt_out(target: str, family: Family) -> list[str]:
+    return linear_modules(family) if target == ALL_LINEAR else [target]
 
 
 def write_hf(buckets: Iterable[list[tuple[str, Tensor]]], target: Path, origin: Path) -> None:

@@ -1,0 +1,88 @@
+"""Low-rank adapters (LoRA) as rows of a family's table: which layers can have them, and how PEFT names their weights.
+
+A Megatron matrix may be put together of several Hugging Face ones, its row's *sources* (query, key and value; gate and
+up). PEFT gives each of these an adapter of its own, and so does the row here: ``lora.a`` [targeted sources * rank,
+inputs] stacks the first matrices, ``lora.b`` [outputs, rank] holds the second ones in the matrix's own order of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from slime.models.family import Family, Piece, Row, Rule, Shape, vocabulary, whole
+
+ALL_LINEAR = "all-linear"
+"""The target that stands for every matrix of attention, MLP and experts."""
+_PEFT = "base_model.model."
+
+
+def linear_modules(family: Family) -> list[str]:
+    """The last names of the Hugging Face modules that can have adapters: ``q_proj``, ``down_proj``, ..."""
+    names = [_module(source).rpartition(".")[2] for row in family.rows if _is_linear(row) for source in row.hf]
+    return list(dict.fromkeys(names))
+
+
+def targeted_sources(row: Row, targets: Collection[str]) -> tuple[bool, ...]:
+    """For each source of a row, whether it gets an adapter.
+
+    Args:
+        targets: names as PEFT takes them, the last part or parts of a module's name; or `ALL_LINEAR`.
+    """
+    return tuple(_is_linear(row) and _matches(_module(source), targets) for source in row.hf)
+
+
+def row_sources(row: Row, shape: Shape, extent: int, rank: int) -> list[int]:
+    """For each row of tensor-parallel rank ``rank``'s shard of a matrix, the number of the source that it is of."""
+    if row.dim != 0:
+        return [0] * extent
+    return [piece.source for piece in row.rule(shape, extent, rank) for _ in range(piece.start, piece.stop)]
+
+
+def adapter_family(family: Family, targets: Collection[str]) -> Family:
+    """The table of the adapters' weights under PEFT's names.
+
+    ``lora.b`` has rows of sources that are not targeted too; they are nothing but 0, and `is_adapter_name` tells them.
+    """
+    rows = [row for base in family.rows if any(targeted_sources(base, targets)) for row in _adapter_rows(base, targets)]
+    return Family(family.model_types, tuple(rows), family.megatron_args)
+
+
+def is_adapter_name(name: str, targets: Collection[str]) -> bool:
+    """Whether a tensor that the table of `adapter_family` names belongs to a targeted module."""
+    return _matches(name.rpartition(".lora_")[0], targets)
+
+
+def _adapter_rows(row: Row, targets: Collection[str]) -> tuple[Row, Row]:
+    megatron = row.megatron.removesuffix("weight") + "lora."
+    chosen = targeted_sources(row, targets)
+    first = tuple(_peft(source, "A") for source, is_targeted in zip(row.hf, chosen, strict=True) if is_targeted)
+    second = tuple(_peft(source, "B") for source in row.hf)
+    a, b = replace(row, megatron=megatron + "a", hf=first), replace(row, megatron=megatron + "b", hf=second)
+    if row.dim == 0:
+        return replace(a, rule=_stacked(len(first)), dim=None), b
+    return a, replace(b, rule=whole, dim=None)
+
+
+def _stacked(sources: int) -> Rule:
+    def stacked(shape: Shape, extent: int, rank: int) -> list[Piece]:
+        return [Piece(source, 0, extent // sources) for source in range(sources)]
+
+    return stacked
+
+
+def _is_linear(row: Row) -> bool:
+    """Whether it is a matrix that tensor parallelism cuts, which embeddings and heads, cut by words, are not."""
+    return row.megatron.endswith(".weight") and row.dim is not None and row.rule is not vocabulary
+
+
+def _matches(module: str, targets: Collection[str]) -> bool:
+    return ALL_LINEAR in targets or any(f".{module}".endswith(f".{target}") for target in targets)
+
+
+def _module(source: str) -> str:
+    return source.removesuffix(".weight")
+
+
+def _peft(source: str, which: str) -> str:
+    return f"{_PEFT}{_module(source)}.lora_{which}.weight"

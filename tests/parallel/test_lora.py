@@ -1,0 +1,60 @@
+"""Adapters under every layout: outputs, gradients, merged weights and PEFT files as PEFT has them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parallel import lora_reference
+from tests.parallel.conftest import torchrun
+
+NUM_GPUS = 0
+
+DENSE, MOE = ["qwen2", "qwen3"], ["qwen3_moe"]
+SOME = ("q_proj", "v_proj", "up_proj")
+TP, PP, CP, EP = (f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context", "expert_model"))
+VPP, SP, ETP = "virtual_pipeline_model_parallel_size", "sequence_parallel", "expert_tensor_parallel_size"
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+full = pytest.mark.full
+
+CASES = [
+    pytest.param(2, {TP: 2, SP: True, ETP: 1, **RECOMPUTE}, DENSE + MOE, lora_reference.LINEAR, id="tp2-sp-recompute"),
+    pytest.param(2, {EP: 2}, MOE, lora_reference.LINEAR, id="ep2"),
+    pytest.param(1, {}, DENSE + MOE, lora_reference.LINEAR, id="single", marks=full),
+    pytest.param(2, {TP: 2, ETP: 1}, DENSE, SOME, id="tp2-some", marks=full),
+    pytest.param(4, {TP: 4, SP: True}, DENSE, SOME, id="tp4-sp-some", marks=full),
+    pytest.param(2, {PP: 2, VPP: 2}, DENSE + MOE, SOME, id="pp2-vpp2-some", marks=full),
+    pytest.param(2, {CP: 2}, DENSE + MOE, lora_reference.LINEAR, id="cp2", marks=full),
+    pytest.param(2, {}, DENSE + MOE, lora_reference.LINEAR, id="dp2", marks=full),
+    pytest.param(4, {TP: 2, SP: True, EP: 2, ETP: 1, PP: 2}, MOE, lora_reference.LINEAR, id="tp2-pp2-ep2", marks=full),
+]
+
+
+@pytest.fixture(scope="session")
+def first_weights() -> dict[str, float]:
+    """Of every kind's adapters before any training, summed up: the same under every layout."""
+    return {}
+
+
+@pytest.mark.parametrize(("ranks", "layout", "kinds", "targets"), CASES)
+def test_layout(
+    tmp_path: Path, models: Callable[[str], Path], first_weights: dict[str, float], ranks: int, layout: dict[str, Any],
+    kinds: list[str], targets: tuple[str, ...],
+) -> None:  # fmt: skip
+    paths: list[Path] = []
+    for kind in kinds:
+        paths += [models(kind), tmp_path / kind]
+        lora_reference.save(kind, models(kind), tmp_path / kind, targets)
+    torchrun(ranks, "lora_worker.py", json.dumps(layout), tmp_path, ",".join(targets), *paths, log=tmp_path / "log")
+    for rank in range(ranks):
+        for kind, report in json.loads((tmp_path / f"rank{rank}.json").read_text()).items():
+            assert report["adapters"] == 0.0, kind
+            assert report["merged"] < 1e-6, kind
+            assert report["logits"] < 1e-4, kind
+            assert report["gradients"] < 1e-5, kind
+            known = first_weights.setdefault(f"{kind} {targets}", report["first"])
+            assert report["first"] == pytest.approx(known, rel=1e-12), "initial weights depend on no layout"
