@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from dataclasses import dataclass
-from typing import Any
 
 from slime.options.errors import OptionError
 from slime.options.schema import option
@@ -41,20 +40,3 @@ def derive_lora(args: Namespace) -> None:
         return
     args.lora_alpha = args.lora_alpha or 2.0 * args.lora_rank
     args.lora_target_modules = args.lora_target_modules or ["all-linear"]
-
-
-def check_lora_targets(args: Namespace, family: Any) -> None:
-    """Refuse targets that the model does not have.
-
-    Args:
-        family: the model's `slime.models.Family`.
-
-    Raises:
-        OptionError: it names the target, and those that there are.
-    """
-    from slime.models.adapters import linear_modules, targeted_sources
-
-    for target in args.lora_target_modules or ():
-        if not any(any(targeted_sources(row, [target])) for row in family.rows):
-            known = ", ".join([*linear_modules(family), "all-linear"])
-            raise OptionError(f"--lora-target-modules {target}: the model has no such layer; there are {known}")

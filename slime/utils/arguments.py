@@ -27,7 +27,7 @@ from slime.options.eval_datasets import EvalDataset
 from slime.options.hooks import HookOptions
 from slime.options.installed import InstalledFlagsError, start_reading
 from slime.options.layout import check_layout
-from slime.options.lora import LoraOptions, check_lora_targets, derive_lora
+from slime.options.lora import LoraOptions, derive_lora
 from slime.options.model import apply_shape, check_weights, model_directory, take_rotary_factor
 from slime.options.parser import HelpAction, StrictParser, flag_values
 from slime.options.reward_model import find_reward_model, reward_engine_flags
@@ -230,13 +230,19 @@ def _shape(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check_lora(args: argparse.Namespace) -> None:
-    """Whether the model has the layers that are to get adapters."""
+    """Refuse layers for adapters that the model does not have."""
+    if args.lora_rank is None:
+        return
     from transformers import AutoConfig
 
     from slime.models import family_of
+    from slime.models.adapters import ALL_LINEAR, linear_modules, targeted_sources
 
-    if args.lora_rank is not None:
-        check_lora_targets(args, family_of(AutoConfig.from_pretrained(args.hf_checkpoint)))
+    family = family_of(AutoConfig.from_pretrained(args.hf_checkpoint))
+    for target in args.lora_target_modules:
+        if not any(any(targeted_sources(row, [target])) for row in family.rows):
+            known = ", ".join([*linear_modules(family), ALL_LINEAR])
+            raise OptionError(f"--lora-target-modules {target}: the model has no such layer; there are {known}")
 
 
 def _check_evaluation(args: argparse.Namespace, given: set[str]) -> None:

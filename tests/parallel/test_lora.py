@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint import FileSystemReader
 
-from tests.parallel import lora_reference
+from tests.parallel import lora_reference, tiny
 from tests.parallel.conftest import torchrun
+from tests.parallel.test_trainer import check_reload, check_resume
 
 NUM_GPUS = 0
 
@@ -58,3 +60,27 @@ def test_layout(
             assert report["gradients"] < 1e-5, kind
             known = first_weights.setdefault(f"{kind} {targets}", report["first"])
             assert report["first"] == pytest.approx(known, rel=1e-12), "initial weights depend on no layout"
+
+
+@pytest.mark.parametrize("kind", ["qwen3", pytest.param("qwen3_moe", marks=full)])
+def test_adapters_go_on_in_another_layout(tmp_path: Path, kind: str) -> None:
+    """Exactly in the same one, and in others from what two tensor- or expert-parallel ranks saved."""
+    adapters = {"lora_rank": 3, "lora_alpha": 6.0, "lora_target_modules": ["all-linear"]}
+    adapters["use_distributed_optimizer"] = True
+    model, saved = tmp_path / "model", tmp_path / "saved"
+    tiny.model(kind).save_pretrained(model)
+    first = {TP: 2, SP: True} if kind == "qwen3" else {EP: 2}
+    runs = {saved: (2, first, "resume"), tmp_path / "one": (1, {}, "reload_other")}
+    if kind == "qwen3":
+        runs[tmp_path / "pp2"] = 2, {PP: 2}, "reload_other"
+    for results, (ranks, layout, case) in runs.items():
+        results.mkdir()
+        options = json.dumps({**adapters, **layout})
+        torchrun(ranks, "trainer_worker.py", model, results, saved, options, case, log=results / "log")
+        if case == "reload_other":
+            check_reload(results, saved)
+    check_resume(saved, "resumed", exactly=True)
+    held = FileSystemReader(saved / "checkpoint" / "iter_0000001").read_metadata().state_dict_metadata
+    weights = [name for name in held if not name.startswith("rng_state")]
+    assert weights
+    assert all(".lora." in name for name in weights), "what is frozen is in no checkpoint"

@@ -1,0 +1,65 @@
+"""What a command line says of adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slime.models import FAMILIES
+from slime.models.adapters import linear_modules, targeted_sources
+from slime.models.qwen2 import FAMILY
+from slime.utils.arguments import parse_args
+from tests.command_line import command, failure, write_model, write_rows
+
+NUM_GPUS = 0
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "model")
+    write_rows(tmp_path / "data.jsonl")
+    return tmp_path
+
+
+def test_defaults_follow_from_the_rank_and_the_reference_is_free(directory: Path) -> None:
+    args = parse_args(command("--lora-rank 8 --use-kl-loss --kl-loss-coef 0.1"))
+    assert (args.lora_alpha, args.lora_target_modules) == (16.0, ["all-linear"])
+    assert args.needs_reference
+    assert args.ref_load is None
+    args = parse_args(command("--lora-rank 8 --lora-alpha 4 --lora-target-modules q_proj mlp.down_proj"))
+    assert (args.lora_alpha, args.lora_target_modules) == (4.0, ["q_proj", "mlp.down_proj"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--lora-alpha 4", "--lora-alpha needs --lora-rank"),
+        ("--lora-target-modules q_proj", "--lora-target-modules needs --lora-rank"),
+        ("--save-lora adapters --save-interval 1", "--save-lora needs --lora-rank"),
+        ("--lora-rank 0", "argument --lora-rank: must be at least 1, not 0"),
+        (
+            "--lora-rank 8 --lora-target-modules q_proj query",
+            "--lora-target-modules query: the model has no such layer; there are q_proj, k_proj, v_proj, o_proj, "
+            "gate_proj, up_proj, down_proj, all-linear",
+        ),
+        ("--lora-rank 8 --lora-target-modules lm_head", "--lora-target-modules lm_head: the model has no such layer"),
+    ],
+)
+def test_what_cannot_be(directory: Path, capsys: pytest.CaptureFixture[str], flags: str, message: str) -> None:
+    assert message in failure(capsys, flags)
+
+
+def test_targets_match_whole_parts_of_names() -> None:
+    row, _ = FAMILY.row("decoder.layers.0.self_attention.linear_qkv.weight")
+    assert targeted_sources(row, ["q_proj", "self_attn.v_proj"]) == (True, False, True)
+    assert targeted_sources(row, ["proj", "mlp.q_proj"]) == (False, False, False)
+    assert targeted_sources(row, ["all-linear"]) == (True, True, True)
+    norm, _ = FAMILY.row("decoder.layers.0.input_layernorm.weight")
+    assert targeted_sources(norm, ["all-linear"]) == (False,)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_types[0])
+def test_every_family_has_layers_for_adapters(family: object) -> None:
+    assert {"o_proj", "down_proj"} <= set(linear_modules(family))  # type: ignore[arg-type]
