@@ -34,7 +34,7 @@ class Case:
     """One model with adapters, and what is known of it."""
 
     def __init__(self, layout: dict[str, Any], targets: tuple[str, ...], base: Path, adapters: Path) -> None:
-        hf_config = AutoConfig.from_pretrained(base)
+        self.config = hf_config = AutoConfig.from_pretrained(base)
         self.base, self.adapters, self.targets = base, adapters, targets
         self.family, self.shape = family_of(hf_config), weight_shape(hf_config)
         self.chunks = model.build_model(tiny.arguments(base, **layout))
@@ -68,7 +68,8 @@ class Case:
         self.fill()
         stored = load_file(self.adapters / "adapter_model.safetensors")
         report["adapters"] = _difference(self.exported(), stored)
-        wanted = load_file(self.adapters / "merged" / "model.safetensors")
+        merged, carried = load_file(self.adapters / "merged" / "model.safetensors"), self.family.carried(self.config)
+        wanted = {name: tensor for name, tensor in merged.items() if not name.startswith(carried)}
         report["merged"] = _difference(dict(exported(self.chunks, self.base, 10_000)), wanted)
         trained = {name for chunk in self.chunks for name, p in chunk.named_parameters() if p.requires_grad}
         assert all(lora.MARK in name for name in trained)

@@ -16,7 +16,7 @@ from tests.parallel.test_trainer import check_reload, check_resume
 
 NUM_GPUS = 0
 
-DENSE, MOE = ["qwen2", "qwen3"], ["qwen3_moe"]
+DENSE, MOE, GLM = ["qwen2", "qwen3"], ["qwen3_moe"], ["glm4", "glm4_moe"]
 SOME = ("q_proj", "v_proj", "up_proj")
 TP, PP, CP, EP = (f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context", "expert_model"))
 VPP, SP, ETP = "virtual_pipeline_model_parallel_size", "sequence_parallel", "expert_tensor_parallel_size"
@@ -28,6 +28,7 @@ CASES = [
     pytest.param(2, {EP: 2}, MOE, lora_reference.LINEAR, id="ep2"),
     pytest.param(1, {}, DENSE + MOE, lora_reference.LINEAR, id="single", marks=full),
     pytest.param(2, {TP: 2, ETP: 1}, DENSE, SOME, id="tp2-some", marks=full),
+    pytest.param(2, {TP: 2, SP: True, ETP: 1}, GLM, (*lora_reference.LINEAR, "gate_up_proj"), id="tp2-glm", marks=full),
     pytest.param(4, {TP: 4, SP: True}, DENSE, SOME, id="tp4-sp-some", marks=full),
     pytest.param(2, {PP: 2, VPP: 2}, DENSE + MOE, SOME, id="pp2-vpp2-some", marks=full),
     pytest.param(2, {CP: 2}, DENSE + MOE, lora_reference.LINEAR, id="cp2", marks=full),
