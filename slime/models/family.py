@@ -117,10 +117,14 @@ class Row:
     """With tied embeddings: the tensor to read instead; then the row is not written."""
     when: str | None = None
     """The Megatron argument without which a model does not have it."""
+    unless: str | None = None
+    """The Megatron argument with which a model does not have it."""
 
     def indices(self, shape: Shape) -> Iterator[tuple[int, ...]]:
         """The layer and expert numbers the row stands for."""
         if self.when is not None and self.when not in shape.given:
+            return
+        if self.unless in shape.given:
             return
         depth = self.megatron.count("{}")
         if depth == 0:
@@ -147,7 +151,7 @@ class Family:
     """
 
     model_types: tuple[str, ...]
-    """Values of ``model_type`` in config.json."""
+    """Values of ``model_type`` in config.json; the first has a class in transformers, which reads them all."""
     rows: tuple[Row, ...]
     megatron_args: Callable[[Any], dict[str, Any]]
     """Hugging Face config -> Megatron-LM argument names and values."""

@@ -1,4 +1,4 @@
-"""Rows that families share: the names of a pre-norm decoder with RMSNorm, grouped-query attention and a gated MLP."""
+"""Rows that families share: a pre-norm decoder with RMSNorm, grouped-query or latent attention, and a gated MLP."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ def _row(
     dim: int | None = None,
     layers: str = "all",
     when: str | None = None,
+    unless: str | None = None,
 ) -> Row:
     """A row of every layer; names within the layer."""
-    return Row(_LAYER + megatron, tuple(_HF_LAYER + name for name in hf), rule, dim, layers, when=when)
+    return Row(_LAYER + megatron, tuple(_HF_LAYER + name for name in hf), rule, dim, layers, when=when, unless=unless)
 
 
 EMBEDDING = (Row("embedding.word_embeddings.weight", (_EMBEDDING,), vocabulary, dim=0),)
@@ -55,6 +56,17 @@ QKV_BIAS = (
 QK_NORM = (
     _row("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", when="qk_layernorm"),
     _row("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", when="qk_layernorm"),
+)
+
+LATENT_ATTENTION = (
+    _row("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", dim=0, unless="q_lora_rank"),
+    _row("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight", when="q_lora_rank"),
+    _row("self_attention.q_layernorm.weight", "self_attn.q_a_layernorm.weight", when="q_lora_rank"),
+    _row("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight", dim=0, when="q_lora_rank"),
+    _row("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),
+    _row("self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight"),
+    _row("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", dim=0),
+    _row("self_attention.linear_proj.weight", "self_attn.o_proj.weight", dim=1),
 )
 
 MLP = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from slime.models.family import Shape
@@ -33,10 +34,13 @@ _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_p
 """The constants that megatron-core's ``use_rope_scaling`` has built in."""
 
 
-def decoder_args(config: Any, *, qkv_bias: bool = False) -> dict[str, Any]:
+def decoder_args(
+    config: Any, rope: Callable[[Any], dict[str, Any]] | None = None, *, qkv_bias: bool = False
+) -> dict[str, Any]:
     """Megatron-LM arguments of a Llama-like decoder.
 
     Args:
+        rope: gives those of its position embeddings; default `rope_args`.
         qkv_bias: whether query, key and value have a bias and attention's output has none, which in some families is
             what the config's ``attention_bias`` means.
 
@@ -63,7 +67,7 @@ def decoder_args(config: Any, *, qkv_bias: bool = False) -> dict[str, Any]:
         "untie_embeddings_and_output_weights": not config.tie_word_embeddings,
         "max_position_embeddings": config.max_position_embeddings,
         "vocab_size": config.vocab_size,
-        **rope_args(config),
+        **(rope or rope_args)(config),
     }
 
 
@@ -73,16 +77,8 @@ def rope_args(config: Any) -> dict[str, Any]:
     Raises:
         ValueError: a scaling that megatron-core does not compute.
     """
-    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    theta: float = rope.get("rope_theta", getattr(config, "rope_theta", 10000.0))
-    percent: float = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", 1.0))
-    args: dict[str, Any] = {
-        "position_embedding_type": "rope",
-        "rotary_base": int(theta) if theta == int(theta) else theta,
-        "rotary_percent": float(percent),
-        "use_rope_scaling": kind == "llama3",
-    }
+    rope, kind, args = _rope(config)
+    args["use_rope_scaling"] = kind == "llama3"
     if kind == "llama3":
         other = {k: rope.get(k) for k, v in _LLAMA3_ROPE.items() if rope.get(k) != v}
         if other:
@@ -93,6 +89,79 @@ def rope_args(config: Any) -> dict[str, Any]:
     elif kind != "default":
         raise ValueError(f"rope_type {kind!r} is not supported; supported are default, linear and llama3")
     return args
+
+
+def _rope(config: Any) -> tuple[dict[str, Any], str, dict[str, Any]]:
+    """The config's parameters of rotary embeddings, their kind, and the arguments that all kinds have."""
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    theta: float = rope.get("rope_theta", getattr(config, "rope_theta", 10000.0))
+    percent: float = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", 1.0))
+    args = {
+        "position_embedding_type": "rope",
+        "rotary_base": int(theta) if theta == int(theta) else theta,
+        "rotary_percent": float(percent),
+    }
+    return rope, kind, args
+
+
+def latent_args(config: Any) -> dict[str, Any]:
+    """Megatron-LM arguments of a decoder with DeepSeek's multi-latent attention.
+
+    It has no ``kv_channels``: what a flag says of it is of no effect.
+
+    Raises:
+        ValueError: the config asks for something that the Megatron model does not have.
+    """
+    if not getattr(config, "rope_interleave", True):
+        raise ValueError(f"{config.model_type} with rope_interleave=false is not supported")
+    args = decoder_args(config, latent_rope_args)
+    del args["kv_channels"]
+    return args | {
+        "num_query_groups": config.num_attention_heads,
+        "group_query_attention": False,
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "q_lora_rank": config.q_lora_rank,
+        "kv_lora_rank": config.kv_lora_rank,
+        "qk_head_dim": config.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": config.qk_rope_head_dim,
+        "v_head_dim": config.v_head_dim,
+    }
+
+
+def latent_rope_args(config: Any) -> dict[str, Any]:
+    """Megatron-LM arguments of the rotary embeddings of multi-latent attention, plain or YaRN with DeepSeek's scales.
+
+    Raises:
+        ValueError: a scaling that megatron-core does not compute.
+    """
+    rope, kind, args = _rope(config)
+    args["use_rope_scaling"] = False
+    if kind == "default":
+        # A factor of 1 is none, whatever the scales.
+        return args | {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    if kind != "yarn":
+        raise ValueError(
+            f"rope_type {kind!r} is not supported with multi-latent attention; supported are default, yarn"
+        )
+    mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    if not mscale or not all_dim:
+        if all_dim:
+            raise ValueError(f"rope_type yarn with mscale_all_dim {all_dim} and no mscale is not supported")
+        mscale, all_dim = 1.0, 0.0  # which is what transformers makes of either alone
+    for name, only in (("attention_factor", None), ("truncate", True)):
+        if rope.get(name, only) is not only:
+            raise ValueError(f"rope_type yarn with {name}={rope[name]} is not supported")
+    return args | {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": float(rope["factor"]),
+        "original_max_position_embeddings": rope["original_max_position_embeddings"],
+        "beta_fast": float(rope.get("beta_fast") or 32),
+        "beta_slow": float(rope.get("beta_slow") or 1),
+        "mscale": float(mscale),
+        "mscale_all_dim": float(all_dim),
+    }
 
 
 def sigmoid_moe_args(config: Any) -> dict[str, Any]:
@@ -157,7 +226,7 @@ def rule_shape(args: dict[str, Any]) -> Shape:
         num_layers=args["num_layers"],
         num_attention_heads=args["num_attention_heads"],
         num_query_groups=args["num_query_groups"],
-        kv_channels=args["kv_channels"],
+        kv_channels=args.get("kv_channels", 0),
         ffn_hidden_size=args["ffn_hidden_size"],
         vocab_size=args["vocab_size"],
         tied=not args["untie_embeddings_and_output_weights"],

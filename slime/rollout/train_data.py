@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -10,7 +11,7 @@ import numpy as np
 
 from slime.algorithms.rewards import normalize_rewards, rollout_rewards
 from slime.batching.columns import train_batches
-from slime.batching.flops import DecoderShape, forward_flops
+from slime.batching.flops import DecoderShape, LatentShape, forward_flops
 from slime.batching.schedule import build_schedule
 from slime.rollout.conversion import FLAG as CONVERSION
 from slime.rollout.conversion import Converted, convert
@@ -176,14 +177,19 @@ def decoder_shape(args: Namespace) -> DecoderShape:
         ffn_hidden_size=args.ffn_hidden_size,
         num_attention_heads=args.num_attention_heads,
         num_query_groups=args.num_query_groups,
-        kv_channels=args.kv_channels,
+        kv_channels=args.kv_channels or 0,
         vocab_size=args.vocab_size,
         num_moe_layers=moe_layers,
         num_experts=args.num_experts or 0,
         moe_router_topk=args.moe_router_topk,
         moe_ffn_hidden_size=args.moe_ffn_hidden_size or args.ffn_hidden_size,
         moe_shared_expert_intermediate_size=args.moe_shared_expert_intermediate_size or 0,
+        latent=_latent_shape(args) if args.multi_latent_attention else None,
     )
+
+
+def _latent_shape(args: Namespace) -> LatentShape:
+    return LatentShape(**{field.name: getattr(args, field.name) for field in dataclasses.fields(LatentShape)})
 
 
 def _name(position: int, sample: Sample) -> str:

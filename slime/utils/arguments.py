@@ -218,12 +218,10 @@ def _resolve(args: argparse.Namespace, given: set[str], asynchronous: bool) -> l
 
 def _shape(args: argparse.Namespace) -> dict[str, Any]:
     """The model's shape by its config.json."""
-    from transformers import AutoConfig
-
-    from slime.models import shape_from_hf
+    from slime.models import hf_config, shape_from_hf
 
     try:
-        return shape_from_hf(AutoConfig.from_pretrained(args.hf_checkpoint))
+        return shape_from_hf(hf_config(args.hf_checkpoint))
     except (ValueError, OSError) as error:
         reason = " ".join(str(error).split())
         raise OptionError(f"--hf-checkpoint {args.hf_checkpoint}: {reason}") from error

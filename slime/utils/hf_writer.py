@@ -65,8 +65,10 @@ def _part(number: int) -> str:
 
 
 def _set_dtype(config_file: Path, dtype: str) -> None:
-    """The files hold what was trained, which need not be the origin's type."""
+    """The files hold what was trained, which need not be the origin's type and is not quantized."""
     config = json.loads(config_file.read_text())
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    if config.get(key) != dtype:
-        config_file.write_text(json.dumps({**config, key: dtype}, indent=2) + "\n")
+    changed = {**config, key: dtype}
+    changed.pop("quantization_config", None)
+    if changed != config:
+        config_file.write_text(json.dumps(changed, indent=2) + "\n")

@@ -10,8 +10,8 @@ from tests.parallel.conftest import Run
 
 NUM_GPUS = 0
 
-DENSE = ["qwen2", "qwen3", "qwen3_tied", "llama", "glm4", "glm4_tied"]
-MOE = ["qwen3_moe", "glm4_moe", "glm4_moe_tied"]
+DENSE = ["qwen2", "qwen3", "qwen3_tied", "llama", "glm4", "glm4_tied", "deepseek_v3_dense"]
+MOE = ["qwen3_moe", "glm4_moe", "glm4_moe_tied", "deepseek_v3", "moonlight"]
 
 TP, PP, CP, EP = (f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context", "expert_model"))
 VPP, SP = "virtual_pipeline_model_parallel_size", "sequence_parallel"
@@ -32,7 +32,7 @@ CASES = [
                  DENSE + MOE, id="cp2-recompute", marks=full),
     pytest.param(2, {TP: 2, SP: True, "recompute_granularity": "selective",
                      "recompute_modules": ["core_attn", "mlp", "shared_experts"]},
-                 ["glm4", "glm4_moe"], id="tp2-sp-selective", marks=full),
+                 ["glm4", "glm4_moe", "deepseek_v3"], id="tp2-sp-selective", marks=full),
     pytest.param(2, {TP: 2, SP: True, EP: 2, "moe_shared_expert_overlap": True}, ["glm4_moe"], id="tp2-sp-ep2-overlap",
                  marks=full),
     pytest.param(4, {TP: 2, SP: True, EP: 2}, MOE, id="tp2-sp-ep2", marks=full),

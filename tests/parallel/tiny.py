@@ -10,11 +10,38 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from slime.models import family_of, shape_from_hf
+from slime.models import family_of, hf_config, shape_from_hf
 
 VOCAB = 131
 LENGTHS = [[16, 32, 8], [24, 8, 8], [40, 16], [8, 48]]
 """Tokens of each sequence of each micro-batch: multiples of 8, so that every layout can cut them."""
+
+_LATENT: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 40,
+    "routed_scaling_factor": 2.4,
+}
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 32.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
+}
 
 KINDS: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
@@ -82,6 +109,25 @@ KINDS: dict[str, dict[str, Any]] = {
         "attention_bias": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.25},
     },
+    "deepseek_v3": {
+        **_LATENT,
+        "q_lora_rank": 40,
+        "tie_word_embeddings": False,
+        "rope_parameters": _YARN,
+        "n_routed_experts": 12,
+        "n_group": 3,
+        "topk_group": 2,
+        "num_experts_per_tok": 4,
+        "num_nextn_predict_layers": 1,
+    },
+    "deepseek_v3_dense": {
+        **_LATENT,
+        "q_lora_rank": 40,
+        "tie_word_embeddings": True,
+        "rope_parameters": _YARN,
+        "first_k_dense_replace": 4,
+    },
+    "moonlight": {**_LATENT, "q_lora_rank": None, "tie_word_embeddings": False, "rms_norm_eps": 1e-3},
 }
 
 
@@ -179,7 +225,7 @@ def arguments(directory: Path, **options: Any) -> Namespace:
             "params_dtype": "float32",
             "rope_scaling_factor": 8.0,
             "rotary_seq_len_interpolation_factor": None,
-            **shape_from_hf(AutoConfig.from_pretrained(directory)),
+            **shape_from_hf(hf_config(directory)),
             **options,
         }
     )

@@ -26,10 +26,9 @@ from megatron.core.distributed import (  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from torch import Tensor  # noqa: E402
-from transformers import AutoConfig  # noqa: E402
 
 from slime.backends.megatron import attention, head, model, parallel, weights_io  # noqa: E402
-from slime.models import family_of, weight_shape  # noqa: E402
+from slime.models import family_of, hf_config, weight_shape  # noqa: E402
 from slime.utils import device  # noqa: E402
 from tests.parallel import tiny  # noqa: E402
 
@@ -107,7 +106,7 @@ def pass_through(chunks: list[torch.nn.Module], reference: dict[str, Tensor]) ->
 
 def exported(chunks: list[torch.nn.Module], directory: Path, bucket_bytes: int) -> list[tuple[str, Tensor]]:
     """All tensors of all buckets."""
-    config = AutoConfig.from_pretrained(directory)
+    config = hf_config(directory)
     buckets = weights_io.export_hf_buckets(chunks, family_of(config), weight_shape(config), bucket_bytes)
     return [pair for bucket in buckets for pair in bucket]
 
@@ -144,7 +143,7 @@ def tensors_of(directory: Path) -> dict[str, Tensor]:
 
 def carried_names(directory: Path) -> tuple[str, ...]:
     """How the names of tensors begin that the model does without."""
-    config = AutoConfig.from_pretrained(directory)
+    config = hf_config(directory)
     return family_of(config).carried(config)
 
 

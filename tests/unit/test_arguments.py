@@ -351,6 +351,34 @@ def test_rotary_factor_of_llama_scripts(parse: Parse, directory: Path, fails: Fa
     assert "--rope-scaling-factor is 8.0, config.json means 32.0" in fails("--rotary-scaling-factor 8")
 
 
+def test_latent_attention_comes_from_the_config(parse: Parse, directory: Path, fails: Fails) -> None:
+    """Kimi K2's launch script has a head width, of no meaning there, and no flags for the rest of YaRN's settings."""
+    rope = {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 64, "mscale": 1.0}
+    rope |= {"mscale_all_dim": 1.0, "beta_fast": 1.0}
+    kimi = QWEN3 | {
+        "model_type": "kimi_k2",
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+        "rope_scaling": rope,
+        **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
+        **{"n_routed_experts": 8, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "n_shared_experts": 1},
+        **{"moe_intermediate_size": 64, "first_k_dense_replace": 1},
+    }
+    del kimi["head_dim"]
+    (directory / "model" / "config.json").write_text(json.dumps(kimi))
+    flags = "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 12 --qk-pos-emb-head-dim 8 "
+    flags += "--v-head-dim 10 --kv-channels 64 --rotary-scaling-factor 32.0 --mscale 1.0 --mscale-all-dim 1.0"
+    for words in ("", flags):
+        args = parse(words)
+        assert (args.multi_latent_attention, args.q_lora_rank, args.kv_lora_rank, args.v_head_dim) == (True, 24, 16, 10)
+        assert (args.rope_type, args.rotary_scaling_factor, args.original_max_position_embeddings) == ("yarn", 32.0, 64)
+        assert (args.beta_fast, args.mscale_all_dim, args.qk_layernorm) == (1.0, 1.0, True)
+    assert "--q-lora-rank is 25, config.json means 24" in fails("--q-lora-rank 25")
+    (directory / "model" / "config.json").write_text(json.dumps(kimi | {"q_lora_rank": None, "rope_scaling": None}))
+    args = parse("--multi-latent-attention --rotary-scaling-factor 1 --mscale 1.0 --mscale-all-dim 1.0")
+    assert (args.q_lora_rank, args.rope_type) == (None, "rope")
+    assert "--q-lora-rank is 25, config.json means none" in fails("--q-lora-rank 25")
+
+
 def test_unsupported_model(directory: Path, fails: Fails) -> None:
     (directory / "model" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     assert "model_type 'gpt2' is not supported" in fails()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import varlen
 
+from slime.backends.megatron import attention
 from slime.backends.megatron.attention import (
     AttentionPlan,
     packed_attention,
@@ -18,9 +22,10 @@ CPU = torch.device("cpu")
 HEADS, GROUPS, CHANNELS = 6, 2, 16
 
 
-def inputs(tokens: int) -> list[Tensor]:
+def inputs(tokens: int, value_channels: int = CHANNELS) -> list[Tensor]:
     """Query, key and value of random numbers."""
-    return [torch.randn(tokens, n, CHANNELS, dtype=torch.float64, requires_grad=True) for n in (HEADS, GROUPS, GROUPS)]
+    sizes = ((HEADS, CHANNELS), (GROUPS, CHANNELS), (GROUPS, value_channels))
+    return [torch.randn(tokens, *size, dtype=torch.float64, requires_grad=True) for size in sizes]
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float) -> Tensor:
@@ -43,6 +48,42 @@ def test_same_as_dense_attention(lengths: list[int]) -> None:
     plan = AttentionPlan(lengths, 1, 0, CPU)
     upstream = torch.randn(sum(lengths), HEADS, CHANNELS, dtype=torch.float64)
     got = with_gradients(packed_attention(*qkv, plan, 0.3), qkv, upstream)
+    want = with_gradients(dense(*qkv, lengths, 0.3), qkv, upstream)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("value_channels", [10, 24])
+def test_values_may_have_a_width_of_their_own(value_channels: int) -> None:
+    lengths = [5, 40, 3, 17, 33]
+    qkv = inputs(sum(lengths), value_channels)
+    upstream = torch.randn(sum(lengths), HEADS, value_channels, dtype=torch.float64)
+    got = with_gradients(packed_attention(*qkv, AttentionPlan(lengths, 1, 0, CPU), 0.3), qkv, upstream)
+    want = with_gradients(dense(*qkv, lengths, 0.3), qkv, upstream)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("value_channels", [10, CHANNELS])
+def test_a_kernel_with_one_width_gets_padded_values(monkeypatch: pytest.MonkeyPatch, value_channels: int) -> None:
+    """What is called on a GPU, with the kernel written out."""
+    lengths = [5, 40, 3, 17, 33]
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, _: Tensor, *longest: int, **options: Any) -> Tensor:
+        assert q.size(-1) == k.size(-1) == v.size(-1)
+        assert offsets.diff().tolist() == lengths
+        assert options.keys() <= {"scale", "window_size", "enable_gqa"}
+        groups = GROUPS if options.get("enable_gqa") else HEADS
+        assert k.size(1) == v.size(1) == groups
+        assert longest == (40, 40)
+        return dense(q, k[:, :: groups // GROUPS], v[:, :: groups // GROUPS], lengths, options["scale"])
+
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    attention._takes_grouped_heads.cache_clear()
+    qkv = inputs(sum(lengths), value_channels)
+    upstream = torch.randn(sum(lengths), HEADS, value_channels, dtype=torch.float64)
+    got = with_gradients(attention._flash(*qkv, AttentionPlan(lengths, 1, 0, CPU), 0.3), qkv, upstream)
+    attention._takes_grouped_heads.cache_clear()
     want = with_gradients(dense(*qkv, lengths, 0.3), qkv, upstream)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-10)

@@ -12,7 +12,7 @@ import torch
 
 from slime.batching.columns import train_batches
 from slime.batching.dealing import deal_by_cost
-from slime.batching.flops import DecoderShape, forward_flops
+from slime.batching.flops import DecoderShape, LatentShape, forward_flops
 from slime.batching.packing import pack_by_cost, pack_by_tokens
 from slime.batching.schedule import ScheduledStep, build_schedule
 from slime.utils.types import Ragged, TrainBatch
@@ -237,6 +237,10 @@ TINY_SHAPE = DecoderShape(
     vocab_size=101,
 )
 EXPERTS = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2, "mlp_only_layers": [1]}
+LATENT_SIZES: dict[str, Any] = {"q_lora_rank": 20, "kv_lora_rank": 12, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8}
+LATENT_SIZES |= {"v_head_dim": 10}
+LATENT = {"q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 10}
+LATENT |= {"num_key_value_heads": 4, "first_k_dense_replace": 3, "pad_token_id": 0}
 MOE_SHAPE = replace(TINY_SHAPE, num_moe_layers=2, num_experts=6, moe_router_topk=2, moe_ffn_hidden_size=24)
 
 
@@ -251,6 +255,12 @@ MOE_SHAPE = replace(TINY_SHAPE, num_moe_layers=2, num_experts=6, moe_router_topk
             "Qwen2Moe",
             EXPERTS | {"shared_expert_intermediate_size": 40},
             replace(MOE_SHAPE, moe_shared_expert_intermediate_size=40),
+        ),
+        ("DeepseekV3", LATENT, replace(TINY_SHAPE, latent=LatentShape(**LATENT_SIZES))),
+        (
+            "DeepseekV3",
+            LATENT | {"q_lora_rank": None},
+            replace(TINY_SHAPE, latent=LatentShape(**LATENT_SIZES | {"q_lora_rank": None})),
         ),
     ],
 )
@@ -270,9 +280,12 @@ def test_flops_are_those_that_a_forward_pass_is_counted_to_take(
             model(torch.randint(0, 101, (1, n)), use_cache=False)
         counted = counter.get_total_flops()
         # Eager attention computes all n * n pairs and masks the n * (n - 1) / 2 that look ahead: 2 products x 2 each.
-        counted -= shape.num_layers * 4 * shape.num_attention_heads * shape.kv_channels * n * (n - 1) // 2
-        # Position angles are written as a product, [head width / 2, 1] x [1, n].
-        counted -= shape.kv_channels * n
+        latent = shape.latent
+        turned = latent.qk_pos_emb_head_dim if latent else shape.kv_channels
+        widths = latent.qk_head_dim + turned + latent.v_head_dim if latent else 2 * turned
+        counted -= shape.num_layers * 2 * shape.num_attention_heads * widths * n * (n - 1) // 2
+        # Position angles are written as a product, [rotated width / 2, 1] x [1, n].
+        counted -= turned * n
         # This model scales its shared expert by a number that it computes from each token, [n, hidden] x [hidden, 1].
         counted -= shape.num_moe_layers * 2 * n * shape.hidden_size if shape.moe_shared_expert_intermediate_size else 0
         assert forward_flops(np.array([n]), shape)[0] == counted

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from slime.models import Family, family_of, shape_from_hf, weight_shape
+from slime.models import Family, family_of, hf_config, shape_from_hf, weight_shape
 from slime.models.family import Shape
 from tests.parallel import tiny
 
@@ -177,11 +179,102 @@ def test_rows_of_arguments_that_are_off_do_not_exist() -> None:
         assert "decoder.layers.1.mlp.router.expert_bias" in names
 
 
+DEEPSEEK: dict[str, object] = {
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_nextn_predict_layers": 1,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 3,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 163840,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+KIMI = DEEPSEEK | {
+    "model_type": "kimi_k2",
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "n_routed_experts": 384,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "rope_theta": 50000.0,
+}
+MOONLIGHT = KIMI | {"model_type": "deepseek_v3", "q_lora_rank": None, "rope_scaling": None}
+
+
+def written(values: dict[str, object], directory: Path) -> Path:
+    (directory / "config.json").write_text(json.dumps(values))
+    (directory / "configuration_deepseek.py").write_text("raise AssertionError('the code of a checkpoint was run')\n")
+    return directory
+
+
+def test_shape_of_deepseek_and_its_kin(tmp_path: Path) -> None:
+    """The flags that their launch scripts have upstream, and names for what config.json says in its older form."""
+    shape = shape_from_hf(hf_config(written(DEEPSEEK, tmp_path)))
+    wanted: dict[str, object] = {"multi_latent_attention": True, "q_lora_rank": 1536, "kv_lora_rank": 512}
+    wanted |= {"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128, "qk_layernorm": True}
+    wanted |= {"mscale": 1.0, "mscale_all_dim": 1.0, "rotary_scaling_factor": 40.0, "rotary_base": 10000}
+    wanted |= {"rope_type": "yarn", "original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
+    wanted |= {"position_embedding_type": "rope", "group_query_attention": False, "num_query_groups": 128}
+    wanted |= {"moe_router_num_groups": 8, "moe_router_group_topk": 4, "moe_layer_freq": [0] * 3 + [1] * 58}
+    assert {name: shape[name] for name in wanted} == wanted
+    assert "kv_channels" not in shape
+    kimi = shape_from_hf(hf_config(written(KIMI, tmp_path)))
+    assert (kimi["rotary_base"], kimi["rope_type"], kimi["num_experts"]) == (50000, "yarn", 384)
+    moonlight = shape_from_hf(hf_config(written(MOONLIGHT, tmp_path)))
+    assert (moonlight["q_lora_rank"], moonlight["rope_type"], moonlight["rotary_scaling_factor"]) == (None, "rope", 1.0)
+
+
+def test_kimi_is_read_as_deepseek_and_runs_no_code(tmp_path: Path) -> None:
+    directory = written(KIMI, tmp_path)
+    before = (directory / "config.json").read_bytes()
+    config = hf_config(directory)
+    assert type(config).__name__ == "DeepseekV3Config"
+    assert config.model_type == "deepseek_v3"
+    assert family_of(config).model_types == ("deepseek_v3", "kimi_k2")
+    assert (directory / "config.json").read_bytes() == before
+    with pytest.raises(ValueError, match=r"model_type 'some_other' is not supported; supported are llama, .*, kimi_k2"):
+        hf_config(written(KIMI | {"model_type": "some_other"}, tmp_path))
+
+
 def rope(**parameters: object) -> dict[str, object]:
     return {"rope_parameters": {"rope_theta": 1e4, **parameters}}
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192}
+
+YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+YARN = rope(**YARN_ROPE)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +283,11 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "origina
         ("gpt2", {}, "model_type 'gpt2' is not supported; supported are llama, qwen2, qwen3, qwen3_moe"),
         ("llama", rope(rope_type="yarn", factor=4.0), "rope_type 'yarn' is not supported"),
         ("llama", rope(**LLAMA3, high_freq_factor=8.0), "rope_type llama3 with {'high_freq_factor': 8.0}"),
+        ("deepseek_v3", rope(rope_type="linear", factor=4.0), "rope_type 'linear' is not supported with multi-latent"),
+        ("deepseek_v3", YARN | {"rope_interleave": False}, "deepseek_v3 with rope_interleave=false is not supported"),
+        ("deepseek_v3", rope(**YARN_ROPE, mscale_all_dim=1.0), "yarn with mscale_all_dim 1.0 and no mscale"),
+        ("deepseek_v3", rope(**YARN_ROPE, truncate=False), "yarn with truncate=False is not supported"),
+        ("deepseek_v3", rope(**YARN_ROPE, attention_factor=2.0), "yarn with attention_factor=2.0 is not supported"),
         ("llama", {"attention_bias": True}, "llama with attention_bias=true is not supported"),
         ("llama", {"mlp_bias": True}, "llama with mlp_bias=true is not supported"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.models.common.embeddings import RotaryEmbedding
+from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_thd
 
 from slime.backends.megatron.attention import AttentionPlan
@@ -29,6 +29,7 @@ class Group:
 def options(**changes: Any) -> Namespace:
     values = {"kv_channels": CHANNELS, "rotary_percent": 1.0, "rotary_base": 10000, "use_rope_scaling": False}
     values |= {"rope_scaling_factor": 8.0, "rotary_seq_len_interpolation_factor": None, "rotary_interleaved": False}
+    values |= {"multi_latent_attention": False}
     return Namespace(**values | changes)
 
 
@@ -65,6 +66,34 @@ def test_same_as_megatron(changes: dict[str, Any], cp_size: int) -> None:
         want = [out, *torch.autograd.grad(out, x, upstream)]
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_yarn_of_latent_attention(cp_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron puts the members of a pair into either half and leaves them there, for queries and keys alike."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")  # where Megatron puts angles
+    yarn = {"original_max_position_embeddings": 16, "beta_fast": 8.0, "beta_slow": 1.0, "mscale": 0.7}
+    yarn |= {"mscale_all_dim": 1.3}
+    args = options(
+        multi_latent_attention=True, rope_type="yarn", qk_pos_emb_head_dim=CHANNELS, rotary_scaling_factor=40.0, **yarn
+    )
+    embedding = YarnRotaryEmbedding(CHANNELS, scaling_factor=40.0, use_cpu_initialization=True, **yarn)
+    lengths = [2 * cp_size * n for n in (3, 1, 40, 2)]
+    offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0)
+    angles, scale = embedding.get_emb(max(lengths))
+    assert scale != 1.0
+    rotary = Rotary(args)
+    for rank in range(cp_size):
+        plan = AttentionPlan(lengths, cp_size, rank, torch.device("cpu"))
+        x = torch.randn(sum(lengths) // cp_size, 3, CHANNELS, requires_grad=True)
+        out = rotate(x, *rotary.angles(plan), rotary.interleaved)
+        group = Group(cp_size, rank)
+        want = _apply_rotary_pos_emb_thd(x, offsets, angles, multi_latent_attention=True, mscale=scale, cp_group=group)
+        got = out.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        torch.testing.assert_close(got, want, rtol=0, atol=2e-5)
+        upstream = torch.randn_like(x)
+        pair = [torch.autograd.grad(y, x, upstream)[0] for y in (got, want)]
+        torch.testing.assert_close(*pair, rtol=0, atol=2e-5)
 
 
 def test_bfloat16_is_rounded_once() -> None:

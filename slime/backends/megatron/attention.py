@@ -230,11 +230,12 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, plan: AttentionP
 
     Args:
         query: [tokens, heads, channels].
-        key, value: [key tokens, query groups, channels].
+        key: [key tokens, query groups, channels].
+        value: [key tokens, query groups, value channels].
         scale: of the scores before softmax.
 
     Returns:
-        [tokens, heads, channels].
+        [tokens, heads, value channels].
     """
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
         return _flash(query, key, value, plan, scale)
@@ -259,6 +260,9 @@ def _spread(x: Tensor, slots: Tensor, rows: list[int]) -> tuple[Tensor, ...]:
 def _flash(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
+    channels, value_channels = key.size(-1), value.size(-1)
+    if value_channels < channels:  # the kernel has one width for all three
+        value = F.pad(value, (0, channels - value_channels))
     options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
     if _takes_grouped_heads():
         options["enable_gqa"] = query.size(1) != key.size(1)
@@ -266,7 +270,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale
         key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
     longest = max(plan.queries), max(plan.keys)
     out = varlen_attn(query, key, value, plan.query_offsets, plan.key_offsets, *longest, **options)
-    return cast(Tensor, out)
+    return cast(Tensor, out)[..., :value_channels]
 
 
 @functools.cache
@@ -278,7 +282,11 @@ def _takes_grouped_heads() -> bool:
 
 
 class PackedAttention(MegatronModule):
-    """Megatron's ``core_attention`` for packed causal sequences, with the rotary embedding before it."""
+    """Megatron's ``core_attention`` for packed causal sequences, with the rotary embedding before it.
+
+    Args:
+        rotary: None where queries and keys are rotated already.
+    """
 
     def __init__(
         self,
@@ -290,8 +298,10 @@ class PackedAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
         *,
-        rotary: Rotary,
+        rotary: Rotary | None,
     ) -> None:
         super().__init__(config=config)
         self.rotary = rotary
@@ -311,13 +321,14 @@ class PackedAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """[tokens, heads, channels] of this rank -> [tokens, heads * channels]."""
+        """[tokens, heads, channels] of this rank -> [tokens, heads * value channels]."""
         if packed_seq_params is None:
             raise ValueError("this model takes packed sequences only: pass packed_seq_params")
         plan = plan_of(packed_seq_params, self.cp_group.size(), self.cp_group.rank(), query.device)
-        cos, sin = self.rotary.angles(plan)
-        query, key = (rotate(x, cos, sin, self.rotary.interleaved) for x in (query, key))
+        if self.rotary is not None:
+            cos, sin = self.rotary.angles(plan)
+            query, key = (rotate(x, cos, sin, self.rotary.interleaved) for x in (query, key))
         if plan.key_index is not None:
-            gathered = _GatherContext.apply(torch.stack((key, value), dim=1), self.cp_group)
-            key, value = gathered.index_select(0, plan.key_index).unbind(1)
+            gathered = _GatherContext.apply(torch.cat((key, value), dim=-1), self.cp_group)
+            key, value = gathered.index_select(0, plan.key_index).split((key.size(-1), value.size(-1)), dim=-1)
         return packed_attention(query, key, value, plan, self.scale).flatten(1)

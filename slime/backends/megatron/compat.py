@@ -1,4 +1,4 @@
-"""What megatron-core 0.16.1 needs from outside: a CPU shim where there is no CUDA, and fixes of three of its defects.
+"""What megatron-core 0.16.1 needs from outside: a CPU shim where there is no CUDA, and fixes of four of its defects.
 
 `install` is the first thing a worker process calls, before anything else imports ``megatron.core``. No patch
 re-implements Megatron: those of the shim answer "which device" with "cpu".
@@ -51,6 +51,7 @@ def install() -> None:
         _take_split_sizes_as_they_are()
         _exchange_uneven_parts()
     _fix_router_without_transformer_engine()
+    _fix_latent_attention_without_transformer_engine()
     _fix_distributed_optimizer_load()
     _fix_order_of_experts()
 
@@ -186,6 +187,17 @@ def _fix_router_without_transformer_engine() -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+def _fix_latent_attention_without_transformer_engine() -> None:
+    """Multi-latent attention takes a mock for Transformer Engine and asks for instances of its classes: a TypeError.
+
+    Not with Transformer Engine. Goes when ``HAVE_TE`` of that module is false without.
+    """
+    from megatron.core.transformer import multi_latent_attention
+
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.HAVE_TE = False
 
 
 def _fix_order_of_experts() -> None:

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, ModuleSpec, TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from slime.backends.megatron.attention import PackedAttention
 from slime.backends.megatron.experts import Experts
 from slime.backends.megatron.head import LanguageHead, ValueHead
+from slime.backends.megatron.latent_attention import LatentAttention
 from slime.backends.megatron.layer import SandwichLayer
 from slime.backends.megatron.model_hooks import provided_stage
 from slime.backends.megatron.norm import RMSNorm
@@ -52,7 +53,8 @@ def transformer_config(args: Namespace) -> TransformerConfig:
     Sequences are packed and vary in length, and the loss is a sum over tokens that its caller has already normalised:
     these are not options. Weights come from a checkpoint, unless they are to be random.
     """
-    values = config_kwargs(args, TransformerConfig)
+    kind = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
+    values = config_kwargs(args, kind)
     unused = sorted(k for k, value in _WITHOUT_TRANSFORMER_ENGINE.items() if values.get(k, value) != value)
     if unused:
         logger.warning("ignored, because they need kernels that are not installed here: %s", ", ".join(unused))
@@ -67,7 +69,12 @@ def transformer_config(args: Namespace) -> TransformerConfig:
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
     )
-    return TransformerConfig(**values)
+    if args.multi_latent_attention:
+        # None is a value of the first. With the second on, Megatron would sum gradients of what is called q_layernorm
+        # over the tensor-parallel ranks: right for norms of heads, but latents every rank has whole. The third is of
+        # Megatron's own rotary embedding, which is not used: that for YaRN cannot be built without CUDA.
+        values.update(q_lora_rank=args.q_lora_rank, qk_layernorm=False, rope_type="rope")
+    return kind(**values)
 
 
 def padded_vocab_size(args: Namespace) -> int:
@@ -193,8 +200,12 @@ def _block_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None
         parts = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
         attention = parts.self_attention.submodules
-        attention.core_attention = functools.partial(PackedAttention, rotary=rotary)
-        attention.q_layernorm = attention.k_layernorm = RMSNorm if config.qk_layernorm else IdentityOp
+        if config.multi_latent_attention:
+            attention.core_attention = ModuleSpec(PackedAttention, {"rotary": None})
+            parts.self_attention = ModuleSpec(LatentAttention, {"rotary": rotary}, attention)
+        else:
+            attention.core_attention = functools.partial(PackedAttention, rotary=rotary)
+            attention.q_layernorm = attention.k_layernorm = RMSNorm if config.qk_layernorm else IdentityOp
         if parts.mlp.module is MoELayer:
             parts.mlp.submodules.experts = Experts
     block.layer_norm = RMSNorm

@@ -10,10 +10,11 @@ import functools
 import weakref
 from argparse import Namespace
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from megatron.core.models.common.embeddings import RotaryEmbedding
+from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -24,29 +25,54 @@ class Rotary:
     """The angles of a model, which its layers share."""
 
     def __init__(self, args: Namespace) -> None:
-        megatron = RotaryEmbedding(
-            args.kv_channels,
-            args.rotary_percent,
-            rotary_base=args.rotary_base,
-            rope_scaling=args.use_rope_scaling,
-            rope_scaling_factor=args.rope_scaling_factor,
-            use_cpu_initialization=True,
-        )
-        factor = args.rotary_seq_len_interpolation_factor
-        self.frequencies = megatron.inv_freq / (factor or 1.0)
-        self.interleaved: bool = args.rotary_interleaved
+        yarn = args.multi_latent_attention and args.rope_type == "yarn"
+        self.frequencies, self.scale = _yarn(args) if yarn else (_plain(args), 1.0)
+        self.interleaved: bool = args.rotary_interleaved or args.multi_latent_attention
         self._plan: Callable[[], AttentionPlan | None] = lambda: None
         self._angles: tuple[Tensor, Tensor] | None = None
 
     def angles(self, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of this rank's tokens, float32 [tokens, 1, channels / 2].
+        """Cosine and sine of this rank's tokens, times YaRN's scale, float32 [tokens, 1, channels / 2].
 
         Only the last plan's are kept: all micro-batches of a rollout live at once.
         """
         if self._angles is None or self._plan() is not plan:
             angles = torch.outer(plan.positions.float(), self.frequencies.to(plan.positions.device))[:, None]
-            self._plan, self._angles = weakref.ref(plan), (angles.cos(), angles.sin())
+            cos, sin = angles.cos(), angles.sin()
+            if self.scale != 1.0:
+                cos, sin = cos * self.scale, sin * self.scale
+            self._plan, self._angles = weakref.ref(plan), (cos, sin)
         return self._angles
+
+
+def _plain(args: Namespace) -> Tensor:
+    """[channels / 2]"""
+    megatron = RotaryEmbedding(
+        args.qk_pos_emb_head_dim if args.multi_latent_attention else args.kv_channels,
+        args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+        use_cpu_initialization=True,
+    )
+    return megatron.inv_freq / (args.rotary_seq_len_interpolation_factor or 1.0)
+
+
+def _yarn(args: Namespace) -> tuple[Tensor, float]:
+    """Frequencies [channels / 2], and what cosines and sines are multiplied by."""
+    names = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    megatron = YarnRotaryEmbedding(
+        args.qk_pos_emb_head_dim,
+        rotary_base=args.rotary_base,
+        scaling_factor=args.rotary_scaling_factor,
+        use_cpu_initialization=True,
+        # Positions are cut over context-parallel ranks here; Megatron would cut them too, which needs pinned memory.
+        cp_group=cast(Any, SimpleNamespace(size=lambda: 1)),
+        **{name: getattr(args, name) for name in names},
+    )
+    # It gives angles only: those of position 1 are the frequencies, here twice.
+    angles, scale = megatron.get_emb(2)
+    return angles[1, 0, 0].chunk(2)[0].cpu(), scale
 
 
 class _Rotate(torch.autograd.Function):

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoConfig
 
 from slime.backends.megatron import compat
-from slime.models import family_of, weight_shape
+from slime.models import family_of, hf_config, weight_shape
 from slime.options.training import critic_options
 from slime.utils import device
 from slime.utils.types import TrainBatch
@@ -61,8 +60,8 @@ class MegatronTrainer:
         model_hooks.after_init(args)
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.dp_size = parallel_state.get_data_parallel_world_size()
-        hf_config = AutoConfig.from_pretrained(args.hf_checkpoint)
-        self.family, self.shape = family_of(hf_config), weight_shape(hf_config)
+        config = hf_config(args.hf_checkpoint)
+        self.family, self.shape = family_of(config), weight_shape(config)
         found = checkpoint.find_checkpoint(args.load) if args.load else None
         self.start_rollout_id, self.resumed_from = 0, None
         if found is not None:

@@ -17,15 +17,16 @@ from megatron.core import parallel_state
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig
 
 from slime.backends.megatron import lora
 from slime.backends.megatron.gather import Gatherer
 from slime.backends.megatron.head import ValueHead
 from slime.backends.megatron.model import unwrap
 from slime.backends.megatron.names import EXPERTS, expert_name, global_namer, local_experts
-from slime.models import Family, Shape, family_of, weight_shape
+from slime.models import Family, Shape, family_of, hf_config, weight_shape
 from slime.models.adapters import ALL_LINEAR, adapter_family, is_adapter_name, linear_modules
+from slime.models.family import Source
+from slime.utils.block_scaled import SCALE_END, BlockScaled, block_sizes
 from slime.utils.hf_writer import INDEX_NAME, HFWriter
 
 _IGNORED_EXTRA = re.compile(r"\.rotary_emb\.inv_freq$")
@@ -90,19 +91,28 @@ class _FileTensor:
     def __init__(self, handle: Any, name: str) -> None:
         self._slice = handle.get_slice(name)
         self.shape: Sequence[int] = self._slice.get_shape()
+        self.is_float8: bool = self._slice.get_dtype().startswith("F8_E4M3")
 
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
         return self._slice[index]
 
 
 class HFWeights:
-    """The tensors of a Hugging Face directory by name, read on demand; files are opened once and memory-mapped."""
+    """The tensors of a Hugging Face directory by name, read on demand; files are opened once and memory-mapped.
+
+    Of tensors in float8 with scales, their products are read, and the scales are no tensors of their own.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.file_of = _files_of(directory)
         self._stack = ExitStack()
         self._handles: dict[str, Any] = {}
+        self._block = block_sizes(directory)
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of its tensors."""
+        return (name for name in self.file_of if self._block is None or not name.endswith(SCALE_END))
 
     def __enter__(self) -> HFWeights:
         return self
@@ -110,7 +120,18 @@ class HFWeights:
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
-    def __getitem__(self, name: str) -> _FileTensor:
+    def __getitem__(self, name: str) -> Source:
+        tensor, scales = self._in_file(name), name + SCALE_END
+        if not tensor.is_float8:
+            return tensor
+        if self._block is None or scales not in self.file_of:
+            raise ValueError(
+                f"{self.directory / self.file_of[name]}: {name} is in float8 and has no {scales}, or config.json no "
+                "quantization_config"
+            )
+        return BlockScaled(tensor, self._in_file(scales), self._block)
+
+    def _in_file(self, name: str) -> _FileTensor:
         file = self.file_of[name]
         if file not in self._handles:
             self._handles[file] = self._stack.enter_context(safe_open(self.directory / file, framework="pt"))
@@ -164,10 +185,10 @@ def load_hf(chunks: Sequence[torch.nn.Module], hf_dir: str | Path) -> None:
         ValueError: missing, unexpected or wrongly shaped tensors, by name.
     """
     directory = Path(hf_dir)
-    config = AutoConfig.from_pretrained(directory)
+    config = hf_config(directory)
     family, shape = family_of(config), weight_shape(config)
     with HFWeights(directory) as weights:
-        check_names(family, shape, weights.file_of, directory, family.carried(config))
+        check_names(family, shape, weights, directory, family.carried(config))
         for name, tensor in global_weights(chunks):
             rank = _shard_rank(name)
             tensor.copy_(family.shard(name, weights.__getitem__, shape, tuple(tensor.shape), rank))
@@ -208,7 +229,7 @@ def save_hf(chunks: Sequence[torch.nn.Module], directory: str | Path, origin_hf_
     directory visible under its final name afterwards.
     """
     target, origin = Path(directory), Path(origin_hf_dir)
-    config = AutoConfig.from_pretrained(origin)
+    config = hf_config(origin)
     buckets = export_hf_buckets(chunks, family_of(config), weight_shape(config), _SHARD_BYTES)
     if dist.get_rank() == 0:
         write_hf(buckets, target, origin)
@@ -257,14 +278,16 @@ def write_hf(buckets: Iterable[list[tuple[str, Tensor]]], target: Path, origin: 
 
 def _carried(origin: Path) -> Iterator[list[tuple[str, Tensor]]]:
     """What the family carries along of a directory's tensors, in buckets; of one without weights nothing."""
-    config = AutoConfig.from_pretrained(origin)
+    config = hf_config(origin)
     prefixes = family_of(config).carried(config)
     if not prefixes or not any(origin.glob("*.safetensors")):
         return
     with HFWeights(origin) as weights:
         bucket: list[tuple[str, Tensor]] = []
-        for name in sorted(name for name in weights.file_of if name.startswith(prefixes)):
-            bucket.append((name, weights[name][:,]))
+        for name in sorted(name for name in weights if name.startswith(prefixes)):
+            source = weights[name]
+            tensor = source[:,]
+            bucket.append((name, tensor.bfloat16() if isinstance(source, BlockScaled) else tensor))
             if sum(tensor.nbytes for _, tensor in bucket) >= _SHARD_BYTES:
                 yield bucket
                 bucket = []

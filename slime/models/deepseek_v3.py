@@ -1,0 +1,30 @@
+"""DeepSeek V3, V3.1 and R1, Moonlight and Kimi K2: multi-latent attention, shared experts and a sigmoid router."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.models.family import Family
+from slime.models.rows import (
+    EMBEDDING,
+    EXPERTS,
+    LATENT_ATTENTION,
+    MLP,
+    NORMS,
+    OUTPUT,
+    SHARED_EXPERTS,
+    SIGMOID_ROUTER,
+)
+from slime.models.shape import latent_args, next_token_layers, sigmoid_moe_args
+
+
+def _args(config: Any) -> dict[str, Any]:
+    return {**latent_args(config), **sigmoid_moe_args(config)}
+
+
+FAMILY = Family(
+    ("deepseek_v3", "kimi_k2"),
+    (*EMBEDDING, *NORMS, *LATENT_ATTENTION, *MLP, *EXPERTS, *SIGMOID_ROUTER, *SHARED_EXPERTS, *OUTPUT),
+    _args,
+    next_token_layers,
+)
