@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from argparse import Namespace
@@ -53,6 +54,20 @@ def check_weights(args: Namespace) -> None:
     engine_reads = args.num_engines > 0 and getattr(args, "sglang_load_format", "auto") in ("auto", "safetensors")
     if (trainer_reads or engine_reads) and not has_weights(args.hf_checkpoint):
         raise OptionError(f"--hf-checkpoint {args.hf_checkpoint}: there are no *.safetensors in it")
+
+
+def check_quantization(args: Namespace) -> None:
+    """Refuse engines that would take pushed weights for quantized ones.
+
+    Raises:
+        OptionError: ``--hf-checkpoint`` is quantized, in a run whose trainers push to engines.
+    """
+    config = json.loads(Path(args.hf_checkpoint, "config.json").read_text())
+    if config.get("quantization_config") and args.num_engines and args.placement != "rollout_only":
+        raise OptionError(
+            f"--hf-checkpoint {args.hf_checkpoint}: its config.json has a quantization_config, and engines that serve "
+            "quantized weights cannot take the trainer's: name a copy in bfloat16 (--debug-train-only reads either)"
+        )
 
 
 def has_weights(directory: str) -> bool:

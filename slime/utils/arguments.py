@@ -28,7 +28,7 @@ from slime.options.hooks import HookOptions
 from slime.options.installed import InstalledFlagsError, start_reading
 from slime.options.layout import check_layout
 from slime.options.lora import LoraOptions, derive_lora
-from slime.options.model import apply_shape, check_weights, model_directory, take_rotary_factor
+from slime.options.model import apply_shape, check_quantization, check_weights, model_directory, take_rotary_factor
 from slime.options.parser import HelpAction, StrictParser, flag_values
 from slime.options.reward_model import find_reward_model, reward_engine_flags
 from slime.options.rollout import GROUP_REWARD_NAMES, EngineOptions, RewardOptions, RolloutOptions
@@ -208,6 +208,7 @@ def _resolve(args: argparse.Namespace, given: set[str], asynchronous: bool) -> l
     find_reward_model(args)
     take_rotary_factor(args, given)
     apply_shape(args, _shape(args), given, warnings)
+    check_quantization(args)
     limit_prompts(args)
     if args.placement != "rollout_only":
         check_training(args, given)
@@ -231,12 +232,10 @@ def _check_lora(args: argparse.Namespace) -> None:
     """Refuse layers for adapters that the model does not have."""
     if args.lora_rank is None:
         return
-    from transformers import AutoConfig
-
-    from slime.models import family_of
+    from slime.models import family_of, hf_config
     from slime.models.adapters import ALL_LINEAR, linear_modules, targeted_sources
 
-    family = family_of(AutoConfig.from_pretrained(args.hf_checkpoint))
+    family = family_of(hf_config(args.hf_checkpoint))
     for target in args.lora_target_modules:
         if not any(any(targeted_sources(row, [target])) for row in family.rows):
             known = ", ".join([*linear_modules(family), ALL_LINEAR])

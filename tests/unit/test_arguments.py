@@ -379,6 +379,14 @@ def test_latent_attention_comes_from_the_config(parse: Parse, directory: Path, f
     assert "--q-lora-rank is 25, config.json means none" in fails("--q-lora-rank 25")
 
 
+def test_engines_do_not_take_weights_for_quantized_ones(parse: Parse, directory: Path, fails: Fails) -> None:
+    quantized = QWEN3 | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (directory / "model" / "config.json").write_text(json.dumps(quantized))
+    assert "its config.json has a quantization_config, and engines" in fails()
+    parse("--debug-train-only --load-debug-rollout-data {rollout_id}.pt", "--colocate")
+    parse("--debug-rollout-only --rollout-num-gpus 2", "--colocate")
+
+
 def test_unsupported_model(directory: Path, fails: Fails) -> None:
     (directory / "model" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     assert "model_type 'gpt2' is not supported" in fails()
