@@ -35,6 +35,7 @@ def make_args(**changes: Any) -> Namespace:
         "num_attention_heads": 4,
         "num_query_groups": 2,
         "kv_channels": 16,
+        "multi_latent_attention": False,
         "num_experts": None,
         "moe_layer_freq": 1,
         "moe_router_topk": 2,
