@@ -83,27 +83,50 @@ def test_nothing_waits_for_the_device(megatron: None, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rotation_is_the_eager_one(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotation_is_the_eager_one(dtype: torch.dtype, interleaved: bool) -> None:
     """Of slices of one tensor, as attention gets them, of queries and of keys, and of two lengths."""
     from slime.backends.megatron.attention import AttentionPlan
     from slime.backends.megatron.rotary import Rotary, _rotated, rotate
 
     args = Namespace(kv_channels=128, rotary_percent=1.0, rotary_base=1e6, use_rope_scaling=False)
-    rotary = Rotary(Namespace(**vars(args), rope_scaling_factor=8.0, rotary_seq_len_interpolation_factor=None))
+    without = {
+        "multi_latent_attention": False,
+        "rotary_interleaved": False,
+        "rotary_seq_len_interpolation_factor": None,
+    }
+    rotary = Rotary(Namespace(**vars(args), **without, rope_scaling_factor=8.0))
     for lengths in ([700, 33, 1], [2000, 48]):
         plan = AttentionPlan(lengths, 1, 0, device.current_device())
         cos, sin = rotary.angles(plan)
         together = torch.randn(sum(lengths), 24, 128, dtype=dtype, device=cos.device, requires_grad=True)
         for x in together.split((16, 8), dim=1):
-            out = rotate(x, cos, sin)
-            torch.testing.assert_close(
-                out, _rotated(x, cos, sin), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5
-            )
+            out = rotate(x, cos, sin, interleaved)
+            eager = _rotated(x, cos, sin, interleaved)
+            rtol = 1e-2 if dtype == torch.bfloat16 else 1e-5
+            torch.testing.assert_close(out, eager, rtol=rtol, atol=1e-5)
             upstream = torch.randn_like(out)
-            (got,), (want,) = (
-                torch.autograd.grad(o, x, upstream, retain_graph=True) for o in (out, _rotated(x, cos, sin))
-            )
-            torch.testing.assert_close(got, want, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+            (got,), (want,) = (torch.autograd.grad(o, x, upstream, retain_graph=True) for o in (out, eager))
+            torch.testing.assert_close(got, want, rtol=rtol, atol=1e-5)
+
+
+def test_values_narrower_than_keys() -> None:
+    """The widths of DeepSeek V3; the kernel of 16-bit types against what float32 takes."""
+    from slime.backends.megatron.attention import AttentionPlan, packed_attention
+
+    where, lengths = device.current_device(), [700, 33, 1]
+    plan = AttentionPlan(lengths, 1, 0, where)
+    exact = [torch.randn(sum(lengths), 4, width, device=where) for width in (192, 192, 128)]
+    exact = [x.bfloat16().float().requires_grad_() for x in exact]
+    rounded = [x.detach().bfloat16().requires_grad_() for x in exact]
+    upstream = torch.randn(sum(lengths), 4, 128, device=where).bfloat16()
+    results = []
+    for qkv in (rounded, exact):
+        out = packed_attention(*qkv, plan, 0.1)
+        assert out.shape == upstream.shape
+        results.append([out, *torch.autograd.grad(out, qkv, upstream.to(out.dtype))])
+    for got, want in zip(*results, strict=True):
+        assert (got.float() - want).norm() < 0.01 * want.norm()
 
 
 @pytest.mark.parametrize("saved_by_fused", [True, False])
