@@ -91,7 +91,7 @@ class _FileTensor:
     def __init__(self, handle: Any, name: str) -> None:
         self._slice = handle.get_slice(name)
         self.shape: Sequence[int] = self._slice.get_shape()
-        self.is_float8: bool = self._slice.get_dtype().startswith("F8_E4M3")
+        self.is_float8: bool = self._slice.get_dtype().startswith("F8_")
 
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
         return self._slice[index]
