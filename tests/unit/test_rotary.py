@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_thd
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
 
 from slime.backends.megatron.attention import AttentionPlan
 from slime.backends.megatron.rotary import Rotary, rotate
+from slime.models import hf_config, shape_from_hf
+from tests.unit.test_models import DEEPSEEK, KIMI, MOONLIGHT, written
 
 CHANNELS = 24
 SCALED = {"use_rope_scaling": True, "rope_scaling_factor": 8.0, "rotary_base": 500000}
@@ -94,6 +98,18 @@ def test_yarn_of_latent_attention(cp_size: int, monkeypatch: pytest.MonkeyPatch)
         upstream = torch.randn_like(x)
         pair = [torch.autograd.grad(y, x, upstream)[0] for y in (got, want)]
         torch.testing.assert_close(*pair, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("published", [DEEPSEEK, KIMI, MOONLIGHT], ids=["deepseek", "kimi", "moonlight"])
+def test_published_models_have_the_angles_of_transformers(
+    published: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    config = hf_config(written(published, tmp_path))
+    rotary = Rotary(options(**shape_from_hf(config)))
+    reference = DeepseekV3RotaryEmbedding(config)
+    assert torch.equal(rotary.frequencies, reference.inv_freq)
+    assert rotary.scale == reference.attention_scaling
 
 
 def test_bfloat16_is_rounded_once() -> None:
