@@ -45,18 +45,39 @@ class HFWriter:
         count = len(self._parts)
         file_of: dict[str, str] = {}
         for number, names in enumerate(self._parts):
-            file = f"model-{number + 1:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
+            file = file_name(number, count)
             (self._directory / _part(number)).rename(self._directory / file)
             file_of |= dict.fromkeys(names, file)
         if count > 1:
-            index = {"metadata": {"total_size": self._bytes_of.total()}, "weight_map": file_of}
-            (self._directory / INDEX_NAME).write_text(json.dumps(index, indent=2))
-        for path in self._origin.iterdir():
-            if path.is_file() and path.suffix in _ASSETS and not path.name.endswith(_INDEX_END):
-                shutil.copyfile(path, self._directory / path.name)
-        if self._bytes_of:
-            ((dtype, _),) = self._bytes_of.most_common(1)
-            _set_dtype(self._directory / "config.json", str(dtype).removeprefix("torch."))
+            write_index(self._directory, file_of, self._bytes_of.total())
+        complete(self._directory, self._origin, self._bytes_of)
+
+
+def complete(directory: Path, origin: Path, bytes_of: Counter[torch.dtype]) -> None:
+    """Add to weights what else makes a model: the origin's config, tokenizer and generation settings.
+
+    Args:
+        directory: where the weights are.
+        origin: a Hugging Face directory of the same architecture.
+        bytes_of: how much of the weights has which type; config.json names the most common.
+    """
+    for path in origin.iterdir():
+        if path.is_file() and path.suffix in _ASSETS and not path.name.endswith(_INDEX_END):
+            shutil.copyfile(path, directory / path.name)
+    if bytes_of:
+        ((dtype, _),) = bytes_of.most_common(1)
+        _set_dtype(directory / "config.json", str(dtype).removeprefix("torch."))
+
+
+def write_index(directory: Path, file_of: dict[str, str], total_bytes: int) -> None:
+    """Write which file holds which tensor."""
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": file_of}
+    (directory / INDEX_NAME).write_text(json.dumps(index, indent=2))
+
+
+def file_name(number: int, count: int) -> str:
+    """Of file ``number`` (from 0) of a model of ``count`` files."""
+    return f"model-{number + 1:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
 
 
 def _part(number: int) -> str:

@@ -99,7 +99,7 @@ def save_state(
     # By default a multiprocessing.Manager: a server process, started anew from the main module (seconds), that outlives
     # a killed trainer. Only saves in the background read the queue from another process.
     filesystem_async._results_queue = queue.Queue()
-    state = _model_state(model_chunks)
+    state = model_state(model_chunks)
     state["optimizer"] = optimizer.sharded_state_dict(state, metadata=_metadata())
     state["scheduler"] = scheduler.state_dict()
     state["rng_state"] = _sharded_rng_state()
@@ -115,7 +115,7 @@ def load_model(directory: str | Path, model_chunks: Sequence[Any]) -> None:
     The value head of a critic, which an actor's checkpoint lacks, keeps its initial weight.
     """
     present = dist_checkpointing.load_tensors_metadata(str(directory))
-    state = _model_state(model_chunks)
+    state = model_state(model_chunks)
     for chunk_state in state.values():
         for name in [name for name, tensor in chunk_state.items() if _is_value_head(tensor)]:
             if VALUE_HEAD_KEY not in present:
@@ -146,7 +146,7 @@ def load_state(
     if saved["distributed_optimizer"] != _is_distributed(optimizer):
         flag = "--use-distributed-optimizer" if saved["distributed_optimizer"] else "--no-use-distributed-optimizer"
         raise ValueError(f"{directory} was saved with {flag}, and its optimizer state can only be loaded with it")
-    state = _model_state(model_chunks)
+    state = model_state(model_chunks)
     state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=True, metadata=_metadata())
     same_layout = saved["layout"] == _layout()
     if same_layout:
@@ -193,7 +193,7 @@ def _chunk_key(model_chunks: Sequence[Any], i: int) -> str:
     return f"model{i}" if len(model_chunks) > 1 else "model"
 
 
-def _model_state(model_chunks: Sequence[Any]) -> dict[str, Any]:
+def model_state(model_chunks: Sequence[Any]) -> dict[str, Any]:
     """Of a model with adapters these alone: what is frozen is where it came from."""
     return {
         _chunk_key(model_chunks, i): lora.sharded_state(chunk) or chunk.sharded_state_dict(metadata=_metadata())

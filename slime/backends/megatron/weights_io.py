@@ -27,7 +27,8 @@ from slime.models import Family, Shape, family_of, hf_config, weight_shape
 from slime.models.adapters import ALL_LINEAR, adapter_family, is_adapter_name, linear_modules
 from slime.models.family import Source
 from slime.utils.block_scaled import SCALE_END, BlockScaled, block_sizes
-from slime.utils.hf_writer import INDEX_NAME, HFWriter
+from slime.utils.hf_reader import tensor_files
+from slime.utils.hf_writer import HFWriter
 
 _IGNORED_EXTRA = re.compile(r"\.rotary_emb\.inv_freq$")
 _SHARD_BYTES = 4 * 2**30
@@ -105,7 +106,7 @@ class HFWeights:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.file_of = _files_of(directory)
+        self.file_of = tensor_files(directory)
         self._stack = ExitStack()
         self._handles: dict[str, Any] = {}
         self._block = block_sizes(directory)
@@ -136,26 +137,6 @@ class HFWeights:
         if file not in self._handles:
             self._handles[file] = self._stack.enter_context(safe_open(self.directory / file, framework="pt"))
         return _FileTensor(self._handles[file], name)
-
-
-def _files_of(directory: Path) -> dict[str, str]:
-    """Tensor name -> file name.
-
-    Raises:
-        FileNotFoundError: neither an index nor a single safetensors file, or a file of the index is missing.
-    """
-    index = directory / INDEX_NAME
-    if index.is_file():
-        files = json.loads(index.read_text())["weight_map"]
-        missing = sorted({file for file in files.values() if not (directory / file).is_file()})
-        if missing:
-            raise FileNotFoundError(f"{index} names files that are not there: {', '.join(missing)}")
-        return files
-    single = directory / "model.safetensors"
-    if not single.is_file():
-        raise FileNotFoundError(f"{directory} has no {INDEX_NAME} and no model.safetensors")
-    with safe_open(single, framework="pt") as handle:
-        return dict.fromkeys(handle.keys(), single.name)
 
 
 def check_names(

@@ -1,0 +1,191 @@
+"""Hugging Face directories: what is in one; and writing one tensor by tensor, in any order and by several threads."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from slime.utils.errors import BadInputError
+from slime.utils.hf_reader import tensor_files
+from slime.utils.hf_writer import INDEX_NAME, complete, file_name, write_index
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""And their names in the safetensors format."""
+_DTYPE_OF = {name: dtype for dtype, name in _DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What is known of a tensor before it is written."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Spec:
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _Place:
+    file: int
+    """Descriptor."""
+    offset: int
+
+
+class HFOutput:
+    """Safetensors files of the size that their tensors will take, to be filled; a model after `finish`.
+
+    The safetensors format is a header with the place of every tensor, then the tensors: since all shapes are known
+    before the first tensor is, each is written to its place and never held together with others.
+    """
+
+    def __init__(self, directory: Path, specs: Mapping[str, Spec], shard_bytes: int) -> None:
+        """
+        Args:
+            directory: an existing empty one.
+            specs: every tensor that will be written.
+            shard_bytes: size of one file, which a single larger tensor may exceed.
+        """
+        self._directory, self._specs = directory, dict(specs)
+        self._places: dict[str, _Place] = {}
+        self._missing = set(specs)
+        self._file_of: dict[str, str] = {}
+        self._files: list[int] = []
+        shards = cut_into_shards(specs, shard_bytes)
+        for number, names in enumerate(shards):
+            self._begin_file(file_name(number, len(shards)), names)
+
+    def _begin_file(self, file: str, names: list[str]) -> None:
+        """Write a header, and reserve what comes after it."""
+        # The order of the safetensors library: the widest types first, so that all are aligned.
+        names = sorted(names, key=lambda name: (-self._specs[name].dtype.itemsize, name))
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name in names:
+            spec = self._specs[name]
+            begin, end = end, end + spec.nbytes
+            header[name] = {"dtype": _DTYPES[spec.dtype], "shape": spec.shape, "data_offsets": [begin, end]}
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        descriptor = os.open(self._directory / file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        self._files.append(descriptor)
+        _write_at(descriptor, memoryview(len(text).to_bytes(8, "little") + text), 0)
+        start = 8 + len(text)
+        os.truncate(descriptor, start + end)
+        for name in names:
+            self._places[name] = _Place(descriptor, start + header[name]["data_offsets"][0])
+            self._file_of[name] = file
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Put a tensor into its place."""
+        spec, place = self._specs[name], self._places[name]
+        assert Spec.of(tensor) == spec, f"{name} is {Spec.of(tensor)}, and was announced as {spec}"
+        data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+        _write_at(place.file, memoryview(data), place.offset)
+        self._missing.discard(name)
+
+    def finish(self, origin: Path, changes: Mapping[str, Any] | None = None) -> None:
+        """Close the files and add what else makes a model: index, config, tokenizer, generation settings.
+
+        Args:
+            origin: the Hugging Face directory of the same architecture that has them.
+            changes: entries of config.json to set; None removes one.
+        """
+        assert not self._missing, f"never written: {sorted(self._missing)[:3]}"
+        self.close()
+        bytes_of: Counter[torch.dtype] = Counter()
+        for spec in self._specs.values():
+            bytes_of[spec.dtype] += spec.nbytes
+        if len(set(self._file_of.values())) > 1:
+            write_index(self._directory, self._file_of, bytes_of.total())
+        complete(self._directory, origin, bytes_of)
+        _change_config(self._directory / "config.json", changes or {})
+
+    def close(self) -> None:
+        """Close the files, whole or not."""
+        for descriptor in self._files:
+            os.close(descriptor)
+        self._files = []
+
+
+def stored_specs(directory: Path) -> dict[str, Spec]:
+    """The tensors of a Hugging Face directory, by the headers of its files.
+
+    Raises:
+        FileNotFoundError: neither an index nor a single safetensors file, or a file of the index is missing.
+        BadInputError: a file that is damaged, or that lacks tensors of the index.
+    """
+    file_of = tensor_files(directory)
+    specs: dict[str, Spec] = {}
+    for file in sorted(set(file_of.values())):
+        try:
+            with safe_open(directory / file, framework="pt") as handle:
+                present = set(handle.keys())
+                for name in (name for name, own in file_of.items() if own == file):
+                    if name not in present:
+                        raise BadInputError(f"{directory / INDEX_NAME} has {name} in {file}, which it is not in")
+                    part = handle.get_slice(name)
+                    specs[name] = Spec(tuple(part.get_shape()), _DTYPE_OF[part.get_dtype()])
+        except SafetensorError as error:
+            raise BadInputError(f"{directory / file} is damaged: {error}") from error
+    return specs
+
+
+def cut_into_shards(specs: Mapping[str, Spec], shard_bytes: int) -> list[list[str]]:
+    """Tensors in the order of their layers, in files of at most ``shard_bytes``, or of one tensor."""
+    shards: list[list[str]] = [[]]
+    used = 0
+    for name in sorted(specs, key=natural):
+        if shards[-1] and used + specs[name].nbytes > shard_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += specs[name].nbytes
+    return shards
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Sorts names with numbers in them by the numbers."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    while data.nbytes:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def _change_config(file: Path, changes: Mapping[str, Any]) -> None:
+    config = json.loads(file.read_text())
+    changed = {key: value for key, value in {**config, **changes}.items() if key not in changes or value is not None}
+    if changed != config:
+        file.write_text(json.dumps(changed, indent=2) + "\n")

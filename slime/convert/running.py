@@ -1,0 +1,155 @@
+"""What every conversion does: refuse bad outputs, write aside, show progress, use several threads."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import re
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import TypeVar
+
+from tqdm import tqdm
+
+from slime.utils import aside
+from slime.utils.errors import BadInputError
+
+logger = logging.getLogger(__name__)
+
+WORKERS = min(8, os.cpu_count() or 1)
+"""Threads of a conversion, unless its user says otherwise."""
+_LOG_SECONDS = 10.0
+_SPARE_BYTES = 2**20
+"""What a directory takes besides its tensors, about."""
+_UNITS = {"": 1, "ki": 2**10, "mi": 2**20, "gi": 2**30, "k": 10**3, "m": 10**6, "g": 10**9}
+
+Task = TypeVar("Task")
+
+
+def main(name: str, convert: Callable[[], None]) -> int:
+    """Run a program's conversion; its exit status. Errors of the input are one line and status 2."""
+    logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
+    begin = time.monotonic()
+    try:
+        convert()
+    except (BadInputError, FileNotFoundError) as error:
+        print(f"{name}: error: {error}", file=sys.stderr)
+        return 2
+    logger.info("%s: %.1f s, peak memory %.2f GiB", name, time.monotonic() - begin, peak_memory() / 2**30)
+    return 0
+
+
+def peak_memory() -> int:
+    """The most memory that this process has had, in bytes; pages of memory-mapped files count while they are cached."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def add_output_flags(parser: argparse.ArgumentParser) -> None:
+    """``--force``, ``--chunk-size`` and ``--workers``."""
+    parser.add_argument("--force", action="store_true", help="replace an existing output")
+    parser.add_argument(
+        "--chunk-size", type=byte_count, default=byte_count("5GiB"), help="largest safetensors file; default: 5GiB"
+    )
+    parser.add_argument("--workers", type=int, default=WORKERS, help="threads; default: %(default)s")
+
+
+def byte_count(text: str) -> int:
+    """``5GiB``, ``500MB`` or a number of bytes, for argparse."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]i?)?b?", text.lower())
+    value = int(float(found[1]) * _UNITS[found[2] or ""]) if found else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"not a size: {text!r}; write it as 5GiB, 500MB or a number of bytes")
+    return value
+
+
+def check_output(output: Path, sources: Sequence[Path], *, force: bool) -> None:
+    """Refuse an output directory that has something in it or that is, or holds, what is to be read.
+
+    Raises:
+        BadInputError: it must not be written to.
+    """
+    for source in sources:
+        if output.resolve() == source.resolve() or output.resolve() in source.resolve().parents:
+            raise BadInputError(f"{output} would replace {source}, which it is made from: name another output")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())) and not force:
+        raise BadInputError(f"{output} is there already; pass --force to replace it")
+
+
+@contextlib.contextmanager
+def written_aside(output: Path, needed: int) -> Iterator[Path]:
+    """A directory to write to, which becomes ``output`` when the block ends, and is removed when it fails.
+
+    A killed process leaves it as ``.NAME.tmp`` beside the output; the next conversion to there removes it.
+
+    Raises:
+        BadInputError: there is no room for ``needed`` bytes.
+    """
+    final = output.absolute()
+    aside.discard_directory(final)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(final.parent).free
+    if free < needed + _SPARE_BYTES:
+        raise BadInputError(f"{output} needs {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free there")
+    directory = aside.begin_directory(final)
+    try:
+        yield directory
+    except BaseException:
+        aside.discard_directory(final)
+        raise
+    aside.commit_directory(final)
+
+
+class Progress:
+    """Bytes done: a bar on a terminal, else a line every ten seconds; several threads may add."""
+
+    def __init__(self, what: str, total: int, *, shown: bool = True) -> None:
+        self._what, self._total, self._done = what, total, 0
+        self._lock = threading.Lock()
+        self._shown, on_terminal = shown, sys.stderr.isatty()
+        self._bar = tqdm(desc=what, total=total, unit="B", unit_scale=True, disable=not (shown and on_terminal))
+        self._next_line = time.monotonic() + _LOG_SECONDS if shown and not on_terminal else None
+
+    def add(self, count: int) -> None:
+        """``count`` more bytes are done."""
+        with self._lock:
+            self._done += count
+            self._bar.update(count)
+            if self._next_line is not None and time.monotonic() >= self._next_line:
+                self._next_line = time.monotonic() + _LOG_SECONDS
+                self._log()
+
+    def close(self) -> None:
+        """The end, of a failure too."""
+        self._bar.close()
+        if self._next_line is not None:
+            self._log()
+
+    def _log(self) -> None:
+        share = self._done / self._total if self._total else 1.0
+        logger.info(
+            "%s: %.2f of %.2f GiB (%d %%)", self._what, self._done / 2**30, self._total / 2**30, int(100 * share)
+        )
+
+
+def run_all(tasks: Iterable[Task], do: Callable[[Task], None], workers: int) -> None:
+    """Do every task on ``workers`` threads; after a failure no further one begins, and the first is raised."""
+    with ThreadPoolExecutor(max(1, workers)) as pool:
+        futures = [pool.submit(do, task) for task in tasks]
+        try:
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        failed = next((future for future in done if future.exception() is not None), None)
+        if failed is not None:
+            pool.shutdown(wait=True, cancel_futures=True)
+            failed.result()

@@ -1,0 +1,268 @@
+"""A Megatron torch_dist checkpoint to a Hugging Face directory, through the tables of `slime.models`.
+
+No model is built. The metadata says where the parts of every parameter are, whatever layout they were saved under: the
+parts together are the parameter of a single rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig
+
+from slime.convert.hf_files import HFOutput, Spec, stored_specs
+from slime.convert.running import Progress, check_output, run_all, written_aside
+from slime.convert.stored import StoredTensors
+from slime.models import Family, Shape, family_of, weight_shape
+from slime.options.checkpoint import LATEST, is_torch_dist
+from slime.utils.errors import BadInputError
+from slime.utils.hf_reader import tensor_files
+
+logger = logging.getLogger(__name__)
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_FUSED_NORMS = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+"""megatron-core saves norms under the names that Transformer Engine gives them, where it has the layer after them too."""
+
+
+_ADD = "--add-missing-from-origin-hf takes them from --origin-hf-dir"
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a parameter is: ``index`` of the leading dimensions of a stored tensor."""
+
+    key: str
+    index: tuple[int, ...] = ()
+    """Layer and expert, as far as the stored tensor has them all in one."""
+    expert_dim: int | None = None
+    """Which of the leading dimensions counts experts."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Parameters that are read at once: one, or the experts of one stored piece."""
+
+    key: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    leading: int
+    """Dimensions before those of a parameter."""
+    names: tuple[str, ...]
+    """Of the parameters, in the order in which they follow each other."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one parameter."""
+        return self.sizes[self.leading :]
+
+
+def convert(
+    source: Path,
+    output: Path,
+    origin: Path,
+    *,
+    vocab_size: int | None = None,
+    add_missing: bool = False,
+    shard_bytes: int,
+    workers: int,
+    force: bool,
+) -> None:
+    """Write a Hugging Face directory.
+
+    Args:
+        source: a checkpoint, or a directory of them, of which the latest is taken.
+        output: the directory to write.
+        origin: the Hugging Face directory that the model came from: its config, tokenizer and generation settings.
+        vocab_size: rows of the embedding to keep; default as config.json says.
+        add_missing: take what the checkpoint lacks from the origin.
+        shard_bytes: size of one safetensors file.
+        workers: threads; each holds one parameter, or the experts of one stored piece.
+        force: replace an existing output.
+
+    Raises:
+        BadInputError: the checkpoint does not hold the model that the origin's config.json describes, or there is no
+            room for the output.
+    """
+    check_output(output, [source, origin], force=force)
+    stored = StoredTensors(find_checkpoint(source))
+    config = AutoConfig.from_pretrained(origin)
+    family, shape = family_of(config), weight_shape(config)
+    if vocab_size is not None:
+        shape = dataclasses.replace(shape, vocab_size=vocab_size)
+    located, missing = locate_all(stored, family, shape)
+    tasks = list(plan(stored, located))
+    specs = _specs(stored, tasks, family, shape)
+    copied = _taken_from_origin(specs, origin, missing, shape, add_missing)
+    total = sum(spec.nbytes for spec in (specs | copied).values())
+    progress = Progress("torch_dist to hf", total)
+    with written_aside(output, total) as directory:
+        out = HFOutput(directory, specs | copied, shard_bytes)
+
+        def do(task: Task) -> None:
+            whole = stored.read(task.key, task.offsets, task.sizes).view(-1, *task.shape)
+            for name, tensor in zip(task.names, whole, strict=True):
+                for hf_name, part in family.join(name, [tensor], shape):
+                    out.write(hf_name, part)
+                    progress.add(part.nbytes)
+
+        try:
+            run_all(tasks, do, workers)
+            _copy(origin, copied, out, progress)
+            changes = {} if vocab_size in (None, config.vocab_size) else {"vocab_size": vocab_size}
+            out.finish(origin, {**changes, "quantization_config": None})
+        finally:
+            out.close()
+            progress.close()
+
+
+def find_checkpoint(directory: Path) -> Path:
+    """A torch_dist checkpoint: the directory itself, or the latest in it.
+
+    Raises:
+        BadInputError: there is none.
+    """
+    if is_torch_dist(directory):
+        return directory
+    latest = directory / LATEST
+    if latest.is_file():
+        text = latest.read_text().strip()
+        found = directory / (f"iter_{int(text):07d}" if text.isdecimal() else text)
+        if is_torch_dist(found):
+            return found
+        raise BadInputError(f"{latest} names {found.name}, and there is no whole checkpoint of that name")
+    raise BadInputError(f"{directory} is no torch_dist checkpoint (no metadata.json), and no directory of them")
+
+
+def locate(stored: Mapping[str, object] | StoredTensors, name: str) -> Location | None:
+    """Where a global Megatron parameter is stored.
+
+    Layers are in one tensor, with a leading dimension, where all of them are alike; the experts of a layer always are.
+    """
+    expert = _EXPERT.search(name)
+    if expert is not None:
+        name = name.replace(expert[0], ".experts.experts.", 1)
+    experts = () if expert is None else (int(expert[1]),)
+    for key in (name, *(name.replace(own, fused) for own, fused in _FUSED_NORMS.items() if name.endswith(own))):
+        if key in stored:
+            return Location(key, experts, 0 if experts else None)
+        layer = _LAYER.search(key)
+        stacked = key.replace(layer[0], ".layers.", 1) if layer else key
+        if layer and stacked in stored:
+            return Location(stacked, (int(layer[1]), *experts), 1 if experts else None)
+    return None
+
+
+def locate_all(stored: StoredTensors, family: Family, shape: Shape) -> tuple[dict[str, Location], list[str]]:
+    """Where the parameters of a model are, and the Hugging Face tensors that are nowhere."""
+    located: dict[str, Location] = {}
+    missing: list[str] = []
+    for name in family.parameters(shape):
+        names = family.hf_names(name, shape)
+        found = locate(stored, name) if names else None
+        if found is not None:
+            located[name] = found
+        else:
+            missing += names
+    return located, missing
+
+
+def plan(stored: StoredTensors, located: Mapping[str, Location]) -> Iterator[Task]:
+    """What to read: experts that are stored in one piece together, so that no piece is read twice."""
+    groups: dict[tuple[str, tuple[int, ...], int], list[tuple[str, Location]]] = {}
+    piece_of: dict[tuple[str, int], dict[int, int]] = {}
+    for name, place in located.items():
+        if place.expert_dim is None:
+            groups[place.key, place.index, 0] = [(name, place)]
+            continue
+        own = (place.key, place.expert_dim)
+        if own not in piece_of:
+            piece_of[own] = {i: start for start, stop in stored.cuts(*own) for i in range(start, stop)}
+        expert = place.index[place.expert_dim]
+        piece = (place.key, place.index[: place.expert_dim], piece_of[own].get(expert, -1))
+        groups.setdefault(piece, []).append((name, place))
+    for (key, _, _), members in groups.items():
+        members.sort(key=lambda member: member[1].index)
+        size, leading = stored.shape(key), len(members[0][1].index)
+        first, last = members[0][1].index, members[-1][1].index
+        if any(i >= extent for i, extent in zip(last, size, strict=False)) or len(size) <= leading:
+            raise BadInputError(f"{stored.directory}: {key} {list(size)} has no part {list(last)}: is it another model's?")
+        counts = tuple(stop - start + 1 for start, stop in zip(first, last, strict=True))
+        offsets = (*first, *[0] * (len(size) - leading))
+        yield Task(key, offsets, (*counts, *size[leading:]), leading, tuple(name for name, _ in members))
+
+
+def _specs(stored: StoredTensors, tasks: list[Task], family: Family, shape: Shape) -> dict[str, Spec]:
+    """What will be written."""
+    specs: dict[str, Spec] = {}
+    for task in tasks:
+        meta = torch.empty(task.shape, dtype=stored.dtype(task.key), device="meta")
+        for name in task.names:
+            try:
+                specs |= {hf_name: Spec.of(tensor) for hf_name, tensor in family.join(name, [meta], shape)}
+            except (RuntimeError, IndexError) as error:
+                raise BadInputError(
+                    f"{stored.directory}: {name} is {list(task.shape)}, which does not fit the model of config.json"
+                ) from error
+            if prod(task.shape) < sum(prod(specs[n].shape) for n in family.hf_names(name, shape)):
+                raise BadInputError(f"{stored.directory}: {name} {list(task.shape)} is smaller than config.json says")
+    return specs
+
+
+def _taken_from_origin(
+    specs: Mapping[str, Spec], origin: Path, missing: list[str], shape: Shape, add_missing: bool
+) -> dict[str, Spec]:
+    """The tensors to copy from the origin, after checking those that come from the checkpoint against its.
+
+    Raises:
+        BadInputError: tensors have another shape than the origin's, or are missing.
+    """
+    originals = _original_specs(origin)
+    for name, spec in specs.items():
+        rows, *rest = originals.get(name, spec).shape
+        if [*spec.shape[1:]] != rest or spec.shape[0] not in (rows, shape.vocab_size):
+            raise BadInputError(
+                f"the checkpoint's {name} is {list(spec.shape)}, that of {origin} {[rows, *rest]}: is it another "
+                "model's? (--vocab-size says how many rows of the embedding to keep)"
+            )
+    if missing and not add_missing:
+        raise BadInputError(f"the checkpoint lacks {_some(missing)}; {_ADD}")
+    derived = (".rotary_emb.inv_freq", "weight_scale_inv", *(("lm_head.weight",) if shape.tied else ()))
+    lacking = [*missing, *(name for name in originals if name not in {*specs, *missing} and not name.endswith(derived))]
+    if not add_missing:
+        if lacking:
+            logger.warning("the checkpoint lacks, and the output will too: %s; %s", _some(lacking), _ADD)
+        return {}
+    bad = [name for name in lacking if name not in originals or originals[name].dtype.itemsize == 1]
+    if bad:
+        raise BadInputError(f"--add-missing-from-origin-hf: {origin} does not have, or only quantised, {_some(bad)}")
+    return {name: originals[name] for name in lacking}
+
+
+def _original_specs(origin: Path) -> dict[str, Spec]:
+    """The tensors of the origin, as far as it has any: only its config and tokenizer are needed."""
+    return stored_specs(origin) if any(origin.glob("*.safetensors")) else {}
+
+
+def _copy(origin: Path, copied: Mapping[str, Spec], out: HFOutput, progress: Progress) -> None:
+    file_of = tensor_files(origin) if copied else {}
+    for name, spec in copied.items():
+        with safe_open(origin / file_of[name], framework="pt") as handle:
+            out.write(name, handle.get_tensor(name))
+        progress.add(spec.nbytes)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
