@@ -36,21 +36,21 @@ Task = TypeVar("Task")
 def main(name: str, convert: Callable[[], None]) -> int:
     """Run a program's conversion; its exit status. Errors of the input are one line and status 2."""
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
-    begin = time.monotonic()
     try:
         convert()
-    except (BadInputError, FileNotFoundError) as error:
+    except (BadInputError, FileNotFoundError, ValueError) as error:
         print(f"{name}: error: {error}", file=sys.stderr)
         return 2
-    logger.info("%s: %.1f s, peak memory %.2f GiB", name, time.monotonic() - begin, peak_memory() / 2**30)
     return 0
 
 
-def peak_memory() -> int:
-    """The most memory that this process has had, in bytes; pages of memory-mapped files count while they are cached."""
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def memory() -> int:
+    """Bytes that this process holds in memory, without those of files that it has mapped; 0 where it cannot be told."""
+    try:
+        _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    except OSError:
+        return 0
+    return (resident - shared) * os.sysconf("SC_PAGESIZE")
 
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
@@ -84,6 +84,19 @@ def check_output(output: Path, sources: Sequence[Path], *, force: bool) -> None:
         raise BadInputError(f"{output} is there already; pass --force to replace it")
 
 
+def check_room(output: Path, needed: int) -> None:
+    """Remove what an interrupted conversion to there left.
+
+    Raises:
+        BadInputError: there is no room for ``needed`` bytes.
+    """
+    aside.discard_directory(output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(output.parent).free
+    if free < needed + _SPARE_BYTES:
+        raise BadInputError(f"{output} needs {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free there")
+
+
 @contextlib.contextmanager
 def written_aside(output: Path, needed: int) -> Iterator[Path]:
     """A directory to write to, which becomes ``output`` when the block ends, and is removed when it fails.
@@ -94,11 +107,7 @@ def written_aside(output: Path, needed: int) -> Iterator[Path]:
         BadInputError: there is no room for ``needed`` bytes.
     """
     final = output.absolute()
-    aside.discard_directory(final)
-    final.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(final.parent).free
-    if free < needed + _SPARE_BYTES:
-        raise BadInputError(f"{output} needs {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free there")
+    check_room(final, needed)
     directory = aside.begin_directory(final)
     try:
         yield directory
@@ -113,6 +122,7 @@ class Progress:
 
     def __init__(self, what: str, total: int, *, shown: bool = True) -> None:
         self._what, self._total, self._done = what, total, 0
+        self._begin, self._peak = time.monotonic(), memory()
         self._lock = threading.Lock()
         self._shown, on_terminal = shown, sys.stderr.isatty()
         self._bar = tqdm(desc=what, total=total, unit="B", unit_scale=True, disable=not (shown and on_terminal))
@@ -122,22 +132,22 @@ class Progress:
         """``count`` more bytes are done."""
         with self._lock:
             self._done += count
+            self._peak = max(self._peak, memory())
             self._bar.update(count)
             if self._next_line is not None and time.monotonic() >= self._next_line:
                 self._next_line = time.monotonic() + _LOG_SECONDS
-                self._log()
+                logger.info(self._line())
 
     def close(self) -> None:
         """The end, of a failure too."""
         self._bar.close()
-        if self._next_line is not None:
-            self._log()
+        if self._shown:
+            seconds = time.monotonic() - self._begin
+            logger.info("%s, %.1f s, at most %.2f GiB of memory", self._line(), seconds, self._peak / 2**30)
 
-    def _log(self) -> None:
-        share = self._done / self._total if self._total else 1.0
-        logger.info(
-            "%s: %.2f of %.2f GiB (%d %%)", self._what, self._done / 2**30, self._total / 2**30, int(100 * share)
-        )
+    def _line(self) -> str:
+        share = 100 * self._done // self._total if self._total else 100
+        return f"{self._what}: {self._done / 2**30:.2f} of {self._total / 2**30:.2f} GiB ({share} %)"
 
 
 def run_all(tasks: Iterable[Task], do: Callable[[Task], None], workers: int) -> None:

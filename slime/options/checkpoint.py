@@ -9,11 +9,18 @@ from slime.options.schema import option
 
 LATEST = "latest_checkpointed_iteration.txt"
 """The file of a checkpoint directory that names the last checkpoint in it."""
+RELEASE = "release"
+"""What `LATEST` says, and the name of the checkpoint, where it is weights to start from and no state of a run."""
 
 
 def has_checkpoint(directory: str | Path) -> bool:
-    """Whether a directory names a checkpoint that a run can resume from."""
+    """Whether a directory names a checkpoint."""
     return Path(directory, LATEST).is_file()
+
+
+def is_release(directory: str | Path) -> bool:
+    """Whether the checkpoint that a directory names holds weights only."""
+    return has_checkpoint(directory) and Path(directory, LATEST).read_text().strip() == RELEASE
 
 
 def is_torch_dist(directory: str | Path) -> bool:

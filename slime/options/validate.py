@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slime.options.algorithm_rules import derive_algorithm
-from slime.options.checkpoint import LATEST, has_checkpoint, is_torch_dist
+from slime.options.checkpoint import LATEST, has_checkpoint, is_release, is_torch_dist
 from slime.options.debug_rules import check_profile, derive_subsample, derive_templates
 from slime.options.errors import OptionError
 from slime.options.eval_datasets import CONFIG, PAIRS, EvalDataset, data_file, eval_datasets
@@ -325,6 +325,14 @@ def _load_directory(args: Namespace, warnings: list[str]) -> None:
     if args.load is None or args.placement == "rollout_only":
         return
     directory = Path(args.load)
+    if is_release(directory):
+        if args.ref_load is not None and args.ref_load != args.load:
+            raise OptionError(
+                f"--load {directory} holds weights to start from, and so does --ref-load {args.ref_load}: drop one"
+            )
+        warnings.append(f"--load {directory} holds weights only: training starts from them, as with --ref-load")
+        args.load, args.ref_load = None, args.load
+        return
     if has_checkpoint(args.load):
         last = (directory / LATEST).read_text().strip()
         if last.isdecimal() and args.num_rollout is not None and int(last) + 1 >= args.num_rollout:

@@ -27,7 +27,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from slime.backends.megatron import lora
 from slime.backends.megatron.head import VALUE_HEAD_KEY
 from slime.backends.megatron.optimizer import parts_of
-from slime.options.checkpoint import LATEST, has_checkpoint
+from slime.options.checkpoint import LATEST, RELEASE, has_checkpoint
 from slime.utils import aside, device
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def commit_directory(final: Path) -> None:
 
 
 def find_checkpoint(load_dir: str | Path) -> tuple[Path, int] | None:
-    """The latest checkpoint as (directory, rollout id); None where there is none.
+    """The latest checkpoint as (directory, rollout id); None where there is none. Of weights only, the id is -1.
 
     Raises:
         FileNotFoundError: the one that the directory calls its latest is not there.
@@ -79,10 +79,10 @@ def find_checkpoint(load_dir: str | Path) -> tuple[Path, int] | None:
         return None
     latest = Path(load_dir, LATEST)
     text = latest.read_text().strip()
-    if not text.isdecimal():
-        raise ValueError(f"{latest} should hold the number of a checkpoint, not {text!r}")
-    rollout_id = int(text)
-    directory = checkpoint_directory(load_dir, rollout_id)
+    if not text.isdecimal() and text != RELEASE:
+        raise ValueError(f"{latest} should hold the number of a checkpoint or {RELEASE}, not {text!r}")
+    rollout_id = -1 if text == RELEASE else int(text)
+    directory = Path(load_dir, RELEASE) if text == RELEASE else checkpoint_directory(load_dir, rollout_id)
     if not directory.is_dir():
         present = sorted(p.name for p in Path(load_dir).glob("iter_*"))
         raise FileNotFoundError(f"{latest} names {directory.name}, but {load_dir} has {', '.join(present) or 'none'}")
@@ -194,7 +194,10 @@ def _chunk_key(model_chunks: Sequence[Any], i: int) -> str:
 
 
 def model_state(model_chunks: Sequence[Any]) -> dict[str, Any]:
-    """Of a model with adapters these alone: what is frozen is where it came from."""
+    """What is stored of the weights: megatron-core's sharded tensors, by pipeline chunk and name.
+
+    Of a model with adapters these alone: what is frozen is where it came from.
+    """
     return {
         _chunk_key(model_chunks, i): lora.sharded_state(chunk) or chunk.sharded_state_dict(metadata=_metadata())
         for i, chunk in enumerate(model_chunks)

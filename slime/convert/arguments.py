@@ -1,0 +1,94 @@
+"""The flags of a conversion that builds a Megatron model: the user's MODEL_ARGS, against the model's config.json."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoConfig
+
+from slime.models import shape_from_hf
+from slime.options import megatron
+from slime.options.errors import OptionError
+from slime.options.installed import InstalledFlagsError, start_reading
+from slime.options.model import apply_shape, has_weights, model_directory, take_rotary_factor
+from slime.options.parser import HelpAction, StrictParser
+from slime.options.schema import add_options, option
+
+_ONE_RANK: dict[str, Any] = {
+    **dict.fromkeys(("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"), 1),
+    **dict.fromkeys(("expert_model_parallel_size", "expert_tensor_parallel_size"), 1),
+    **dict.fromkeys(("virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"), None),
+    **dict.fromkeys(("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"), None),
+    **dict.fromkeys(("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"), False),
+    **{"pipeline_model_parallel_layout": None, "sequence_parallel": False},
+    **dict.fromkeys(("recompute_granularity", "recompute_method", "recompute_num_layers"), None),
+}
+"""A checkpoint fits every layout: it is written as a single rank would."""
+
+
+@dataclass
+class ConversionOptions:
+    """Conversion."""
+
+    hf_checkpoint: str | None = option(None, "Model to convert: a directory in Hugging Face's format, or a hub id.")
+    save: str | None = option(None, "Directory for the checkpoint, to name by --ref-load or --load of train.py.")
+    force: bool = option(False, "Replace a checkpoint that an earlier conversion wrote there.")
+    custom_model_provider_path: str | None = option(
+        None, "As of train.py: function (pre_process, post_process, vp_stage=None) -> GPTModel.", hook=("model_provider",)
+    )
+    allow_config_mismatch: bool = option(False, "Warn, instead of stopping, where flags contradict config.json.")
+    distributed_timeout_minutes: float = option(10.0, "Accepted and not used.")
+    seed: int = option(1234, "Accepted and not used.")
+
+
+def parse_model_args(description: str, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """`ConversionOptions` and Megatron's flags, with the model's shape from its config.json.
+
+    Flags of the parallel layout are accepted, and set to that of one rank. A bad input prints one line that names the
+    flag and exits with status 2.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = StrictParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "-h", "--help", action=HelpAction, sections={"megatron": "Megatron"}, metavar="SECTION",
+        help="Show the conversion's own flags, or Megatron's, or all.",
+    )  # fmt: skip
+    add_options(parser, ConversionOptions)
+    own = {action.dest for action in parser._actions}
+    try:
+        with start_reading(megatron.PACKAGE, megatron.READER) as fields:
+            megatron.add_megatron_flags(parser, fields, own)
+        defaults = parser.split_defaults()
+        given = parser.parse_set(words)
+        args = argparse.Namespace(**{**defaults, **given})
+        for warning in _resolve(args, set(given)):
+            print(f"{parser.prog}: warning: {warning}", file=sys.stderr)
+    except (OptionError, InstalledFlagsError) as error:
+        parser.error(str(error))
+    return args
+
+
+def _resolve(args: argparse.Namespace, given: set[str]) -> list[str]:
+    """Fill in the model's shape; returns warnings."""
+    for flag, value in (("--hf-checkpoint", args.hf_checkpoint), ("--save", args.save)):
+        if value is None:
+            raise OptionError(f"{flag} is missing")
+    args.save = os.path.abspath(os.path.expanduser(args.save))
+    args.hf_checkpoint = model_directory(args.hf_checkpoint, with_weights=True)
+    if not has_weights(args.hf_checkpoint):
+        raise OptionError(f"--hf-checkpoint {args.hf_checkpoint}: there are no *.safetensors in it")
+    args.random_weights, args.params_dtype = False, "float32"  # no weight is computed: the checkpoint keeps their types
+    warnings: list[str] = []
+    take_rotary_factor(args, given)
+    try:
+        shape = shape_from_hf(AutoConfig.from_pretrained(args.hf_checkpoint))
+    except (ValueError, OSError) as error:
+        raise OptionError(f"--hf-checkpoint {args.hf_checkpoint}: {' '.join(str(error).split())}") from error
+    apply_shape(args, shape, given, warnings)
+    vars(args).update(_ONE_RANK)
+    return warnings
