@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.convert import running, torch_dist_to_hf  # noqa: E402
+from slime.convert import running, torch_dist_to_hf
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

@@ -39,7 +39,9 @@ class ConversionOptions:
     save: str | None = option(None, "Directory for the checkpoint, to name by --ref-load or --load of train.py.")
     force: bool = option(False, "Replace a checkpoint that an earlier conversion wrote there.")
     custom_model_provider_path: str | None = option(
-        None, "As of train.py: function (pre_process, post_process, vp_stage=None) -> GPTModel.", hook=("model_provider",)
+        None,
+        "As of train.py: function (pre_process, post_process, vp_stage=None) -> GPTModel.",
+        hook=("model_provider",),
     )
     allow_config_mismatch: bool = option(False, "Warn, instead of stopping, where flags contradict config.json.")
     distributed_timeout_minutes: float = option(10.0, "Accepted and not used.")

@@ -59,7 +59,15 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chunk-size", type=byte_count, default=byte_count("5GiB"), help="largest safetensors file; default: 5GiB"
     )
-    parser.add_argument("--workers", type=int, default=WORKERS, help="threads; default: %(default)s")
+    parser.add_argument("--workers", type=positive, default=WORKERS, help="threads; default: %(default)s")
+
+
+def positive(text: str) -> int:
+    """An int above 0, for argparse."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not above 0")
+    return value
 
 
 def byte_count(text: str) -> int:
@@ -152,7 +160,7 @@ class Progress:
 
 def run_all(tasks: Iterable[Task], do: Callable[[Task], None], workers: int) -> None:
     """Do every task on ``workers`` threads; after a failure no further one begins, and the first is raised."""
-    with ThreadPoolExecutor(max(1, workers)) as pool:
+    with ThreadPoolExecutor(workers) as pool:
         futures = [pool.submit(do, task) for task in tasks]
         try:
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
@@ -163,3 +171,8 @@ def run_all(tasks: Iterable[Task], do: Callable[[Task], None], workers: int) -> 
         if failed is not None:
             pool.shutdown(wait=True, cancel_futures=True)
             failed.result()
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few of many names, for a message."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from transformers import AutoConfig
 
 from slime.convert.hf_files import HFOutput, Spec, stored_specs
-from slime.convert.running import Progress, check_output, run_all, written_aside
+from slime.convert.running import Progress, check_output, run_all, some, written_aside
 from slime.convert.stored import StoredTensors
 from slime.models import Family, Shape, family_of, weight_shape
 from slime.options.checkpoint import LATEST, is_torch_dist
@@ -34,7 +34,7 @@ _FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
-"""megatron-core saves norms under the names that Transformer Engine gives them, where it has the layer after them too."""
+"""megatron-core may store norms under the names that Transformer Engine gives them, as a part of the layer after."""
 
 
 _ADD = "--add-missing-from-origin-hf takes them from --origin-hf-dir"
@@ -198,7 +198,9 @@ def plan(stored: StoredTensors, located: Mapping[str, Location]) -> Iterator[Tas
         size, leading = stored.shape(key), len(members[0][1].index)
         first, last = members[0][1].index, members[-1][1].index
         if any(i >= extent for i, extent in zip(last, size, strict=False)) or len(size) <= leading:
-            raise BadInputError(f"{stored.directory}: {key} {list(size)} has no part {list(last)}: is it another model's?")
+            raise BadInputError(
+                f"{stored.directory}: {key} {list(size)} has no part {list(last)}: is it another model's?"
+            )
         counts = tuple(stop - start + 1 for start, stop in zip(first, last, strict=True))
         offsets = (*first, *[0] * (len(size) - leading))
         yield Task(key, offsets, (*counts, *size[leading:]), leading, tuple(name for name, _ in members))
@@ -238,16 +240,16 @@ def _taken_from_origin(
                 "model's? (--vocab-size says how many rows of the embedding to keep)"
             )
     if missing and not add_missing:
-        raise BadInputError(f"the checkpoint lacks {_some(missing)}; {_ADD}")
+        raise BadInputError(f"the checkpoint lacks {some(missing)}; {_ADD}")
     derived = (".rotary_emb.inv_freq", "weight_scale_inv", *(("lm_head.weight",) if shape.tied else ()))
     lacking = [*missing, *(name for name in originals if name not in {*specs, *missing} and not name.endswith(derived))]
     if not add_missing:
         if lacking:
-            logger.warning("the checkpoint lacks, and the output will too: %s; %s", _some(lacking), _ADD)
+            logger.warning("the checkpoint lacks, and the output will too: %s; %s", some(lacking), _ADD)
         return {}
     bad = [name for name in lacking if name not in originals or originals[name].dtype.itemsize == 1]
     if bad:
-        raise BadInputError(f"--add-missing-from-origin-hf: {origin} does not have, or only quantised, {_some(bad)}")
+        raise BadInputError(f"--add-missing-from-origin-hf: {origin} does not have, or only quantised, {some(bad)}")
     return {name: originals[name] for name in lacking}
 
 
@@ -262,7 +264,3 @@ def _copy(origin: Path, copied: Mapping[str, Spec], out: HFOutput, progress: Pro
         with safe_open(origin / file_of[name], framework="pt") as handle:
             out.write(name, handle.get_tensor(name))
         progress.add(spec.nbytes)
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,125 @@
+"""Weights to 8 bit floating point with one scale a block, as DeepSeek publishes its models and SGLang reads them.
+
+A weight W [n, k] becomes e4m3 values Q and a float32 scale for every 128 x 128 block, ``weight_scale_inv``
+[ceil(n / 128), ceil(k / 128)], with W = Q * scale; blocks at the edges are smaller.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor
+
+from slime.convert.hf_files import HFOutput, Spec, natural, stored_specs
+from slime.convert.running import Progress, check_output, run_all, written_aside
+from slime.utils.errors import BadInputError
+from slime.utils.hf_reader import tensor_files
+
+FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max
+SCALE = "_scale_inv"
+"""Comes after the name of a weight, for that of its scales."""
+
+_KEPT = re.compile(r"norm|embed|lm_head|router|mlp\.gate\.|shared_expert_gate|eh_proj|shared_head|visual|vision")
+"""What engines keep in high precision: norms, embeddings, output layers, routers."""
+
+
+def is_quantised(name: str, spec: Spec) -> bool:
+    """Whether a tensor is the matrix of a linear layer that runs in fp8."""
+    floating = spec.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    linear = name.endswith(".weight") and ".layers." in name and len(spec.shape) == 2
+    return floating and linear and _KEPT.search(name) is None
+
+
+def quantise(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """A matrix [n, k] -> values of type e4m3 and the float32 scales of its blocks.
+
+    The largest entry of every block becomes the largest number of the type; a block of zeros has scale 1.
+    """
+    (rows, columns), (high, wide) = weight.shape, block
+    padded = F.pad(weight.float(), (0, -columns % wide, 0, -rows % high))
+    blocks = padded.unflatten(1, (-1, wide)).unflatten(0, (-1, high))  # [block row, row, block column, column]
+    largest = blocks.abs().amax(dim=(1, 3))
+    scales = torch.where(largest > 0, largest / LARGEST, 1.0)
+    values = (blocks / scales[:, None, :, None]).clamp(-LARGEST, LARGEST).to(FP8)
+    return values.flatten(2, 3).flatten(0, 1)[:rows, :columns], scales
+
+
+def scales_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    """How many blocks there are."""
+    return tuple(-(-extent // size) for extent, size in zip(shape, block, strict=True))
+
+
+def quantization_config(specs: Mapping[str, Spec], chosen: set[str], block: tuple[int, int]) -> dict[str, Any]:
+    """What config.json says of it, as DeepSeek's do; with the linear layers that are left as they are."""
+    matrices = (name for name, spec in specs.items() if name.endswith(".weight") and len(spec.shape) == 2)
+    kept = [name.removesuffix(".weight") for name in matrices if name not in chosen and "embed" not in name]
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(block),
+        "modules_to_not_convert": sorted({*kept, "lm_head"}, key=natural),
+    }
+
+
+def convert(source: Path, output: Path, *, block: tuple[int, int], shard_bytes: int, workers: int, force: bool) -> None:
+    """Write a Hugging Face directory in fp8.
+
+    Args:
+        source: a Hugging Face directory in 16 or 32 bit.
+        output: the directory to write.
+        block: rows and columns that share a scale.
+        shard_bytes: size of one safetensors file.
+        workers: threads; each holds one tensor.
+        force: replace an existing output.
+
+    Raises:
+        BadInputError: there is nothing to quantise, weights are not finite, or there is no room for the output.
+    """
+    check_output(output, [source], force=force)
+    if not (source / "config.json").is_file():
+        raise BadInputError(f"{source} is no Hugging Face directory: there is no config.json in it")
+    originals, file_of = stored_specs(source), tensor_files(source)
+    if any(name.endswith(SCALE) or spec.dtype.itemsize == 1 for name, spec in originals.items()):
+        raise BadInputError(f"{source} is quantised already")
+    chosen = {name for name, spec in originals.items() if is_quantised(name, spec)}
+    if not chosen:
+        raise BadInputError(f"{source} has no matrices of linear layers (*.layers.*.weight)")
+    specs = dict(originals)
+    for name in chosen:
+        shape = originals[name].shape
+        specs |= {name: Spec(shape, FP8), name + SCALE: Spec(scales_shape(shape, block), torch.float32)}
+    total = sum(spec.nbytes for spec in specs.values())
+    progress = Progress("hf to fp8", total)
+    with written_aside(output, total) as directory:
+        out = HFOutput(directory, specs, shard_bytes)
+
+        def put(name: str, tensor: Tensor) -> None:
+            out.write(name, tensor)
+            progress.add(tensor.nbytes)
+
+        def do(name: str) -> None:
+            with safe_open(source / file_of[name], framework="pt") as handle:
+                tensor = handle.get_tensor(name)
+            if name not in chosen:
+                put(name, tensor)
+                return
+            if not tensor.isfinite().all():
+                raise BadInputError(f"{source / file_of[name]}: {name} has entries that are not finite")
+            values, scales = quantise(tensor, block)
+            put(name, values)
+            put(name + SCALE, scales)
+
+        try:
+            run_all(originals, do, workers)
+            out.finish(source, {"quantization_config": quantization_config(originals, chosen, block)})
+        finally:
+            out.close()
+            progress.close()
