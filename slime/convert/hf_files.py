@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -109,7 +109,7 @@ class HFOutput:
         """Put a tensor into its place."""
         spec, place = self._specs[name], self._places[name]
         assert Spec.of(tensor) == spec, f"{name} is {Spec.of(tensor)}, and was announced as {spec}"
-        data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+        data: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
         _write_at(place.file, memoryview(data), place.offset)
         self._missing.discard(name)
 
@@ -146,20 +146,24 @@ def stored_specs(directory: Path) -> dict[str, Spec]:
         FileNotFoundError: neither an index nor a single safetensors file, or a file of the index is missing.
         BadInputError: a file that is damaged, or that lacks tensors of the index.
     """
-    file_of = tensor_files(directory)
-    specs: dict[str, Spec] = {}
-    for file in sorted(set(file_of.values())):
-        try:
-            with safe_open(directory / file, framework="pt") as handle:
-                present = set(handle.keys())
-                for name in (name for name, own in file_of.items() if own == file):
-                    if name not in present:
-                        raise BadInputError(f"{directory / INDEX_NAME} has {name} in {file}, which it is not in")
-                    part = handle.get_slice(name)
-                    specs[name] = Spec(tuple(part.get_shape()), _DTYPE_OF[part.get_dtype()])
-        except SafetensorError as error:
-            raise BadInputError(f"{directory / file} is damaged: {error}") from error
-    return specs
+    try:
+        file_of = tensor_files(directory)
+        return {
+            name: spec for file in sorted(set(file_of.values())) for name, spec in _headers(directory, file, file_of)
+        }
+    except SafetensorError as error:
+        raise BadInputError(f"{directory} has a damaged file: {error}") from error
+
+
+def _headers(directory: Path, file: str, file_of: Mapping[str, str]) -> Iterator[tuple[str, Spec]]:
+    """The tensors that the index has in a file."""
+    with safe_open(directory / file, framework="pt") as handle:
+        present = set(handle.keys())
+        for name in (name for name, own in file_of.items() if own == file):
+            if name not in present:
+                raise BadInputError(f"{directory / INDEX_NAME} has {name} in {file}, which it is not in")
+            part = handle.get_slice(name)
+            yield name, Spec(tuple(part.get_shape()), _DTYPE_OF[part.get_dtype()])
 
 
 def cut_into_shards(specs: Mapping[str, Spec], shard_bytes: int) -> list[list[str]]:

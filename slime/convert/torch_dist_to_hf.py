@@ -11,7 +11,6 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import torch
@@ -37,6 +36,7 @@ _FUSED_NORMS = {
 """megatron-core may store norms under the names that Transformer Engine gives them, as a part of the layer after."""
 
 
+_EMBEDDING = "embedding.word_embeddings.weight"
 _ADD = "--add-missing-from-origin-hf takes them from --origin-hf-dir"
 
 
@@ -218,8 +218,11 @@ def _specs(stored: StoredTensors, tasks: list[Task], family: Family, shape: Shap
                 raise BadInputError(
                     f"{stored.directory}: {name} is {list(task.shape)}, which does not fit the model of config.json"
                 ) from error
-            if prod(task.shape) < sum(prod(specs[n].shape) for n in family.hf_names(name, shape)):
-                raise BadInputError(f"{stored.directory}: {name} {list(task.shape)} is smaller than config.json says")
+            if name == _EMBEDDING and task.shape[0] < shape.vocab_size:
+                raise BadInputError(
+                    f"{stored.directory}: the embedding has {task.shape[0]} rows, fewer than the vocabulary of "
+                    f"{shape.vocab_size} (--vocab-size, else config.json)"
+                )
     return specs
 
 
@@ -231,6 +234,8 @@ def _taken_from_origin(
     Raises:
         BadInputError: tensors have another shape than the origin's, or are missing.
     """
+    if missing and not add_missing:
+        raise BadInputError(f"the checkpoint lacks {some(missing)}; {_ADD}")
     originals = _original_specs(origin)
     for name, spec in specs.items():
         rows, *rest = originals.get(name, spec).shape
@@ -239,8 +244,6 @@ def _taken_from_origin(
                 f"the checkpoint's {name} is {list(spec.shape)}, that of {origin} {[rows, *rest]}: is it another "
                 "model's? (--vocab-size says how many rows of the embedding to keep)"
             )
-    if missing and not add_missing:
-        raise BadInputError(f"the checkpoint lacks {some(missing)}; {_ADD}")
     derived = (".rotary_emb.inv_freq", "weight_scale_inv", *(("lm_head.weight",) if shape.tied else ()))
     lacking = [*missing, *(name for name in originals if name not in {*specs, *missing} and not name.endswith(derived))]
     if not add_missing:

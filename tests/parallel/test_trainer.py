@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from slime.convert import torch_dist_to_hf
 from slime.rollout.metrics import engine_metrics, speed_metrics
 from slime.rollout.train_data import reward_metrics, rollout_metrics
 from slime.utils.types import Sample
+from slime.weights.hf_directory import stored_tensors
 from tests.parallel import plain, rollouts, tiny
 from tests.parallel.cases import CASES
 from tests.parallel.conftest import torchrun
-from tests.parallel.outcome import Outcome, metric_error
+from tests.parallel.outcome import CRITIC, Outcome, metric_error
 
 NUM_GPUS = 0
 RTOL = 1e-5
@@ -157,20 +160,14 @@ def test_layout(layout: str, model_dir: Path, work: Path, expected: Any) -> None
 
 
 def check_reload(results: Path, saved_by: Path) -> None:
-    """What two ranks with a distributed optimizer saved goes on in one process."""
-    for suffix in ("safetensors", "rank0.json"):
-        (saved_by / f"reloaded.{suffix}").write_bytes((results / f"reloaded.{suffix}").read_bytes())
+    """What another layout saved goes on here as it would have there, to rounding."""
+    for file in ("reloaded.safetensors", "reloaded.rank0.json"):
+        shutil.copyfile(results / file, saved_by / file)
     check_resume(saved_by, "reloaded", exactly=False)
 
 
-@pytest.mark.parametrize(
-    ("kind", "cut"),
-    [
-        ("qwen3_moe", {}),
-        pytest.param("glm4_moe", {}, marks=pytest.mark.full),
-        pytest.param("deepseek_v3", CUT_BY_TENSOR, marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "cut"), [("glm4_moe", {}), ("deepseek_v3", CUT_BY_TENSOR)])
 def test_experts_go_on_in_another_layout(kind: str, cut: dict[str, Any], tmp_path: Path) -> None:
     """Exactly in the same one, and in one process from what two expert-parallel ranks saved."""
     model, saved, other = (tmp_path / name for name in ("model", "ep2", "one"))
@@ -184,11 +181,67 @@ def test_experts_go_on_in_another_layout(kind: str, cut: dict[str, Any], tmp_pat
     check_reload(other, saved)
     before, after = load_file(model / "model.safetensors"), load_file(saved / "resumed.safetensors")
     biases = [name for name in before if name.endswith("e_score_correction_bias")]
-    assert len(biases) == (0 if kind == "qwen3_moe" else 3)
+    assert len(biases) == 3
     for name in biases:
         steps = (after[name] - before[name]) / BIAS_STEP
         assert torch.allclose(steps, steps.round(), atol=1e-3)
         assert 0 < steps.abs().max() < 4.5
+
+
+def check_converted(results: Path, model: Path, output: Path) -> None:
+    """The checkpoint's weights as the tool gives them are those of the trainer that saved it, bit for bit."""
+    checkpoint = results / "checkpoint" / "iter_0000001"
+    torch_dist_to_hf.convert(checkpoint, output, model, shard_bytes=100_000, workers=2, force=False)
+    saved = load_file(results / "saved.safetensors")
+    wanted = {name: tensor for name, tensor in saved.items() if not name.startswith(CRITIC)}
+    converted = dict(stored_tensors(output))
+    assert converted.keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in converted.items())
+    assert AutoModelForCausalLM.from_pretrained(output).config.vocab_size == tiny.VOCAB
+
+
+DISTOPT, TP, PP, VPP, EP = (
+    {"use_distributed_optimizer": True},
+    {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    {"pipeline_model_parallel_size": 2},
+    {"virtual_pipeline_model_parallel_size": 2},
+    {"expert_model_parallel_size": 2},
+)
+RELOADS: dict[str, tuple[str, tuple[int, dict[str, Any]], tuple[int, dict[str, Any]]]] = {
+    "one-tp2": ("qwen3", (1, {}), (2, TP)),
+    "tp2-one": ("qwen3", (2, TP), (1, {})),
+    "tp2-pp2": ("qwen3", (2, TP), (2, PP)),
+    "pp2-tp2": ("qwen3_tied", (2, PP), (2, TP)),
+    "vpp2-dp2": ("qwen3_tied", (2, PP | VPP), (2, {})),
+    "tp2pp2-vpp2": ("llama", (4, TP | PP), (2, PP | VPP)),
+    "distopt-tp2": ("qwen2", (2, DISTOPT), (2, DISTOPT | TP)),
+    "tp2-distopt": ("qwen3", (2, DISTOPT | TP), (2, DISTOPT)),
+    "pp2-distopt-tp2": ("qwen3", (2, DISTOPT | PP), (2, DISTOPT | TP)),
+    "ep2-one": ("qwen3_moe", (2, DISTOPT | EP), (1, DISTOPT)),
+    "one-ep2": ("qwen3_moe", (1, DISTOPT), (2, DISTOPT | EP)),
+    "ep2-tp2": ("qwen3_moe", (2, EP), (2, TP)),
+    "tp2-ep2": ("qwen3_moe", (2, DISTOPT | TP), (2, DISTOPT | EP)),
+    "ep2-pp2": ("qwen3_moe", (2, DISTOPT | EP), (2, DISTOPT | PP)),
+    "dense-first-pp2-one": ("dense_first", (2, DISTOPT | PP), (1, DISTOPT)),
+    "dense-first-one-pp2": ("dense_first", (1, DISTOPT), (2, DISTOPT | PP)),
+}
+"""Kind of model, ranks and layout that save a checkpoint, and those that go on."""
+
+
+@pytest.mark.parametrize(
+    "reload", [pytest.param(name, marks=() if name == "ep2-one" else pytest.mark.full) for name in RELOADS]
+)
+def test_another_layout_goes_on(reload: str, tmp_path: Path) -> None:
+    """To rounding, optimizer state included (exactly in the same layout); and the tool reads what was saved."""
+    kind, saver, reader = RELOADS[reload]
+    model, saved, other = (tmp_path / name for name in ("model", "saved", "other"))
+    tiny.model(kind).save_pretrained(model)
+    for results, (ranks, options), case in ((saved, saver, "resume"), (other, reader, "reload_other")):
+        results.mkdir()
+        torchrun(ranks, "trainer_worker.py", model, results, saved, json.dumps(options), case, log=results / "log")
+    check_resume(saved, "resumed", exactly=True)
+    check_reload(other, saved)
+    check_converted(saved, model, tmp_path / "hf")
 
 
 def test_first_step_is_on_policy_exactly(model_dir: Path, work: Path) -> None:

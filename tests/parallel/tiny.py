@@ -129,6 +129,8 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "moonlight": {**_LATENT, "q_lora_rank": None, "tie_word_embeddings": False, "rms_norm_eps": 1e-3},
 }
+# The first of two pipeline stages has no experts.
+KINDS["dense_first"] = KINDS["qwen3_moe"] | {"mlp_only_layers": [0, 1]}
 
 
 def config(kind: str) -> Any:

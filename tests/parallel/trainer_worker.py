@@ -34,6 +34,7 @@ from tests.parallel import gathering, rollouts  # noqa: E402
 from tests.parallel.cases import CASES, Case  # noqa: E402
 
 HOOKS = Path(__file__).parents[1] / "user_hooks.py"
+DISTRIBUTED = {True: "--use-distributed-optimizer", False: "--no-use-distributed-optimizer"}
 USERS = {
     "custom_megatron_init_path": "megatron_init",
     "custom_model_provider_path": "model_provider",
@@ -82,6 +83,7 @@ class Rank:
         assert first["train/critic-lr-pg_0"] == trainer.args.lr > trainer.args.lr_warmup_init
         assert second["train/lr-pg_0"] == trainer.args.lr_warmup_init
         self.save(trainer, 1)
+        self.write("saved", [], gathering.weights(trainer))
         random = torch.rand(3)
         metrics = self.train(trainer, case, 2, 3)
         self.save(trainer, 2, dies=True)
@@ -121,10 +123,11 @@ class Rank:
         return trainer
 
     def reload_other(self, other: Path) -> None:
-        """Go on from what another layout saved."""
-        trainer = self.reload(other / "checkpoint", use_distributed_optimizer=True)
-        with pytest.raises(ValueError, match="was saved with --use-distributed-optimizer"):
-            self.reload(other / "checkpoint", use_distributed_optimizer=False)
+        """Go on from what another layout saved, with a distributed optimizer or without as it had."""
+        distributed = torch.load(other / "checkpoint" / "iter_0000001" / "common.pt")["distributed_optimizer"]
+        with pytest.raises(ValueError, match=f"was saved with {DISTRIBUTED[distributed]}"):
+            self.reload(other / "checkpoint", use_distributed_optimizer=not distributed)
+        trainer = self.reload(other / "checkpoint", use_distributed_optimizer=distributed)
         self.write("reloaded", self.train(trainer, CASES["resume"], 2, 4), gathering.weights(trainer))
 
     def nan(self) -> None:

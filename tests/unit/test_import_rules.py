@@ -74,6 +74,13 @@ RULES = (
         ),
         lazily=("sglang.srt.weight_sync.tensor_bucket", "sglang.srt.utils.MultiprocessingSerializer"),
     ),
+    # Only what builds Megatron's model to learn its names imports Megatron; the rest reads and writes files.
+    Rule("slime.convert", ("slime.models", "slime.options", "slime.utils")),
+    Rule(
+        "slime.convert.hf_to_torch_dist",
+        ("slime.convert", "slime.models", "slime.options", "slime.utils", "slime.backends.megatron"),
+        engines=("megatron",),
+    ),
     Rule("slime.ray", ("slime",), engines=("ray",)),
     Rule("slime.external_utils", ("slime.utils",)),
     Rule("slime", ()),

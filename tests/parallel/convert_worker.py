@@ -1,0 +1,45 @@
+"""Two ranks convert Hugging Face models to torch_dist, then load them under tensor parallelism as train.py does.
+
+``torchrun --nproc-per-node 2 convert_worker.py WORK_DIR MODEL_DIR...``
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from slime.convert import hf_to_torch_dist
+from slime.convert.arguments import parse_model_args
+
+from megatron.core import parallel_state  # isort: skip
+
+from slime.backends.megatron import model, parallel
+from slime.backends.megatron.learner import load_weights
+from tests.parallel import tiny
+from tests.parallel.worker import check_export, check_logits_and_gradients
+
+LAYOUT = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+
+
+def main(work: Path, directories: list[Path]) -> None:
+    report = {}
+    with hf_to_torch_dist.joined_ranks():
+        for directory in directories:
+            words = ["--hf-checkpoint", str(directory), "--save", str(work / directory.name)]
+            hf_to_torch_dist.convert(parse_model_args("", words), work / directory.name)
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+        parallel.set_seeds(1)
+        for directory in directories:
+            chunks = model.build_model(tiny.arguments(directory, **LAYOUT))
+            load_weights(chunks, str(work / directory.name))
+            check_export(chunks, directory, work / "saved" / directory.name)
+            report[directory.name] = check_logits_and_gradients(chunks, directory)
+        (work / f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]])

@@ -1,0 +1,127 @@
+"""HF -> torch_dist -> HF gives the same files, and train.py's loader reads what lies between."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from slime.convert import dcp_to_hf, torch_dist_to_hf
+from slime.convert.stored import StoredTensors
+from slime.options.checkpoint import LATEST, has_checkpoint
+from tests.parallel import tiny
+from tests.parallel.conftest import ROOT, torchrun
+from tests.ranks import run_ranks
+
+NUM_GPUS = 0
+
+KINDS = ["qwen2", "qwen3", "qwen3_tied", "llama", "qwen3_moe"]
+TOOL = ROOT / "tools" / "convert_hf_to_torch_dist.py"
+DEADLINE = 240.0
+"""Seconds for one program."""
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory, models: Callable[[str], Path]) -> Path:
+    """What two ranks made of all models; they have loaded it too, and compared weights and logits."""
+    directory = tmp_path_factory.mktemp("converted")
+    torchrun(2, "convert_worker.py", directory, *(models(kind) for kind in KINDS), log=directory / "log")
+    return directory
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_there_and_back(kind: str, work: Path, models: Callable[[str], Path], tmp_path: Path) -> None:
+    model, output = models(kind), tmp_path / "hf"
+    for rank in range(2):
+        logits, _ = json.loads((work / f"rank{rank}.json").read_text())[kind]
+        assert logits < 1e-4
+    assert (work / kind / LATEST).read_text() == "release"
+    torch_dist_to_hf.convert(work / kind, output, model, shard_bytes=2**30, workers=2, force=False)
+    for file in ("model.safetensors", "config.json", "generation_config.json"):
+        assert (output / file).read_bytes() == (model / file).read_bytes()
+    assert len(list(output.iterdir())) == 3
+
+
+def test_both_ranks_write_about_as_much(work: Path) -> None:
+    sizes = [sum(f.stat().st_size for f in (work / "qwen3" / "release").glob(f"__{rank}_*")) for rank in range(2)]
+    assert max(sizes) < 1.2 * min(sizes)
+
+
+def test_experts_are_stored_one_by_one(work: Path) -> None:
+    """So that neither way holds all experts of a layer at once."""
+    stored = StoredTensors(work / "qwen3_moe" / "release")
+    assert stored.cuts("decoder.layers.0.mlp.experts.experts.linear_fc2.weight", 0) == [(i, i + 1) for i in range(4)]
+
+
+DIES = """
+import os, signal
+from slime.convert import hf_to_torch_dist
+read, calls = hf_to_torch_dist._Reader.read, []
+def dying(self, part):
+    calls.append(part)
+    if len(calls) == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return read(self, part)
+hf_to_torch_dist._Reader.read = dying
+from tools import convert_hf_to_torch_dist
+convert_hf_to_torch_dist.main()
+"""
+
+
+def program(*words: str | Path, code: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the tool, or Python code in its place."""
+    command = [sys.executable, *((str(TOOL),) if code is None else ("-c", code)), *map(str, words)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE)
+
+
+@pytest.mark.full
+def test_the_program(models: Callable[[str], Path], tmp_path: Path) -> None:
+    """Killed in the middle it leaves nothing that train.py takes; then it does its work, and refuses to do it again."""
+    model, save = models("qwen3"), tmp_path / "torch_dist"
+    words = ("--num-layers", "4", "--swiglu", "--tensor-model-parallel-size", "2", "--hf-checkpoint", model)
+    killed = program(*words, "--save", save, code=DIES)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not has_checkpoint(save)
+    assert [path.name for path in save.iterdir()] == [".release.tmp"]
+    done = program(*words, "--save", save)
+    assert done.returncode == 0, done.stderr
+    assert "100 %" in done.stderr
+    assert sorted(path.name for path in save.iterdir()) == [LATEST, "release"]
+    for extra, problem in (
+        ((), "holds a checkpoint already; pass --force to replace it"),
+        (("--num-layers", "5"), "--num-layers is 5, config.json means 4"),
+    ):
+        refused = program(*words, "--save", save, *extra)
+        assert refused.returncode == 2
+        assert problem in refused.stderr
+    assert program(*words, "--save", save, "--force").returncode == 0
+
+
+def _save_sharded(rank: int, target: str) -> None:
+    """As FSDP2 does: every rank has some rows of each tensor."""
+    Path(target).parent.mkdir(exist_ok=True)
+    dist.init_process_group("gloo", init_method=f"file://{target}.rendezvous", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    tensors = {n: distribute_tensor(t, mesh, [Shard(0)]) for n, t in tiny.model("qwen3_moe").state_dict().items()}
+    dcp.save({"model_state": {"model": tensors}, "optim_state": {"step": torch.tensor(1)}}, checkpoint_id=target)
+    dist.destroy_process_group()
+
+
+@pytest.mark.full
+def test_tensors_that_ranks_hold_parts_of(models: Callable[[str], Path], tmp_path: Path) -> None:
+    model, output = models("qwen3_moe"), tmp_path / "hf"
+    run_ranks(_save_sharded, (str(tmp_path / "iter_1" / "model"),), 2)
+    dcp_to_hf.convert(tmp_path / "iter_1", output, model, shard_bytes=2**30, workers=2, force=False)
+    assert (output / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()

@@ -1,0 +1,446 @@
+"""Converting checkpoints: names and places, files written tensor by tensor, quantisation, what is refused."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch.distributed import checkpoint as dcp
+
+from slime.convert import dcp_to_hf, fp8, running, torch_dist_to_hf
+from slime.convert.hf_files import HFOutput, Spec, cut_into_shards, natural, stored_specs
+from slime.convert.stored import StoredTensors
+from slime.options.checkpoint import LATEST
+from slime.utils.errors import BadInputError
+from tests.parallel import tiny
+from tests.unit.test_tools import TOOLS, load
+
+NUM_GPUS = 0
+
+SETTINGS: dict[str, Any] = {"shard_bytes": 2**30, "workers": 2, "force": False}
+fsdp_tool, fp8_tool = load("convert_fsdp_to_hf"), load("convert_hf_to_fp8")
+torch_dist_tool = load("convert_torch_dist_to_hf")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Kind -> the directory of a tiny model, with a file of a tokenizer."""
+    root = tmp_path_factory.mktemp("models")
+
+    def get(kind: str) -> Path:
+        if not (root / kind).exists():
+            tiny.model(kind).save_pretrained(root / kind)
+            (root / kind / "tokenizer.json").write_text("{}")
+        return root / kind
+
+    return get
+
+
+# ---- files
+
+
+def test_files_are_those_of_the_library(tmp_path: Path) -> None:
+    """Byte for byte, whatever the order of writing."""
+    tensors = {
+        "b": torch.randn(3, 5),
+        "a": torch.randn(7).bfloat16(),
+        "ü.scalar": torch.tensor(3.0),
+        "c.fp8": torch.randn(2, 3).to(torch.float8_e4m3fn),
+        "empty": torch.empty(0, 4),
+    }
+    save_file(tensors, tmp_path / "expected.safetensors", metadata={"format": "pt"})
+    (tmp_path / "out").mkdir()
+    out = HFOutput(tmp_path / "out", {name: Spec.of(tensor) for name, tensor in tensors.items()}, 2**20)
+    for name in reversed(tensors):
+        out.write(name, tensors[name])
+    out.close()
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "expected.safetensors").read_bytes()
+
+
+def test_a_tensor_that_was_never_written_is_noticed(tmp_path: Path) -> None:
+    out = HFOutput(tmp_path, {"a": Spec((2,), torch.float32)}, 2**20)
+    with pytest.raises(AssertionError, match="never written"):
+        out.finish(tmp_path)
+    with pytest.raises(AssertionError, match="was announced"):
+        out.write("a", torch.zeros(2, dtype=torch.bfloat16))
+    out.close()
+
+
+def test_shards_follow_the_layers() -> None:
+    specs = {f"model.layers.{i}.w": Spec((100,), torch.int8) for i in reversed(range(12))} | {
+        "big": Spec((1000,), torch.int8)
+    }
+    shards = cut_into_shards(specs, 250)
+    assert shards[0] == ["big"]
+    assert shards[1:3] == [["model.layers.0.w", "model.layers.1.w"], ["model.layers.2.w", "model.layers.3.w"]]
+    assert [name for shard in shards for name in shard] == sorted(specs, key=natural)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("5GiB", 5 * 2**30), ("500MB", 500_000_000), ("1.5k", 1500), ("12", 12), ("7B", 7)]
+)
+def test_byte_counts(text: str, count: int) -> None:
+    assert running.byte_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "5GG", "-1", "0"])
+def test_bad_byte_counts(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="not a size"):
+        running.byte_count(text)
+
+
+# ---- torch_dist
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "expected"),
+    [
+        ("output_layer.weight", ["output_layer.weight"], ("output_layer.weight", ())),
+        ("decoder.layers.3.mlp.x", ["decoder.layers.mlp.x"], ("decoder.layers.mlp.x", (3,))),
+        ("decoder.layers.3.mlp.x", ["decoder.layers.3.mlp.x", "decoder.layers.mlp.x"], ("decoder.layers.3.mlp.x", ())),
+        (
+            "decoder.layers.1.input_layernorm.weight",
+            ["decoder.layers.self_attention.linear_qkv.layer_norm_weight"],
+            ("decoder.layers.self_attention.linear_qkv.layer_norm_weight", (1,)),
+        ),
+        (
+            "decoder.layers.2.pre_mlp_layernorm.weight",
+            ["decoder.layers.2.mlp.linear_fc1.layer_norm_weight"],
+            ("decoder.layers.2.mlp.linear_fc1.layer_norm_weight", ()),
+        ),
+        (
+            "decoder.layers.2.mlp.experts.7.linear_fc1.weight",
+            ["decoder.layers.2.mlp.experts.experts.linear_fc1.weight"],
+            ("decoder.layers.2.mlp.experts.experts.linear_fc1.weight", (7,)),
+        ),
+        (
+            "decoder.layers.2.mlp.experts.7.linear_fc1.weight",
+            ["decoder.layers.mlp.experts.experts.linear_fc1.weight"],
+            ("decoder.layers.mlp.experts.experts.linear_fc1.weight", (2, 7)),
+        ),
+    ],
+)
+def test_where_a_parameter_is(name: str, keys: list[str], expected: tuple[str, tuple[int, ...]]) -> None:
+    found = torch_dist_to_hf.locate(dict.fromkeys(keys), name)
+    assert found is not None
+    assert (found.key, found.index) == expected
+    assert torch_dist_to_hf.locate({}, name) is None
+
+
+def save_stacked(directory: Path, **tensors: torch.Tensor) -> StoredTensors:
+    dcp.save(tensors, checkpoint_id=directory)
+    return StoredTensors(directory)
+
+
+def test_experts_of_one_piece_are_read_together(tmp_path: Path) -> None:
+    """And layers of one piece, too, do not hide the others."""
+    name = "decoder.layers.mlp.experts.experts.linear_fc2.weight"
+    whole = torch.arange(2 * 3 * 4 * 5.0).view(2, 3, 4, 5)
+    stored = save_stacked(tmp_path, **{name: whole})
+    located = {f"{layer}.{e}": torch_dist_to_hf.Location(name, (layer, e), 1) for layer in range(2) for e in range(3)}
+    tasks = list(torch_dist_to_hf.plan(stored, located))
+    assert [task.names for task in tasks] == [("0.0", "0.1", "0.2"), ("1.0", "1.1", "1.2")]
+    for layer, task in enumerate(tasks):
+        assert torch.equal(stored.read(task.key, task.offsets, task.sizes).view(-1, *task.shape), whole[layer])
+    with pytest.raises(BadInputError, match=r"linear_fc2.weight \[2, 3, 4, 5\] has no part \[2, 0\]"):
+        list(torch_dist_to_hf.plan(stored, {"x": torch_dist_to_hf.Location(name, (2, 0), 1)}))
+
+
+def test_a_part_of_a_tensor(tmp_path: Path) -> None:
+    whole = torch.arange(24.0).view(4, 6).bfloat16()
+    stored = save_stacked(tmp_path, x=whole)
+    assert (stored.shape("x"), stored.dtype("x"), stored.cuts("x", 0)) == ((4, 6), torch.bfloat16, [(0, 4)])
+    assert torch.equal(stored.read("x", (1, 2), (3, 4)), whole[1:, 2:])
+    assert torch.equal(stored.read("x"), whole)
+
+
+def test_a_damaged_checkpoint(tmp_path: Path) -> None:
+    stored = save_stacked(tmp_path, x=torch.zeros(1000))
+    (data,) = tmp_path.glob("*.distcp")
+    data.write_bytes(data.read_bytes()[:500])
+    with pytest.raises(BadInputError, match="cannot read x"):
+        stored.read("x")
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04")
+    with pytest.raises(BadInputError, match="metadata cannot be read"):
+        StoredTensors(tmp_path)
+
+
+def test_which_torch_dist_checkpoint(tmp_path: Path) -> None:
+    for name in ("iter_0000007", "release"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metadata.json").write_text("{}")
+    with pytest.raises(BadInputError, match="no torch_dist checkpoint"):
+        torch_dist_to_hf.find_checkpoint(tmp_path)
+    for latest in ("7", "release"):
+        (tmp_path / LATEST).write_text(latest)
+        assert torch_dist_to_hf.find_checkpoint(tmp_path).name.endswith(latest)
+    assert torch_dist_to_hf.find_checkpoint(tmp_path / "iter_0000007") == tmp_path / "iter_0000007"
+    (tmp_path / LATEST).write_text("8")
+    with pytest.raises(BadInputError, match="names iter_0000008"):
+        torch_dist_to_hf.find_checkpoint(tmp_path)
+
+
+@pytest.fixture
+def torch_dist(models: Callable[[str], Path], tmp_path: Path) -> Path:
+    """The qwen3_tied model as an unsharded checkpoint with a padded vocabulary, made by hand."""
+    hf = load_file(models("qwen3_tied") / "model.safetensors")
+    stacked: dict[str, list[torch.Tensor]] = {}
+    for i in range(4):
+        own = {name.removeprefix(f"model.layers.{i}."): t for name, t in hf.items() if f"layers.{i}." in name}
+        q, k, v = (own[f"self_attn.{x}_proj.weight"].unflatten(0, (2, -1)) for x in "qkv")
+        layer = {
+            "self_attention.linear_qkv.weight": torch.cat([q, k, v], dim=1).flatten(0, 1),
+            "self_attention.linear_qkv.layer_norm_weight": own["input_layernorm.weight"],
+            "self_attention.linear_proj.weight": own["self_attn.o_proj.weight"],
+            "self_attention.q_layernorm.weight": own["self_attn.q_norm.weight"],
+            "self_attention.k_layernorm.weight": own["self_attn.k_norm.weight"],
+            "mlp.linear_fc1.layer_norm_weight": own["post_attention_layernorm.weight"],
+            "mlp.linear_fc1.weight": torch.cat([own["mlp.gate_proj.weight"], own["mlp.up_proj.weight"]]),
+            "mlp.linear_fc2.weight": own["mlp.down_proj.weight"],
+        }
+        for name, tensor in layer.items():
+            stacked.setdefault(f"decoder.layers.{name}", []).append(tensor)
+    embedding = hf["model.embed_tokens.weight"]
+    state = {name: torch.stack(parts) for name, parts in stacked.items()} | {
+        "embedding.word_embeddings.weight": torch.cat([embedding, torch.zeros(5, 64)]),
+        "decoder.final_layernorm.weight": hf["model.norm.weight"],
+        "optimizer.state.exp_avg.decoder.final_layernorm.weight": torch.zeros(64),
+    }
+    directory = tmp_path / "iter_0000003"
+    dcp.save(state, checkpoint_id=directory)
+    (directory / "metadata.json").write_text("{}")
+    return directory
+
+
+def test_torch_dist_to_hf(torch_dist: Path, models: Callable[[str], Path], tmp_path: Path) -> None:
+    """In one file the same bytes; in several the same tensors, with an index; and everything that a model needs."""
+    origin = models("qwen3_tied")
+    words = ["--input-dir", torch_dist, "--origin-hf-dir", origin, "--output-dir"]
+    assert torch_dist_tool.main([*map(str, words), str(tmp_path / "one")]) == 0
+    assert (tmp_path / "one/model.safetensors").read_bytes() == (origin / "model.safetensors").read_bytes()
+    assert torch_dist_tool.main([*map(str, words), str(tmp_path / "many"), "--chunk-size", "100kB"]) == 0
+    files = sorted((tmp_path / "many").glob("*.safetensors"))
+    assert len(files) > 5
+    assert all(file.stat().st_size < 110_000 for file in files)
+    assert stored_specs(tmp_path / "many") == stored_specs(origin)
+    for file in files:
+        with safe_open(file, "pt") as stored, safe_open(origin / "model.safetensors", "pt") as wanted:
+            assert all(torch.equal(stored.get_tensor(name), wanted.get_tensor(name)) for name in list(stored.keys()))
+    assert {path.name for path in origin.iterdir()} <= {path.name for path in (tmp_path / "one").iterdir()}
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_rows_of_the_vocabulary(torch_dist: Path, models: Callable[[str], Path], tmp_path: Path) -> None:
+    torch_dist_to_hf.convert(torch_dist, tmp_path / "out", models("qwen3_tied"), vocab_size=128, **SETTINGS)
+    assert stored_specs(tmp_path / "out")["model.embed_tokens.weight"].shape == (128, 64)
+    assert json.loads((tmp_path / "out/config.json").read_text())["vocab_size"] == 128
+    with pytest.raises(BadInputError, match="has 136 rows, fewer than the vocabulary of 200"):
+        torch_dist_to_hf.convert(torch_dist, tmp_path / "more", models("qwen3_tied"), vocab_size=200, **SETTINGS)
+
+
+def test_another_models_checkpoint(torch_dist: Path, models: Callable[[str], Path], tmp_path: Path) -> None:
+    """Nothing is written, and --add-missing-from-origin-hf gives what is not there."""
+    with pytest.raises(BadInputError, match=r"the checkpoint lacks lm_head\.weight; --add-missing"):
+        torch_dist_to_hf.convert(torch_dist, tmp_path / "out", models("qwen3"), **SETTINGS)
+    with pytest.raises(BadInputError, match=r"the checkpoint lacks model\.layers\.0\.self_attn\.q_proj\.bias"):
+        torch_dist_to_hf.convert(torch_dist, tmp_path / "out", models("qwen2"), **SETTINGS)
+    wide = tmp_path / "wide"
+    shutil.copytree(models("qwen3_tied"), wide)
+    config = json.loads((wide / "config.json").read_text())
+    (wide / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 4}))
+    with pytest.raises(BadInputError, match=r"is it another model's\?"):
+        torch_dist_to_hf.convert(torch_dist, tmp_path / "out", wide, **SETTINGS)
+    assert not list(tmp_path.glob("*out*"))
+    torch_dist_to_hf.convert(torch_dist, tmp_path / "out", models("qwen3"), add_missing=True, **SETTINGS)
+    written, origin = (load_file(d / "model.safetensors") for d in (tmp_path / "out", models("qwen3")))
+    assert torch.equal(written["lm_head.weight"], origin["lm_head.weight"])
+    assert not torch.equal(written["model.norm.weight"], origin["model.norm.weight"])
+
+
+# ---- FSDP
+
+
+@pytest.mark.parametrize("prefix", ["", "model_state.model."])
+@pytest.mark.parametrize("kind", ["qwen3_tied", "qwen3_moe"])
+def test_fsdp_to_hf(prefix: str, kind: str, models: Callable[[str], Path], tmp_path: Path) -> None:
+    """With the names that transformers has in memory, its experts of a layer in one tensor."""
+    model = tiny.model(kind).state_dict()
+    other = {"optim_state." + name: tensor for name, tensor in model.items()}
+    dcp.save({prefix + name: t for name, t in model.items()} | other, checkpoint_id=tmp_path / "iter_1" / "model")
+    words = ["--input-dir", tmp_path / "iter_1", "--output-dir", tmp_path / "out", "--origin-hf-dir", models(kind)]
+    assert fsdp_tool.main([*map(str, words)]) == 0
+    for file in models(kind).iterdir():
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_what_is_no_fsdp_checkpoint(models: Callable[[str], Path], tmp_path: Path) -> None:
+    origin, out = models("qwen3"), tmp_path / "out"
+    with pytest.raises(BadInputError, match=r"there is no \.metadata in"):
+        dcp_to_hf.convert(tmp_path, out, origin, **SETTINGS)
+    state = dict(tiny.model("qwen3").state_dict())
+    dcp.save({**state, "model.norm.weight": torch.zeros(65)}, checkpoint_id=tmp_path / "wide")
+    with pytest.raises(BadInputError, match=r"makes model\.norm\.weight \[65\], and that of .* is \[64\]"):
+        dcp_to_hf.convert(tmp_path / "wide", out, origin, **SETTINGS)
+    dcp.save({name: t for name, t in state.items() if "norm" not in name}, checkpoint_id=tmp_path / "some")
+    with pytest.raises(BadInputError, match=r"has no tensors for model\.layers\.0\.input_layernorm\.weight"):
+        dcp_to_hf.convert(tmp_path / "some", out, origin, **SETTINGS)
+    (tmp_path / "some" / "common.pt").touch()
+    with pytest.raises(BadInputError, match="use tools/convert_torch_dist_to_hf"):
+        dcp_to_hf.convert(tmp_path / "some", out, origin, **SETTINGS)
+
+
+# ---- fp8
+
+
+def quantised_by_hand(weight: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Block after block."""
+    rows, columns = weight.shape
+    values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(-(-rows // block), -(-columns // block))
+    for i in range(scales.size(0)):
+        for j in range(scales.size(1)):
+            place = slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block)
+            own = weight[place].float()
+            scales[i, j] = own.abs().max() / 448 if own.any() else 1.0
+            values[place] = (own / scales[i, j]).to(torch.float8_e4m3fn)
+    return values, scales
+
+
+@pytest.mark.parametrize("shape", [(256, 128), (131, 200), (64, 64), (1, 300)])
+def test_quantisation(shape: tuple[int, int]) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16() * 3
+    weight[: shape[0] // 2, :128] = 0
+    values, scales = fp8.quantise(weight, (128, 128))
+    expected, expected_scales = quantised_by_hand(weight, 128)
+    assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(scales, expected_scales)
+    assert scales.shape == fp8.scales_shape(shape, (128, 128))
+    restored = values.float() * scales.repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]
+    error, largest = (restored - weight.float()).abs(), float(weight.abs().max())
+    # Three bits of mantissa: half of the last is a 16th; below the smallest normal number, steps are even.
+    assert bool((error <= weight.float().abs() / 16 + largest / 448 * 2**-10).all())
+
+
+def test_fp8_model(models: Callable[[str], Path], tmp_path: Path) -> None:
+    origin, out = models("qwen3_moe"), tmp_path / "fp8"
+    assert fp8_tool.main(["--model-dir", str(origin), "--save-dir", str(out)]) == 0
+    before, after = load_file(origin / "model.safetensors"), load_file(out / "model.safetensors")
+    kept = {name for name in before if torch.equal(before[name], after[name].to(before[name].dtype))}
+    assert kept == {
+        *("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"),
+        *(name for name in before if "norm" in name or "mlp.gate.weight" in name),
+    }
+    for name in before.keys() - kept:
+        values, scales = quantised_by_hand(before[name], 128)
+        assert torch.equal(after[name].view(torch.uint8), values.view(torch.uint8))
+        assert torch.equal(after[name + "_scale_inv"], scales)
+    assert len(after) == len(before) + len(before.keys() - kept)
+    config = json.loads((out / "config.json").read_text())
+    assert config["dtype"] == "float32"
+    assert config.pop("quantization_config") == {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head", *(f"model.layers.{i}.mlp.gate" for i in (0, 2, 3))],
+    }
+    assert config == json.loads((origin / "config.json").read_text())
+    with pytest.raises(BadInputError, match="quantised already"):
+        fp8.convert(out, tmp_path / "again", block=(128, 128), **SETTINGS)
+
+
+# ---- what is refused, and what an interrupted conversion leaves
+
+
+def test_outputs_that_are_refused(models: Callable[[str], Path], tmp_path: Path, capsys: Any) -> None:
+    origin = tmp_path / "in" / "model"
+    shutil.copytree(models("qwen3"), origin)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
+    for output, force, problem in (
+        ("full", [], "is there already; pass --force to replace it"),
+        ("in/model", ["--force"], "would replace"),
+        ("in", ["--force"], "would replace"),
+    ):
+        words = ["--model-dir", str(origin), "--save-dir", str(tmp_path / output), *force]
+        assert fp8_tool.main(words) == 2
+        assert problem in capsys.readouterr().err
+    assert fp8_tool.main(["--model-dir", str(origin), "--save-dir", str(tmp_path / "full"), "--force"]) == 0
+    assert not (tmp_path / "full" / "x").exists()
+
+
+def test_bad_models(models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(models("qwen3"), model)
+    tensors = load_file(model / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+
+    def refused(error: type[Exception], problem: str) -> None:
+        with pytest.raises(error, match=problem):
+            fp8.convert(model, tmp_path / "out", block=(128, 128), **SETTINGS)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: argparse.Namespace(free=1000))
+        refused(BadInputError, "needs 0.00 GiB, and 0.00 GiB are free there")
+    save_file({**tensors, name: tensors[name] * float("nan")}, model / "model.safetensors")
+    refused(BadInputError, f"{name} has entries that are not finite")
+    (model / "model.safetensors").write_bytes(b"12345678")
+    refused(BadInputError, "has a damaged file")
+    (model / "model.safetensors").unlink()
+    refused(FileNotFoundError, "has no model.safetensors.index.json and no model.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "model-00001-of-00002.safetensors")}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(FileNotFoundError, "names files that are not there: model-00001-of-00002.safetensors")
+    save_file({"x": torch.zeros(1)}, model / "model-00001-of-00002.safetensors")
+    refused(BadInputError, "which it is not in")
+    (model / "config.json").unlink()
+    refused(BadInputError, "there is no config.json in it")
+
+
+DIES = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+from slime.convert.hf_files import HFOutput
+write, calls = HFOutput.write, []
+def dying(self, name, tensor):
+    write(self, name, tensor)
+    calls.append(name)
+    if len(calls) == 7:
+        os.kill(os.getpid(), signal.SIGKILL)
+HFOutput.write = dying
+from tools import convert_hf_to_fp8
+convert_hf_to_fp8.main(sys.argv[1:])
+"""
+
+
+def test_killed_in_the_middle(models: Callable[[str], Path], tmp_path: Path) -> None:
+    """Nothing is under the output's name; the next conversion removes what was written."""
+    words = ["--model-dir", str(models("qwen3")), "--save-dir", str(tmp_path / "out")]
+    command = [sys.executable, "-c", DIES.format(root=str(TOOLS.parent)), *words]
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ})
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert [path.name for path in tmp_path.iterdir()] == [".out.tmp"]
+    assert not (tmp_path / ".out.tmp" / "config.json").exists()
+    assert fp8_tool.main(words) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("tool", [torch_dist_tool, fsdp_tool, fp8_tool])
+def test_help(tool: Any, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as done:
+        tool.main(["--help"])
+    assert done.value.code == 0
+    assert "--force" in capsys.readouterr().out
