@@ -30,6 +30,7 @@ def derive_all(args: Namespace, warnings: list[str]) -> None:
     """Everything that needs neither the model's config nor a user's code; warnings are appended to the list."""
     _precision(args)
     _debug_modes(args)
+    _load_release(args, warnings)
     if missing := list(_missing(args)):
         raise OptionError("; ".join(missing))
     _placement(args, warnings)
@@ -320,19 +321,23 @@ def _checkpoints(args: Namespace) -> None:
         raise OptionError(f"{flag} needs --ref-load: a Hugging Face or torch_dist directory of the reference model")
 
 
+def _load_release(args: Namespace, warnings: list[str]) -> None:
+    """A ``--load`` that a conversion wrote has weights to start from and no run to continue."""
+    if args.load is None or not is_release(os.path.expanduser(args.load)):
+        return
+    if args.ref_load is not None and os.path.realpath(args.ref_load) != os.path.realpath(args.load):
+        raise OptionError(
+            f"--load {args.load} holds weights to start from, and so does --ref-load {args.ref_load}: drop one"
+        )
+    warnings.append(f"--load {args.load} holds weights only: training starts from them, as with --ref-load")
+    args.load, args.ref_load = None, args.load
+
+
 def _load_directory(args: Namespace, warnings: list[str]) -> None:
     """What ``--load`` must hold: checkpoints of an earlier run, or nothing where this run saves there."""
     if args.load is None or args.placement == "rollout_only":
         return
     directory = Path(args.load)
-    if is_release(directory):
-        if args.ref_load is not None and args.ref_load != args.load:
-            raise OptionError(
-                f"--load {directory} holds weights to start from, and so does --ref-load {args.ref_load}: drop one"
-            )
-        warnings.append(f"--load {directory} holds weights only: training starts from them, as with --ref-load")
-        args.load, args.ref_load = None, args.load
-        return
     if has_checkpoint(args.load):
         last = (directory / LATEST).read_text().strip()
         if last.isdecimal() and args.num_rollout is not None and int(last) + 1 >= args.num_rollout:

@@ -263,6 +263,7 @@ def test_config_mismatch(parse: Parse, fails: Fails, capsys: pytest.CaptureFixtu
         ("--load ckpt --save other", "", "ckpt: there is no checkpoint in it"),
         ("--load model --save model", "", "model is a Hugging Face directory: --load is for resuming"),
         ("--load torch_dist", "", "torch_dist is one checkpoint: name the directory above it"),
+        ("--load converted --ref-load model", "", "--load converted holds weights to start from"),
         ("--hf-checkpoint bare", "", "bare: there are no *.safetensors in it"),
         ("--hf-checkpoint bare --debug-rollout-only", "", "bare: there are no *.safetensors in it"),
         ("--ref-load bare", "", "--ref-load {directory}/bare: there are neither *.safetensors nor a checkpoint"),
@@ -276,6 +277,8 @@ def test_bad_input_is_one_line_with_status_2(
 ) -> None:
     (directory / "torch_dist").mkdir()
     (directory / "torch_dist" / "metadata.json").touch()
+    (directory / "converted").mkdir()
+    (directory / "converted" / "latest_checkpointed_iteration.txt").write_text("release")
     (directory / "bare").mkdir()
     (directory / "bare" / "config.json").write_text(json.dumps(QWEN3))
     assert expected.replace("{directory}", str(directory)) in fails(words, without)
@@ -293,6 +296,18 @@ def test_weights_are_asked_for_only_where_they_are_read(parse: Parse, directory:
     (directory / "ckpt").mkdir()
     (directory / "ckpt" / "latest_checkpointed_iteration.txt").write_text("3")
     parse(f"{replay} --load ckpt")
+
+
+def test_a_run_may_load_what_a_conversion_wrote(
+    parse: Parse, directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Then it starts from these weights, and there is nothing to resume."""
+    (directory / "converted").mkdir()
+    (directory / "converted" / "latest_checkpointed_iteration.txt").write_text("release")
+    for words in ("--load converted", "--load converted --ref-load converted/", "--load converted --use-kl-loss"):
+        args = parse(words)
+        assert (args.load, args.ref_load) == (None, str(directory / "converted"))
+        assert "warning: --load converted holds weights only" in capsys.readouterr().err
 
 
 def test_a_fresh_run_may_load_from_where_it_saves(parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:

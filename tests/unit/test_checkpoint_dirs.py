@@ -14,7 +14,7 @@ from slime.backends.megatron.checkpoint import (
     commit_save,
     find_checkpoint,
 )
-from slime.options.checkpoint import is_torch_dist
+from slime.options.checkpoint import is_release, is_torch_dist
 from tests.algorithm_options import algorithm_options
 
 
@@ -74,9 +74,22 @@ def test_latest_that_is_not_there(tmp_path: Path) -> None:
     latest.write_text("2")
     with pytest.raises(FileNotFoundError, match=r"names iter_0000002, but .* has iter_0000001"):
         find_checkpoint(tmp_path)
-    latest.write_text("release")
-    with pytest.raises(ValueError, match="should hold the number of a checkpoint, not 'release'"):
+    latest.write_text("last")
+    with pytest.raises(ValueError, match="should hold the number of a checkpoint or release, not 'last'"):
         find_checkpoint(tmp_path)
+
+
+def test_a_release_is_followed_by_the_first_rollout(tmp_path: Path) -> None:
+    """It holds weights only, as a conversion writes them."""
+    latest = tmp_path / "latest_checkpointed_iteration.txt"
+    latest.write_text("release")
+    assert is_release(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"names release, but .* has none"):
+        find_checkpoint(tmp_path)
+    (tmp_path / "release").mkdir()
+    assert find_checkpoint(tmp_path) == (tmp_path / "release", -1)
+    latest.write_text("3")
+    assert not is_release(tmp_path)
 
 
 def test_torch_dist_directory_is_known_by_the_file_written_last(tmp_path: Path) -> None:
