@@ -77,12 +77,15 @@ class Part:
 
 
 def check_target(save: Path, *, force: bool) -> None:
-    """Refuse a directory that has something in it, but for what an earlier conversion wrote there with ``force``.
+    """Refuse a directory that has something in it, but for what an earlier conversion wrote there, with ``force``.
+
+    What an interrupted one left is nothing.
 
     Raises:
         BadInputError: it must not be written to.
     """
-    if not save.exists() or (save.is_dir() and not any(save.iterdir())):
+    leftover = aside.unfinished(save / RELEASE)
+    if not save.exists() or (save.is_dir() and not [path for path in save.iterdir() if path != leftover]):
         return
     if not is_release(save):
         raise BadInputError(f"--save {save} has other things in it than an earlier conversion: name another directory")
