@@ -17,7 +17,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from slime.convert import dcp_to_hf, torch_dist_to_hf
+from slime.convert import dcp_to_hf, fp8, torch_dist_to_hf
 from slime.convert.stored import StoredTensors
 from slime.options.checkpoint import LATEST, has_checkpoint
 from tests.parallel import tiny
@@ -107,6 +107,40 @@ def test_the_program(models: Callable[[str], Path], tmp_path: Path) -> None:
         assert refused.returncode == 2
         assert problem in refused.stderr
     assert program(*words, "--save", save, "--force").returncode == 0
+
+
+SGLANG_READS = """
+import json, sys
+import torch
+from pathlib import Path
+from safetensors.torch import load_file
+from slime.backends.sglang import compat
+compat.install()
+from sglang.srt.layers.quantization.fp8 import Fp8Config
+from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant
+from sglang.srt.layers.quantization.utils import is_layer_skipped
+origin, quantised = (load_file(Path(path, "model.safetensors")) for path in sys.argv[1:])
+config = Fp8Config.from_config(json.loads(Path(sys.argv[2], "config.json").read_text())["quantization_config"])
+assert config.is_checkpoint_fp8_serialized and config.activation_scheme == "dynamic"
+for name, tensor in quantised.items():
+    if not name.endswith(".weight") or tensor.dim() < 2 or "embed" in name:
+        continue
+    skipped = is_layer_skipped(name.removesuffix(".weight"), config.ignored_layers, config.packed_modules_mapping)
+    assert skipped == (tensor.dtype != torch.float8_e4m3fn), name
+    if not skipped:
+        scales = quantised[name + "_scale_inv"]
+        restored = block_quant_dequant(tensor, scales, config.weight_block_size, torch.float32)
+        assert torch.allclose(restored, origin[name], rtol=1 / 16, atol=float(scales.max()) * 2**-10), name
+"""
+
+
+@pytest.mark.full
+def test_sglang_reads_fp8(models: Callable[[str], Path], tmp_path: Path) -> None:
+    """What it takes from config.json, and what its own function makes of values and scales."""
+    model = models("qwen3_moe")
+    fp8.convert(model, tmp_path / "fp8", block=(128, 128), shard_bytes=2**30, workers=2, force=False)
+    done = program(model, tmp_path / "fp8", code=SGLANG_READS)
+    assert done.returncode == 0, done.stderr
 
 
 def _save_sharded(rank: int, target: str) -> None:
