@@ -20,6 +20,11 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.utils import (
+    add_prefix_for_sharding,
+    extract_nonpersistent,
+    extract_sharded_base,
+)
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -100,7 +105,7 @@ def save_state(
     # a killed trainer. Only saves in the background read the queue from another process.
     filesystem_async._results_queue = queue.Queue()
     state = model_state(model_chunks)
-    state["optimizer"] = optimizer.sharded_state_dict(state, metadata=_metadata())
+    state["optimizer"] = _with_parts_of_other_stages(optimizer, _optimizer_state(optimizer, state))
     state["scheduler"] = scheduler.state_dict()
     state["rng_state"] = _sharded_rng_state()
     state["layout"] = _layout()
@@ -147,7 +152,7 @@ def load_state(
         flag = "--use-distributed-optimizer" if saved["distributed_optimizer"] else "--no-use-distributed-optimizer"
         raise ValueError(f"{directory} was saved with {flag}, and its optimizer state can only be loaded with it")
     state = model_state(model_chunks)
-    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=True, metadata=_metadata())
+    state["optimizer"] = _optimizer_state(optimizer, state, is_loading=True)
     same_layout = saved["layout"] == _layout()
     if same_layout:
         state["rng_state"] = _sharded_rng_state()
@@ -155,7 +160,7 @@ def load_state(
         logger.warning(f"{directory} has {saved['layout']}, this run {_layout()}: its random state is not restored")
     loaded = dist_checkpointing.load(state, str(directory))
     _put_model(loaded, model_chunks)
-    optimizer.load_state_dict(loaded["optimizer"])
+    _load_optimizer(optimizer, loaded["optimizer"])
     scheduler.load_state_dict(loaded["scheduler"])
     if same_layout:
         _set_rng_state(loaded["rng_state"][0])
@@ -226,6 +231,50 @@ def _layout() -> dict[str, int]:
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
     }
+
+
+def _optimizer_state(
+    optimizer: MegatronOptimizer, model: dict[str, Any], *, is_loading: bool = False
+) -> dict[str | int, Any]:
+    """What is stored of an optimizer, by number where dense and expert parameters have their own.
+
+    megatron-core 0.16.1 fails where one of them has no parameters: on a pipeline stage without experts.
+    """
+    if not _lacks_parts(optimizer):
+        return dict(optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_metadata()))
+    state: dict[str | int, Any] = {}
+    for i, part in enumerate(optimizer.chained_optimizers):
+        if part.optimizer is not None:
+            state[i] = part.sharded_state_dict(model, is_loading=is_loading, metadata=_metadata())
+            add_prefix_for_sharding(state[i], f"chained_{i}.")
+    return state
+
+
+def _with_parts_of_other_stages(optimizer: MegatronOptimizer, state: dict[str | int, Any]) -> dict[str | int, Any]:
+    """``state``, with what ranks have in common of parts that this one lacks: what the first rank has is saved."""
+    count = len(getattr(optimizer, "chained_optimizers", [optimizer]))
+    if count == 1:
+        return state
+    common = {i: extract_sharded_base(extract_nonpersistent(state[i])[1])[1] for i in range(count) if i in state}
+    group = parallel_state.get_pipeline_model_parallel_group()
+    of_stages: list[dict[int, Any]] = [{}] * group.size()
+    dist.all_gather_object(of_stages, common, group=group)
+    for own in of_stages:
+        state = {**own, **state}
+    return state
+
+
+def _load_optimizer(optimizer: MegatronOptimizer, loaded: dict[str | int, Any]) -> None:
+    if not _lacks_parts(optimizer):
+        optimizer.load_state_dict(loaded)
+        return
+    for i, part in enumerate(optimizer.chained_optimizers):
+        if part.optimizer is not None:
+            part.load_state_dict(loaded[i])
+
+
+def _lacks_parts(optimizer: MegatronOptimizer) -> bool:
+    return len(parts_of(optimizer)) < len(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def _is_distributed(optimizer: MegatronOptimizer) -> bool:
