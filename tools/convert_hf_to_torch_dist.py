@@ -4,9 +4,9 @@
     python tools/convert_hf_to_torch_dist.py ${MODEL_ARGS[@]} --hf-checkpoint MODEL --save MODEL_torch_dist
 
 Shape flags are compared with config.json and may be left out. The checkpoint fits every parallel layout: flags of one
-are accepted and change nothing. Weights keep the types that they have. Nothing is computed and no GPU is used; each
-rank holds one parameter at a time (of experts, one expert's), whatever the model's size. Under torchrun each rank
-writes its share:
+are accepted and change nothing. Weights keep the types that they have. Nothing is computed and no GPU is used.
+Memory: 0.3 GiB and about three times the largest parameter (the embedding, as a rule), whatever the model's size.
+Under torchrun each rank writes its share:
 
     torchrun --nproc-per-node 8 tools/convert_hf_to_torch_dist.py --hf-checkpoint MODEL --save MODEL_torch_dist
 """

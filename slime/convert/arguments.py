@@ -44,8 +44,6 @@ class ConversionOptions:
         hook=("model_provider",),
     )
     allow_config_mismatch: bool = option(False, "Warn, instead of stopping, where flags contradict config.json.")
-    distributed_timeout_minutes: float = option(10.0, "Accepted and not used.")
-    seed: int = option(1234, "Accepted and not used.")
 
 
 def parse_model_args(description: str, argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -122,7 +122,7 @@ class HelpAction(argparse.Action):
         """Print the chosen sections and exit with status 0."""
         if values not in (None, "all", *self.sections):
             parser.error(f"--help {values}: there are {', '.join(self.sections)} and all")
-        formatter = argparse.HelpFormatter(parser.prog, max_help_position=36, width=120)
+        formatter = parser.formatter_class(parser.prog, max_help_position=36, width=120)
         formatter.add_text(parser.description)
         for group in parser._action_groups:
             section = next((s for s, prefix in self.sections.items() if (group.title or "").startswith(prefix)), None)

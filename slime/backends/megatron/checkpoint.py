@@ -235,14 +235,14 @@ def _layout() -> dict[str, int]:
 
 def _optimizer_state(
     optimizer: MegatronOptimizer, model: dict[str, Any], *, is_loading: bool = False
-) -> dict[str | int, Any]:
+) -> dict[Any, Any]:
     """What is stored of an optimizer, by number where dense and expert parameters have their own.
 
     megatron-core 0.16.1 fails where one of them has no parameters: on a pipeline stage without experts.
     """
     if not _lacks_parts(optimizer):
         return dict(optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_metadata()))
-    state: dict[str | int, Any] = {}
+    state: dict[Any, Any] = {}
     for i, part in enumerate(optimizer.chained_optimizers):
         if part.optimizer is not None:
             state[i] = part.sharded_state_dict(model, is_loading=is_loading, metadata=_metadata())
@@ -250,7 +250,7 @@ def _optimizer_state(
     return state
 
 
-def _with_parts_of_other_stages(optimizer: MegatronOptimizer, state: dict[str | int, Any]) -> dict[str | int, Any]:
+def _with_parts_of_other_stages(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> dict[Any, Any]:
     """``state``, with what ranks have in common of parts that this one lacks: what the first rank has is saved."""
     count = len(getattr(optimizer, "chained_optimizers", [optimizer]))
     if count == 1:
@@ -264,7 +264,7 @@ def _with_parts_of_other_stages(optimizer: MegatronOptimizer, state: dict[str | 
     return state
 
 
-def _load_optimizer(optimizer: MegatronOptimizer, loaded: dict[str | int, Any]) -> None:
+def _load_optimizer(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -> None:
     if not _lacks_parts(optimizer):
         optimizer.load_state_dict(loaded)
         return
