@@ -142,7 +142,8 @@ class Progress:
             self._done += count
             self._peak = max(self._peak, memory())
             self._bar.update(count)
-            if self._next_line is not None and time.monotonic() >= self._next_line:
+            due = self._next_line is not None and time.monotonic() >= self._next_line
+            if due and self._done < self._total:
                 self._next_line = time.monotonic() + _LOG_SECONDS
                 logger.info(self._line())
 
