@@ -244,7 +244,7 @@ def _optimizer_state(
         return dict(optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_metadata()))
     state: dict[Any, Any] = {}
     for i, part in enumerate(optimizer.chained_optimizers):
-        if part.optimizer is not None:
+        if _has_parameters(part):
             state[i] = part.sharded_state_dict(model, is_loading=is_loading, metadata=_metadata())
             add_prefix_for_sharding(state[i], f"chained_{i}.")
     return state
@@ -269,12 +269,20 @@ def _load_optimizer(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -> Non
         optimizer.load_state_dict(loaded)
         return
     for i, part in enumerate(optimizer.chained_optimizers):
-        if part.optimizer is not None:
+        if _has_parameters(part):
             part.load_state_dict(loaded[i])
 
 
 def _lacks_parts(optimizer: MegatronOptimizer) -> bool:
-    return len(parts_of(optimizer)) < len(getattr(optimizer, "chained_optimizers", [optimizer]))
+    return not all(_has_parameters(part) for part in getattr(optimizer, "chained_optimizers", []))
+
+
+def _has_parameters(part: MegatronOptimizer) -> bool:
+    if part.optimizer is None:
+        return False
+    if isinstance(part, DistributedOptimizer):  # of small models a rank may have no share, yet take part
+        return bool(part.buffers)
+    return any(group["params"] for group in part.optimizer.param_groups)
 
 
 def _is_distributed(optimizer: MegatronOptimizer) -> bool:
