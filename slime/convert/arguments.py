@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import AutoConfig
-
-from slime.models import shape_from_hf
+from slime.models import hf_config, shape_from_hf
 from slime.options import megatron
 from slime.options.errors import OptionError
 from slime.options.installed import InstalledFlagsError, start_reading
@@ -86,7 +84,7 @@ def _resolve(args: argparse.Namespace, given: set[str]) -> list[str]:
     warnings: list[str] = []
     take_rotary_factor(args, given)
     try:
-        shape = shape_from_hf(AutoConfig.from_pretrained(args.hf_checkpoint))
+        shape = shape_from_hf(hf_config(args.hf_checkpoint))
     except (ValueError, OSError) as error:
         raise OptionError(f"--hf-checkpoint {args.hf_checkpoint}: {' '.join(str(error).split())}") from error
     apply_shape(args, shape, given, warnings)

@@ -26,7 +26,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from transformers import AutoConfig
 
 from slime.backends.megatron import compat
 
@@ -43,12 +42,13 @@ from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
 
 from slime.backends.megatron.checkpoint import begin_directory, commit_directory, model_state  # noqa: E402
 from slime.backends.megatron.model import build_model  # noqa: E402
-from slime.backends.megatron.weights_io import HFWeights, check_names, global_parameters  # noqa: E402
+from slime.backends.megatron.weights_io import check_names, global_weights  # noqa: E402
 from slime.convert.running import Progress, check_room  # noqa: E402
-from slime.models import Family, Shape, family_of, weight_shape  # noqa: E402
+from slime.models import Family, Shape, family_of, hf_config, weight_shape  # noqa: E402
 from slime.options.checkpoint import LATEST, RELEASE, is_release  # noqa: E402
 from slime.utils import aside  # noqa: E402
 from slime.utils.errors import BadInputError  # noqa: E402
+from slime.utils.hf_reader import HFWeights, kept_dtype  # noqa: E402
 
 _DEADLINE = timedelta(hours=6)
 """Until the slowest rank has written its share."""
@@ -136,7 +136,7 @@ _Sources = dict[int, list[tuple[str, Tensor]]]
 
 def _by_storage(chunks: list[Any]) -> _Sources:
     sources: _Sources = {}
-    for name, tensor in global_parameters(chunks):
+    for name, tensor in global_weights(chunks):
         sources.setdefault(tensor.untyped_storage()._cdata, []).append((name, tensor))
     return sources
 
@@ -179,7 +179,7 @@ class _Reader:
         found: dict[str, torch.dtype] = {}
         for part in parts:
             for source in self._family.sources(part.name, self._shape):
-                own = self._weights[source][(slice(0, 0),)].dtype
+                own = kept_dtype(self._weights[source])
                 found[part.key] = torch.promote_types(found.get(part.key, own), own)
         return found
 
@@ -244,12 +244,12 @@ def convert(args: Namespace, save: Path) -> None:
         BadInputError: the weights do not fit config.json, or there is no room for the checkpoint.
     """
     hf_dir = Path(args.hf_checkpoint)
-    config = AutoConfig.from_pretrained(hf_dir)
+    config = hf_config(hf_dir)
     family, shape = family_of(config), weight_shape(config)
     parts, objects = parts_of_model(args)
     rank, final = dist.get_rank(), save.absolute() / RELEASE
     with HFWeights(hf_dir) as weights:
-        check_names(family, shape, weights.file_of, hf_dir)
+        check_names(family, shape, weights, hf_dir, family.carried(config))
         reader = _Reader(weights, family, shape)
         dtypes = reader.dtypes(parts)
         sizes = [prod(part.size) * dtypes[part.key].itemsize for part in parts]

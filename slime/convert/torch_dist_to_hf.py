@@ -14,16 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from transformers import AutoConfig
 
 from slime.convert.hf_files import HFOutput, Spec, stored_specs
 from slime.convert.running import Progress, check_output, run_all, some, written_aside
 from slime.convert.stored import StoredTensors
-from slime.models import Family, Shape, family_of, weight_shape
+from slime.models import Family, Shape, family_of, hf_config, weight_shape
 from slime.options.checkpoint import LATEST, is_torch_dist
 from slime.utils.errors import BadInputError
-from slime.utils.hf_reader import tensor_files
+from slime.utils.hf_reader import HFWeights, kept_dtype, whole
 
 logger = logging.getLogger(__name__)
 
@@ -98,22 +96,23 @@ def convert(
     """
     check_output(output, [source, origin], force=force)
     stored = StoredTensors(find_checkpoint(source))
-    config = AutoConfig.from_pretrained(origin)
+    config = hf_config(origin)
     family, shape = family_of(config), weight_shape(config)
     if vocab_size is not None:
         shape = dataclasses.replace(shape, vocab_size=vocab_size)
     located, missing = locate_all(stored, family, shape)
     tasks = list(plan(stored, located))
     specs = _specs(stored, tasks, family, shape)
-    copied = _taken_from_origin(specs, origin, missing, shape, add_missing)
+    copied = _carried(origin, family.carried(config))
+    copied |= _taken_from_origin(specs, origin, missing, shape, add_missing, copied)
     total = sum(spec.nbytes for spec in (specs | copied).values())
     progress = Progress("torch_dist to hf", total)
     with written_aside(output, total) as directory:
         out = HFOutput(directory, specs | copied, shard_bytes)
 
         def do(task: Task) -> None:
-            whole = stored.read(task.key, task.offsets, task.sizes).view(-1, *task.shape)
-            for name, tensor in zip(task.names, whole, strict=True):
+            tensors = stored.read(task.key, task.offsets, task.sizes).view(-1, *task.shape)
+            for name, tensor in zip(task.names, tensors, strict=True):
                 for hf_name, part in family.join(name, [tensor], shape):
                     out.write(hf_name, part)
                     progress.add(part.nbytes)
@@ -227,9 +226,14 @@ def _specs(stored: StoredTensors, tasks: list[Task], family: Family, shape: Shap
 
 
 def _taken_from_origin(
-    specs: Mapping[str, Spec], origin: Path, missing: list[str], shape: Shape, add_missing: bool
+    specs: Mapping[str, Spec],
+    origin: Path,
+    missing: list[str],
+    shape: Shape,
+    add_missing: bool,
+    carried: Mapping[str, Spec],
 ) -> dict[str, Spec]:
-    """The tensors to copy from the origin, after checking those that come from the checkpoint against its.
+    """The other tensors to copy from the origin, after checking those that come from the checkpoint against its.
 
     Raises:
         BadInputError: tensors have another shape than the origin's, or are missing.
@@ -245,7 +249,8 @@ def _taken_from_origin(
                 "model's? (--vocab-size says how many rows of the embedding to keep)"
             )
     derived = (".rotary_emb.inv_freq", "weight_scale_inv", *(("lm_head.weight",) if shape.tied else ()))
-    lacking = [*missing, *(name for name in originals if name not in {*specs, *missing} and not name.endswith(derived))]
+    known = {*specs, *missing, *carried}
+    lacking = [*missing, *(name for name in originals if name not in known and not name.endswith(derived))]
     if not add_missing:
         if lacking:
             logger.warning("the checkpoint lacks, and the output will too: %s; %s", some(lacking), _ADD)
@@ -261,9 +266,19 @@ def _original_specs(origin: Path) -> dict[str, Spec]:
     return stored_specs(origin) if any(origin.glob("*.safetensors")) else {}
 
 
+def _carried(origin: Path, prefixes: tuple[str, ...]) -> dict[str, Spec]:
+    """What the Megatron model goes without and a Hugging Face directory of the family has, if the origin has it."""
+    if not prefixes or not any(origin.glob("*.safetensors")):
+        return {}
+    with HFWeights(origin) as weights:
+        own = [name for name in weights if name.startswith(prefixes)]
+        return {name: Spec(tuple(weights[name].shape), kept_dtype(weights[name])) for name in own}
+
+
 def _copy(origin: Path, copied: Mapping[str, Spec], out: HFOutput, progress: Progress) -> None:
-    file_of = tensor_files(origin) if copied else {}
-    for name, spec in copied.items():
-        with safe_open(origin / file_of[name], framework="pt") as handle:
-            out.write(name, handle.get_tensor(name))
-        progress.add(spec.nbytes)
+    if not copied:
+        return
+    with HFWeights(origin) as weights:
+        for name, spec in copied.items():
+            out.write(name, whole(weights[name]))
+            progress.add(spec.nbytes)

@@ -122,7 +122,8 @@ class HelpAction(argparse.Action):
         """Print the chosen sections and exit with status 0."""
         if values not in (None, "all", *self.sections):
             parser.error(f"--help {values}: there are {', '.join(self.sections)} and all")
-        formatter = parser.formatter_class(parser.prog, max_help_position=36, width=120)
+        formatter_class: Any = parser.formatter_class
+        formatter: argparse.HelpFormatter = formatter_class(parser.prog, max_help_position=36, width=120)
         formatter.add_text(parser.description)
         for group in parser._action_groups:
             section = next((s for s, prefix in self.sections.items() if (group.title or "").startswith(prefix)), None)

@@ -20,10 +20,10 @@ compat.install()
 from megatron.core import parallel_state  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from torch import Tensor  # noqa: E402
-from transformers import AutoConfig  # noqa: E402
 
 from slime.backends.megatron import lora, model, parallel, weights_io  # noqa: E402
 from slime.models import family_of, weight_shape  # noqa: E402
+from slime.models import hf_config as read_config  # noqa: E402
 from slime.models.adapters import adapter_family  # noqa: E402
 from tests.parallel import tiny  # noqa: E402
 from tests.parallel.lora_reference import ALPHA, RANK  # noqa: E402
@@ -34,7 +34,7 @@ class Case:
     """One model with adapters, and what is known of it."""
 
     def __init__(self, layout: dict[str, Any], targets: tuple[str, ...], base: Path, adapters: Path) -> None:
-        self.config = hf_config = AutoConfig.from_pretrained(base)
+        self.config = hf_config = read_config(base)
         self.base, self.adapters, self.targets = base, adapters, targets
         self.family, self.shape = family_of(hf_config), weight_shape(hf_config)
         self.chunks = model.build_model(tiny.arguments(base, **layout))

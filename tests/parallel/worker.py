@@ -29,7 +29,7 @@ from torch import Tensor  # noqa: E402
 
 from slime.backends.megatron import attention, head, model, parallel, weights_io  # noqa: E402
 from slime.models import family_of, hf_config, weight_shape  # noqa: E402
-from slime.utils import device  # noqa: E402
+from slime.utils import device, hf_reader  # noqa: E402
 from tests.parallel import tiny  # noqa: E402
 
 BIASES = "e_score_correction_bias"
@@ -137,7 +137,7 @@ def check_export(chunks: list[torch.nn.Module], directory: Path, target: Path) -
 
 def tensors_of(directory: Path) -> dict[str, Tensor]:
     """All weights of a Hugging Face directory."""
-    with weights_io.HFWeights(directory) as weights:
+    with hf_reader.HFWeights(directory) as weights:
         return {name: weights[name][:,] for name in weights.file_of}
 
 

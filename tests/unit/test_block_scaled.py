@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from slime.backends.megatron.weights_io import HFWeights, check_names, write_hf
+from slime.backends.megatron.weights_io import check_names, write_hf
 from slime.models import family_of, hf_config, weight_shape
 from slime.utils.block_scaled import BlockScaled
+from slime.utils.hf_reader import HFWeights
 from tests.parallel import tiny
 
 BLOCK = (24, 20)

@@ -6,7 +6,6 @@ import json
 import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -25,9 +23,7 @@ from slime.backends.megatron.model import unwrap
 from slime.backends.megatron.names import EXPERTS, expert_name, global_namer, local_experts
 from slime.models import Family, Shape, family_of, hf_config, weight_shape
 from slime.models.adapters import ALL_LINEAR, adapter_family, is_adapter_name, linear_modules
-from slime.models.family import Source
-from slime.utils.block_scaled import SCALE_END, BlockScaled, block_sizes
-from slime.utils.hf_reader import tensor_files
+from slime.utils.hf_reader import HFWeights, whole
 from slime.utils.hf_writer import HFWriter
 
 _IGNORED_EXTRA = re.compile(r"\.rotary_emb\.inv_freq$")
@@ -84,59 +80,6 @@ def _global(
                 continue
             for number, expert in zip(experts, tensor, strict=True):
                 yield expert_name(name, number), expert
-
-
-class _FileTensor:
-    """A tensor in a safetensors file; indexing reads that part only."""
-
-    def __init__(self, handle: Any, name: str) -> None:
-        self._slice = handle.get_slice(name)
-        self.shape: Sequence[int] = self._slice.get_shape()
-        self.is_float8: bool = self._slice.get_dtype().startswith("F8_")
-
-    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
-        return self._slice[index]
-
-
-class HFWeights:
-    """The tensors of a Hugging Face directory by name, read on demand; files are opened once and memory-mapped.
-
-    Of tensors in float8 with scales, their products are read, and the scales are no tensors of their own.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.file_of = tensor_files(directory)
-        self._stack = ExitStack()
-        self._handles: dict[str, Any] = {}
-        self._block = block_sizes(directory)
-
-    def __iter__(self) -> Iterator[str]:
-        """The names of its tensors."""
-        return (name for name in self.file_of if self._block is None or not name.endswith(SCALE_END))
-
-    def __enter__(self) -> HFWeights:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stack.close()
-
-    def __getitem__(self, name: str) -> Source:
-        tensor, scales = self._in_file(name), name + SCALE_END
-        if not tensor.is_float8:
-            return tensor
-        if self._block is None or scales not in self.file_of:
-            raise ValueError(
-                f"{self.directory / self.file_of[name]}: {name} is in float8 and has no {scales}, or config.json no "
-                "quantization_config"
-            )
-        return BlockScaled(tensor, self._in_file(scales), self._block)
-
-    def _in_file(self, name: str) -> _FileTensor:
-        file = self.file_of[name]
-        if file not in self._handles:
-            self._handles[file] = self._stack.enter_context(safe_open(self.directory / file, framework="pt"))
-        return _FileTensor(self._handles[file], name)
 
 
 def check_names(
@@ -266,9 +209,7 @@ def _carried(origin: Path) -> Iterator[list[tuple[str, Tensor]]]:
     with HFWeights(origin) as weights:
         bucket: list[tuple[str, Tensor]] = []
         for name in sorted(name for name in weights if name.startswith(prefixes)):
-            source = weights[name]
-            tensor = source[:,]
-            bucket.append((name, tensor.bfloat16() if isinstance(source, BlockScaled) else tensor))
+            bucket.append((name, whole(weights[name])))
             if sum(tensor.nbytes for _, tensor in bucket) >= _SHARD_BYTES:
                 yield bucket
                 bucket = []
