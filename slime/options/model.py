@@ -11,6 +11,8 @@ from typing import Any
 
 from slime.options.checkpoint import has_checkpoint, is_torch_dist
 from slime.options.errors import OptionError
+from slime.options.megatron_names import FLAGS
+from slime.options.patterns import written_pattern
 
 OTHER_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "*.h5", "*.onnx"]
 """Weights that neither engines nor trainers read: a hub repository may hold them beside the safetensors."""
@@ -115,23 +117,51 @@ def apply_shape(args: Namespace, shape: dict[str, Any], given: set[str], warning
     Raises:
         OptionError: a flag contradicts config.json.
     """
-    mismatches = []
+    mismatches = contradictions({name: getattr(args, name, None) for name in given}, shape)
     for name, value in shape.items():
-        own = getattr(args, name, None)
-        if name == "moe_layer_freq" and isinstance(own, int) and isinstance(value, list):
-            own = [int(layer % own == 0) for layer in range(len(value))] if own > 0 else own
-        if name not in given or own is None or _same(own, value):
+        if name not in mismatches:
             setattr(args, name, value)
-        else:
-            flag = "--" + name.replace("_", "-")
-            mismatches.append(
-                f"{flag} is {getattr(args, name)}, config.json means {'none' if value is None else value}"
-            )
     if mismatches:
-        message = f"flags contradict config.json of {args.hf_checkpoint}: {'; '.join(mismatches)}"
+        message = f"flags contradict {args.hf_checkpoint}/config.json: {'; '.join(mismatches.values())}"
         if not args.allow_config_mismatch:
             raise OptionError(f"{message}; drop the flags, or keep them with --allow-config-mismatch")
         warnings.append(message)
+
+
+def contradictions(given: dict[str, Any], shape: dict[str, Any]) -> dict[str, str]:
+    """The attributes that flags set to something else than config.json means, each with a sentence that says so.
+
+    Args:
+        given: the attributes that flags set, of which None is none.
+        shape: as of `apply_shape`.
+    """
+    found = {}
+    for name, value in shape.items():
+        own = given.get(name)
+        if name == "moe_layer_freq" and isinstance(own, int) and isinstance(value, list):
+            own = [int(layer % own == 0) for layer in range(len(value))] if own > 0 else own
+        if own is not None and not _same(own, value):
+            found[name] = f"{_flag_of(name, own, given)} is {_shown(own)}, config.json means {_shown(value)}"
+    return found
+
+
+def _flag_of(name: str, value: Any, given: dict[str, Any]) -> str:
+    """The flag by which an attribute got a value."""
+    if name == "rope_scaling_factor" and "rotary_scaling_factor" in given:  # see `take_rotary_factor`
+        return "--rotary-scaling-factor"
+    if value is False:
+        return next((flag.name for flag in FLAGS if flag.dest == name and flag.const is False), f"--no-{_dashed(name)}")
+    return f"--{_dashed(name)}"
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "none"
+    return written_pattern(value) if isinstance(value, list) else str(value)
 
 
 def _same(left: Any, right: Any) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import ast
+from collections.abc import Sequence
+from itertools import groupby
 
 _MOST_LAYERS = 10_000
 
@@ -37,3 +39,8 @@ def _evaluate(node: ast.expr) -> int | list[int]:
                 raise ValueError("too many layers")
             return left * right
     raise ValueError(ast.dump(node))
+
+
+def written_pattern(layers: Sequence[int]) -> str:
+    """A list as `layer_pattern` reads it, its runs shortened: ``[0]*3+[1]*58``."""
+    return "+".join(f"[{value}]*{len(list(run))}" for value, run in groupby(layers))

@@ -183,10 +183,14 @@ def test_config_mismatch(parse: Parse, fails: Fails, capsys: pytest.CaptureFixtu
     line = fails("--rotary-base 10000 --num-layers 36")
     assert "--rotary-base is 10000.0, config.json means 1000000" in line
     assert "--num-layers is 36, config.json means 4" in line
+    assert f"flags contradict {os.path.abspath('model')}/config.json: " in line
     assert "--allow-config-mismatch" in line
-    args = parse("--rotary-base 10000 --allow-config-mismatch")
-    assert args.rotary_base == 10000
-    assert "warning: flags contradict config.json" in capsys.readouterr().err
+    args = parse("--rotary-base 10000 --softmax-scale 0.5 --hidden-size 128 --allow-config-mismatch")
+    assert (args.rotary_base, args.softmax_scale, args.hidden_size) == (10000, 0.5, 128)
+    warning = capsys.readouterr().err
+    assert f"warning: flags contradict {os.path.abspath('model')}/config.json: --" in warning
+    assert "--softmax-scale is 0.5, config.json means none" in warning
+    assert "--hidden-size" not in warning
 
 
 @pytest.mark.parametrize(
@@ -363,7 +367,7 @@ def test_rotary_factor_of_llama_scripts(parse: Parse, directory: Path, fails: Fa
     llama = QWEN3 | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_scaling": rope}
     (directory / "model" / "config.json").write_text(json.dumps(llama))
     assert parse("--use-rope-scaling --rotary-scaling-factor 32.0").rope_scaling_factor == 32.0
-    assert "--rope-scaling-factor is 8.0, config.json means 32.0" in fails("--rotary-scaling-factor 8")
+    assert "--rotary-scaling-factor is 8.0, config.json means 32.0" in fails("--rotary-scaling-factor 8")
 
 
 def test_latent_attention_comes_from_the_config(parse: Parse, directory: Path, fails: Fails) -> None:

@@ -1,0 +1,29 @@
+# Qwen/Qwen2.5-7B-Instruct. Source this, and pass "${MODEL_ARGS[@]}" and "${CKPT_ARGS[@]}" to train.py.
+# By tools/model_args.py from config.json, which decides: train.py refuses flags that say something else.
+MODEL_ARGS=(
+   # size
+   --num-layers 28
+   --hidden-size 3584
+   --ffn-hidden-size 18944
+   --vocab-size 152064
+   # attention
+   --num-attention-heads 28
+   --group-query-attention
+   --num-query-groups 4
+   --kv-channels 128
+   --add-qkv-bias
+   # positions
+   --position-embedding-type rope
+   --rotary-base 1000000
+   --rotary-percent 1.0
+   # norms, activation, embeddings
+   --normalization RMSNorm
+   --norm-epsilon 1e-06
+   --swiglu
+   --disable-bias-linear
+   --untie-embeddings-and-output-weights
+)
+
+if [ -z "${CKPT_ARGS+x}" ]; then
+   CKPT_ARGS=(--hf-checkpoint "${HF_CHECKPOINT:-Qwen/Qwen2.5-7B-Instruct}")
+fi

@@ -1,0 +1,54 @@
+"""The models whose config.json lies in tests/data/configs, by the names that scripts/models/*.sh have for them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIGS = ROOT / "tests" / "data" / "configs"
+SCRIPTS = ROOT / "scripts" / "models"
+
+CHECKPOINTS = {
+    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
+    "glm4-32B": "zai-org/GLM-4-32B-0414",
+    "glm4-9B": "zai-org/GLM-4-9B-0414",
+    "glm4.5-106B-A12B": "zai-org/GLM-4.5-Air",
+    "glm4.5-355B-A32B": "zai-org/GLM-4.5",
+    "glm4.7-30B-A3B": "zai-org/GLM-4.7-Flash",
+    "kimi-k2": "moonshotai/Kimi-K2-Instruct",
+    "llama3-70B": "meta-llama/Meta-Llama-3-70B",
+    "llama3-8B": "meta-llama/Meta-Llama-3-8B",
+    "llama3.1-8B-Instruct": "meta-llama/Llama-3.1-8B-Instruct",
+    "llama3.2-3B-Instruct": "meta-llama/Llama-3.2-3B-Instruct",
+    "mimo-7B-rl": "XiaomiMiMo/MiMo-7B-RL",
+    "moonlight": "moonshotai/Moonlight-16B-A3B",
+    "qwen2.5-0.5B": "Qwen/Qwen2.5-0.5B-Instruct",
+    "qwen2.5-1.5B": "Qwen/Qwen2.5-1.5B-Instruct",
+    "qwen2.5-32B": "Qwen/Qwen2.5-32B",
+    "qwen2.5-3B": "Qwen/Qwen2.5-3B-Instruct",
+    "qwen2.5-7B": "Qwen/Qwen2.5-7B-Instruct",
+    "qwen3-0.6B": "Qwen/Qwen3-0.6B",
+    "qwen3-1.7B": "Qwen/Qwen3-1.7B",
+    "qwen3-14B": "Qwen/Qwen3-14B",
+    "qwen3-235B-A22B": "Qwen/Qwen3-235B-A22B",
+    "qwen3-30B-A3B": "Qwen/Qwen3-30B-A3B",
+    "qwen3-32B": "Qwen/Qwen3-32B",
+    "qwen3-4B": "Qwen/Qwen3-4B",
+    "qwen3-4B-Instruct-2507": "Qwen/Qwen3-4B-Instruct-2507",
+    "qwen3-8B": "Qwen/Qwen3-8B",
+}
+"""Name -> the checkpoint that the config is of."""
+
+
+def model_type(name: str) -> str:
+    """As config.json has it."""
+    return str(json.loads((CONFIGS / name / "config.json").read_text())["model_type"])
+
+
+def supported() -> list[str]:
+    """The names of the models of which slime has a table."""
+    from slime.models import FAMILIES
+
+    known = {model_type for family in FAMILIES for model_type in family.model_types}
+    return [name for name in CHECKPOINTS if model_type(name) in known]
