@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # GRPO of the quickstart: one colocated slot that generates (SGLang) and trains (Megatron-core) in turn.
 # Further flags of train.py may follow; they win over those below.
-set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh" # DRY_RUN, RAY_ADDRESS and more
 OUTPUT_DIR=${OUTPUT_DIR:-outputs/quickstart}
 SEED=${SEED:-0}
 RM_TYPE=${RM_TYPE:-math}
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$SLIME_DIR"
 
 # Empty: the shape comes from config.json.
 MODEL_ARGS=()
@@ -71,6 +71,6 @@ SGLANG_ARGS=(
    --sglang-enable-deterministic-inference
 )
 
-exec "${PYTHON:-python3}" train.py \
+launch train.py \
    "${MODEL_ARGS[@]}" "${CKPT_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${EVAL_ARGS[@]}" "${PERF_ARGS[@]}" \
    "${GRPO_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${SGLANG_ARGS[@]}" "$@"

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Supervised warm-up of the quickstart: no engine, one training process.
-set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh" # DRY_RUN, RAY_ADDRESS and more
 OUTPUT_DIR=${OUTPUT_DIR:-outputs/quickstart}
 SEED=${SEED:-0}
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$SLIME_DIR"
 
 CKPT_ARGS=(
    --hf-checkpoint "${OUTPUT_DIR}/model"
@@ -44,5 +44,5 @@ OPTIMIZER_ARGS=(
    --adam-beta2 0.98
 )
 
-exec "${PYTHON:-python3}" train.py \
+launch train.py \
    "${CKPT_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${SFT_ARGS[@]}" "${PERF_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "$@"

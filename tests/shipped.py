@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "tests" / "data" / "configs"
@@ -44,6 +45,13 @@ CHECKPOINTS = {
 def model_type(name: str) -> str:
     """As config.json has it."""
     return str(json.loads((CONFIGS / name / "config.json").read_text())["model_type"])
+
+
+def config(name: str) -> Any:
+    """As transformers reads it."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(CONFIGS / name)
 
 
 def supported() -> list[str]:

@@ -1,0 +1,81 @@
+# Sourced by the run-*.sh beside it: how a run is started.
+#
+#   launch train.py FLAG ...     this process becomes train.py, which starts a Ray of its own
+#
+#   DRY_RUN=1                        print the command, and check it (--dry-run); nothing is started
+#   RAY_ADDRESS=http://HOST:8265     submit it as a job to the Ray whose job server that is
+#   RAY_ADDRESS=HOST:6379            join that Ray
+#   NUM_NODES=4 NODE_RANK=0 MASTER_ADDR=HOST0
+#                                    on each of four nodes, with its NODE_RANK: node 0 starts a Ray, waits until the
+#                                    others have joined it, and trains; Ray ends with the run, on every node
+#   NODES_TIMEOUT=600                seconds that nodes wait for each other
+#   RAY_PORT=6379 RAY_START_ARGS=... of the Ray that is started so, words of `ray start` such as "--num-gpus 8"
+#   PYTHON=python3                   what runs train.py
+set -euo pipefail
+SLIME_DIR=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+PYTHON=${PYTHON:-python3}
+NUM_NODES=${NUM_NODES:-1}
+
+launch() {
+   local command=("$PYTHON" "$SLIME_DIR/$1" "${@:2}") runtime_env='{}'
+   if [ "${DRY_RUN:-0}" != 0 ]; then
+      _print "${command[@]}"
+      exec "${command[@]}" --dry-run
+   elif [[ ${RAY_ADDRESS:-} == http*://* ]]; then
+      # A job starts in the directory of the Ray. The token in the home directory is sent in this mode only.
+      export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
+      exec "$PYTHON" -m ray.scripts.scripts job submit --runtime-env-json "${RUNTIME_ENV_JSON:-$runtime_env}" \
+         -- env "--chdir=$PWD" "${command[@]}"
+   elif [ "$NUM_NODES" -gt 1 ] && [ -z "${RAY_ADDRESS:-}" ]; then
+      _on_nodes "${command[@]}"
+   else
+      exec "${command[@]}"
+   fi
+}
+
+_die() { printf 'launch: error: %s\n' "$*" >&2; exit 2; }
+
+_print() { # one flag a line
+   printf '%q' "$1"
+   local word
+   for word in "${@:2}"; do
+      case $word in --*) printf ' \\\n  ' ;; esac
+      printf ' %q' "$word"
+   done
+   printf '\n'
+}
+
+_on_nodes() {
+   [ -n "${NODE_RANK:-}" ] || _die "NUM_NODES=$NUM_NODES needs NODE_RANK, from 0 to $((NUM_NODES - 1))"
+   [ -n "${MASTER_ADDR:-}" ] || _die "NUM_NODES=$NUM_NODES needs MASTER_ADDR, the address of node 0"
+   local timeout=${NODES_TIMEOUT:-600} words ray=("$PYTHON" -m ray.scripts.scripts start --block --disable-usage-stats)
+   : "${RAY_PORT:=6379}"
+   read -ra words <<<"${RAY_START_ARGS:-}"
+   export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
+   if [ "$NODE_RANK" -gt 0 ]; then
+      _wait_for_ray "$timeout" $$
+      exec "${ray[@]}" --address "$MASTER_ADDR:$RAY_PORT" "${words[@]}"
+   fi
+   _children=() # not local: the trap runs when this function is gone
+   trap '[ ${#_children[@]} -eq 0 ] || kill "${_children[@]}" 2>/dev/null; wait' EXIT
+   trap 'exit 130' INT
+   trap 'exit 143' TERM
+   "${ray[@]}" --head --node-ip-address "$MASTER_ADDR" --port "$RAY_PORT" "${words[@]}" &
+   _children=($!)
+   _wait_for_ray "$timeout" $!
+   export RAY_ADDRESS=$MASTER_ADDR:$RAY_PORT
+   "$PYTHON" "$SLIME_DIR/tools/wait_for_nodes.py" "$NUM_NODES" --timeout "$timeout"
+   # In the background, so that this shell hears signals, and passes them on.
+   "$@" &
+   _children+=($!)
+   wait $!
+}
+
+_wait_for_ray() { # SECONDS PID: until node 0's Ray takes connections, and only while that process lives
+   local deadline=$((SECONDS + $1))
+   until timeout 5 bash -c 'exec 3<>"/dev/tcp/$0/$1"' "$MASTER_ADDR" "$RAY_PORT" 2>/dev/null; do
+      kill -0 "$2" 2>/dev/null || _die "starting Ray at $MASTER_ADDR:$RAY_PORT failed"
+      [ $SECONDS -lt $deadline ] || _die "no Ray at $MASTER_ADDR:$RAY_PORT within $1 s (NODES_TIMEOUT)"
+      sleep 1
+   done
+}

@@ -1,0 +1,235 @@
+"""scripts/models/*.sh and scripts/run-*.sh: what bash makes of them passes --dry-run, and launch.sh starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from slime.ray.dry_run import dry_run
+from slime.utils.arguments import parse_args
+from slime.utils.http_utils import PortReservation
+from tests import shipped
+from tests.small_rollout import write_tokenizer
+
+NUM_GPUS = 0
+
+SCRIPTS = shipped.ROOT / "scripts"
+RUNS = sorted(path.name for path in SCRIPTS.glob("run-*.sh"))
+MODELS = sorted(path.stem for path in shipped.SCRIPTS.glob("*.sh"))
+MODEL_OF = {"run-quickstart-grpo.sh": "qwen3-0.6B", "run-quickstart-sft.sh": "qwen3-0.6B"}
+"""The model of a run that takes its shape from config.json alone; another one's is that of the script it sources."""
+MINIMAL = """
+--num-rollout 1 --rollout-batch-size 4 --n-samples-per-prompt 2 --rollout-max-response-len 8 --rm-type math --colocate
+--actor-num-gpus-per-node 1 --input-key prompt --label-key label --apply-chat-template
+"""
+RECORDER = f"""#!{sys.executable} -S
+import os, signal, sys, time
+words = sys.argv[1:]
+with open(os.environ["RECORD"], "a") as record:
+    record.write("\\0".join(words) + "\\n")
+if os.environ.get("RECORDER_FAILS") == words[-1]:
+    sys.exit(3)
+if "start" in words:
+    if "--head" in words:
+        import socket
+        server = socket.create_server(("127.0.0.1", int(words[words.index("--port") + 1])))
+    time.sleep(60)
+if os.environ.get("RECORDER_TRAINS") and "train.py" in words[0]:
+    time.sleep(60)
+"""
+"""In place of python3: writes down its arguments, and as `ray start` stays, with a port that answers."""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a tokenizer, prompts, conversations, and what stands in for python3."""
+    directory = tmp_path_factory.mktemp("launch")
+    write_tokenizer(directory / "tokenizer")
+    question = [{"role": "user", "content": "1+1="}]
+    rows = {
+        "prompts": {"prompt": question, "label": "2"},
+        "chats": {"messages": [*question, {"role": "assistant", "content": "2"}]},
+    }
+    for name, row in rows.items():
+        (directory / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
+    (directory / "python").write_text(RECORDER)
+    (directory / "python").chmod(0o755)
+    return directory
+
+
+def checkpoint(files: Path, name: str) -> Path:
+    """A Hugging Face directory with the model's config.json, a tokenizer, and weights that nobody reads."""
+    directory = files / name
+    if not directory.is_dir():
+        shutil.copytree(files / "tokenizer", directory)
+        shutil.copy(shipped.CONFIGS / name / "config.json", directory)
+        (directory / "model.safetensors").touch()
+    return directory
+
+
+def check(words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> str:
+    """What --dry-run prints."""
+    dry_run(parse_args([*words, "--run-dir", str(tmp_path / "run"), "--dry-run"]))
+    out = capsys.readouterr().out
+    assert re.search(r"^data: 4 prompts", out, re.MULTILINE), out
+    return out
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model_scripts_pass_dry_run(name: str, files: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    expand = 'source "$1"; printf "%s\\n" "${MODEL_ARGS[@]}" "${CKPT_ARGS[@]}"'
+    command = ["bash", "-euc", expand, "bash", str(shipped.SCRIPTS / f"{name}.sh")]
+    environment = {"HF_CHECKPOINT": str(checkpoint(files, name))}
+    words = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True, env=environment).stdout
+    check([*words.split(), *MINIMAL.split(), "--prompt-data", str(files / "prompts.jsonl")], capsys, tmp_path)
+
+
+def run(
+    script: str, files: Path, record: Path, *words: str, **variables: str
+) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
+    """Run a script with the recorder as its python; every command that it would have run."""
+    kept = {"PATH": os.environ["PATH"], "PYTHON": str(files / "python"), "RECORD": str(record)}
+    ran = subprocess.run(
+        ["bash", str(SCRIPTS / script), *words], capture_output=True, text=True, timeout=60, env=kept | variables
+    )
+    return ran, recorded(record)
+
+
+def recorded(record: Path) -> list[list[str]]:
+    return [line.split("\0") for line in record.read_text().splitlines()] if record.exists() else []
+
+
+@pytest.mark.parametrize("script", RUNS)
+def test_run_scripts_pass_dry_run(
+    script: str, files: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sourced = re.findall(r"scripts/models/(.+)\.sh", (SCRIPTS / script).read_text())
+    model = checkpoint(files, sourced[0] if sourced else MODEL_OF[script])
+    output = tmp_path / "output"
+    (output / "data").mkdir(parents=True)
+    (output / "sft").mkdir()
+    for link in ("model", "sft/hf"):
+        (output / link).symlink_to(model)
+    for name, source in {"train": "prompts", "eval": "prompts", "sft": "chats"}.items():
+        shutil.copy(files / f"{source}.jsonl", output / "data" / f"{name}.jsonl")
+    variables = {
+        "HF_CHECKPOINT": str(model),
+        "PROMPT_DATA": str(files / ("chats.jsonl" if "sft" in script else "prompts.jsonl")),
+        "EVAL_DATA": str(files / "prompts.jsonl"),
+        "OUTPUT_DIR": str(output),
+        "SAVE_DIR": str(output),
+    }
+    ran, (words,) = run(script, files, tmp_path / "record", "--seed", "7", DRY_RUN="1", **variables)
+    assert (ran.returncode, words[-3:]) == (0, ["--seed", "7", "--dry-run"]), ran.stderr
+    assert Path(words[0]) == shipped.ROOT / "train.py"
+    assert f"{shipped.ROOT}/train.py \\\n   --" in ran.stdout
+    monkeypatch.setattr("slime.ray.placement.device.is_cuda", lambda: True)  # warns of no lack of cores
+    assert "slot 0: training rank 0" in check(words[1:], capsys, tmp_path)
+
+
+# ---- launch.sh
+
+RUN = "run-qwen2.5-0.5B.sh"
+
+
+def test_on_one_node_the_script_becomes_the_run(files: Path, tmp_path: Path) -> None:
+    _, (words,) = run(RUN, files, tmp_path / "record", "--lr", "2e-6", PROMPT_DATA="a b.jsonl")
+    assert words[0] == f"{shipped.ROOT}/train.py"
+    assert words[words.index("--prompt-data") + 1] == "a b.jsonl"
+    assert words[-2:] == ["--lr", "2e-6"]
+    assert "--dry-run" not in words
+
+
+def test_without_data_the_smoke_test_makes_its_own(files: Path, tmp_path: Path) -> None:
+    _, (first, words) = run(RUN, files, tmp_path / "record", OUTPUT_DIR=str(tmp_path))
+    assert first == [f"{shipped.ROOT}/tools/make_arithmetic_data.py", f"{tmp_path}/data"]
+    assert words[words.index("--prompt-data") + 1] == f"{tmp_path}/data/train.jsonl"
+
+
+def test_a_job_server_gets_the_run_as_a_job(files: Path, tmp_path: Path) -> None:
+    server = {"RAY_ADDRESS": "http://127.0.0.1:8265", "PROMPT_DATA": "x"}
+    _, (words,) = run(RUN, files, tmp_path / "record", **server)
+    where = ["--", "env", f"--chdir={os.getcwd()}", str(files / "python"), f"{shipped.ROOT}/train.py"]
+    assert words[:6] == ["-m", "ray.scripts.scripts", "job", "submit", "--runtime-env-json", "{}"]
+    assert words[6:11] == where
+
+
+@pytest.mark.parametrize(
+    ("missing", "expected"), [("NODE_RANK", "NODE_RANK, from 0 to 1"), ("MASTER_ADDR", "MASTER_ADDR, the address")]
+)
+def test_what_several_nodes_need(files: Path, tmp_path: Path, missing: str, expected: str) -> None:
+    variables = {"PROMPT_DATA": "x", "NUM_NODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    del variables[missing]
+    ran, commands = run(RUN, files, tmp_path / "record", **variables)
+    assert (ran.returncode, commands) == (2, [])
+    assert ran.stderr == f"launch: error: NUM_NODES=2 needs {expected}" + ran.stderr.partition(expected)[2]
+
+
+@pytest.fixture
+def nodes() -> dict[str, str]:
+    reservation = PortReservation("127.0.0.1")
+    reservation.release()
+    return {"PROMPT_DATA": "x", "NUM_NODES": "2", "MASTER_ADDR": "127.0.0.1", "RAY_PORT": str(reservation.port)}
+
+
+def test_the_first_node_trains_and_its_ray_ends_with_the_run(
+    files: Path, tmp_path: Path, nodes: dict[str, str]
+) -> None:
+    ran, commands = run(RUN, files, tmp_path / "record", NODE_RANK="0", RAY_START_ARGS="--num-gpus 2", **nodes)
+    start, wait, train = commands
+    assert ran.returncode == 0, ran.stderr
+    assert start[:3] == ["-m", "ray.scripts.scripts", "start"]
+    assert start[-2:] == ["--num-gpus", "2"]
+    assert wait[:2] == [f"{shipped.ROOT}/tools/wait_for_nodes.py", "2"]
+    assert train[0] == f"{shipped.ROOT}/train.py"
+    assert not processes_of(files)
+
+
+def test_the_first_node_passes_failures_and_signals_on(files: Path, tmp_path: Path, nodes: dict[str, str]) -> None:
+    ran, _ = run(RUN, files, tmp_path / "record", "bad", NODE_RANK="0", RECORDER_FAILS="bad", **nodes)
+    assert ran.returncode == 3
+    assert not processes_of(files)
+    record = tmp_path / "second"
+    kept = {"PATH": os.environ["PATH"], "PYTHON": str(files / "python"), "RECORD": str(record), "RECORDER_TRAINS": "1"}
+    script = subprocess.Popen(["bash", str(SCRIPTS / RUN)], env=kept | nodes | {"NODE_RANK": "0"})
+    try:
+        deadline = time.monotonic() + 60
+        while len(recorded(record)) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        script.send_signal(signal.SIGTERM)
+        assert script.wait(30) == 143
+    finally:
+        script.kill()
+    assert not processes_of(files)
+
+
+def test_other_nodes_wait_for_the_first_and_join_it(files: Path, tmp_path: Path, nodes: dict[str, str]) -> None:
+    ran, commands = run(RUN, files, tmp_path / "record", NODE_RANK="1", NODES_TIMEOUT="1", **nodes)
+    assert (ran.returncode, commands) == (2, [])
+    assert f"no Ray at 127.0.0.1:{nodes['RAY_PORT']} within 1 s (NODES_TIMEOUT)" in ran.stderr
+    address = f"127.0.0.1:{nodes['RAY_PORT']}"
+    head = subprocess.Popen([sys.executable, "-m", "http.server", nodes["RAY_PORT"], "--bind", "127.0.0.1"])
+    try:
+        _, (words,) = run(RUN, files, tmp_path / "record", NODE_RANK="1", RECORDER_FAILS=address, **nodes)
+    finally:
+        head.kill()
+        head.wait(30)
+    assert words == ["-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", "--address", address]
+
+
+def processes_of(files: Path) -> list[str]:
+    """Command lines of what runs the recorder."""
+    import psutil
+
+    lines = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
+    return [line for line in lines if str(files / "python") in line]
