@@ -22,14 +22,21 @@ launch() {
       _print "${command[@]}"
       exec "${command[@]}" --dry-run
    elif [[ ${RAY_ADDRESS:-} == http*://* ]]; then
-      # A job starts in the directory of the Ray. The token in the home directory is sent in this mode only.
-      export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
+      _use_token
+      # A job starts in the directory of the Ray.
       exec "$PYTHON" -m ray.scripts.scripts job submit --runtime-env-json "${RUNTIME_ENV_JSON:-$runtime_env}" \
          -- env "--chdir=$PWD" "${command[@]}"
    elif [ "$NUM_NODES" -gt 1 ] && [ -z "${RAY_ADDRESS:-}" ]; then
       _on_nodes "${command[@]}"
    else
+      [ -z "${RAY_ADDRESS:-}" ] || _use_token
       exec "${command[@]}"
+   fi
+}
+
+_use_token() { # A Ray that is started where there is a token asks for it, and gets it from those in this mode only.
+   if [ -n "${RAY_AUTH_TOKEN:-}${RAY_AUTH_TOKEN_PATH:-}" ] || [ -f ~/.ray/auth_token ]; then
+      export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
    fi
 }
 
@@ -51,7 +58,7 @@ _on_nodes() {
    local timeout=${NODES_TIMEOUT:-600} words ray=("$PYTHON" -m ray.scripts.scripts start --block --disable-usage-stats)
    : "${RAY_PORT:=6379}"
    read -ra words <<<"${RAY_START_ARGS:-}"
-   export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
+   _use_token
    if [ "$NODE_RANK" -gt 0 ]; then
       _wait_for_ray "$timeout" $$
       exec "${ray[@]}" --address "$MASTER_ADDR:$RAY_PORT" "${words[@]}"

@@ -1,6 +1,6 @@
 """Wait until a Ray has as many nodes as a run needs; scripts/launch.sh calls this before train.py.
 
-    RAY_ADDRESS=10.0.0.1:6379 python tools/wait_for_nodes.py 4 --timeout 600
+RAY_ADDRESS=10.0.0.1:6379 python tools/wait_for_nodes.py 4 --timeout 600
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from slime.ray.dry_run import dry_run
 from slime.utils.arguments import parse_args
 from slime.utils.http_utils import PortReservation
 from tests import shipped
+from tests.documents import DOCS
 from tests.small_rollout import write_tokenizer
 
 NUM_GPUS = 0
@@ -233,3 +234,35 @@ def processes_of(files: Path) -> list[str]:
 
     lines = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
     return [line for line in lines if str(files / "python") in line]
+
+
+@pytest.mark.parametrize(
+    ("variables", "mode"),
+    [
+        ({}, ""),
+        ({"RAY_ADDRESS": "10.0.0.1:6379"}, ""),
+        ({"RAY_ADDRESS": "10.0.0.1:6379", "RAY_AUTH_TOKEN": "x"}, "token"),
+        ({"RAY_ADDRESS": "http://10.0.0.1:8265", "RAY_AUTH_TOKEN": "x"}, "token"),
+        ({"RAY_ADDRESS": "http://10.0.0.1:8265", "RAY_AUTH_TOKEN": "x", "RAY_AUTH_MODE": "disabled"}, "disabled"),
+    ],
+)
+def test_a_token_is_sent_where_there_is_one(variables: dict[str, str], mode: str, tmp_path: Path) -> None:
+    (tmp_path / "python").write_text('#!/bin/bash\necho "mode=${RAY_AUTH_MODE:-}"\n')
+    (tmp_path / "python").chmod(0o755)
+    program = f"source {SCRIPTS}/launch.sh; launch train.py"
+    environment = {"PATH": os.environ["PATH"], "PYTHON": str(tmp_path / "python"), "HOME": str(tmp_path), **variables}
+    ran = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=30, env=environment)
+    assert ran.stdout == f"mode={mode}\n"
+
+
+@pytest.mark.parametrize("page", ["launch.md", "zh/launch.md"])
+def test_the_page_names_every_run_and_shows_a_script_that_works(page: str, files: Path, tmp_path: Path) -> None:
+    text = (DOCS / page).read_text()
+    assert [script for script in RUNS if f"`{script}`" not in text] == []
+    (own,) = (block for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) if "launch train.py" in block)
+    environment = {"PATH": os.environ["PATH"], "PYTHON": str(files / "python"), "RECORD": str(tmp_path / "record")}
+    command = ["bash", "-c", own, "bash", "--seed", "7"]
+    subprocess.run(command, timeout=30, check=True, env=environment, cwd=shipped.ROOT)
+    (words,) = recorded(tmp_path / "record")
+    assert words[-2:] == ["--seed", "7"]
+    assert {"--num-layers", "--hf-checkpoint", "--save", "--rm-type"} <= set(words)
