@@ -85,17 +85,17 @@ def test_too_few_slots_is_one_line_with_the_command_that_helps(workspace: Path, 
 
 
 def test_job_submission_trains(workspace: Path, ray_head: dict[str, str]) -> None:
+    """By the scripts' `launch`, which submits where RAY_ADDRESS is a job server's."""
     run_dir = workspace / "job"
     line = flags(workspace, run_dir, num_rollout=1)
-    ray = Path(sys.executable).with_name("ray")
-    submit = [str(ray), "job", "submit", "--", sys.executable]
-    environment = os.environ | ray_head | {"PYTHONPATH": str(ROOT)}
-    del environment["RAY_ADDRESS"]  # the command line takes it for the job server's
+    submit = ["bash", "-c", f'source {ROOT}/scripts/launch.sh; launch train.py "$@"', "bash", *line]
+    server = {"RAY_ADDRESS": ray_head["RAY_API_SERVER_ADDRESS"], "PYTHON": sys.executable}
+    environment = os.environ | ray_head | server
     status, deadline = 1, time.monotonic() + 180  # the agent that starts jobs is the last of a Ray head to be there
     while status and time.monotonic() < deadline:
         with open(workspace / "job.log", "w") as log:
             status = subprocess.run(
-                [*submit, str(ROOT / "train.py"), *line],
+                submit,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
