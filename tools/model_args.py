@@ -26,10 +26,11 @@ from slime.options.patterns import written_pattern
 GROUPS = {
     "size": ("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size"),
     "attention": (
-        *("num_attention", "group_query", "num_query", "kv_", "add_qkv", "qk_", "multi_latent", "q_lora", "v_head"),
+        *("num_attention", "group_query", "num_query", "kv_channels", "add_qkv", "qk_layernorm"),
+        *("multi_latent", "q_lora", "kv_lora", "qk_", "v_head"),
     ),
-    "positions": ("position_", "rotary_", "use_rope", "rope_", "mscale", "beta_"),
-    "norms, activation, embeddings": ("normal", "norm_", "swiglu", "add_bias", "untie"),
+    "positions": ("position_", "rotary_", "use_rope", "rope_", "mscale", "beta_", "original_max"),
+    "norms, activation, embeddings": ("normal", "norm_", "post_", "swiglu", "add_bias", "untie"),
     "experts": ("num_experts", "moe_"),
     "other": ("",),
 }

@@ -68,11 +68,16 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def checkpoint(files: Path, name: str) -> Path:
-    """A Hugging Face directory with the model's config.json, a tokenizer, and weights that nobody reads."""
+    """A Hugging Face directory with the model's config.json, a tokenizer, and weights that nobody reads.
+
+    Engines serve copies in bfloat16 of models that are published in float8.
+    """
     directory = files / name
     if not directory.is_dir():
         shutil.copytree(files / "tokenizer", directory)
-        shutil.copy(shipped.CONFIGS / name / "config.json", directory)
+        config = json.loads((shipped.CONFIGS / name / "config.json").read_text())
+        config.pop("quantization_config", None)
+        (directory / "config.json").write_text(json.dumps(config))
         (directory / "model.safetensors").touch()
     return directory
 

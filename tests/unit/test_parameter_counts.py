@@ -89,22 +89,20 @@ def compare_all(rank: int, directory: str) -> None:
 
 def tensors_of_tables(name: str) -> Iterator[tuple[str, torch.Size]]:
     """What the Megatron model becomes that is made from config.json, through the family's table."""
-    from transformers import AutoConfig
-
     from slime.backends.megatron.model import default_stage, transformer_config
     from slime.backends.megatron.weights_io import global_parameters
     from slime.models import family_of, weight_shape
 
-    args, config = tiny.arguments(shipped.CONFIGS / name), AutoConfig.from_pretrained(shipped.CONFIGS / name)
+    args, config = tiny.arguments(shipped.CONFIGS / name), shipped.config(name)
     family, shape = family_of(config), weight_shape(config)
     nowhere = torch.device("meta")
     with (
         mock.patch("torch.cuda.current_device", return_value=nowhere),
         mock.patch("slime.utils.device.current_device", return_value=nowhere),
-        nowhere,
+        mock.patch("slime.backends.megatron.model.Rotary"),  # computes frequencies, and has no parameters
     ):
         model = default_stage(args, transformer_config(args), True, True)
-    assert all(parameter.is_meta for parameter in model.parameters())
+    assert all(parameter.is_meta for parameter in model.parameters() if parameter.numel() > 10_000_000)
     for parameter, tensor in global_parameters([model]):
         yield from ((hf, part.shape) for hf, part in family.join(parameter, [tensor], shape))
 
