@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,15 @@ CHECKPOINTS = {
 """Name -> the checkpoint that the config is of."""
 
 
+@functools.cache
+def config_json(name: str) -> dict[str, Any]:
+    """What is in the file."""
+    return dict(json.loads((CONFIGS / name / "config.json").read_text()))
+
+
 def model_type(name: str) -> str:
     """As config.json has it."""
-    return str(json.loads((CONFIGS / name / "config.json").read_text())["model_type"])
+    return str(config_json(name)["model_type"])
 
 
 def config(name: str) -> Any:
