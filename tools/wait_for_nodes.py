@@ -25,19 +25,21 @@ def main(argv: list[str] | None = None) -> int:
 
     deadline = time.monotonic() + options.timeout
     ray.init(address=address, logging_level=logging.ERROR)
-    seen = -1
-    while (alive := sum(node["Alive"] for node in ray.nodes())) < options.nodes:
+    seen = 0
+    while seen < options.nodes:
+        alive = sum(node["Alive"] for node in ray.nodes())
         if alive != seen:
             print(f"{alive} of {options.nodes} nodes have joined Ray at {address}", flush=True)
         seen = alive
-        if time.monotonic() > deadline:
+        if alive < options.nodes and time.monotonic() > deadline:
             print(
                 f"{parser.prog}: error: {alive} of {options.nodes} nodes joined Ray at {address} within "
                 f"{options.timeout:.0f} s: start the script on the others, or extend NODES_TIMEOUT",
                 file=sys.stderr,
             )
             return 1
-        time.sleep(1)
+        if alive < options.nodes:
+            time.sleep(1)
     return 0
 
 

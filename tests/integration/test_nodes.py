@@ -61,6 +61,6 @@ def test_two_nodes_train_one_model(tmp_path: Path) -> None:
             node.terminate()
         for node in nodes:
             node.wait(60)
-    assert "1 of 2 nodes have joined" in logs[0].read_text()
+    assert "2 of 2 nodes have joined" in logs[0].read_text()
     assert len(series(workspace / "run", "train/loss")) == 2
     assert max(series(workspace / "run", "train/train_rollout_logprob_abs_diff")) < 1e-4
