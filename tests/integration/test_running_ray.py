@@ -33,7 +33,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ray_head(workspace: Path) -> Iterator[dict[str, str]]:
     """A Ray of two CPUs with its job server; the environment that leads to it."""
-    ports = {name: PortReservation(_HOST) for name in ("gcs", "dashboard", "client")}
+    ports = {name: PortReservation(_HOST) for name in ("gcs", "dashboard", "client", "agent")}
     for reservation in ports.values():
         reservation.release()
     numbers = {name: str(reservation.port) for name, reservation in ports.items()}
@@ -41,6 +41,8 @@ def ray_head(workspace: Path) -> Iterator[dict[str, str]]:
     command = [str(ray), "start", "--head", "--block", "--num-cpus=2", f"--node-ip-address={_HOST}"]
     command += [f"--port={numbers['gcs']}", f"--dashboard-port={numbers['dashboard']}", f"--dashboard-host={_HOST}"]
     command += [f"--ray-client-server-port={numbers['client']}", f"--temp-dir={workspace}/r", "--disable-usage-stats"]
+    # Its default is taken where another Ray runs, and a node whose agent does not listen takes no job.
+    command += [f"--dashboard-agent-listen-port={numbers['agent']}"]
     with open(workspace / "head.log", "w") as log:
         # The dashboard's first start after an installation compiles its modules, which takes two cores over a minute.
         patient = os.environ | {"RAY_DASHBOARD_STARTUP_TIMEOUT_S": "180"}
