@@ -55,10 +55,10 @@ def model_type(name: str) -> str:
 
 
 def config(name: str) -> Any:
-    """As transformers reads it."""
-    from transformers import AutoConfig
+    """As a class of transformers reads it."""
+    from slime.models import hf_config
 
-    return AutoConfig.from_pretrained(CONFIGS / name)
+    return hf_config(CONFIGS / name)
 
 
 def supported() -> list[str]:

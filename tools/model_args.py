@@ -78,15 +78,12 @@ def read_shape(model: str) -> dict[str, Any]:
     Raises:
         ValueError: no such model, or one that slime does not support.
     """
-    from transformers import AutoConfig
-
-    from slime.models import shape_from_hf
+    from slime.models import hf_config, shape_from_hf
 
     file = Path(model).expanduser()
-    config = AutoConfig.from_pretrained(
-        file if file.is_file() else model_directory(model, with_weights=False, flag="model")
+    return shape_from_hf(
+        hf_config(file if file.is_file() else model_directory(model, with_weights=False, flag="model"))
     )
-    return shape_from_hf(config)
 
 
 def script(shape: dict[str, Any], name: str) -> str:
