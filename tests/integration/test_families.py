@@ -30,7 +30,8 @@ def write_model(kind: str, directory: Path) -> None:
     tokens = len(AutoTokenizer.from_pretrained(directory))
     options: dict[str, Any] = {**tiny.KINDS[kind], "vocab_size": tokens, "head_dim": 16, "num_key_value_heads": 2}
     options |= {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = AutoConfig.for_model(**options, max_position_embeddings=512, pad_token_id=0, eos_token_id=1)
+    options |= {"max_position_embeddings": 512, "pad_token_id": 0, "eos_token_id": 1}
+    config = AutoConfig.for_model(**options)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
 
