@@ -34,6 +34,7 @@ _FUSED_NORMS = {
 """megatron-core may store norms under the names that Transformer Engine gives them, as a part of the layer after."""
 
 
+_ADAPTERS = ".lora."
 _EMBEDDING = "embedding.word_embeddings.weight"
 _ADD = "--add-missing-from-origin-hf takes them from --origin-hf-dir"
 
@@ -100,6 +101,8 @@ def convert(
     family, shape = family_of(config), weight_shape(config)
     if vocab_size is not None:
         shape = dataclasses.replace(shape, vocab_size=vocab_size)
+    if any(_ADAPTERS in key for key in stored):
+        raise BadInputError(f"{stored.directory} holds low-rank adapters only: export merged weights with --save-hf")
     located, missing = locate_all(stored, family, shape)
     tasks = list(plan(stored, located))
     specs = _specs(stored, tasks, family, shape)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+from pathlib import Path
 from typing import Any
 
 from slime.utils.errors import BadInputError
@@ -19,6 +21,16 @@ def load_tokenizer(checkpoint: str) -> Any:
 
     try:
         # False, not unset: that asks at the terminal.
-        return AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False, **_stand_in(checkpoint))
     except (OSError, ValueError, KeyError) as error:
         raise BadInputError(f"--hf-checkpoint {checkpoint}: its tokenizer does not load: {error}") from error
+
+
+def _stand_in(checkpoint: str) -> dict[str, Any]:
+    """A config for models that transformers has no class for, by which it would look for the tokenizer's."""
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+    file = Path(checkpoint, "config.json")
+    if not file.is_file() or json.loads(file.read_text()).get("model_type") in CONFIG_MAPPING:
+        return {}
+    return {"config": PreTrainedConfig()}

@@ -26,7 +26,7 @@ from tests.ranks import run_ranks
 
 NUM_GPUS = 0
 
-KINDS = ["qwen2", "qwen3", "qwen3_tied", "llama", "qwen3_moe"]
+KINDS = ["qwen2", "qwen3", "qwen3_tied", "llama", "qwen3_moe", "glm4_tied", "glm4_moe"]
 TOOL = ROOT / "tools" / "convert_hf_to_torch_dist.py"
 DEADLINE = 240.0
 """Seconds for one program."""

@@ -111,7 +111,7 @@ def test_conversations_are_not_cut_but_their_evaluation_is(parse: Parse) -> None
         ("--mtp-num-layers 1", "", "--mtp-num-layers is 1, config.json means none"),
         ("--linear-attention-freq 2", "", "--linear-attention-freq is 2, config.json means none"),
         ("--rotary-seq-len-interpolation-factor 2", "", "--rotary-seq-len-interpolation-factor is 2.0, config.json"),
-        ("--hf-checkpoint moe --moe-layer-freq 2", "", "--moe-layer-freq is 2, config.json means [0, 1, 0, 1]"),
+        ("--hf-checkpoint moe --moe-layer-freq 2", "", "config.json means [0]*1+[1]*1+[0]*1+[1]*1"),
         ("--hf-checkpoint moe --moe-layer-freq 0", "", "--moe-layer-freq is 0, config.json means"),
         ("--hf-checkpoint moe --moe-shared-expert-intermediate-size 8", "", "intermediate-size is 8, config.json"),
     ],

@@ -91,7 +91,7 @@ def compare_all(rank: int, directory: str) -> None:
 def tensors_of_tables(name: str) -> Iterator[tuple[str, torch.Size]]:
     """What the Megatron model becomes that is made from config.json, through the family's table."""
     from slime.backends.megatron.model import default_stage, transformer_config
-    from slime.backends.megatron.weights_io import global_parameters
+    from slime.backends.megatron.weights_io import global_weights
     from slime.models import family_of, weight_shape
 
     args, config = tiny.arguments(shipped.CONFIGS / name), shipped.config(name)
@@ -104,7 +104,7 @@ def tensors_of_tables(name: str) -> Iterator[tuple[str, torch.Size]]:
     ):
         model = default_stage(args, transformer_config(args), True, True)
     assert all(parameter.is_meta for parameter in model.parameters() if parameter.numel() > 10_000_000)
-    for parameter, tensor in global_parameters([model]):
+    for parameter, tensor in global_weights([model]):
         if stands_for(parameter, name):
             yield from ((hf, part.shape) for hf, part in family.join(parameter, [tensor], shape))
 

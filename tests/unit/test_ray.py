@@ -360,7 +360,7 @@ def test_only_rank_0_is_sent_the_data_sides_state() -> None:
             return {"cursor": 5}
 
     trainers, manager = [Actor(), Actor()], Actor()
-    made = Run(Namespace(save="somewhere", save_hf=None, checkpoint_timeout=1234.0))
+    made = Run(Namespace(save="somewhere", save_hf=None, save_lora=None, checkpoint_timeout=1234.0))
     waited: list[Deadline] = []
 
     class Waits(Answers):
