@@ -11,6 +11,7 @@ from slime.options.algorithm_rules import derive_algorithm
 from slime.options.asynchronous import AsyncOptions
 from slime.options.debug import DebugOptions
 from slime.options.hooks import HookOptions
+from slime.options.lora import LoraOptions
 
 _OTHERS: dict[str, Any] = {
     "rm_type": "math",
@@ -28,7 +29,7 @@ _OTHERS: dict[str, Any] = {
 
 def algorithm_options(**options: Any) -> Namespace:
     """Defaults, ``options`` over them, and what follows from both."""
-    groups = (AlgorithmOptions, AsyncOptions, CorrectionOptions, CriticOptions, DebugOptions, HookOptions)
+    groups = (AlgorithmOptions, AsyncOptions, CorrectionOptions, CriticOptions, DebugOptions, HookOptions, LoraOptions)
     defaults = {field.name: field.default for group in groups for field in fields(group)}
     args = Namespace(**{**defaults, **_OTHERS, **options})
     derive_algorithm(args)
