@@ -86,7 +86,11 @@ def eval_groups(args: Namespace, dataset: EvalDataset) -> list[Group]:
 
 def eval_args(args: Namespace, dataset: EvalDataset) -> Namespace:
     """The options for generating and judging the samples of a dataset: they see its settings as the run's own."""
-    changes: dict[str, Any] = {"rollout_skip_special_tokens": dataset.skip_special_tokens}
+    changes: dict[str, Any] = {
+        "rollout_skip_special_tokens": dataset.skip_special_tokens,
+        "apply_chat_template": dataset.apply_chat_template,
+        "apply_chat_template_kwargs": dataset.apply_chat_template_kwargs,
+    }
     if args.eval_max_context_len is not None:
         changes["rollout_max_context_len"] = args.eval_max_context_len
     if dataset.rm_type is not None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from argparse import Namespace
 from typing import Any
 
 from slime.backends.sglang.client import RequestError
+from slime.rollout.conversation import RowError, check_messages, render
 from slime.rollout.state import state_of_call
 from slime.rollout.tokenizer import load_tokenizer
-from slime.utils.errors import BadInputError
+from slime.utils.errors import BadInputError, SettingError
 from slime.utils.types import Sample, Status
 
 _MAX_ABORTS = 16
@@ -26,7 +28,7 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
     where the rollout itself ends what is still under way is the sample returned as it is then, with status ABORTED.
 
     Raises:
-        ValueError: the prompt is chat messages that no template was applied to.
+        BadInputError: the prompt has no tokens (`prompt_tokens`).
         RequestError: the request failed for good, or was aborted again and again without a token or a new version.
     """
     if not sample.tokens:
@@ -84,17 +86,29 @@ def _text_of(args: Namespace, tokens: list[int], start: int) -> str:
 
 
 def prompt_tokens(args: Namespace, sample: Sample) -> list[int]:
-    """The prompt's token ids.
+    """The prompt's token ids; ``--apply-chat-template`` renders chat messages, as a data source of a user's gives them.
 
     Raises:
-        ValueError: the prompt is chat messages, or empty.
+        BadInputError: the prompt is chat messages without that flag, or such as the template refuses, or empty.
     """
-    if not isinstance(sample.prompt, str):
-        raise BadInputError(f"sample {sample.index}: its prompt is chat messages; add --apply-chat-template")
-    tokens: list[int] = load_tokenizer(args.hf_checkpoint)(sample.prompt, add_special_tokens=False)["input_ids"]
+    tokenizer = load_tokenizer(args.hf_checkpoint)
+    text = sample.prompt if isinstance(sample.prompt, str) else _rendered(args, sample, tokenizer)
+    tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     if not tokens:
         raise BadInputError(f"sample {sample.index} has an empty prompt and no tokens")
     return tokens
+
+
+def _rendered(args: Namespace, sample: Sample, tokenizer: Any) -> str:
+    if not args.apply_chat_template:
+        raise SettingError(f"sample {sample.index}: its prompt is chat messages; add --apply-chat-template")
+    kwargs = sample.apply_chat_template_kwargs or args.apply_chat_template_kwargs or {}
+    assert not isinstance(sample.prompt, str)
+    try:
+        check_messages(sample.prompt, "its prompt")
+        return render(tokenizer, sample.prompt, sample.metadata.get("tools"), json.dumps(kwargs))
+    except RowError as error:
+        raise BadInputError(f"sample {sample.index}: {error}") from error
 
 
 def room_left(args: Namespace, sample: Sample, max_new_tokens: int | None) -> int | None:

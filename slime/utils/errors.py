@@ -11,6 +11,10 @@ class BadInputError(SlimeError, ValueError):
     """Something that was given to us, a file, a row, a flag or what a hook returned, cannot be used."""
 
 
+class SettingError(BadInputError):
+    """The run's settings cannot be right for any sample: no further try can mend it, so that it ends the run."""
+
+
 class DeadlineError(SlimeError, TimeoutError):
     """A deadline passed; the message names who was waited for, and the deadline's flag."""
 

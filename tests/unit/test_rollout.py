@@ -20,6 +20,7 @@ from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.sampling import eval_sampling_params, request_seed, train_sampling_params
 from slime.rollout.sglang_rollout import generate, generate_and_rm
 from slime.rollout.tokenizer import load_tokenizer
+from slime.utils.errors import BadInputError
 from slime.utils.http_utils import RequestError
 from slime.utils.types import Sample, Status
 from tests.fake_client import FakeClient, reply, rollout
@@ -137,6 +138,16 @@ def test_messages_need_a_template(rollout_args: Args, use: Callable[..., FakeCli
     sample = Sample(index=4, prompt=[{"role": "user", "content": "x"}])
     with pytest.raises(ValueError, match="sample 4: its prompt is chat messages; add --apply-chat-template"):
         asyncio.run(generate(rollout_args(), sample, {"max_new_tokens": 1}))
+
+
+def test_messages_of_an_own_data_source_are_rendered(rollout_args: Args, use: Callable[..., FakeClient]) -> None:
+    client, args = use(FakeClient()), rollout_args(apply_chat_template=True)
+    sample = Sample(prompt=[{"role": "user", "content": "x"}])
+    asyncio.run(generate(args, sample, {"max_new_tokens": 1}))
+    sent = load_tokenizer(args.hf_checkpoint).decode(client.requests[0][0])
+    assert sent == "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
+    with pytest.raises(BadInputError, match="sample 7: message 0 of its prompt is not an object with a 'role'"):
+        asyncio.run(generate(args, Sample(index=7, prompt=[{"content": "x"}]), {"max_new_tokens": 1}))
 
 
 def test_generate_outside_of_a_rollout(rollout_args: Args, use: Callable[..., FakeClient]) -> None:
