@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 import pickle
 from argparse import Namespace
@@ -11,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from slime.rollout.base_types import flatten_samples
+from slime.rollout.failure_log import FailureLog
 from slime.rollout.generation import generate
 from slime.rollout.hooks import HookError, Limit, accepted, call_hook, naming
 from slime.rollout.loop import run_all
@@ -18,14 +18,14 @@ from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.sampling import request_seed
 from slime.rollout.state import RolloutState, state_of_call
 from slime.rollout.under_way import current_rollout
-from slime.utils.errors import DeadlineError, SlimeError
+from slime.utils.errors import DeadlineError, SettingError, SlimeError
 from slime.utils.http_utils import RequestError
 from slime.utils.misc import load_function
 from slime.utils.types import Group, Sample, Status
 
 T = TypeVar("T")
 
-logger = logging.getLogger(__name__)
+_failure_log = FailureLog()
 
 _MAX_ABORTS = 16
 _TRIES = 3
@@ -245,7 +245,8 @@ class GroupRun:
         try:
             value = sample.get_reward_value(Namespace(reward_key=key))
         except (ValueError, TypeError) as error:
-            raise HookError(str(error)) from error
+            no_key = isinstance(sample.reward, dict) and key is None
+            raise (SettingError if no_key else HookError)(str(error)) from error
         if not math.isfinite(value):
             sample.reward = None
             raise HookError(f"sample {sample.index}: its reward is {value}, which no advantage can be made of")
@@ -273,13 +274,15 @@ async def _tried(
             reason = f"{what}_timeout" if isinstance(error, DeadlineError) else f"{what}_error"
             state.failures[reason] += 1
             sample.failure = f"{reason}: {error}"
-            logger.warning("sample %s, try %d of %d: %s", sample.index, number + 1, tries, sample.failure)
+            _failure_log.warn(f"sample {sample.index}, try {number + 1} of {tries}", reason, error)
     sample.status, sample.reward = Status.FAILED, None
     return None
 
 
 def _is_of_sample(error: Exception, what: str) -> bool:
-    """Whether only this sample is concerned; what its generation finds out about the engines ends the run."""
+    """Whether only this sample is concerned; what is found out about the settings or the engines ends the run."""
+    if isinstance(error, SettingError):
+        return False
     if what != "generate":
         return True
     return isinstance(error, (HookError, DeadlineError)) or (

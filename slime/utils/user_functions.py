@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
-from slime.utils.errors import DeadlineError, HookError
+from slime.utils.errors import DeadlineError, HookError, SettingError
 from slime.utils.misc import load_function
 
 
@@ -22,7 +22,7 @@ def naming(where: str, passes: type[Exception] = HookError) -> Iterator[None]:
     """
     try:
         yield
-    except (passes, DeadlineError):
+    except (passes, DeadlineError, SettingError):
         raise
     except asyncio.CancelledError as error:
         task = asyncio.current_task()

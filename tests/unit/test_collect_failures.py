@@ -11,7 +11,9 @@ import pytest
 
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.failure_log import FailureLog
 from slime.rollout.hooks import HookError
+from slime.utils.errors import SettingError
 from slime.utils.types import Status
 from tests.fake_client import Engine, FakeClient, accounts, hook_file, indices, rollout
 
@@ -209,7 +211,6 @@ def test_hook_of_a_batch_that_hangs_is_named(flag: str, make_args: Args, use: Us
         ("    import sys; sys.exit(3)\n", r"called sys.exit\(3\)"),
         ("    task = asyncio.ensure_future(asyncio.sleep(9)); task.cancel(); await task\n", "raised CancelledError"),
         ("    return float('nan')\n", "its reward is nan"),
-        ("    return {'score': 1.0}\n", "name one of them with --reward-key"),
         ("    next(iter([]))\n", "raised RuntimeError: (coroutine raised )?StopIteration"),
     ],
 )
@@ -221,6 +222,45 @@ def test_reward_functions_that_fail_oddly(body: str, message: str, make_args: Ar
         rollout(make_args(custom_rm_path=f"{hook}:rm", on_sample_error="stop"), 0, source)
     with pytest.raises(HookError, match=f"5 groups failed[\\s\\S]*{message}"):
         rollout(make_args(custom_rm_path=f"{hook}:rm"), 0, source)
+
+
+@pytest.mark.parametrize(
+    ("body", "flag", "message"),
+    [
+        ("async def own(args, sample):\n    return {'score': 1.0}\n", "custom_rm_path", "with --reward-key"),
+        (
+            "from slime.rollout.sglang_rollout import generate\n"
+            "async def own(args, sample, params):\n"
+            "    sample.prompt, sample.tokens = [{'role': 'user', 'content': 'x'}], []\n"
+            "    return await generate(args, sample, params)\n",
+            "custom_generate_function_path",
+            "add --apply-chat-template",
+        ),
+    ],
+)
+def test_settings_that_are_wrong_for_all_samples_end_the_run_at_once(
+    body: str, flag: str, message: str, make_args: Args, use: Use, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    use(FakeClient())
+    hook = hook_file(tmp_path, body)
+    with pytest.raises(SettingError, match=f"sample [0-9]+: .*{message}"):
+        rollout(make_args(**{flag: f"{hook}:own"}))
+    assert not caplog.records
+
+
+def test_a_bug_of_a_hook_does_not_flood_the_console(caplog: pytest.LogCaptureFixture) -> None:
+    log = FailureLog()
+    for number in range(40):
+        error = HookError(f"--custom-rm-path f.py:rm raised OSError: {number}\nTraceback: line")
+        error.__cause__ = OSError(number)
+        log.warn(f"sample {number}", "reward_error", error)
+    other = HookError("--custom-rm-path f.py:rm raised KeyError: 'x'\nTraceback: line")
+    other.__cause__ = KeyError("x")
+    log.warn("sample 40", "reward_error", other)
+    told = [record.getMessage() for record in caplog.records]
+    assert [text.split(":")[0] for text in told] == [f"sample {n}" for n in (0, 1, 2, 3, 7, 15, 31, 40)]
+    assert [text for text in told if "Traceback" in text] == [told[0], told[-1]]
+    assert told[4].endswith("raised OSError: 7 (8 tries failed so by now)")
 
 
 def test_generate_function_that_hangs_fails_its_sample(make_args: Args, use: Use, tmp_path: Path) -> None:

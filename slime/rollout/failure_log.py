@@ -1,0 +1,39 @@
+"""Telling of samples that failed without flooding the console: a bug of a hook is the same in every one of them."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+logger = logging.getLogger(__name__)
+
+_SHOWN = 4
+"""Failures of one kind that have a line each; then every further power of two does."""
+
+
+class FailureLog:
+    """Warns of failures: the first of a kind in full, later ones in one line, and most of many not at all."""
+
+    def __init__(self) -> None:
+        self._count: Counter[tuple[str, str, str]] = Counter()
+
+    def warn(self, what: str, reason: str, error: Exception) -> None:
+        """Warn of a failed try, or only count it.
+
+        Args:
+            what: sample and try.
+            reason: by which failures are counted in metrics.
+            error: whose message is the story, the traceback of a user's function included.
+        """
+        message = str(error)
+        head = message.splitlines()[0] if message else ""
+        where = head.partition(" raised ")[0] if " raised " in head else ""
+        kind = (reason, where, type(error.__cause__ or error).__name__)
+        self._count[kind] += 1
+        count = self._count[kind]
+        if count == 1:
+            logger.warning("%s: %s: %s", what, reason, message)
+        elif count <= _SHOWN:
+            logger.warning("%s: %s: %s", what, reason, head)
+        elif count & (count - 1) == 0:
+            logger.warning("%s: %s: %s (%d tries failed so by now)", what, reason, head, count)
