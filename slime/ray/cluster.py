@@ -29,7 +29,7 @@ def connect(slots: int) -> int | None:
         With a local Ray, the descriptor that its janitor watches, to be closed after ``ray.shutdown``.
 
     Raises:
-        RunError: the running Ray could not be joined.
+        RunError: the running Ray could not be joined, or a local one not be started.
     """
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": True}
     if os.environ.get("RAY_ADDRESS"):
@@ -47,7 +47,13 @@ def connect(slots: int) -> int | None:
     if not device.is_cuda():
         # Ray counts GPUs by the driver's library; a torch without CUDA cannot use them.
         local |= {"object_store_memory": _OBJECT_STORE_WITHOUT_GPU, "num_gpus": 0}
-    ray.init(address="local", **local, **quiet)
+    try:
+        ray.init(address="local", **local, **quiet)
+    except Exception as error:  # Ray has no type for it
+        raise RunError(
+            f"start a local Ray: {' '.join(str(error).split())} A machine that is busy may need another try; Ray's own "
+            f"logs are under {os.environ.get('RAY_TMPDIR', '/tmp')}/ray/session_latest/logs"
+        ) from error
     return janitor.start()
 
 

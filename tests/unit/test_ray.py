@@ -54,6 +54,16 @@ def test_a_local_ray_counts_no_gpu_that_torch_cannot_use(
     assert given.get("num_gpus") == expected
 
 
+def test_a_local_ray_that_does_not_start_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**options: Any) -> None:
+        raise Exception("The current node timed out during startup.\nThis could happen.")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(RunError, match=r"^start a local Ray: The current node .*This could happen. A machine that is"):
+        cluster.connect(2)
+
+
 @pytest.mark.parametrize(
     ("cores", "is_cuda", "address", "expected"),
     [
