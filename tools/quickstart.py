@@ -38,12 +38,13 @@ class Phases:
         self.seconds: dict[str, float] = {}
         self._deadline = time.monotonic() + limit_s
         self._limit_s = limit_s
+        self._phase = ""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time one phase."""
         print(f"\n== {name}", flush=True)
-        started = time.monotonic()
+        started, self._phase = time.monotonic(), name
         try:
             yield
         finally:
@@ -68,7 +69,10 @@ class Phases:
         try:
             printed, _ = process.communicate(timeout=max(self._deadline - time.monotonic(), 0.1))
         except subprocess.TimeoutExpired:
-            raise QuickstartError(f"not done after {self._limit_s / 60:.0f} minutes") from None
+            raise QuickstartError(
+                f"not done after {self._limit_s / 60:g} minutes (--time-limit), in the phase {self._phase!r}: a machine "
+                "that others use too, or of few cores, is slow; give it more minutes"
+            ) from None
         finally:
             _end(process)
         if process.returncode:
@@ -229,7 +233,9 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the data, the initial weights and the sampling")
     parser.add_argument("--rm-type", default="math", help="`random` is the control: accuracy must not rise")
-    parser.add_argument("--time-limit", type=float, default=20, help="minutes after which it gives up")
+    parser.add_argument(
+        "--time-limit", type=float, default=20, help="minutes after which it gives up; default: %(default)s"
+    )
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     phases = Phases(args.time_limit * 60)

@@ -44,6 +44,14 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def test_a_quickstart_that_is_late_names_the_phase_and_the_flag() -> None:
+    quickstart = load("quickstart")
+    phases = quickstart.Phases(0.3)
+    expected = r"not done after 0.005 minutes \(--time-limit\), in the phase 'GRPO': a machine that others use"
+    with pytest.raises(quickstart.QuickstartError, match=expected), phases.phase("GRPO"):
+        phases.run([sys.executable, "-c", "import time; time.sleep(30)"])
+
+
 @pytest.mark.parametrize("tool", ["make_tiny_model.py", "make_arithmetic_data.py"])
 def test_help_needs_no_engine(tool: str) -> None:
     done = subprocess.run([sys.executable, TOOLS / tool, "--help"], capture_output=True, text=True, timeout=60)
