@@ -79,8 +79,11 @@ def form_of(function: Callable[..., Any], calls: tuple[Call, ...], where: str) -
         where: flag and path, for the error.
 
     Raises:
-        CallError: it has none of them; the message has its signature and theirs.
+        CallError: it has none of them (the message has its signature and theirs), or is an abstract class.
     """
+    if lacking := sorted(getattr(function, "__abstractmethods__", ())):
+        problem = f"the class lacks {', '.join(lacking)}, which its base class leaves to it: define what is missing"
+        raise CallError(f"{where}: {problem}", problem)
     signature = signature_of(function)
     if signature is None:
         return calls[0]

@@ -42,6 +42,19 @@ def test_names_are_free_but_for_the_one_that_tells_forms_apart(function: Callabl
     assert form_of(function, (ONE, MANY), "--x") is form
 
 
+def test_a_data_source_that_lacks_a_method_is_refused_with_the_flags(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from slime.data import DataSource\n"
+        "class Source(DataSource):\n"
+        "    def __init__(self, args): pass\n"
+        "    def get_samples(self, num_samples): return []\n"
+    )
+    args = small_rollout(tmp_path, data_source_path=f"{file}:Source")
+    with pytest.raises(CallError, match=r"^--data-source-path .*own.py:Source: the class lacks __len__, add_samples,"):
+        _load_hooks(args, {"data_source_path"})
+
+
 @pytest.mark.parametrize(
     ("function", "problem"),
     [
