@@ -101,6 +101,7 @@ def contract_args(words: Sequence[str], prog: str) -> Namespace:
     for name, implied in _IMPLIED.items():
         if name in given:
             vars(args).update(implied)
+    args.eval_reward_key = args.eval_reward_key or args.reward_key
     args.eval_prompt_data = args.eval_prompt_data or [["contract", args.prompt_data]]
     args.eval_datasets = eval_datasets(args)
     args.vocab_size = len(load_tokenizer(args.hf_checkpoint))

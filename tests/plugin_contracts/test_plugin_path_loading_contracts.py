@@ -28,6 +28,7 @@ from slime.rollout.sglang_rollout import generate_and_rm
 from slime.rollout.state import RolloutState, make_client
 from slime.rollout.train_data import to_train_batches
 from slime.rollout.under_way import under_way
+from slime.utils.errors import SlimeError
 from slime.utils.types import Group, Sample
 from tests.plugin_contracts.contract import Contract, NotMeantError, Subject
 from tests.plugin_contracts.evaluations import check_evaluation
@@ -228,18 +229,39 @@ def check_hook(subject: Subject) -> None:
 
 # ---- --custom-rm-path
 
+_RESPONSES = ("The answer is \\boxed{1}.", "", "}}{{ \\boxed{ <answer> \u4e00", "1", "x" * 5000)
+
 
 def check_rewards(subject: Subject) -> None:
     """Every sample gets a reward, an empty or strange response too"""
     args = subject.args
-    group = make_source(args).get_samples(2)[0]
-    group += [copy.deepcopy(group[0]) for _ in range(3)]
-    responses = ("The answer is \\boxed{1}.", "", "}}{{ \\boxed{ <answer> \u4e00", "1", "x" * 5000)
-    for sample, response in zip(group, responses, strict=False):
+    first = _as_generated(subject)
+    group = [copy.deepcopy(first) for _ in _RESPONSES]
+    for sample, response in zip(group, _RESPONSES, strict=True):
         finish(args, sample, response=response)
-    done = _run(subject, generate_and_rm(args, group, train_sampling_params(args)))
+    try:
+        done = _run(subject, generate_and_rm(args, group, train_sampling_params(args)))
+    except SlimeError:
+        if args.custom_generate_function_path is None:
+            subject.notes.append(
+                "the samples had prompt, label and response only: if it reads what your generate function writes, such "
+                "as metadata, give --custom-generate-function-path too, which is then called first"
+            )
+        raise
     for sample in flatten_samples(done):
         _check_reward(subject, sample)
+
+
+def _as_generated(subject: Subject) -> Sample:
+    """A sample without a response, but with whatever else a generate function that is given too leaves in it."""
+    args = subject.args
+    (group,) = make_source(args).get_samples(1)
+    if args.custom_generate_function_path is None:
+        return group[0]
+    first = flatten_samples(_run(subject, generate_and_rm(args, group[:1], train_sampling_params(args))))[0]
+    _check_reward(subject, first)
+    first.reset_response()
+    return first
 
 
 def check_group(subject: Subject) -> None:

@@ -313,6 +313,26 @@ def test_what_the_function_reads_of_the_command_line(tmp_path: Path) -> None:
     assert "the reward is a dict with keys ['score']; name one of them with --reward-key (now 'other')" in block
 
 
+def test_the_documented_environment_keeps_its_contracts(tmp_path: Path) -> None:
+    mine = tmp_path / "my_env.py"
+    text = (ROOT / "docs" / "customize.md").read_text(encoding="utf-8")
+    mine.write_text(text.partition("```python\n")[2].partition("```")[0])
+    reward = ["--custom-rm-path", f"{mine}:reward_func"]
+    both = [*reward, "--custom-generate-function-path", f"{mine}:generate"]
+    for flag in ("--custom-rm-path", "--custom-generate-function-path"):
+        assert broken([CONTRACTS[flag]], both) == []
+    alone = [verdict(case, reward) for case in cases([CONTRACTS["--custom-rm-path"]], reward)]
+    notes = [note for outcome, _, given in alone if outcome == "BROKEN" for note in given]
+    assert any("give --custom-generate-function-path too" in note for note in notes)
+
+
+def test_an_environment_whose_rewards_are_dicts_is_judged_in_an_evaluation_too(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(_ONE_TURN + "def reward_func(args, sample): return {'score': 1.0}\n")
+    words = ["--custom-generate-function-path", f"{mine}:generate", "--custom-rm-path", f"{mine}:reward_func"]
+    assert broken([CONTRACTS["--custom-generate-function-path"]], [*words, "--reward-key", "score"]) == []
+
+
 def test_the_environment_names_functions_for_pytest() -> None:
     flag = "--custom-generate-function-path"
     assert variable_of(flag) == "SLIME_CONTRACT_CUSTOM_GENERATE_FUNCTION_PATH"
