@@ -117,6 +117,21 @@ def test_older_weights_may_have_made_the_samples_of_an_asynchronous_run(caplog: 
             check_step(options(asynchronous=True), "here", GOOD | {name: 0.1}, is_first=True)
 
 
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        ({}, "kernels, or correct for it by --use-tis"),
+        ({"use_tis": True}, "kernels, or raise --mismatch-threshold: --use-tis corrects for it"),
+        ({"use_rollout_logprobs": True}, "or raise --mismatch-threshold: --use-rollout-logprobs corrects for it"),
+    ],
+)
+def test_a_mismatch_advises_what_is_not_given_yet(
+    given: dict[str, bool], advice: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_step(options(ci_test=False, **given), "here", {DIFFERENCE: 9.0}, is_first=False)
+    assert caplog.messages[0].endswith(advice)
+
+
 @pytest.mark.parametrize("difference", [0.21, math.nan])
 def test_a_mismatch_warns_and_stops_where_asked(difference: float, caplog: pytest.LogCaptureFixture) -> None:
     quiet = {"ci_test": False, "mismatch_threshold": 0.2}

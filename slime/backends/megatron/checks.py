@@ -59,10 +59,15 @@ def _ranges(args: Namespace, is_first: bool) -> dict[str, tuple[float, float, st
 def _check_mismatch(args: Namespace, where: str, difference: float) -> None:
     if difference <= args.mismatch_threshold:
         return
-    other = "lower --max-weight-staleness" if args.asynchronous else "look at their precision and kernels"
+    advice = ["lower --max-weight-staleness" if args.asynchronous else "look at their precision and kernels"]
+    given = [name for name in ("use_tis", "use_rs", "use_rollout_logprobs") if getattr(args, name)]
+    if given:
+        advice.append(f"raise --mismatch-threshold: --{given[0].replace('_', '-')} corrects for it")
+    else:
+        advice.append("correct for it by --use-tis")
     message = (
         f"{where}: the trainer's and the engine's log-probs of the same tokens differ by {difference:.4g} in the mean "
-        f"(--mismatch-threshold {args.mismatch_threshold}): {other}, or correct for it by --use-tis"
+        f"(--mismatch-threshold {args.mismatch_threshold}): {', or '.join(advice)}"
     )
     if args.stop_on_mismatch:
         raise TrainingError(message)
