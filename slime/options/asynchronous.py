@@ -32,14 +32,13 @@ class AsyncOptions:
     )
 
 
-def derive_async(args: Namespace, given: set[str], warnings: list[str], *, asynchronous: bool) -> None:
-    """Set ``args.asynchronous``, and check what only one of the two drivers can do; needs ``args.placement``.
+def derive_async(args: Namespace, given: set[str], warnings: list[str]) -> None:
+    """Check what only one of the two drivers can do; needs ``args.asynchronous`` and ``args.placement``.
 
     Raises:
         OptionError: naming the flags.
     """
-    args.asynchronous = asynchronous
-    if not asynchronous:
+    if not args.asynchronous:
         for field in fields(AsyncOptions):
             if field.name in given:
                 raise OptionError(

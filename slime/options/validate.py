@@ -137,7 +137,10 @@ def _missing(args: Namespace) -> Iterator[str]:
         yield "--hf-checkpoint is missing"
     no_slots = args.rollout_num_gpus == 0 or (args.rollout_num_gpus is None and args.placement == "disaggregate")
     if no_slots and args.placement in ("disaggregate", "rollout_only"):
-        yield "--rollout-num-gpus is missing: give engines slots of their own, or share them by --colocate"
+        shares = args.placement == "disaggregate" and not args.asynchronous
+        yield "--rollout-num-gpus is missing: give engines slots of their own" + (
+            ", or share them by --colocate" if shares else ""
+        )
     has_none = args.disable_rollout_global_dataset or replays
     if args.prompt_data is None and args.data_source_path.startswith(_OWN_SOURCES) and not has_none:
         yield "--prompt-data is missing"

@@ -195,8 +195,9 @@ def _resolve(args: argparse.Namespace, given: set[str], asynchronous: bool) -> l
     args.sglang_model_routers = {}
     _load_hooks(args, given)
     derive_lora(args)
+    args.asynchronous = asynchronous
     derive_all(args, warnings)
-    derive_async(args, given, warnings, asynchronous=asynchronous)
+    derive_async(args, given, warnings)
     check_collection(args, given)
     args.eval_datasets = [_with_hooks(dataset) for dataset in args.eval_datasets]
     _check_evaluation(args, given)

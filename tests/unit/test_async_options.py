@@ -41,6 +41,13 @@ def test_defaults_and_the_users_example() -> None:
     assert not parse_args(command()).asynchronous
 
 
+def test_engines_without_slots_are_not_advised_to_share(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(command("", "--colocate"), asynchronous=True)
+    assert capsys.readouterr().err.strip().endswith("--rollout-num-gpus is missing: give engines slots of their own")
+    assert failure(capsys, "", "--colocate").endswith("or share them by --colocate")
+
+
 @pytest.mark.parametrize(
     "words", ["--update-weights-interval 2", "--async-buffer-size 1", "--max-weight-staleness 0"], ids=str.split
 )
