@@ -26,6 +26,8 @@ from urllib.parse import parse_qsl, urlsplit
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from slime.options.errors import OptionError  # noqa: E402
+from slime.options.model import model_directory  # noqa: E402
 from slime.rollout.tokenizer import load_tokenizer  # noqa: E402
 from slime.utils.errors import BadInputError  # noqa: E402
 from tools.samples.rollouts import Query, Rollout, list_samples, read_rollout, show_sample  # noqa: E402
@@ -182,15 +184,20 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def _tokenizer_directory(checkpoint: str) -> str:
+    """A directory with a tokenizer, which needs no model's configuration; of a hub id the download's."""
+    return checkpoint if Path(checkpoint).is_dir() else model_directory(checkpoint, with_weights=False)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Serve until Ctrl-C; 2 where something that was given cannot be used."""
     options = parse(argv)
     try:
-        tokenizer = options.hf_checkpoint and load_tokenizer(options.hf_checkpoint)
+        tokenizer = options.hf_checkpoint and load_tokenizer(_tokenizer_directory(options.hf_checkpoint))
         library = Library(options.paths, options.train_data, tokenizer)
         names = list(library.files())
         library.rollout(names[-1])  # which the page opens first
-    except (BadInputError, OSError) as error:
+    except (BadInputError, OptionError, OSError) as error:
         return _fail(error)
     try:
         server = Server(options.host, options.port, library)

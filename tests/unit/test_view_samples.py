@@ -395,6 +395,7 @@ def test_errors_are_one_line_and_status_2(
             ([str(empty)], "no *.pt files of saved rollouts in"),
             ([str(text)], "text.pt: not a file of saved samples"),
             ([file, "--hf-checkpoint", str(empty)], f"--hf-checkpoint {empty}: its tokenizer does not load"),
+            ([file, "--hf-checkpoint", "nomodel"], "--hf-checkpoint nomodel: there is no such directory, and a hub id"),
             ([file, "--port", str(port)], f"--port {port}: [Errno 98] Address already in use"),
             ([file, "--port", "70000"], "--port 70000"),
             ([file, "--host", "192.0.2.1"], "--host 192.0.2.1"),
