@@ -35,7 +35,7 @@ class HFWriter:
     def add(self, bucket: NamedTensors) -> None:
         """Write one bucket as one file. Its tensors may be views of one buffer, as long as they do not overlap."""
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in bucket}
-        save_file(tensors, self._directory / _part(len(self._parts)), metadata={"format": "pt"})
+        save_tensors(tensors, self._directory / _part(len(self._parts)))
         self._parts.append(list(tensors))
         for tensor in tensors.values():
             self._bytes_of[tensor.dtype] += tensor.nbytes
@@ -51,6 +51,14 @@ class HFWriter:
         if count > 1:
             write_index(self._directory, file_of, self._bytes_of.total())
         complete(self._directory, self._origin, self._bytes_of)
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Write one safetensors file, with the permissions that the process gives its files."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt"})  # puts one of its own in the place, for the owner only
+    path.chmod(mode)
 
 
 def complete(directory: Path, origin: Path, bytes_of: Counter[torch.dtype]) -> None:

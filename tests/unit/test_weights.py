@@ -59,6 +59,7 @@ def test_views_of_one_buffer_are_written_as_they_are(count: int, origin: Path, t
     written = {path.name for path in target.iterdir()}
     weights = {*files, "model.safetensors.index.json"} if files else {"model.safetensors"}
     assert written == {"config.json", "merges.txt"} | weights
+    assert len({path.stat().st_mode for path in target.iterdir()}) == 1, "others may read the weights as its config"
     assert json.loads((target / "config.json").read_text()) == {"model_type": "x", "dtype": "bfloat16"}
     for file, bucket in zip(files or ["model.safetensors"], buckets, strict=True):
         stored = load_file(target / file)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from safetensors.torch import save_file
 from torch import Tensor
 
 from slime.backends.megatron import lora
@@ -24,7 +23,7 @@ from slime.backends.megatron.names import EXPERTS, expert_name, global_namer, lo
 from slime.models import Family, Shape, family_of, hf_config, weight_shape
 from slime.models.adapters import ALL_LINEAR, adapter_family, is_adapter_name, linear_modules
 from slime.utils.hf_reader import HFWeights, whole
-from slime.utils.hf_writer import HFWriter
+from slime.utils.hf_writer import HFWriter, save_tensors
 
 _IGNORED_EXTRA = re.compile(r"\.rotary_emb\.inv_freq$")
 _SHARD_BYTES = 4 * 2**30
@@ -172,7 +171,7 @@ def save_adapters(
         if dist.get_rank() == 0:
             tensors |= {name: tensor.cpu() for name, tensor in bucket}
     if dist.get_rank() == 0:
-        save_file(tensors, Path(directory, "adapter_model.safetensors"), metadata={"format": "pt"})
+        save_tensors(tensors, Path(directory, "adapter_model.safetensors"))
         config = peft_config(args, family)
         Path(directory, "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     dist.barrier()
