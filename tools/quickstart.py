@@ -70,8 +70,8 @@ class Phases:
             printed, _ = process.communicate(timeout=max(self._deadline - time.monotonic(), 0.1))
         except subprocess.TimeoutExpired:
             raise QuickstartError(
-                f"not done after {self._limit_s / 60:g} minutes (--time-limit), in the phase {self._phase!r}: a machine "
-                "that others use too, or of few cores, is slow; give it more minutes"
+                f"not done after {self._limit_s / 60:g} minutes (--time-limit), in the phase {self._phase!r}: a "
+                "machine that others use too, or of few cores, is slow; give it more minutes"
             ) from None
         finally:
             _end(process)
