@@ -5,9 +5,13 @@
 
 import argparse
 
-from slime.ray.pipeline import Pipeline
-from slime.ray.run import Run, is_due, run_driver
-from slime.utils.arguments import parse_args
+from slime.utils.installation import check_installation
+
+check_installation()
+
+from slime.ray.pipeline import Pipeline  # noqa: E402
+from slime.ray.run import Run, is_due, run_driver  # noqa: E402
+from slime.utils.arguments import parse_args  # noqa: E402
 
 
 def main() -> None:

@@ -20,8 +20,12 @@ from pathlib import Path
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.convert import running
-from slime.convert.arguments import parse_model_args
+from slime.utils.installation import check_installation
+
+check_installation()
+
+from slime.convert import running  # noqa: E402
+from slime.convert.arguments import parse_model_args  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> int:

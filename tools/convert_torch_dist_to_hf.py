@@ -16,7 +16,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.convert import running, torch_dist_to_hf
+from slime.utils.installation import check_installation
+
+check_installation()
+
+from slime.convert import running, torch_dist_to_hf  # noqa: E402
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

@@ -19,6 +19,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from slime.utils.installation import check_installation
+
+check_installation()
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 

@@ -17,11 +17,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from slime.options import megatron
-from slime.options.installed import InstalledFlagsError, start_reading
-from slime.options.model import contradictions, model_directory, take_rotary_factor
-from slime.options.parser import StrictParser
-from slime.options.patterns import written_pattern
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from slime.utils.installation import check_installation
+
+check_installation()
+
+from slime.options import megatron  # noqa: E402
+from slime.options.installed import InstalledFlagsError, start_reading  # noqa: E402
+from slime.options.model import contradictions, model_directory, take_rotary_factor  # noqa: E402
+from slime.options.parser import StrictParser  # noqa: E402
+from slime.options.patterns import written_pattern  # noqa: E402
 
 GROUPS = {
     "size": ("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size"),

@@ -26,6 +26,10 @@ from urllib.parse import parse_qsl, urlsplit
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from slime.utils.installation import check_installation  # noqa: E402
+
+check_installation()
+
 from slime.options.errors import OptionError  # noqa: E402
 from slime.options.model import model_directory  # noqa: E402
 from slime.rollout.tokenizer import load_tokenizer  # noqa: E402

@@ -84,8 +84,8 @@ RULES = (
     Rule("slime.ray", ("slime",), engines=("ray",)),
     Rule("slime.external_utils", ("slime.utils",)),
     Rule("slime", ()),
-    Rule("train", ("slime.ray", "slime.utils.arguments")),
-    Rule("train_async", ("slime.ray", "slime.utils.arguments")),
+    Rule("train", ("slime.ray", "slime.utils.arguments", "slime.utils.installation")),
+    Rule("train_async", ("slime.ray", "slime.utils.arguments", "slime.utils.installation")),
 )
 
 TORCH_CUDA = {"slime/utils/device.py", "slime/backends/megatron/compat.py", "slime/backends/sglang/compat.py"}

@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,16 @@ def test_help_of_the_quickstart_installs_nothing(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "--time-limit" in result.stdout
     assert not result.stderr
+
+
+@pytest.mark.parametrize("program", ["train.py", "train_async.py", "tools/make_tiny_model.py", "tools/view_samples.py"])
+def test_a_python_without_slime_is_told_in_one_line(program: str) -> None:
+    command = [sys.executable, "-S", "-E", str(ROOT / program), "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert (result.returncode, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"{Path(program).name}: error: slime is not installed for ")
+    assert "bash scripts/install.sh" in line
 
 
 @pytest.mark.parametrize(
