@@ -1,8 +1,9 @@
-"""The line that a driver prints at the end of a step."""
+"""The lines that a driver prints at the end of a step, and of a run."""
 
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from collections.abc import Mapping
 
 _REWARDS = ("rollout/raw_reward", "rollout/rewards")
@@ -18,6 +19,17 @@ _PHASES = {
     "perf/wait_for_eval_time": "eval",  # in its place: in the background it takes the step only as long
     "perf/save_model_time": "save",
 }
+
+
+def done_line(args: Namespace) -> str:
+    """One line on a finished run: how many rollouts, and where its results are."""
+    parts = [f"done: {args.num_rollout} rollouts"]
+    if args.placement != "rollout_only" and args.num_rollout > args.start_rollout_id:
+        if args.save:
+            parts.append(f"checkpoint in {args.save}")
+        exports = (("Hugging Face model", args.save_hf), ("adapters", args.save_lora))
+        parts += [f"{what} in {path.format(rollout_id=args.num_rollout - 1)}" for what, path in exports if path]
+    return ", ".join([*parts, f"metrics and logs in {args.run_dir}"])
 
 
 def step_line(rollout_id: int, num_rollout: int, metrics: Mapping[str, float]) -> str:

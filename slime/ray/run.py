@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import RayError
 
 from slime.observability.metrics import MetricsLogger
-from slime.observability.progress import step_line
+from slime.observability.progress import done_line, step_line
 from slime.ray import janitor
 from slime.ray.cluster import connect
 from slime.ray.creation import create_engines, create_manager, create_trainers, reward_engine_args
@@ -361,7 +361,11 @@ class Run:
 def run_driver(train: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:
     """Run a driver's loop, or only check it with ``--dry-run``; an error is one line and the process's exit status."""
     try:
-        (dry_run if args.dry_run else train)(args)
+        if args.dry_run:
+            dry_run(args)
+        else:
+            train(args)
+            print(done_line(args), flush=True)
     except RunError as error:
         print(f"{_program()}: error: {error}", file=sys.stderr)
         sys.exit(error.exit_status)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from slime.observability.metrics import MetricsLogger
-from slime.observability.progress import step_line
+from slime.observability.progress import done_line, step_line
 
 
 def make_args(run_dir: Path, **changes: Any) -> argparse.Namespace:
@@ -250,6 +250,15 @@ def test_step_line_names_the_phase_that_took_longest() -> None:
     )
     assert step_line(11, 60, metrics | {"perf/train_time": 2.5}).endswith("bound by train (2.5 s)")
     assert step_line(11, 60, metrics | {"perf/update_weights_time": 2}).endswith("bound by weight update (2.0 s)")
+
+
+def test_done_line_says_where_the_results_are() -> None:
+    saves = {"save": "out/ckpt", "save_hf": "out/hf_{rollout_id}", "save_lora": None}
+    args = argparse.Namespace(num_rollout=3, start_rollout_id=0, placement="colocate", run_dir="out/run", **saves)
+    places = "checkpoint in out/ckpt, Hugging Face model in out/hf_2, "
+    assert done_line(args) == f"done: 3 rollouts, {places}metrics and logs in out/run"
+    args.start_rollout_id = 3
+    assert done_line(args) == "done: 3 rollouts, metrics and logs in out/run", "nothing was trained, or written"
 
 
 def test_step_line_counts_of_a_background_rollout_what_was_waited_for() -> None:
