@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from slime.backends.megatron.weights_io import check_names, write_hf
-from slime.models import family_of, weight_shape
+from slime.models import family_of, hf_config, weight_shape
 from slime.utils.hf_reader import HFWeights
 from slime.weights.equality import expected_names
 from tests.parallel import tiny
@@ -108,6 +108,31 @@ def test_a_directory_without_weights_has_none_to_keep(tmp_path: Path) -> None:
     target.mkdir()
     write_hf([[("a", torch.zeros(2))]], target, origin)
     assert list(tensors_of(target)) == ["a"]
+
+
+def test_mimo_is_read_as_qwen2_and_keeps_its_further_layers(tmp_path: Path) -> None:
+    origin, target = tmp_path / "mimo", tmp_path / "target"
+    tiny.model("qwen2").save_pretrained(origin)
+    values = json.loads((origin / "config.json").read_text())
+    values |= {"model_type": "mimo", "attention_bias": True, "num_nextn_predict_layers": 1}
+    values |= {"architectures": ["MiMoForCausalLM"], "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"}}
+    (origin / "config.json").write_text(json.dumps(values))
+    config = hf_config(origin)
+    assert type(config).__name__ == "Qwen2Config"
+    trained = {name: tensor * 2 for name, tensor in tensors_of(origin).items()}
+    tiny.add_next_token_layers(origin, config)
+    kept = {name: tensor for name, tensor in tensors_of(origin).items() if name not in trained}
+    assert list(kept) == ["model.mtp_layers.eh_proj.weight", "model.mtp_layers.enorm.weight"]
+    target.mkdir()
+    write_hf([list(trained.items())], target, origin)
+    written = tensors_of(target)
+    family, shape = family_of(config), weight_shape(config)
+    check_names(family, shape, written, target, family.carried(config))
+    assert written.keys() == {**trained, **kept}.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in {**trained, **kept}.items())
+    assert json.loads((target / "config.json").read_text())["model_type"] == "mimo"
+    with pytest.raises(ValueError, match=r"unexpected: model\.mtp_layers\.eh_proj\.weight"):
+        check_names(family, shape, written, target)
 
 
 def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:

@@ -280,7 +280,7 @@ YARN = rope(**YARN_ROPE)
 @pytest.mark.parametrize(
     ("model_type", "options", "message"),
     [
-        ("gpt2", {}, "model_type 'gpt2' is not supported; supported are llama, qwen2, qwen3, qwen3_moe"),
+        ("gpt2", {}, "model_type 'gpt2' is not supported; supported are llama, qwen2, mimo, qwen3, qwen3_moe"),
         ("llama", rope(rope_type="yarn", factor=4.0), "rope_type 'yarn' is not supported"),
         ("llama", rope(**LLAMA3, high_freq_factor=8.0), "rope_type llama3 with {'high_freq_factor': 8.0}"),
         ("deepseek_v3", rope(rope_type="linear", factor=4.0), "rope_type 'linear' is not supported with multi-latent"),
