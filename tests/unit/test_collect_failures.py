@@ -145,7 +145,7 @@ def test_reward_that_hangs_fails_its_sample(make_args: Args, use: Use, tmp_path:
         "    await asyncio.sleep(60 if sample.index == 0 else 0)\n"
         "    return 1\n",
     )
-    args = make_args(custom_rm_path=f"{hook}:rm", reward_timeout=0.2)
+    args = make_args(custom_rm_path=f"{hook}:rm", reward_timeout=1.0)
     source = RolloutDataSourceWithBuffer(args)
     assert indices(rollout(args, 0, source).samples) == [1, 2, 3, 4]
     assert source.num_dropped == {"reward_timeout": 1}
@@ -185,7 +185,7 @@ def test_judges_that_hang_in_threads_stop_nobody_else(
         custom_rm_path=f"{hook}:rm",
         dynamic_sampling_filter_path=f"{hook}:keep",
         on_sample_error="drop",
-        reward_timeout=0.3,
+        reward_timeout=2.0,
         rollout_batch_size=6,
     )
     source = RolloutDataSourceWithBuffer(args)
@@ -273,7 +273,7 @@ def test_generate_function_that_hangs_fails_its_sample(make_args: Args, use: Use
         "    if sample.group_index == 1: await asyncio.sleep(60)\n"
         "    return await ask(args, sample, params)\n",
     )
-    args = make_args(custom_generate_function_path=f"{hook}:generate", generate_timeout=0.2)
+    args = make_args(custom_generate_function_path=f"{hook}:generate", generate_timeout=1.0)
     source = RolloutDataSourceWithBuffer(args)
     assert indices(rollout(args, 0, source).samples) == [0, 2, 3, 4]
     assert source.num_dropped == {"generate_timeout": 1}

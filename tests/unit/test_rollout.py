@@ -226,10 +226,10 @@ def test_deadline_says_what_it_waited_for(make_args: Args, use: Callable[..., Fa
         await asyncio.sleep(3600)
 
     client = use(FakeClient(lambda n, *_: reply("x") if n <= 5 else never()))
-    args = make_args(rollout_timeout=0.5)
+    args = make_args(rollout_timeout=2.0)
     message = (
         r"rollout 3: 5 of 8 samples finished; waiting for sample \d+ \(generating for \d s\), "
-        r".* within 0.5 s \(--rollout-timeout\)"
+        r".* within 2 s \(--rollout-timeout\)"
     )
     with pytest.raises(TimeoutError, match=message):
         rollout(args, 3)
