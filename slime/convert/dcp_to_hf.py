@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
-from transformers import AutoConfig
 
 from slime.convert.hf_files import HFOutput, Spec, stored_specs
 from slime.convert.running import Progress, check_output, run_all, some, written_aside
 from slime.convert.stored import METADATA, StoredTensors
+from slime.models import hf_config
 from slime.utils.errors import BadInputError
 
 _EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
@@ -59,7 +59,7 @@ def convert(source: Path, output: Path, origin: Path, *, shard_bytes: int, worke
     check_output(output, [source, origin], force=force)
     stored = StoredTensors(find_checkpoint(source))
     wanted = stored_specs(origin)
-    tied = bool(getattr(AutoConfig.from_pretrained(origin).get_text_config(), "tie_word_embeddings", False))
+    tied = bool(hf_config(origin).tie_word_embeddings)
     parts = assign(stored, wanted, optional={"lm_head.weight"} if tied else set())
     specs: dict[str, Spec] = {}
     for key, own in parts.items():

@@ -11,7 +11,7 @@ from slime.backends.sglang.client import RequestError
 from slime.rollout.conversation import RowError, check_messages, render
 from slime.rollout.state import state_of_call
 from slime.rollout.tokenizer import load_tokenizer
-from slime.utils.errors import BadInputError, SettingError
+from slime.utils.errors import SettingError
 from slime.utils.types import Sample, Status
 
 _MAX_ABORTS = 16
@@ -89,13 +89,14 @@ def prompt_tokens(args: Namespace, sample: Sample) -> list[int]:
     """The prompt's token ids; ``--apply-chat-template`` renders chat messages, as a data source of a user's gives them.
 
     Raises:
-        BadInputError: the prompt is chat messages without that flag, or such as the template refuses, or empty.
+        SettingError: the prompt is chat messages, without that flag.
+        RowError: the prompt is chat messages that the template refuses, or empty.
     """
     tokenizer = load_tokenizer(args.hf_checkpoint)
     text = sample.prompt if isinstance(sample.prompt, str) else _rendered(args, sample, tokenizer)
     tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     if not tokens:
-        raise BadInputError(f"sample {sample.index} has an empty prompt and no tokens")
+        raise RowError(f"sample {sample.index} has an empty prompt and no tokens")
     return tokens
 
 
@@ -108,7 +109,7 @@ def _rendered(args: Namespace, sample: Sample, tokenizer: Any) -> str:
         check_messages(sample.prompt, "its prompt")
         return render(tokenizer, sample.prompt, sample.metadata.get("tools"), json.dumps(kwargs))
     except RowError as error:
-        raise BadInputError(f"sample {sample.index}: {error}") from error
+        raise RowError(f"sample {sample.index}: {error}") from error
 
 
 def room_left(args: Namespace, sample: Sample, max_new_tokens: int | None) -> int | None:

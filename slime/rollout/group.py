@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from slime.rollout.base_types import flatten_samples
+from slime.rollout.conversation import RowError
 from slime.rollout.failure_log import FailureLog
 from slime.rollout.generation import generate
 from slime.rollout.hooks import HookError, Limit, accepted, call_hook, naming
@@ -285,7 +286,7 @@ def _is_of_sample(error: Exception, what: str) -> bool:
         return False
     if what != "generate":
         return True
-    return isinstance(error, (HookError, DeadlineError)) or (
+    return isinstance(error, (HookError, DeadlineError, RowError)) or (
         isinstance(error, RequestError) and error.status in _REFUSED
     )
 

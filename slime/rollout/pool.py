@@ -19,6 +19,7 @@ from slime.rollout.loop import cancel, in_own_thread
 from slime.rollout.prompts import as_prompts, count_dropped, draw_groups, put_back
 from slime.rollout.sampling import seeded, train_sampling_params
 from slime.rollout.state import RolloutState, position
+from slime.utils.errors import SettingError
 from slime.utils.misc import load_function
 from slime.utils.types import Group, Sample, Status
 
@@ -103,8 +104,9 @@ class Pool:
         """
         task = await self._done.get()
         number, run = self._running[task]
+        error = None if task.cancelled() else task.exception()
         try:
-            if self._forgives and not task.cancelled() and isinstance(error := task.exception(), Exception):
+            if self._forgives and isinstance(error, Exception) and not isinstance(error, SettingError):
                 await self._put_back_crashed(run, error, wanted)
             else:
                 await self._take(number, task.result(), wanted)

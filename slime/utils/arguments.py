@@ -230,17 +230,27 @@ def _shape(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check_lora(args: argparse.Namespace) -> None:
-    """Refuse layers for adapters that the model does not have."""
+    """Refuse adapters on layers that the model does not have, or that the trainer has none for."""
     if args.lora_rank is None:
         return
     from slime.models import family_of, hf_config
     from slime.models.adapters import ALL_LINEAR, linear_modules, targeted_sources
 
-    family = family_of(hf_config(args.hf_checkpoint))
-    for target in args.lora_target_modules:
+    family, targets = family_of(hf_config(args.hf_checkpoint)), args.lora_target_modules
+    for target in targets:
         if not any(any(targeted_sources(row, [target])) for row in family.rows):
             known = ", ".join([*linear_modules(family), ALL_LINEAR])
             raise OptionError(f"--lora-target-modules {target}: the model has no such layer; there are {known}")
+    on_experts = any(".experts." in row.megatron and any(targeted_sources(row, targets)) for row in family.rows)
+    if args.num_experts and on_experts and args.expert_tensor_parallel_size > 1:
+        raise OptionError(
+            f"--lora-target-modules {' '.join(targets)}: experts with adapters must be whole; add "
+            "--expert-tensor-parallel-size 1, or name layers of attention only"
+        )
+    if args.moe_shared_expert_overlap:
+        raise OptionError("--moe-shared-expert-overlap cannot be used with --lora-rank: drop it")
+    if args.moe_router_bias_update_rate:
+        raise OptionError("--moe-router-bias-update-rate changes what --lora-rank freezes: drop it")
 
 
 def _check_evaluation(args: argparse.Namespace, given: set[str]) -> None:

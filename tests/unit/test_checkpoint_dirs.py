@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.backends.megatron import trainer
+from slime.backends.megatron import checkpoint, trainer
 from slime.backends.megatron.checkpoint import (
     begin_directory,
     begin_save,
@@ -109,3 +109,16 @@ def test_where_a_critic_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for options, source in (({}, "actor"), ({"critic_load": str(model)}, str(model)), (resumable, "actor")):
         trainer._make_critic(algorithm_options(advantage_estimator="ppo", lr=1e-6, **options), "actor", None)
         assert made.pop() == ("critic", source, None)
+
+
+def test_other_adapters_than_the_checkpoints_are_named() -> None:
+    saved = {"rank": 8, "alpha": 16.0, "target_modules": ["o_proj", "q_proj"]}
+    with pytest.raises(
+        ValueError, match=r"go on with --lora-rank 8 --lora-alpha 16.0 --lora-target-modules o_proj q_pr"
+    ):
+        checkpoint._check_adapters("iter_0000001", saved, {**saved, "target_modules": ["q_proj"]})
+    with pytest.raises(ValueError, match="holds adapters"):
+        checkpoint._check_adapters("iter_0000001", saved, None)
+    with pytest.raises(ValueError, match=r"holds a whole model, and this run trains adapters: .* by --ref-load"):
+        checkpoint._check_adapters("iter_0000001", None, saved)
+    checkpoint._check_adapters("iter_0000001", saved, dict(saved))

@@ -21,6 +21,7 @@ from slime.rollout.hooks import HookError
 from slime.rollout.loop import background_loop
 from slime.rollout.metrics import accounting
 from slime.rollout.versions import staleness
+from slime.utils.errors import SettingError
 from slime.utils.types import Sample
 from tests.fake_client import FakeClient, hook_file, reply
 
@@ -229,3 +230,12 @@ def test_samples_carry_nothing_of_the_stream(make_args: Args, use: Use) -> None:
     (first, *_) = flatten_samples(take(args, 0, source).samples)
     assert isinstance(first, Sample)
     assert first.metadata == {}
+
+
+def test_settings_that_are_wrong_end_the_stream_at_once(make_args: Args, use: Use, tmp_path: Path) -> None:
+    client = use(FakeClient(Engine()))
+    hook = hook_file(tmp_path, "async def rm(args, sample): return {'score': 1.0}\n")
+    args, source = make(make_args, custom_rm_path=f"{hook}:rm")
+    with pytest.raises(SettingError, match="--reward-key"):
+        generate_rollout_fully_async(args, 0, source)
+    assert client.running == 0

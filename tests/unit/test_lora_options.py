@@ -11,6 +11,7 @@ from slime.models.adapters import linear_modules, targeted_sources
 from slime.models.qwen2 import FAMILY
 from slime.utils.arguments import parse_args
 from tests.command_line import command, failure, write_model, write_rows
+from tests.unit.test_input_errors import MOE
 
 NUM_GPUS = 0
 
@@ -19,6 +20,7 @@ NUM_GPUS = 0
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     write_model(tmp_path / "model")
+    write_model(tmp_path / "moe", MOE)
     write_rows(tmp_path / "data.jsonl")
     return tmp_path
 
@@ -43,6 +45,14 @@ def test_defaults_follow_from_the_rank_and_the_reference_is_free(directory: Path
             "--lora-rank 8 --lora-target-modules q_proj query",
             "--lora-target-modules query: the model has no such layer; there are q_proj, k_proj, v_proj, o_proj, "
             "gate_proj, up_proj, down_proj, all-linear",
+        ),
+        (
+            "--hf-checkpoint moe --lora-rank 8 --tensor-model-parallel-size 2 --sequence-parallel",
+            "all-linear: experts with adapters must be whole; add --expert-tensor-parallel-size 1",
+        ),
+        (
+            "--hf-checkpoint moe --lora-rank 8 --moe-router-bias-update-rate 0.001",
+            "--moe-router-bias-update-rate changes what --lora-rank freezes: drop it",
         ),
         ("--lora-rank 8 --lora-target-modules lm_head", "--lora-target-modules lm_head: the model has no such layer"),
     ],

@@ -110,7 +110,7 @@ def save_state(
     state["rng_state"] = _sharded_rng_state()
     state["layout"] = _layout()
     state["distributed_optimizer"] = _is_distributed(optimizer)
-    state["adapters"] = _adapters(model_chunks)
+    state["adapters"] = lora.described(model_chunks)
     dist_checkpointing.save(state, directory)
 
 
@@ -143,11 +143,7 @@ def load_state(
         ValueError: the state of a distributed optimizer for one that is not, or the other way round; or other adapters.
     """
     saved = dist_checkpointing.load_common_state_dict(str(directory))
-    if saved.get("adapters") != _adapters(model_chunks):
-        raise ValueError(
-            f"{directory} was saved with adapters of {saved.get('adapters')}, this run has {_adapters(model_chunks)}: "
-            "give the --lora-rank and --lora-alpha that it was trained with"
-        )
+    _check_adapters(directory, saved.get("adapters"), lora.described(model_chunks))
     if saved["distributed_optimizer"] != _is_distributed(optimizer):
         flag = "--use-distributed-optimizer" if saved["distributed_optimizer"] else "--no-use-distributed-optimizer"
         raise ValueError(f"{directory} was saved with {flag}, and its optimizer state can only be loaded with it")
@@ -204,17 +200,27 @@ def model_state(model_chunks: Sequence[Any]) -> dict[str, Any]:
     Of a model with adapters these alone: what is frozen is where it came from.
     """
     return {
-        _chunk_key(model_chunks, i): lora.sharded_state(chunk) or chunk.sharded_state_dict(metadata=_metadata())
+        _chunk_key(model_chunks, i): chunk.sharded_state_dict(metadata=_metadata())
+        if lora.described(model_chunks) is None
+        else lora.sharded_state(chunk)
         for i, chunk in enumerate(model_chunks)
     }
 
 
-def _adapters(model_chunks: Sequence[Any]) -> dict[str, float] | None:
-    """Rank and scale of the adapters, on which all ranks agree; None without any."""
-    for chunk in model_chunks:
-        for _, adapter in lora.adapters(chunk):
-            return {"rank": adapter.b.size(-1), "scale": adapter.scale}
-    return None
+def _check_adapters(directory: str | Path, saved: dict[str, Any] | None, own: dict[str, Any] | None) -> None:
+    """Raise ValueError where a checkpoint is of other adapters than the run."""
+    if saved == own:
+        return
+    if saved is None:
+        raise ValueError(
+            f"{directory} holds a whole model, and this run trains adapters: start them from it by --ref-load, without "
+            "--load"
+        )
+    flags = " ".join(
+        f"--lora-{name.replace('_', '-')} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+        for name, value in saved.items()
+    )
+    raise ValueError(f"{directory} holds adapters: go on with {flags}")
 
 
 def _is_value_head(tensor: Any) -> bool:
@@ -223,7 +229,9 @@ def _is_value_head(tensor: Any) -> bool:
 
 def _put_model(loaded: dict[str, Any], model_chunks: Sequence[Any], strict: bool = True) -> None:
     for i, chunk in enumerate(model_chunks):
-        chunk.load_state_dict(loaded[_chunk_key(model_chunks, i)], strict=strict and not any(lora.adapters(chunk)))
+        chunk.load_state_dict(
+            loaded[_chunk_key(model_chunks, i)], strict=strict and lora.described(model_chunks) is None
+        )
 
 
 def _layout() -> dict[str, int]:

@@ -73,7 +73,7 @@ class Learner:
         self.args = args
         self.prefix = "" if role == "actor" else "critic-"
         self.model_chunks = build_model(args, role)
-        self.weights = WeightSets(self.model_chunks, CURRENT)
+        self.weights = WeightSets(self.model_chunks, CURRENT, only_trained=adapt is not None)
         keeps_reference = role == "actor" and args.needs_reference
         if (resume_from is None or keeps_reference or adapt) and not args.random_weights:
             load_weights(self.model_chunks, source)

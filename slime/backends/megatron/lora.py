@@ -54,6 +54,10 @@ class LoraSettings:
     """Names of Hugging Face modules as PEFT takes them, or ``all-linear``."""
     seed: int
 
+    def described(self) -> dict[str, Any]:
+        """What a checkpoint says of them."""
+        return {"rank": self.rank, "alpha": self.alpha, "target_modules": sorted(self.targets)}
+
     @property
     def scale(self) -> float:
         """Of what adapters add."""
@@ -119,6 +123,7 @@ def attach(chunks: Sequence[torch.nn.Module], family: Family, shape: Shape, sett
     """
     for chunk in chunks:
         chunk.requires_grad_(False)
+        chunk.adapted = settings.described()  # type: ignore[assignment]
         global_name = global_namer(chunk)
         for name, module in list(chunk.named_modules()):
             row = _row_of(family, name, module)
@@ -135,6 +140,11 @@ def adapters(chunk: torch.nn.Module) -> Iterator[tuple[str, Adapter]]:
     for name, module in chunk.named_modules():
         if isinstance(module, Adapter):
             yield name.removesuffix(".lora"), module
+
+
+def described(chunks: Sequence[torch.nn.Module]) -> dict[str, Any] | None:
+    """The settings that `attach` was called with, the same on every rank; None if it was not."""
+    return cast("dict[str, Any] | None", getattr(chunks[0], "adapted", None))
 
 
 def _add(module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
@@ -206,6 +216,8 @@ def _mark(adapter: Adapter, module: Any) -> None:
     if isinstance(module, StackedLinear):
         for parameter in (adapter.a, adapter.b):
             parameter.allreduce = False  # type: ignore[attr-defined]
+            # Without, the gradient norm leaves them out on all tensor-parallel ranks but the first.
+            set_tensor_model_parallel_attributes(parameter, True, adapter.cut + 1, 1)
         return
     cut, shared = (adapter.b, adapter.a) if adapter.cut == 0 else (adapter.a, adapter.b)
     set_tensor_model_parallel_attributes(cut, True, adapter.cut, 1)

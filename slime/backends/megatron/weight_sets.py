@@ -15,11 +15,16 @@ from slime.utils import device
 class WeightSets:
     """The model holds one set, named by ``current``; others wait in host memory, pinned where there is a GPU.
 
-    Frozen parameters are the same in every set, and kept in none.
+    Where adapters are trained, the frozen parameters are the same in every set, and kept in none.
     """
 
-    def __init__(self, model_chunks: list[torch.nn.Module], current: str) -> None:
+    def __init__(self, model_chunks: list[torch.nn.Module], current: str, *, only_trained: bool = False) -> None:
+        """
+        Args:
+            only_trained: frozen parameters are the same in every set.
+        """
         self._chunks = model_chunks
+        self._only_trained = only_trained
         self._copies: dict[str, list[Tensor]] = {}
         self.current = current
 
@@ -70,7 +75,7 @@ class WeightSets:
 
     def _differing(self) -> Iterator[Tensor]:
         for tensor in self._tensors():
-            if tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter):
+            if not self._only_trained or tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter):
                 yield tensor.data
 
     def _tensors(self) -> Iterator[Tensor]:

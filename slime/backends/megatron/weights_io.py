@@ -181,7 +181,11 @@ def peft_config(args: Namespace, family: Family) -> dict[str, Any]:
     """What PEFT, and an engine, must know of the adapters."""
     targets = [t for target in args.lora_target_modules for t in _spelt_out(target, family)]
     return {
-        **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": args.hf_checkpoint},
+        **{
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": args.ref_load or args.hf_checkpoint,
+        },
         **{"r": args.lora_rank, "lora_alpha": args.lora_alpha, "target_modules": list(dict.fromkeys(targets))},
         **{"lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "inference_mode": True},
     }
