@@ -18,13 +18,12 @@ from torch import Tensor
 
 from slime.convert.hf_files import HFOutput, Spec, natural, stored_specs
 from slime.convert.running import Progress, check_output, run_all, written_aside
+from slime.utils.block_scaled import SCALE_END, num_blocks
 from slime.utils.errors import BadInputError
 from slime.utils.hf_reader import tensor_files
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
-SCALE = "_scale_inv"
-"""Comes after the name of a weight, for that of its scales."""
 
 _KEPT = re.compile(r"norm|embed|lm_head|router|mlp\.gate\.|shared_expert_gate|eh_proj|shared_head|visual|vision")
 """What engines keep in high precision: norms, embeddings, output layers, routers."""
@@ -49,11 +48,6 @@ def quantise(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     scales = torch.where(largest > 0, largest / LARGEST, 1.0)
     values = (blocks / scales[:, None, :, None]).clamp(-LARGEST, LARGEST).to(FP8)
     return values.flatten(2, 3).flatten(0, 1)[:rows, :columns], scales
-
-
-def scales_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
-    """How many blocks there are."""
-    return tuple(-(-extent // size) for extent, size in zip(shape, block, strict=True))
 
 
 def quantization_config(specs: Mapping[str, Spec], chosen: set[str], block: tuple[int, int]) -> dict[str, Any]:
@@ -87,7 +81,7 @@ def convert(source: Path, output: Path, *, block: tuple[int, int], shard_bytes: 
     if not (source / "config.json").is_file():
         raise BadInputError(f"{source} is no Hugging Face directory: there is no config.json in it")
     originals, file_of = stored_specs(source), tensor_files(source)
-    if any(name.endswith(SCALE) or spec.dtype.itemsize == 1 for name, spec in originals.items()):
+    if any(name.endswith(SCALE_END) or spec.dtype.itemsize == 1 for name, spec in originals.items()):
         raise BadInputError(f"{source} is quantised already")
     chosen = {name for name, spec in originals.items() if is_quantised(name, spec)}
     if not chosen:
@@ -95,7 +89,7 @@ def convert(source: Path, output: Path, *, block: tuple[int, int], shard_bytes: 
     specs = dict(originals)
     for name in chosen:
         shape = originals[name].shape
-        specs |= {name: Spec(shape, FP8), name + SCALE: Spec(scales_shape(shape, block), torch.float32)}
+        specs |= {name: Spec(shape, FP8), name + SCALE_END: Spec(num_blocks(shape, block), torch.float32)}
     total = sum(spec.nbytes for spec in specs.values())
     progress = Progress("hf to fp8", total)
     with written_aside(output, total) as directory:
@@ -115,7 +109,7 @@ def convert(source: Path, output: Path, *, block: tuple[int, int], shard_bytes: 
                 raise BadInputError(f"{source / file_of[name]}: {name} has entries that are not finite")
             values, scales = quantise(tensor, block)
             put(name, values)
-            put(name + SCALE, scales)
+            put(name + SCALE_END, scales)
 
         try:
             run_all(originals, do, workers)

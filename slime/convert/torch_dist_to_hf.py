@@ -19,7 +19,8 @@ from slime.convert.hf_files import HFOutput, Spec, stored_specs
 from slime.convert.running import Progress, check_output, run_all, some, written_aside
 from slime.convert.stored import StoredTensors
 from slime.models import Family, Shape, family_of, hf_config, weight_shape
-from slime.options.checkpoint import LATEST, is_torch_dist
+from slime.options.checkpoint import LATEST, checkpoint_directory, has_checkpoint, is_torch_dist, latest_name
+from slime.utils.block_scaled import SCALE_END
 from slime.utils.errors import BadInputError
 from slime.utils.hf_reader import HFWeights, kept_dtype, whole
 
@@ -138,13 +139,12 @@ def find_checkpoint(directory: Path) -> Path:
     """
     if is_torch_dist(directory):
         return directory
-    latest = directory / LATEST
-    if latest.is_file():
-        text = latest.read_text().strip()
-        found = directory / (f"iter_{int(text):07d}" if text.isdecimal() else text)
+    if has_checkpoint(directory):
+        name = latest_name(directory)
+        found = checkpoint_directory(directory, int(name)) if name.isdecimal() else directory / name
         if is_torch_dist(found):
             return found
-        raise BadInputError(f"{latest} names {found.name}, and there is no whole checkpoint of that name")
+        raise BadInputError(f"{directory / LATEST} names {found.name}, and there is no whole checkpoint of that name")
     raise BadInputError(f"{directory} is no torch_dist checkpoint (no metadata.json), and no directory of them")
 
 
@@ -251,7 +251,7 @@ def _taken_from_origin(
                 f"the checkpoint's {name} is {list(spec.shape)}, that of {origin} {[rows, *rest]}: is it another "
                 "model's? (--vocab-size says how many rows of the embedding to keep)"
             )
-    derived = (".rotary_emb.inv_freq", "weight_scale_inv", *(("lm_head.weight",) if shape.tied else ()))
+    derived = (".rotary_emb.inv_freq", f"weight{SCALE_END}", *(("lm_head.weight",) if shape.tied else ()))
     known = {*specs, *missing, *carried}
     lacking = [*missing, *(name for name in originals if name not in known and not name.endswith(derived))]
     if not add_missing:

@@ -18,9 +18,19 @@ def has_checkpoint(directory: str | Path) -> bool:
     return Path(directory, LATEST).is_file()
 
 
+def latest_name(directory: str | Path) -> str:
+    """What a directory that `has_checkpoint` calls its last one: a rollout's number, or `RELEASE`."""
+    return Path(directory, LATEST).read_text().strip()
+
+
+def checkpoint_directory(root: str | Path, rollout_id: int) -> Path:
+    """Where the state after ``rollout_id`` is, or would be."""
+    return Path(root, f"iter_{rollout_id:07d}")
+
+
 def is_release(directory: str | Path) -> bool:
     """Whether the checkpoint that a directory names holds weights only."""
-    return has_checkpoint(directory) and Path(directory, LATEST).read_text().strip() == RELEASE
+    return has_checkpoint(directory) and latest_name(directory) == RELEASE
 
 
 def is_torch_dist(directory: str | Path) -> bool:

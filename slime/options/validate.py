@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slime.options.algorithm_rules import derive_algorithm
-from slime.options.checkpoint import LATEST, has_checkpoint, is_release, is_torch_dist
+from slime.options.checkpoint import LATEST, has_checkpoint, is_release, is_torch_dist, latest_name
 from slime.options.debug_rules import check_profile, derive_subsample, derive_templates
 from slime.options.errors import OptionError
 from slime.options.eval_datasets import CONFIG, PAIRS, EvalDataset, data_file, eval_datasets
@@ -342,7 +342,7 @@ def _load_directory(args: Namespace, warnings: list[str]) -> None:
         return
     directory = Path(args.load)
     if has_checkpoint(args.load):
-        last = (directory / LATEST).read_text().strip()
+        last = latest_name(directory)
         if last.isdecimal() and args.num_rollout is not None and int(last) + 1 >= args.num_rollout:
             warnings.append(f"--load {directory} is after rollout {last}, the last of --num-rollout {args.num_rollout}")
         return

@@ -13,6 +13,11 @@ SCALE_END = "_scale_inv"
 """The scales of a tensor have its name and this."""
 
 
+def num_blocks(shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
+    """How many blocks a tensor has along each dimension; those at the edges may be smaller."""
+    return tuple(-(-extent // size) for extent, size in zip(shape, sizes, strict=True))
+
+
 def block_sizes(directory: Path) -> tuple[int, ...] | None:
     """Rows and columns of a block of a Hugging Face directory's quantized tensors; None where there are none.
 
@@ -44,8 +49,7 @@ class BlockScaled:
     def __init__(self, values: Any, scales: Any, sizes: Sequence[int]) -> None:
         self._values, self._scales, self._sizes = values, scales, sizes
         self.shape: Sequence[int] = values.shape
-        blocks = [-(-extent // size) for extent, size in zip(self.shape, sizes, strict=True)]
-        if list(scales.shape) != blocks:
+        if tuple(scales.shape) != num_blocks(self.shape, sizes):
             raise ValueError(f"{list(scales.shape)} scales for {list(self.shape)} values in blocks of {list(sizes)}")
 
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:

@@ -23,6 +23,7 @@ from slime.convert import dcp_to_hf, fp8, running, torch_dist_to_hf
 from slime.convert.hf_files import HFOutput, Spec, cut_into_shards, natural, stored_specs
 from slime.convert.stored import StoredTensors
 from slime.options.checkpoint import LATEST
+from slime.utils.block_scaled import num_blocks
 from slime.utils.errors import BadInputError
 from tests.parallel import tiny
 from tests.unit.test_tools import TOOLS, load
@@ -326,7 +327,7 @@ def test_quantisation(shape: tuple[int, int]) -> None:
     expected, expected_scales = quantised_by_hand(weight, 128)
     assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8))
     assert torch.equal(scales, expected_scales)
-    assert scales.shape == fp8.scales_shape(shape, (128, 128))
+    assert scales.shape == num_blocks(shape, (128, 128))
     restored = values.float() * scales.repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]
     error, largest = (restored - weight.float()).abs(), float(weight.abs().max())
     # Three bits of mantissa: half of the last is a 16th; below the smallest normal number, steps are even.

@@ -32,7 +32,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from slime.backends.megatron import lora
 from slime.backends.megatron.head import VALUE_HEAD_KEY
 from slime.backends.megatron.optimizer import parts_of
-from slime.options.checkpoint import LATEST, RELEASE, has_checkpoint
+from slime.options.checkpoint import LATEST, RELEASE, checkpoint_directory, has_checkpoint, latest_name
 from slime.utils import aside, device
 
 logger = logging.getLogger(__name__)
@@ -82,8 +82,7 @@ def find_checkpoint(load_dir: str | Path) -> tuple[Path, int] | None:
     """
     if not has_checkpoint(load_dir):
         return None
-    latest = Path(load_dir, LATEST)
-    text = latest.read_text().strip()
+    latest, text = Path(load_dir, LATEST), latest_name(load_dir)
     if not text.isdecimal() and text != RELEASE:
         raise ValueError(f"{latest} should hold the number of a checkpoint or {RELEASE}, not {text!r}")
     rollout_id = -1 if text == RELEASE else int(text)
@@ -163,11 +162,6 @@ def load_state(
 
 
 # ---- directories
-
-
-def checkpoint_directory(root: str | Path, rollout_id: int) -> Path:
-    """Where the state after ``rollout_id`` is, or would be."""
-    return Path(root, f"iter_{rollout_id:07d}")
 
 
 def _is_first_rank() -> bool:

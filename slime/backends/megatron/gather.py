@@ -59,8 +59,15 @@ class _Entry:
 class Gatherer:
     """Gathers a model; constructing it agrees with the other ranks on who holds what (collective)."""
 
-    def __init__(self, parameters: dict[str, Tensor], family: Family, shape: Shape) -> None:
-        self.parameters, self.family, self.shape = parameters, family, shape
+    def __init__(
+        self, parameters: dict[str, Tensor], family: Family, shape: Shape, read: Callable[[str], Tensor] | None = None
+    ) -> None:
+        """
+        Args:
+            parameters: this rank's, by global name.
+            read: what is gathered of a name, of the parameter's shape and type; the parameter by default.
+        """
+        self.family, self.shape, self._read = family, shape, read or parameters.__getitem__
         where: dict[str, _Held] = {}
         for name, parameter in parameters.items():
             is_expert = ".experts." in name
@@ -112,7 +119,7 @@ class Gatherer:
     def _fill(self, tensors: list[tuple[str, Tensor]], owner: _Owner, entries: list[_Entry]) -> None:
         """Gather the shards over tensor-parallel ranks, all in one collective, and put them where they belong."""
         group = _tensor_group(owner)
-        local = torch.cat([self.parameters[entry.name].flatten() for entry in entries])
+        local = torch.cat([self._read(entry.name).flatten() for entry in entries])
         shards = local[None]
         if group.size() > 1:
             shards = local.new_empty(group.size(), local.numel())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -228,31 +228,28 @@ def _mark(adapter: Adapter, module: Any) -> None:
 # ---- merged weights
 
 
-class MergedParameters(dict[str, Tensor]):
-    """Parameters by global name; those with an adapter are made, with what it adds, when they are asked for.
+def merging(parameters: Mapping[str, Tensor], chunks: Sequence[torch.nn.Module]) -> Callable[[str], Tensor]:
+    """Global name -> the parameter with what its adapter adds, of the same shape and type, made when it is asked for.
 
-    Iterating over `items` gives the parameters as they are, of the same shapes and types.
+    Any other parameter is itself.
     """
+    deltas: dict[str, Callable[[], Tensor]] = {}
+    for chunk in chunks:
+        global_name = global_namer(chunk)
+        for name, adapter in adapters(chunk):
+            weight = f"{global_name(name)}.weight"
+            if adapter.a.dim() == 2:
+                deltas[weight] = adapter.delta
+            else:
+                deltas |= {
+                    expert_name(weight, n): partial(adapter.delta, i) for i, n in enumerate(local_experts(chunk))
+                }
 
-    def __init__(self, parameters: dict[str, Tensor], chunks: Sequence[torch.nn.Module]) -> None:
-        super().__init__(parameters)
-        self._deltas: dict[str, Callable[[], Tensor]] = {}
-        for chunk in chunks:
-            global_name = global_namer(chunk)
-            for name, adapter in adapters(chunk):
-                weight = f"{global_name(name)}.weight"
-                if adapter.a.dim() == 2:
-                    self._deltas[weight] = adapter.delta
-                else:
-                    deltas = {
-                        expert_name(weight, n): partial(adapter.delta, i) for i, n in enumerate(local_experts(chunk))
-                    }
-                    self._deltas |= deltas
+    def read(name: str) -> Tensor:
+        parameter = parameters[name]
+        return (parameter.float() + deltas[name]()).to(parameter.dtype) if name in deltas else parameter
 
-    def __getitem__(self, name: str) -> Tensor:
-        parameter = super().__getitem__(name)
-        delta = self._deltas.get(name)
-        return parameter if delta is None else (parameter.float() + delta()).to(parameter.dtype)
+    return read
 
 
 # ---- checkpoints

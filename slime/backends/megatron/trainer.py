@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slime.backends.megatron import compat
 from slime.models import family_of, hf_config, weight_shape
+from slime.options.checkpoint import checkpoint_directory
 from slime.options.training import critic_options
 from slime.utils import device
 from slime.utils.types import TrainBatch
@@ -324,7 +325,7 @@ def _make_critic(args: Namespace, source: str, resumed_rollout: int | None) -> L
     own = critic_options(args)
     if resumed_rollout is None:
         return Learner(own, "critic", args.critic_source or source, None)
-    directory = checkpoint.checkpoint_directory(args.critic_load, resumed_rollout)
+    directory = checkpoint_directory(args.critic_load, resumed_rollout)
     if not directory.is_dir():
         raise FileNotFoundError(
             f"the actor resumes after rollout {resumed_rollout}, and --critic-load {args.critic_load} has no "

@@ -132,8 +132,8 @@ def export_hf_buckets(
     device. They share one buffer per bucket, which is freed when its tensors are. Tied output layers are left out, the
     vocabulary's padding is stripped, and what adapters add is in the matrices beside which they are.
     """
-    parameters = lora.MergedParameters(dict(global_weights(chunks)), chunks)
-    return Gatherer(parameters, family, shape).buckets(bucket_bytes)
+    parameters = dict(global_weights(chunks))
+    return Gatherer(parameters, family, shape, lora.merging(parameters, chunks)).buckets(bucket_bytes)
 
 
 def export_adapter_buckets(
