@@ -44,7 +44,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         case.add_argument("--gpus", type=int, default=1, help="default: %(default)s")
         case.add_argument("--budget-s", type=float, default=600.0, help="seconds for all of it; default: %(default)s")
         case.add_argument("--output", type=Path, help="append the JSON lines to this file too")
-        case.add_argument("--log-dir", type=Path, help="keep what the parts printed; default: a temporary directory")
+        case.add_argument("--log-dir", type=Path, help="where runs and their logs go; default: a temporary directory")
         case.add_argument("--flags", default="", help="more flags of train.py, in one word: --flags='--x 1'")
         if name == "train":
             train.add_arguments(case)
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     report = Report(command, time.monotonic() + options.budget_s, options.output)
     with tempfile.TemporaryDirectory() as scratch:
         options.scratch = Path(scratch)
-        options.log_dir = options.log_dir or options.scratch
+        options.log_dir = (options.log_dir or options.scratch).resolve()
         options.log_dir.mkdir(parents=True, exist_ok=True)
         try:
             CASES[options.case][0](options, report)

@@ -64,6 +64,9 @@ def actor_environment(extra: dict[str, str] | None = None) -> dict[str, Any]:
     variables = {
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(import_path)),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        # SGLang turns it off in its servers. A peer that has it on hands them memory that they cannot open: the first
+        # broadcast of weights then ends with NCCL's "Cuda failure 'invalid argument'".
+        "NCCL_CUMEM_ENABLE": "0",
     }
     variables |= {
         name: value

@@ -13,6 +13,8 @@ import torch
 
 _DEVICE_ARGUMENT = 6
 """Where torch's rebuild_cuda_tensor takes the device."""
+_MOST_KERNELS = 64
+"""Of one function; from torch's limit of 8 on it would quietly not be compiled."""
 
 
 def is_cuda() -> bool:
@@ -72,6 +74,31 @@ def rejoin() -> None:
 @functools.cache
 def _side_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()
+
+
+@functools.cache
+def fused(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``function`` as one or two kernels on a GPU, for any number of rows; on a CPU the function itself. No gradient.
+
+    The first extent of every tensor is a variable from the first call on: another compilation for another number of
+    tokens could round differently, and the ratio of an on-policy step would not be 1. All else is constant in a kernel:
+    where every extent is a variable, the division by them that each element's place then takes costs more than memory.
+    """
+    if not is_cuda():
+        return function
+    from torch import _dynamo as dynamo  # takes seconds
+
+    dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, _MOST_KERNELS)
+    compiled = torch.compile(function, dynamic=False)
+
+    def call(*inputs: Any) -> torch.Tensor:
+        inputs = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in inputs)
+        for x in inputs:
+            if isinstance(x, torch.Tensor) and x.dim():
+                dynamo.maybe_mark_dynamic(x, 0)
+        return compiled(*inputs)
+
+    return call
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def _value_head(learner: Learner, pick: Pick) -> Tensor:
     """Of the ranks that have it, which all must have the same."""
     head = getattr(unwrap(learner.model_chunks[-1]), "output_layer", None)
     heads: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(heads, pick(head.weight).clone() if isinstance(head, ValueHead) else None)
+    dist.all_gather_object(heads, pick(head.weight).cpu() if isinstance(head, ValueHead) else None)
     first, *others = (head for head in heads if head is not None)
     assert all(torch.allclose(first, other, rtol=1e-5, atol=1e-7) for other in others)
     return first

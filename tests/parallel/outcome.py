@@ -108,7 +108,7 @@ def _relative(got: Tensors, wanted: Tensors, where: str) -> tuple[float, str]:
     assert got.keys() == wanted.keys(), got.keys() ^ wanted.keys()
     worst = (0.0, "")
     for name, tensor in wanted.items():
-        error, largest = float((got[name] - tensor).abs().max()), float(tensor.abs().max())
+        error, largest = float((got[name].cpu() - tensor.cpu()).abs().max()), float(tensor.abs().max())
         # A tensor of zeros (an expert that no token took) has to be exactly that.
         worst = max(worst, (_finite(error / largest) if largest else error and math.inf, name + where))
     return worst

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import varlen
 
 from slime.backends.megatron import attention
 from slime.backends.megatron.attention import (
@@ -69,21 +66,18 @@ def test_a_kernel_with_one_width_gets_padded_values(monkeypatch: pytest.MonkeyPa
     """What is called on a GPU, with the kernel written out."""
     lengths = [5, 40, 3, 17, 33]
 
-    def kernel(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, _: Tensor, *longest: int, **options: Any) -> Tensor:
+    def kernel(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, _: Tensor, *rest: float) -> Tensor:
         assert q.size(-1) == k.size(-1) == v.size(-1)
+        assert k.size(1) == v.size(1) == GROUPS
         assert offsets.diff().tolist() == lengths
-        assert options.keys() <= {"scale", "window_size", "enable_gqa"}
-        groups = GROUPS if options.get("enable_gqa") else HEADS
-        assert k.size(1) == v.size(1) == groups
-        assert longest == (40, 40)
-        return dense(q, k[:, :: groups // GROUPS], v[:, :: groups // GROUPS], lengths, options["scale"])
+        *longest, scale = rest
+        assert longest == [40, 40]
+        return dense(q, k, v, lengths, scale)
 
-    monkeypatch.setattr(varlen, "varlen_attn", kernel)
-    attention._takes_grouped_heads.cache_clear()
+    monkeypatch.setattr(attention, "_varlen", lambda: kernel)
     qkv = inputs(sum(lengths), value_channels)
     upstream = torch.randn(sum(lengths), HEADS, value_channels, dtype=torch.float64)
     got = with_gradients(attention._flash(*qkv, AttentionPlan(lengths, 1, 0, CPU), 0.3), qkv, upstream)
-    attention._takes_grouped_heads.cache_clear()
     want = with_gradients(dense(*qkv, lengths, 0.3), qkv, upstream)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-10)

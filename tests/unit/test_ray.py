@@ -39,6 +39,9 @@ def test_switches_of_the_host_reach_workers_and_secrets_do_not(monkeypatch: pyte
     variables = cluster.actor_environment({"NCCL_IB_HCA": "mine"})["env_vars"]
     assert passed | {"NCCL_IB_HCA": "mine"} == {name: variables.get(name) for name in passed}
     assert not kept.keys() & variables.keys()
+    assert variables["NCCL_CUMEM_ENABLE"] == "0", "as in SGLang's servers"
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
+    assert cluster.actor_environment()["env_vars"]["NCCL_CUMEM_ENABLE"] == "1"
 
 
 @pytest.mark.parametrize(("is_cuda", "expected"), [(False, 0), (True, None)])

@@ -17,6 +17,8 @@ WARM_UP = 2
 """Steps that are not counted: they compile, pin and capture."""
 STEPS = 3
 _ASYNC_STEPS = 5
+GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256)
+"""Requests at once for which engines capture graphs: a second each when they start."""
 _LONGEST = 4096
 """Tokens of the longest of long-tailed responses."""
 SPANS = {
@@ -64,7 +66,7 @@ def arguments(
     words += ["--update-weight-buffer-size", str(2**31)]
     words += ["--sglang-attention-backend", "triton", "--sglang-sampling-backend", "pytorch"]
     words += ["--sglang-grammar-backend", "none", "--sglang-disable-prefill-cuda-graph"]
-    words += ["--sglang-cuda-graph-max-bs-decode", "256", "--sglang-mem-fraction-static", "0.7"]
+    words += ["--sglang-cuda-graph-bs-decode", *map(str, GRAPH_SIZES), "--sglang-mem-fraction-static", "0.7"]
     return words + gpus + options.flags
 
 
@@ -100,7 +102,7 @@ def _colocated(options: argparse.Namespace, report: Report) -> list[dict[str, An
     if report.out_of_time("the colocated loop", 100.0):
         return None
     gpus = ["--colocate", "--actor-num-gpus-per-node", str(options.gpus)]
-    return run(options, "colocated", arguments(options, options.scratch / "colocated", gpus))
+    return run(options, "colocated", arguments(options, options.log_dir / "colocated", gpus))
 
 
 def _disaggregated(options: argparse.Namespace, report: Report) -> list[dict[str, Any]] | None:
@@ -108,7 +110,7 @@ def _disaggregated(options: argparse.Namespace, report: Report) -> list[dict[str
         return None
     half = options.gpus // 2
     gpus = ["--actor-num-gpus-per-node", str(half), "--rollout-num-gpus", str(options.gpus - half)]
-    return run(options, "disaggregated", arguments(options, options.scratch / "disaggregated", gpus))
+    return run(options, "disaggregated", arguments(options, options.log_dir / "disaggregated", gpus))
 
 
 def measure_step(options: argparse.Namespace, report: Report) -> None:
@@ -163,12 +165,14 @@ def measure_async(options: argparse.Namespace, report: Report) -> None:
     for name, (script, gpus) in ways.items():
         if report.out_of_time(name, 150.0):
             return
-        run_dir = options.scratch / name.replace(", ", "-")
+        run_dir = options.log_dir / name.replace(", ", "-")
         words = arguments(options, run_dir, gpus, response=_LONGEST, rollouts=WARM_UP + _ASYNC_STEPS)
         words.append("--long-tail")
         lines = run(options, run_dir.name, words, script)
         rates[name] = _tokens_per_second(lines)
         report.add(f"{name}, long tail", options.model, options.gpus, rates[name], "tok/s")
+        if name == "synchronous, apart":
+            _add_refit(lines, "refit, NCCL", options, report, at_most=0.4)
     staleness = max((line.get("rollout/weight_staleness_max", 0.0) for line in lines), default=0.0)
     ratio = rates.pop("asynchronous") / max(rates.values())
     report.add("async / better synchronous", options.model, options.gpus, ratio, "", at_least=1.5, staleness=staleness)

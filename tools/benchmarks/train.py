@@ -45,7 +45,7 @@ def measure(options: argparse.Namespace, report: Report) -> None:
         return
     result, log = options.scratch / "train.json", options.log_dir / "train.log"
     sizes = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in _SIZES]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(options.gpus)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.gpus)]
     command += ["--module", "tools.benchmarks.train", "--model", str(make_model(options)), "--result", str(result)]
     command += [*sizes, *(["--profile"] if options.profile else []), "--flags", *options.flags]
     with open(log, "w") as output:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -258,27 +258,25 @@ def _spread(x: Tensor, slots: Tensor, rows: list[int]) -> tuple[Tensor, ...]:
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
     channels, value_channels = key.size(-1), value.size(-1)
     if value_channels < channels:  # the kernel has one width for all three
         value = F.pad(value, (0, channels - value_channels))
-    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
-    if _takes_grouped_heads():
-        options["enable_gqa"] = query.size(1) != key.size(1)
-    else:
-        key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
-    longest = max(plan.queries), max(plan.keys)
-    out = varlen_attn(query, key, value, plan.query_offsets, plan.key_offsets, *longest, **options)
-    return cast(Tensor, out)[..., :value_channels]
+    offsets, longest = (plan.query_offsets, plan.key_offsets), (max(plan.queries), max(plan.keys))
+    return _varlen()(query, key, value, *offsets, *longest, scale)[..., :value_channels]
 
 
 @functools.cache
-def _takes_grouped_heads() -> bool:
-    """torch 2.11 has no ``enable_gqa``, 2.12 has."""
+def _varlen() -> Callable[..., Tensor]:
+    """Torch's causal kernel: of query, key, value, the offsets of queries and keys, their longest, and the scale."""
     from torch.nn.attention.varlen import varlen_attn
 
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        return lambda *inputs: cast(
+            Tensor, varlen_attn(*inputs[:-1], scale=inputs[-1], window_size=(-1, 0), enable_gqa=True)
+        )
+    # torch 2.11's takes as many keys as queries only; the operator beneath has grouped queries and a gradient.
+    flash = torch.ops.aten._flash_attention_forward
+    return lambda *inputs: cast(Tensor, flash(*inputs[:-1], 0.0, True, False, scale=inputs[-1])[0])
 
 
 class PackedAttention(MegatronModule):

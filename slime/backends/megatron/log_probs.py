@@ -6,8 +6,7 @@ dropped; the backward pass computes them again. The vocabulary may be split over
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -79,7 +78,9 @@ class _TokenTerms(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         sums = torch.empty(4, len(hidden), dtype=torch.float32, device=hidden.device)
         for part in _chunks(len(hidden), chunk_size):
-            sums[:, part] = _fused(_local_sums)(_logits(hidden[part], weight[:columns]), column[part], temperature)
+            logits = _logits(hidden[part], weight[:columns])
+            sums[:, part] = device.fused(_local_sums)(logits, column[part], temperature)
+            del logits  # before the next chunk's
         if group is not None and group.size() > 1:
             _add_up(sums, column >= 0, group)
         highest, total, weighted, at_label = sums
@@ -102,7 +103,7 @@ class _TokenTerms(torch.autograd.Function):
         weight_grad = torch.zeros_like(weight, dtype=sum_type) if wants_weight else None
         rows = weight[: ctx.columns]
         for part in chunks:
-            grad = _fused(_logits_grad)(
+            grad = device.fused(_logits_grad)(
                 _logits(hidden[part], rows),
                 column[part],
                 *(of_token[part] for of_token in (highest, total, mean, of_log_prob)),
@@ -177,16 +178,6 @@ def _logits_grad(
         grad = x.sub_(mean[:, None]).mul_(h[:, None]).add_(g[:, None]).mul_(minus_p)
     at_label = column[:, None] == torch.arange(logits.size(1), device=logits.device)
     return grad.add_(torch.where(at_label, g[:, None], 0.0)).div_(temperature).to(dtype)
-
-
-@functools.cache
-def _fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``function`` as one or two kernels: in place of ten that each go through the logits.
-
-    Its sizes are variables from the first call on: another compilation for another chunk could round differently, and
-    the ratio of an on-policy step would not be 1.
-    """
-    return torch.compile(function, dynamic=True) if device.is_cuda() else function
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -8,13 +8,13 @@ to count rows whose number is known.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
+
+from slime.utils import device
 
 _megatron_permute, _megatron_unpermute = moe_utils.permute, moe_utils.unpermute
 
@@ -79,29 +79,19 @@ class _ToRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (rows_of_token,) = ctx.saved_tensors
-        return _sum_of_rows(grad)(grad, rows_of_token), None, None
+        return device.fused(_added)(grad, rows_of_token), None, None
 
 
 class _ToTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, token_of_row: Tensor, rows_of_token: Tensor) -> Tensor:
         ctx.save_for_backward(token_of_row)
-        return _sum_of_rows(rows)(rows, rows_of_token)
+        return device.fused(_added)(rows, rows_of_token)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (token_of_row,) = ctx.saved_tensors
         return grad.index_select(0, token_of_row), None, None
-
-
-def _sum_of_rows(x: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    return _compiled() if x.is_cuda else _added
-
-
-@functools.cache
-def _compiled() -> Callable[[Tensor, Tensor], Tensor]:
-    """One kernel, for all numbers of tokens."""
-    return cast(Callable[[Tensor, Tensor], Tensor], torch.compile(_added, dynamic=True))
 
 
 def _added(rows: Tensor, rows_of_token: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ keys. Here the angles of a micro-batch are worked out once, and on a GPU one com
 
 from __future__ import annotations
 
-import functools
 import weakref
 from argparse import Namespace
 from collections.abc import Callable
@@ -16,6 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
 from torch import Tensor
+
+from slime.utils import device
 
 if TYPE_CHECKING:
     from slime.backends.megatron.attention import AttentionPlan
@@ -82,12 +83,12 @@ class _Rotate(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        return _kernel(x)(x, cos, sin, interleaved)
+        return device.fused(_rotated)(x, cos, sin, interleaved)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _kernel(grad)(grad, cos, -sin, ctx.interleaved), None, None, None
+        return device.fused(_rotated)(grad, cos, -sin, ctx.interleaved), None, None, None
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -97,16 +98,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
     Channels beyond two for each angle stay as they are.
     """
     return cast(Tensor, _Rotate.apply(x, cos, sin, interleaved))
-
-
-def _kernel(x: Tensor) -> Callable[[Tensor, Tensor, Tensor, bool], Tensor]:
-    return _compiled() if x.is_cuda else _rotated
-
-
-@functools.cache
-def _compiled() -> Callable[[Tensor, Tensor, Tensor, bool], Tensor]:
-    """One kernel for all sizes: another one could round differently, and an on-policy step's ratio would not be 1."""
-    return cast(Callable[[Tensor, Tensor, Tensor, bool], Tensor], torch.compile(_rotated, dynamic=True))
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -1,0 +1,38 @@
+"""Fused functions: compiled once for all numbers of rows, and only where there is a GPU."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+
+from slime.utils import device
+
+
+def _weighted(x: Tensor, weights: Tensor, factor: float) -> Tensor:
+    return (x * weights).sum(-1) * factor
+
+
+def test_without_a_gpu_it_is_the_function_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "is_cuda", lambda: False)
+    device.fused.cache_clear()
+    assert device.fused(_weighted) is _weighted
+
+
+def test_all_numbers_of_rows_share_one_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    compilations = CompileCounter()
+    monkeypatch.setattr(device, "is_cuda", lambda: True)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=compilations))
+    device.fused.cache_clear()
+    for rows in (5, 64, 3, 1000):
+        x, weights = torch.randn(rows, 4, 8, requires_grad=rows > 5), torch.randn(rows, 1, 8)
+        result = device.fused(_weighted)(x, weights, 0.5)
+        assert torch.equal(result, _weighted(x, weights, 0.5))
+        assert not result.requires_grad
+    assert compilations.frame_count == 1
+    device.fused(_weighted)(torch.randn(5, 4, 6), torch.randn(5, 1, 6), 0.5)
+    assert compilations.frame_count == 2
+    device.fused.cache_clear()
