@@ -53,11 +53,23 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def command_of(options: argparse.Namespace) -> str:
+    """What measures the same again; where its output went is nobody else's business."""
+    given = {name: value for name, value in vars(options).items() if name not in ("case", "output", "log_dir")}
+    given["flags"] = shlex.join(options.flags)
+    defaults = vars(parse([options.case])) | {"flags": ""}
+    words = ["python3", "tools/bench.py", options.case]
+    for name, value in given.items():
+        if value != defaults[name]:
+            flag = f"--{name.replace('_', '-')}"
+            words.append(flag if value is True else f"{flag}={value}")
+    return shlex.join(words)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Exit status 0 when everything that was begun was measured, 1 otherwise."""
     options = parse(argv)
-    command = shlex.join(["tools/bench.py", *(sys.argv[1:] if argv is None else argv)])
-    report = Report(command, time.monotonic() + options.budget_s, options.output)
+    report = Report(command_of(options), time.monotonic() + options.budget_s, options.output)
     with tempfile.TemporaryDirectory() as scratch:
         options.scratch = Path(scratch)
         options.log_dir = (options.log_dir or options.scratch).resolve()
