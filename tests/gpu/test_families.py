@@ -1,0 +1,54 @@
+"""Families that SGLang serves on GPUs only: published configs with fewer and narrower layers, in the colocated loop.
+
+Every push is proved byte by byte, and the trainer's log-probs of what the engine generated are the engine's.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu.test_loop import Record, check, run
+
+NUM_GPUS = 1
+CONFIGS = Path(__file__).parents[1] / "data" / "configs"
+_ROLLOUTS = 2
+_SMALL: dict[str, Any] = {
+    **{"num_hidden_layers": 2, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0},
+    **{"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 128, "torch_dtype": "bfloat16"},
+}
+_LATENT_HEADS = 16
+
+
+def write_model(name: str, tokenizer: Path, directory: Path) -> None:
+    """A directory with the config of a published model, made small, and a tokenizer; without weights."""
+    shutil.copytree(tokenizer, directory, ignore=shutil.ignore_patterns("*.safetensors*"))
+    own = json.loads((directory / "config.json").read_text())
+    config = json.loads((CONFIGS / name / "config.json").read_text())
+    config |= {key: value for key, value in _SMALL.items() if key in config}
+    config |= {key: own[key] for key in ("vocab_size", "eos_token_id", "pad_token_id", "bos_token_id")}
+    config.pop("quantization_config", None)
+    if "kv_lora_rank" in config:
+        config |= {"num_attention_heads": _LATENT_HEADS, "num_key_value_heads": _LATENT_HEADS}
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("name", ["qwen3-30B-A3B", "glm4.5-106B-A12B", "deepseek-v3", "moonlight"])
+def test_experts_and_latent_attention_agree_with_the_engine(
+    name: str, workspace: Path, tmp_path: Path, record_property: Record
+) -> None:
+    write_model(name, workspace / "model", tmp_path / "model")
+    run_dir = run(
+        workspace,
+        name,
+        hf_checkpoint=str(tmp_path / "model"),
+        random_weights=True,
+        num_rollout=_ROLLOUTS,
+        use_distributed_optimizer=True,
+        **dict.fromkeys(("ref_load", "use_kl_loss", "kl_loss_coef", "kl_loss_type")),
+    )
+    check(run_dir, _ROLLOUTS, record_property)
