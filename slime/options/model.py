@@ -68,7 +68,8 @@ def check_quantization(args: Namespace) -> None:
     if config.get("quantization_config") and args.num_engines and args.placement != "rollout_only":
         raise OptionError(
             f"--hf-checkpoint {args.hf_checkpoint}: its config.json has a quantization_config, and engines that serve "
-            "quantized weights cannot take the trainer's: name a copy in bfloat16 (--debug-train-only reads either)"
+            "quantized weights cannot take the trainer's: name a copy in bfloat16, which tools/convert_fp8_to_bf16.py "
+            "makes of blocks of float8 (--debug-train-only reads either)"
         )
 
 

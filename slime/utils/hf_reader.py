@@ -61,6 +61,11 @@ class HFWeights:
         self._handles: dict[str, Any] = {}
         self._block = block_sizes(directory)
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether it has tensors in float8."""
+        return self._block is not None
+
     def __iter__(self) -> Iterator[str]:
         """The names of its tensors."""
         return (name for name in self.file_of if self._block is None or not name.endswith(SCALE_END))

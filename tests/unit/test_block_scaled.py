@@ -16,6 +16,7 @@ from slime.models import family_of, hf_config, weight_shape
 from slime.utils.block_scaled import BlockScaled
 from slime.utils.hf_reader import HFWeights
 from tests.parallel import tiny
+from tests.unit.test_tools import load
 
 BLOCK = (24, 20)
 """No divisor of any width of the model."""
@@ -123,6 +124,26 @@ def test_what_is_written_is_not_quantized(checkpoint: tuple[Path, dict[str, Tens
     config = json.loads((tmp_path / "config.json").read_text())
     assert "quantization_config" not in config
     assert config["dtype"] == "bfloat16"
+
+
+def test_a_copy_in_bfloat16(
+    checkpoint: tuple[Path, dict[str, Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every tensor, those of carried layers too; what was not float8 stays as it is."""
+    directory, meant = checkpoint
+    tool, original = load("convert_fp8_to_bf16"), load_file(directory / "model.safetensors")
+    words = ["--model-dir", str(directory), "--save-dir", str(tmp_path / "copy")]
+    assert tool.main([*words, "--chunk-size", "300kB"]) == 0
+    assert len(list((tmp_path / "copy").glob("*.safetensors"))) > 1
+    with HFWeights(tmp_path / "copy") as weights:
+        assert sorted(weights.file_of) == sorted(meant)
+        for name, tensor in meant.items():
+            was_float8 = original[name].dtype == torch.float8_e4m3fn
+            assert torch.equal(weights[name][:,], tensor.bfloat16() if was_float8 else tensor), name
+            assert weights[name][:,].dtype == (torch.bfloat16 if was_float8 else tensor.dtype)
+    assert "quantization_config" not in json.loads((tmp_path / "copy" / "config.json").read_text())
+    assert tool.main(["--model-dir", str(tmp_path / "copy"), "--save-dir", str(tmp_path / "again")]) == 2
+    assert "is not in float8: its config.json has no quantization_config" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,14 @@ def test_run_scripts_pass_dry_run(
     assert "slot 0: training rank 0" in check(words[1:], capsys, tmp_path)
 
 
+@pytest.mark.parametrize("script", ["run-deepseek-r1.sh", "run-kimi-k2-Instruct.sh"])
+def test_models_in_float8_need_a_copy(script: str, files: Path, tmp_path: Path) -> None:
+    ran, commands = run(script, files, tmp_path / "record", HF_CHECKPOINT=str(tmp_path / "copy"))
+    assert (ran.returncode, commands) == (2, [])
+    (line,) = ran.stderr.splitlines()
+    assert line.endswith(f"python3 tools/convert_fp8_to_bf16.py --model-dir MODEL --save-dir {tmp_path}/copy")
+
+
 # ---- launch.sh
 
 RUN = "run-qwen2.5-0.5B.sh"

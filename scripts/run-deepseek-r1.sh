@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# GRPO of DeepSeek-R1 on math problems, on 16 nodes of eight GPUs that train and generate in turn.
+# Engines that are pushed the trainer's weights serve a bfloat16 copy of the published float8, and are of one node each:
+# the copy's 1.34 TB need more than 168 GB a GPU, more than an H100 or H200 has (docs/launch.md).
+# Run it on every node, with NODE_RANK from 0 and MASTER_ADDR the address of node 0, or once with RAY_ADDRESS where a
+# Ray of all nodes runs. The paths must be the same on every node.
+# Variables: HF_CHECKPOINT, PROMPT_DATA, EVAL_DATA, SAVE_DIR.
+# Further flags of train.py may follow; they win.
+NUM_NODES=${NUM_NODES:-16}
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh" # DRY_RUN, RAY_ADDRESS and more
+needs_bf16_copy "${HF_CHECKPOINT:=/root/DeepSeek-R1-bf16}"
+source "$SLIME_DIR/scripts/models/deepseek-v3.sh"
+source "$SLIME_DIR/scripts/dapo-math.sh"
+SAVE_DIR=${SAVE_DIR:-outputs/deepseek-r1}
+
+CKPT_ARGS+=(
+   --load "$SAVE_DIR"
+   --save "$SAVE_DIR"
+   --save-interval 20
+)
+
+PERF_ARGS=(
+   --actor-num-nodes "$NUM_NODES"
+   --actor-num-gpus-per-node 8
+   --colocate
+   --tensor-model-parallel-size 8
+   --sequence-parallel
+   --pipeline-model-parallel-size 8
+   --decoder-last-pipeline-num-layers 5
+   --expert-model-parallel-size "$NUM_NODES"
+   --expert-tensor-parallel-size 1
+   --recompute-granularity full
+   --recompute-method uniform
+   --recompute-num-layers 1
+   --use-dynamic-batch-size
+   --max-tokens-per-gpu 16384
+)
+
+SGLANG_ARGS=(
+   --rollout-num-gpus-per-engine 8
+   --sglang-mem-fraction-static 0.95
+)
+
+launch train.py \
+   "${MODEL_ARGS[@]}" "${CKPT_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${EVAL_ARGS[@]}" "${PERF_ARGS[@]}" \
+   "${GRPO_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${SGLANG_ARGS[@]}" "$@"

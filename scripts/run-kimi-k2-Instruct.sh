@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# GRPO of Kimi-K2-Instruct on math problems, on 32 nodes of eight GPUs that train and generate in turn.
+# Engines that are pushed the trainer's weights serve a bfloat16 copy of the published float8, and are of one node each:
+# the copy's 2.05 TB need more than 257 GB a GPU, more than an H100 or H200 has (docs/launch.md).
+# Its tokenizer is published as code, which is never run: put a tokenizer.json beside the weights (docs/launch.md).
+# Run it on every node, with NODE_RANK from 0 and MASTER_ADDR the address of node 0, or once with RAY_ADDRESS where a
+# Ray of all nodes runs. The paths must be the same on every node.
+# Variables: HF_CHECKPOINT, PROMPT_DATA, EVAL_DATA, SAVE_DIR.
+# Further flags of train.py may follow; they win.
+NUM_NODES=${NUM_NODES:-32}
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh" # DRY_RUN, RAY_ADDRESS and more
+needs_bf16_copy "${HF_CHECKPOINT:=/root/Kimi-K2-Instruct-bf16}"
+source "$SLIME_DIR/scripts/models/kimi-k2.sh"
+source "$SLIME_DIR/scripts/dapo-math.sh"
+SAVE_DIR=${SAVE_DIR:-outputs/kimi-k2-Instruct}
+
+CKPT_ARGS+=(
+   --load "$SAVE_DIR"
+   --save "$SAVE_DIR"
+   --save-interval 20
+)
+
+PERF_ARGS=(
+   --actor-num-nodes "$NUM_NODES"
+   --actor-num-gpus-per-node 8
+   --colocate
+   --tensor-model-parallel-size 8
+   --sequence-parallel
+   --pipeline-model-parallel-size 8
+   --decoder-last-pipeline-num-layers 5
+   --expert-model-parallel-size "$NUM_NODES"
+   --expert-tensor-parallel-size 1
+   --recompute-granularity full
+   --recompute-method uniform
+   --recompute-num-layers 1
+   --use-dynamic-batch-size
+   --max-tokens-per-gpu 16384
+)
+
+SGLANG_ARGS=(
+   --rollout-num-gpus-per-engine 8
+   --sglang-mem-fraction-static 0.95
+)
+
+launch train.py \
+   "${MODEL_ARGS[@]}" "${CKPT_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${EVAL_ARGS[@]}" "${PERF_ARGS[@]}" \
+   "${GRPO_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${SGLANG_ARGS[@]}" "$@"

@@ -1,0 +1,49 @@
+"""A Hugging Face directory in blocks of float8, as DeepSeek and Moonshot publish theirs, to one in bfloat16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slime.convert.hf_files import HFOutput, Spec
+from slime.convert.running import Progress, check_output, run_all, written_aside
+from slime.utils.errors import BadInputError
+from slime.utils.hf_reader import HFWeights, kept_dtype, whole
+
+
+def convert(source: Path, output: Path, *, shard_bytes: int, workers: int, force: bool) -> None:
+    """Write a Hugging Face directory with every float8 tensor multiplied out; others keep their types.
+
+    Args:
+        source: a Hugging Face directory in float8 with scales.
+        output: the directory to write.
+        shard_bytes: size of one safetensors file.
+        workers: threads; each holds one tensor.
+        force: replace an existing output.
+
+    Raises:
+        BadInputError: there is nothing in float8, or no room for the output.
+        ValueError: tensors that are quantized in another way.
+    """
+    check_output(output, [source], force=force)
+    if not (source / "config.json").is_file():
+        raise BadInputError(f"{source} is no Hugging Face directory: there is no config.json in it")
+    with HFWeights(source) as weights:
+        if not weights.is_quantized:
+            raise BadInputError(f"{source} is not in float8: its config.json has no quantization_config")
+        # This opens every file too, so that threads only read.
+        specs = {name: Spec(tuple(weights[name].shape), kept_dtype(weights[name])) for name in weights}
+        total = sum(spec.nbytes for spec in specs.values())
+        progress = Progress("fp8 to bf16", total)
+        with written_aside(output, total) as directory:
+            out = HFOutput(directory, specs, shard_bytes)
+
+            def do(name: str) -> None:
+                out.write(name, whole(weights[name]))
+                progress.add(specs[name].nbytes)
+
+            try:
+                run_all(specs, do, workers)
+                out.finish(source, {"quantization_config": None})
+            finally:
+                out.close()
+                progress.close()
