@@ -10,6 +10,7 @@
 #                                    on each of four nodes, with its NODE_RANK: node 0 starts a Ray, waits until the
 #                                    others have joined it, and trains; Ray ends with the run, on every node
 #   NODES_TIMEOUT=600                seconds that nodes wait for each other
+#   END_TIMEOUT=120                  seconds that node 0's run and its Ray have to end, before they are killed
 #   RAY_PORT=6379 RAY_START_ARGS=... of the Ray that is started so, words of `ray start` such as "--num-gpus 8"
 #   PYTHON=python3                   what runs train.py
 set -euo pipefail
@@ -23,11 +24,13 @@ launch() {
       _print "${command[@]}"
       exec "${command[@]}" --dry-run
    elif [[ ${RAY_ADDRESS:-} == http*://* ]]; then
+      _check_installation
       _use_token
       # A job starts in the directory of the Ray.
       exec "$PYTHON" -m ray.scripts.scripts job submit --runtime-env-json "${RUNTIME_ENV_JSON:-$runtime_env}" \
          -- env "--chdir=$PWD" "${command[@]}"
    elif [ "$NUM_NODES" -gt 1 ] && [ -z "${RAY_ADDRESS:-}" ]; then
+      _check_installation
       _on_nodes "${command[@]}"
    else
       [ -z "${RAY_ADDRESS:-}" ] || _use_token
@@ -39,6 +42,11 @@ _use_token() { # A Ray that is started where there is a token asks for it, and g
    if [ -n "${RAY_AUTH_TOKEN:-}${RAY_AUTH_TOKEN_PATH:-}" ] || [ -f ~/.ray/auth_token ]; then
       export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
    fi
+}
+
+_check_installation() { # before a Ray is asked or started: train.py would say so only then
+   PYTHONPATH=$SLIME_DIR${PYTHONPATH:+:$PYTHONPATH} "$PYTHON" -c \
+      'from slime.utils.installation import check_installation; check_installation("launch")' || exit 2
 }
 
 _die() { printf 'launch: error: %s\n' "$*" >&2; exit 2; }
@@ -70,7 +78,7 @@ _on_nodes() {
       exec "${ray[@]}" --address "$MASTER_ADDR:$RAY_PORT" "${words[@]}"
    fi
    _children=() # not local: the trap runs when this function is gone
-   trap '[ ${#_children[@]} -eq 0 ] || kill "${_children[@]}" 2>/dev/null; wait' EXIT
+   trap _end_children EXIT
    trap 'exit 130' INT
    trap 'exit 143' TERM
    "${ray[@]}" --head --node-ip-address "$MASTER_ADDR" --port "$RAY_PORT" "${words[@]}" &
@@ -82,6 +90,20 @@ _on_nodes() {
    "$@" &
    _children+=($!)
    wait $!
+}
+
+_end_children() { # TERM, and KILL for what has not ended after END_TIMEOUT seconds
+   [ ${#_children[@]} -gt 0 ] && kill "${_children[@]}" 2>/dev/null || return 0
+   local deadline=$((SECONDS + ${END_TIMEOUT:-120}))
+   while kill -0 "${_children[@]}" 2>/dev/null; do
+      if [ $SECONDS -ge $deadline ]; then
+         printf 'launch: error: not ended within %s s (END_TIMEOUT), killed: processes %s; those of their Ray may be left\n' \
+            "${END_TIMEOUT:-120}" "${_children[*]}" >&2
+         kill -KILL "${_children[@]}" 2>/dev/null
+         return 0
+      fi
+      sleep 0.2
+   done
 }
 
 _wait_for_ray() { # SECONDS PID: until node 0's Ray takes connections, and only while that process lives

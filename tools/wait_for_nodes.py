@@ -9,6 +9,7 @@ import argparse
 import logging
 import os
 import sys
+import threading
 import time
 
 
@@ -24,7 +25,12 @@ def main(argv: list[str] | None = None) -> int:
     import ray
 
     deadline = time.monotonic() + options.timeout
+    no_answer = f"{parser.prog}: error: Ray at {address} did not answer within {options.timeout:.0f} s"
+    watch = threading.Timer(options.timeout, _give_up, (no_answer,))
+    watch.daemon = True
+    watch.start()
     ray.init(address=address, logging_level=logging.ERROR)
+    watch.cancel()
     seen = 0
     while seen < options.nodes:
         alive = sum(node["Alive"] for node in ray.nodes())
@@ -41,6 +47,12 @@ def main(argv: list[str] | None = None) -> int:
         if alive < options.nodes:
             time.sleep(1)
     return 0
+
+
+def _give_up(why: str) -> None:
+    """End the process from a thread: ray.init waits in code that no signal and no exception reaches."""
+    print(why, file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -46,6 +47,9 @@ if "start" in words:
         server = socket.create_server(("127.0.0.1", int(words[words.index("--port") + 1])))
     time.sleep(60)
 if os.environ.get("RECORDER_TRAINS") and "train.py" in words[0]:
+    if os.environ["RECORDER_TRAINS"] == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        open(os.environ["RECORD"] + ".deaf", "w").close()
     time.sleep(60)
 """
 """In place of python3: writes down its arguments, and as `ray start` stays, with a port that answers."""
@@ -112,7 +116,8 @@ def run(
 
 
 def recorded(record: Path) -> list[list[str]]:
-    return [line.split("\0") for line in record.read_text().splitlines()] if record.exists() else []
+    lines = record.read_text().splitlines() if record.exists() else []
+    return [line.split("\0") for line in lines if not line.startswith("-c\0")]  # without the look at the installation
 
 
 @pytest.mark.parametrize("script", RUNS)
@@ -228,6 +233,40 @@ def test_the_first_node_passes_failures_and_signals_on(files: Path, tmp_path: Pa
     assert not processes_of(files)
 
 
+def test_what_does_not_end_is_killed(files: Path, tmp_path: Path, nodes: dict[str, str]) -> None:
+    record = tmp_path / "record"
+    kept = {"PATH": os.environ["PATH"], "PYTHON": str(files / "python"), "RECORD": str(record)}
+    more = {"RECORDER_TRAINS": "deaf", "END_TIMEOUT": "1", "NODE_RANK": "0"}
+    command = ["bash", str(SCRIPTS / RUN)]
+    script = subprocess.Popen(command, env=kept | nodes | more, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not Path(f"{record}.deaf").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        script.send_signal(signal.SIGTERM)
+        _, said = script.communicate(timeout=30)
+    finally:
+        script.kill()
+    assert script.returncode == 143
+    assert "not ended within 1 s (END_TIMEOUT), killed" in said
+    assert not processes_of(files)
+
+
+@pytest.mark.parametrize("where", [{"NODE_RANK": "0"}, {"RAY_ADDRESS": "http://127.0.0.1:1"}])
+def test_without_an_installation_no_ray_is_started_or_asked(
+    where: dict[str, str], tmp_path: Path, nodes: dict[str, str]
+) -> None:
+    (tmp_path / "python").write_text(f'#!/bin/bash\nexec {sys.executable} -S "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    environment = {"PATH": os.environ["PATH"], "PYTHON": str(tmp_path / "python"), **nodes, **where}
+    command = ["bash", str(SCRIPTS / RUN)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert ran.returncode == 2
+    (line,) = ran.stderr.splitlines()
+    assert line.startswith("launch: error: slime is not installed for ")
+
+
 def test_other_nodes_wait_for_the_first_and_join_it(files: Path, tmp_path: Path, nodes: dict[str, str]) -> None:
     ran, commands = run(RUN, files, tmp_path / "record", NODE_RANK="1", NODES_TIMEOUT="1", **nodes)
     assert (ran.returncode, commands) == (2, [])
@@ -261,7 +300,7 @@ def processes_of(files: Path) -> list[str]:
     ],
 )
 def test_a_token_is_sent_where_there_is_one(variables: dict[str, str], mode: str, tmp_path: Path) -> None:
-    (tmp_path / "python").write_text('#!/bin/bash\necho "mode=${RAY_AUTH_MODE:-}"\n')
+    (tmp_path / "python").write_text('#!/bin/bash\n[ "$1" = -c ] || echo "mode=${RAY_AUTH_MODE:-}"\n')
     (tmp_path / "python").chmod(0o755)
     program = f"source {SCRIPTS}/launch.sh; launch train.py"
     environment = {"PATH": os.environ["PATH"], "PYTHON": str(tmp_path / "python"), "HOME": str(tmp_path), **variables}
@@ -290,6 +329,16 @@ def test_waiting_for_nodes_needs_the_address(
         wait_for_nodes.main(["2"])
     assert stop.value.code == 2
     assert "RAY_ADDRESS is not set" in capsys.readouterr().err
+
+
+def test_a_ray_that_does_not_answer(tmp_path: Path) -> None:
+    """Something that takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        environment = {**os.environ, "RAY_ADDRESS": f"127.0.0.1:{server.getsockname()[1]}"}
+        command = [sys.executable, str(shipped.ROOT / "tools/wait_for_nodes.py"), "2", "--timeout", "2"]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert ran.returncode == 1
+    assert ran.stderr.splitlines()[-1].endswith("did not answer within 2 s")
 
 
 @pytest.mark.parametrize(("joined", "status"), [([1, 1, 2], 0), ([2], 0), ([1, 1], 1)])
