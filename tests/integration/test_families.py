@@ -1,4 +1,5 @@
-"""Families beside the Qwen3 of the other tests: an engine that was pushed new weights gives the model's log-probs."""
+"""Families beside the Qwen3 of the other tests: an engine that is pushed what Megatron's model exports gives the
+log-probs of transformers' model, from which Megatron's was loaded."""
 
 from __future__ import annotations
 
@@ -8,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from slime.backends.sglang.engine import Engine
 from slime.weights import EngineAddress, make_publisher
-from tests.integration.test_weights import buckets_of, engine_log_prob_error
+from tests.integration.test_weights import engine_log_prob_error
 from tests.integration.tiny import KEYS, Service, engine_args, random_weights, write_tiny_model
 from tests.parallel import tiny
+from tests.ranks import run_ranks
 
 NUM_GPUS = 0
 
@@ -36,12 +39,47 @@ def write_model(kind: str, directory: Path) -> None:
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For each kind a model, the same ``_trained`` into another, and the buckets that are exported of that one."""
+    directory = tmp_path_factory.mktemp("families")
+    for kind in KINDS:
+        write_model(kind, directory / kind)
+        random_weights(directory / kind, random.randrange(1 << 30)).save_pretrained(directory / f"{kind}_trained")
+    run_ranks(export, (str(directory),), 2)
+    return directory
+
+
+def export(rank: int, directory: str) -> None:
+    """In processes of their own, because Megatron's shim is for the whole process: two tensor-parallel ranks."""
+    from slime.backends.megatron import compat
+
+    compat.install()
+    from megatron.core import parallel_state
+
+    from slime.backends.megatron import parallel
+    from slime.backends.megatron.model import build_model
+    from slime.backends.megatron.weights_io import export_hf_buckets, load_hf
+    from slime.models import family_of, hf_config, weight_shape
+
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    parallel.set_seeds(1)
+    for kind in KINDS:
+        trained = Path(directory, f"{kind}_trained")
+        config = hf_config(trained)
+        chunks = build_model(tiny.arguments(trained, tensor_model_parallel_size=2, sequence_parallel=True))
+        load_hf(chunks, trained)
+        buckets = list(export_hf_buckets(chunks, family_of(config), weight_shape(config), 40_000))
+        if rank == 0:
+            torch.save([[(n, t.clone()) for n, t in bucket] for bucket in buckets], f"{directory}/{kind}.pt")
+    dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_pushed_weights_give_the_models_log_probs(kind: str, tmp_path: Path) -> None:
-    directory = tmp_path / kind
-    write_model(kind, directory)
+def test_exported_weights_give_the_models_log_probs(kind: str, models: Path, tmp_path: Path) -> None:
     cli = ["--max-total-tokens", "8192", "--enable-deterministic-inference"]
-    args = engine_args(directory, tmp_path, sglang_cli=cli)
+    args = engine_args(models / kind, tmp_path, sglang_cli=cli)
     engine = Engine(args, 0, "127.0.0.1", KEYS, tmp_path / "engine.log", None)
     try:
         engine.start()
@@ -49,9 +87,11 @@ def test_pushed_weights_give_the_models_log_probs(kind: str, tmp_path: Path) -> 
         service = Service(args, engine, None, address, engine.control(timeout=60))  # type: ignore[arg-type]
         publisher = make_publisher(args, 0, [address])
         publisher.connect()
-        model = random_weights(directory, random.randrange(1 << 30))
+        model = AutoModelForCausalLM.from_pretrained(models / f"{kind}_trained").eval()
         assert engine_log_prob_error(service, model) > 0.01
-        publisher.publish(1, buckets_of(model))
+        buckets = torch.load(models / f"{kind}.pt")
+        assert len(buckets) > 3
+        publisher.publish(1, iter(buckets))
         assert engine_log_prob_error(service, model) < 1e-4
         publisher.close()
     finally:
