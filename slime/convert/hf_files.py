@@ -110,7 +110,10 @@ class HFOutput:
         spec, place = self._specs[name], self._places[name]
         assert Spec.of(tensor) == spec, f"{name} is {Spec.of(tensor)}, and was announced as {spec}"
         data: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-        _write_at(place.file, memoryview(data), place.offset)
+        try:
+            _write_at(place.file, memoryview(data), place.offset)
+        except OSError as error:  # which does not say where
+            raise OSError(error.errno, error.strerror, str(self._directory / self._file_of[name])) from error
         self._missing.discard(name)
 
     def finish(self, origin: Path, changes: Mapping[str, Any] | None = None) -> None:

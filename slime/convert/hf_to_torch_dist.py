@@ -84,13 +84,18 @@ def check_target(save: Path, *, force: bool) -> None:
     Raises:
         BadInputError: it must not be written to.
     """
-    leftover = aside.unfinished(save / RELEASE)
-    if not save.exists() or (save.is_dir() and not [path for path in save.iterdir() if path != leftover]):
+    final, latest = save / RELEASE, save / LATEST
+    leftovers = {aside.unfinished(final), aside.replaced(final), aside.unfinished(latest)}
+    present = set(save.iterdir()) - leftovers if save.is_dir() else {save} if save.exists() else set()
+    # A conversion that is killed between its renames leaves only the file, one that is killed after them only the
+    # directory, which is whole.
+    if not present or (present == {latest} and is_release(save)):
         return
-    if not is_release(save):
+    if not (present == {final} or is_release(save)):
         raise BadInputError(f"--save {save} has other things in it than an earlier conversion: name another directory")
     if not force:
-        raise BadInputError(f"--save {save} holds a checkpoint already; pass --force to replace it")
+        unnamed = "" if latest in present else f", or write {RELEASE} into {latest} to take what is there"
+        raise BadInputError(f"--save {save} holds a checkpoint already; pass --force to replace it{unnamed}")
 
 
 @contextlib.contextmanager

@@ -34,13 +34,19 @@ Task = TypeVar("Task")
 
 
 def main(name: str, convert: Callable[[], None]) -> int:
-    """Run a program's conversion; its exit status. Errors of the input are one line and status 2."""
+    """Run a program's conversion; its exit status.
+
+    Errors of the input are one line and status 2, those of the machine, such as a full disk, one line and status 1.
+    """
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     try:
         convert()
     except (BadInputError, FileNotFoundError, ValueError) as error:
         print(f"{name}: error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"{name}: error: {error}; the output was not made", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -22,7 +22,7 @@ from slime.models import Family, Shape, family_of, hf_config, weight_shape
 from slime.options.checkpoint import LATEST, checkpoint_directory, has_checkpoint, is_torch_dist, latest_name
 from slime.utils.block_scaled import SCALE_END
 from slime.utils.errors import BadInputError
-from slime.utils.hf_reader import HFWeights, kept_dtype, whole
+from slime.utils.hf_reader import HFWeights, kept_dtype, tensors_that_begin, whole
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,8 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
 }
 """megatron-core may store norms under the names that Transformer Engine gives them, as a part of the layer after."""
 
@@ -271,11 +273,8 @@ def _original_specs(origin: Path) -> dict[str, Spec]:
 
 def _carried(origin: Path, prefixes: tuple[str, ...]) -> dict[str, Spec]:
     """What the Megatron model goes without and a Hugging Face directory of the family has, if the origin has it."""
-    if not prefixes or not any(origin.glob("*.safetensors")):
-        return {}
-    with HFWeights(origin) as weights:
-        own = [name for name in weights if name.startswith(prefixes)]
-        return {name: Spec(tuple(weights[name].shape), kept_dtype(weights[name])) for name in own}
+    with tensors_that_begin(origin, prefixes) as found:
+        return {name: Spec(tuple(tensor.shape), kept_dtype(tensor)) for name, tensor in found.items()}
 
 
 def _copy(origin: Path, copied: Mapping[str, Spec], out: HFOutput, progress: Progress) -> None:

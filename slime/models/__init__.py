@@ -24,7 +24,7 @@ def hf_config(directory: str | Path) -> Any:
     """The config of a Hugging Face directory, by a class of transformers: code that lies beside it is never run.
 
     Raises:
-        ValueError: its ``model_type`` is in no table.
+        ValueError: its ``model_type`` is in no table, or it lacks what transformers asks of it.
         OSError: there is no readable config.json.
     """
     from transformers import CONFIG_MAPPING, PreTrainedConfig
@@ -32,7 +32,10 @@ def hf_config(directory: str | Path) -> Any:
     values, _ = PreTrainedConfig.get_config_dict(directory)
     given = values.get("model_type")
     kind = given if given in CONFIG_MAPPING else _family(given).model_types[0]
-    return CONFIG_MAPPING[kind].from_dict({**values, "model_type": kind})
+    try:
+        return CONFIG_MAPPING[kind].from_dict({**values, "model_type": kind})
+    except KeyError as error:  # of a scaling of positions that lacks something
+        raise ValueError(f"the config.json of {directory}: {error.args[0]}") from error
 
 
 def family_of(config: Any) -> Family:

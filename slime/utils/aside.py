@@ -21,13 +21,12 @@ def commit_directory(final: Path) -> None:
     directory = unfinished(final)
     for path in (*directory.rglob("*"), directory):
         _flush(path)
-    replaced = final.with_name(f".{final.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
+    shutil.rmtree(replaced(final), ignore_errors=True)
     if final.exists():
-        final.rename(replaced)
+        final.rename(replaced(final))
     directory.rename(final)
     _flush(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    shutil.rmtree(replaced(final), ignore_errors=True)
 
 
 def discard_directory(final: Path) -> None:
@@ -47,6 +46,11 @@ def write_file(final: Path, write: Callable[[Path], object]) -> None:
 def unfinished(final: Path) -> Path:
     """Where ``final`` is written until it is whole."""
     return final.with_name(f".{final.name}.tmp")
+
+
+def replaced(final: Path) -> Path:
+    """Where what was at ``final`` is until the new one is there."""
+    return final.with_name(f".{final.name}.replaced")
 
 
 def _flush(path: Path) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from slime.utils.block_scaled import SCALE_END, BlockScaled, block_sizes
@@ -90,8 +90,21 @@ class HFWeights:
     def _in_file(self, name: str) -> FileTensor:
         file = self.file_of[name]
         if file not in self._handles:
-            self._handles[file] = self._stack.enter_context(safe_open(self.directory / file, framework="pt"))
+            try:
+                self._handles[file] = self._stack.enter_context(safe_open(self.directory / file, framework="pt"))
+            except SafetensorError as error:
+                raise ValueError(f"{self.directory / file} is damaged: {error}") from error
         return FileTensor(self._handles[file], name)
+
+
+@contextmanager
+def tensors_that_begin(directory: Path, prefixes: tuple[str, ...]) -> Iterator[dict[str, FileTensor | BlockScaled]]:
+    """Within: the tensors of a Hugging Face directory whose names begin so, sorted; of one without weights none."""
+    if not prefixes or not any(directory.glob("*.safetensors")):
+        yield {}
+        return
+    with HFWeights(directory) as weights:
+        yield {name: weights[name] for name in sorted(weights) if name.startswith(prefixes)}
 
 
 def kept_dtype(tensor: FileTensor | BlockScaled) -> torch.dtype:

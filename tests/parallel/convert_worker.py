@@ -1,5 +1,7 @@
 """Two ranks convert Hugging Face models to torch_dist, then load them under tensor parallelism as train.py does.
 
+Models without a reference beside them are converted only.
+
 ``torchrun --nproc-per-node 2 convert_worker.py WORK_DIR MODEL_DIR...``
 """
 
@@ -34,6 +36,8 @@ def main(work: Path, directories: list[Path]) -> None:
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
         parallel.set_seeds(1)
         for directory in directories:
+            if not (directory / "reference.safetensors").exists():
+                continue
             chunks = model.build_model(tiny.arguments(directory, **LAYOUT))
             load_weights(chunks, str(work / directory.name))
             check_export(chunks, directory, work / "saved" / directory.name)

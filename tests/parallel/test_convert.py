@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from slime.convert import dcp_to_hf, fp8, torch_dist_to_hf
+from slime.convert import bf16, dcp_to_hf, fp8, torch_dist_to_hf
+from slime.convert.hf_files import stored_specs
 from slime.convert.stored import StoredTensors
 from slime.options.checkpoint import LATEST, has_checkpoint
 from tests.parallel import tiny
@@ -26,8 +28,10 @@ from tests.ranks import run_ranks
 
 NUM_GPUS = 0
 
-KINDS = ["qwen2", "qwen3", "qwen3_tied", "llama", "qwen3_moe", "glm4_tied", "glm4_moe"]
+KINDS = ["qwen2", "qwen3", "qwen3_tied", "llama", "qwen3_moe", "glm4_tied", "glm4_moe", "deepseek_v3", "moonlight"]
+FLOAT8 = "deepseek_v3_fp8"
 TOOL = ROOT / "tools" / "convert_hf_to_torch_dist.py"
+SETTINGS: dict[str, Any] = {"shard_bytes": 2**30, "workers": 2, "force": False}
 DEADLINE = 240.0
 """Seconds for one program."""
 
@@ -36,7 +40,9 @@ DEADLINE = 240.0
 def work(tmp_path_factory: pytest.TempPathFactory, models: Callable[[str], Path]) -> Path:
     """What two ranks made of all models; they have loaded it too, and compared weights and logits."""
     directory = tmp_path_factory.mktemp("converted")
-    torchrun(2, "convert_worker.py", directory, *(models(kind) for kind in KINDS), log=directory / "log")
+    float8 = directory / "origins" / FLOAT8
+    fp8.convert(models("deepseek_v3"), float8, block=(24, 20), **SETTINGS)
+    torchrun(2, "convert_worker.py", directory, *(models(kind) for kind in KINDS), float8, log=directory / "log")
     return directory
 
 
@@ -47,10 +53,20 @@ def test_there_and_back(kind: str, work: Path, models: Callable[[str], Path], tm
         logits, _ = json.loads((work / f"rank{rank}.json").read_text())[kind]
         assert logits < 1e-4
     assert (work / kind / LATEST).read_text() == "release"
-    torch_dist_to_hf.convert(work / kind, output, model, shard_bytes=2**30, workers=2, force=False)
+    torch_dist_to_hf.convert(work / kind, output, model, **SETTINGS)
     for file in ("model.safetensors", "config.json", "generation_config.json"):
         assert (output / file).read_bytes() == (model / file).read_bytes()
     assert len(list(output.iterdir())) == 3
+
+
+def test_there_and_back_from_float8(work: Path, tmp_path: Path) -> None:
+    """Which gives the same as multiplying it out does, layers that are not trained included."""
+    float8, output, copy = work / "origins" / FLOAT8, tmp_path / "hf", tmp_path / "copy"
+    torch_dist_to_hf.convert(work / FLOAT8, output, float8, **SETTINGS)
+    bf16.convert(float8, copy, **SETTINGS)
+    for file in ("model.safetensors", "config.json"):
+        assert (output / file).read_bytes() == (copy / file).read_bytes()
+    assert {spec.dtype for spec in stored_specs(output).values()} == {torch.bfloat16, torch.float32}
 
 
 def test_both_ranks_write_about_as_much(work: Path) -> None:
@@ -138,7 +154,7 @@ for name, tensor in quantised.items():
 def test_sglang_reads_fp8(models: Callable[[str], Path], tmp_path: Path) -> None:
     """What it takes from config.json, and what its own function makes of values and scales."""
     model = models("qwen3_moe")
-    fp8.convert(model, tmp_path / "fp8", block=(128, 128), shard_bytes=2**30, workers=2, force=False)
+    fp8.convert(model, tmp_path / "fp8", block=(128, 128), **SETTINGS)
     done = program(model, tmp_path / "fp8", code=SGLANG_READS)
     assert done.returncode == 0, done.stderr
 
@@ -157,5 +173,5 @@ def _save_sharded(rank: int, target: str) -> None:
 def test_tensors_that_ranks_hold_parts_of(models: Callable[[str], Path], tmp_path: Path) -> None:
     model, output = models("qwen3_moe"), tmp_path / "hf"
     run_ranks(_save_sharded, (str(tmp_path / "iter_1" / "model"),), 2)
-    dcp_to_hf.convert(tmp_path / "iter_1", output, model, shard_bytes=2**30, workers=2, force=False)
+    dcp_to_hf.convert(tmp_path / "iter_1", output, model, **SETTINGS)
     assert (output / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()

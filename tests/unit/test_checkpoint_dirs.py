@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from slime.backends.megatron.checkpoint import (
     commit_save,
     find_checkpoint,
 )
-from slime.options.checkpoint import is_release, is_torch_dist
+from slime.convert.hf_to_torch_dist import check_target
+from slime.options.checkpoint import LATEST, is_release, is_torch_dist
+from slime.utils.errors import BadInputError
 from tests.algorithm_options import algorithm_options
 
 
@@ -122,3 +125,30 @@ def test_other_adapters_than_the_checkpoints_are_named() -> None:
     with pytest.raises(ValueError, match=r"holds a whole model, and this run trains adapters: .* by --ref-load"):
         checkpoint._check_adapters("iter_0000001", None, saved)
     checkpoint._check_adapters("iter_0000001", saved, dict(saved))
+
+
+@pytest.mark.parametrize(
+    ("present", "latest", "force", "problem"),
+    [
+        ((), None, False, ""),
+        ((".release.tmp",), None, False, ""),
+        (("release", ".release.tmp"), None, False, "pass --force to replace it, or write release into"),
+        (("release",), None, True, ""),
+        (("release",), "release", False, "pass --force to replace it$"),
+        (("release",), "release", True, ""),
+        ((".release.tmp", ".release.replaced"), "release", False, ""),
+        (("iter_0000007",), "7", True, "has other things in it"),
+        (("release", "notes"), None, True, "has other things in it"),
+        (("notes",), None, True, "has other things in it"),
+    ],
+)
+def test_where_a_conversion_may_write(
+    present: tuple[str, ...], latest: str | None, force: bool, problem: str, tmp_path: Path
+) -> None:
+    """Whenever an earlier one was killed: before, between and after the renames, and before it named its checkpoint."""
+    for name in present:
+        (tmp_path / name).mkdir()
+    if latest:
+        (tmp_path / LATEST).write_text(latest)
+    with pytest.raises(BadInputError, match=problem) if problem else contextlib.nullcontext():
+        check_target(tmp_path, force=force)

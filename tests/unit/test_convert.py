@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import shutil
@@ -120,6 +121,16 @@ def test_bad_byte_counts(text: str) -> None:
             "decoder.layers.2.pre_mlp_layernorm.weight",
             ["decoder.layers.2.mlp.linear_fc1.layer_norm_weight"],
             ("decoder.layers.2.mlp.linear_fc1.layer_norm_weight", ()),
+        ),
+        (
+            "decoder.layers.2.self_attention.q_layernorm.weight",
+            ["decoder.layers.self_attention.linear_q_up_proj.layer_norm_weight"],
+            ("decoder.layers.self_attention.linear_q_up_proj.layer_norm_weight", (2,)),
+        ),
+        (
+            "decoder.layers.2.self_attention.kv_layernorm.weight",
+            ["decoder.layers.2.self_attention.linear_kv_up_proj.layer_norm_weight"],
+            ("decoder.layers.2.self_attention.linear_kv_up_proj.layer_norm_weight", ()),
         ),
         (
             "decoder.layers.2.mlp.experts.7.linear_fc1.weight",
@@ -409,6 +420,30 @@ def test_bad_models(models: Callable[[str], Path], tmp_path: Path, monkeypatch: 
     refused(BadInputError, "which it is not in")
     (model / "config.json").unlink()
     refused(BadInputError, "there is no config.json in it")
+
+
+def test_a_full_disk_is_one_line(
+    models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def full(descriptor: int, data: memoryview, offset: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    # The headers, which come first, still fit.
+    begin = HFOutput._begin_file
+
+    def begin_then_fill(*words: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", pwrite)
+            begin(*words)
+
+    pwrite = os.pwrite
+    monkeypatch.setattr(HFOutput, "_begin_file", begin_then_fill)
+    monkeypatch.setattr(os, "pwrite", full)
+    assert fp8_tool.main(["--model-dir", str(models("qwen3")), "--save-dir", str(tmp_path / "out")]) == 1
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "error" in line)
+    assert line.startswith("convert_hf_to_fp8.py: error: [Errno 28] No space left on device: ")
+    assert line.endswith(".out.tmp/model.safetensors'; the output was not made")
+    assert not list(tmp_path.iterdir())
 
 
 DIES = """

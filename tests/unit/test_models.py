@@ -267,6 +267,14 @@ def test_kimi_is_read_as_deepseek_and_runs_no_code(tmp_path: Path) -> None:
         hf_config(written(KIMI | {"model_type": "some_other"}, tmp_path))
 
 
+@pytest.mark.parametrize("kind", ["yarn", "linear"])
+def test_a_scaling_of_positions_that_lacks_a_key(kind: str, tmp_path: Path) -> None:
+    """Which transformers finds."""
+    with pytest.raises(ValueError, match=rf"{tmp_path}: .*'rope_type'='{kind}': {{'factor'}}") as refused:
+        hf_config(written(DEEPSEEK | {"rope_scaling": {"type": kind}}, tmp_path))
+    assert "\n" not in str(refused.value)
+
+
 def rope(**parameters: object) -> dict[str, object]:
     return {"rope_parameters": {"rope_theta": 1e4, **parameters}}
 

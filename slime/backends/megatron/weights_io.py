@@ -22,7 +22,7 @@ from slime.backends.megatron.model import unwrap
 from slime.backends.megatron.names import EXPERTS, expert_name, global_namer, local_experts
 from slime.models import Family, Shape, family_of, hf_config, weight_shape
 from slime.models.adapters import ALL_LINEAR, adapter_family, is_adapter_name, linear_modules
-from slime.utils.hf_reader import HFWeights, whole
+from slime.utils.hf_reader import HFWeights, tensors_that_begin, whole
 from slime.utils.hf_writer import HFWriter, save_tensors
 
 _IGNORED_EXTRA = re.compile(r"\.rotary_emb\.inv_freq$")
@@ -206,13 +206,10 @@ def write_hf(buckets: Iterable[list[tuple[str, Tensor]]], target: Path, origin: 
 def _carried(origin: Path) -> Iterator[list[tuple[str, Tensor]]]:
     """What the family carries along of a directory's tensors, in buckets; of one without weights nothing."""
     config = hf_config(origin)
-    prefixes = family_of(config).carried(config)
-    if not prefixes or not any(origin.glob("*.safetensors")):
-        return
-    with HFWeights(origin) as weights:
+    with tensors_that_begin(origin, family_of(config).carried(config)) as found:
         bucket: list[tuple[str, Tensor]] = []
-        for name in sorted(name for name in weights if name.startswith(prefixes)):
-            bucket.append((name, whole(weights[name])))
+        for name, tensor in found.items():
+            bucket.append((name, whole(tensor)))
             if sum(tensor.nbytes for _, tensor in bucket) >= _SHARD_BYTES:
                 yield bucket
                 bucket = []
