@@ -29,8 +29,13 @@ def main(argv: list[str] | None = None) -> int:
     watch = threading.Timer(options.timeout, _give_up, (no_answer,))
     watch.daemon = True
     watch.start()
-    ray.init(address=address, logging_level=logging.ERROR)
-    watch.cancel()
+    try:
+        ray.init(address=address, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError) as error:  # no Ray there, or one that wants another token
+        print(f"{parser.prog}: error: Ray at {address}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    finally:
+        watch.cancel()
     seen = 0
     while seen < options.nodes:
         alive = sum(node["Alive"] for node in ray.nodes())

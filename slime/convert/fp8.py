@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch import Tensor
 
 from slime.convert.hf_files import HFOutput, Spec, natural, stored_specs
 from slime.convert.running import Progress, check_output, run_all, written_aside
 from slime.utils.block_scaled import SCALE_END, num_blocks
 from slime.utils.errors import BadInputError
-from slime.utils.hf_reader import tensor_files
+from slime.utils.hf_reader import opened, tensor_files
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
@@ -100,7 +99,7 @@ def convert(source: Path, output: Path, *, block: tuple[int, int], shard_bytes: 
             progress.add(tensor.nbytes)
 
         def do(name: str) -> None:
-            with safe_open(source / file_of[name], framework="pt") as handle:
+            with opened(source / file_of[name]) as handle:
                 tensor = handle.get_tensor(name)
             if name not in chosen:
                 put(name, tensor)

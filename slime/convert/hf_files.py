@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from slime.utils.errors import BadInputError
-from slime.utils.hf_reader import tensor_files
+from slime.utils.hf_reader import opened, tensor_files
 from slime.utils.hf_writer import INDEX_NAME, complete, file_name, write_index
 
 _DTYPES = {
@@ -149,18 +148,13 @@ def stored_specs(directory: Path) -> dict[str, Spec]:
         FileNotFoundError: neither an index nor a single safetensors file, or a file of the index is missing.
         BadInputError: a file that is damaged, or that lacks tensors of the index.
     """
-    try:
-        file_of = tensor_files(directory)
-        return {
-            name: spec for file in sorted(set(file_of.values())) for name, spec in _headers(directory, file, file_of)
-        }
-    except SafetensorError as error:
-        raise BadInputError(f"{directory} has a damaged file: {error}") from error
+    file_of = tensor_files(directory)
+    return {name: spec for file in sorted(set(file_of.values())) for name, spec in _headers(directory, file, file_of)}
 
 
 def _headers(directory: Path, file: str, file_of: Mapping[str, str]) -> Iterator[tuple[str, Spec]]:
     """The tensors that the index has in a file."""
-    with safe_open(directory / file, framework="pt") as handle:
+    with opened(directory / file) as handle:
         present = set(handle.keys())
         for name in (name for name, own in file_of.items() if own == file):
             if name not in present:

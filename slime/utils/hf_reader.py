@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from slime.utils.block_scaled import SCALE_END, BlockScaled, block_sizes
+from slime.utils.errors import BadInputError
 from slime.utils.hf_writer import INDEX_NAME
 
 
@@ -21,6 +22,7 @@ def tensor_files(directory: Path) -> dict[str, str]:
 
     Raises:
         FileNotFoundError: neither an index nor a single safetensors file, or a file of the index is missing.
+        BadInputError: the single file is damaged.
     """
     index = directory / INDEX_NAME
     if index.is_file():
@@ -32,8 +34,20 @@ def tensor_files(directory: Path) -> dict[str, str]:
     single = directory / "model.safetensors"
     if not single.is_file():
         raise FileNotFoundError(f"{directory} has no {INDEX_NAME} and no model.safetensors")
-    with safe_open(single, framework="pt") as handle:
+    with opened(single) as handle:
         return dict.fromkeys(handle.keys(), single.name)
+
+
+def opened(file: Path) -> Any:
+    """A safetensors file, to read in a ``with`` block.
+
+    Raises:
+        BadInputError: it is damaged.
+    """
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise BadInputError(f"{file} is damaged: {error}") from error
 
 
 class FileTensor:
@@ -90,10 +104,7 @@ class HFWeights:
     def _in_file(self, name: str) -> FileTensor:
         file = self.file_of[name]
         if file not in self._handles:
-            try:
-                self._handles[file] = self._stack.enter_context(safe_open(self.directory / file, framework="pt"))
-            except SafetensorError as error:
-                raise ValueError(f"{self.directory / file} is damaged: {error}") from error
+            self._handles[file] = self._stack.enter_context(opened(self.directory / file))
         return FileTensor(self._handles[file], name)
 
 

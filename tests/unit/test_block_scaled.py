@@ -14,6 +14,7 @@ from torch import Tensor
 from slime.backends.megatron.weights_io import check_names, write_hf
 from slime.models import family_of, hf_config, weight_shape
 from slime.utils.block_scaled import BlockScaled
+from slime.utils.errors import BadInputError
 from slime.utils.hf_reader import HFWeights
 from tests.parallel import tiny
 from tests.unit.test_tools import load
@@ -165,3 +166,10 @@ def test_what_would_be_read_wrongly_is_refused(
     change_config(tmp_path, quantization_config=quantization)
     with pytest.raises(ValueError, match=message), HFWeights(tmp_path) as weights:
         weights["model.layers.0.self_attn.o_proj.weight"]
+
+
+def test_a_damaged_file_is_named(checkpoint: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((checkpoint[0] / "config.json").read_bytes())
+    (tmp_path / "model.safetensors").write_bytes((checkpoint[0] / "model.safetensors").read_bytes()[:1000])
+    with pytest.raises(BadInputError, match=r"model\.safetensors is damaged: "):
+        HFWeights(tmp_path)["model.norm.weight"]

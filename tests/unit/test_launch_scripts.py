@@ -341,6 +341,19 @@ def test_a_ray_that_does_not_answer(tmp_path: Path) -> None:
     assert ran.stderr.splitlines()[-1].endswith("did not answer within 2 s")
 
 
+def test_a_ray_that_refuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import ray
+
+    def refuse(**_: object) -> None:
+        raise ConnectionError("not\nthis token")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert wait_for_nodes.main(["2"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("error: Ray at 10.0.0.1:6379: not this token")
+
+
 @pytest.mark.parametrize(("joined", "status"), [([1, 1, 2], 0), ([2], 0), ([1, 1], 1)])
 def test_waiting_for_nodes(
     joined: list[int], status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
