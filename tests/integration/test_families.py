@@ -3,6 +3,7 @@ log-probs of transformers' model, from which Megatron's was loaded."""
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -23,20 +24,31 @@ NUM_GPUS = 0
 
 pytestmark = [pytest.mark.integration, pytest.mark.full]
 
-KINDS = ("qwen2", "llama", "glm4")
-"""Of `tiny.KINDS`, those that SGLang serves on a CPU: experts and multi-latent attention need a GPU."""
+KINDS = ("qwen2", "llama", "glm4", "mimo")
+"""Those that SGLang serves on a CPU: experts and multi-latent attention need a GPU."""
+TINY = tiny.KINDS | {
+    "mimo": {
+        **{"model_type": "qwen2", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1},
+        "tie_word_embeddings": False,
+    }
+}
+"""MiMo as engines take it: SGLang has a class of the model, and transformers none of its own config."""
 
 
 def write_model(kind: str, directory: Path) -> None:
     """A model of the kind, with a tokenizer and what follows from its vocabulary."""
     write_tiny_model(directory)
     tokens = len(AutoTokenizer.from_pretrained(directory))
-    options: dict[str, Any] = {**tiny.KINDS[kind], "vocab_size": tokens, "head_dim": 16, "num_key_value_heads": 2}
+    options: dict[str, Any] = {**TINY[kind], "vocab_size": tokens, "head_dim": 16, "num_key_value_heads": 2}
     options |= {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     options |= {"max_position_embeddings": 512, "pad_token_id": 0, "eos_token_id": 1}
     config = AutoConfig.for_model(**options)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    tiny.add_next_token_layers(directory, config)
+    if kind == "mimo":  # transformers names its own class
+        values = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps(values | {"architectures": options["architectures"]}))
 
 
 @pytest.fixture(scope="module")
