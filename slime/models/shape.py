@@ -108,7 +108,7 @@ def _rope(config: Any) -> tuple[dict[str, Any], str, dict[str, Any]]:
 def latent_args(config: Any) -> dict[str, Any]:
     """Megatron-LM arguments of a decoder with DeepSeek's multi-latent attention.
 
-    It has no ``kv_channels``: what a flag says of it is of no effect.
+    It has no ``kv_channels`` and no biases of query, key and value: what flags say of them is of no effect.
 
     Raises:
         ValueError: the config asks for something that the Megatron model does not have.
@@ -116,7 +116,7 @@ def latent_args(config: Any) -> dict[str, Any]:
     if not getattr(config, "rope_interleave", True):
         raise ValueError(f"{config.model_type} with rope_interleave=false is not supported")
     args = decoder_args(config, latent_rope_args)
-    del args["kv_channels"]
+    del args["kv_channels"], args["add_qkv_bias"]
     return args | {
         "num_query_groups": config.num_attention_heads,
         "group_query_attention": False,
@@ -164,11 +164,14 @@ def latent_rope_args(config: Any) -> dict[str, Any]:
     }
 
 
-def sigmoid_moe_args(config: Any) -> dict[str, Any]:
+def sigmoid_moe_args(config: Any, layers: list[int] | None = None) -> dict[str, Any]:
     """Megatron-LM arguments of a mixture of experts as DeepSeek-V3 has it, from that family's config names.
 
-    The first layers are dense. Experts are chosen by sigmoid score plus bias, in the best groups only, and weighted by
+    Experts are chosen by sigmoid score plus bias, in the best groups only, and weighted by
     their scores alone; every token goes through the shared experts, which are one MLP, as well.
+
+    Args:
+        layers: 1 for each layer that has experts; by default all but the first ``first_k_dense_replace``.
 
     Raises:
         ValueError: routing that megatron-core computes otherwise.
@@ -184,12 +187,13 @@ def sigmoid_moe_args(config: Any) -> dict[str, Any]:
             f"norm_topk_prob={config.norm_topk_prob} with num_experts_per_tok {topk}: megatron-core divides the scores "
             "of a token's experts by their sum if and only if there are several"
         )
-    dense = config.first_k_dense_replace
+    if layers is None:
+        layers = [int(layer >= config.first_k_dense_replace) for layer in range(config.num_hidden_layers)]
     return {
         "num_experts": config.n_routed_experts,
         "moe_ffn_hidden_size": config.moe_intermediate_size,
         "moe_shared_expert_intermediate_size": (config.n_shared_experts or 0) * config.moe_intermediate_size or None,
-        "moe_layer_freq": [int(layer >= dense) for layer in range(config.num_hidden_layers)],
+        "moe_layer_freq": layers,
         "moe_router_topk": topk,
         "moe_router_score_function": "sigmoid",
         "moe_router_pre_softmax": True,

@@ -11,7 +11,7 @@ from tests.parallel.conftest import Run
 NUM_GPUS = 0
 
 DENSE = ["qwen2", "qwen3", "qwen3_tied", "llama", "glm4", "glm4_tied", "deepseek_v3_dense"]
-MOE = ["qwen3_moe", "glm4_moe", "glm4_moe_tied", "deepseek_v3", "moonlight"]
+MOE = ["qwen3_moe", "glm4_moe", "glm4_moe_tied", "deepseek_v3", "glm4_moe_lite", "moonlight"]
 
 TP, PP, CP, EP = (f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context", "expert_model"))
 VPP, SP = "virtual_pipeline_model_parallel_size", "sequence_parallel"

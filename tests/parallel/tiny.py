@@ -127,6 +127,15 @@ KINDS: dict[str, dict[str, Any]] = {
         "rope_parameters": _YARN,
         "first_k_dense_replace": 4,
     },
+    "glm4_moe_lite": {
+        **{name: value for name, value in _LATENT.items() if name != "first_k_dense_replace"},
+        "model_type": "glm4_moe_lite",
+        "q_lora_rank": 40,
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-5,
+        "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+        "num_nextn_predict_layers": 1,
+    },
     "moonlight": {**_LATENT, "q_lora_rank": None, "tie_word_embeddings": False, "rms_norm_eps": 1e-3},
 }
 # The first of two pipeline stages has no experts.

@@ -22,6 +22,7 @@ NUM_GPUS = 0
 PUBLISHED = {
     "glm4-32B": "32.57",
     "glm4-9B": "9.40",
+    "glm4.7-30B-A3B": "30",
     "deepseek-v3": "671.0",
     "kimi-k2": "1026.4",
     "llama3-70B": "70.55",
