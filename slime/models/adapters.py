@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
 
 from slime.models.family import Family, Piece, Row, Rule, Shape, vocabulary, whole
 
@@ -19,8 +22,28 @@ _PEFT = "base_model.model."
 
 def linear_modules(family: Family) -> list[str]:
     """The last names of the Hugging Face modules that can have adapters: ``q_proj``, ``down_proj``, ..."""
-    names = [_module(source).rpartition(".")[2] for row in family.rows if _is_linear(row) for source in row.hf]
+    names = [_last(_module(source)) for row in family.rows if _is_linear(row) for source in row.hf]
     return list(dict.fromkeys(names))
+
+
+def module_names(family: Family, targets: Collection[str]) -> list[str]:
+    """The last names of the modules that the targets stand for, each once."""
+    names = [n for target in targets for n in (linear_modules(family) if target == ALL_LINEAR else [_last(target)])]
+    return list(dict.fromkeys(names))
+
+
+def in_attention(row: Row) -> bool:
+    """Whether a row is of a layer's attention."""
+    return ".self_attn." in row.hf[0]
+
+
+def peft_config(rank: int, alpha: float, base: str, modules: list[str]) -> dict[str, Any]:
+    """What PEFT, and an engine, must know of adapters of the Hugging Face modules of these names."""
+    return {
+        **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base},
+        **{"r": rank, "lora_alpha": alpha, "target_modules": modules},
+        **{"lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "inference_mode": True},
+    }
 
 
 def targeted_sources(row: Row, targets: Collection[str]) -> tuple[bool, ...]:
@@ -46,6 +69,24 @@ def adapter_family(family: Family, targets: Collection[str]) -> Family:
     """
     rows = [row for base in family.rows if any(targeted_sources(base, targets)) for row in _adapter_rows(base, targets)]
     return Family(family.model_types, tuple(rows), family.megatron_args)
+
+
+def completed(tensors: dict[str, Tensor], family: Family) -> dict[str, Tensor]:
+    """Adapters under PEFT's names, with the first matrices that `adapter_family` leaves out.
+
+    A row's source that is not targeted has a ``lora_B`` of nothing but 0: another source's ``lora_A`` does for it. So
+    each row has adapters of all its sources or of none, as an engine wants it that has the row as one layer.
+    """
+    groups = [[_last(_module(source)) for source in row.hf] for row in family.rows if _is_linear(row)]
+    added = dict(tensors)
+    for name in tensors:
+        module, _, rest = name.rpartition(".lora_B")
+        parent, _, last = module.rpartition(".")
+        if rest and f"{module}.lora_A{rest}" not in tensors:
+            (group,) = {tuple(group) for group in groups if last in group}
+            others = (tensors.get(f"{parent}.{other}.lora_A{rest}") for other in group)
+            added[f"{module}.lora_A{rest}"] = next(other for other in others if other is not None)
+    return added
 
 
 def is_adapter_name(name: str, targets: Collection[str]) -> bool:
@@ -78,6 +119,10 @@ def _is_linear(row: Row) -> bool:
 
 def _matches(module: str, targets: Collection[str]) -> bool:
     return ALL_LINEAR in targets or any(f".{module}".endswith(f".{target}") for target in targets)
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _module(source: str) -> str:

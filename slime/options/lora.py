@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
+from typing import Literal
 
 from slime.options.errors import OptionError
 from slime.options.schema import option
+
+_OURS = "slime.rollout."
+_OWN_GENERATION = ("custom_generate_function_path", "rollout_function_path", "eval_function_path")
+_OTHER_WAYS = (
+    *("update_weight_transport", "update_weight_disk_dir", "update_weight_disk_keep_files"),
+    "custom_update_weight_post_write_path",
+)
 
 
 @dataclass
@@ -25,6 +35,11 @@ class LoraOptions:
     save_lora: str | None = option(
         None, "Directory for the adapters in PEFT's format, written when a checkpoint is; {rollout_id} is filled in."
     )
+    lora_sync: Literal["merged", "adapter"] = option(
+        "merged",
+        "What a push carries: merged, every weight with what its adapter adds; adapter, the adapters alone, which "
+        "SGLang's LoRA layers then add.",
+    )
 
 
 def derive_lora(args: Namespace) -> None:
@@ -36,7 +51,66 @@ def derive_lora(args: Namespace) -> None:
     if args.lora_rank is None:
         for name in ("lora_alpha", "lora_target_modules", "save_lora"):
             if getattr(args, name) is not None:
-                raise OptionError(f"--{name.replace('_', '-')} needs --lora-rank")
+                raise OptionError(f"{_flag(name)} needs --lora-rank")
+        if args.lora_sync == "adapter":
+            raise OptionError("--lora-sync adapter needs --lora-rank")
         return
     args.lora_alpha = args.lora_alpha or 2.0 * args.lora_rank
     args.lora_target_modules = args.lora_target_modules or ["all-linear"]
+
+
+def check_adapter_sync(args: Namespace, given: Set[str]) -> None:
+    """Refuse what an engine that is given adapters alone would not do, or do by other weights than the trainer's.
+
+    Args:
+        args: complete, with the model's shape.
+        given: the attributes that flags or YAML set.
+
+    Raises:
+        OptionError: naming both flags.
+    """
+    if args.lora_sync != "adapter":
+        return
+    for what, why in _against_adapter_sync(args, given):
+        raise OptionError(f"{what} cannot be used with --lora-sync adapter: {why}; or use --lora-sync merged")
+
+
+def _against_adapter_sync(args: Namespace, given: Set[str]) -> Iterator[tuple[str, str]]:
+    """(what the user has chosen, why it does not go together), the first way out included."""
+    if args.placement == "rollout_only":
+        yield "--debug-rollout-only", "there is no trainer whose adapters engines could have"
+    if args.ref_load is not None and os.path.realpath(args.ref_load) != os.path.realpath(args.hf_checkpoint):
+        yield (
+            f"--ref-load {args.ref_load}",
+            ("adapters would be added to engines' own weights, those of --hf-checkpoint: name these weights there"),
+        )
+    if args.random_weights:
+        yield "--random-weights", "engines have other random weights than the trainer"
+    for name in _OTHER_WAYS:
+        if name in given and getattr(args, name) not in (None, False):
+            yield _flag(name), "adapters go to every engine by HTTP: drop it"
+    yield from _own_requests(args)
+    if args.multi_latent_attention:
+        yield f"the multi-latent attention of --hf-checkpoint {args.hf_checkpoint}", "it is not known to be right there"
+    speculative = getattr(args, "sglang_speculative_algorithm", None)
+    if speculative not in (None, "NGRAM"):
+        yield f"--sglang-speculative-algorithm {speculative}", "SGLang has no adapters with it: drop it"
+    workers = getattr(args, "sglang_tokenizer_worker_num", None) or 1
+    if workers > 1:
+        yield f"--sglang-tokenizer-worker-num {workers}", "only one of them would know the adapters: drop it"
+
+
+def _own_requests(args: Namespace) -> Iterator[tuple[str, str]]:
+    """A user's own requests name no adapter, and SGLang answers such ones by the model without it."""
+    why = "its own requests would be answered without adapters"
+    for name in _OWN_GENERATION:
+        path = getattr(args, name)
+        if path is not None and not path.startswith(_OURS):
+            yield f"{_flag(name)} {path}", why
+    for dataset in args.eval_datasets:
+        if dataset.custom_generate_function_path is not None:
+            yield f"{dataset}: custom_generate_function_path {dataset.custom_generate_function_path}", why
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -52,6 +52,7 @@ def reward_engine_args(args: argparse.Namespace) -> argparse.Namespace:
         "sglang_cli": args.rm_sglang_cli,
         "offload_rollout": False,
         "random_weights": False,
+        "lora_sync": "merged",
     }
     return argparse.Namespace(**vars(args) | own)
 

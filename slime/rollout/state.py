@@ -156,6 +156,7 @@ def make_client(args: Namespace) -> Generator:
         max_connections=concurrency(args),
         request_timeout=args.request_timeout,
         retries=_RETRIES,
+        adapter=args.lora_sync == "adapter",
     )
 
 

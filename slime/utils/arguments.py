@@ -27,7 +27,7 @@ from slime.options.eval_datasets import EvalDataset
 from slime.options.hooks import HookOptions
 from slime.options.installed import InstalledFlagsError, start_reading
 from slime.options.layout import check_layout
-from slime.options.lora import LoraOptions, derive_lora
+from slime.options.lora import LoraOptions, check_adapter_sync, derive_lora
 from slime.options.model import apply_shape, check_quantization, check_weights, model_directory, take_rotary_factor
 from slime.options.parser import HelpAction, StrictParser, flag_values
 from slime.options.reward_model import find_reward_model, reward_engine_flags
@@ -215,6 +215,7 @@ def _resolve(args: argparse.Namespace, given: set[str], asynchronous: bool) -> l
         check_training(args, given)
         check_layout(args)
         _check_lora(args)
+    check_adapter_sync(args, given)
     return warnings
 
 
@@ -230,11 +231,11 @@ def _shape(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check_lora(args: argparse.Namespace) -> None:
-    """Refuse adapters on layers that the model does not have, or that the trainer has none for."""
+    """Refuse adapters on layers that the model does not have, or that the trainer, or an engine, has none for."""
     if args.lora_rank is None:
         return
     from slime.models import family_of, hf_config
-    from slime.models.adapters import ALL_LINEAR, linear_modules, targeted_sources
+    from slime.models.adapters import ALL_LINEAR, in_attention, linear_modules, module_names, targeted_sources
 
     family, targets = family_of(hf_config(args.hf_checkpoint)), args.lora_target_modules
     for target in targets:
@@ -246,6 +247,13 @@ def _check_lora(args: argparse.Namespace) -> None:
         raise OptionError(
             f"--lora-target-modules {' '.join(targets)}: experts with adapters must be whole; add "
             "--expert-tensor-parallel-size 1, or name layers of attention only"
+        )
+    args.lora_modules = module_names(family, targets)
+    elsewhere = [row for row in family.rows if any(targeted_sources(row, targets)) and not in_attention(row)]
+    if args.lora_sync == "adapter" and args.num_experts and elsewhere:
+        raise OptionError(
+            f"--lora-target-modules {' '.join(targets)} cannot be used with --lora-sync adapter: of a model with "
+            "experts, engines have adapters on attention only: name layers of it, or use --lora-sync merged"
         )
     if args.moe_shared_expert_overlap:
         raise OptionError("--moe-shared-expert-overlap cannot be used with --lora-rank: drop it")

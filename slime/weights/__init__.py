@@ -14,8 +14,10 @@ __all__ = ["EngineAddress", "make_publisher"]
 
 
 def make_publisher(args: Namespace, rank: int, engines: list[EngineAddress]) -> WeightPublisher:
-    """The publisher of ``args.update_weight_transport`` for training rank ``rank``; call its ``connect`` next."""
+    """The publisher for training rank ``rank``: of adapters with ``--lora-sync adapter``, otherwise of
+    ``args.update_weight_transport``; call its ``connect`` next."""
     # Imported here: a driver needs the addresses only, and not torch.
+    from slime.weights.adapter import AdapterPublisher
     from slime.weights.disk import DiskPublisher
     from slime.weights.distributed import DistributedPublisher
     from slime.weights.tensor import TensorPublisher
@@ -25,4 +27,6 @@ def make_publisher(args: Namespace, rank: int, engines: list[EngineAddress]) -> 
         "distributed": DistributedPublisher,
         "disk": DiskPublisher,
     }
+    if args.lora_sync == "adapter":
+        return AdapterPublisher(args, rank, engines)
     return publishers[args.update_weight_transport](args, rank, engines)

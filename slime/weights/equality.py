@@ -44,7 +44,7 @@ class EqualityCheck:
         """Note a bucket that was pushed."""
         self._writer.add(bucket)
         for name, tensor in bucket:
-            self._digests[name] = _digest(tensor)
+            self._digests[name] = digest(tensor)
 
     def run(self, each_engine: Callable[[str, Callable[[EngineControl], Any]], dict[str, Any]]) -> None:
         """Compare. The engines hold the directory's weights afterwards, equal or not.
@@ -59,7 +59,7 @@ class EqualityCheck:
         if missing:
             raise EngineError(f"check equal: tensors of {self._template} that were not pushed: {_some(missing)}")
         directory = self._writer.commit()
-        stored = {name: _digest(tensor) for name, tensor in stored_tensors(directory)}
+        stored = {name: digest(tensor) for name, tensor in stored_tensors(directory)}
         if stored != self._digests:
             differing = {name for name in self._digests if stored.get(name) != self._digests[name]}
             raise EngineError(f"check equal: {directory} does not hold the trainer's bytes of {_some(differing)}")
@@ -96,7 +96,8 @@ def _differences(url: str, pushed: list[dict[str, str]], expected: list[dict[str
     return found
 
 
-def _digest(tensor: torch.Tensor) -> str:
+def digest(tensor: torch.Tensor) -> str:
+    """SHA-256 of a tensor's bytes."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(flat.numpy().data).hexdigest()
 

@@ -36,6 +36,9 @@ class WeightPublisher:
     pauses_for_buckets = True
     """Whether buckets go straight into the engines, which must then be paused from the first one on."""
 
+    engines_check = False
+    """Whether the engines themselves compare what they get with the trainer's digests."""
+
     def __init__(self, args: Namespace, rank: int, engines: list[EngineAddress]) -> None:
         """
         Args:
@@ -162,7 +165,7 @@ class WeightPublisher:
         return None
 
     def _begin(self, update: _Update) -> None:
-        if self.args.check_weight_update_equal:
+        if self.args.check_weight_update_equal and not self.engines_check:
             update.check = EqualityCheck(self.args, update.version)
         self._prepare(update.version)
         if self.pauses_for_buckets:

@@ -11,6 +11,7 @@ import functools
 import io
 import os
 from argparse import Namespace
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
@@ -119,7 +120,7 @@ class TensorPublisher(WeightPublisher):
         for place, (_, tensor) in zip(layout, bucket, strict=True):
             flat[place.start_idx : place.end_idx].copy_(tensor.detach().reshape(-1).view(torch.uint8))
         device.synchronize()
-        return _serialize({"flattened_tensor": flat, "metadata": layout}, self._buffer)
+        return serialize({"flattened_tensor": flat, "metadata": layout}, self._buffer.reduce)
 
     def _deliver(self, bucket: NamedTensors, staged: list[str]) -> None:
         payloads, first = {}, 0
@@ -137,10 +138,16 @@ class TensorPublisher(WeightPublisher):
             dist.barrier(self._group)
 
 
-def _serialize(payload: dict[str, Any], buffer: SharedBuffer) -> str:
+def serialize(payload: dict[str, Any], reduce: Callable[[object], Any]) -> str:
+    """A base64 pickle that an engine reads.
+
+    Args:
+        reduce: `pickle.Pickler.reducer_override`.
+    """
+
     class Pickler(ForkingPickler):
         def reducer_override(self, pickled: object) -> Any:
-            return buffer.reduce(pickled)
+            return reduce(pickled)
 
     stream = io.BytesIO()
     Pickler(stream).dump(payload)

@@ -284,15 +284,17 @@ class MegatronTrainer:
         self._actor.weights.switch(name)
 
     def export_buckets(self, version: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """The actor in Hugging Face's names, in buckets of ``--update-weight-buffer-size`` bytes.
+        """The actor, or its adapters alone, in Hugging Face's names; in buckets of ``--update-weight-buffer-size``.
 
         Args:
             version: what engines will call these weights.
         """
         if self.args.keep_old_actor:
             self._keep_version(version)
-        size = self.args.update_weight_buffer_size
-        return weights_io.export_hf_buckets(self.model_chunks, self.family, self.shape, size)
+        model, size = (self.model_chunks, self.family, self.shape), self.args.update_weight_buffer_size
+        if self.args.lora_sync == "adapter":
+            return weights_io.export_adapter_buckets(*model, self.args.lora_target_modules, size)
+        return weights_io.export_hf_buckets(*model, size)
 
     def save(self, directory: str) -> None:
         """Write everything that the actor continues from into an existing empty directory."""

@@ -21,7 +21,7 @@ from slime.backends.megatron.head import ValueHead
 from slime.backends.megatron.model import unwrap
 from slime.backends.megatron.names import EXPERTS, expert_name, global_namer, local_experts
 from slime.models import Family, Shape, family_of, hf_config, weight_shape
-from slime.models.adapters import ALL_LINEAR, adapter_family, is_adapter_name, linear_modules
+from slime.models.adapters import adapter_family, is_adapter_name, module_names, peft_config
 from slime.utils.hf_reader import HFWeights, tensors_that_begin, whole
 from slime.utils.hf_writer import HFWriter, save_tensors
 
@@ -139,10 +139,12 @@ def export_hf_buckets(
 def export_adapter_buckets(
     chunks: Sequence[torch.nn.Module], family: Family, shape: Shape, targets: Sequence[str], bucket_bytes: int
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """The adapters alone, under PEFT's names; otherwise as `export_hf_buckets`."""
+    """The adapters alone, under PEFT's names; otherwise as `export_hf_buckets`.
+
+    Among them, for sources that are not targeted of layers that are, second matrices of nothing but 0.
+    """
     parameters = dict(global_parameters(chunks, of_adapters=True))
-    for bucket in Gatherer(parameters, adapter_family(family, targets), shape).buckets(bucket_bytes):
-        yield [(name, tensor) for name, tensor in bucket if is_adapter_name(name, targets)]
+    return Gatherer(parameters, adapter_family(family, targets), shape).buckets(bucket_bytes)
 
 
 def save_hf(chunks: Sequence[torch.nn.Module], directory: str | Path, origin_hf_dir: str | Path) -> None:
@@ -167,32 +169,16 @@ def save_adapters(
 ) -> None:
     """Write the adapters into the existing directory ``directory`` as PEFT reads them; collective, rank 0 writes."""
     tensors: dict[str, Tensor] = {}
-    for bucket in export_adapter_buckets(chunks, family, shape, args.lora_target_modules, _SHARD_BYTES):
+    targets = args.lora_target_modules
+    for bucket in export_adapter_buckets(chunks, family, shape, targets, _SHARD_BYTES):
         if dist.get_rank() == 0:
-            tensors |= {name: tensor.cpu() for name, tensor in bucket}
+            tensors |= {name: tensor.cpu() for name, tensor in bucket if is_adapter_name(name, targets)}
     if dist.get_rank() == 0:
         save_tensors(tensors, Path(directory, "adapter_model.safetensors"))
-        config = peft_config(args, family)
+        modules, base = module_names(family, targets), args.ref_load or args.hf_checkpoint
+        config = peft_config(args.lora_rank, args.lora_alpha, base, modules)
         Path(directory, "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     dist.barrier()
-
-
-def peft_config(args: Namespace, family: Family) -> dict[str, Any]:
-    """What PEFT, and an engine, must know of the adapters."""
-    targets = [t for target in args.lora_target_modules for t in _spelt_out(target, family)]
-    return {
-        **{
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": args.ref_load or args.hf_checkpoint,
-        },
-        **{"r": args.lora_rank, "lora_alpha": args.lora_alpha, "target_modules": list(dict.fromkeys(targets))},
-        **{"lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "inference_mode": True},
-    }
-
-
-def _spelt_out(target: str, family: Family) -> list[str]:
-    return linear_modules(family) if target == ALL_LINEAR else [target]
 
 
 def write_hf(buckets: Iterable[list[tuple[str, Tensor]]], target: Path, origin: Path) -> None:

@@ -14,8 +14,10 @@ import requests
 from slime.utils.errors import SlimeError
 from slime.utils.http_utils import RequestError, allow_open_files, redact, send
 
-__all__ = ["EngineControl", "EngineError", "GenerateClient", "RequestError"]
+__all__ = ["ADAPTER", "EngineControl", "EngineError", "GenerateClient", "RequestError"]
 
+ADAPTER = "slime"
+"""What engines call the adapter of ``--lora-sync adapter``."""
 _CONNECT_TIMEOUT_S = 10.0
 _FLUSH_POLL_S = 0.1
 _ABORT_S = 0.5
@@ -161,6 +163,30 @@ class EngineControl:
         """Have the engine load a Hugging Face directory that it can read under this path."""
         self._post("/update_weights_from_disk", {"model_path": path, "flush_cache": False})
 
+    def has_adapter(self) -> bool:
+        """Whether `load_adapter` has given the engine one."""
+        models = self._get("/v1/models", key=self._generate_key)["data"]
+        return any(model["id"] == ADAPTER and model.get("parent") for model in models)
+
+    def load_adapter(
+        self, config: Mapping[str, Any], payloads: Sequence[str], checksums: Mapping[str, str] | None = None
+    ) -> None:
+        """Give the engine, which has none, an adapter; requests get it by ``"lora_path": ADAPTER``.
+
+        Args:
+            config: PEFT's.
+            payloads: one base64 pickle for each rank of the engine, of all the adapter's tensors as one flat bucket.
+            checksums: SHA-256 by tensor; an engine that has received anything else says so in its log and ends.
+        """
+        body: dict[str, Any] = {"lora_name": ADAPTER, "config_dict": dict(config), "load_format": "flattened_bucket"}
+        body |= {"serialized_named_tensors": list(payloads), "expected_checksums": checksums}
+        # Not one of SGLang's control calls, though it changes the engine.
+        self._post("/load_lora_adapter_from_tensors", body, key=self._generate_key)
+
+    def unload_adapter(self) -> None:
+        """Take the adapter away; nothing may be using it."""
+        self._post("/unload_lora_adapter", {"lora_name": ADAPTER})
+
     def begin_weight_update(self) -> None:
         """Open an update session, on releases that demand one (0.5.17 has none, 0.5.23 answers 400 without)."""
         if "/begin_weight_update" in self.capabilities:
@@ -184,8 +210,8 @@ class EngineControl:
             raise self._refusal("GET", path, reply)
         return reply.json()
 
-    def _post(self, path: str, body: dict[str, Any], timeout: float | None = None) -> Any:
-        reply = self._request("POST", path, body, timeout=timeout)
+    def _post(self, path: str, body: dict[str, Any], timeout: float | None = None, key: str | None = None) -> Any:
+        reply = self._request("POST", path, body, timeout=timeout, key=key)
         if not reply.ok:
             raise self._refusal("POST", path, reply)
         try:
@@ -225,7 +251,13 @@ class GenerateClient:
     """Generation requests through the router, on one event loop."""
 
     def __init__(
-        self, router_url: str, api_key: str | None, max_connections: int, request_timeout: float, retries: int
+        self,
+        router_url: str,
+        api_key: str | None,
+        max_connections: int,
+        request_timeout: float,
+        retries: int,
+        adapter: bool = False,
     ) -> None:
         """
         Args:
@@ -234,7 +266,9 @@ class GenerateClient:
             max_connections: requests in flight at most; more wait here, not in the router.
             request_timeout: seconds for one request as a whole, waiting for a connection included.
             retries: how often a request is sent again where another try may succeed (`http_utils.send`).
+            adapter: whether the engines' adapter answers, and not the model without it.
         """
+        self._fields = {"lora_path": ADAPTER} if adapter else {}
         self._url = f"{router_url}/generate"
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._max_connections = max_connections
@@ -268,6 +302,7 @@ class GenerateClient:
             "input_ids": list(input_ids),
             "sampling_params": dict(sampling_params),
             "return_logprob": True,
+            **self._fields,
             **fields,
         }
         session, all_headers = self._open_session(), {**self._headers, **(headers or {})}

@@ -1,4 +1,4 @@
-"""What unmodified SGLang lacks on a host without GPUs, put right from outside. Nothing here acts where CUDA is there.
+"""What unmodified SGLang lacks on a host without GPUs, and where adapters are pushed, put right from outside.
 
 Written against sglang 0.5.17. `install` must run in every process of a server before ``import sglang``, and in no other
 process: its stand-ins for absent packages must not reach a trainer.
@@ -6,6 +6,7 @@ process: its stand-ins for absent packages must not reach a trainer.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -38,6 +39,7 @@ def install() -> None:
     if "torchvision" not in absent:
         _declare_torchvision_operators()
     _synchronize_nothing()
+    _pin_nothing()
     _allow_sampling_seeds()
 
 
@@ -127,6 +129,21 @@ def _synchronize_nothing() -> None:
     torch.cuda.synchronize = _do_nothing
 
 
+def _pin_nothing() -> None:
+    """LoRA layers ask for pinned memory, which raises in a CPU build. Goes when they ask whether there is any."""
+    setattr(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor)  # noqa: B010
+    for name in ("tensor", "zeros"):
+        setattr(torch, name, _without_pinning(getattr(torch, name)))
+
+
+def _without_pinning(make: Any) -> Any:
+    @functools.wraps(make)
+    def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+        return make(*args, **kwargs)
+
+    return unpinned
+
+
 def _allow_sampling_seeds() -> None:
     """Let ``--enable-deterministic-inference`` (which ``sampling_seed`` needs) start on CPU.
 
@@ -176,3 +193,18 @@ def _mix(state: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
     state = state ^ ((block * 0x1B873593) & _LOW_32_BITS)
     state = ((state << 13) | (state >> 19)) & _LOW_32_BITS
     return (state * 5 + 0xE6546B64) & _LOW_32_BITS
+
+
+def unload_adapters_at_once() -> None:
+    """Let ``/unload_lora_adapter`` not wait until no request uses the adapter; on GPUs too, in the server's process.
+
+    A request that is aborted, or refused, after it was counted and before it was sent stays counted: the call would
+    never return, nor any later one. An adapter is only unloaded while generation is paused and the scheduler is idle.
+    Goes when ``TokenizerManager.generate_request`` of SGLang releases the adapter of every request that it counts.
+    """
+    registry: Any = importlib.import_module("sglang.srt.lora.lora_registry").LoRARegistry
+
+    async def forget(self: Any, lora_id: str) -> None:
+        self._counters.pop(lora_id, None)
+
+    registry.wait_for_unload = forget

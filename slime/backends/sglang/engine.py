@@ -118,12 +118,28 @@ class Engine(Server):
             flags += _CPU_FLAGS
         elif args.offload_rollout:
             flags.append("--enable-memory-saver")
+        if args.lora_sync == "adapter":
+            flags += self._adapter_flags()
         if args.random_weights:
             flags += ["--load-format", "dummy"]
         if "--enable-dp-attention" in args.sglang_cli:
             flags += ["--dist-init-addr", f"127.0.0.1:{self._reserve(_DP_ATTENTION_PORTS)}"]
         # The user's flags come last: where argparse sees a flag twice, the later one counts.
         return [sys.executable, "-m", "slime.backends.sglang.launch", *flags, *args.sglang_cli]
+
+    def _adapter_flags(self) -> list[str]:
+        args = self._args
+        flags = [
+            "--enable-lora",
+            *("--max-lora-rank", str(args.lora_rank)),
+            *("--lora-target-modules", *args.lora_modules),
+            # One place for the adapter, and one for requests without.
+            *("--max-loras-per-batch", "2"),
+        ]
+        if self._cuda_devices is None:
+            return [*flags, "--lora-backend", "torch_native"]
+        # An engine that sleeps keeps its own weights in host memory: nobody pushes them again.
+        return [*flags, "--enable-weights-cpu-backup"] if args.offload_rollout else flags
 
     def _environment(self) -> dict[str, str]:
         env = {**_SERVER_ENVIRONMENT, **os.environ}

@@ -45,6 +45,8 @@ def main() -> None:
 
     load_plugins()
     flags = sys.argv[1:]
+    if "--enable-lora" in flags:
+        compat.unload_adapters_at_once()
     for flag, variable in (("--api-key", GENERATE_KEY_VARIABLE), ("--admin-api-key", ADMIN_KEY_VARIABLE)):
         if variable in os.environ:
             flags += [flag, os.environ[variable]]

@@ -1,0 +1,76 @@
+"""Adapters alone to engines that have the model's own weights: by HTTP, to SGLang's LoRA endpoint."""
+
+from __future__ import annotations
+
+import functools
+from argparse import Namespace
+from typing import Any
+
+import torch
+
+from slime.backends.sglang.client import EngineControl
+from slime.models import family_of, hf_config
+from slime.models.adapters import completed, peft_config
+from slime.weights.engines import EngineAddress
+from slime.weights.equality import digest
+from slime.weights.hf_directory import NamedTensors
+from slime.weights.publisher import WeightPublisher
+from slime.weights.tensor import flat_layout, serialize
+
+
+class AdapterPublisher(WeightPublisher):
+    """Rank 0 gathers the adapters and posts all of them to every engine, in the place of those before.
+
+    The engines generate while adapters are gathered, and pause only to take them. SGLang 0.5.17 could not be given
+    the model's own weights as well: under its LoRA layers they have other names than its loaders look for, and are
+    passed over without an error.
+    """
+
+    pauses_for_buckets = False
+    engines_check = True
+
+    def __init__(self, args: Namespace, rank: int, engines: list[EngineAddress]) -> None:
+        super().__init__(args, rank, engines)
+        self._ranks = {engine.url: engine.num_gpus for engine in engines}
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._payload = ""
+        self._checksums: dict[str, str] | None = None
+
+    def _prepare(self, version: int) -> None:
+        self._tensors = {}
+
+    def _deliver(self, bucket: NamedTensors, staged: Any) -> None:
+        # The bucket's memory is used again for the next one.
+        self._tensors |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in bucket}
+
+    def _seal(self, version: int) -> None:
+        tensors = completed(self._tensors, family_of(hf_config(self.args.hf_checkpoint)))
+        self._tensors = {}
+        layout, size = flat_layout(list(tensors.items()))
+        flat = torch.empty(size, dtype=torch.uint8)
+        for place, tensor in zip(layout, tensors.values(), strict=True):
+            flat[place.start_idx : place.end_idx].copy_(tensor.reshape(-1).view(torch.uint8))
+        self._payload = serialize({"flattened_tensor": flat, "metadata": layout}, _by_value)
+        check = self.args.check_weight_update_equal
+        self._checksums = {name: digest(tensor) for name, tensor in tensors.items()} if check else None
+
+    def _complete(self, version: int) -> None:
+        self.each_engine("push", self._replace)
+        self._payload = ""
+
+    def _replace(self, control: EngineControl) -> None:
+        args = self.args
+        config = peft_config(args.lora_rank, args.lora_alpha, args.hf_checkpoint, args.lora_modules)
+        if control.has_adapter():
+            control.unload_adapter()
+        control.load_adapter(config, [self._payload] * self._ranks[control.url], self._checksums)
+
+    def _abandon(self) -> None:
+        self._tensors, self._payload = {}, ""
+
+
+def _by_value(pickled: object) -> Any:
+    """How a receiver builds a tensor of bytes, from a copy of them; for `pickle.Pickler.reducer_override`."""
+    if not isinstance(pickled, torch.Tensor):
+        return NotImplemented
+    return functools.partial(torch.frombuffer, dtype=torch.uint8), (bytearray(pickled.numpy()),)
