@@ -17,7 +17,7 @@ from slime.models.family import Family, Piece, Row, Rule, Shape, vocabulary, who
 
 ALL_LINEAR = "all-linear"
 """The target that stands for every matrix of attention, MLP and experts."""
-_PEFT = "base_model.model."
+_PEFT, _FIRST, _SECOND = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 
 
 def linear_modules(family: Family) -> list[str]:
@@ -80,12 +80,11 @@ def completed(tensors: dict[str, Tensor], family: Family) -> dict[str, Tensor]:
     groups = [[_last(_module(source)) for source in row.hf] for row in family.rows if _is_linear(row)]
     added = dict(tensors)
     for name in tensors:
-        module, _, rest = name.rpartition(".lora_B")
+        module, is_second, _ = name.partition(_SECOND)
         parent, _, last = module.rpartition(".")
-        if rest and f"{module}.lora_A{rest}" not in tensors:
-            (group,) = {tuple(group) for group in groups if last in group}
-            others = (tensors.get(f"{parent}.{other}.lora_A{rest}") for other in group)
-            added[f"{module}.lora_A{rest}"] = next(other for other in others if other is not None)
+        if is_second and module + _FIRST not in tensors:
+            others = [f"{parent}.{other}{_FIRST}" for group in groups if last in group for other in group]
+            added[module + _FIRST] = next(tensors[other] for other in others if other in tensors)
     return added
 
 
@@ -97,8 +96,8 @@ def is_adapter_name(name: str, targets: Collection[str]) -> bool:
 def _adapter_rows(row: Row, targets: Collection[str]) -> tuple[Row, Row]:
     megatron = row.megatron.removesuffix("weight") + "lora."
     chosen = targeted_sources(row, targets)
-    first = tuple(_peft(source, "A") for source, is_targeted in zip(row.hf, chosen, strict=True) if is_targeted)
-    second = tuple(_peft(source, "B") for source in row.hf)
+    first = tuple(_peft(source, _FIRST) for source, is_targeted in zip(row.hf, chosen, strict=True) if is_targeted)
+    second = tuple(_peft(source, _SECOND) for source in row.hf)
     a, b = replace(row, megatron=megatron + "a", hf=first), replace(row, megatron=megatron + "b", hf=second)
     if row.dim == 0:
         return replace(a, rule=_stacked(len(first)), dim=None), b
@@ -130,4 +129,4 @@ def _module(source: str) -> str:
 
 
 def _peft(source: str, which: str) -> str:
-    return f"{_PEFT}{_module(source)}.lora_{which}.weight"
+    return f"{_PEFT}{_module(source)}{which}"

@@ -44,6 +44,7 @@ def make_engine(tmp_path: Path, *sglang_cli: str) -> Engine:
         sglang_cli=list(sglang_cli),
         engine_start_timeout=10.0,
         random_weights=False,
+        lora_sync="merged",
         offload_rollout=False,
     )
     return Engine(args, 0, "127.0.0.1", None, tmp_path / "log", None)

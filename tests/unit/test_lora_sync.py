@@ -1,0 +1,269 @@
+"""Adapters alone to engines: what goes together with it, what engines are started with and sent, in which order."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import pickle
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slime.backends.sglang import client as client_module
+from slime.backends.sglang import compat
+from slime.backends.sglang.client import ADAPTER, EngineError, GenerateClient
+from slime.backends.sglang.engine import Engine
+from slime.models import qwen2
+from slime.models.adapters import completed
+from slime.ray.creation import reward_engine_args
+from slime.utils.arguments import parse_args
+from slime.weights import EngineAddress, make_publisher
+from slime.weights.adapter import AdapterPublisher
+from slime.weights.hf_directory import NamedTensors
+from tests.command_line import QWEN3, command, failure, write_model, write_rows
+from tests.unit.test_input_errors import MOE
+
+NUM_GPUS = 0
+
+ADAPTER_SYNC = "--lora-rank 8 --lora-sync adapter"
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "model")
+    write_model(tmp_path / "other")
+    write_model(tmp_path / "moe", MOE)
+    write_rows(tmp_path / "data.jsonl")
+    (tmp_path / "mine.py").write_text("async def generate(args, sample, sampling_params): return sample\n")
+    dataset = {"name": "d", "path": "data.jsonl", "custom_generate_function_path": "mine.py"}
+    (tmp_path / "eval.yaml").write_text(json.dumps({"eval": {"datasets": [dataset]}}))
+    return tmp_path
+
+
+def test_merged_is_the_default(directory: Path) -> None:
+    assert parse_args(command("--lora-rank 8")).lora_sync == "merged"
+    args = parse_args(command(f"{ADAPTER_SYNC} --lora-target-modules q_proj mlp.down_proj --ref-load model"))
+    assert (args.lora_sync, args.lora_modules) == ("adapter", ["q_proj", "down_proj"])
+    assert parse_args(command(ADAPTER_SYNC)).lora_modules[-1] == "down_proj"
+    parse_args(command(f"{ADAPTER_SYNC} --hf-checkpoint moe --lora-target-modules q_proj o_proj"))
+    parse_args(command(f"{ADAPTER_SYNC} --rollout-function-path slime.rollout.sglang_rollout.generate_rollout"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--debug-rollout-only", "--debug-rollout-only cannot be used with --lora-sync adapter: there is no trainer"),
+        ("--ref-load other", "other cannot be used with --lora-sync adapter: adapters would be added to engines' own"),
+        ("--random-weights", "--random-weights cannot be used with --lora-sync adapter: engines have other random"),
+        ("--update-weight-transport disk", "--update-weight-transport cannot be used with --lora-sync adapter"),
+        ("--update-weight-disk-dir d", "--update-weight-disk-dir cannot be used with --lora-sync adapter"),
+        ("--update-weight-disk-keep-files", "--update-weight-disk-keep-files cannot be used with --lora-sync adapter"),
+        (
+            "--custom-generate-function-path mine.py",
+            "mine.py:generate cannot be used with --lora-sync adapter",
+        ),
+        ("--eval-config eval.yaml --eval-interval 1", "mine.py:generate cannot be used with --lora-sync adapter"),
+        (
+            "--sglang-speculative-algorithm EAGLE",
+            "--sglang-speculative-algorithm EAGLE cannot be used with",
+        ),
+        ("--sglang-tokenizer-worker-num 2", "--sglang-tokenizer-worker-num 2 cannot be used with --lora-sync adapter"),
+        ("--hf-checkpoint moe", "all-linear cannot be used with --lora-sync adapter: of a model with experts"),
+    ],
+)
+def test_what_cannot_be(directory: Path, capsys: pytest.CaptureFixture[str], flags: str, message: str) -> None:
+    error = failure(capsys, f"{ADAPTER_SYNC} {flags}")
+    assert message in error
+    assert "use --lora-sync merged" in error
+
+
+def test_without_adapters_there_are_none_to_push(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--lora-sync adapter needs --lora-rank" in failure(capsys, "--lora-sync adapter")
+
+
+def test_multi_latent_attention_is_refused(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_model(directory / "mla", {**QWEN3, "model_type": "deepseek_v3", **_MLA})
+    error = failure(capsys, f"{ADAPTER_SYNC} --hf-checkpoint mla --lora-target-modules o_proj")
+    assert "multi-latent attention of --hf-checkpoint" in error
+
+
+_MLA = {
+    **{"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 16},
+    **{"qk_rope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1},
+    **{"topk_group": 1, "n_shared_experts": 1, "moe_intermediate_size": 64, "first_k_dense_replace": 1},
+    **{"num_key_value_heads": 4, "routed_scaling_factor": 1.0, "norm_topk_prob": True, "tie_word_embeddings": False},
+}
+
+
+def engine_flags(directory: Path, cuda_devices: list[str] | None, **changes: Any) -> list[str]:
+    args = parse_args(
+        command(f"{ADAPTER_SYNC} --lora-target-modules q_proj v_proj --rm-model-path other --rm-num-gpus 1")
+    )
+    args = Namespace(**vars(reward_engine_args(args) if changes.pop("reward", False) else args) | changes)
+    return Engine(args, 0, "127.0.0.1", None, directory / "log", cuda_devices)._command(1, 2)
+
+
+def test_engines_are_started_for_the_adapters(directory: Path) -> None:
+    words = " ".join(engine_flags(directory, None))
+    expected = "--enable-lora --max-lora-rank 8 --lora-target-modules q_proj v_proj --max-loras-per-batch 2"
+    assert f"{expected} --lora-backend torch_native" in words
+    words = " ".join(engine_flags(directory, ["0"], offload_rollout=True))
+    assert f"{expected} --enable-weights-cpu-backup" in words, "who sleeps must not forget what nobody pushes again"
+    assert "--enable-weights-cpu-backup" not in engine_flags(directory, ["0"], offload_rollout=False)
+    assert "--enable-lora" not in engine_flags(directory, None, reward=True)
+
+
+@pytest.mark.parametrize("adapter", [True, False])
+def test_every_request_names_the_adapter(adapter: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[dict[str, Any]] = []
+
+    async def send(session: Any, method: str, url: str, payload: dict[str, Any], **_: Any) -> dict[str, Any]:
+        sent.append(payload)
+        return {}
+
+    async def request() -> None:
+        client = GenerateClient("http://r", None, 1, 1.0, 0, adapter=adapter)
+        await client.generate([1], {}, rid="a")
+        await client.close()
+
+    monkeypatch.setattr(client_module, "send", send)
+    asyncio.run(request())
+    assert sent[0].get("lora_path") == (ADAPTER if adapter else None)
+
+
+class FakeEngine:
+    """An engine that notes what it is asked, and holds at most one adapter."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.calls: list[str] = []
+        self.adapter: dict[str, torch.Tensor] | None = None
+        self.config: dict[str, Any] = {}
+        self.checksums: Any = None
+        self.payloads = 0
+        self.refuses = False
+        self.version = ""
+
+    def has_adapter(self) -> bool:
+        return self.adapter is not None
+
+    def unload_adapter(self) -> None:
+        assert self.adapter is not None
+        self.calls.append("unload")
+        self.adapter = None
+
+    def load_adapter(self, config: dict[str, Any], payloads: list[str], checksums: Any) -> None:
+        assert self.adapter is None
+        self.calls.append("load")
+        if self.refuses:
+            raise EngineError("refused")
+        content = pickle.loads(base64.b64decode(payloads[0]))
+        flat, self.config, self.checksums, self.payloads = content["flattened_tensor"], config, checksums, len(payloads)
+        self.adapter = {
+            place.name: flat[place.start_idx : place.end_idx].view(place.dtype).view(place.shape)
+            for place in content["metadata"]
+        }
+
+    def set_weight_version(self, version: str) -> None:
+        self.version = version
+
+    def weight_version(self) -> str:
+        return self.version
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: self.calls.append(name)
+
+
+@pytest.fixture
+def engines() -> list[FakeEngine]:
+    return [FakeEngine("http://e0"), FakeEngine("http://e1")]
+
+
+@pytest.fixture
+def publisher(directory: Path, engines: list[FakeEngine]) -> AdapterPublisher:
+    args = parse_args(command(f"{ADAPTER_SYNC} --lora-target-modules q_proj v_proj"))
+    addresses = [EngineAddress(engine.url, 1 + rank) for rank, engine in enumerate(engines)]
+    publisher = make_publisher(args, 0, addresses)
+    assert isinstance(publisher, AdapterPublisher)
+    publisher.controls = list(engines)  # type: ignore[arg-type]
+    return publisher
+
+
+def adapters() -> list[NamedTensors]:
+    """As a trainer exports them: with a second matrix of zeros for the key, which is not targeted."""
+    names = {"q_proj": torch.randn(6, 2), "k_proj": torch.zeros(3, 2), "v_proj": torch.randn(3, 2)}
+    layer = "base_model.model.model.layers.0.self_attn."
+    first = [(f"{layer}{name}.lora_A.weight", torch.randn(2, 4)) for name in ("q_proj", "v_proj")]
+    return [first, [(f"{layer}{name}.lora_B.weight", tensor) for name, tensor in names.items()]]
+
+
+def test_adapters_take_the_place_of_those_before(publisher: AdapterPublisher, engines: list[FakeEngine]) -> None:
+    for version in (1, 2):
+        buckets = adapters()
+        sent = dict(named for bucket in buckets for named in bucket)
+        kept = {name: tensor.clone() for name, tensor in sent.items()}
+
+        def drained(buckets: list[NamedTensors] = buckets) -> Any:
+            for bucket in buckets:
+                yield bucket
+                for _, tensor in bucket:
+                    tensor.fill_(7.0)  # the next bucket takes its memory
+
+        figures = publisher.publish(version, drained())
+        assert figures["bytes"] == sum(tensor.nbytes for tensor in sent.values())
+        for engine in engines:
+            assert engine.adapter is not None
+            assert all(torch.equal(engine.adapter[name], tensor) for name, tensor in kept.items())
+            (key,) = engine.adapter.keys() - kept.keys()
+            assert key.endswith("k_proj.lora_A.weight")
+            assert engine.adapter[key].shape == (2, 4)
+    load = ["pause", "flush_cache", "begin_weight_update", "load", "end_weight_update", "continue_"]
+    for engine in engines:
+        assert engine.calls == [*load, *load[:3], "unload", *load[3:]]
+        assert (engine.config["r"], engine.config["lora_alpha"]) == (8, 16.0)
+        assert engine.config["target_modules"] == ["q_proj", "v_proj"]
+        assert engine.checksums is None
+    assert [engine.payloads for engine in engines] == [1, 2], "one copy for each rank of an engine"
+
+
+def test_a_push_that_failed_is_made_again(publisher: AdapterPublisher, engines: list[FakeEngine]) -> None:
+    publisher.publish(1, adapters())
+    engines[1].refuses = True
+    with pytest.raises(EngineError, match=r"weight update to version 2 \(AdapterPublisher\): push: refused"):
+        publisher.publish(2, adapters())
+    assert engines[1].calls[-1] == "load", "it stays paused"
+    engines[1].refuses = False
+    publisher.publish(2, adapters())
+    assert all(engine.version == "2" for engine in engines)
+
+
+def test_engines_check_what_they_get(publisher: AdapterPublisher, engines: list[FakeEngine]) -> None:
+    publisher.args.check_weight_update_equal = True
+    publisher.publish(1, adapters())
+    for engine in engines:
+        assert engine.adapter is not None
+        assert engine.checksums.keys() == engine.adapter.keys()
+        assert all(len(digest) == 64 for digest in engine.checksums.values())
+
+
+def test_a_row_has_adapters_of_all_its_sources_or_of_none() -> None:
+    buckets = adapters()
+    whole = completed(dict(buckets[0] + buckets[1]), qwen2.FAMILY)
+    assert {name.split(".")[6] for name in whole} == {"q_proj", "k_proj", "v_proj"}
+    assert completed(whole, qwen2.FAMILY).keys() == whole.keys()
+
+
+def test_memory_is_pinned_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("memory can be pinned here")
+    for name in ("tensor", "zeros"):
+        monkeypatch.setattr(torch, name, getattr(torch, name))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.pin_memory)
+    compat._pin_nothing()
+    assert torch.tensor([1, 2], dtype=torch.int32, pin_memory=True, device="cpu").tolist() == [1, 2]
+    assert torch.zeros((3,), pin_memory=True).pin_memory().tolist() == [0, 0, 0]
