@@ -29,7 +29,8 @@ pytestmark = pytest.mark.integration
 
 RANK, ALPHA = 4, 6.0
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-SOME = ("q_proj", "v_proj", "up_proj", "down_proj")
+SOME = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
+"""Of layers that engines have fused, some parts only."""
 _PEFT = "base_model.model."
 
 
