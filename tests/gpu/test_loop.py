@@ -63,6 +63,13 @@ def test_colocated_sleeps_wakes_and_resumes(workspace: Path, record_property: Re
     assert sorted(set(steps)) == [0, 1, 2]
 
 
+def test_engines_that_sleep_keep_the_weights_below_adapters(workspace: Path, record_property: Record) -> None:
+    adapters: dict[str, Value] = {"lora_rank": 8, "lora_sync": "adapter", "ref_load": None}
+    run_dir = run(workspace, "adapters", num_rollout=3, **adapters)
+    assert max(series(run_dir, "perf/asleep_gib")) <= ASLEEP_GIB
+    check(run_dir, 3, record_property)
+
+
 @pytest.mark.gpus(2)
 def test_disaggregated_by_nccl(workspace: Path, record_property: Record) -> None:
     """All GPUs but one train, tensor-parallel over two of them where there are enough."""

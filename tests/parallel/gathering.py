@@ -15,6 +15,7 @@ from slime.backends.megatron.head import ValueHead
 from slime.backends.megatron.learner import Learner
 from slime.backends.megatron.model import unwrap
 from slime.backends.megatron.trainer import MegatronTrainer
+from slime.models.adapters import is_adapter_name
 from tests.parallel.outcome import CRITIC, VALUE_HEAD, Tensors
 
 Pick = Callable[[Any], Tensor]
@@ -26,11 +27,19 @@ def learners_of(trainer: MegatronTrainer) -> dict[str, Learner]:
 
 
 def weights(trainer: MegatronTrainer) -> Tensors:
-    """Of the actor, and of the critic if there is one."""
-    every: Tensors = {}
+    """Of the actor and its adapters, and of the critic if there is one."""
+    every = adapters(trainer) if trainer.args.lora_rank else {}
     for prefix, learner in learners_of(trainer).items():
         every |= gathered(trainer, learner, prefix)
     return every
+
+
+def adapters(trainer: MegatronTrainer) -> Tensors:
+    """Of the actor, by PEFT's names."""
+    targets = trainer.args.lora_target_modules
+    model = trainer.model_chunks, trainer.family, trainer.shape
+    named = (named for bucket in weights_io.export_adapter_buckets(*model, targets, 2**30) for named in bucket)
+    return {name: tensor.clone() for name, tensor in named if is_adapter_name(name, targets)}
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -97,6 +98,28 @@ class Learner:
         return named
 
 
+class AdaptedLearner(Learner):
+    """A model with adapters of PEFT's, which alone are trained."""
+
+    def __init__(self, args: Namespace, model_dir: Path, adapters: Tensors) -> None:
+        super().__init__(args, model_dir)
+        config = LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=args.lora_target_modules)
+        self.model = get_peft_model(self.model, config)
+        own = dict(self.model.named_parameters())
+        self._names = sorted(adapters)
+        self.parameters = [own[name.replace(".weight", ".default.weight")] for name in self._names]
+        with torch.no_grad():
+            for name, parameter in zip(self._names, self.parameters, strict=True):
+                parameter.copy_(adapters[name])
+        assert {id(p) for p in self.parameters} == {id(p) for p in self.model.parameters() if p.requires_grad}
+        betas = (0.9, args.adam_beta2)
+        decay = args.weight_decay
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=0.0, betas=betas, eps=args.adam_eps, weight_decay=decay)
+
+    def named(self, tensors: list[Tensor | None]) -> Tensors:
+        return {name: t.detach().clone() for name, t in zip(self._names, tensors, strict=True) if t is not None}
+
+
 def log_probs(args: Namespace, model_dir: Path, rows: TrainBatch) -> list[Any]:
     """Of every row's response by the model of a directory, as numpy arrays."""
     learner = Learner(args, model_dir)
@@ -105,10 +128,18 @@ def log_probs(args: Namespace, model_dir: Path, rows: TrainBatch) -> list[Any]:
 
 
 def train(
-    args: Namespace, model_dir: Path, rollouts: list[tuple[TrainBatch, int]], rates: list[float] | None = None
+    args: Namespace,
+    model_dir: Path,
+    rollouts: list[tuple[TrainBatch, int]],
+    rates: list[float] | None = None,
+    adapters: Tensors | None = None,
 ) -> Outcome:
-    """Train on rollouts, each in a number of steps; ``rates`` is the learning rate of each, or `args.lr` throughout."""
-    actor = Learner(args, model_dir)
+    """Train on rollouts, each in a number of steps; ``rates`` is the learning rate of each, or `args.lr` throughout.
+
+    Args:
+        adapters: to train in place of all weights, by PEFT's names.
+    """
+    actor = Learner(args, model_dir) if adapters is None else AdaptedLearner(args, model_dir, adapters)
     critic = Learner(args, model_dir, is_critic=True) if args.use_critic else None
     reference = Learner(args, model_dir)
     outcome = Outcome()

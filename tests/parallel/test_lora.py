@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
-from tests.parallel import lora_reference, tiny
+from tests.parallel import lora_reference, plain, rollouts, tiny
+from tests.parallel.cases import CASES as RUNS
 from tests.parallel.conftest import torchrun
-from tests.parallel.test_trainer import check_reload, check_resume
+from tests.parallel.outcome import metric_error
+from tests.parallel.test_trainer import check_reload, check_resume, metrics_of
 
 NUM_GPUS = 0
 
@@ -61,6 +64,38 @@ def test_layout(
             assert report["gradients"] < 1e-5, kind
             known = first_weights.setdefault(f"{kind} {targets}", report["first"])
             assert report["first"] == pytest.approx(known, rel=1e-12), "initial weights depend on no layout"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        pytest.param(1, {}, id="one"),
+        pytest.param(2, {TP: 2, SP: True}, id="tp2"),
+        pytest.param(2, {"use_distributed_optimizer": True}, id="distopt"),
+    ],
+)
+def test_steps_are_those_of_peft_and_adamw(
+    tmp_path: Path, models: Callable[[str], Path], ranks: int, layout: dict[str, Any]
+) -> None:
+    """GRPO with a KL to the model without adapters, gradients clipped by their norm, on and off policy."""
+    model, case = models("qwen3"), RUNS["lora"]
+    torchrun(ranks, "trainer_worker.py", model, tmp_path, tmp_path, json.dumps(layout), "lora", log=tmp_path / "log")
+    first, last = (load_file(tmp_path / f"{name}.safetensors") for name in ("lora_first", "lora"))
+    args = rollouts.arguments(model, **case.options)
+    wanted = plain.train(args, model, [(case.rows(i), case.steps) for i in range(case.rollouts)], adapters=first)
+    metrics = metrics_of(tmp_path, "lora")
+    assert len(metrics) == len(wanted.metrics) == case.rollouts * case.steps
+    for got, known in zip(metrics, wanted.metrics, strict=True):
+        assert {name for name in got if not name.startswith("perf/")} == set(known)
+        for name, value in known.items():
+            assert metric_error(name, got[name], value) < 1e-5, f"{name}: {got[name]} != {value}"
+    assert min(step["train/grad_norm"] for step in metrics) > args.clip_grad, "every step clips"
+    assert max(step["train/kl_loss"] for step in metrics) > 0
+    moved = max(float((wanted.weights[name] - first[name]).abs().max()) for name in first)
+    assert last.keys() == wanted.weights.keys()
+    for name, tensor in last.items():
+        assert float((tensor - wanted.weights[name]).abs().max()) < 1e-4 * moved, name
 
 
 @pytest.mark.full
