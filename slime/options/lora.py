@@ -60,7 +60,8 @@ def derive_lora(args: Namespace) -> None:
 
 
 def check_adapter_sync(args: Namespace, given: Set[str]) -> None:
-    """Refuse what an engine that is given adapters alone would not do, or do by other weights than the trainer's.
+    """Refuse what an engine that is given adapters alone would not do, or do by other weights than the trainer's; and,
+    where all weights are pushed, an engine with adapters of its own.
 
     Args:
         args: complete, with the model's shape.
@@ -70,6 +71,12 @@ def check_adapter_sync(args: Namespace, given: Set[str]) -> None:
         OptionError: naming both flags.
     """
     if args.lora_sync != "adapter":
+        for name in ("sglang_enable_lora", "sglang_lora_paths"):
+            if getattr(args, name, None) and args.placement in ("colocate", "disaggregate"):
+                raise OptionError(
+                    f"{_flag(name)}: SGLang does not find weights that are pushed to layers with adapters: drop it, or "
+                    "use --lora-rank with --lora-sync adapter"
+                )
         return
     for what, why in _against_adapter_sync(args, given):
         raise OptionError(f"{what} cannot be used with --lora-sync adapter: {why}; or use --lora-sync merged")

@@ -22,8 +22,7 @@ class AdapterPublisher(WeightPublisher):
     """Rank 0 gathers the adapters and posts all of them to every engine, in the place of those before.
 
     The engines generate while adapters are gathered, and pause only to take them. SGLang 0.5.17 could not be given
-    the model's own weights as well: under its LoRA layers they have other names than its loaders look for, and are
-    passed over without an error.
+    the model's own weights as well: its loaders do not find them below its LoRA layers, where they have other names.
     """
 
     pauses_for_buckets = False

@@ -86,6 +86,15 @@ def test_without_adapters_there_are_none_to_push(directory: Path, capsys: pytest
     assert "--lora-sync adapter needs --lora-rank" in failure(capsys, "--lora-sync adapter")
 
 
+@pytest.mark.parametrize("flags", ["--sglang-enable-lora", "--sglang-lora-paths a=model"])
+def test_engines_with_other_adapters_cannot_take_weights(
+    directory: Path, capsys: pytest.CaptureFixture[str], flags: str
+) -> None:
+    error = failure(capsys, f"--lora-rank 8 {flags}")
+    assert f"{flags.split()[0]}: SGLang does not find weights that are pushed to layers with adapters" in error
+    parse_args(command(f"{flags} --debug-rollout-only"))
+
+
 def test_multi_latent_attention_is_refused(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_model(directory / "mla", {**QWEN3, "model_type": "deepseek_v3", **_MLA})
     error = failure(capsys, f"{ADAPTER_SYNC} --hf-checkpoint mla --lora-target-modules o_proj")
