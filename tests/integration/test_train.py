@@ -231,6 +231,22 @@ def test_disaggregated_run_with_two_trainers(workspace: Path) -> None:
 
 
 @pytest.mark.full
+def test_adapters_alone_give_the_engine_the_trainers_log_probs(workspace: Path) -> None:
+    run_dir = workspace / "adapters"
+    adapters: dict[str, Value] = {"lora_rank": 4, "lora_sync": "adapter", "ref_load": None, "lr": "2e-2"}
+    asked: dict[str, Value] = {"check_weight_update_equal": True, "save_lora": str(run_dir / "adapters")}
+    _run(flags(workspace, run_dir, **adapters, **asked), workspace / "adapters.log")
+    differences = series(run_dir, "train/train_rollout_logprob_abs_diff")
+    assert len(differences) == _ROLLOUTS
+    assert max(differences) < 1e-4
+    assert series(run_dir, "train/kl_loss")[0] == 0.0
+    assert series(run_dir, "train/kl_loss")[-1] > 0.0
+    saved = load_file(run_dir / "adapters" / "adapter_model.safetensors")
+    pushed = series(run_dir, "perf/update_weights_wire_bytes")
+    assert pushed == [sum(tensor.nbytes for tensor in saved.values())] * (_ROLLOUTS + 1)
+
+
+@pytest.mark.full
 def test_ppo_trains_both_models_and_a_resumed_run_equals_the_uninterrupted_one(workspace: Path) -> None:
     whole, resumed = workspace / "ppo", workspace / "ppo_resumed"
     ppo: dict[str, Value] = {"advantage_estimator": "ppo", "num_critic_only_steps": 1, "critic_lr": "1e-2"}

@@ -149,7 +149,8 @@ def test_rollouts_are_generated_while_the_trainer_trains(finished: Path) -> None
     assert series(finished, "train/train_rollout_logprob_abs_diff")[0] < 1e-4
 
 
-def test_tokens_after_a_push_come_from_the_new_weights_alone(workspace: Path, finished: Path) -> None:
+def check_interrupted(workspace: Path, finished: Path) -> None:
+    """Samples of several versions, whose tokens are each of their own version's weights."""
     samples = [sample for rollout_id in range(_ROLLOUTS) for sample in samples_of(finished, rollout_id)]
     interrupted = [sample for sample in samples if len(sample.weight_versions) > 1]
     assert len(interrupted) == sum(series(finished, "rollout/multi_version_samples")) > 0
@@ -162,6 +163,19 @@ def test_tokens_after_a_push_come_from_the_new_weights_alone(workspace: Path, fi
         own, other = segment_errors(sample, models)
         assert own < 1e-3
         assert other > 10 * own, "the versions' weights must differ for this to show anything"
+
+
+def test_tokens_after_a_push_come_from_the_new_weights_alone(workspace: Path, finished: Path) -> None:
+    check_interrupted(workspace, finished)
+
+
+@pytest.mark.full
+def test_tokens_after_a_push_come_from_the_new_adapters_alone(workspace: Path) -> None:
+    run_dir = workspace / "adapters"
+    saved: dict[str, Value] = {"save_hf": str(run_dir / "hf_{rollout_id}"), "save_interval": 1}
+    adapters: dict[str, Value] = {"lora_rank": 8, "lora_sync": "adapter", "ref_load": None, "lr": "2e-2"}
+    run_to_end(async_flags(workspace, run_dir, **saved, **adapters), workspace / "adapters.log")
+    check_interrupted(workspace, run_dir)
 
 
 def test_evaluations_are_of_one_version_while_training_goes_on(workspace: Path, finished: Path) -> None:
