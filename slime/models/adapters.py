@@ -22,14 +22,18 @@ _PEFT, _FIRST, _SECOND = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 
 def linear_modules(family: Family) -> list[str]:
     """The last names of the Hugging Face modules that can have adapters: ``q_proj``, ``down_proj``, ..."""
-    names = [_last(_module(source)) for row in family.rows if _is_linear(row) for source in row.hf]
-    return list(dict.fromkeys(names))
+    return last_names([_module(source) for row in family.rows if _is_linear(row) for source in row.hf])
 
 
 def module_names(family: Family, targets: Collection[str]) -> list[str]:
-    """The last names of the modules that the targets stand for, each once."""
-    names = [n for target in targets for n in (linear_modules(family) if target == ALL_LINEAR else [_last(target)])]
+    """The targets, each once, with names in the place of `ALL_LINEAR`."""
+    names = [n for target in targets for n in (linear_modules(family) if target == ALL_LINEAR else [target])]
     return list(dict.fromkeys(names))
+
+
+def last_names(modules: Collection[str]) -> list[str]:
+    """Of modules, as engines call their layers, each once."""
+    return list(dict.fromkeys(map(_last, modules)))
 
 
 def in_attention(row: Row) -> bool:

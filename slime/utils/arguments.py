@@ -234,23 +234,22 @@ def _check_lora(args: argparse.Namespace) -> None:
     """Refuse adapters on layers that the model does not have, or that the trainer, or an engine, has none for."""
     if args.lora_rank is None:
         return
-    from slime.models import family_of, hf_config
-    from slime.models.adapters import ALL_LINEAR, in_attention, linear_modules, module_names, targeted_sources
+    from slime.models import adapters, family_of, hf_config
 
     family, targets = family_of(hf_config(args.hf_checkpoint)), args.lora_target_modules
     for target in targets:
-        if not any(any(targeted_sources(row, [target])) for row in family.rows):
-            known = ", ".join([*linear_modules(family), ALL_LINEAR])
+        if not any(any(adapters.targeted_sources(row, [target])) for row in family.rows):
+            known = ", ".join([*adapters.linear_modules(family), adapters.ALL_LINEAR])
             raise OptionError(f"--lora-target-modules {target}: the model has no such layer; there are {known}")
-    on_experts = any(".experts." in row.megatron and any(targeted_sources(row, targets)) for row in family.rows)
+    rows = [row for row in family.rows if any(adapters.targeted_sources(row, targets))]
+    on_experts = any(".experts." in row.megatron for row in rows)
     if args.num_experts and on_experts and args.expert_tensor_parallel_size > 1:
         raise OptionError(
             f"--lora-target-modules {' '.join(targets)}: experts with adapters must be whole; add "
             "--expert-tensor-parallel-size 1, or name layers of attention only"
         )
-    args.lora_modules = module_names(family, targets)
-    elsewhere = [row for row in family.rows if any(targeted_sources(row, targets)) and not in_attention(row)]
-    if args.lora_sync == "adapter" and args.num_experts and elsewhere:
+    args.lora_modules = adapters.last_names(adapters.module_names(family, targets))
+    if args.lora_sync == "adapter" and args.num_experts and not all(map(adapters.in_attention, rows)):
         raise OptionError(
             f"--lora-target-modules {' '.join(targets)} cannot be used with --lora-sync adapter: of a model with "
             "experts, engines have adapters on attention only: name layers of it, or use --lora-sync merged"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slime.models import FAMILIES
-from slime.models.adapters import linear_modules, targeted_sources
+from slime.models.adapters import last_names, linear_modules, module_names, targeted_sources
 from slime.models.qwen2 import FAMILY
 from slime.utils.arguments import parse_args
 from tests.command_line import command, failure, write_model, write_rows
@@ -68,6 +68,13 @@ def test_targets_match_whole_parts_of_names() -> None:
     assert targeted_sources(row, ["all-linear"]) == (True, True, True)
     norm, _ = FAMILY.row("decoder.layers.0.input_layernorm.weight")
     assert targeted_sources(norm, ["all-linear"]) == (False,)
+
+
+def test_files_name_modules_as_the_user_does_and_engines_by_their_last_names() -> None:
+    names = module_names(FAMILY, ["mlp.down_proj", "q_proj", "q_proj"])
+    assert names == ["mlp.down_proj", "q_proj"]
+    assert last_names([*names, "self_attn.q_proj"]) == ["down_proj", "q_proj"]
+    assert module_names(FAMILY, ["all-linear"]) == linear_modules(FAMILY)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_types[0])
