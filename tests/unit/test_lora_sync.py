@@ -39,8 +39,8 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_model(tmp_path / "other")
     write_model(tmp_path / "moe", MOE)
     write_rows(tmp_path / "data.jsonl")
-    (tmp_path / "mine.py").write_text("async def generate(args, sample, sampling_params): return sample\n")
-    dataset = {"name": "d", "path": "data.jsonl", "custom_generate_function_path": "mine.py"}
+    (tmp_path / "own_requests.py").write_text("async def generate(args, sample, sampling_params): return sample\n")
+    dataset = {"name": "d", "path": "data.jsonl", "custom_generate_function_path": "own_requests.py"}
     (tmp_path / "eval.yaml").write_text(json.dumps({"eval": {"datasets": [dataset]}}))
     return tmp_path
 
@@ -64,10 +64,13 @@ def test_merged_is_the_default(directory: Path) -> None:
         ("--update-weight-disk-dir d", "--update-weight-disk-dir cannot be used with --lora-sync adapter"),
         ("--update-weight-disk-keep-files", "--update-weight-disk-keep-files cannot be used with --lora-sync adapter"),
         (
-            "--custom-generate-function-path mine.py",
-            "mine.py:generate cannot be used with --lora-sync adapter",
+            "--custom-generate-function-path own_requests.py",
+            "own_requests.py:generate cannot be used with --lora-sync adapter",
         ),
-        ("--eval-config eval.yaml --eval-interval 1", "mine.py:generate cannot be used with --lora-sync adapter"),
+        (
+            "--eval-config eval.yaml --eval-interval 1",
+            "own_requests.py:generate cannot be used with --lora-sync adapter",
+        ),
         (
             "--sglang-speculative-algorithm EAGLE",
             "--sglang-speculative-algorithm EAGLE cannot be used with",
