@@ -20,7 +20,7 @@ from slime.backends.sglang.engine import Engine
 from slime.weights import EngineAddress, make_publisher
 from slime.weights.adapter import AdapterPublisher
 from slime.weights.hf_directory import NamedTensors
-from tests.integration.test_families import KINDS, write_model
+from tests.integration.test_families import write_model
 from tests.integration.tiny import KEYS, Service, engine_args, log_probs_of
 
 NUM_GPUS = 0
@@ -145,7 +145,7 @@ def test_the_engine_finds_a_changed_byte(tiny_model_dir: Path, tmp_path: Path, m
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "glm4"])
 def test_other_families(kind: str, tmp_path: Path) -> None:
     write_model(kind, tmp_path / kind)
     modules = (*LINEAR[:4], "gate_up_proj", "down_proj") if kind == "glm4" else LINEAR
