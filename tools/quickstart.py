@@ -74,13 +74,13 @@ class Phases:
                 "machine that others use too, or of few cores, is slow; give it more minutes"
             ) from None
         finally:
-            _end(process)
+            end(process)
         if process.returncode:
             raise QuickstartError(f"{' '.join(command[:3])} ... ended with status {process.returncode}")
         return printed or ""
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def end(process: subprocess.Popen[str]) -> None:
     """End a child that still runs; train.py ends its servers and Ray when it is told to."""
     if process.poll() is None:
         process.terminate()

@@ -1,0 +1,1 @@
+"""The levels of ``tools/validate_model.py``."""

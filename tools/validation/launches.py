@@ -1,0 +1,112 @@
+"""Starts programs as users start them, each under a deadline, and reads what they wrote."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.quickstart import ROOT, end
+
+_SHOWN = 300
+"""Characters of an error in the report; the log has the rest."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A program that has ended.
+
+    Attributes:
+        directory: where it wrote.
+        log: its command and what it printed.
+        status: None if it was ended at its deadline.
+    """
+
+    name: str
+    directory: Path
+    log: Path
+    status: int | None
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether it came to a good end."""
+        return self.status == 0
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl."""
+        path = self.directory / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+    def series(self, key: str) -> list[float]:
+        """A metric's values in the order of writing."""
+        return [line[key] for line in self.metrics() if key in line]
+
+    def steps(self) -> list[dict[str, float]]:
+        """What was logged of every optimizer step, but for times."""
+        lines = [line for line in self.metrics() if "train/step" in line]
+        return [{k: v for k, v in line.items() if k.startswith("train/")} for line in lines]
+
+    def not_finite(self) -> list[str]:
+        """The names of metrics that once were no number or infinite."""
+        found = {k for line in self.metrics() for k, v in line.items() if isinstance(v, float) and not math.isfinite(v)}
+        return sorted(found)
+
+    def why(self) -> str:
+        """The cause of a bad end: the program's own error line, else the last line of the log."""
+        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        errors = [line for line in lines if re.match(r"[\w.]+\.py: error:", line)]
+        cause = (errors or lines[-1:] or ["nothing was printed"])[0]
+        if self.status is None:
+            return f"ended after {self.seconds:.0f} s, the deadline of a launch (--launch-timeout); last: {lines[-1]}"[
+                :_SHOWN
+            ]
+        return f"status {self.status}: {cause}"[:_SHOWN]
+
+
+class Launcher:
+    """Starts programs one after the other; each gets a directory of its own."""
+
+    def __init__(self, output: Path, limit_s: float) -> None:
+        self.output, self._limit_s = output, limit_s
+        self.runs: list[Run] = []
+
+    def directory(self, name: str) -> Path:
+        """Where the run of this name writes."""
+        return self.output / name
+
+    def train(self, name: str, words: Sequence[str]) -> Run:
+        """A run of train.py."""
+        return self.run(name, "train.py", [*words, "--run-dir", str(self.directory(name))])
+
+    def run(self, name: str, script: str, words: Sequence[str]) -> Run:
+        """A Python program of the repository, to its end or to the deadline."""
+        directory = self.directory(name)
+        directory.mkdir(parents=True, exist_ok=True)
+        log, command = directory / "log", [sys.executable, script, *words]
+        began = time.monotonic()
+        print(f"== {name} ...", file=sys.stderr, flush=True)
+        with log.open("w") as output:
+            output.write(f"$ {shlex.join(command)}\n")
+            output.flush()
+            process = subprocess.Popen(
+                command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, text=True
+            )
+            try:
+                status: int | None = process.wait(self._limit_s)
+            except subprocess.TimeoutExpired:
+                status = None
+            finally:
+                end(process)
+        run = Run(name, directory, log, status, time.monotonic() - began)
+        print(f"== {name}: {'ok' if run.ok else run.why()} ({run.seconds:.0f} s)", file=sys.stderr, flush=True)
+        self.runs.append(run)
+        return run

@@ -1,0 +1,140 @@
+"""What was checked and found, as a summary that claims no more than ran."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+
+class Status(Enum):
+    """How a part of the ladder came out; ``BLOCKED`` is no evidence against the model's support."""
+
+    PASS = "Pass"
+    FAIL = "Fail"
+    SKIPPED = "Skipped"
+    BLOCKED = "Blocked"
+
+
+EXIT = {Status.PASS: 0, Status.FAIL: 1, Status.BLOCKED: 3}
+"""Exit status of the program by overall result; 2 is a wrong command line."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A figure, what it must be, and whether it is."""
+
+    text: str
+    ok: bool
+
+
+@dataclass(frozen=True)
+class Item:
+    """A part of a level.
+
+    Attributes:
+        text: the checked figures, or the reason why it did not pass.
+        log: of the run that it is read from, which begins with the command; None where nothing ran.
+    """
+
+    part: str
+    status: Status
+    text: str
+    log: Path | None = None
+
+
+def checked(part: str, checks: Sequence[Check], log: Path | None) -> Item:
+    """Passed if every figure is what it must be; else the text has those that are not."""
+    wrong = [check.text for check in checks if not check.ok]
+    if wrong:
+        return Item(part, Status.FAIL, "not so: " + "; ".join(wrong), log)
+    return Item(part, Status.PASS, "; ".join(check.text for check in checks), log)
+
+
+@dataclass(frozen=True)
+class LevelResult:
+    """What a level's parts came to."""
+
+    number: int
+    title: str
+    items: tuple[Item, ...]
+
+    @property
+    def status(self) -> Status:
+        """Failed or blocked if a part is; passed if at least one part did and the others do not apply."""
+        found = {item.status for item in self.items}
+        order = (Status.FAIL, Status.BLOCKED, Status.PASS)
+        return next((status for status in order if status in found), Status.SKIPPED)
+
+
+@dataclass
+class Report:
+    """The summary of a whole call."""
+
+    model: str
+    requested: tuple[int, ...]
+    output: Path
+    preliminary: list[Item] = field(default_factory=list)
+    levels: list[LevelResult] = field(default_factory=list)
+    evidence: list[tuple[str, str]] = field(default_factory=list)
+    limitations: list[str] = field(default_factory=list)
+
+    @property
+    def result(self) -> Status:
+        """Passed only if every requested level ran and passed; a level that was left out blocks that."""
+        found = [level.status for level in self.levels] + [item.status for item in self.preliminary]
+        if Status.FAIL in found:
+            return Status.FAIL
+        complete = {level.number for level in self.levels if level.status is Status.PASS} == set(self.requested)
+        return Status.PASS if complete and Status.BLOCKED not in found else Status.BLOCKED
+
+    def text(self) -> str:
+        """The summary in the form of the model-validation document."""
+        requested = "Level " + "/".join(map(str, self.requested))
+        lines = [f"Result: {self.result.value} - {self._sentence()}"]
+        lines += [f"Requested coverage: {requested}", f"Model: {self.model}", "Deliverables:"]
+        lines += [self._line("- ", item) for item in self.preliminary]
+        for level in self.levels:
+            lines.append(f"- Level {level.number}, {level.title}: {level.status.value}")
+            lines += [self._line("  - ", item) for item in level.items]
+        lines += ["Evidence:", *(f"- {name}: {value}" for name, value in self.evidence)]
+        lines += ["Limitations:", *(f"- {text}" for text in self.limitations)]
+        return "\n".join([*lines, "Follow-ups:", *(f"- {text}" for text in self._follow_ups()), ""])
+
+    def _line(self, indent: str, item: Item) -> str:
+        log = f" [{self._relative(item.log)}]" if item.log else ""
+        return f"{indent}{item.part}: {item.status.value} - {item.text}{log}"
+
+    def _relative(self, path: Path) -> str:
+        return str(path.relative_to(self.output) if path.is_relative_to(self.output) else path)
+
+    def _sentence(self) -> str:
+        wrong = self._parts(Status.FAIL) or self._parts(Status.BLOCKED)
+        passed = self._parts(Status.PASS)
+        if self.result is Status.PASS:
+            return f"every part that applies passed: {passed}"
+        ran = f"passed: {passed or 'nothing'}"
+        if self.result is Status.FAIL:
+            return f"failed: {wrong}; {ran}"
+        left_out = [str(level.number) for level in self.levels if level.status is Status.SKIPPED]
+        reasons = [f"blocked, which is no evidence against the model's support: {wrong}"] if wrong else []
+        reasons += [f"not run: level {', '.join(left_out)}"] if left_out else []
+        return "; ".join([*reasons, ran])
+
+    def _parts(self, status: Status) -> str:
+        of_levels = [(f"level {level.number}, ", level.items) for level in self.levels]
+        everything = [("", tuple(self.preliminary)), *of_levels] if status is not Status.PASS else of_levels
+        return "; ".join(
+            f"{where}{item.part}" for where, items in everything for item in items if item.status is status
+        )
+
+    def _follow_ups(self) -> list[str]:
+        texts = []
+        for level in self.levels:
+            for item in level.items:
+                if item.status is Status.FAIL:
+                    texts.append(f"level {level.number}, {item.part}: find the cause, run again")
+                elif item.status is Status.BLOCKED:
+                    texts.append(f"level {level.number}, {item.part}: run where nothing blocks it")
+        return texts or ["none"]

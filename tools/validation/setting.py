@@ -1,0 +1,154 @@
+"""The model, the machine and the flags that all runs of a ladder share."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from slime.models import family_of, hf_config, shape_from_hf
+from tools.validation.launches import Launcher, Run
+
+LORA = ("--lora-rank", "4")
+_DATA = ("train", "sft")
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far figures that should be equal may be apart."""
+
+    log_prob: float
+    """Mean difference of log-probs, absolute."""
+    loss: float
+    """Relative."""
+    grad_norm: float
+    """Relative."""
+
+
+TOLERANCES = {"float32": Tolerance(1e-4, 1e-4, 1e-3), "bfloat16": Tolerance(0.03, 0.02, 0.1)}
+
+
+@dataclass
+class Generation:
+    """Whether engines serve the model on this host, and how that is known."""
+
+    works: bool
+    reason: str
+    log: Path
+
+
+@dataclass
+class Setting:
+    """What a ladder is climbed with.
+
+    Attributes:
+        dummy: whether the model's weights are random.
+        slots: GPUs, or processes that may train at once on a host without any.
+        flags: more flags of train.py for every run; they win.
+    """
+
+    model: Path
+    dummy: bool
+    dtype: str
+    on_gpus: bool
+    slots: int
+    seed: int
+    flags: list[str]
+    launcher: Launcher
+    generation: Generation | None = field(default=None)
+
+    @property
+    def output(self) -> Path:
+        """The directory of everything that the runs write."""
+        return self.launcher.output
+
+    @cached_property
+    def config(self) -> Any:
+        """The model's Hugging Face config."""
+        return hf_config(self.model)
+
+    @cached_property
+    def shape(self) -> dict[str, Any]:
+        """The model's shape under Megatron-LM's argument names."""
+        return shape_from_hf(self.config)
+
+    @property
+    def family(self) -> Any:
+        """The table of the model's family."""
+        return family_of(self.config)
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """For this ladder's type of numbers."""
+        return TOLERANCES[self.dtype]
+
+    @property
+    def rate(self) -> float:
+        """A learning rate for all weights: less for wider models; and less for what was trained before."""
+        rate = 1e-3 * 128 / max(128, self.shape["hidden_size"])
+        return rate if self.dummy else rate / 10
+
+    def training(self, rollouts: int, batch: int, *more: str, model: Path | None = None, ranks: int = 1) -> list[str]:
+        """Supervised training on addition problems, without an engine.
+
+        Args:
+            batch: samples of a rollout, which is one optimizer step.
+            more: further flags, which win.
+        """
+        words = ["--rollout-function-path", "slime.rollout.sft_rollout.generate_rollout", "--loss-type", "sft_loss"]
+        words += ["--disable-compute-advantages-and-returns", "--debug-train-only", "--input-key", "messages"]
+        words += ["--actor-num-gpus-per-node", str(ranks)]
+        return [*self.common("sft", rollouts, batch, model), *words, *more, *self.flags]
+
+    def loop(
+        self, rollouts: int, prompts: int, samples: int, *more: str, model: Path | None = None, ranks: int = 1
+    ) -> list[str]:
+        """GRPO on addition problems, with engines.
+
+        Args:
+            prompts: of a rollout, with so many ``samples`` each.
+            ranks: that train.
+        """
+        words = ["--input-key", "prompt", "--label-key", "label", "--apply-chat-template", "--rm-type", "random"]
+        words += ["--n-samples-per-prompt", str(samples), "--rollout-max-response-len", "16"]
+        words += ["--advantage-estimator", "grpo", "--sglang-enable-deterministic-inference"]
+        words += ["--ci-test", "--actor-num-gpus-per-node", str(ranks)]
+        # Without GPUs slots are only counted: one engine beside the trainers costs less than one for each of them.
+        words += ["--colocate"] if self.on_gpus else ["--rollout-num-gpus", "1"]
+        if self.on_gpus:
+            words += ["--sglang-mem-fraction-static", "0.5"]
+        return [*self.common("train", rollouts, prompts, model), *words, *more, *self.flags]
+
+    def common(self, data: str, rollouts: int, batch: int, model: Path | None = None) -> list[str]:
+        """Model, data, batch and optimizer of a run."""
+        words = [
+            "--hf-checkpoint",
+            str(model or self.model),
+            "--prompt-data",
+            str(self.output / "data" / f"{data}.jsonl"),
+        ]
+        words += ["--num-rollout", str(rollouts), "--rollout-batch-size", str(batch), "--rollout-shuffle"]
+        words += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096", "--seed", str(self.seed)]
+        words += ["--fp32" if self.dtype == "float32" else "--bf16", "--optimizer", "adam", "--weight-decay", "0.0"]
+        return [*words, "--lr", f"{self.rate:.2e}", "--lr-decay-style", "constant"]
+
+    def make_data(self) -> Run:
+        """Addition problems, as rows of conversations and of prompts."""
+        return self.launcher.run("data", "tools/make_arithmetic_data.py", [str(self.output / "data")])
+
+    def ask_engine(self) -> Generation:
+        """Let SGLang serve the model with no trainer in the run, and generate; asked once."""
+        if self.generation is None:
+            words = self.loop(1, 2, 2, "--debug-rollout-only", "--rollout-num-gpus", "1")
+            without = ("--colocate", "--actor-num-gpus-per-node")
+            words = [w for i, w in enumerate(words) if w not in without and words[i - 1] != without[1]]
+            run = self.launcher.train("engine", words)
+            self.generation = Generation(run.ok, "" if run.ok else run.why(), run.log)
+        return self.generation
+
+
+def processes() -> int:
+    """How many may train at once where there are no GPUs: the cores, two at least and four at most."""
+    return min(4, max(2, os.cpu_count() or 1))
