@@ -91,7 +91,7 @@ def same_steps(setting: Setting, run: Run, one: Run) -> list[Check]:
     """Loss and gradient norm of each step as on one rank."""
     limits = {"loss": setting.tolerance.loss, "grad_norm": setting.tolerance.grad_norm}
     return [
-        close(f"step {step} {name}", found[f"train/{name}"], expected[f"train/{name}"], limit)
+        close(f"step {step} {name}", found[f"train/{name}"], "on one rank", expected[f"train/{name}"], limit)
         for step, (found, expected) in enumerate(zip(run.steps(), one.steps(), strict=True), 1)
         for name, limit in limits.items()
     ]

@@ -57,7 +57,7 @@ def _comparison(setting: Setting, whole: Run, resumed: Run, loop: bool) -> list[
         return checks
     for name, limit in limits.items():
         expected, found = (run.steps()[-1][f"train/{name}"] for run in (whole, resumed))
-        checks.append(close(f"{name} of the step after the resume", found, expected, limit))
+        checks.append(close(f"{name} of the step after the resume", found, "uninterrupted", expected, limit))
     if loop:
         samples = [_tokens(run.directory / _SAMPLES.format(rollout_id=_ROLLOUTS - 1)) for run in (whole, resumed)]
         same = sum(a == b for a, b in zip(*samples, strict=True))
@@ -70,11 +70,10 @@ def _comparison(setting: Setting, whole: Run, resumed: Run, loop: bool) -> list[
     return [*checks, Check(f"exported weights at the end differ by {apart:.1e} (at most {limit:.1e})", apart <= limit)]
 
 
-def close(what: str, found: float, expected: float, limit: float) -> Check:
+def close(what: str, found: float, reference: str, expected: float, limit: float) -> Check:
     """Whether two figures are the same but for rounding; the loss of GRPO, which is about 0, to 1e-6."""
-    apart = abs(found - expected)
-    text = f"{what} {found:.6g}, uninterrupted {expected:.6g}" if "resume" in what else f"{what} {found:.6g}"
-    return Check(f"{text} (to {limit:g})", apart <= max(limit * abs(expected), 1e-6))
+    text = f"{what} {found:.6g}, {reference} {expected:.6g} (to {limit:g})"
+    return Check(text, abs(found - expected) <= max(limit * abs(expected), 1e-6))
 
 
 def _tokens(path: Path) -> list[list[int]]:
