@@ -212,7 +212,7 @@ def test_level_0_passes_on_what_the_run_wrote(models: dict[str, Path], tmp_path:
         ({"train/grad_norm": 0.0}, "gradient norm 0"),
         ({"train/grad_norm": float("nan")}, "not finite: train/grad_norm"),
         ({"train/train_rollout_logprob_abs_diff": 0.01}, "differ by 1.0e-02"),
-        ({"train/kl_loss": 0.3}, r"\[0.3\] on the first step"),
+        ({"train/kl_loss": 0.3}, "KL to the model without adapters 0.3"),
     ],
 )
 def test_level_0_fails_on_a_wrong_figure(
@@ -252,6 +252,20 @@ def test_the_engine_is_asked_once(models: dict[str, Path], tmp_path: Path) -> No
     assert learning.check(ladder)[-1].status is BLOCKED
     assert [run.name for run in launcher.runs].count("engine") == 1
     assert "level_2_loop" not in launcher.words
+
+
+def test_an_engine_that_serves_but_not_the_same_tokens_blocks_level_1_alone(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    launcher = FakeLauncher(tmp_path, ["level_1_loop", "engine-"], write_steps)
+    ladder = setting(models, launcher)
+    loop, training = resume.check(ladder)
+    assert loop.status is BLOCKED
+    assert "on this host with --sglang-enable-deterministic-inference: status 1" in loop.text
+    assert (training.part, training.status) == ("training part alone", FAIL)  # no checkpoint: the run was none
+    assert smoke.check(ladder)[0].status is PASS
+    assert ladder.unserved("--sglang-enable-deterministic-inference")
+    assert not ladder.unserved()
 
 
 def test_level_1_without_a_checkpoint_or_with_another_step_fails(models: dict[str, Path], tmp_path: Path) -> None:
@@ -331,6 +345,18 @@ def test_level_4_finds_a_tensor_that_was_not_trained(models: dict[str, Path], tm
 
 
 # ---- programs
+
+
+def test_the_cause_is_the_error_and_the_exception_behind_it(tmp_path: Path) -> None:
+    lines = [
+        "train.py: error: engine 0 ended with status 1",
+        "last lines of engine_0.log:",
+        "ValueError: no kernel",
+        "",
+    ]
+    (tmp_path / "log").write_text("\n".join(["$ x", *lines]))
+    why = Run("x", tmp_path, tmp_path / "log", 1, 1.0).why()
+    assert why == "status 1: train.py: error: engine 0 ended with status 1: ValueError: no kernel"
 
 
 def test_a_run_at_its_deadline_is_ended_and_names_the_flag(tmp_path: Path) -> None:

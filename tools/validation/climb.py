@@ -75,7 +75,7 @@ def prepare(options: argparse.Namespace) -> tuple[Setting, str]:
     launcher = Launcher(output, options.launch_timeout)
     setting = Setting(model, dummy, dtype, on_gpus, slots, options.seed, options.flags, launcher)
     kind = f"random weights{' of small sizes' if options.tiny else ''}, config" if dummy else "checkpoint"
-    return setting, f"{kind} {source} ({features(setting)}; {dtype})"
+    return setting, f"{kind} {options.hf_checkpoint or options.config} ({features(setting)}; {dtype})"
 
 
 def _checkout() -> Item:
@@ -119,7 +119,7 @@ def _finish(report: Report, setting: Setting, options: argparse.Namespace) -> No
 def _git_state() -> str:
     def git(*words: str) -> str:
         done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
-        return done.stdout.strip() if done.returncode == 0 else ""
+        return done.stdout.rstrip() if done.returncode == 0 else ""
 
     head = git("rev-parse", "--short", "HEAD") or "no git checkout"
     dirty = [line[3:] for line in git("status", "--short").splitlines()]
@@ -139,4 +139,4 @@ def limitations(setting: Setting, options: argparse.Namespace) -> list[str]:
         texts.append("one slot: data parallelism has one rank")
     if options.flags:
         texts.append(f"every run had --flags {shlex.join(options.flags)}")
-    return [*texts, "text only; rewards are random or a toy's, no reward model is served"]
+    return [*texts, "text only; GRPO, so no critic; rewards are random or a toy's, no reward model is served"]

@@ -61,15 +61,15 @@ class Run:
         return sorted(found)
 
     def why(self) -> str:
-        """The cause of a bad end: the program's own error line, else the last line of the log."""
+        """The cause of a bad end: the program's own error line, and the exception that a log ends with."""
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        errors = [line for line in lines if re.match(r"[\w.]+\.py: error:", line)]
-        cause = (errors or lines[-1:] or ["nothing was printed"])[0]
+        errors = [line for line in lines if re.match(r"[\w.]+\.py: error:", line)][:1]
         if self.status is None:
-            return f"ended after {self.seconds:.0f} s, the deadline of a launch (--launch-timeout); last: {lines[-1]}"[
-                :_SHOWN
-            ]
-        return f"status {self.status}: {cause}"[:_SHOWN]
+            how = f"ended after {self.seconds:.0f} s, the deadline of a launch (--launch-timeout)"
+        else:
+            how = f"status {self.status}"
+        causes = errors + [line for line in lines[-1:] if not errors or re.match(r"[\w.]*(Error|Exception)\b", line)]
+        return ": ".join([how, *(cause[:_SHOWN] for cause in causes)])
 
 
 class Launcher:

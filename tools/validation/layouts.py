@@ -99,7 +99,7 @@ def same_steps(setting: Setting, run: Run, one: Run) -> list[Check]:
 
 def _to_engines(setting: Setting) -> list[Item]:
     part = f"loop with adapters, {_LOOP.name}"
-    if setting.generation is not None and not setting.generation.works:
+    if setting.unserved():
         return [blocked(part, setting)]
     flags = list(_LOOP.flags)
     if setting.shape["num_experts"]:

@@ -36,7 +36,7 @@ def check(setting: Setting) -> list[Item]:
 
 def _grpo(setting: Setting, model: Path) -> list[Item]:
     part = "reward, GRPO, adapters"
-    if setting.generation is not None and not setting.generation.works:
+    if setting.unserved():
         return [blocked(part, setting)]
     words = [
         "--custom-rm-path",

@@ -14,12 +14,13 @@ from tools.validation.weights import differences
 _ROLLOUTS = 2
 _EXPORT = "hf_{rollout_id}"
 _SAMPLES = "samples_{rollout_id}.pt"
+_SAME_TOKENS = "--sglang-enable-deterministic-inference"
 
 
 def check(setting: Setting) -> list[Item]:
     """Two rollouts at once, against one, a checkpoint, and another; by the whole loop where engines serve the model."""
-    if setting.generation is not None and not setting.generation.works:
-        return [blocked("loop", setting), *_of(setting, "training part alone", loop=False)]
+    if setting.unserved(_SAME_TOKENS):
+        return [blocked("loop", setting, _SAME_TOKENS), *_of(setting, "training part alone", loop=False)]
     return _of(setting, "loop", loop=True)
 
 
@@ -28,7 +29,8 @@ def _of(setting: Setting, part: str, *, loop: bool) -> list[Item]:
     whole = _run(setting, name, loop)
     if not whole.ok:
         if loop:
-            return with_engine(part, setting, whole, lambda: _of(setting, "training part alone", loop=False))
+            instead = lambda: _of(setting, "training part alone", loop=False)  # noqa: E731
+            return with_engine(part, setting, whole, instead, _SAME_TOKENS)
         return [Item(part, Status.FAIL, whole.why(), whole.log)]
     directory = setting.launcher.directory(f"{name}_resumed")
     if not (whole.directory / "iter_0000000").is_dir():
@@ -45,7 +47,7 @@ def _run(setting: Setting, name: str, loop: bool, *more: str) -> Run:
     directory = setting.launcher.directory(name)
     words = [*LORA, "--save", str(directory), "--save-interval", "1", "--save-hf", str(directory / _EXPORT), *more]
     if loop:
-        words += ["--save-debug-rollout-data", str(directory / _SAMPLES)]
+        words += [_SAME_TOKENS, "--save-debug-rollout-data", str(directory / _SAMPLES)]
         return setting.launcher.train(name, setting.loop(_ROLLOUTS, 4, 4, *words))
     return setting.launcher.train(name, setting.training(_ROLLOUTS, 16, *words))
 

@@ -57,7 +57,8 @@ class Setting:
     seed: int
     flags: list[str]
     launcher: Launcher
-    generation: Generation | None = field(default=None)
+    engines: dict[tuple[str, ...], Generation] = field(default_factory=dict)
+    """What `ask_engine` has found, by the flags."""
 
     @property
     def output(self) -> Path:
@@ -113,8 +114,8 @@ class Setting:
         """
         words = ["--input-key", "prompt", "--label-key", "label", "--apply-chat-template", "--rm-type", "random"]
         words += ["--n-samples-per-prompt", str(samples), "--rollout-max-response-len", "16"]
-        words += ["--advantage-estimator", "grpo", "--sglang-enable-deterministic-inference"]
-        words += ["--ci-test", "--actor-num-gpus-per-node", str(ranks)]
+        words += ["--advantage-estimator", "grpo", "--ci-test"]
+        words += ["--actor-num-gpus-per-node", str(ranks)]
         # Without GPUs slots are only counted: one engine beside the trainers costs less than one for each of them.
         words += ["--colocate"] if self.on_gpus else ["--rollout-num-gpus", "1"]
         if self.on_gpus:
@@ -138,15 +139,19 @@ class Setting:
         """Addition problems, as rows of conversations and of prompts."""
         return self.launcher.run("data", "tools/make_arithmetic_data.py", [str(self.output / "data")])
 
-    def ask_engine(self) -> Generation:
-        """Let SGLang serve the model with no trainer in the run, and generate; asked once."""
-        if self.generation is None:
-            words = self.loop(1, 2, 2, "--debug-rollout-only", "--rollout-num-gpus", "1")
+    def ask_engine(self, *flags: str) -> Generation:
+        """Let SGLang serve the model with these flags and no trainer in the run, and generate; asked once."""
+        if flags not in self.engines:
+            words = self.loop(1, 2, 2, "--debug-rollout-only", "--rollout-num-gpus", "1", *flags)
             without = ("--colocate", "--actor-num-gpus-per-node")
             words = [w for i, w in enumerate(words) if w not in without and words[i - 1] != without[1]]
-            run = self.launcher.train("engine", words)
-            self.generation = Generation(run.ok, "" if run.ok else run.why(), run.log)
-        return self.generation
+            run = self.launcher.train("-".join(["engine", *(flag.removeprefix("--sglang-") for flag in flags)]), words)
+            self.engines[flags] = Generation(run.ok, "" if run.ok else run.why(), run.log)
+        return self.engines[flags]
+
+    def unserved(self, *flags: str) -> bool:
+        """Whether it is known by now that no engine serves the model with these flags."""
+        return any(not self.engines[key].works for key in {(), flags} & set(self.engines))
 
 
 def processes() -> int:

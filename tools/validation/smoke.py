@@ -26,22 +26,24 @@ def check(setting: Setting) -> list[Item]:
     return with_engine("loop", setting, run, lambda: _training_alone(setting, ranks))
 
 
-def with_engine(part: str, setting: Setting, run: Run, instead: Callable[[], list[Item]]) -> list[Item]:
+def with_engine(part: str, setting: Setting, run: Run, instead: Callable[[], list[Item]], *flags: str) -> list[Item]:
     """What a failed run of the whole loop means: blocked where an engine alone cannot serve the model either.
 
     Args:
         instead: what can be checked without an engine, then.
+        flags: of the engine, which the run needed.
     """
-    generation = setting.ask_engine()
-    if generation.works:
+    if setting.ask_engine(*flags).works:
         return [Item(part, Status.FAIL, run.why(), run.log)]
-    return [blocked(part, setting), *instead()]
+    return [blocked(part, setting, *flags), *instead()]
 
 
-def blocked(part: str, setting: Setting) -> Item:
-    """A part that needs an engine, on a host where none serves the model."""
-    generation = setting.ask_engine()
-    reason = f"SGLang alone, without a trainer, does not serve this model on this host: {generation.reason}"
+def blocked(part: str, setting: Setting, *flags: str) -> Item:
+    """A part that needs an engine, on a host where none serves the model, or none with these flags."""
+    plain = setting.engines.get(())
+    generation = plain if plain is not None and not plain.works else setting.ask_engine(*flags)
+    how = f" with {' '.join(flags)}" if generation is not plain and flags else ""
+    reason = f"SGLang alone, without a trainer, does not serve this model on this host{how}: {generation.reason}"
     return Item(part, Status.BLOCKED, reason, generation.log)
 
 
@@ -61,7 +63,7 @@ def step_checks(run: Run, steps: int) -> list[Check]:
     return [
         Check(f"{made} of {steps} optimizer steps", made == steps),
         Check(f"gradient norm {', '.join(f'{norm:.3g}' for norm in norms[:3])}", bool(norms) and min(norms) > 0),
-        Check(f"not finite: {', '.join(strange) or 'nothing'}", not strange),
+        Check(f"not finite: {', '.join(strange)}" if strange else "every figure is finite", not strange),
     ]
 
 
@@ -80,7 +82,7 @@ def _loop_checks(setting: Setting, run: Run, ranks: int, adapters: Path) -> list
         *_wrapping_checks(run, ranks),
         *_adapter_checks(adapters),
         agreement(setting, run),
-        Check(f"KL to the reference, which is the model without adapters, {kl[:1]} on the first step", kl == [0.0]),
+        Check(f"KL to the model without adapters {kl[0] if kl else 'not logged'}", kl == [0.0]),
         Check(f"{pushes} of 2 pushes of weights, compared byte by byte", pushes == 2),
     ]
 
