@@ -105,7 +105,7 @@ def _log_probs(setting: Setting, run: Run, samples: list[Sample], part: str) -> 
     ]
     gaps = torch.cat(apart)
     # A router's near tie may be broken otherwise in bfloat16: of single tokens only float32 has to be right.
-    mean, largest, limit = float(gaps.mean()), float(gaps.max()), setting.tolerance.log_prob
+    mean, largest, limit = float(gaps.mean()), float(gaps.max()), setting.tolerance.transformers
     checks = [
         Check(f"{gaps.numel()} random tokens, mean difference {mean:.1e} (at most {limit:g})", mean <= limit),
         Check(f"of {len(apart)} of {_SAMPLES} sequences", len(apart) == _SAMPLES),
