@@ -20,8 +20,8 @@ _MEANS_OF = 4
 LOSS_FALL = 0.3
 """Of its first value."""
 REWARD_RISE = 0.1
-_ADAPTERS_RATE = 5.0
-"""Adapters learn at this many times the rate of all weights."""
+_ADAPTERS_RATE = 5e-3
+"""Of a model 128 wide; of a wider one less."""
 
 
 def check(setting: Setting) -> list[Item]:
@@ -42,7 +42,7 @@ def _grpo(setting: Setting, model: Path) -> list[Item]:
         "--custom-rm-path",
         "tools.validation.learning.even_tokens",
         "--lr",
-        f"{_ADAPTERS_RATE * setting.rate:.2e}",
+        f"{setting.for_width(_ADAPTERS_RATE):.2e}",
     ]
     run = setting.launcher.train(
         "level_5_grpo", setting.loop(_ROLLOUTS, _PROMPTS, _SAMPLES, *LORA, *words, model=model)

@@ -87,11 +87,14 @@ class Setting:
         """For this ladder's type of numbers."""
         return TOLERANCES[self.dtype]
 
+    def for_width(self, rate: float) -> float:
+        """A learning rate that is right for a model 128 wide, less for a wider one."""
+        return rate * 128 / max(128, self.shape["hidden_size"])
+
     @property
     def rate(self) -> float:
-        """A learning rate for all weights: less for wider models; and less for what was trained before."""
-        rate = 1e-3 * 128 / max(128, self.shape["hidden_size"])
-        return rate if self.dummy else rate / 10
+        """A learning rate for all weights; less for those that were trained before."""
+        return self.for_width(1e-3 if self.dummy else 1e-4)
 
     def training(self, rollouts: int, batch: int, *more: str, model: Path | None = None, ranks: int = 1) -> list[str]:
         """Supervised training on addition problems, without an engine.
