@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     except (BadInputError, ValueError, OSError) as error:
         print(f"validate_model.py: error: {error}", file=sys.stderr)
         return 2
-    print(report.text())
+    print(report.text(), end="")
     return EXIT[report.result]
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from slime.models import hf_config, shape_from_hf
 from slime.models.shape import rule_shape
 from tools import validate_model
-from tools.validation import architecture, layouts, learning, resume, smoke
+from tools.validation import architecture, climb, layouts, learning, resume, smoke
 from tools.validation.dummy import shrunk, write_model
 from tools.validation.launches import Launcher, Run
 from tools.validation.levels import LEVELS
@@ -345,6 +345,28 @@ def test_level_4_finds_a_tensor_that_was_not_trained(models: dict[str, Path], tm
 
 
 # ---- programs
+
+
+def test_a_level_whose_files_are_missing_fails_and_the_next_is_climbed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(climb, "Launcher", lambda output, limit_s: FakeLauncher(output))
+    words = [
+        "--config",
+        str(CONFIGS / "qwen3-4B"),
+        "--tiny",
+        "--levels",
+        "0",
+        "3",
+        "--output-dir",
+        str(tmp_path / "out"),
+    ]
+    assert validate_model.main(words) == 1
+    printed = capsys.readouterr().out
+    assert printed == (tmp_path / "out" / "report.txt").read_text()
+    assert "  - what the runs wrote: Fail - FileNotFoundError: " in printed
+    assert "- Level 3, FSDP variant: Skipped" in printed
+    assert "- command: python3 tools/validate_model.py --config" in printed
 
 
 def test_the_cause_is_the_error_and_the_exception_behind_it(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import slime
@@ -17,7 +18,7 @@ from tools.quickstart import ROOT
 from tools.validation.architecture import features
 from tools.validation.dummy import write_model
 from tools.validation.launches import Launcher
-from tools.validation.levels import LEVELS
+from tools.validation.levels import LEVELS, Level
 from tools.validation.report import Item, LevelResult, Report, Status
 from tools.validation.setting import Setting, processes
 
@@ -47,10 +48,19 @@ def climb(options: argparse.Namespace) -> Report:
     for number in options.levels:
         level = LEVELS[number]
         print(f"\n== level {number}, {level.title}", file=sys.stderr, flush=True)
-        report.levels.append(LevelResult(number, level.title, tuple(level.check(setting))))
-        # What a later level's end would otherwise take along.
+        report.levels.append(LevelResult(number, level.title, tuple(_check(level, setting))))
+        # After each one: the program's end must not take along what it has found so far.
         _finish(report, setting, options)
     return report
+
+
+def _check(level: Level, setting: Setting) -> list[Item]:
+    """A level's parts; one whose runs left what cannot be read has failed, and the next one is climbed."""
+    try:
+        return level.check(setting)
+    except Exception as error:  # of a file that is missing or damaged, in whatever format
+        traceback.print_exc()
+        return [Item("what the runs wrote", Status.FAIL, f"{type(error).__name__}: {error}")]
 
 
 def prepare(options: argparse.Namespace) -> tuple[Setting, str]:
