@@ -369,16 +369,23 @@ def test_a_level_whose_files_are_missing_fails_and_the_next_is_climbed(
     assert "- command: python3 tools/validate_model.py --config" in printed
 
 
-def test_the_cause_is_the_error_and_the_exception_behind_it(tmp_path: Path) -> None:
-    lines = [
-        "train.py: error: engine 0 ended with status 1",
-        "last lines of engine_0.log:",
-        "ValueError: no kernel",
-        "",
-    ]
-    (tmp_path / "log").write_text("\n".join(["$ x", *lines]))
-    why = Run("x", tmp_path, tmp_path / "log", 1, 1.0).why()
-    assert why == "status 1: train.py: error: engine 0 ended with status 1: ValueError: no kernel"
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        (["ValueError: no kernel"], "ValueError: no kernel"),
+        (["ValueError: no kernel", "going down"], "ValueError: no kernel"),
+        (
+            ["    assert scaling is not None", "    ^^^^", "AssertionError"],
+            "AssertionError of `assert scaling is not None`",
+        ),
+        (["going down"], None),
+    ],
+)
+def test_the_cause_is_the_error_and_the_exception_behind_it(tmp_path: Path, lines: list[str], why: str | None) -> None:
+    error = "train.py: error: engine 0 ended with status 1"
+    (tmp_path / "log").write_text("\n".join(["$ x", error, "last lines of engine_0.log:", *lines, ""]))
+    found = Run("x", tmp_path, tmp_path / "log", 1, 1.0).why()
+    assert found == ": ".join(["status 1", error, *filter(None, [why])])
 
 
 def test_a_run_at_its_deadline_is_ended_and_names_the_flag(tmp_path: Path) -> None:

@@ -61,15 +61,24 @@ class Run:
         return sorted(found)
 
     def why(self) -> str:
-        """The cause of a bad end: the program's own error line, and the exception that a log ends with."""
+        """The cause of a bad end: the program's own error line, and the last exception in the log."""
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        errors = [line for line in lines if re.match(r"[\w.]+\.py: error:", line)][:1]
         if self.status is None:
             how = f"ended after {self.seconds:.0f} s, the deadline of a launch (--launch-timeout)"
         else:
             how = f"status {self.status}"
-        causes = errors + [line for line in lines[-1:] if not errors or re.match(r"[\w.]*(Error|Exception)\b", line)]
-        return ": ".join([how, *(cause[:_SHOWN] for cause in causes)])
+        causes = [line for line in lines if re.match(r"[\w.]+\.py: error:", line)][:1] + _last_exception(lines)
+        return ": ".join([how, *(cause[:_SHOWN] for cause in causes or lines[-1:])])
+
+
+def _last_exception(lines: list[str]) -> list[str]:
+    """None or one, in a line; of one that says nothing the statement that raised it."""
+    for number in reversed(range(len(lines))):
+        if re.match(r"([A-Za-z_]\w*\.)*[A-Z]\w*(Error|Exception)(:|$)", lines[number]):
+            says_nothing = ":" not in lines[number] and number > 0
+            statement = next((line for line in reversed(lines[:number]) if set(line) - set("^~ ")), "")
+            return [f"{lines[number]} of `{statement}`" if says_nothing else lines[number]]
+    return []
 
 
 class Launcher:
