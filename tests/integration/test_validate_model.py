@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from slime.utils.device import is_cuda
 from tests.integration.harness import ROOT, series
 
 NUM_GPUS = 0
@@ -59,3 +60,13 @@ def test_levels_0_1_2_and_5_pass(config: str, tmp_path: Path) -> None:
 def test_level_4_passes(config: str, tmp_path: Path) -> None:
     status, report = climb(tmp_path / "out", config, 4)
     assert status == 0, report
+
+
+@pytest.mark.full
+@pytest.mark.skipif(is_cuda(), reason="a GPU's SGLang serves it")
+def test_a_model_that_no_engine_serves_here_is_blocked_and_trained_without(tmp_path: Path) -> None:
+    status, report = climb(tmp_path / "out", "moonlight", 0, 1)
+    assert status == 3, report
+    parts = re.findall(r"^  - (.*?): (\w+) - (.*)", report, re.MULTILINE)
+    assert [part[:2] for part in parts] == [("loop", "Blocked"), ("training part alone", "Pass")] * 2
+    assert "SGLang alone, without a trainer, does not serve this model on this host: status 1: train.py:" in parts[0][2]
