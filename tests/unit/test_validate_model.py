@@ -77,7 +77,9 @@ def test_the_text_has_every_part_with_its_reason_and_its_log(tmp_path: Path) -> 
     made = report(tmp_path, (0, items), (3, [Item("FSDP", SKIPPED, "there is none")]))
     made.evidence, made.limitations = [("command", "x")], ["toy data"]
     lines = made.text().splitlines()
-    assert lines[0].startswith("Result: Blocked - blocked, which is no evidence against the model's support: level 0")
+    assert lines[0].startswith(
+        "Result: Blocked - could not run here, which is no evidence against the model's support: level 0"
+    )
     assert lines[0].endswith("; not run: level 3; passed: level 0, training")
     assert lines[1:4] == ["Requested coverage: Level 0/3", "Model: a model", "Deliverables:"]
     for line in (

@@ -118,7 +118,7 @@ class Report:
         if self.result is Status.FAIL:
             return f"failed: {wrong}; {ran}"
         left_out = [str(level.number) for level in self.levels if level.status is Status.SKIPPED]
-        reasons = [f"blocked, which is no evidence against the model's support: {wrong}"] if wrong else []
+        reasons = [f"could not run here, which is no evidence against the model's support: {wrong}"] if wrong else []
         reasons += [f"not run: level {', '.join(left_out)}"] if left_out else []
         return "; ".join([*reasons, ran])
 
