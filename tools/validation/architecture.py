@@ -60,7 +60,7 @@ def _forward_and_step(setting: Setting) -> list[Item]:
     words += ["--save-debug-train-data", str(directory / "trained_{rollout_id}_{rank}.pt")]
     words += ["--save-hf", str(directory / "hf"), "--advantage-estimator", "grpo", "--rm-type", "random"]
     words += ["--input-key", "prompt", "--label-key", "label", "--apply-chat-template", "--entropy-coef", "0.01"]
-    words += ["--n-samples-per-prompt", "4", "--actor-num-gpus-per-node", "1", "--lr", "1e-2"]
+    words += ["--n-samples-per-prompt", "4", "--actor-num-gpus-per-node", "1", "--lr", "1.0"]
     run = setting.launcher.train(name, [*setting.common("train", 1, _SAMPLES // 4), *words, *setting.flags])
     parts = ("log-probs against transformers", "every tensor is trained")
     if not run.ok:
@@ -130,7 +130,7 @@ def _by_transformers(directory: Path, samples: list[Sample]) -> list[torch.Tenso
 
 
 def _all_trained(setting: Setting, run: Run, part: str) -> Item:
-    """Adam's first step moves every weight that has a gradient by the learning rate."""
+    """Adam's first step moves every weight that has a gradient by the learning rate, which no rounding hides."""
     changed = differences(setting.model, run.directory / "hf")
     trained = {name: apart for name, apart in changed.items() if not _carried(setting, name)}
     experts = {name for name in trained if ".experts." in name}
