@@ -12,6 +12,8 @@ import sys
 import threading
 import time
 
+_GRACE_S = 10.0
+
 
 def main(argv: list[str] | None = None) -> int:
     """Status 0 once the nodes are there, 1 where they were not in time."""
@@ -24,38 +26,46 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("RAY_ADDRESS is not set")
     import ray
 
-    deadline = time.monotonic() + options.timeout
+    # In ray.init and ray.nodes alike: what waits there hears no signal and no exception.
     no_answer = f"{parser.prog}: error: Ray at {address} did not answer within {options.timeout:.0f} s"
-    watch = threading.Timer(options.timeout, _give_up, (no_answer,))
+    watch = threading.Timer(options.timeout + _GRACE_S, _give_up, (no_answer,))
     watch.daemon = True
     watch.start()
     try:
         ray.init(address=address, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError) as error:  # no Ray there, or one that wants another token
+        _wait(options.nodes, options.timeout, address)
+    except (ConnectionError, RuntimeError, TimeoutError) as error:  # no Ray there, one that wants another token, ...
         print(f"{parser.prog}: error: Ray at {address}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     finally:
         watch.cancel()
-    seen = 0
-    while seen < options.nodes:
-        alive = sum(node["Alive"] for node in ray.nodes())
-        if alive != seen:
-            print(f"{alive} of {options.nodes} nodes have joined Ray at {address}", flush=True)
-        seen = alive
-        if alive < options.nodes and time.monotonic() > deadline:
-            print(
-                f"{parser.prog}: error: {alive} of {options.nodes} nodes joined Ray at {address} within "
-                f"{options.timeout:.0f} s: start the script on the others, or extend NODES_TIMEOUT",
-                file=sys.stderr,
-            )
-            return 1
-        if alive < options.nodes:
-            time.sleep(1)
     return 0
 
 
+def _wait(nodes: int, timeout: float, address: str) -> None:
+    """
+    Raises:
+        TimeoutError: they have not all joined.
+    """
+    import ray
+
+    deadline, seen = time.monotonic() + timeout, 0
+    while seen < nodes:
+        alive = sum(node["Alive"] for node in ray.nodes())
+        if alive != seen:
+            print(f"{alive} of {nodes} nodes have joined Ray at {address}", flush=True)
+        seen = alive
+        if alive < nodes and time.monotonic() > deadline:
+            raise TimeoutError(
+                f"{alive} of {nodes} nodes joined within {timeout:.0f} s: start the script on the others, or extend "
+                "NODES_TIMEOUT"
+            )
+        if alive < nodes:
+            time.sleep(1)
+
+
 def _give_up(why: str) -> None:
-    """End the process from a thread: ray.init waits in code that no signal and no exception reaches."""
+    """End the process from a thread."""
     print(why, file=sys.stderr, flush=True)
     os._exit(1)
 

@@ -17,6 +17,14 @@ _OTHER_WAYS = (
     *("update_weight_transport", "update_weight_disk_dir", "update_weight_disk_keep_files"),
     "custom_update_weight_post_write_path",
 )
+_OTHER_BASE = ("sglang_load_format", "sglang_custom_weight_loader", "sglang_quantization", "sglang_torchao_config")
+_SET_BY_SLIME = tuple(
+    f"sglang_{name}"
+    for name in (
+        *("enable_lora", "max_lora_rank", "lora_target_modules", "lora_paths"),
+        *("max_loras_per_batch", "max_loaded_loras"),
+    )
+)
 
 
 @dataclass
@@ -96,6 +104,15 @@ def _against_adapter_sync(args: Namespace, given: Set[str]) -> Iterator[tuple[st
     for name in _OTHER_WAYS:
         if name in given and getattr(args, name) not in (None, False):
             yield _flag(name), "adapters go to every engine by HTTP: drop it"
+    for name in sorted(given & set(_SET_BY_SLIME)):
+        yield _flag(name), "slime sets it from --lora-rank and --lora-target-modules: drop it"
+    for name in sorted(given & set(_OTHER_BASE)):
+        value = getattr(args, name)
+        if value and value not in ("auto", "safetensors"):
+            yield (
+                f"{_flag(name)} {value}",
+                "engines would add adapters to other weights than the trainer's: drop it",
+            )
     yield from _own_requests(args)
     if args.multi_latent_attention:
         yield f"the multi-latent attention of --hf-checkpoint {args.hf_checkpoint}", "it is not known to be right there"
@@ -115,8 +132,9 @@ def _own_requests(args: Namespace) -> Iterator[tuple[str, str]]:
         if path is not None and not path.startswith(_OURS):
             yield f"{_flag(name)} {path}", why
     for dataset in args.eval_datasets:
-        if dataset.custom_generate_function_path is not None:
-            yield f"{dataset}: custom_generate_function_path {dataset.custom_generate_function_path}", why
+        path = dataset.custom_generate_function_path
+        if path is not None and not path.startswith(_OURS):
+            yield f"{dataset}: custom_generate_function_path {path}", why
 
 
 def _flag(name: str) -> str:

@@ -60,7 +60,10 @@ def reward_engine_args(args: argparse.Namespace) -> argparse.Namespace:
 def create_trainers(args: argparse.Namespace, placement: Placement) -> list[Any]:
     """One actor a training rank."""
     # torch and megatron-core warn of their own deprecations, many lines a rank; no code of users runs there.
-    environment = actor_environment({"PYTHONWARNINGS": "ignore", **_as_environment(args.train_env_vars or {})})
+    variables = {"PYTHONWARNINGS": "ignore"}
+    if getattr(args, "sglang_enable_symm_mem", False):
+        variables["NCCL_CUMEM_ENABLE"] = "1"  # as in those engines, whatever the host says
+    environment = actor_environment(variables | _as_environment(args.train_env_vars or {}))
     actors = []
     for rank, slot in enumerate(placement.train):
         options = {"runtime_env": environment, **placement.options(slot, trains=True)}

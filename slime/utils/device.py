@@ -78,7 +78,7 @@ def _side_stream() -> torch.cuda.Stream:
 
 @functools.cache
 def fused(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``function`` as one or two kernels on a GPU, for any number of rows; on a CPU the function itself. No gradient.
+    """``function`` as one or two kernels on a GPU, for any number of rows from 2 on; on a CPU itself. No gradient.
 
     The first extent of every tensor is a variable from the first call on: another compilation for another number of
     tokens could round differently, and the ratio of an on-policy step would not be 1. All else is constant in a kernel:

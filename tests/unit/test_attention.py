@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import varlen
 
 from slime.backends.megatron import attention
 from slime.backends.megatron.attention import (
@@ -61,23 +64,36 @@ def test_values_may_have_a_width_of_their_own(value_channels: int) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("grouped", [True, False], ids=["torch-2.12", "torch-2.11"])
 @pytest.mark.parametrize("value_channels", [10, CHANNELS])
-def test_a_kernel_with_one_width_gets_padded_values(monkeypatch: pytest.MonkeyPatch, value_channels: int) -> None:
-    """What is called on a GPU, with the kernel written out."""
+def test_a_kernel_with_one_width_gets_padded_values(
+    monkeypatch: pytest.MonkeyPatch, value_channels: int, grouped: bool
+) -> None:
+    """What is called on a GPU, with torch's function, or the operator beneath, written out."""
     lengths = [5, 40, 3, 17, 33]
 
-    def kernel(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, _: Tensor, *rest: float) -> Tensor:
+    def kernel(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, _: Tensor, scale: float, *longest: int) -> Tensor:
         assert q.size(-1) == k.size(-1) == v.size(-1)
         assert k.size(1) == v.size(1) == GROUPS
         assert offsets.diff().tolist() == lengths
-        *longest, scale = rest
-        assert longest == [40, 40]
+        assert longest == (40, 40)
         return dense(q, k, v, lengths, scale)
 
-    monkeypatch.setattr(attention, "_varlen", lambda: kernel)
+    def varlen_attn(*inputs: Any, scale: float, window_size: tuple[int, int], enable_gqa: bool = False) -> Tensor:
+        assert (window_size, enable_gqa) == ((-1, 0), True)
+        return kernel(*inputs[:5], scale, *inputs[5:])
+
+    def operator(*inputs: Any, scale: float) -> tuple[Tensor]:
+        assert inputs[7:] == (0.0, True, False), "dropout, causal, debug mask"
+        return (kernel(*inputs[:5], scale, *inputs[5:7]),)
+
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn if grouped else lambda: None)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", operator)
+    attention._varlen.cache_clear()
     qkv = inputs(sum(lengths), value_channels)
     upstream = torch.randn(sum(lengths), HEADS, value_channels, dtype=torch.float64)
     got = with_gradients(attention._flash(*qkv, AttentionPlan(lengths, 1, 0, CPU), 0.3), qkv, upstream)
+    attention._varlen.cache_clear()
     want = with_gradients(dense(*qkv, lengths, 0.3), qkv, upstream)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-10)

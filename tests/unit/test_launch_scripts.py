@@ -372,6 +372,6 @@ def test_waiting_for_nodes(
     assert wait_for_nodes.main(["2", "--timeout", "1.5" if status else "9"]) == status
     said = capsys.readouterr()
     if status:
-        assert "1 of 2 nodes joined Ray at 10.0.0.1:6379 within 2 s" in said.err
+        assert "Ray at 10.0.0.1:6379: 1 of 2 nodes joined within 2 s" in said.err
     else:
         assert said.out.splitlines()[-1] == "2 of 2 nodes have joined Ray at 10.0.0.1:6379"

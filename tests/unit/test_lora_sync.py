@@ -51,6 +51,7 @@ def test_merged_is_the_default(directory: Path) -> None:
     assert (args.lora_sync, args.lora_modules) == ("adapter", ["q_proj", "down_proj"])
     assert parse_args(command(ADAPTER_SYNC)).lora_modules[-1] == "down_proj"
     parse_args(command(f"{ADAPTER_SYNC} --hf-checkpoint moe --lora-target-modules q_proj o_proj"))
+    parse_args(command(f"{ADAPTER_SYNC} --sglang-load-format safetensors --sglang-lora-backend triton"))
     parse_args(command(f"{ADAPTER_SYNC} --rollout-function-path slime.rollout.sglang_rollout.generate_rollout"))
 
 
@@ -76,6 +77,16 @@ def test_merged_is_the_default(directory: Path) -> None:
             "--sglang-speculative-algorithm EAGLE cannot be used with",
         ),
         ("--sglang-tokenizer-worker-num 2", "--sglang-tokenizer-worker-num 2 cannot be used with --lora-sync adapter"),
+        (
+            "--sglang-load-format dummy",
+            "--sglang-load-format dummy cannot be used with --lora-sync adapter: engines would",
+        ),
+        (
+            "--sglang-custom-weight-loader x.y",
+            "cannot be used with --lora-sync adapter: engines would add",
+        ),
+        ("--sglang-max-lora-rank 4", "--sglang-max-lora-rank cannot be used with --lora-sync adapter: slime sets it"),
+        ("--sglang-lora-paths slime=model", "--sglang-lora-paths cannot be used with --lora-sync adapter"),
         ("--hf-checkpoint moe", "all-linear cannot be used with --lora-sync adapter: of a model with experts"),
     ],
 )

@@ -74,15 +74,17 @@ def run(options: argparse.Namespace, name: str, words: list[str], script: str = 
     """Run a driver to its end; the lines of its metrics.
 
     Raises:
-        BenchError: it failed; with the end of its output.
+        BenchError: it failed; with the end of its output. Or its directory holds another run's metrics.
     """
+    run_dir = Path(words[words.index("--run-dir") + 1])
+    if run_dir.exists():
+        raise BenchError(f"{run_dir} holds another run, whose figures would count: name another --log-dir")
     log = options.log_dir / f"{name}.log"
     with open(log, "w") as output:
         command = [sys.executable, str(ROOT / script), *words]
         status = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT).returncode
     if status:
         raise BenchError(f"{name}: {script} ended with status {status}:\n{log.read_text()[-3000:]}")
-    run_dir = Path(words[words.index("--run-dir") + 1])
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
