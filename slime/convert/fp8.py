@@ -1,52 +1,25 @@
-"""Weights to 8 bit floating point with one scale a block, as DeepSeek publishes its models and SGLang reads them.
-
-A weight W [n, k] becomes e4m3 values Q and a float32 scale for every 128 x 128 block, ``weight_scale_inv``
-[ceil(n / 128), ceil(k / 128)], with W = Q * scale; blocks at the edges are smaller.
-"""
+"""Weights to 8 bit floating point with one scale a block, as DeepSeek publishes its models and SGLang reads them."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from slime.convert.hf_files import HFOutput, Spec, natural, stored_specs
 from slime.convert.running import Progress, check_output, run_all, written_aside
-from slime.utils.block_scaled import SCALE_END, num_blocks
+from slime.utils.block_scaled import FP8, SCALE_END, is_linear, num_blocks, quantise
 from slime.utils.errors import BadInputError
 from slime.utils.hf_reader import opened, tensor_files
-
-FP8 = torch.float8_e4m3fn
-LARGEST = torch.finfo(FP8).max
-
-_KEPT = re.compile(r"norm|embed|lm_head|router|mlp\.gate\.|shared_expert_gate|eh_proj|shared_head|visual|vision")
-"""What engines keep in high precision: norms, embeddings, output layers, routers."""
 
 
 def is_quantised(name: str, spec: Spec) -> bool:
     """Whether a tensor is the matrix of a linear layer that runs in fp8."""
     floating = spec.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    linear = name.endswith(".weight") and ".layers." in name and len(spec.shape) == 2
-    return floating and linear and _KEPT.search(name) is None
-
-
-def quantise(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """A matrix [n, k] -> values of type e4m3 and the float32 scales of its blocks.
-
-    The largest entry of every block becomes the largest number of the type; a block of zeros has scale 1.
-    """
-    (rows, columns), (high, wide) = weight.shape, block
-    padded = F.pad(weight.float(), (0, -columns % wide, 0, -rows % high))
-    blocks = padded.unflatten(1, (-1, wide)).unflatten(0, (-1, high))  # [block row, row, block column, column]
-    largest = blocks.abs().amax(dim=(1, 3))
-    scales = torch.where(largest > 0, largest / LARGEST, 1.0)
-    values = (blocks / scales[:, None, :, None]).clamp(-LARGEST, LARGEST).to(FP8)
-    return values.flatten(2, 3).flatten(0, 1)[:rows, :columns], scales
+    return floating and is_linear(name, spec.shape)
 
 
 def quantization_config(specs: Mapping[str, Spec], chosen: set[str], block: tuple[int, int]) -> dict[str, Any]:

@@ -129,9 +129,7 @@ class HFOutput:
             bytes_of[spec.dtype] += spec.nbytes
         if len(set(self._file_of.values())) > 1:
             write_index(self._directory, self._file_of, bytes_of.total())
-        # Of quantised weights config.json goes on to name the type that the origin had.
-        is_quantised = any(dtype.itemsize == 1 for dtype in bytes_of)
-        complete(self._directory, origin, Counter() if is_quantised else bytes_of)
+        complete(self._directory, origin, bytes_of)
         _change_config(self._directory / "config.json", changes or {})
 
     def close(self) -> None:

@@ -17,9 +17,11 @@ def _row(
     layers: str = "all",
     when: str | None = None,
     unless: str | None = None,
+    together: str | None = None,
 ) -> Row:
     """A row of every layer; names within the layer."""
-    return Row(_LAYER + megatron, tuple(_HF_LAYER + name for name in hf), rule, dim, layers, when=when, unless=unless)
+    sources = tuple(_HF_LAYER + name for name in hf)
+    return Row(_LAYER + megatron, sources, rule, dim, layers, when=when, unless=unless, together=together)
 
 
 EMBEDDING = (Row("embedding.word_embeddings.weight", (_EMBEDDING,), vocabulary, dim=0),)
@@ -60,10 +62,10 @@ QK_NORM = (
 
 LATENT_ATTENTION = (
     _row("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", dim=0, unless="q_lora_rank"),
-    _row("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight", when="q_lora_rank"),
+    _row("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight", when="q_lora_rank", together="down"),
     _row("self_attention.q_layernorm.weight", "self_attn.q_a_layernorm.weight", when="q_lora_rank"),
     _row("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight", dim=0, when="q_lora_rank"),
-    _row("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),
+    _row("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", together="down"),
     _row("self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight"),
     _row("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", dim=0),
     _row("self_attention.linear_proj.weight", "self_attn.o_proj.weight", dim=1),

@@ -59,18 +59,41 @@ def check_weights(args: Namespace) -> None:
 
 
 def check_quantization(args: Namespace) -> None:
-    """Refuse engines that would take pushed weights for quantized ones.
+    """Set ``args.pushes_float8``: whether engines that serve blocks of float8 are pushed the trainer's weights in them.
 
     Raises:
-        OptionError: ``--hf-checkpoint`` is quantized, in a run whose trainers push to engines.
+        OptionError: weights would be pushed to engines that serve them quantized in another way.
     """
-    config = json.loads(Path(args.hf_checkpoint, "config.json").read_text())
-    if config.get("quantization_config") and args.num_engines and args.placement != "rollout_only":
+    args.pushes_float8 = False
+    if not args.num_engines or args.placement == "rollout_only":
+        return
+    found = json.loads(Path(args.hf_checkpoint, "config.json").read_text()).get("quantization_config")
+    asked = getattr(args, "sglang_quantization", None)
+    if asked is not None and not (asked == "fp8" and found):
         raise OptionError(
-            f"--hf-checkpoint {args.hf_checkpoint}: its config.json has a quantization_config, and engines that serve "
-            "quantized weights cannot take the trainer's: name a copy in bfloat16, which tools/convert_fp8_to_bf16.py "
-            "makes of blocks of float8 (--debug-train-only reads either)"
+            f"--sglang-quantization {asked}: engines hold the weights that are pushed as --hf-checkpoint has them: drop "
+            "it, and for float8 name a checkpoint that tools/convert_hf_to_fp8.py has made"
         )
+    if not found:
+        return
+    copy = "name a copy in bfloat16, which tools/convert_fp8_to_bf16.py makes of blocks of float8"
+    if not _is_block_float8(found):
+        raise OptionError(
+            f"--hf-checkpoint {args.hf_checkpoint}: of the ways of its quantization_config, weights are pushed in one: "
+            "quant_method fp8, fmt e4m3, activation_scheme dynamic, with a weight_block_size; otherwise " + copy
+        )
+    if args.params_dtype == "float32":
+        raise OptionError(
+            f"--hf-checkpoint {args.hf_checkpoint}: its weights are in float8, with which engines do not compute in "
+            f"float32: drop --fp32, or {copy}"
+        )
+    args.pushes_float8 = True
+
+
+def _is_block_float8(quantization: dict[str, Any]) -> bool:
+    blocks, kind = quantization.get("weight_block_size"), quantization.get("fmt", "e4m3")
+    found = (quantization.get("quant_method"), quantization.get("activation_scheme"), kind)
+    return found == ("fp8", "dynamic", "e4m3") and isinstance(blocks, list) and len(blocks) == 2
 
 
 def has_weights(directory: str) -> bool:

@@ -53,6 +53,7 @@ def reward_engine_args(args: argparse.Namespace) -> argparse.Namespace:
         "offload_rollout": False,
         "random_weights": False,
         "lora_sync": "merged",
+        "pushes_float8": False,
     }
     return argparse.Namespace(**vars(args) | own)
 

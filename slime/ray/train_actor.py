@@ -71,7 +71,9 @@ class TrainActor:
     def connect(self, engines: list[EngineAddress]) -> None:
         """Prepare the weight transport to ``engines``."""
         from slime.weights import make_publisher
+        from slime.weights.float8 import Float8Blocks
 
+        self._float8 = Float8Blocks.of(Path(self._args.hf_checkpoint))
         self._publisher = make_publisher(self._args, self._rank, engines)
         self._publisher.connect()
 
@@ -85,7 +87,10 @@ class TrainActor:
 
     def publish(self, version: int, gone: list[str]) -> dict[str, float]:
         """Push the present weights as ``version`` to every engine but those of the URLs ``gone``, which have died."""
-        figures = self._publisher.publish(version, self._trainer.export_buckets(version), gone)
+        buckets = self._trainer.export_buckets(version)
+        if self._float8 is not None:
+            buckets = self._float8.quantised(buckets)
+        figures = self._publisher.publish(version, buckets, gone)
         return {
             "perf/update_weights_time": figures["seconds"],
             "perf/update_weights_paused_time": figures["paused_seconds"],

@@ -67,12 +67,13 @@ def complete(directory: Path, origin: Path, bytes_of: Counter[torch.dtype]) -> N
     Args:
         directory: where the weights are.
         origin: a Hugging Face directory of the same architecture.
-        bytes_of: how much of the weights has which type; config.json names the most common.
+        bytes_of: how much of the weights has which type; config.json names the most common. Of weights in float8 it
+            stays as it is: it names the type of the others, and says how these were quantised.
     """
     for path in origin.iterdir():
         if path.is_file() and path.suffix in _ASSETS and not path.name.endswith(_INDEX_END):
             shutil.copyfile(path, directory / path.name)
-    if bytes_of:
+    if bytes_of and not any(dtype.is_floating_point and dtype.itemsize == 1 for dtype in bytes_of):
         ((dtype, _),) = bytes_of.most_common(1)
         _set_dtype(directory / "config.json", str(dtype).removeprefix("torch."))
 

@@ -12,7 +12,6 @@ import torch
 
 from slime.backends.sglang.client import EngineControl, EngineError
 from slime.models import family_of, hf_config
-from slime.utils.block_scaled import SCALE_END
 from slime.weights.hf_directory import (
     HFDirectoryWriter,
     NamedTensors,
@@ -76,12 +75,11 @@ class EqualityCheck:
 
 
 def expected_names(hf_checkpoint: Path) -> set[str]:
-    """The tensors that an update of this model must contain: those of its checkpoint that are trained, less scales of
-    quantized ones and an output layer that is tied to the embedding."""
+    """The tensors that an update of this model must contain: those of its checkpoint that are trained, less an output
+    layer that is tied to the embedding."""
     config = hf_config(hf_checkpoint)
     carried = family_of(config).carried(config)
-    stored = (name for name in stored_names(hf_checkpoint) if not name.endswith(SCALE_END))
-    names = {name for name in stored if not name.startswith(carried)}
+    names = {name for name in stored_names(hf_checkpoint) if not name.startswith(carried)}
     if config.tie_word_embeddings:
         names.discard("lm_head.weight")
     return names

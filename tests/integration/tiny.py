@@ -36,6 +36,7 @@ def engine_args(hf_checkpoint: Path, run_dir: Path, **changes: Any) -> argparse.
         "weight_update_timeout": 60.0,
         "update_weight_transport": "tensor",
         "asynchronous": False,
+        "pushes_float8": False,
     }
     assert set(changes) <= set(values), set(changes) - set(values)
     return argparse.Namespace(**(values | changes))

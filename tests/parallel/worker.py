@@ -107,7 +107,11 @@ def pass_through(chunks: list[torch.nn.Module], reference: dict[str, Tensor]) ->
 def exported(chunks: list[torch.nn.Module], directory: Path, bucket_bytes: int) -> list[tuple[str, Tensor]]:
     """All tensors of all buckets."""
     config = hf_config(directory)
-    buckets = weights_io.export_hf_buckets(chunks, family_of(config), weight_shape(config), bucket_bytes)
+    buckets = list(weights_io.export_hf_buckets(chunks, family_of(config), weight_shape(config), bucket_bytes))
+    for names in ([name for name, _ in bucket] for bucket in buckets):
+        # SGLang makes one matrix of these two, and drops either that comes without the other.
+        halves = [name.replace("q_a_proj", "kv_a_proj_with_mqa") for name in names if "q_a_proj" in name]
+        assert set(halves) <= set(names), names
     return [pair for bucket in buckets for pair in bucket]
 
 

@@ -399,11 +399,31 @@ def test_latent_attention_comes_from_the_config(parse: Parse, directory: Path, f
 
 
 def test_engines_do_not_take_weights_for_quantized_ones(parse: Parse, directory: Path, fails: Fails) -> None:
-    quantized = QWEN3 | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    (directory / "model" / "config.json").write_text(json.dumps(quantized))
-    assert "its config.json has a quantization_config, and engines" in fails()
-    parse("--debug-train-only --load-debug-rollout-data {rollout_id}.pt", "--colocate")
-    parse("--debug-rollout-only --rollout-num-gpus 2", "--colocate")
+    trains_only = "--debug-train-only --load-debug-rollout-data {rollout_id}.pt"
+    blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    for other in (
+        {"quant_method": "compressed-tensors"},
+        blocks | {"quant_method": "mxfp8"},
+        blocks | {"weight_block_size": None},
+        blocks | {"activation_scheme": "static"},
+        blocks | {"fmt": "e5m2"},
+    ):
+        (directory / "model" / "config.json").write_text(json.dumps(QWEN3 | {"quantization_config": other}))
+        assert "weights are pushed in one: quant_method fp8, fmt e4m3, activation_scheme dynamic" in fails("--bf16")
+        assert not parse(trains_only, "--colocate").pushes_float8
+        assert not parse("--debug-rollout-only --rollout-num-gpus 2", "--colocate").pushes_float8
+
+
+def test_engines_take_weights_in_blocks_of_float8(parse: Parse, directory: Path, fails: Fails) -> None:
+    assert not parse("--bf16").pushes_float8
+    assert "--sglang-quantization fp8: engines hold the weights that are pushed" in fails("--sglang-quantization fp8")
+    blocks = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    (directory / "model" / "config.json").write_text(json.dumps(QWEN3 | {"quantization_config": blocks}))
+    assert parse("--bf16").pushes_float8
+    assert parse("--bf16 --sglang-quantization fp8").pushes_float8
+    assert "engines do not compute in float32: drop --fp32" in fails("--fp32")
+    assert "--sglang-quantization awq: " in fails("--bf16 --sglang-quantization awq")
+    assert not parse("--fp32 --debug-train-only --load-debug-rollout-data {rollout_id}.pt", "--colocate").pushes_float8
 
 
 def test_unsupported_model(directory: Path, fails: Fails) -> None:

@@ -46,6 +46,7 @@ def make_engine(tmp_path: Path, *sglang_cli: str) -> Engine:
         random_weights=False,
         lora_sync="merged",
         offload_rollout=False,
+        pushes_float8=False,
     )
     return Engine(args, 0, "127.0.0.1", None, tmp_path / "log", None)
 

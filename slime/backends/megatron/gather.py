@@ -42,6 +42,8 @@ class _Entry:
     """Of one tensor-parallel shard."""
     hf: tuple[tuple[str, tuple[int, ...]], ...]
     """Names and shapes of the Hugging Face tensors that it becomes."""
+    unit: tuple[str, ...]
+    """What shares it goes into one bucket: `Row.together` and the layer, or the name alone."""
 
     @property
     def local_numel(self) -> int:
@@ -80,18 +82,20 @@ class Gatherer:
         ):
             where = _merge(where, group)
         entries = [self._entry(name, *where[name]) for name in family.parameters(shape) if name in where]
-        self.entries = sorted(
-            (e for e in entries if e.hf), key=lambda e: (e.owner.is_expert, e.owner.stage, e.owner.expert_rank)
+        self.entries = _units_together(
+            sorted((e for e in entries if e.hf), key=lambda e: (e.owner.is_expert, e.owner.stage, e.owner.expert_rank))
         )
 
     def _entry(self, name: str, owner: _Owner, local_shape: tuple[int, ...]) -> _Entry:
         shards = [torch.empty(local_shape, device="meta")] * _tensor_group(owner).size()
         hf = self.family.join(name, shards, self.shape)
-        return _Entry(name, owner, local_shape, tuple((n, tuple(t.shape)) for n, t in hf))
+        row, index = self.family.row(name)
+        unit = (row.together, *map(str, index)) if row.together else (name,)
+        return _Entry(name, owner, local_shape, tuple((n, tuple(t.shape)) for n, t in hf), unit)
 
     def buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """Full tensors by Hugging Face name; the same on every rank (collective)."""
-        for bucket in _cut(self.entries, lambda entry: entry.hf_bytes, bucket_bytes):
+        for bucket in _cut(self.entries, bucket_bytes):
             tensors: list[tuple[str, Tensor]] = []
             for owner, segment in groupby(bucket, key=lambda entry: entry.owner):
                 tensors += self._segment(owner, list(segment))
@@ -153,15 +157,25 @@ def _broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
         dist.broadcast(tensor, group_src=source, group=group)
 
 
-def _cut(entries: list[_Entry], size: Callable[[_Entry], int], limit: int) -> Iterator[list[_Entry]]:
-    """Consecutive runs whose sizes add up to at most ``limit``, or one entry."""
+def _units_together(entries: list[_Entry]) -> list[_Entry]:
+    """The entries of a unit at the place of its first one; otherwise the same order."""
+    first: dict[tuple[str, ...], int] = {}
+    for position, entry in enumerate(entries):
+        first.setdefault(entry.unit, position)
+    return sorted(entries, key=lambda entry: first[entry.unit])
+
+
+def _cut(entries: list[_Entry], limit: int) -> Iterator[list[_Entry]]:
+    """Consecutive runs of whole units whose sizes add up to at most ``limit``, or one unit."""
     run: list[_Entry] = []
     used = 0
-    for entry in entries:
-        if run and used + size(entry) > limit:
+    for _, members in groupby(entries, key=lambda entry: entry.unit):
+        unit = list(members)
+        size = sum(entry.hf_bytes for entry in unit)
+        if run and used + size > limit:
             yield run
             run, used = [], 0
-        run.append(entry)
-        used += size(entry)
+        run += unit
+        used += size
     if run:
         yield run

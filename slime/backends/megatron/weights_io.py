@@ -126,7 +126,8 @@ def _shard_rank(name: str) -> int:
 def export_hf_buckets(
     chunks: Sequence[torch.nn.Module], family: Family, shape: Shape, bucket_bytes: int
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """The whole model as Hugging Face tensors, in buckets of at most ``bucket_bytes`` (or one tensor, if larger).
+    """The whole model as Hugging Face tensors, in buckets of at most ``bucket_bytes`` (or one tensor, if larger, or
+    what `Row.together` keeps together).
 
     Collective over all ranks: each gets the same buckets, in the same order at every call, with full tensors on its
     device. They share one buffer per bucket, which is freed when its tensors are. Tied output layers are left out, the

@@ -8,7 +8,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from slime.backends.sglang.client import EngineControl, EngineError
-from slime.backends.sglang.process import ADMIN_KEY_VARIABLE, GENERATE_KEY_VARIABLE, ServerProcess
+from slime.backends.sglang.process import ADMIN_KEY_VARIABLE, FLOAT8_VARIABLE, GENERATE_KEY_VARIABLE, ServerProcess
 from slime.backends.sglang.server import Server
 from slime.utils.http_utils import http_url
 
@@ -145,6 +145,8 @@ class Engine(Server):
         env = {**_SERVER_ENVIRONMENT, **os.environ}
         if self._api_keys is not None:
             env[GENERATE_KEY_VARIABLE], env[ADMIN_KEY_VARIABLE] = self._api_keys
+        if self._args.pushes_float8:
+            env[FLOAT8_VARIABLE] = "1"
         if self._cuda_devices is None:
             return {**_CPU_ENVIRONMENT, **env}
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self._cuda_devices))

@@ -1,7 +1,8 @@
 """Start one SGLang server: ``python -m slime.backends.sglang.launch <flags of sglang.launch_server>``.
 
-It is SGLang's own launcher, with the CPU fixes of `compat` before it, and with keys that come by environment, because
-a command line is readable by every user of the host, and that are struck from the log, where SGLang prints them.
+It is SGLang's own launcher, with the CPU fixes of `compat` and the configs of `configs` before it, and with keys that
+come by environment, because a command line is readable by every user of the host, and that are struck from the log,
+where SGLang prints them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import sys
 from typing import Any
 
 from slime.backends.sglang import compat
-from slime.backends.sglang.process import ADMIN_KEY_VARIABLE, GENERATE_KEY_VARIABLE
+from slime.backends.sglang.float8 import refuse_other_layouts
+from slime.backends.sglang.process import ADMIN_KEY_VARIABLE, FLOAT8_VARIABLE, GENERATE_KEY_VARIABLE
 from slime.utils.http_utils import redact
 
 
@@ -31,8 +33,16 @@ def _strike_keys_from_log() -> None:
     logging.setLogRecordFactory(make_redacted_record)
 
 
+def _register_configs() -> None:
+    # transformers asks for packages that `compat` stands in for.
+    from slime.backends.sglang import configs
+
+    configs.register()
+
+
 # At the top level: SGLang spawns its schedulers, and a spawned process runs this module again, but not `main`.
 compat.install()
+_register_configs()
 _strike_keys_from_log()
 
 
@@ -50,8 +60,11 @@ def main() -> None:
     for flag, variable in (("--api-key", GENERATE_KEY_VARIABLE), ("--admin-api-key", ADMIN_KEY_VARIABLE)):
         if variable in os.environ:
             flags += [flag, os.environ[variable]]
+    server_args = prepare_server_args(flags)
+    if FLOAT8_VARIABLE in os.environ:
+        refuse_other_layouts(server_args)
     try:
-        run_server(prepare_server_args(flags))
+        run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 

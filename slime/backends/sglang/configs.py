@@ -1,0 +1,18 @@
+"""Configs of models that SGLang 0.5.17 has a class for and no config, nor has transformers; code is never downloaded."""
+
+from __future__ import annotations
+
+from transformers import AutoConfig, Qwen2Config
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+
+class MiMoConfig(Qwen2Config):
+    """MiMo-7B: a Qwen2 with layers for further tokens, which SGLang's class passes over."""
+
+    model_type = "mimo"
+
+
+def register() -> None:
+    """Have ``AutoConfig`` read them. Goes when SGLang or transformers does."""
+    if MiMoConfig.model_type not in CONFIG_MAPPING:
+        AutoConfig.register(MiMoConfig.model_type, MiMoConfig)

@@ -1,0 +1,67 @@
+"""Weights as float8 engines hold them: between what the trainer exports and every transport, one step on buckets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from slime.utils.block_scaled import SCALE_END, block_sizes, is_linear, quantise
+from slime.utils.hf_reader import tensor_files
+from slime.utils.hf_writer import NamedTensors
+
+
+@dataclass(frozen=True)
+class Float8Blocks:
+    """Which weights of a checkpoint are in float8, and in what blocks; engines that serve it hold the same ones."""
+
+    block: tuple[int, ...]
+    names: frozenset[str] | None
+    """Those that have scales in the checkpoint; None where it has no weights."""
+    kept: tuple[str, ...] = ()
+    """Without weights: the modules that config.json leaves in high precision."""
+
+    @classmethod
+    def of(cls, checkpoint: Path) -> Float8Blocks | None:
+        """Of a Hugging Face directory; None of one that is not quantised.
+
+        Raises:
+            ValueError: it is quantised in another way.
+        """
+        block = block_sizes(checkpoint)
+        if block is None:
+            return None
+        if any(checkpoint.glob("*.safetensors")):
+            stored = tensor_files(checkpoint)
+            return cls(block, frozenset(name for name in stored if name + SCALE_END in stored))
+        config = json.loads((checkpoint / "config.json").read_text())["quantization_config"]
+        kept = config.get("ignored_layers") or config.get("modules_to_not_convert") or ()
+        return cls(block, None, tuple(module.removeprefix("model.") for module in kept))
+
+    def has(self, name: str, tensor: Tensor) -> bool:
+        """Whether a weight is one of them."""
+        if self.names is not None:
+            return name in self.names
+        path = f".{name.removesuffix('.weight')}."
+        return is_linear(name, tensor.shape) and not any(f".{module}." in path for module in self.kept)
+
+    def quantised(self, buckets: Iterable[NamedTensors]) -> Iterator[NamedTensors]:
+        """The same buckets with values and, right after each, its scales: the bytes that convert_hf_to_fp8 writes.
+
+        A bucket stays one, so that what SGLang needs at once (`Row.together`, values and their scales) still comes at
+        once, and is smaller: a byte for two, and four for a block.
+        """
+        for bucket in buckets:
+            yield list(self._each(bucket))
+
+    def _each(self, bucket: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in bucket:
+            if not self.has(name, tensor):
+                yield name, tensor
+                continue
+            values, scales = quantise(tensor, self.block)
+            yield name, values
+            yield name + SCALE_END, scales
