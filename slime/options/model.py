@@ -71,8 +71,8 @@ def check_quantization(args: Namespace) -> None:
     asked = getattr(args, "sglang_quantization", None)
     if asked is not None and not (asked == "fp8" and found):
         raise OptionError(
-            f"--sglang-quantization {asked}: engines hold the weights that are pushed as --hf-checkpoint has them: drop "
-            "it, and for float8 name a checkpoint that tools/convert_hf_to_fp8.py has made"
+            f"--sglang-quantization {asked}: engines hold the weights that are pushed as --hf-checkpoint has them: "
+            "drop it, and for float8 name a checkpoint that tools/convert_hf_to_fp8.py has made"
         )
     if not found:
         return

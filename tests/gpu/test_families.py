@@ -48,6 +48,7 @@ def test_experts_and_latent_attention_agree_with_the_engine(
         hf_checkpoint=str(tmp_path / "model"),
         random_weights=True,
         num_rollout=_ROLLOUTS,
+        update_weight_buffer_size=2**20,  # as many buckets as a large model has
         use_distributed_optimizer=True,
         **dict.fromkeys(("ref_load", "use_kl_loss", "kl_loss_coef", "kl_loss_type")),
     )

@@ -86,3 +86,10 @@ def test_colocated_ranks_do_not_compare_their_free_memory(tmp_path: Path, monkey
     assert make_engine(tmp_path)._environment()[name] == "false"
     monkeypatch.setenv(name, "true")
     assert make_engine(tmp_path)._environment()[name] == "true"
+
+
+def test_a_server_knows_that_it_will_be_pushed_float8(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    assert "SLIME_ENGINE_TAKES_FLOAT8" not in engine._environment()
+    engine._args.pushes_float8 = True
+    assert engine._environment()["SLIME_ENGINE_TAKES_FLOAT8"] == "1"

@@ -1,4 +1,4 @@
-"""Configs of models that SGLang 0.5.17 has a class for and no config, nor has transformers; code is never downloaded."""
+"""Configs of models of which SGLang 0.5.17 has a class and neither it nor transformers a config."""
 
 from __future__ import annotations
 
