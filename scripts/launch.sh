@@ -1,7 +1,6 @@
 # Sourced by the run-*.sh beside it: how a run is started.
 #
 #   launch train.py FLAG ...     this process becomes train.py, which starts a Ray of its own
-#   needs_bf16_copy DIR          stop where there is no DIR, the bfloat16 copy of a model that is published in float8
 #
 #   DRY_RUN=1                        print the command, and check it (--dry-run); nothing is started
 #   RAY_ADDRESS=http://HOST:8265     submit it as a job to the Ray whose job server that is
@@ -50,11 +49,6 @@ _check_installation() { # before a Ray is asked or started: train.py would say s
 }
 
 _die() { printf 'launch: error: %s\n' "$*" >&2; exit 2; }
-
-needs_bf16_copy() {
-   [[ $1 != /* ]] || [ -d "$1" ] || _die "there is no $1: engines that serve the published float8 cannot take the" \
-      "trainer's weights; make a bfloat16 copy: python3 tools/convert_fp8_to_bf16.py --model-dir MODEL --save-dir $1"
-}
 
 _print() { # one flag a line
    printf '%q' "$1"

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# GRPO of DeepSeek-R1 on math problems, on 16 nodes of eight GPUs that train and generate in turn.
-# Engines that are pushed the trainer's weights serve a bfloat16 copy of the published float8, and are of one node each:
-# the copy's 1.34 TB need more than 168 GB a GPU, more than an H100 or H200 has (docs/launch.md).
+# GRPO of DeepSeek-R1 on math problems, on 16 nodes of eight H200 that train and generate in turn.
+# The engines, of one node each, serve the published float8, 84 GB a GPU, and are pushed what the trainers learn in
+# bfloat16 in the same blocks (docs/launch.md). No machine of that size has run it yet.
 # Run it on every node, with NODE_RANK from 0 and MASTER_ADDR the address of node 0, or once with RAY_ADDRESS where a
 # Ray of all nodes runs. The paths must be the same on every node.
 # Variables: HF_CHECKPOINT, PROMPT_DATA, EVAL_DATA, SAVE_DIR.
 # Further flags of train.py may follow; they win.
 NUM_NODES=${NUM_NODES:-16}
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh" # DRY_RUN, RAY_ADDRESS and more
-needs_bf16_copy "${HF_CHECKPOINT:=/root/DeepSeek-R1-bf16}"
+: "${HF_CHECKPOINT:=deepseek-ai/DeepSeek-R1}"
 source "$SLIME_DIR/scripts/models/deepseek-v3.sh"
 source "$SLIME_DIR/scripts/dapo-math.sh"
 SAVE_DIR=${SAVE_DIR:-outputs/deepseek-r1}
@@ -38,9 +38,15 @@ PERF_ARGS=(
 
 SGLANG_ARGS=(
    --rollout-num-gpus-per-engine 8
-   --sglang-mem-fraction-static 0.95
+   --sglang-mem-fraction-static 0.85
+)
+
+# Engines in float8 are further from trainers in bfloat16.
+MISMATCH_ARGS=(
+   --use-tis
+   --tis-clip 2.0
 )
 
 launch train.py \
    "${MODEL_ARGS[@]}" "${CKPT_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${EVAL_ARGS[@]}" "${PERF_ARGS[@]}" \
-   "${GRPO_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${SGLANG_ARGS[@]}" "$@"
+   "${GRPO_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${SGLANG_ARGS[@]}" "${MISMATCH_ARGS[@]}" "$@"

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # GRPO of Kimi-K2-Instruct on math problems, on 32 nodes of eight GPUs that train and generate in turn.
-# Engines that are pushed the trainer's weights serve a bfloat16 copy of the published float8, and are of one node each:
-# the copy's 2.05 TB need more than 257 GB a GPU, more than an H100 or H200 has (docs/launch.md).
+# The engines, of one node each, serve the published float8 and are pushed what the trainers learn in bfloat16 in the
+# same blocks: 128 GB a GPU, which leaves an H200 (141 GB) no room for cache and trainer; eight of 192 GB have it
+# (docs/launch.md). No machine of that size has run it yet.
 # Its tokenizer is published as code, which is never run: put a tokenizer.json beside the weights (docs/launch.md).
 # Run it on every node, with NODE_RANK from 0 and MASTER_ADDR the address of node 0, or once with RAY_ADDRESS where a
 # Ray of all nodes runs. The paths must be the same on every node.
@@ -9,7 +10,7 @@
 # Further flags of train.py may follow; they win.
 NUM_NODES=${NUM_NODES:-32}
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh" # DRY_RUN, RAY_ADDRESS and more
-needs_bf16_copy "${HF_CHECKPOINT:=/root/Kimi-K2-Instruct-bf16}"
+: "${HF_CHECKPOINT:=moonshotai/Kimi-K2-Instruct}"
 source "$SLIME_DIR/scripts/models/kimi-k2.sh"
 source "$SLIME_DIR/scripts/dapo-math.sh"
 SAVE_DIR=${SAVE_DIR:-outputs/kimi-k2-Instruct}
@@ -39,9 +40,15 @@ PERF_ARGS=(
 
 SGLANG_ARGS=(
    --rollout-num-gpus-per-engine 8
-   --sglang-mem-fraction-static 0.95
+   --sglang-mem-fraction-static 0.85
+)
+
+# Engines in float8 are further from trainers in bfloat16.
+MISMATCH_ARGS=(
+   --use-tis
+   --tis-clip 2.0
 )
 
 launch train.py \
    "${MODEL_ARGS[@]}" "${CKPT_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${EVAL_ARGS[@]}" "${PERF_ARGS[@]}" \
-   "${GRPO_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${SGLANG_ARGS[@]}" "$@"
+   "${GRPO_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${SGLANG_ARGS[@]}" "${MISMATCH_ARGS[@]}" "$@"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,15 @@ pytestmark = [pytest.mark.integration, pytest.mark.full]
 
 KINDS = ("qwen2", "llama", "glm4", "mimo")
 """Those that SGLang serves on a CPU: experts and multi-latent attention need a GPU."""
-TINY = tiny.KINDS | {
-    "mimo": {
-        **{"model_type": "qwen2", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1},
-        "tie_word_embeddings": False,
-    }
+TINY = tiny.KINDS | {"mimo": {"model_type": "qwen2", "num_nextn_predict_layers": 1, "tie_word_embeddings": False}}
+MIMO = {
+    **{"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "attention_bias": True},
+    "auto_map": {
+        "AutoConfig": "configuration_mimo.MiMoConfig",
+        "AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM",
+    },
 }
-"""MiMo as engines take it: SGLang has a class of the model, and transformers none of its own config."""
+"""What MiMo's config.json says as published; transformers has no class of it, and its trunk is Qwen2's."""
 
 
 def write_model(kind: str, directory: Path) -> None:
@@ -46,9 +49,15 @@ def write_model(kind: str, directory: Path) -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
     tiny.add_next_token_layers(directory, config)
-    if kind == "mimo":  # transformers names its own class
-        values = json.loads((directory / "config.json").read_text())
-        (directory / "config.json").write_text(json.dumps(values | {"architectures": options["architectures"]}))
+
+
+def publish_mimo(directory: Path) -> Path:
+    """A copy of a directory with MiMo's own config.json."""
+    published = directory.with_name(f"{directory.name}_published")
+    shutil.copytree(directory, published)
+    values = json.loads((published / "config.json").read_text())
+    (published / "config.json").write_text(json.dumps(values | MIMO))
+    return published
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +100,8 @@ def export(rank: int, directory: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_exported_weights_give_the_models_log_probs(kind: str, models: Path, tmp_path: Path) -> None:
     cli = ["--max-total-tokens", "8192", "--enable-deterministic-inference"]
-    args = engine_args(models / kind, tmp_path, sglang_cli=cli)
+    served = publish_mimo(models / kind) if kind == "mimo" else models / kind
+    args = engine_args(served, tmp_path, sglang_cli=cli)
     engine = Engine(args, 0, "127.0.0.1", KEYS, tmp_path / "engine.log", None)
     try:
         engine.start()
