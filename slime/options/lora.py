@@ -116,6 +116,8 @@ def _against_adapter_sync(args: Namespace, given: Set[str]) -> Iterator[tuple[st
     yield from _own_requests(args)
     if args.multi_latent_attention:
         yield f"the multi-latent attention of --hf-checkpoint {args.hf_checkpoint}", "it is not known to be right there"
+    if args.pushes_float8:
+        yield f"the float8 of --hf-checkpoint {args.hf_checkpoint}", "it is not known to be right there"
     speculative = getattr(args, "sglang_speculative_algorithm", None)
     if speculative not in (None, "NGRAM"):
         yield f"--sglang-speculative-algorithm {speculative}", "SGLang has no adapters with it: drop it"

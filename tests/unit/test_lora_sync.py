@@ -115,6 +115,14 @@ def test_multi_latent_attention_is_refused(directory: Path, capsys: pytest.Captu
     assert "multi-latent attention of --hf-checkpoint" in error
 
 
+def test_engines_in_float8_are_refused(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    write_model(directory / "float8", {**QWEN3, "quantization_config": blocks})
+    error = failure(capsys, f"{ADAPTER_SYNC} --hf-checkpoint float8 --bf16")
+    assert "the float8 of --hf-checkpoint" in error
+    assert "use --lora-sync merged" in error
+
+
 _MLA = {
     **{"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 16},
     **{"qk_rope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1},

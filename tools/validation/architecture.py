@@ -200,6 +200,6 @@ def _not_exercised(setting: Setting) -> list[Item]:
         text = "heads that predict further tokens are carried through files; no level trains or generates with them"
         items.append(Item("multi-token prediction", Status.SKIPPED, text))
     if getattr(setting.config, "quantization_config", None):
-        text = "weights are dequantised when they are read; nothing computes in the quantized type"
+        text = "trainers dequantise weights as they read them; engines on GPUs alone compute in the quantized type"
         items.append(Item("quantized weights", Status.SKIPPED, text))
     return items
