@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import AutoConfig, Qwen2Config
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoConfig, Qwen2Config
 
 
 class MiMoConfig(Qwen2Config):
