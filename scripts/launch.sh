@@ -23,7 +23,8 @@ launch() {
       _print "${command[@]}"
       exec "${command[@]}" --dry-run
    elif [[ ${RAY_ADDRESS:-} == http*://* ]]; then
-      _check_installation
+      "$PYTHON" -c 'import ray' 2> /dev/null || _die "$PYTHON has no Ray, by which a job is submitted: install" \
+         "ray[default], or set PYTHON to one that has it"
       _use_token
       # A job starts in the directory of the Ray.
       exec "$PYTHON" -m ray.scripts.scripts job submit --runtime-env-json "${RUNTIME_ENV_JSON:-$runtime_env}" \
@@ -43,7 +44,7 @@ _use_token() { # A Ray that is started where there is a token asks for it, and g
    fi
 }
 
-_check_installation() { # before a Ray is asked or started: train.py would say so only then
+_check_installation() { # before a Ray is started: train.py would say so only then
    PYTHONPATH=$SLIME_DIR${PYTHONPATH:+:$PYTHONPATH} "$PYTHON" -c \
       'from slime.utils.installation import check_installation; check_installation("launch")' || exit 2
 }

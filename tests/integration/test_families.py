@@ -25,8 +25,8 @@ NUM_GPUS = 0
 
 pytestmark = [pytest.mark.integration, pytest.mark.full]
 
-KINDS = ("qwen2", "llama", "glm4", "mimo")
-"""Those that SGLang serves on a CPU: experts and multi-latent attention need a GPU."""
+KINDS = ("qwen2", "llama", "glm4", "mimo", "qwen3_moe")
+"""Those that SGLang serves on a CPU; tests/gpu has others."""
 TINY = tiny.KINDS | {"mimo": {"model_type": "qwen2", "num_nextn_predict_layers": 1, "tie_word_embeddings": False}}
 MIMO = {
     **{"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "attention_bias": True},
