@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -88,6 +88,8 @@ def end(process: subprocess.Popen[str]) -> None:
             process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
             process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_S)
 
 
 def quickstart(output: Path, seed: int, rm_type: str, phases: Phases) -> None:

@@ -16,7 +16,8 @@ from slime.utils.types import Status as SampleStatus
 from tools.validation.launches import Run
 from tools.validation.report import Check, Item, Status, checked
 from tools.validation.setting import Setting
-from tools.validation.weights import differences
+from tools.validation.smoke import step_checks
+from tools.validation.weights import differences, not_finite
 
 _SAMPLES, _PROMPT, _RESPONSE = 32, 8, 24
 _LARGEST_PARAMETERS = 4e9
@@ -94,9 +95,9 @@ def _log_probs(setting: Setting, run: Run, samples: list[Sample], part: str) -> 
     parameters = sum(int(np.prod(shape)) for shape in _shapes(setting.model).values())
     if parameters > _LARGEST_PARAMETERS:
         reason = f"{parameters / 1e9:.1f} G parameters are too many for transformers in float32 on the host"
-        return Item(part, Status.SKIPPED, reason)
+        return Item(part, Status.SKIPPED, reason, left_out=True)
     if getattr(setting.config, "quantization_config", None):
-        return Item(part, Status.SKIPPED, "transformers needs a GPU's kernels for the quantized weights")
+        return Item(part, Status.SKIPPED, "transformers needs a GPU's kernels for the quantized weights", left_out=True)
     data = load_plain(run.directory / "trained_0_0.pt", part)["samples"]
     expected = _by_transformers(setting.model, samples)
     apart = [
@@ -131,22 +132,24 @@ def _by_transformers(directory: Path, samples: list[Sample]) -> list[torch.Tenso
 
 def _all_trained(setting: Setting, run: Run, part: str) -> Item:
     """Adam's first step moves every weight that has a gradient by the learning rate, which no rounding hides."""
-    changed = differences(setting.model, run.directory / "hf")
+    export = run.directory / "hf"
+    changed, strange = differences(setting.model, export), not_finite(export)
     trained = {name: apart for name, apart in changed.items() if not _carried(setting, name)}
     experts = {name for name in trained if ".experts." in name}
     still = sorted(name for name, apart in trained.items() if apart == 0 and name not in experts)
-    lost = sorted(name for name, apart in trained.items() if apart == float("inf"))
-    used = sum(trained[name] > 0 for name in experts)
-    moved = len(trained) - len(still) - len(experts)
+    lost = sorted(name for name, apart in trained.items() if apart == float("inf") and name not in strange)
+    used = sum(0 < trained[name] < float("inf") for name in experts)
+    moved = sum(0 < apart < float("inf") for name, apart in trained.items() if name not in experts)
     checks = [
         Check(f"{moved} of {len(trained) - len(experts)} tensors moved{_some(still)}", not still and moved > 0),
         Check(f"no tensor is lost or new in the export{_some(lost)}", not lost),
+        Check(f"every tensor of the export is finite{_some(strange)}", not strange),
     ]
     if experts:
         checks.append(
             Check(f"{used} of {len(experts)} tensors of experts, who see the tokens routed to them", used > 0)
         )
-    return checked(part, checks, run.log)
+    return checked(part, [*checks, *step_checks(run, 1)], run.log)
 
 
 def _carried(setting: Setting, name: str) -> bool:

@@ -18,6 +18,8 @@ from tools.quickstart import ROOT, end
 
 _SHOWN = 300
 """Characters of an error in the report; the log has the rest."""
+_NO_JSON_NUMBERS = ("NaN", "Infinity", "-Infinity")
+"""How metrics.jsonl writes them."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,10 @@ class Run:
         return self.status == 0
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl."""
+        """The lines of metrics.jsonl, with the numbers that JSON does not have."""
         path = self.directory / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        lines = path.read_text().splitlines() if path.is_file() else []
+        return [{k: float(v) if v in _NO_JSON_NUMBERS else v for k, v in json.loads(line).items()} for line in lines]
 
     def series(self, key: str) -> list[float]:
         """A metric's values in the order of writing."""
@@ -60,6 +63,11 @@ class Run:
         found = {k for line in self.metrics() for k, v in line.items() if isinstance(v, float) and not math.isfinite(v)}
         return sorted(found)
 
+    def error(self) -> str:
+        """The program's own error line; empty if it has none."""
+        lines = map(str.strip, self.log.read_text(errors="replace").splitlines())
+        return next((line for line in lines if re.match(r"[\w.]+\.py: error:", line)), "")
+
     def why(self) -> str:
         """The cause of a bad end: the program's own error line, and the last exception in the log."""
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
@@ -67,7 +75,7 @@ class Run:
             how = f"ended after {self.seconds:.0f} s, the deadline of a launch (--launch-timeout)"
         else:
             how = f"status {self.status}"
-        causes = [line for line in lines if re.match(r"[\w.]+\.py: error:", line)][:1] + _last_exception(lines)
+        causes = [line for line in [self.error()] if line] + _last_exception(lines)
         return ": ".join([how, *(cause[:_SHOWN] for cause in causes or lines[-1:])])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from math import isfinite
 from pathlib import Path
 
 from tools.validation.launches import Run
@@ -75,7 +76,7 @@ def _comparison(setting: Setting, whole: Run, resumed: Run, loop: bool) -> list[
 def close(what: str, found: float, reference: str, expected: float, limit: float) -> Check:
     """Whether two figures are the same but for rounding; the loss of GRPO, which is about 0, to 1e-6."""
     text = f"{what} {found:.6g}, {reference} {expected:.6g} (to {limit:g})"
-    return Check(text, abs(found - expected) <= max(limit * abs(expected), 1e-6))
+    return Check(text, isfinite(expected) and abs(found - expected) <= max(limit * abs(expected), 1e-6))
 
 
 def _tokens(path: Path) -> list[list[int]]:
