@@ -72,7 +72,6 @@ def prepare(options: argparse.Namespace) -> tuple[Setting, str]:
     output = output.expanduser().absolute()
     if output.exists() and any(output.iterdir()):
         raise BadInputError(f"--output-dir {output} is not empty: name another, nothing was removed")
-    output.mkdir(parents=True, exist_ok=True)
     on_gpus = device.is_cuda()
     dtype = options.dtype or ("bfloat16" if on_gpus else "float32")
     slots = options.slots or (device.count() if on_gpus else processes())
@@ -82,6 +81,7 @@ def prepare(options: argparse.Namespace) -> tuple[Setting, str]:
     if dummy:
         model = output / "model"
         write_model(source, model, dtype, tiny=options.tiny, seed=options.seed)
+    output.mkdir(parents=True, exist_ok=True)
     launcher = Launcher(output, options.launch_timeout)
     setting = Setting(model, dummy, dtype, on_gpus, slots, options.seed, options.flags, launcher)
     kind = f"random weights{' of small sizes' if options.tiny else ''}, config" if dummy else "checkpoint"
@@ -106,14 +106,6 @@ def _focused_tests(setting: Setting, wanted: bool) -> Item:
 def _finish(report: Report, setting: Setting, options: argparse.Namespace) -> None:
     """The summary of all that has run so far."""
     runs = setting.launcher.runs
-    silent = [run.name for run in runs if run.log.stat().st_size == 0]
-    logs = Item(
-        "log capture",
-        Status.FAIL if silent else Status.PASS,
-        f"{setting.output}: {len(runs)} logs, each with its command"
-        + (f"; empty: {', '.join(silent)}" if silent else ""),
-    )
-    report.preliminary = [item for item in report.preliminary if item.part != logs.part] + [logs]
     hardware = device.hardware() if setting.on_gpus else "CPU"
     report.evidence = [
         ("slime repo", _git_state()),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -36,12 +36,14 @@ class Item:
     Attributes:
         text: the checked figures, or the reason why it did not pass.
         log: of the run that it is read from, which begins with the command; None where nothing ran.
+        left_out: skipped although it applies to the model, for lack of slots, memory or kernels.
     """
 
     part: str
     status: Status
     text: str
     log: Path | None = None
+    left_out: bool = False
 
 
 def checked(part: str, checks: Sequence[Check], log: Path | None) -> Item:
@@ -104,7 +106,8 @@ class Report:
 
     def _line(self, indent: str, item: Item) -> str:
         log = f" [{self._relative(item.log)}]" if item.log else ""
-        return f"{indent}{item.part}: {item.status.value} - {item.text}{log}"
+        reason = "does not fit here: " if item.left_out else ""
+        return f"{indent}{item.part}: {item.status.value} - {reason}{item.text}{log}"
 
     def _relative(self, path: Path) -> str:
         return str(path.relative_to(self.output) if path.is_relative_to(self.output) else path)
@@ -113,6 +116,9 @@ class Report:
         wrong = self._parts(Status.FAIL) or self._parts(Status.BLOCKED)
         passed = self._parts(Status.PASS)
         if self.result is Status.PASS:
+            left_out = self._names(lambda item: item.left_out)
+            if left_out:
+                return f"passed: {passed}; not checked here, though it applies: {left_out}"
             return f"every part that applies passed: {passed}"
         ran = f"passed: {passed or 'nothing'}"
         if self.result is Status.FAIL:
@@ -123,11 +129,11 @@ class Report:
         return "; ".join([*reasons, ran])
 
     def _parts(self, status: Status) -> str:
-        of_levels = [(f"level {level.number}, ", level.items) for level in self.levels]
-        everything = [("", tuple(self.preliminary)), *of_levels] if status is not Status.PASS else of_levels
-        return "; ".join(
-            f"{where}{item.part}" for where, items in everything for item in items if item.status is status
-        )
+        preliminary = [item.part for item in self.preliminary if item.status is status is not Status.PASS]
+        return "; ".join([*preliminary, *filter(None, [self._names(lambda item: item.status is status)])])
+
+    def _names(self, wanted: Callable[[Item], bool]) -> str:
+        return "; ".join(f"level {x.number}, {item.part}" for x in self.levels for item in x.items if wanted(item))
 
     def _follow_ups(self) -> list[str]:
         texts = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,10 @@ from slime.models import family_of, hf_config, shape_from_hf
 from tools.validation.launches import Launcher, Run
 
 LORA = ("--lora-rank", "4")
-_DATA = ("train", "sft")
+_ENGINE_FAILED = re.compile(
+    # Its server ended, or answered a request with an error of its own; a deadline is not among them.
+    r"train\.py: error: [^:]+: (engine \d+ failed \((?!.* had not )|.*POST \S+/generate: status 5\d\d)"
+)
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,8 @@ class Generation:
     """Whether engines serve the model on this host, and how that is known."""
 
     works: bool
+    failed: bool
+    """Whether it was the engine itself that did not start or serve, and not something else that ended the run."""
     reason: str
     log: Path
 
@@ -150,13 +156,26 @@ class Setting:
             words = self.loop(1, 2, 2, "--debug-rollout-only", "--rollout-num-gpus", "1", *flags)
             without = ("--colocate", "--actor-num-gpus-per-node")
             words = [w for i, w in enumerate(words) if w not in without and words[i - 1] != without[1]]
+            words = without_adapters(words)
             run = self.launcher.train("-".join(["engine", *(flag.removeprefix("--sglang-") for flag in flags)]), words)
-            self.engines[flags] = Generation(run.ok, "" if run.ok else run.why(), run.log)
+            failed = run.status == 1 and bool(_ENGINE_FAILED.match(run.error()))
+            self.engines[flags] = Generation(run.ok, failed, "" if run.ok else run.why(), run.log)
         return self.engines[flags]
 
     def unserved(self, *flags: str) -> bool:
         """Whether it is known by now that no engine serves the model with these flags."""
-        return any(not self.engines[key].works for key in {(), flags} & set(self.engines))
+        return any(self.engines[key].failed for key in {(), flags} & set(self.engines))
+
+
+def without_adapters(words: list[str]) -> list[str]:
+    """Flags of train.py but for those of adapters, which a run without a trainer refuses."""
+    kept, drops = [], False
+    for word in words:
+        if word.startswith("--"):
+            drops = word.startswith(("--lora-", "--save-lora"))
+        if not drops:
+            kept.append(word)
+    return kept
 
 
 def processes() -> int:

@@ -27,21 +27,23 @@ def check(setting: Setting) -> list[Item]:
 
 
 def with_engine(part: str, setting: Setting, run: Run, instead: Callable[[], list[Item]], *flags: str) -> list[Item]:
-    """What a failed run of the whole loop means: blocked where an engine alone cannot serve the model either.
+    """What a failed run of the whole loop means: blocked where the engine alone fails too, and of itself.
 
     Args:
         instead: what can be checked without an engine, then.
         flags: of the engine, which the run needed.
     """
-    if setting.ask_engine(*flags).works:
-        return [Item(part, Status.FAIL, run.why(), run.log)]
+    alone = setting.ask_engine(*flags)
+    if not alone.failed:
+        asked = "" if alone.works else f"; whether SGLang alone serves the model is not known: {alone.reason}"
+        return [Item(part, Status.FAIL, run.why() + asked, run.log)]
     return [blocked(part, setting, *flags), *instead()]
 
 
 def blocked(part: str, setting: Setting, *flags: str) -> Item:
     """A part that needs an engine, on a host where none serves the model, or none with these flags."""
     plain = setting.engines.get(())
-    generation = plain if plain is not None and not plain.works else setting.ask_engine(*flags)
+    generation = plain if plain is not None and plain.failed else setting.ask_engine(*flags)
     how = f" with {' '.join(flags)}" if generation is not plain and flags else ""
     reason = f"SGLang alone, without a trainer, does not serve this model on this host{how}: {generation.reason}"
     return Item(part, Status.BLOCKED, reason, generation.log)
