@@ -11,6 +11,10 @@ from slime.models.shape import latent_args, next_token_layers, sigmoid_moe_args
 
 def _args(config: Any) -> dict[str, Any]:
     layers = [int(kind == "sparse") for kind in config.mlp_layer_types]
+    if len(layers) != config.num_hidden_layers:
+        raise ValueError(
+            f"glm4_moe_lite: mlp_layer_types has {len(layers)} entries for {config.num_hidden_layers} layers"
+        )
     dense = getattr(config, "first_k_dense_replace", None)  # what engines go by; transformers does by the list alone
     if dense is not None and layers != [int(layer >= dense) for layer in range(len(layers))]:
         raise ValueError(

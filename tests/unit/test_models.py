@@ -303,6 +303,7 @@ YARN = rope(**YARN_ROPE)
         ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob=False with num_experts_per_tok 8"),
         ("glm4_moe", {"num_experts_per_tok": 1}, "norm_topk_prob=True with num_experts_per_tok 1"),
         ("glm4_moe_lite", {"first_k_dense_replace": 2}, "first_k_dense_replace 2 and mlp_layer_types, by default one"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types has 2 entries for 47 layers"),
         ("glm4_moe_lite", rope(partial_rotary_factor=0.5), "glm4_moe_lite with partial_rotary_factor 0.5"),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, "sliding_attention"),
     ],

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +14,18 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from transformers import Glm4MoeLiteConfig, PreTrainedModel
 
 from slime.models import hf_config, shape_from_hf
 from slime.models.shape import rule_shape
-from tools import validate_model
-from tools.validation import architecture, climb, layouts, learning, resume, smoke
+from slime.observability.metrics import MetricsLogger
+from tools import quickstart, validate_model
+from tools.validation import architecture, climb, dummy, layouts, learning, resume, smoke
 from tools.validation.dummy import shrunk, write_model
 from tools.validation.launches import Launcher, Run
 from tools.validation.report import Status
 from tools.validation.setting import LORA, Setting
+from tools.validation.weights import differences, not_finite
 
 NUM_GPUS = 0
 
@@ -63,11 +69,75 @@ def test_the_dummy_is_complete_and_of_the_seed(tmp_path: Path) -> None:
     assert (tmp_path / "0" / "tokenizer.json").is_file()
 
 
+@pytest.mark.parametrize("first_k_dense", [1, 3])
+def test_a_tiny_model_has_as_many_kinds_of_layers_as_layers(first_k_dense: int, tmp_path: Path) -> None:
+    values = json.loads((CONFIGS / "glm4.7-30B-A3B" / "config.json").read_text())
+    kinds = ["dense"] * first_k_dense + ["sparse"] * (values["num_hidden_layers"] - first_k_dense)
+    kinds_of_layers = {"first_k_dense_replace": first_k_dense, "mlp_layer_types": kinds}
+    Glm4MoeLiteConfig(**{**values, **kinds_of_layers}).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    count = len(saved["mlp_layer_types"])
+    small = shrunk({**saved, "moe_layer_freq": [1] * count, "layer_types": ["full_attention"] * (count + 1)})
+    for name in ("mlp_layer_types", "moe_layer_freq", "layer_types"):
+        assert len(small[name]) == small["num_hidden_layers"] == 4
+    (tmp_path / "config.json").write_text(json.dumps(shrunk(saved)))
+    assert shape_from_hf(hf_config(tmp_path))["moe_layer_freq"] == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "tiny", "message"),
+    [
+        ({"model_type": None}, True, "model_type None is not supported"),
+        ({"num_attention_heads": None}, True, "num_attention_heads"),
+        ({"hidden_size": ...}, True, "lacks hidden_size"),
+        ({"hidden_act": "gelu"}, True, "'gelu' is not supported"),
+        ({"num_hidden_layers": 10000}, False, "are free"),
+    ],
+)
+def test_a_config_that_makes_no_model_is_one_line(
+    tmp_path: Path, changes: dict[str, Any], tiny: bool, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = json.loads((CONFIGS / "qwen3-4B" / "config.json").read_text()) | changes
+    config, output = tmp_path / "config.json", tmp_path / "out"
+    config.write_text(json.dumps({name: value for name, value in values.items() if value is not ...}))
+    words = ["--config", str(config), *(["--tiny"] if tiny else []), "--output-dir", str(output)]
+    assert validate_model.main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("validate_model.py: error: ")
+    assert message in error
+    assert error.count("\n") == 1
+    assert not output.exists()
+
+
+def test_weights_that_do_not_fit_are_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dummy.psutil, "virtual_memory", lambda: Namespace(available=1e6))
+    with pytest.raises(ValueError, match=r"G parameters in float32 are .* GiB, 0\.0 are free: --tiny"):
+        write_model(CONFIGS / "qwen3-0.6B", tmp_path / "model", "float32", tiny=False, seed=0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_is_full_leaves_no_half_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Any, directory: Path) -> None:
+        Path(directory, "model.safetensors").write_text("half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_model(CONFIGS / "qwen3-4B", tmp_path / "model", "float32", tiny=True, seed=0)
+    assert not list(tmp_path.iterdir())
+
+
 # ---- the ladder, with runs that only say how they ended
 
 
+ENGINE_ENDED = "start engines: engine 0 failed (weight version none yet): engine 0 at http://a:1 ended with status 1"
+
+
 class FakeLauncher(Launcher):
-    """Runs that begin with a word of ``failing`` end with status 1; the others write what ``write`` has of them."""
+    """Runs that begin with a word of ``failing`` end as ``ends`` says; the others write what ``write`` has of them."""
+
+    ends: Mapping[str, tuple[int | None, str]] = {"engine": (1, ENGINE_ENDED)}
+    """Status and error by the begin of the name; else it is 1, and there is no kernel."""
 
     def __init__(
         self, output: Path, failing: Sequence[str] = (), write: Callable[[Run, list[str]], None] | None = None
@@ -81,8 +151,10 @@ class FakeLauncher(Launcher):
         directory.mkdir(parents=True, exist_ok=True)
         log = directory / "log"
         fails = name.startswith(self.failing) if self.failing else False
-        log.write_text(f"$ {script}\n" + (f"train.py: error: {name} has no kernel\n" if fails else ""))
-        run = Run(name, directory, log, int(fails), 1.0)
+        begins = (end for begin, end in self.ends.items() if name.startswith(begin))
+        status, error = next(begins, (1, f"{name} has no kernel"))
+        log.write_text(f"$ {script}\n" + (f"train.py: error: {error}\n" if fails else ""))
+        run = Run(name, directory, log, status if fails else 0, 1.0)
         self.words[name] = list(words)
         self.runs.append(run)
         if self.write is not None and not fails:
@@ -99,9 +171,12 @@ def write_steps(run: Run, words: list[str], **changes: float) -> None:
     values = {"train/loss": 2.0, "train/grad_norm": 0.5, "train/train_rollout_logprob_abs_diff": 1e-6} | changes
     if "--use-kl-loss" in words:
         values.setdefault("train/kl_loss", 0.0)
-    lines = [{"train/step": step, **values} for step in range(steps)]
-    pushes = [{"perf/update_weights_time": 1.0}] * (steps + 1)
-    (run.directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, *pushes]))
+    metrics = MetricsLogger(Namespace(run_dir=run.directory, use_tensorboard=False, use_wandb=False))
+    for step in range(steps):
+        metrics.log(values, "train/step", step)
+    for step in range(steps + 1):
+        metrics.log({"perf/update_weights_time": 1.0}, "rollout/step", step)
+    metrics.close()
     if "--save-lora" in words:
         directory = Path(words[words.index("--save-lora") + 1])
         directory.mkdir(parents=True)
@@ -147,6 +222,7 @@ def test_level_0_passes_on_what_the_run_wrote(models: dict[str, Path], tmp_path:
     [
         ({"train/grad_norm": 0.0}, "gradient norm 0"),
         ({"train/grad_norm": float("nan")}, "not finite: train/grad_norm"),
+        ({"train/loss": float("nan"), "train/clip": float("-inf")}, "not finite: train/clip, train/loss"),
         ({"train/train_rollout_logprob_abs_diff": 0.01}, "differ by 1.0e-02"),
         ({"train/kl_loss": 0.3}, "KL to the model without adapters 0.3"),
     ],
@@ -167,7 +243,7 @@ def test_an_engine_that_alone_fails_too_blocks_and_training_runs_without_it(
     launcher = FakeLauncher(tmp_path, ["level_0_loop", "engine"], write_steps)
     loop, training = smoke.check(setting(models, launcher))
     assert (loop.status, training.status) == (BLOCKED, PASS)
-    assert "train.py: error: engine has no kernel" in loop.text
+    assert f"train.py: error: {ENGINE_ENDED}" in loop.text
     assert loop.log == tmp_path / "engine" / "log"
     words = launcher.words["engine"]
     assert "--debug-rollout-only" in words
@@ -178,6 +254,43 @@ def test_an_engine_that_alone_fails_too_blocks_and_training_runs_without_it(
 def test_an_engine_that_alone_works_makes_the_loops_end_a_failure(models: dict[str, Path], tmp_path: Path) -> None:
     (item,) = smoke.check(setting(models, FakeLauncher(tmp_path, ["level_0_loop"], write_steps)))
     assert (item.status, item.text) == (FAIL, "status 1: train.py: error: level_0_loop has no kernel")
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "blocks"),
+    [
+        (1, "rollout 0: engine 0 failed (weight version 0): engine 0 at http://a:1 ended with status 137", True),
+        (1, "rollout 0: the rollout manager failed (weight version 0): POST http://a:1/generate: status 500: x", True),
+        (2, "--lora-sync adapter needs --lora-rank", False),
+        (
+            1,
+            ENGINE_ENDED.replace("ended with status 1", "had not answered after 900 s (--engine-start-timeout)"),
+            False,
+        ),
+        (1, "start router: the rollout manager failed (weight version none yet): the router ended", False),
+        (None, ENGINE_ENDED, False),
+    ],
+)
+def test_only_an_engine_that_itself_fails_blocks(
+    models: dict[str, Path], tmp_path: Path, status: int | None, error: str, blocks: bool
+) -> None:
+    launcher = FakeLauncher(tmp_path, ["level_0_loop", "engine"], write_steps)
+    launcher.ends = {"engine": (status, error)}
+    ladder = setting(models, launcher)
+    items = smoke.check(ladder)
+    assert [item.status for item in items] == ([BLOCKED, PASS] if blocks else [FAIL])
+    assert ladder.unserved() == blocks
+    if not blocks:
+        assert items[0].text.startswith("status 1: train.py: error: level_0_loop has no kernel; whether SGLang alone")
+
+
+def test_the_engine_is_asked_without_adapters(models: dict[str, Path], tmp_path: Path) -> None:
+    launcher = FakeLauncher(tmp_path)
+    ladder = setting(models, launcher)
+    ladder.flags = ["--lora-sync", "adapter", "--lora-target-modules", "q_proj", "v_proj", "--sglang-x", "1"]
+    assert ladder.ask_engine().works
+    assert not [word for word in launcher.words["engine"] if "lora" in word or "_proj" in word or word == "adapter"]
+    assert launcher.words["engine"][-4:-2] == ["--sglang-x", "1"]
 
 
 def test_the_engine_is_asked_once(models: dict[str, Path], tmp_path: Path) -> None:
@@ -240,7 +353,45 @@ def test_level_2_plans_what_model_and_host_allow(
     for layout in layouts.LAYOUTS:
         if layout.name not in planned:
             assert items[layout.name].status is SKIPPED
-            assert "no experts" in items[layout.name].text or f"there are {slots}" in items[layout.name].text
+            fits = "no experts" in items[layout.name].text
+            assert items[layout.name].left_out == (not fits)
+            assert fits or f"there are {slots}" in items[layout.name].text
+
+
+NO_MULTIPLE = "--num-layers 47 is no multiple of --pipeline-model-parallel-size 2; see --x"
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "left_out"),
+    [
+        ((2, NO_MULTIPLE), SKIPPED, False),
+        ((2, "unrecognized arguments: --sequence-paralel"), FAIL, False),
+        ((1, NO_MULTIPLE), FAIL, False),
+        (
+            (1, "train on rollout 0: trainer 0 failed (weight version 0): train: CUDA out of memory. Tried"),
+            SKIPPED,
+            True,
+        ),
+    ],
+)
+def test_only_a_layout_that_cannot_divide_the_model_does_not_apply(
+    models: dict[str, Path], tmp_path: Path, end: tuple[int, str], status: Status, left_out: bool
+) -> None:
+    launcher = FakeLauncher(tmp_path, ["level_2_pipeline2"], write_steps)
+    launcher.ends = {"level_2": end}
+    items = {item.part: item for item in layouts.check(setting(models, launcher))}
+    assert (items["pipeline 2"].status, items["pipeline 2"].left_out) == (status, left_out)
+    assert items["one rank"].status is PASS
+
+
+def test_level_2_does_not_pass_by_its_reference_alone(models: dict[str, Path], tmp_path: Path) -> None:
+    names = ["level_2_data", "level_2_tensor", "level_2_pipeline", "level_2_context"]
+    launcher = FakeLauncher(tmp_path, names, write_steps)
+    launcher.ends = {"level_2": (2, NO_MULTIPLE)}
+    items = layouts.check(setting(models, launcher))
+    assert {item.status for item in items} == {SKIPPED}
+    assert items[0].text.startswith("no layout was run that it could be compared with; 2 of 2 optimizer steps")
+    assert "level_2_loop" not in launcher.words
 
 
 def test_level_2_fails_where_a_layout_has_another_loss(models: dict[str, Path], tmp_path: Path) -> None:
@@ -272,12 +423,36 @@ def test_level_4_finds_a_tensor_that_was_not_trained(models: dict[str, Path], tm
     weights = load_file(ladder.model / "model.safetensors")
     frozen = {"model.norm.weight", "model.layers.0.mlp.experts.3.up_proj.weight"}
     run = Run("level_4_step", tmp_path, tmp_path / "log", 0, 1.0)
+    write_steps(run, ["--num-rollout", "1"])
     for expected, kept in ((PASS, frozen - {"model.norm.weight"}), (FAIL, frozen)):
         moved = {name: tensor + (0.0 if name in kept else 0.01) for name, tensor in weights.items()}
         write_weights(tmp_path / "hf", moved)
         item = architecture._all_trained(ladder, run, "x")
         assert item.status is expected
     assert "(not: model.norm.weight)" in item.text
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_level_4_fails_by_what_is_not_finite(models: dict[str, Path], tmp_path: Path, value: float) -> None:
+    ladder = setting(models, FakeLauncher(tmp_path), "qwen3-30B-A3B")
+    moved = {name: tensor + 0.01 for name, tensor in load_file(ladder.model / "model.safetensors").items()}
+    moved["model.norm.weight"][3] = value
+    run = Run("level_4_step", tmp_path, tmp_path / "log", 0, 1.0)
+    write_steps(run, ["--num-rollout", "1"], **{"train/loss": value})
+    write_weights(tmp_path / "hf", moved)
+    item = architecture._all_trained(ladder, run, "x")
+    assert item.status is FAIL
+    assert "every tensor of the export is finite (not: model.norm.weight)" in item.text
+    assert "not finite: train/loss" in item.text
+
+
+def test_what_is_not_finite_differs(tmp_path: Path) -> None:
+    strange = {"nan": torch.tensor([1.0, float("nan")]), "inf": torch.tensor([float("inf")])}
+    for name in ("a", "b"):
+        write_weights(tmp_path / name, {"one": torch.ones(2), **strange})
+    assert differences(tmp_path / "a", tmp_path / "b") == {"one": 0.0, "nan": float("inf"), "inf": float("inf")}
+    assert not_finite(tmp_path / "a") == ["inf", "nan"]
+    assert not resume.close("x", 1.0, "y", float("inf"), 0.1).ok
 
 
 # ---- programs
@@ -330,6 +505,18 @@ def test_a_run_at_its_deadline_is_ended_and_names_the_flag(tmp_path: Path) -> No
     assert run.seconds < 30
     assert "--launch-timeout" in run.why()
     assert run.log.read_text().startswith("$ ")
+
+
+def test_a_child_that_does_not_end_when_told_is_killed_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quickstart, "_STOP_S", 0.5)
+    program = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('on', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        quickstart.end(process)
+        assert process.returncode == -9
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,21 @@ def test_the_result_is_pass_only_if_every_level_passed(
     assert EXIT[result] == {PASS: 0, FAIL: 1, BLOCKED: 3}[result]
 
 
+def test_what_did_not_fit_here_is_not_said_to_have_passed(tmp_path: Path) -> None:
+    def sentence(left_out: bool) -> str:
+        skipped = Item("pipeline 2", SKIPPED, "takes 2", left_out=left_out)
+        made = report(tmp_path, (2, [Item("tensor 2", PASS, ""), skipped]))
+        assert made.result is PASS
+        return made.text()
+
+    assert sentence(False).startswith("Result: Pass - every part that applies passed: level 2, tensor 2\n")
+    text = sentence(True)
+    assert text.startswith(
+        "Result: Pass - passed: level 2, tensor 2; not checked here, though it applies: level 2, pipeline 2\n"
+    )
+    assert "  - pipeline 2: Skipped - does not fit here: takes 2\n" in text
+
+
 def test_a_failed_preliminary_fails_the_whole(tmp_path: Path) -> None:
     made = report(tmp_path, (0, [Item("loop", PASS, "")]))
     made.preliminary.append(Item("local checkout imported", FAIL, "slime is elsewhere"))

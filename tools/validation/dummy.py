@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import psutil
 import torch
 
-from slime.models import hf_config
+from slime.models import hf_config, shape_from_hf
+from slime.utils.errors import BadInputError
 from tools.make_tiny_model import make_tokenizer
 
 _VOCABULARY = 320
@@ -21,6 +25,9 @@ _SMALLER: dict[str, int] = {
     **{"head_dim": 32, "vocab_size": _VOCABULARY},
 }
 """Sizes of a tiny model; one that is less already stays."""
+_NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_OF_LAYERS = ("layer_types", "mlp_layer_types", "moe_layer_freq")
+"""Lists with an entry for each layer, and perhaps for heads behind the last."""
 
 
 def shrunk(values: dict[str, Any]) -> dict[str, Any]:
@@ -33,8 +40,16 @@ def shrunk(values: dict[str, Any]) -> dict[str, Any]:
     if groups:
         small["num_key_value_heads"] = small["num_attention_heads"] if groups == heads else 2
     layers = small["num_hidden_layers"]
-    if isinstance(values.get("layer_types"), list):
-        small["layer_types"] = values["layer_types"][:layers]
+    for name, value in values.items():
+        if isinstance(value, list) and (name in _OF_LAYERS or len(value) == values["num_hidden_layers"]):
+            small[name] = value[:layers]
+    dense = small.get("first_k_dense_replace")
+    if dense != values.get("first_k_dense_replace"):
+        # The first layers with experts must be among those that are left.
+        gone = values["first_k_dense_replace"] - dense
+        for name in ("mlp_layer_types", "moe_layer_freq"):
+            if isinstance(values.get(name), list):
+                small[name] = values[name][gone : gone + layers]
     if isinstance(values.get("mlp_only_layers"), list):
         small["mlp_only_layers"] = [layer for layer in values["mlp_only_layers"] if layer < layers]
     return small
@@ -49,30 +64,80 @@ def write_model(source: Path, directory: Path, dtype: str, *, tiny: bool, seed: 
         source: a config.json or a directory with one.
 
     Raises:
-        ValueError: a family that is not supported.
+        ValueError: a family that is not supported, a config that lacks something, or weights too many for the memory.
         OSError: there is no such file.
     """
-    from transformers.utils import logging
-
-    path = source / "config.json" if source.is_dir() else source
-    values = json.loads(path.read_text())
-    values = shrunk(values) if tiny else dict(values)
     tokenizer = make_tokenizer(_VOCABULARY)
+    values = _values(source / "config.json" if source.is_dir() else source, tiny)
     values.pop("quantization_config", None)
     if values.get("num_nextn_predict_layers"):
         values["num_nextn_predict_layers"] = 0
     values |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-    directory.mkdir(parents=True)
-    tokenizer.save_pretrained(directory)
-    config_file = directory / "config.json"
-    config_file.write_text(json.dumps(values, indent=2))
-    model = _random_model(hf_config(directory), getattr(torch, dtype), seed)
+    config = _config(values, str(source))
+    count = _fitting(config, dtype)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    aside = directory.with_name(directory.name + ".partial")
+    aside.mkdir()
+    try:
+        tokenizer.save_pretrained(aside)
+        _write(config, values, aside, dtype, seed)
+        aside.rename(directory)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return count
+
+
+def _values(path: Path, tiny: bool) -> dict[str, Any]:
+    """Those of a config.json, of a tiny model's sizes if that is asked for."""
+    values = json.loads(path.read_text())
+    if not isinstance(values, dict):
+        raise BadInputError(f"{path} is no JSON object")
+    _config(values, str(path))
+    missing = [name for name in _NEEDED if not isinstance(values.get(name), int)]
+    if tiny and missing:
+        raise BadInputError(f"{path} lacks {', '.join(missing)}, of which --tiny makes small sizes")
+    return shrunk(values) if tiny else dict(values)
+
+
+def _config(values: dict[str, Any], what: str) -> Any:
+    """The config of these values, which a family supports."""
+    with TemporaryDirectory() as directory:
+        Path(directory, "config.json").write_text(json.dumps(values))
+        try:
+            config = hf_config(directory)
+            shape_from_hf(config)
+        except Exception as error:  # transformers checks some values, and trips over others
+            reason = " ".join(str(error).replace(directory, what).split())
+            raise BadInputError(
+                f"{what} is no config of a supported model: {type(error).__name__}: {reason}"
+            ) from error
+    return config
+
+
+def _fitting(config: Any, dtype: str) -> int:
+    """The number of parameters, if they fit into the memory."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    needed, free = count * getattr(torch, dtype).itemsize, psutil.virtual_memory().available
+    if needed > free:
+        figures = f"{count / 1e9:.1f} G parameters in {dtype} are {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free"
+        raise BadInputError(f"{figures}: --tiny makes a smaller model of the same architecture")
+    return count
+
+
+def _write(config: Any, values: dict[str, Any], directory: Path, dtype: str, seed: int) -> None:
+    from transformers.utils import logging
+
+    model = _random_model(config, getattr(torch, dtype), seed)
     logging.disable_progress_bar()
     model.save_pretrained(directory)
     values.setdefault("architectures", [type(model).__name__])
     # A model_type that transformers has no class for stays as it was given.
-    config_file.write_text(json.dumps(values | {"torch_dtype": dtype}, indent=2) + "\n")
-    return sum(parameter.numel() for parameter in model.parameters())
+    (directory / "config.json").write_text(json.dumps(values | {"torch_dtype": dtype}, indent=2) + "\n")
 
 
 def _random_model(config: Any, dtype: torch.dtype, seed: int) -> Any:
