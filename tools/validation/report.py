@@ -116,9 +116,9 @@ class Report:
         wrong = self._parts(Status.FAIL) or self._parts(Status.BLOCKED)
         passed = self._parts(Status.PASS)
         if self.result is Status.PASS:
-            left_out = self._names(lambda item: item.left_out)
-            if left_out:
-                return f"passed: {passed}; not checked here, though it applies: {left_out}"
+            unfit = self._names(lambda item: item.left_out)
+            if unfit:
+                return f"passed: {passed}; not checked here, though it applies: {unfit}"
             return f"every part that applies passed: {passed}"
         ran = f"passed: {passed or 'nothing'}"
         if self.result is Status.FAIL:
