@@ -94,8 +94,12 @@ def check_output(output: Path, sources: Sequence[Path], *, force: bool) -> None:
     for source in sources:
         if output.resolve() == source.resolve() or output.resolve() in source.resolve().parents:
             raise BadInputError(f"{output} would replace {source}, which it is made from: name another output")
-    if output.exists() and (not output.is_dir() or any(output.iterdir())) and not force:
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    if not force:
         raise BadInputError(f"{output} is there already; pass --force to replace it")
+    if not (output / "config.json").is_file():
+        raise BadInputError(f"{output} has other things in it than a model: name another output")
 
 
 def check_room(output: Path, needed: int) -> None:

@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -38,6 +39,8 @@ _FUSED_NORMS = {
 
 
 _ADAPTERS = ".lora."
+_MODEL = ("decoder.", "embedding.", "output_layer.")
+"""How keys of a model begin; others are of its optimizer."""
 _EMBEDDING = "embedding.word_embeddings.weight"
 _ADD = "--add-missing-from-origin-hf takes them from --origin-hf-dir"
 
@@ -107,6 +110,11 @@ def convert(
     if any(_ADAPTERS in key for key in stored):
         raise BadInputError(f"{stored.directory} holds low-rank adapters only: export merged weights with --save-hf")
     located, missing = locate_all(stored, family, shape)
+    if left := list(unused(stored, family, shape)):
+        raise BadInputError(
+            f"{stored.directory} holds what the model of {origin / 'config.json'} has no place for: {some(left)}: is "
+            "it another model's?"
+        )
     tasks = list(plan(stored, located))
     specs = _specs(stored, tasks, family, shape)
     copied = _carried(origin, family.carried(config))
@@ -181,6 +189,22 @@ def locate_all(stored: StoredTensors, family: Family, shape: Shape) -> tuple[dic
         else:
             missing += names
     return located, missing
+
+
+def unused(stored: StoredTensors, family: Family, shape: Shape) -> Iterator[str]:
+    """Keys of model weights that are nowhere in the model, or whose layers or experts are more than it has."""
+    used: dict[str, set[tuple[int, ...]]] = {}
+    for name in family.parameters(shape):
+        place = locate(stored, name)
+        if place is not None:
+            used.setdefault(place.key, set()).add(place.index)
+    for key in stored:
+        if not key.startswith(_MODEL) or key.endswith("._extra_state"):
+            continue
+        indices = used.get(key, set())
+        leading = len(next(iter(indices), ()))
+        if len(indices) < prod(stored.shape(key)[:leading]):
+            yield key
 
 
 def plan(stored: StoredTensors, located: Mapping[str, Location]) -> Iterator[Task]:

@@ -27,7 +27,10 @@ pytestmark = [pytest.mark.integration, pytest.mark.full]
 
 KINDS = ("qwen2", "llama", "glm4", "mimo", "qwen3_moe")
 """Those that SGLang serves on a CPU; tests/gpu has others."""
-TINY = tiny.KINDS | {"mimo": {"model_type": "qwen2", "num_nextn_predict_layers": 1, "tie_word_embeddings": False}}
+TINY = tiny.KINDS | {
+    "mimo": {"model_type": "qwen2", "num_nextn_predict_layers": 1, "tie_word_embeddings": False},
+    "qwen3_moe": tiny.KINDS["qwen3_moe"] | {"mlp_only_layers": []},  # SGLang has experts in every layer
+}
 MIMO = {
     **{"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "attention_bias": True},
     "auto_map": {

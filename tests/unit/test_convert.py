@@ -266,8 +266,16 @@ def test_another_models_checkpoint(torch_dist: Path, models: Callable[[str], Pat
     """Nothing is written, and --add-missing-from-origin-hf gives what is not there."""
     with pytest.raises(BadInputError, match=r"the checkpoint lacks lm_head\.weight; --add-missing"):
         torch_dist_to_hf.convert(torch_dist, tmp_path / "out", models("qwen3"), **SETTINGS)
-    with pytest.raises(BadInputError, match=r"the checkpoint lacks model\.layers\.0\.self_attn\.q_proj\.bias"):
-        torch_dist_to_hf.convert(torch_dist, tmp_path / "out", models("qwen2"), **SETTINGS)
+    for add_missing in (False, True):
+        with pytest.raises(BadInputError, match=r"has no place for: .*\.q_layernorm\.weight"):
+            torch_dist_to_hf.convert(torch_dist, tmp_path / "out", models("qwen2"), add_missing=add_missing, **SETTINGS)
+    short = tmp_path / "short"
+    shutil.copytree(models("qwen3_tied"), short, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((short / "config.json").read_text())
+    fewer = {"num_hidden_layers": config["num_hidden_layers"] - 1, "layer_types": config["layer_types"][:-1]}
+    (short / "config.json").write_text(json.dumps({**config, **fewer}))
+    with pytest.raises(BadInputError, match=r"has no place for: .*linear_qkv\.weight.*is it another model's\?"):
+        torch_dist_to_hf.convert(torch_dist, tmp_path / "out", short, **SETTINGS)
     wide = tmp_path / "wide"
     shutil.copytree(models("qwen3_tied"), wide)
     config = json.loads((wide / "config.json").read_text())
@@ -380,17 +388,22 @@ def test_outputs_that_are_refused(models: Callable[[str], Path], tmp_path: Path,
     origin = tmp_path / "in" / "model"
     shutil.copytree(models("qwen3"), origin)
     (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "config.json").touch()
     (tmp_path / "full" / "x").touch()
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "notes.txt").touch()
     for output, force, problem in (
         ("full", [], "is there already; pass --force to replace it"),
         ("in/model", ["--force"], "would replace"),
         ("in", ["--force"], "would replace"),
+        ("others", ["--force"], "has other things in it than a model: name another output"),
     ):
         words = ["--model-dir", str(origin), "--save-dir", str(tmp_path / output), *force]
         assert fp8_tool.main(words) == 2
         assert problem in capsys.readouterr().err
     assert fp8_tool.main(["--model-dir", str(origin), "--save-dir", str(tmp_path / "full"), "--force"]) == 0
     assert not (tmp_path / "full" / "x").exists()
+    assert (tmp_path / "others" / "notes.txt").exists()
 
 
 def test_bad_models(models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
