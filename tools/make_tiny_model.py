@@ -146,6 +146,8 @@ def write(options: argparse.Namespace) -> int:
     check(options)
     logging.disable_progress_bar()
     output = Path(options.output)
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"{output} is no directory")
     if output.is_dir() and any(output.iterdir()):
         if not options.overwrite:
             raise ValueError(f"{output} is not empty; pass --overwrite to replace it")

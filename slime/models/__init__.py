@@ -29,6 +29,8 @@ def hf_config(directory: str | Path) -> Any:
     """
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+    if Path(directory).is_dir() and not Path(directory, "config.json").is_file():
+        raise FileNotFoundError(f"{directory}: there is no config.json in it")
     values, _ = PreTrainedConfig.get_config_dict(directory)
     given = values.get("model_type")
     kind = given if given in CONFIG_MAPPING else _family(given).model_types[0]

@@ -322,3 +322,8 @@ def test_unknown_parameter_and_wrong_shape_are_named() -> None:
     tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(7, 64)
     with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.up_proj\.weight \[7, 64\]"):
         family.shard("decoder.layers.0.mlp.linear_fc1.weight", tensors.__getitem__, shape, (96, 64), 0)
+
+
+def test_a_directory_without_a_config(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"there is no config\.json in it"):
+        hf_config(tmp_path)
