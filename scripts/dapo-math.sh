@@ -1,5 +1,7 @@
 # Sourced by scripts/run-*.sh: GRPO on the problems of dapo-math-17k, scored on those of aime-2024.
 # An array may be added to after sourcing: later flags win.
+#
+#   launch_grpo FLAG ...   launch train.py with all of them, resuming from and saving to SAVE_DIR, and these
 PROMPT_DATA=${PROMPT_DATA:-/root/dapo-math-17k/dapo-math-17k.jsonl}
 EVAL_DATA=${EVAL_DATA:-/root/aime-2024/aime-2024.jsonl}
 
@@ -42,3 +44,9 @@ OPTIMIZER_ARGS=(
    --adam-beta1 0.9
    --adam-beta2 0.98
 )
+
+launch_grpo() {
+   launch train.py \
+      "${MODEL_ARGS[@]}" "${CKPT_ARGS[@]}" --load "$SAVE_DIR" --save "$SAVE_DIR" --save-interval 20 \
+      "${ROLLOUT_ARGS[@]}" "${EVAL_ARGS[@]}" "${GRPO_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "$@"
+}

@@ -13,12 +13,6 @@ source "$SLIME_DIR/scripts/models/deepseek-v3.sh"
 source "$SLIME_DIR/scripts/dapo-math.sh"
 SAVE_DIR=${SAVE_DIR:-outputs/deepseek-r1}
 
-CKPT_ARGS+=(
-   --load "$SAVE_DIR"
-   --save "$SAVE_DIR"
-   --save-interval 20
-)
-
 PERF_ARGS=(
    --actor-num-nodes "$NUM_NODES"
    --actor-num-gpus-per-node 8
@@ -47,6 +41,4 @@ MISMATCH_ARGS=(
    --tis-clip 2.0
 )
 
-launch train.py \
-   "${MODEL_ARGS[@]}" "${CKPT_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${EVAL_ARGS[@]}" "${PERF_ARGS[@]}" \
-   "${GRPO_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${SGLANG_ARGS[@]}" "${MISMATCH_ARGS[@]}" "$@"
+launch_grpo "${PERF_ARGS[@]}" "${SGLANG_ARGS[@]}" "${MISMATCH_ARGS[@]}" "$@"

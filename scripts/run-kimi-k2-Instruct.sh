@@ -15,12 +15,6 @@ source "$SLIME_DIR/scripts/models/kimi-k2.sh"
 source "$SLIME_DIR/scripts/dapo-math.sh"
 SAVE_DIR=${SAVE_DIR:-outputs/kimi-k2-Instruct}
 
-CKPT_ARGS+=(
-   --load "$SAVE_DIR"
-   --save "$SAVE_DIR"
-   --save-interval 20
-)
-
 PERF_ARGS=(
    --actor-num-nodes "$NUM_NODES"
    --actor-num-gpus-per-node 8
@@ -49,6 +43,4 @@ MISMATCH_ARGS=(
    --tis-clip 2.0
 )
 
-launch train.py \
-   "${MODEL_ARGS[@]}" "${CKPT_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${EVAL_ARGS[@]}" "${PERF_ARGS[@]}" \
-   "${GRPO_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${SGLANG_ARGS[@]}" "${MISMATCH_ARGS[@]}" "$@"
+launch_grpo "${PERF_ARGS[@]}" "${SGLANG_ARGS[@]}" "${MISMATCH_ARGS[@]}" "$@"

@@ -7,12 +7,6 @@ source "$SLIME_DIR/scripts/models/qwen3-30B-A3B.sh"
 source "$SLIME_DIR/scripts/dapo-math.sh"
 SAVE_DIR=${SAVE_DIR:-outputs/qwen3-30B-A3B}
 
-CKPT_ARGS+=(
-   --load "$SAVE_DIR"
-   --save "$SAVE_DIR"
-   --save-interval 20
-)
-
 PERF_ARGS=(
    --actor-num-nodes "$NUM_NODES"
    --actor-num-gpus-per-node "${NUM_GPUS:-8}"
@@ -33,6 +27,4 @@ SGLANG_ARGS=(
    --sglang-mem-fraction-static 0.7
 )
 
-launch train.py \
-   "${MODEL_ARGS[@]}" "${CKPT_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${EVAL_ARGS[@]}" "${PERF_ARGS[@]}" \
-   "${GRPO_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${SGLANG_ARGS[@]}" "$@"
+launch_grpo "${PERF_ARGS[@]}" "${SGLANG_ARGS[@]}" "$@"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -110,7 +110,7 @@ def convert(
     if any(_ADAPTERS in key for key in stored):
         raise BadInputError(f"{stored.directory} holds low-rank adapters only: export merged weights with --save-hf")
     located, missing = locate_all(stored, family, shape)
-    if left := list(unused(stored, family, shape)):
+    if left := list(unused(stored, located.values())):
         raise BadInputError(
             f"{stored.directory} holds what the model of {origin / 'config.json'} has no place for: {some(left)}: is "
             "it another model's?"
@@ -191,13 +191,11 @@ def locate_all(stored: StoredTensors, family: Family, shape: Shape) -> tuple[dic
     return located, missing
 
 
-def unused(stored: StoredTensors, family: Family, shape: Shape) -> Iterator[str]:
-    """Keys of model weights that are nowhere in the model, or whose layers or experts are more than it has."""
+def unused(stored: StoredTensors, places: Iterable[Location]) -> Iterator[str]:
+    """Keys of model weights that are at no place, or whose layers or experts are more than the places."""
     used: dict[str, set[tuple[int, ...]]] = {}
-    for name in family.parameters(shape):
-        place = locate(stored, name)
-        if place is not None:
-            used.setdefault(place.key, set()).add(place.index)
+    for place in places:
+        used.setdefault(place.key, set()).add(place.index)
     for key in stored:
         if not key.startswith(_MODEL) or key.endswith("._extra_state"):
             continue

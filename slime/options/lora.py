@@ -17,14 +17,11 @@ _OTHER_WAYS = (
     *("update_weight_transport", "update_weight_disk_dir", "update_weight_disk_keep_files"),
     "custom_update_weight_post_write_path",
 )
-_OTHER_BASE = ("sglang_load_format", "sglang_custom_weight_loader", "sglang_quantization", "sglang_torchao_config")
-_SET_BY_SLIME = tuple(
-    f"sglang_{name}"
-    for name in (
-        *("enable_lora", "max_lora_rank", "lora_target_modules", "lora_paths"),
-        *("max_loras_per_batch", "max_loaded_loras"),
-    )
-)
+_OTHER_BASE = ("sglang_load_format", "sglang_custom_weight_loader", "sglang_torchao_config")
+_SET_BY_SLIME = {
+    *("sglang_enable_lora", "sglang_max_lora_rank", "sglang_lora_target_modules", "sglang_lora_paths"),
+    *("sglang_max_loras_per_batch", "sglang_max_loaded_loras"),
+}
 
 
 @dataclass
@@ -105,10 +102,10 @@ def _against_adapter_sync(args: Namespace, given: Set[str]) -> Iterator[tuple[st
     for name in _OTHER_WAYS:
         if name in given and getattr(args, name) not in (None, False):
             yield _flag(name), "adapters go to every engine by HTTP: drop it"
-    for name in sorted(given & set(_SET_BY_SLIME)):
+    for name in sorted(given & _SET_BY_SLIME):
         yield _flag(name), "slime sets it from --lora-rank and --lora-target-modules: drop it"
-    for name in sorted(given & set(_OTHER_BASE)):
-        value = getattr(args, name)
+    for name in _OTHER_BASE:
+        value = getattr(args, name, None)
         if value and value not in ("auto", "safetensors"):
             yield (
                 f"{_flag(name)} {value}",
