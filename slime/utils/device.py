@@ -71,9 +71,30 @@ def rejoin() -> None:
         torch.cuda.current_stream().wait_stream(_side_stream())
 
 
+@contextlib.contextmanager
+def apart(where: torch.device) -> Iterator[None]:
+    """Within, in a thread of its own: device work that waits for none of other threads and is over at the end.
+
+    A new thread's stream is the device's default one, the main thread's: whatever that queued next would wait for this
+    work; and its device is the first, whichever the main thread has.
+    """
+    if where.type != "cuda":
+        yield
+        return
+    stream = _stream_apart(where)
+    with torch.cuda.stream(stream):
+        yield
+        stream.synchronize()
+
+
 @functools.cache
 def _side_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()
+
+
+@functools.cache
+def _stream_apart(where: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(where)
 
 
 @functools.cache

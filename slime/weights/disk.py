@@ -33,6 +33,7 @@ class DiskPublisher(WeightPublisher):
         self._writer = HFDirectoryWriter(self._root / f"weight_v{version:06d}", Path(self.args.hf_checkpoint))
 
     def _deliver(self, bucket: NamedTensors, staged: Any) -> None:
+        # Not beside the next gather: engines do not wait for it, they generate meanwhile.
         assert self._writer is not None
         self._writer.add(bucket)
 

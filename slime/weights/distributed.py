@@ -19,9 +19,9 @@ from torch.distributed import distributed_c10d as c10d
 from slime.backends.sglang.client import EngineError
 from slime.utils import device
 from slime.utils.http_utils import PortReservation, host_ip, host_port
-from slime.weights.engines import EngineAddress, call_all
+from slime.weights.engines import EngineAddress, call_all, start_all
 from slime.weights.hf_directory import NamedTensors
-from slime.weights.publisher import WeightPublisher
+from slime.weights.publisher import Wait, WeightPublisher
 
 _LEAVE_TIMEOUT_S, _CLOSE_S = 5.0, 6.0
 _BLAME_S = 3.0
@@ -78,11 +78,12 @@ class DistributedPublisher(WeightPublisher):
             self._abandon()
             self._open()
 
-    def _deliver(self, bucket: NamedTensors, staged: Any) -> None:
+    def _deliver(self, bucket: NamedTensors, staged: Any) -> Wait:
         # The engine lays the tensors out one after another without padding: larger element sizes first keeps every
         # one of them aligned.
         ordered = sorted(bucket, key=lambda named: -named[1].element_size())
         flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for _, tensor in ordered])
+        device.synchronize()  # the stream that sends it does not wait for this one
         remaining = max(1.0, self._deadline - time.monotonic())
         calls: dict[str, Any] = {
             control.url: functools.partial(
@@ -95,14 +96,15 @@ class DistributedPublisher(WeightPublisher):
             for control in self.controls
         }
         # In a thread as well: NCCL's first collective of a group does not return before every engine is in it too, not
-        # even an asynchronous one.
+        # even an asynchronous one; and this thread goes on to the trainers' next gather. No engine has a part in that,
+        # no other trainer in this: neither waits for the other.
         calls["training rank 0"] = functools.partial(self._send, flat, timedelta(seconds=remaining))
-        call_all(calls, remaining, "push")
+        return start_all(calls, remaining, "push")
 
     def _send(self, flat: torch.Tensor, timeout: timedelta) -> None:
         try:
-            dist.broadcast(flat, src=0, group=self._group, async_op=True).wait(timeout)
-            device.synchronize()
+            with device.apart(flat.device):
+                dist.broadcast(flat, src=0, group=self._group, async_op=True).wait(timeout)
         except RuntimeError:
             # An engine that died breaks the broadcast: its own call fails too, and says more.
             time.sleep(_BLAME_S)

@@ -31,20 +31,28 @@ class EngineAddress:
 def call_all(
     calls: Mapping[str, Callable[[], _T]], timeout: float, phase: str, *, settle: bool = False
 ) -> dict[str, _T]:
-    """Make calls at the same time; return when all have returned, or as soon as one has failed.
+    """`start_all`, and what it returns called at once."""
+    return start_all(calls, timeout, phase, settle=settle)()
+
+
+def start_all(
+    calls: Mapping[str, Callable[[], _T]], timeout: float, phase: str, *, settle: bool = False
+) -> Callable[[], dict[str, _T]]:
+    """Start calls, all at the same time.
 
     A call that blocks for ever cannot be cut off in Python. It is left to a daemon thread, which, unlike one of an
     executor, does not keep this process from ending.
 
     Args:
         calls: by the name under which an error mentions them.
-        timeout: seconds for all of them.
+        timeout: seconds for all of them, from now on.
         phase: what is being done, for the error.
         settle: when one has failed, wait for the others as well, because they use what the caller then takes away. Not
             for calls that wait for each other.
 
-    Raises:
-        EngineError: a call has raised one, or the deadline has passed; it names the phase and the calls.
+    Returns:
+        A function that waits until all have returned, or one has failed; it returns what they did, by name, and raises
+        EngineError: a call has raised one, or the deadline has passed; it names the phase and the calls;
         Exception: any other that a call raised.
     """
     results: queue.SimpleQueue[tuple[str, _T | BaseException]] = queue.SimpleQueue()
@@ -55,25 +63,29 @@ def call_all(
         except BaseException as error:
             results.put((name, error))
 
+    deadline = time.monotonic() + timeout
     for name, call in calls.items():
         threading.Thread(target=run, args=(name, call), name=f"{phase}: {name}", daemon=True).start()
-    returned: dict[str, _T] = {}
-    failures: dict[str, BaseException] = {}
-    deadline = time.monotonic() + timeout
-    while len(returned) + len(failures) < len(calls) and (settle or not failures):
-        try:
-            name, result = results.get(timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            missing = ", ".join(name for name in calls if name not in {**returned, **failures})
-            late = EngineError(f"no answer within {timeout:.0f} s (--weight-update-timeout) from {missing}")
-            failures.setdefault(missing, late)
-            break
-        if isinstance(result, BaseException):
-            failures[name] = result
-        else:
-            returned[name] = result
-    for failure in failures.values():
-        if isinstance(failure, EngineError):
-            raise EngineError(f"{phase}: {failure}") from failure
-        raise failure
-    return returned
+
+    def wait() -> dict[str, _T]:
+        returned: dict[str, _T] = {}
+        failures: dict[str, BaseException] = {}
+        while len(returned) + len(failures) < len(calls) and (settle or not failures):
+            try:
+                name, result = results.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                missing = ", ".join(name for name in calls if name not in {**returned, **failures})
+                late = EngineError(f"no answer within {timeout:.0f} s (--weight-update-timeout) from {missing}")
+                failures.setdefault(missing, late)
+                break
+            if isinstance(result, BaseException):
+                failures[name] = result
+            else:
+                returned[name] = result
+        for failure in failures.values():
+            if isinstance(failure, EngineError):
+                raise EngineError(f"{phase}: {failure}") from failure
+            raise failure
+        return returned
+
+    return wait

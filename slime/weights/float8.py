@@ -54,14 +54,14 @@ class Float8Blocks:
         A bucket stays one, so that what SGLang needs at once (`Row.together`, values and their scales) still comes at
         once, and is smaller: a byte for two, and four for a block.
         """
-        for bucket in buckets:
-            yield list(self._each(bucket))
+        return map(self._each, buckets)  # which, unlike a loop, holds none while the next is made
 
-    def _each(self, bucket: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+    def _each(self, bucket: NamedTensors) -> NamedTensors:
+        made: NamedTensors = []
         for name, tensor in bucket:
             if not self.has(name, tensor):
-                yield name, tensor
+                made.append((name, tensor))
                 continue
             values, scales = quantise(tensor, self.block)
-            yield name, values
-            yield name + SCALE_END, scales
+            made += [(name, values), (name + SCALE_END, scales)]
+        return made

@@ -1,4 +1,7 @@
-"""The sequence that every transport follows: pause, flush, push, set and check the version, go on."""
+"""The sequence that every transport follows: pause, flush, push, set and check the version, go on.
+
+While engines load a bucket, all ranks gather and convert the next one, and put it where engines will find it.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,12 @@ from typing import Any
 import torch.distributed as dist
 
 from slime.backends.sglang.client import EngineControl, EngineError
-from slime.weights.engines import EngineAddress, call_all
+from slime.weights.engines import EngineAddress, start_all
 from slime.weights.equality import EqualityCheck
 from slime.weights.hf_directory import NamedTensors
+
+Wait = Callable[[], object]
+"""Waits for what was begun, and raises what went wrong in it."""
 
 
 @dataclass
@@ -25,12 +31,22 @@ class _Update:
     paused_at: float | None = None
     nbytes: int = 0
     check: EqualityCheck | None = None
+    under_way: Wait | None = None
+    """For engines to have loaded the bucket that was delivered last."""
+
+    def settle(self) -> None:
+        """Wait for the delivery under way; a second time there is none."""
+        wait, self.under_way = self.under_way, None
+        if wait is not None:
+            wait()
 
 
 class WeightPublisher:
     """Brings the trainer's weights to every engine. Every training rank has one; rank 0's talks to the engines.
 
-    A transport overrides `_open`, `_close`, `_stage` (collective, every rank) and `_deliver` (rank 0).
+    A transport overrides `_open`, `_close`, `_stage` (collective, every rank) and `_deliver` (rank 0). At most one
+    delivery is under way: it begins when the one before has ended, and goes on while the next bucket is gathered and
+    staged. So `_stage` must not write what the latest delivery reads; what earlier ones have read is free.
     """
 
     pauses_for_buckets = True
@@ -99,8 +115,12 @@ class WeightPublisher:
             for bucket in buckets:
                 update.nbytes += sum(tensor.nbytes for _, tensor in bucket)
                 staged = self._stage(bucket)
-                failure = failure or self._attempt(functools.partial(self._push, update, bucket, staged))
-            failure = failure or self._attempt(lambda: self._finish(update))
+                # After any failure too: engines may still be reading what `_stage` writes next.
+                late = self._attempt(update.settle)
+                failure = failure or late or self._attempt(functools.partial(self._push, update, bucket, staged))
+                del bucket, staged  # the next one is gathered in their place
+            late = self._attempt(update.settle)
+            failure = failure or late or self._attempt(lambda: self._finish(update))
             self._release()
         except Exception as error:
             failure = failure or error
@@ -129,8 +149,12 @@ class WeightPublisher:
         """Make a bucket ready (every rank; may be collective); its result goes to `_deliver` on rank 0."""
         return None
 
-    def _deliver(self, bucket: NamedTensors, staged: Any) -> None:
-        """Bring a bucket to every engine (rank 0)."""
+    def _deliver(self, bucket: NamedTensors, staged: Any) -> Wait | None:
+        """Begin to bring a bucket to every engine (rank 0).
+
+        Returns:
+            What waits for the end of it, which must not need the bucket's own tensors; None if nothing is left to do.
+        """
         raise NotImplementedError
 
     def _seal(self, version: int) -> None:
@@ -149,10 +173,16 @@ class WeightPublisher:
         self, phase: str, call: Callable[[EngineControl], Any], timeout: float | None = None
     ) -> dict[str, Any]:
         """``call`` on all engines at the same time, within what is left of the deadline; results by URL."""
+        return self.start_each(phase, call, timeout)()
+
+    def start_each(
+        self, phase: str, call: Callable[[EngineControl], Any], timeout: float | None = None
+    ) -> Callable[[], dict[str, Any]]:
+        """Begin what `each_engine` does; what waits for it and returns the results."""
         remaining = max(0.0, self._deadline - time.monotonic()) if timeout is None else timeout
         calls = {control.url: functools.partial(call, control) for control in self.controls}
         # Others may still be reading the buffer or the files that are given up after a failure.
-        return call_all(calls, remaining, phase, settle=True)
+        return start_all(calls, remaining, phase, settle=True)
 
     def _attempt(self, step: Callable[[], None]) -> Exception | None:
         """Take a step of rank 0; what it raised. Other ranks skip it, and must hear of a failure only at the end."""
@@ -172,7 +202,7 @@ class WeightPublisher:
             self._pause(update)
 
     def _push(self, update: _Update, bucket: NamedTensors, staged: Any) -> None:
-        self._deliver(bucket, staged)
+        update.under_way = self._deliver(bucket, staged)
         if update.check is not None:
             update.check.add(bucket)
 
@@ -205,6 +235,7 @@ class WeightPublisher:
     def _end(self, update: _Update, failure: Exception | None) -> None:
         if self.rank != 0:
             return
+        self._attempt(update.settle)  # where the gather failed, engines are still reading the bucket before
         if update.check is not None:
             update.check.discard()
         if failure is not None:

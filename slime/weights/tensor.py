@@ -23,7 +23,7 @@ import torch.distributed as dist
 from slime.utils import device
 from slime.weights.engines import EngineAddress
 from slime.weights.hf_directory import NamedTensors
-from slime.weights.publisher import WeightPublisher, trainer_world_size
+from slime.weights.publisher import Wait, WeightPublisher, trainer_world_size
 
 _ALIGNMENT = 16
 """Bytes; a view of the flat buffer as any dtype must start at a multiple of that dtype's size."""
@@ -83,7 +83,8 @@ class TensorPublisher(WeightPublisher):
         super().__init__(args, rank, engines)
         self._slots = sum(engine.num_gpus for engine in engines)
         self._group: dist.ProcessGroup | None = None
-        self._buffer: SharedBuffer | None = None
+        self._buffers: list[SharedBuffer | None] = [None, None]
+        """Filled in turns: meanwhile engines may be loading from the other one."""
 
     def _open(self) -> None:
         world_size = trainer_world_size()
@@ -96,13 +97,13 @@ class TensorPublisher(WeightPublisher):
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
 
     def _close(self) -> None:
-        self._buffer = None
+        self._buffers = [None, None]
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
 
     def _stage(self, bucket: NamedTensors) -> list[str | None]:
-        # Rank 0 comes here only after the engines have loaded the bucket before: the buffer may be written again.
+        # Rank 0 comes here only after the engines have loaded the bucket before the last one: its buffer is free.
         self._barrier()
         payload = self._fill(bucket) if self.rank < self._slots else None
         if self._group is None:
@@ -113,25 +114,26 @@ class TensorPublisher(WeightPublisher):
 
     def _fill(self, bucket: NamedTensors) -> str:
         layout, size = flat_layout(bucket)
-        if self._buffer is None or self._buffer.tensor.numel() < size:
-            self._buffer = None  # the smaller one goes first: on a GPU there may be no room for both
-            self._buffer = SharedBuffer(size)
-        flat = self._buffer.tensor
+        self._buffers.reverse()
+        if (buffer := self._buffers[0]) is None or buffer.tensor.numel() < size:
+            buffer = self._buffers[0] = None  # the smaller one goes first: on a GPU there may be no room for both
+            buffer = self._buffers[0] = SharedBuffer(size)
+        flat = buffer.tensor
         for place, (_, tensor) in zip(layout, bucket, strict=True):
             flat[place.start_idx : place.end_idx].copy_(tensor.detach().reshape(-1).view(torch.uint8))
         device.synchronize()
-        return serialize({"flattened_tensor": flat, "metadata": layout}, self._buffer.reduce)
+        return serialize({"flattened_tensor": flat, "metadata": layout}, buffer.reduce)
 
-    def _deliver(self, bucket: NamedTensors, staged: list[str]) -> None:
+    def _deliver(self, bucket: NamedTensors, staged: list[str]) -> Wait:
         payloads, first = {}, 0
         for engine in self.engines:
             payloads[engine.url] = staged[first : first + engine.num_gpus]
             first += engine.num_gpus
-        self.each_engine("push", lambda control: control.update_weights_from_tensor(payloads[control.url]))
+        return self.start_each("push", lambda control: control.update_weights_from_tensor(payloads[control.url]))
 
     def _release(self) -> None:
         self._barrier()
-        self._buffer = None
+        self._buffers = [None, None]
 
     def _barrier(self) -> None:
         if self._group is not None:

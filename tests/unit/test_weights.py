@@ -192,7 +192,7 @@ def test_payloads_keep_to_their_slots_when_an_engine_before_them_is_gone() -> No
         Namespace(url=f"http://e{r}", update_weights_from_tensor=functools.partial(got.setdefault, r)) for r in (0, 2)
     ]
     publisher._deadline = time.monotonic() + 10
-    publisher._deliver([], [f"slot {slot}" for slot in range(6)])
+    publisher._deliver([], [f"slot {slot}" for slot in range(6)])()
     assert got == {0: ["slot 0", "slot 1"], 2: ["slot 4", "slot 5"]}
 
 
@@ -335,7 +335,7 @@ def test_a_broadcast_that_waits_for_the_engine_is_no_deadlock(monkeypatch: pytes
     publisher.controls = [Joining()]  # type: ignore[list-item]
     publisher._group = object()  # type: ignore[assignment]
     publisher._deadline = time.monotonic() + 10
-    publisher._deliver([("weight", torch.ones(3))], None)
+    publisher._deliver([("weight", torch.ones(3))], None)()
     assert sent == [True]
 
 
