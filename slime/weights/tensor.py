@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slime.backends.sglang.client import EngineControl
 from slime.utils import device
 from slime.weights.engines import EngineAddress
 from slime.weights.hf_directory import NamedTensors
@@ -81,7 +82,11 @@ class TensorPublisher(WeightPublisher):
 
     def __init__(self, args: Namespace, rank: int, engines: list[EngineAddress]) -> None:
         super().__init__(args, rank, engines)
-        self._slots = sum(engine.num_gpus for engine in engines)
+        self._slots = 0
+        self._slots_of: dict[str, range] = {}
+        for engine in engines:
+            self._slots_of[engine.url] = range(self._slots, self._slots + engine.num_gpus)
+            self._slots += engine.num_gpus
         self._group: dist.ProcessGroup | None = None
         self._buffers: list[SharedBuffer | None] = [None, None]
         """Filled in turns: meanwhile engines may be loading from the other one."""
@@ -105,12 +110,16 @@ class TensorPublisher(WeightPublisher):
     def _stage(self, bucket: NamedTensors) -> list[str | None]:
         # Rank 0 comes here only after the engines have loaded the bucket before the last one: its buffer is free.
         self._barrier()
-        payload = self._fill(bucket) if self.rank < self._slots else None
+        payload = self._fill(bucket) if self._serves() else None
         if self._group is None:
             return [payload]
         gathered: list[str | None] | None = [None] * dist.get_world_size(self._group) if self.rank == 0 else None
         dist.gather_object(payload, gathered, dst=0, group=self._group)
         return gathered or []
+
+    def _serves(self) -> bool:
+        """Whether this rank's slot has an engine that lives: torch keeps memory of a GPU whose handle nobody opens."""
+        return any(self.rank in self._slots_of[engine.url] for engine in self.living)
 
     def _fill(self, bucket: NamedTensors) -> str:
         layout, size = flat_layout(bucket)
@@ -125,11 +134,10 @@ class TensorPublisher(WeightPublisher):
         return serialize({"flattened_tensor": flat, "metadata": layout}, buffer.reduce)
 
     def _deliver(self, bucket: NamedTensors, staged: list[str]) -> Wait:
-        payloads, first = {}, 0
-        for engine in self.engines:
-            payloads[engine.url] = staged[first : first + engine.num_gpus]
-            first += engine.num_gpus
-        return self.start_each("push", lambda control: control.update_weights_from_tensor(payloads[control.url]))
+        def push(control: EngineControl) -> None:
+            control.update_weights_from_tensor([staged[slot] for slot in self._slots_of[control.url]])
+
+        return self.start_each("push", push)
 
     def _release(self) -> None:
         self._barrier()

@@ -196,6 +196,17 @@ def test_payloads_keep_to_their_slots_when_an_engine_before_them_is_gone() -> No
     assert got == {0: ["slot 0", "slot 1"], 2: ["slot 4", "slot 5"]}
 
 
+def test_nothing_is_shared_for_an_engine_that_is_gone() -> None:
+    """torch would keep a GPU's memory, of which nobody opens the handle, until the trainer ends."""
+    engines = [EngineAddress(f"http://e{rank}", 2) for rank in range(2)]
+    publishers = [TensorPublisher(Namespace(weight_update_timeout=10.0), rank, engines) for rank in range(5)]
+    bucket = [("a", torch.ones(2))]
+    assert [publisher._stage(bucket)[0] is not None for publisher in publishers] == [True] * 4 + [False]
+    for publisher in publishers:
+        publisher.living = engines[1:]
+    assert [publisher._stage(bucket)[0] is not None for publisher in publishers] == [False] * 2 + [True] * 2 + [False]
+
+
 def test_others_are_waited_for_before_what_they_read_is_given_up() -> None:
     ended: list[str] = []
 
