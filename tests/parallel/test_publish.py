@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -26,13 +27,15 @@ from tests.ranks import run_ranks
 NUM_GPUS = 0
 
 RANKS = 2
+_LOADING_S = 0.2
 
 
 def buckets(seed: int) -> Iterator[NamedTensors]:
-    """Odd shapes and mixed types, the same on every rank, with a collective in the iterator as the real one has."""
+    """Odd shapes and mixed types, the same on every rank, with collectives in the iterator as the real one has; of the
+    last ones, none: a rank may be ahead of rank 0."""
     generator = torch.Generator().manual_seed(seed)
     for index, shape in enumerate([(3,), (5, 7), (), (2, 3, 4)]):
-        if dist.is_initialized():
+        if dist.is_initialized() and index < 2:
             dist.barrier()
         yield [
             (f"{index}.half", torch.randn(shape, generator=generator).bfloat16()),
@@ -42,7 +45,7 @@ def buckets(seed: int) -> Iterator[NamedTensors]:
 
 
 class FakeEngine:
-    """Answers control calls; refuses the call of number ``refuse_push`` that brings weights."""
+    """Answers control calls; refuses the call of number ``refuse_push`` that brings weights; loads slowly."""
 
     def __init__(self, refuse_push: int | None = None, openapi: tuple[str, ...] = ()) -> None:
         self.calls: list[str] = []
@@ -82,13 +85,14 @@ class FakeEngine:
         if self.calls.count("update_weights_from_tensor") == self._refuse_push:
             return 400, {"message": "no room"}
         self.payload_counts.add(len(body["serialized_named_tensors"]))
-        received: dict[str, torch.Tensor] = {}
+        views: dict[str, torch.Tensor] = {}
         for payload in body["serialized_named_tensors"]:
             opened = pickle.loads(base64.b64decode(payload))
             for place in opened["metadata"]:
                 flat = opened["flattened_tensor"][place.start_idx : place.end_idx]
-                received[place.name] = flat.view(place.dtype).reshape(place.shape).clone()
-        self.tensors.append(received)
+                views[place.name] = flat.view(place.dtype).reshape(place.shape)
+        time.sleep(_LOADING_S)  # ranks go on meanwhile, and must leave it what it reads
+        self.tensors.append({name: view.clone() for name, view in views.items()})
         return 200, {}
 
     def close(self) -> None:
