@@ -64,7 +64,11 @@ class WeightUpdateOptions:
         "(default otherwise); disk: an HF directory per version.",
     )
     update_weight_mode: Literal["full"] = option("full", "full: every push carries every weight.")
-    update_weight_buffer_size: int = option(512 * 2**20, "Bytes of one bucket of weights.", at_least=1)
+    update_weight_buffer_size: int = option(
+        512 * 2**20,
+        "Bytes of one bucket of weights; a push takes memory for up to four and a half on a training rank.",
+        at_least=1,
+    )
     update_weight_disk_dir: str | None = option(None, "Directory shared with the engines for transport disk.")
     update_weight_disk_keep_files: bool = option(False, "Keep the directories of earlier versions.")
     check_weight_update_equal: bool = option(
