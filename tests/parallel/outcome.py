@@ -9,8 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slime.utils import device
-
 Tensors = dict[str, Tensor]
 CRITIC = "critic."
 """Before the Hugging Face names of the critic's tensors."""
@@ -31,7 +29,10 @@ LEAST_GRADIENT = 1e-7
 
 @dataclass
 class Outcome:
-    """Metrics, without perf/, and gradients, before they are clipped, have one entry an optimizer step."""
+    """Metrics, without perf/, and gradients, before they are clipped, have one entry an optimizer step.
+
+    Tensors are on the CPU.
+    """
 
     metrics: list[dict[str, float]] = field(default_factory=list)
     gradients: list[Tensors] = field(default_factory=list)
@@ -44,7 +45,7 @@ class Outcome:
 
     @classmethod
     def load(cls, path: Path) -> Outcome:
-        return cls(**torch.load(path, map_location=device.current_device()))
+        return cls(**torch.load(path))
 
 
 @dataclass
@@ -108,7 +109,7 @@ def _relative(got: Tensors, wanted: Tensors, where: str) -> tuple[float, str]:
     assert got.keys() == wanted.keys(), got.keys() ^ wanted.keys()
     worst = (0.0, "")
     for name, tensor in wanted.items():
-        error, largest = float((got[name].cpu() - tensor.cpu()).abs().max()), float(tensor.abs().max())
+        error, largest = float((got[name] - tensor).abs().max()), float(tensor.abs().max())
         # A tensor of zeros (an expert that no token took) has to be exactly that.
         worst = max(worst, (_finite(error / largest) if largest else error and math.inf, name + where))
     return worst

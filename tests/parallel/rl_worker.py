@@ -68,9 +68,9 @@ class Rank:
             rows = torch.load(self.work / f"{kind}.rows{rollout_id}.pt", weights_only=False)
             for metrics in trainer.train(rollout_id, self.batch(args, trainer, rows, count)):
                 outcome.metrics.append({n: value for n, value in metrics.items() if not n.startswith("perf/")})
-        outcome.gradients = [dict(item for part in parts for item in part.items())
+        outcome.gradients = [{name: gradient.cpu() for part in parts for name, gradient in part.items()}
                              for parts in zip(*gradients.values(), strict=True)]  # fmt: skip
-        outcome.weights = gathering.weights(trainer)
+        outcome.weights = {name: weight.cpu() for name, weight in gathering.weights(trainer).items()}
         _check_same_on_all_ranks(outcome.metrics)
         return outcome
 
