@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from slime.utils import device
 from tests.unit import test_experts as on_cpu
-from tests.unit import test_optimizer
+from tests.unit import test_norm, test_optimizer
 
 NUM_GPUS = 1
 
@@ -108,6 +108,12 @@ def test_rotation_is_the_eager_one(dtype: torch.dtype, interleaved: bool) -> Non
             upstream = torch.randn_like(out)
             (got,), (want,) = (torch.autograd.grad(o, x, upstream, retain_graph=True) for o in (out, eager))
             torch.testing.assert_close(got, want, rtol=rtol, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("shape", [(1000, 1, 16, 128), (3, 1, 5, 64), (4096, 1, 256)])
+def test_norm_is_torchs(shape: tuple[int, ...], dtype: torch.dtype, tolerance: float) -> None:
+    test_norm.check_norm(shape, dtype, device.current_device(), tolerance)
 
 
 def test_values_narrower_than_keys() -> None:

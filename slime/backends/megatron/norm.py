@@ -1,13 +1,17 @@
-"""RMSNorm of torch as a Megatron module."""
+"""RMSNorm of torch as a Megatron module, and kernels of our own for norms of heads."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.transformer import TransformerConfig
+from torch import Tensor
 
 from slime.utils import device
+
+_NARROW = 256
+"""Channels up to which torch's kernels, a block of threads a row, take several times what their traffic needs."""
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -19,3 +23,61 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device.current_device())
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, ..., channels] normalised over the channels."""
+        if device.is_cuda() and x.size(-1) <= _NARROW:
+            return normalise(x, self.weight, cast(float, self.eps))
+        return super().forward(x)
+
+
+def normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """What `torch.nn.functional.rms_norm` gives, and its gradients, by kernels compiled for this number of channels.
+
+    Args:
+        x: [tokens, ..., channels]
+        weight: [channels]
+        eps: added to the mean of the squares.
+    """
+    return cast(Tensor, _Normalise.apply(x, weight, eps))
+
+
+class _Normalise(torch.autograd.Function):
+    """Each row's root mean square is worked out again for the gradient, from what has to be read anyway."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return device.fused(_normalised)(x, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        # First over each token's heads: one compiled sum over all rows would keep few of the GPU's processors busy.
+        weight_grad = device.fused(_token_weight_grads)(grad, x, ctx.eps).sum(0)
+        return device.fused(_input_grad)(grad, x, weight, ctx.eps), weight_grad.to(weight.dtype), None
+
+
+def _units(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Rows of root mean square 1, and what they were multiplied by for it; at least float32."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return x * scale, scale
+
+
+def _normalised(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    units, _ = _units(x, eps)
+    return (units * weight.to(units.dtype)).to(x.dtype)
+
+
+def _input_grad(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    units, scale = _units(x, eps)
+    grad = grad.to(units.dtype) * weight.to(units.dtype)
+    return (scale * (grad - units * (grad * units).mean(-1, keepdim=True))).to(x.dtype)
+
+
+def _token_weight_grads(grad: Tensor, x: Tensor, eps: float) -> Tensor:
+    """[tokens, channels]"""
+    units, _ = _units(x, eps)
+    return (grad.to(units.dtype) * units).flatten(1, -2).sum(1)
