@@ -25,7 +25,7 @@ from tools.benchmarks.report import Report
 
 RUNS = 3
 _PROMPTS, _SAMPLES = 64, 8
-_RESPONSE = 512
+_RESPONSE = 1024
 
 
 def measure(options: argparse.Namespace, report: Report) -> None:
