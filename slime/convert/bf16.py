@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slime.convert.hf_files import HFOutput, Spec
-from slime.convert.running import Progress, check_output, run_all, written_aside
+from slime.convert.hf_files import Spec
+from slime.convert.running import check_output, run_all, written_model
 from slime.utils.errors import BadInputError
 from slime.utils.hf_reader import HFWeights, kept_dtype, whole
 
@@ -32,18 +32,5 @@ def convert(source: Path, output: Path, *, shard_bytes: int, workers: int, force
             raise BadInputError(f"{source} is not in float8: its config.json has no quantization_config")
         # This opens every file too, so that threads only read.
         specs = {name: Spec(tuple(weights[name].shape), kept_dtype(weights[name])) for name in weights}
-        total = sum(spec.nbytes for spec in specs.values())
-        progress = Progress("fp8 to bf16", total)
-        with written_aside(output, total) as directory:
-            out = HFOutput(directory, specs, shard_bytes)
-
-            def do(name: str) -> None:
-                out.write(name, whole(weights[name]))
-                progress.add(specs[name].nbytes)
-
-            try:
-                run_all(specs, do, workers)
-                out.finish(source, {"quantization_config": None})
-            finally:
-                out.close()
-                progress.close()
+        with written_model("fp8 to bf16", output, specs, shard_bytes, source) as write:
+            run_all(specs, lambda name: write(name, whole(weights[name])), workers)

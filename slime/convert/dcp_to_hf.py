@@ -10,8 +10,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from slime.convert.hf_files import HFOutput, Spec, stored_specs
-from slime.convert.running import Progress, check_output, run_all, some, written_aside
+from slime.convert.hf_files import Spec, stored_specs
+from slime.convert.running import check_output, run_all, some, written_model
 from slime.convert.stored import METADATA, StoredTensors
 from slime.models import hf_config
 from slime.utils.errors import BadInputError
@@ -71,24 +71,14 @@ def convert(source: Path, output: Path, origin: Path, *, shard_bytes: int, worke
                     f"{list(wanted[part.name].shape)}: is it another model's?"
                 )
             specs[part.name] = Spec(shape, stored.dtype(key))
-    total = sum(spec.nbytes for spec in specs.values())
-    progress = Progress("dcp to hf", total)
-    with written_aside(output, total) as directory:
-        out = HFOutput(directory, specs, shard_bytes)
+    with written_model("dcp to hf", output, specs, shard_bytes, origin) as write:
 
         def do(key: str) -> None:
             whole = stored.read(key)
             for part in parts[key]:
-                tensor = part.of(whole)
-                out.write(part.name, tensor)
-                progress.add(tensor.nbytes)
+                write(part.name, part.of(whole))
 
-        try:
-            run_all(parts, do, workers)
-            out.finish(origin, {"quantization_config": None})
-        finally:
-            out.close()
-            progress.close()
+        run_all(parts, do, workers)
 
 
 def find_checkpoint(directory: Path) -> Path:

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from slime.convert.hf_files import HFOutput, Spec, natural, stored_specs
-from slime.convert.running import Progress, check_output, run_all, written_aside
+from slime.convert.hf_files import Spec, natural, stored_specs
+from slime.convert.running import check_output, run_all, written_model
 from slime.utils.block_scaled import FP8, SCALE_END, is_linear, num_blocks, quantise
 from slime.utils.errors import BadInputError
 from slime.utils.hf_reader import opened, tensor_files
@@ -62,30 +61,19 @@ def convert(source: Path, output: Path, *, block: tuple[int, int], shard_bytes: 
     for name in chosen:
         shape = originals[name].shape
         specs |= {name: Spec(shape, FP8), name + SCALE_END: Spec(num_blocks(shape, block), torch.float32)}
-    total = sum(spec.nbytes for spec in specs.values())
-    progress = Progress("hf to fp8", total)
-    with written_aside(output, total) as directory:
-        out = HFOutput(directory, specs, shard_bytes)
-
-        def put(name: str, tensor: Tensor) -> None:
-            out.write(name, tensor)
-            progress.add(tensor.nbytes)
+    changes = {"quantization_config": quantization_config(originals, chosen, block)}
+    with written_model("hf to fp8", output, specs, shard_bytes, source, changes) as write:
 
         def do(name: str) -> None:
             with opened(source / file_of[name]) as handle:
                 tensor = handle.get_tensor(name)
             if name not in chosen:
-                put(name, tensor)
+                write(name, tensor)
                 return
             if not tensor.isfinite().all():
                 raise BadInputError(f"{source / file_of[name]}: {name} has entries that are not finite")
             values, scales = quantise(tensor, block)
-            put(name, values)
-            put(name + SCALE_END, scales)
+            write(name, values)
+            write(name + SCALE_END, scales)
 
-        try:
-            run_all(originals, do, workers)
-            out.finish(source, {"quantization_config": quantization_config(originals, chosen, block)})
-        finally:
-            out.close()
-            progress.close()
+        run_all(originals, do, workers)

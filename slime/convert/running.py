@@ -11,13 +11,15 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from torch import Tensor
 from tqdm import tqdm
 
+from slime.convert.hf_files import HFOutput, Spec
 from slime.utils import aside
 from slime.utils.errors import BadInputError
 
@@ -31,6 +33,8 @@ _SPARE_BYTES = 2**20
 _UNITS = {"": 1, "ki": 2**10, "mi": 2**20, "gi": 2**30, "k": 10**3, "m": 10**6, "g": 10**9}
 
 Task = TypeVar("Task")
+Write = Callable[[str, Tensor], None]
+"""Puts the tensor of a name into its place; from any thread."""
 
 
 def main(name: str, convert: Callable[[], None]) -> int:
@@ -133,6 +137,43 @@ def written_aside(output: Path, needed: int) -> Iterator[Path]:
         aside.discard_directory(final)
         raise
     aside.commit_directory(final)
+
+
+@contextlib.contextmanager
+def written_model(
+    what: str,
+    output: Path,
+    specs: Mapping[str, Spec],
+    shard_bytes: int,
+    origin: Path,
+    changes: Mapping[str, Any] | None = None,
+) -> Iterator[Write]:
+    """A Hugging Face directory that is whole when the block ends, and absent when it fails; shows its progress.
+
+    Args:
+        what: name of the conversion.
+        output: the directory to write.
+        specs: every tensor; the block writes each once.
+        shard_bytes: size of one safetensors file.
+        origin: the Hugging Face directory whose config, tokenizer and generation settings it gets.
+        changes: entries of config.json to set; None removes one.
+
+    Raises:
+        BadInputError: there is no room for it.
+    """
+    total = sum(spec.nbytes for spec in specs.values())
+    with (
+        written_aside(output, total) as directory,
+        contextlib.closing(HFOutput(directory, specs, shard_bytes)) as out,
+        contextlib.closing(Progress(what, total)) as progress,
+    ):
+
+        def write(name: str, tensor: Tensor) -> None:
+            out.write(name, tensor)
+            progress.add(tensor.nbytes)
+
+        yield write
+        out.finish(origin, changes)
 
 
 class Progress:

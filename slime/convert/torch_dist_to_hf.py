@@ -9,15 +9,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import torch
 
-from slime.convert.hf_files import HFOutput, Spec, stored_specs
-from slime.convert.running import Progress, check_output, run_all, some, written_aside
+from slime.convert.hf_files import Spec, stored_specs
+from slime.convert.running import Write, check_output, run_all, some, written_model
 from slime.convert.stored import StoredTensors
 from slime.models import Family, Shape, family_of, hf_config, weight_shape
 from slime.options.checkpoint import LATEST, checkpoint_directory, has_checkpoint, is_torch_dist, latest_name
@@ -119,26 +119,17 @@ def convert(
     specs = _specs(stored, tasks, family, shape)
     copied = _carried(origin, family.carried(config))
     copied |= _taken_from_origin(specs, origin, missing, shape, add_missing, copied)
-    total = sum(spec.nbytes for spec in (specs | copied).values())
-    progress = Progress("torch_dist to hf", total)
-    with written_aside(output, total) as directory:
-        out = HFOutput(directory, specs | copied, shard_bytes)
+    changes = {} if vocab_size in (None, config.vocab_size) else {"vocab_size": vocab_size}
+    with written_model("torch_dist to hf", output, specs | copied, shard_bytes, origin, changes) as write:
 
         def do(task: Task) -> None:
             tensors = stored.read(task.key, task.offsets, task.sizes).view(-1, *task.shape)
             for name, tensor in zip(task.names, tensors, strict=True):
                 for hf_name, part in family.join(name, [tensor], shape):
-                    out.write(hf_name, part)
-                    progress.add(part.nbytes)
+                    write(hf_name, part)
 
-        try:
-            run_all(tasks, do, workers)
-            _copy(origin, copied, out, progress)
-            changes = {} if vocab_size in (None, config.vocab_size) else {"vocab_size": vocab_size}
-            out.finish(origin, {**changes, "quantization_config": None})
-        finally:
-            out.close()
-            progress.close()
+        run_all(tasks, do, workers)
+        _copy(origin, copied, write)
 
 
 def find_checkpoint(directory: Path) -> Path:
@@ -299,10 +290,9 @@ def _carried(origin: Path, prefixes: tuple[str, ...]) -> dict[str, Spec]:
         return {name: Spec(tuple(tensor.shape), kept_dtype(tensor)) for name, tensor in found.items()}
 
 
-def _copy(origin: Path, copied: Mapping[str, Spec], out: HFOutput, progress: Progress) -> None:
-    if not copied:
+def _copy(origin: Path, names: Collection[str], write: Write) -> None:
+    if not names:
         return
     with HFWeights(origin) as weights:
-        for name, spec in copied.items():
-            out.write(name, whole(weights[name]))
-            progress.add(spec.nbytes)
+        for name in names:
+            write(name, whole(weights[name]))
