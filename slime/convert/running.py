@@ -42,7 +42,8 @@ def main(name: str, convert: Callable[[], None]) -> int:
 
     Errors of the input are one line and status 2, those of the machine, such as a full disk, one line and status 1.
     """
-    logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
+    logging.getLogger("slime").setLevel(logging.INFO)
     try:
         convert()
     except (BadInputError, FileNotFoundError, ValueError) as error:

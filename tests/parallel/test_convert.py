@@ -98,7 +98,7 @@ convert_hf_to_torch_dist.main()
 def program(*words: str | Path, code: str | None = None) -> subprocess.CompletedProcess[str]:
     """Run the tool, or Python code in its place."""
     command = [sys.executable, *((str(TOOL),) if code is None else ("-c", code)), *map(str, words)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE)
 
 
@@ -113,7 +113,8 @@ def test_the_program(models: Callable[[str], Path], tmp_path: Path) -> None:
     assert [path.name for path in save.iterdir()] == [".release.tmp"]
     done = program(*words, "--save", save)
     assert done.returncode == 0, done.stderr
-    assert "100 %" in done.stderr
+    (line,) = done.stderr.splitlines()  # nothing of Megatron's own
+    assert "100 %" in line
     assert sorted(path.name for path in save.iterdir()) == [LATEST, "release"]
     for extra, problem in (
         ((), "holds a checkpoint already; pass --force to replace it"),

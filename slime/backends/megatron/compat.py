@@ -42,6 +42,7 @@ def install() -> None:
     """
     warnings.filterwarnings("ignore", message=r".*Apex (is|are) not installed")
     warnings.filterwarnings("ignore", message="The legacy GroupedMLP")  # which the layer specification replaces
+    warnings.filterwarnings("ignore", message="full scope is deprecated")  # which is its own default
     if not torch.cuda.is_available():
         _answer_cuda_calls_with_cpu()
         _put_cuda_factories_on_cpu()
