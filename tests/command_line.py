@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from slime.options.checkpoint import LATEST
 from slime.utils.arguments import parse_args
 
 QWEN3 = {
@@ -47,6 +50,15 @@ def write_model(directory: Path, config: dict[str, object] = QWEN3) -> None:
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "model.safetensors").touch()
+
+
+def write_checkpoint(directory: Path, name: str, common: dict[str, Any]) -> None:
+    """A directory of checkpoints with one in it, of which options read what all ranks have in common."""
+    checkpoint = directory / (f"iter_{int(name):07d}" if name.isdecimal() else name)
+    checkpoint.mkdir(parents=True)
+    torch.save(common, checkpoint / "common.pt")
+    (checkpoint / "metadata.json").write_text("{}")
+    (directory / LATEST).write_text(name)
 
 
 def write_rows(file: Path) -> None:

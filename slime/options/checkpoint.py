@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slime.options.schema import option
 
@@ -36,6 +38,41 @@ def is_release(directory: str | Path) -> bool:
 def is_torch_dist(directory: str | Path) -> bool:
     """Whether a directory itself is a whole torch_dist checkpoint: it has the file that is written last."""
     return Path(directory, "metadata.json").is_file()
+
+
+def find_checkpoint(load_dir: str | Path) -> tuple[Path, int] | None:
+    """The latest checkpoint as (directory, rollout id); None where there is none. Of weights only, the id is -1.
+
+    Raises:
+        FileNotFoundError: the one that the directory calls its latest is not there.
+        ValueError: a file of the latest that holds no number.
+    """
+    if not has_checkpoint(load_dir):
+        return None
+    latest, text = Path(load_dir, LATEST), latest_name(load_dir)
+    if not text.isdecimal() and text != RELEASE:
+        raise ValueError(f"{latest} should hold the number of a checkpoint or {RELEASE}, not {text!r}")
+    rollout_id = -1 if text == RELEASE else int(text)
+    directory = Path(load_dir, RELEASE) if text == RELEASE else checkpoint_directory(load_dir, rollout_id)
+    if not directory.is_dir():
+        present = sorted(p.name for p in Path(load_dir).glob("iter_*"))
+        raise FileNotFoundError(f"{latest} names {directory.name}, but {load_dir} has {', '.join(present) or 'none'}")
+    return directory, rollout_id
+
+
+def saved_adapters(directory: str | Path) -> dict[str, Any] | None:
+    """What a torch_dist checkpoint says of the adapters that it holds; None of one that holds a whole model.
+
+    Megatron-LM's own have types in this file that only Megatron can read, and no adapters.
+    """
+    import torch
+
+    try:
+        common = torch.load(Path(directory, "common.pt"), map_location="cpu", weights_only=True)
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError):
+        return None
+    adapters: dict[str, Any] | None = common.get("adapters")
+    return adapters
 
 
 @dataclass

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from slime.options.errors import OptionError
 from slime.options.schema import option
@@ -62,6 +63,31 @@ def derive_lora(args: Namespace) -> None:
         return
     args.lora_alpha = args.lora_alpha or 2.0 * args.lora_rank
     args.lora_target_modules = args.lora_target_modules or ["all-linear"]
+
+
+def described(rank: int, alpha: float, targets: Sequence[str]) -> dict[str, Any]:
+    """What a checkpoint says of its adapters."""
+    return {"rank": rank, "alpha": alpha, "target_modules": sorted(targets)}
+
+
+def check_adapters(directory: str | Path, saved: dict[str, Any] | None, own: dict[str, Any] | None) -> None:
+    """Compare the adapters of a checkpoint with those of the run; None is none.
+
+    Raises:
+        OptionError: they are not the same.
+    """
+    if saved == own:
+        return
+    if saved is None:
+        raise OptionError(
+            f"{directory} holds a whole model, and this run trains adapters: start them from it by --ref-load, without "
+            "--load"
+        )
+    flags = " ".join(
+        f"--lora-{name.replace('_', '-')} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+        for name, value in saved.items()
+    )
+    raise OptionError(f"{directory} holds adapters: go on with {flags}")
 
 
 def check_adapter_sync(args: Namespace, given: Set[str]) -> None:

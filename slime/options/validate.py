@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import time
 from argparse import Namespace
 from collections.abc import Iterator
-from pathlib import Path
 
 from slime.options.algorithm_rules import derive_algorithm
-from slime.options.checkpoint import LATEST, has_checkpoint, is_release, is_torch_dist, latest_name
+from slime.options.checkpoint_rules import derive_checkpoints, load_release
 from slime.options.debug_rules import check_profile, derive_subsample, derive_templates
 from slime.options.errors import OptionError
 from slime.options.eval_datasets import CONFIG, PAIRS, EvalDataset, data_file, eval_datasets
@@ -30,7 +28,7 @@ def derive_all(args: Namespace, warnings: list[str]) -> None:
     """Everything that needs neither the model's config nor a user's code; warnings are appended to the list."""
     _precision(args)
     _debug_modes(args)
-    _load_release(args, warnings)
+    load_release(args, warnings)
     if missing := list(_missing(args)):
         raise OptionError("; ".join(missing))
     _placement(args, warnings)
@@ -41,11 +39,9 @@ def derive_all(args: Namespace, warnings: list[str]) -> None:
     _sampling(args)
     _rewards(args)
     derive_reward_model(args, warnings)
-    _run_directory(args)
-    _checkpoints(args)
+    derive_checkpoints(args, warnings)
     derive_templates(args)
     check_profile(args)
-    _load_directory(args, warnings)
     _offload(args)
     _weight_update(args)
 
@@ -302,68 +298,6 @@ def _need_no_label(rm_type: str | None, problem: str) -> None:
     """Graders that compare need a column of expected answers; a user's own code may set labels itself."""
     if (rm_type or "").removeprefix("boxed_") in NEEDS_LABEL:
         raise OptionError(f"{problem} compares responses with the expected answers")
-
-
-def _run_directory(args: Namespace) -> None:
-    args.launch_dir = os.getcwd()
-    chosen = args.run_dir or args.save or Path("outputs") / time.strftime("%Y%m%d-%H%M%S")
-    args.run_dir = os.path.abspath(os.path.expanduser(chosen))
-
-
-def _checkpoints(args: Namespace) -> None:
-    if args.save_interval is not None and not any((args.save, args.save_hf, args.save_lora)):
-        raise OptionError("--save-interval needs --save, --save-hf or --save-lora")
-    for name in ("load", "save", "ref_load"):
-        if getattr(args, name) is not None:
-            setattr(args, name, os.path.abspath(os.path.expanduser(getattr(args, name))))
-    if args.ref_load is not None and not os.path.isdir(args.ref_load):
-        raise OptionError(f"--ref-load {args.ref_load}: there is no such directory")
-    has_reference = args.ref_load is not None or args.lora_rank is not None
-    if args.needs_reference and not has_reference and args.placement != "rollout_only":
-        flag = "--use-kl-loss" if args.use_kl_loss else f"--kl-coef {args.kl_coef}"
-        raise OptionError(f"{flag} needs --ref-load: a Hugging Face or torch_dist directory of the reference model")
-
-
-def _load_release(args: Namespace, warnings: list[str]) -> None:
-    """A ``--load`` that a conversion wrote has weights to start from and no run to continue."""
-    if args.load is None or not is_release(os.path.expanduser(args.load)):
-        return
-    if args.ref_load is not None and os.path.realpath(args.ref_load) != os.path.realpath(args.load):
-        raise OptionError(
-            f"--load {args.load} holds weights to start from, and so does --ref-load {args.ref_load}: drop one"
-        )
-    warnings.append(f"--load {args.load} holds weights only: training starts from them, as with --ref-load")
-    args.load, args.ref_load = None, args.load
-
-
-def _load_directory(args: Namespace, warnings: list[str]) -> None:
-    """What ``--load`` must hold: checkpoints of an earlier run, or nothing where this run saves there."""
-    if args.load is None or args.placement == "rollout_only":
-        return
-    directory = Path(args.load)
-    if has_checkpoint(args.load):
-        last = latest_name(directory)
-        if last.isdecimal() and args.num_rollout is not None and int(last) + 1 >= args.num_rollout:
-            warnings.append(f"--load {directory} is after rollout {last}, the last of --num-rollout {args.num_rollout}")
-        return
-    if (directory / "config.json").is_file():
-        raise OptionError(
-            f"--load {directory} is a Hugging Face directory: --load is for resuming; name it by --hf-checkpoint, or "
-            "by --ref-load"
-        )
-    if is_torch_dist(directory):
-        raise OptionError(
-            f"--load {directory} is one checkpoint: name the directory above it to resume, or start from its weights "
-            "by --ref-load"
-        )
-    if args.save is None or os.path.realpath(args.save) != os.path.realpath(directory):
-        raise OptionError(
-            f"--load {directory}: there is no checkpoint in it (no {LATEST}); drop it to start fresh, or let --save "
-            "name the same directory"
-        )
-    warnings.append(
-        f"there is no checkpoint in --load {directory} yet: training starts from {args.ref_load or args.hf_checkpoint}"
-    )
 
 
 def _offload(args: Namespace) -> None:

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from slime.utils.arguments import describe, parse_args
-from tests.command_line import QWEN3, command, failure, write_model, write_rows
+from tests.command_line import QWEN3, command, failure, write_checkpoint, write_model, write_rows
 
 QWEN3_MOE = QWEN3 | {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -266,6 +266,13 @@ def test_config_mismatch(parse: Parse, fails: Fails, capsys: pytest.CaptureFixtu
         ("--load ckpt", "", "ckpt: there is no checkpoint in it (no latest_checkpointed_iteration.txt)"),
         ("--load ckpt --save other", "", "ckpt: there is no checkpoint in it"),
         ("--load model --save model", "", "model is a Hugging Face directory: --load is for resuming"),
+        ("--load broken", "", "broken: iter_0000003 is no whole checkpoint (no metadata.json in it)"),
+        ("--load gone", "", "latest_checkpointed_iteration.txt names iter_0000004, but"),
+        ("--load converted", "", "{directory}/converted/latest_checkpointed_iteration.txt names release, but"),
+        ("--save data.jsonl", "", "--save {directory}/data.jsonl: it is no directory"),
+        ("--save data.jsonl/x/ckpt", "", "/data.jsonl/x/ckpt: {directory}/data.jsonl is no directory"),
+        ("--save-hf data.jsonl/{rollout_id}", "", "--save-hf data.jsonl/{rollout_id}: {directory}/data.jsonl is no"),
+        ("--run-dir data.jsonl", "", "--run-dir {directory}/data.jsonl: it is no directory"),
         ("--load torch_dist", "", "torch_dist is one checkpoint: name the directory above it"),
         ("--load converted --ref-load model", "", "--load converted holds weights to start from"),
         ("--hf-checkpoint bare", "", "bare: there are no *.safetensors in it"),
@@ -283,6 +290,10 @@ def test_bad_input_is_one_line_with_status_2(
     (directory / "torch_dist" / "metadata.json").touch()
     (directory / "converted").mkdir()
     (directory / "converted" / "latest_checkpointed_iteration.txt").write_text("release")
+    write_checkpoint(directory / "broken", "3", {})
+    (directory / "broken" / "iter_0000003" / "metadata.json").unlink()
+    write_checkpoint(directory / "gone", "4", {})
+    (directory / "gone" / "iter_0000004").rename(directory / "gone" / "iter_0000003")
     (directory / "bare").mkdir()
     (directory / "bare" / "config.json").write_text(json.dumps(QWEN3))
     assert expected.replace("{directory}", str(directory)) in fails(words, without)
@@ -297,8 +308,7 @@ def test_weights_are_asked_for_only_where_they_are_read(parse: Parse, directory:
     assert parse(f"{replay} --ref-load ref").ref_load == str(directory / "ref")
     (directory / "ref" / "model.safetensors").rename(directory / "ref" / "metadata.json")
     parse(f"{replay} --ref-load ref")
-    (directory / "ckpt").mkdir()
-    (directory / "ckpt" / "latest_checkpointed_iteration.txt").write_text("3")
+    write_checkpoint(directory / "ckpt", "3", {})
     parse(f"{replay} --load ckpt")
 
 
@@ -306,8 +316,7 @@ def test_a_run_may_load_what_a_conversion_wrote(
     parse: Parse, directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Then it starts from these weights, and there is nothing to resume."""
-    (directory / "converted").mkdir()
-    (directory / "converted" / "latest_checkpointed_iteration.txt").write_text("release")
+    write_checkpoint(directory / "converted", "release", {})
     for words in ("--load converted", "--load converted --ref-load converted/", "--load converted --use-kl-loss"):
         args = parse(words)
         assert (args.load, args.ref_load) == (None, str(directory / "converted"))

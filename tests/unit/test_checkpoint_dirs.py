@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from slime.backends.megatron import checkpoint, trainer
+from slime.backends.megatron import trainer
 from slime.backends.megatron.checkpoint import (
     begin_directory,
     begin_save,
     commit_directory,
     commit_save,
-    find_checkpoint,
 )
 from slime.convert.hf_to_torch_dist import check_target
-from slime.options.checkpoint import LATEST, is_release, is_torch_dist
+from slime.options.checkpoint import LATEST, find_checkpoint, is_release, is_torch_dist
+from slime.options.lora import check_adapters
 from slime.utils.errors import BadInputError
 from tests.algorithm_options import algorithm_options
 
@@ -119,12 +119,12 @@ def test_other_adapters_than_the_checkpoints_are_named() -> None:
     with pytest.raises(
         ValueError, match=r"go on with --lora-rank 8 --lora-alpha 16.0 --lora-target-modules o_proj q_pr"
     ):
-        checkpoint._check_adapters("iter_0000001", saved, {**saved, "target_modules": ["q_proj"]})
+        check_adapters("iter_0000001", saved, {**saved, "target_modules": ["q_proj"]})
     with pytest.raises(ValueError, match="holds adapters"):
-        checkpoint._check_adapters("iter_0000001", saved, None)
+        check_adapters("iter_0000001", saved, None)
     with pytest.raises(ValueError, match=r"holds a whole model, and this run trains adapters: .* by --ref-load"):
-        checkpoint._check_adapters("iter_0000001", None, saved)
-    checkpoint._check_adapters("iter_0000001", saved, dict(saved))
+        check_adapters("iter_0000001", None, saved)
+    check_adapters("iter_0000001", saved, dict(saved))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import train
+from tests.command_line import write_checkpoint
 from tools import make_tiny_model
 
 GOOD = {"prompt": [{"role": "user", "content": "1+1="}], "label": "2"}
@@ -84,6 +85,22 @@ def test_bad_row_is_one_line_with_status_2(
     assert all(word in error[0] for word in expected), error[0]
     assert _dry_run(model, f"{json.dumps(GOOD)}\n{row}\n", monkeypatch, "--skip-bad-rows") == 0
     assert "data: 1 prompts (1 bad," in capsys.readouterr().out
+
+
+def test_what_would_fail_hours_later(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Adapters that the checkpoint has others of, and a place to save that is a file."""
+    row = json.dumps(GOOD) + "\n"
+    write_checkpoint(tmp_path / "ckpt", "0", {"adapters": {"rank": 8, "alpha": 16.0, "target_modules": ["q_proj"]}})
+    lora = ["--load", str(tmp_path / "ckpt"), "--lora-target-modules", "q_proj", "--lora-rank"]
+    assert _dry_run(model, row, monkeypatch, *lora, "8") == 0
+    assert "ok: the run can start" in capsys.readouterr().out
+    file = str(model / "config.json")
+    for words, expected in (([*lora, "4"], "go on with --lora-rank 8"), (["--save", file], "is no directory")):
+        assert _dry_run(model, row, monkeypatch, *words) == 2
+        (error,) = capsys.readouterr().err.strip().splitlines()
+        assert expected in error
 
 
 def test_recorded_rollouts_that_are_not_there(

@@ -228,6 +228,7 @@ def critic(directory: Path, name: str, options: dict[str, Any]) -> dict[str, Any
 
     from slime.backends.megatron import checkpoint
     from slime.backends.megatron.head import VALUE_HEAD_KEY
+    from slime.options.checkpoint import find_checkpoint
 
     args = rollouts.arguments(
         directory / "model", params_dtype="bfloat16", lr=5e-3, lr_warmup_iters=0, weight_decay=0.0, **options
@@ -240,7 +241,7 @@ def critic(directory: Path, name: str, options: dict[str, Any]) -> dict[str, Any
     target = checkpoint.begin_save(directory / name, 0)
     checkpoint.save_state(target, made.chunks, made.optimizer, made.scheduler)
     checkpoint.commit_save(directory / name, 0)
-    saved, _ = checkpoint.find_checkpoint(directory / name) or (None, None)
+    saved, _ = find_checkpoint(directory / name) or (None, None)
     found["in checkpoint"] = VALUE_HEAD_KEY in dist_checkpointing.load_tensors_metadata(str(saved))
     again = Critic(args)
     assert saved is not None

@@ -10,7 +10,7 @@ from slime.models import FAMILIES
 from slime.models.adapters import last_names, linear_modules, module_names, targeted_sources
 from slime.models.qwen2 import FAMILY
 from slime.utils.arguments import parse_args
-from tests.command_line import command, failure, write_model, write_rows
+from tests.command_line import command, failure, write_checkpoint, write_model, write_rows
 from tests.unit.test_input_errors import MOE
 
 NUM_GPUS = 0
@@ -59,6 +59,34 @@ def test_defaults_follow_from_the_rank_and_the_reference_is_free(directory: Path
 )
 def test_what_cannot_be(directory: Path, capsys: pytest.CaptureFixture[str], flags: str, message: str) -> None:
     assert message in failure(capsys, flags)
+
+
+ADAPTERS = {"rank": 8, "alpha": 16.0, "target_modules": ["o_proj", "q_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--load ckpt --lora-rank 4 --lora-alpha 16 --lora-target-modules q_proj o_proj",
+            "--load {directory}/ckpt/iter_0000002 holds adapters: go on with --lora-rank 8 --lora-alpha 16.0 "
+            "--lora-target-modules o_proj q_proj",
+        ),
+        ("--load ckpt --lora-rank 8 --lora-target-modules q_proj", "iter_0000002 holds adapters: go on with"),
+        ("--load ckpt", "iter_0000002 holds adapters: go on with --lora-rank 8"),
+        ("--load whole --lora-rank 8", "iter_0000002 holds a whole model, and this run trains adapters"),
+        ("--ref-load ckpt --lora-rank 8", "--ref-load {directory}/ckpt holds adapters and no model"),
+        ("--ref-load ckpt/iter_0000002", "--ref-load {directory}/ckpt/iter_0000002 holds adapters and no model"),
+    ],
+)
+def test_adapters_of_a_checkpoint_are_the_runs(
+    directory: Path, capsys: pytest.CaptureFixture[str], flags: str, message: str
+) -> None:
+    write_checkpoint(directory / "ckpt", "2", {"adapters": ADAPTERS})
+    write_checkpoint(directory / "whole", "2", {"adapters": None})
+    assert message.replace("{directory}", str(directory)) in failure(capsys, flags)
+    parse_args(command("--load ckpt --lora-rank 8 --lora-target-modules q_proj o_proj"))
+    parse_args(command("--load whole"))
 
 
 def test_targets_match_whole_parts_of_names() -> None:

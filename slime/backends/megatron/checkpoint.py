@@ -32,7 +32,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from slime.backends.megatron import lora
 from slime.backends.megatron.head import VALUE_HEAD_KEY
 from slime.backends.megatron.optimizer import parts_of
-from slime.options.checkpoint import LATEST, RELEASE, checkpoint_directory, has_checkpoint, latest_name
+from slime.options.checkpoint import LATEST, checkpoint_directory
+from slime.options.lora import check_adapters
 from slime.utils import aside, device
 
 logger = logging.getLogger(__name__)
@@ -71,26 +72,6 @@ def commit_directory(final: Path) -> None:
     if _is_first_rank():
         aside.commit_directory(final)
     _barrier()
-
-
-def find_checkpoint(load_dir: str | Path) -> tuple[Path, int] | None:
-    """The latest checkpoint as (directory, rollout id); None where there is none. Of weights only, the id is -1.
-
-    Raises:
-        FileNotFoundError: the one that the directory calls its latest is not there.
-        ValueError: a file of the latest that holds no number.
-    """
-    if not has_checkpoint(load_dir):
-        return None
-    latest, text = Path(load_dir, LATEST), latest_name(load_dir)
-    if not text.isdecimal() and text != RELEASE:
-        raise ValueError(f"{latest} should hold the number of a checkpoint or {RELEASE}, not {text!r}")
-    rollout_id = -1 if text == RELEASE else int(text)
-    directory = Path(load_dir, RELEASE) if text == RELEASE else checkpoint_directory(load_dir, rollout_id)
-    if not directory.is_dir():
-        present = sorted(p.name for p in Path(load_dir).glob("iter_*"))
-        raise FileNotFoundError(f"{latest} names {directory.name}, but {load_dir} has {', '.join(present) or 'none'}")
-    return directory, rollout_id
 
 
 def save_state(
@@ -142,7 +123,7 @@ def load_state(
         ValueError: the state of a distributed optimizer for one that is not, or the other way round; or other adapters.
     """
     saved = dist_checkpointing.load_common_state_dict(str(directory))
-    _check_adapters(directory, saved.get("adapters"), lora.described(model_chunks))
+    check_adapters(directory, saved.get("adapters"), lora.described(model_chunks))
     if saved["distributed_optimizer"] != _is_distributed(optimizer):
         flag = "--use-distributed-optimizer" if saved["distributed_optimizer"] else "--no-use-distributed-optimizer"
         raise ValueError(f"{directory} was saved with {flag}, and its optimizer state can only be loaded with it")
@@ -199,22 +180,6 @@ def model_state(model_chunks: Sequence[Any]) -> dict[str, Any]:
         else lora.sharded_state(chunk)
         for i, chunk in enumerate(model_chunks)
     }
-
-
-def _check_adapters(directory: str | Path, saved: dict[str, Any] | None, own: dict[str, Any] | None) -> None:
-    """Raise ValueError where a checkpoint is of other adapters than the run."""
-    if saved == own:
-        return
-    if saved is None:
-        raise ValueError(
-            f"{directory} holds a whole model, and this run trains adapters: start them from it by --ref-load, without "
-            "--load"
-        )
-    flags = " ".join(
-        f"--lora-{name.replace('_', '-')} {' '.join(map(str, value)) if isinstance(value, list) else value}"
-        for name, value in saved.items()
-    )
-    raise ValueError(f"{directory} holds adapters: go on with {flags}")
 
 
 def _is_value_head(tensor: Any) -> bool:

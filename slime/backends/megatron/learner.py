@@ -29,7 +29,7 @@ from slime.backends.megatron.optimizer import (
 )
 from slime.backends.megatron.sleep import SleepingTensors
 from slime.backends.megatron.weight_sets import WeightSets
-from slime.options.checkpoint import is_torch_dist
+from slime.options.checkpoint import find_checkpoint, is_torch_dist
 from slime.utils import device
 from slime.utils.errors import SlimeError
 
@@ -235,7 +235,7 @@ class Learner:
 
 def load_weights(model_chunks: list[Any], source: str) -> None:
     """Weights of a Hugging Face directory, of a torch_dist checkpoint, or of the latest in a directory of them."""
-    found = checkpoint.find_checkpoint(source)
+    found = find_checkpoint(source)
     if found is not None or is_torch_dist(source):
         checkpoint.load_model(found[0] if found else source, model_chunks)
     else:

@@ -36,6 +36,7 @@ from slime.backends.megatron.names import expert_name, global_namer, local_exper
 from slime.models import Family, Shape
 from slime.models.adapters import row_sources, targeted_sources
 from slime.models.family import Row, fused_gate_up, gate_up
+from slime.options import lora as options
 from slime.utils import device
 
 Exchange = Callable[[Tensor], Tensor]
@@ -56,7 +57,7 @@ class LoraSettings:
 
     def described(self) -> dict[str, Any]:
         """What a checkpoint says of them."""
-        return {"rank": self.rank, "alpha": self.alpha, "target_modules": sorted(self.targets)}
+        return options.described(self.rank, self.alpha, self.targets)
 
     @property
     def scale(self) -> float:

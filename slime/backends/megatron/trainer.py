@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slime.backends.megatron import compat
 from slime.models import family_of, hf_config, weight_shape
-from slime.options.checkpoint import checkpoint_directory
+from slime.options.checkpoint import checkpoint_directory, find_checkpoint
 from slime.options.training import critic_options
 from slime.utils import device
 from slime.utils.types import TrainBatch
@@ -63,7 +63,7 @@ class MegatronTrainer:
         self.dp_size = parallel_state.get_data_parallel_world_size()
         config = hf_config(args.hf_checkpoint)
         self.family, self.shape = family_of(config), weight_shape(config)
-        found = checkpoint.find_checkpoint(args.load) if args.load else None
+        found = find_checkpoint(args.load) if args.load else None
         self.start_rollout_id, self.resumed_from = 0, None
         if found is not None:
             self.start_rollout_id, self.resumed_from = found[1] + 1, str(found[0])

@@ -1,0 +1,122 @@
+"""What a run loads and saves, checked before anything starts: places, checkpoints, and whose adapters they hold."""
+
+from __future__ import annotations
+
+import os
+import time
+from argparse import Namespace
+from pathlib import Path
+
+from slime.options.checkpoint import LATEST, find_checkpoint, is_release, is_torch_dist, saved_adapters
+from slime.options.errors import OptionError
+from slime.options.lora import check_adapters, described
+
+
+def load_release(args: Namespace, warnings: list[str]) -> None:
+    """A ``--load`` that a conversion wrote has weights to start from and no run to continue."""
+    if args.load is None or not is_release(os.path.expanduser(args.load)):
+        return
+    if args.ref_load is not None and os.path.realpath(args.ref_load) != os.path.realpath(args.load):
+        raise OptionError(
+            f"--load {args.load} holds weights to start from, and so does --ref-load {args.ref_load}: drop one"
+        )
+    warnings.append(f"--load {args.load} holds weights only: training starts from them, as with --ref-load")
+    args.load, args.ref_load = None, args.load
+
+
+def derive_checkpoints(args: Namespace, warnings: list[str]) -> None:
+    """Where the run reads and writes; `load_release` comes before.
+
+    Raises:
+        OptionError: a place is none, or does not hold what the run would look for in it.
+    """
+    _run_directory(args)
+    _paths(args)
+    _places(args)
+    if args.placement != "rollout_only":
+        _load_directory(args, warnings)
+        _adapters(args)
+
+
+def _run_directory(args: Namespace) -> None:
+    args.launch_dir = os.getcwd()
+    chosen = args.run_dir or args.save or Path("outputs") / time.strftime("%Y%m%d-%H%M%S")
+    args.run_dir = os.path.abspath(os.path.expanduser(chosen))
+
+
+def _paths(args: Namespace) -> None:
+    if args.save_interval is not None and not any((args.save, args.save_hf, args.save_lora)):
+        raise OptionError("--save-interval needs --save, --save-hf or --save-lora")
+    for name in ("load", "save", "ref_load"):
+        if getattr(args, name) is not None:
+            setattr(args, name, os.path.abspath(os.path.expanduser(getattr(args, name))))
+    if args.ref_load is not None and not os.path.isdir(args.ref_load):
+        raise OptionError(f"--ref-load {args.ref_load}: there is no such directory")
+    has_reference = args.ref_load is not None or args.lora_rank is not None
+    if args.needs_reference and not has_reference and args.placement != "rollout_only":
+        flag = "--use-kl-loss" if args.use_kl_loss else f"--kl-coef {args.kl_coef}"
+        raise OptionError(f"{flag} needs --ref-load: a Hugging Face or torch_dist directory of the reference model")
+
+
+def _places(args: Namespace) -> None:
+    """Directories that a run makes; found out before it has trained for hours."""
+    for name in ("save", "save_hf", "save_lora", "critic_save", "run_dir"):
+        path = getattr(args, name)
+        if path is None:
+            continue
+        place = Path(path).expanduser().absolute()
+        nearest = next(each for each in (place, *place.parents) if os.path.lexists(each))
+        if not nearest.is_dir():
+            flag, what = "--" + name.replace("_", "-"), "it" if nearest == place else nearest
+            raise OptionError(f"{flag} {path}: {what} is no directory")
+
+
+def _load_directory(args: Namespace, warnings: list[str]) -> None:
+    """What ``--load`` must hold: checkpoints of an earlier run, or nothing where this run saves there."""
+    if args.load is None:
+        return
+    directory = Path(args.load)
+    found = _found("--load", args.load)
+    if found is not None:
+        if not is_torch_dist(found[0]):
+            raise OptionError(f"--load {directory}: {found[0].name} is no whole checkpoint (no metadata.json in it)")
+        if args.num_rollout is not None and found[1] + 1 >= args.num_rollout:
+            last = f"rollout {found[1]}, the last of --num-rollout {args.num_rollout}"
+            warnings.append(f"--load {directory} is after {last}")
+        return
+    if (directory / "config.json").is_file():
+        raise OptionError(
+            f"--load {directory} is a Hugging Face directory: --load is for resuming; name it by --hf-checkpoint, or "
+            "by --ref-load"
+        )
+    if is_torch_dist(directory):
+        raise OptionError(
+            f"--load {directory} is one checkpoint: name the directory above it to resume, or start from its weights "
+            "by --ref-load"
+        )
+    if args.save is None or os.path.realpath(args.save) != os.path.realpath(directory):
+        raise OptionError(
+            f"--load {directory}: there is no checkpoint in it (no {LATEST}); drop it to start fresh, or let --save "
+            "name the same directory"
+        )
+    warnings.append(
+        f"there is no checkpoint in --load {directory} yet: training starts from {args.ref_load or args.hf_checkpoint}"
+    )
+
+
+def _adapters(args: Namespace) -> None:
+    """Refuse checkpoints of other adapters than the run's, and adapters in the place of a model."""
+    if args.load is not None and (found := _found("--load", args.load)):
+        own = args.lora_rank and described(args.lora_rank, args.lora_alpha, args.lora_target_modules)
+        check_adapters(f"--load {found[0]}", saved_adapters(found[0]), own)
+    if args.ref_load is not None:
+        found = _found("--ref-load", args.ref_load)
+        if saved_adapters(found[0] if found else args.ref_load) is not None:
+            raise OptionError(f"--ref-load {args.ref_load} holds adapters and no model: name the model they belong to")
+
+
+def _found(flag: str, directory: str) -> tuple[Path, int] | None:
+    try:
+        return find_checkpoint(directory)
+    except (FileNotFoundError, ValueError) as error:
+        raise OptionError(f"{flag} {directory}: {error}") from error
