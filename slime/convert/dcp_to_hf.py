@@ -105,12 +105,12 @@ def assign(stored: Iterable[str], wanted: Mapping[str, Spec], optional: set[str]
         BadInputError: some of the wanted tensors, other than ``optional`` ones, are not stored.
     """
     keys = list(stored)
-    places = {name: list(_places(name)) for name in wanted}
-    prefix = _prefix(keys, {key for own in places.values() for key, _ in own})
+    candidates = {name: list(places(name)) for name in wanted}
+    prefix = _prefix(keys, {key for own in candidates.values() for key, _ in own})
     present = set(keys)
     parts: dict[str, list[Part]] = {}
     missing = []
-    for name, own in places.items():
+    for name, own in candidates.items():
         found = next(((prefix + key, part) for key, part in own if prefix + key in present), None)
         if found is not None:
             parts.setdefault(found[0], []).append(found[1])
@@ -121,8 +121,8 @@ def assign(stored: Iterable[str], wanted: Mapping[str, Spec], optional: set[str]
     return parts
 
 
-def _places(name: str) -> Iterator[tuple[str, Part]]:
-    """Where a tensor may be."""
+def places(name: str) -> Iterator[tuple[str, Part]]:
+    """Under which keys transformers may have a tensor in memory, and as which part of what is there."""
     yield name, Part(name)
     if found := _EXPERT.match(name):
         key, half = _FUSED[found[3]]

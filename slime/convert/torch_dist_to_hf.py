@@ -13,9 +13,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from slime.convert.dcp_to_hf import places
 from slime.convert.hf_files import Spec, stored_specs
 from slime.convert.running import Write, check_output, run_all, some, written_model
 from slime.convert.stored import StoredTensors
@@ -42,6 +44,8 @@ _ADAPTERS = ".lora."
 _MODEL = ("decoder.", "embedding.", "output_layer.")
 """How keys of a model begin; others are of its optimizer."""
 _EMBEDDING = "embedding.word_embeddings.weight"
+_OF_THE_VOCABULARY = (_EMBEDDING, "output_layer.weight")
+"""Whose rows may be padded."""
 _ADD = "--add-missing-from-origin-hf takes them from --origin-hf-dir"
 
 
@@ -117,6 +121,7 @@ def convert(
         )
     tasks = list(plan(stored, located))
     specs = _specs(stored, tasks, family, shape)
+    _check_config(specs, origin, config, shape)
     copied = _carried(origin, family.carried(config))
     copied |= _taken_from_origin(specs, origin, missing, shape, add_missing, copied)
     changes = {} if vocab_size in (None, config.vocab_size) else {"vocab_size": vocab_size}
@@ -235,12 +240,42 @@ def _specs(stored: StoredTensors, tasks: list[Task], family: Family, shape: Shap
                 raise BadInputError(
                     f"{stored.directory}: {name} is {list(task.shape)}, which does not fit the model of config.json"
                 ) from error
+            used = sum(prod(specs[hf_name].shape) for hf_name in family.hf_names(name, shape))
+            if used != meta.numel() and name not in _OF_THE_VOCABULARY:
+                raise BadInputError(
+                    f"{stored.directory}: {name} {list(task.shape)} has {meta.numel()} numbers, and the model of "
+                    f"config.json takes {used} of them: is it another model's?"
+                )
             if name == _EMBEDDING and task.shape[0] < shape.vocab_size:
                 raise BadInputError(
                     f"{stored.directory}: the embedding has {task.shape[0]} rows, fewer than the vocabulary of "
                     f"{shape.vocab_size} (--vocab-size, else config.json)"
                 )
     return specs
+
+
+def _check_config(specs: Mapping[str, Spec], origin: Path, config: Any, shape: Shape) -> None:
+    """Compare with the model that transformers would make of config.json; the origin need not have weights.
+
+    Raises:
+        BadInputError: a tensor has another shape.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config).state_dict()
+    for name, spec in specs.items():
+        meant = next((part.shape_of(tuple(model[key].shape)) for key, part in places(name) if key in model), spec.shape)
+        if not _fits(spec.shape, meant, shape):
+            raise BadInputError(
+                f"the checkpoint's {name} is {list(spec.shape)}, and {origin / 'config.json'} means {list(meant)}: is "
+                "it another model's?"
+            )
+
+
+def _fits(own: tuple[int, ...], other: tuple[int, ...], shape: Shape) -> bool:
+    """Whether shapes are the same, but for the rows of the vocabulary that are kept."""
+    return own[1:] == other[1:] and own[0] in (other[0], shape.vocab_size)
 
 
 def _taken_from_origin(
@@ -260,10 +295,10 @@ def _taken_from_origin(
         raise BadInputError(f"the checkpoint lacks {some(missing)}; {_ADD}")
     originals = _original_specs(origin)
     for name, spec in specs.items():
-        rows, *rest = originals.get(name, spec).shape
-        if [*spec.shape[1:]] != rest or spec.shape[0] not in (rows, shape.vocab_size):
+        original = originals.get(name, spec).shape
+        if not _fits(spec.shape, original, shape):
             raise BadInputError(
-                f"the checkpoint's {name} is {list(spec.shape)}, that of {origin} {[rows, *rest]}: is it another "
+                f"the checkpoint's {name} is {list(spec.shape)}, that of {origin} {list(original)}: is it another "
                 "model's? (--vocab-size says how many rows of the embedding to keep)"
             )
     derived = (".rotary_emb.inv_freq", f"weight{SCALE_END}", *(("lm_head.weight",) if shape.tied else ()))

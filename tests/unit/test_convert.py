@@ -276,17 +276,36 @@ def test_another_models_checkpoint(torch_dist: Path, models: Callable[[str], Pat
     (short / "config.json").write_text(json.dumps({**config, **fewer}))
     with pytest.raises(BadInputError, match=r"has no place for: .*linear_qkv\.weight.*is it another model's\?"):
         torch_dist_to_hf.convert(torch_dist, tmp_path / "out", short, **SETTINGS)
-    wide = tmp_path / "wide"
-    shutil.copytree(models("qwen3_tied"), wide)
-    config = json.loads((wide / "config.json").read_text())
-    (wide / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 4}))
-    with pytest.raises(BadInputError, match=r"is it another model's\?"):
-        torch_dist_to_hf.convert(torch_dist, tmp_path / "out", wide, **SETTINGS)
     assert not list(tmp_path.glob("*out*"))
     torch_dist_to_hf.convert(torch_dist, tmp_path / "out", models("qwen3"), add_missing=True, **SETTINGS)
     written, origin = (load_file(d / "model.safetensors") for d in (tmp_path / "out", models("qwen3")))
     assert torch.equal(written["lm_head.weight"], origin["lm_head.weight"])
     assert not torch.equal(written["model.norm.weight"], origin["model.norm.weight"])
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"hidden_size": 48}, r"model\.embed_tokens\.weight is \[131, 64\], and .*/config\.json means \[131, 48\]"),
+        ({"hidden_size": 96}, r"model\.embed_tokens\.weight is \[131, 64\], and .*/config\.json means \[131, 96\]"),
+        ({"intermediate_size": 48}, r"gate_proj\.weight is \[\d+, 64\], and .*/config\.json means \[48, 64\]"),
+        ({"num_attention_heads": 2}, "linear_qkv.weight .* numbers, and the model of config.json takes"),
+        ({"num_key_value_heads": 1}, "linear_qkv.weight .* numbers, and the model of config.json takes"),
+        ({"num_key_value_heads": 4}, "is it another model's"),
+        ({"head_dim": 8}, "is it another model's"),
+    ],
+)
+def test_an_origin_without_weights_of_another_width(
+    torch_dist: Path, models: Callable[[str], Path], tmp_path: Path, change: dict[str, int], problem: str
+) -> None:
+    origin = tmp_path / "origin"
+    shutil.copytree(models("qwen3_tied"), origin, ignore=shutil.ignore_patterns("*.safetensors"))
+    torch_dist_to_hf.convert(torch_dist, tmp_path / "same", origin, **SETTINGS)
+    config = json.loads((origin / "config.json").read_text())
+    (origin / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(BadInputError, match=problem):
+        torch_dist_to_hf.convert(torch_dist, tmp_path / "out", origin, **SETTINGS)
+    assert not list(tmp_path.glob("*out*"))
 
 
 # ---- FSDP
