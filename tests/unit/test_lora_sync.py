@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import pickle
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -289,12 +290,22 @@ def test_a_row_has_adapters_of_all_its_sources_or_of_none() -> None:
     assert completed(whole, qwen2.FAMILY).keys() == whole.keys()
 
 
-def test_memory_is_pinned_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("flags", [["--enable-lora", "--tp-size", "1"], ["--tp-size", "1"]])
+def test_memory_is_pinned_where_there_is_none(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In servers with adapters; others are left as they are."""
     if torch.cuda.is_available():
         pytest.skip("memory can be pinned here")
+    for part in ("_declare_torchvision_operators", "_synchronize_nothing", "_allow_sampling_seeds"):
+        monkeypatch.setattr(compat, part, lambda: None)
+    monkeypatch.setattr(compat, "_installed", False)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     for name in ("tensor", "zeros"):
         monkeypatch.setattr(torch, name, getattr(torch, name))
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.pin_memory)
-    compat._pin_nothing()
-    assert torch.tensor([1, 2], dtype=torch.int32, pin_memory=True, device="cpu").tolist() == [1, 2]
-    assert torch.zeros((3,), pin_memory=True).pin_memory().tolist() == [0, 0, 0]
+    before = torch.zeros
+    compat.install(flags)
+    assert (torch.zeros is before) == ("--enable-lora" not in flags)
+    if "--enable-lora" in flags:
+        assert torch.tensor([1, 2], dtype=torch.int32, pin_memory=True, device="cpu").tolist() == [1, 2]
+        assert torch.zeros((3,), pin_memory=True).pin_memory().tolist() == [0, 0, 0]

@@ -22,13 +22,18 @@ import torch
 _STAND_INS = ("triton", "torchvision", "sgl_kernel")
 """Packages that SGLang imports at its top but calls on GPUs only. Goes when SGLang guards these imports."""
 
+_LORA_FLAGS = frozenset({"--enable-lora", "--lora-paths"})
 _LOW_32_BITS = 0xFFFFFFFF
 _installed = False
 _torchvision_library: torch.library.Library | None = None
 
 
-def install() -> None:
-    """Make ``import sglang`` and a server on CPU work; a second call does nothing, nor does one on a CUDA host."""
+def install(flags: Sequence[str] = ()) -> None:
+    """Make ``import sglang`` and a server on CPU work; a second call does nothing, nor does one on a CUDA host.
+
+    Args:
+        flags: of the server, which say whether it has LoRA layers.
+    """
     global _installed
     if _installed or torch.cuda.is_available():
         return
@@ -39,7 +44,8 @@ def install() -> None:
     if "torchvision" not in absent:
         _declare_torchvision_operators()
     _synchronize_nothing()
-    _pin_nothing()
+    if not _LORA_FLAGS.isdisjoint(flags):
+        _pin_nothing()
     _allow_sampling_seeds()
 
 

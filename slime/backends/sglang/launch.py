@@ -40,8 +40,9 @@ def _register_configs() -> None:
     configs.register()
 
 
-# At the top level: SGLang spawns its schedulers, and a spawned process runs this module again, but not `main`.
-compat.install()
+# At the top level: SGLang spawns its schedulers, and a spawned process runs this module again, with the same flags, but
+# not `main`.
+compat.install(sys.argv[1:])
 _register_configs()
 _strike_keys_from_log()
 
