@@ -28,7 +28,8 @@ NUM_GPUS = 0
 pytestmark = pytest.mark.integration
 
 RANK, ALPHA = 4, 6.0
-LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 SOME = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
 """Of layers that engines have fused, some parts only."""
 _PEFT = "base_model.model."
@@ -73,7 +74,7 @@ def adapted(directory: Path, modules: tuple[str, ...]) -> tuple[list[NamedTensor
     named: NamedTensors = []
     for name, weight in model.state_dict().items():
         module = name.removesuffix(".weight")
-        if module.rpartition(".")[2] not in LINEAR and "gate_up_proj" not in name:
+        if module.rpartition(".")[2] not in (*LINEAR, "gate_up_proj") or weight.dim() > 2:  # experts, all in one
             continue
         b = torch.zeros(weight.shape[0], RANK)
         if module.rpartition(".")[2] in modules:
@@ -145,10 +146,15 @@ def test_the_engine_finds_a_changed_byte(tiny_model_dir: Path, tmp_path: Path, m
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["qwen2", "llama", "glm4"])
-def test_other_families(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "modules"),
+    [
+        *(("qwen2", LINEAR), ("llama", LINEAR), ("glm4", (*ATTENTION, "gate_up_proj", "down_proj"))),
+        *(("qwen3_moe", ATTENTION), ("qwen3_moe", ("q_proj", "o_proj"))),
+    ],
+)
+def test_other_families(kind: str, modules: tuple[str, ...], tmp_path: Path) -> None:
     write_model(kind, tmp_path / kind)
-    modules = (*LINEAR[:4], "gate_up_proj", "down_proj") if kind == "glm4" else LINEAR
     service = start(tmp_path / kind, tmp_path, modules)
     try:
         publisher = make_publisher(service.args, 0, [service.address])
@@ -156,5 +162,6 @@ def test_other_families(kind: str, tmp_path: Path) -> None:
         buckets, model = adapted(tmp_path / kind, modules)
         publisher.publish(1, buckets)
         assert log_prob_error(service, model) < 1e-4
+        assert log_prob_error(service, model, adapter=False) > 0.01
     finally:
         service.engine.stop()
