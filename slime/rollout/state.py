@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextvars import ContextVar
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 from slime.backends.sglang.client import GenerateClient
 from slime.rollout.gate import may_request, shared_gate
@@ -167,7 +166,8 @@ def _collect_garbage_rarely() -> None:
 
 Lent = tuple[Generator, AsyncGenerator[Generator, None]]
 
-_clients: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[object, Lent]] = WeakKeyDictionary()
+_clients: dict[asyncio.AbstractEventLoop, dict[object, Lent]] = {}
+"""Of each event loop, by router. A client refers to its loop, so that no weak reference to that would ever end."""
 
 
 async def _lend_client(args: Namespace) -> AsyncGenerator[Generator, None]:
@@ -189,7 +189,11 @@ async def state_of_call(args: Namespace) -> RolloutState:
     if state is not None:
         return state
     _collect_garbage_rarely()
-    clients = _clients.setdefault(asyncio.get_running_loop(), {})
+    loop = asyncio.get_running_loop()
+    if loop not in _clients:
+        for ended in [other for other in list(_clients) if other.is_closed()]:
+            _clients.pop(ended, None)
+    clients = _clients.setdefault(loop, {})
     router = (args.sglang_router_ip, args.sglang_router_port, args.sglang_router_api_key)
     if router not in clients:
         lending = _lend_client(args)

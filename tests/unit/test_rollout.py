@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import threading
 import time
+import weakref
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
@@ -166,7 +168,10 @@ def test_calls_outside_of_a_rollout_open_one_session(rollout_args: Args, monkeyp
         opened.append(make_session(**settings))
         return opened[-1]
 
+    loops_of_runs: list[weakref.ref[asyncio.AbstractEventLoop]] = []
+
     async def calls(loops: int) -> None:
+        loops_of_runs.append(weakref.ref(asyncio.get_running_loop()))
         app = web.Application()
         app.router.add_post("/generate", answer)
         runner = web.AppRunner(app)
@@ -188,6 +193,9 @@ def test_calls_outside_of_a_rollout_open_one_session(rollout_args: Args, monkeyp
     asyncio.run(calls(loops=1))
     asyncio.run(calls(loops=2))
     assert all(session.closed for session in opened)
+    opened.clear()
+    gc.collect()
+    assert loops_of_runs[0]() is None, "nothing refers to a loop that has ended"
 
 
 def test_session_affinity_header(rollout_args: Args, use: Callable[..., FakeClient]) -> None:
