@@ -105,13 +105,27 @@ class Pool:
         task = await self._done.get()
         number, run = self._running[task]
         error = None if task.cancelled() else task.exception()
-        try:
-            if self._forgives and isinstance(error, Exception) and not isinstance(error, SettingError):
+        if self._forgives and isinstance(error, Exception) and not isinstance(error, SettingError):
+            try:
                 await self._put_back_crashed(run, error, wanted)
-            else:
-                await self._take(number, task.result(), wanted)
-        finally:
-            del self._running[task]  # only now: who fills the pool meanwhile must not take its place for free
+            finally:
+                del self._running[task]  # its thread puts it back, also when nobody waits for that any longer
+            return
+        results = task.result()
+        samples = flatten_samples(results)
+        failed = [sample for sample in samples if sample.status is Status.FAILED]
+        # A group whose filter fails, or is cancelled, is still one that `end` puts back.
+        verdict = None if failed else await self._judge(results)
+        # Only now: who fills the pool while the filter takes its time must not take its place for free.
+        del self._running[task]
+        if verdict is None:
+            self._give_up(samples, failed[0], wanted)
+        elif verdict.keep or (verdict.keep_when_insufficient and len(self.kept) + self.num_under_way < wanted):
+            self.kept.append((number, results))
+        else:
+            reason = verdict.reason or "dynamic"
+            self.filtered[reason] += 1
+            self._drop(samples, f"filter_{reason}")
 
     async def _put_back_crashed(self, run: GroupRun, error: Exception, wanted: int) -> None:
         self._state.failures["crash"] += 1
@@ -121,29 +135,15 @@ class Pool:
             raise error
         logger.warning("a group crashed and is generated again", exc_info=error)
 
-    async def _take(self, number: int, results: list[Any], wanted: int) -> None:
-        samples = flatten_samples(results)
-        if failed := [sample for sample in samples if sample.status is Status.FAILED]:
-            failure = failed[0].failure or "generate_failed: a custom generate function left status FAILED"
-            self._drop(samples, failure.partition(":")[0])
-            self.num_failed += 1
-            if self.num_failed > wanted:
-                raise HookError(
-                    f"{self.num_failed} groups failed, more than a rollout has (--on-sample-error "
-                    f"{self._args.on_sample_error}); the last one: {failure}"
-                )
-            return
-        if self._args.rollout_all_samples_process_path is not None:
-            self.all_done.append(results)
-        verdict = await self._filter(samples)
-        others = self.num_under_way - 1
-        is_short = len(self.kept) + others < wanted
-        if verdict.keep or (verdict.keep_when_insufficient and is_short):
-            self.kept.append((number, results))
-        else:
-            reason = verdict.reason or "dynamic"
-            self.filtered[reason] += 1
-            self._drop(samples, f"filter_{reason}")
+    def _give_up(self, samples: Group, failed: Sample, wanted: int) -> None:
+        failure = failed.failure or "generate_failed: a custom generate function left status FAILED"
+        self._drop(samples, failure.partition(":")[0])
+        self.num_failed += 1
+        if self.num_failed > wanted:
+            raise HookError(
+                f"{self.num_failed} groups failed, more than a rollout has (--on-sample-error "
+                f"{self._args.on_sample_error}); the last one: {failure}"
+            )
 
     def _drop(self, samples: Group, reason: str) -> None:
         self.dropped[reason] += 1
@@ -154,12 +154,15 @@ class Pool:
         dropped = "".join(f", {count} groups dropped ({reason})" for reason, count in self.dropped.items())
         return self._state.progress() + dropped
 
-    async def _filter(self, samples: Group) -> DynamicFilterOutput:
+    async def _judge(self, results: list[Any]) -> DynamicFilterOutput:
+        """What the user's filter says of a finished group."""
+        if self._args.rollout_all_samples_process_path is not None:
+            self.all_done.append(results)
         path = self._args.dynamic_sampling_filter_path
         if path is None:
             return DynamicFilterOutput(keep=True)
         flag = "--dynamic-sampling-filter-path"
-        verdict = await call_batch_hook(self._state, flag, path, self._args, samples)
+        verdict = await call_batch_hook(self._state, flag, path, self._args, flatten_samples(results))
         if isinstance(verdict, bool) or getattr(verdict, "ndim", None) == 0:  # a tensor's comparison
             return DynamicFilterOutput(keep=bool(verdict))
         if not isinstance(verdict, DynamicFilterOutput):

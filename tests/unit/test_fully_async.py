@@ -108,6 +108,47 @@ def test_outstanding_groups_are_bounded_by_staleness(make_args: Args, use: Use) 
         assert source.num_in_flight() <= args.rollout_batch_size, "what the trainer has, and one rollout more"
 
 
+def test_a_group_whose_filter_is_cancelled_comes_back(make_args: Args, use: Use, tmp_path: Path) -> None:
+    """Something else ends the stream while a user's filter waits."""
+    engine = Engine()
+    use(FakeClient(engine))
+    hook = hook_file(
+        tmp_path,
+        "import asyncio\n"
+        "filtering = asyncio.Event()\n"
+        "judged = 0\n"
+        "async def keep(args, samples):\n"
+        "    global judged\n"
+        "    judged += 1\n"
+        "    if judged == 6:\n"
+        "        filtering.set()\n"
+        "        await asyncio.sleep(60)\n"
+        "    return True\n",
+    )
+    args, source = make(make_args, dynamic_sampling_filter_path=f"{hook}:keep")
+    draw, draws = source.get_samples, 0
+
+    def failing(num_samples: int) -> list[Any]:
+        nonlocal draws
+        draws += 1
+        if draws == 2:
+            from slime.utils.misc import load_module
+
+            deadline = time.monotonic() + 30
+            while not load_module(str(hook)).filtering.is_set() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            raise OSError("no more prompts")
+        return draw(num_samples)
+
+    source.get_samples = failing  # type: ignore[method-assign]
+    trained = groups_of(take(args, 0, source))
+    engine.push(1)
+    with pytest.raises(HookError, match="no more prompts"):
+        take(args, 1, source)
+    assert sorted([*trained, *(group[0].group_index for group in source.buffer)]) == list(range(8))
+    assert source.num_in_flight() == 0
+
+
 def test_filter_hooks_and_failures(make_args: Args, use: Use, tmp_path: Path) -> None:
     use(FakeClient(Engine()))
     hook = hook_file(
