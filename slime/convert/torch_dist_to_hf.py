@@ -112,7 +112,10 @@ def convert(
     if vocab_size is not None:
         shape = dataclasses.replace(shape, vocab_size=vocab_size)
     if any(_ADAPTERS in key for key in stored):
-        raise BadInputError(f"{stored.directory} holds low-rank adapters only: export merged weights with --save-hf")
+        raise BadInputError(
+            f"{stored.directory} holds low-rank adapters and no model: resume from it by --load of train.py with "
+            "--save-hf (merged weights) or --save-lora (the adapters)"
+        )
     located, missing = locate_all(stored, family, shape)
     if left := list(unused(stored, located.values())):
         raise BadInputError(

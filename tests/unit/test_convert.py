@@ -308,6 +308,19 @@ def test_an_origin_without_weights_of_another_width(
     assert not list(tmp_path.glob("*out*"))
 
 
+def test_a_checkpoint_of_adapters(models: Callable[[str], Path], tmp_path: Path, capsys: Any) -> None:
+    """Also where the origin has the model that they belong to."""
+    adapters = tmp_path / "iter_0000000"
+    name = "decoder.layers.0.self_attention.linear_proj.lora"
+    dcp.save({f"{name}.a": torch.zeros(4, 64), f"{name}.b": torch.zeros(64, 4)}, checkpoint_id=adapters)
+    (adapters / "metadata.json").write_text("{}")
+    words = ["--input-dir", adapters, "--output-dir", tmp_path / "out", "--origin-hf-dir", models("qwen3")]
+    for more in ([], ["--add-missing-from-origin-hf"]):
+        assert torch_dist_tool.main([*map(str, words), *more]) == 2
+        assert "holds low-rank adapters and no model: resume from it by --load" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [adapters.name]
+
+
 # ---- FSDP
 
 
