@@ -61,6 +61,8 @@ class TrainActor:
             path = Path(self._trainer.resumed_from, _ROLLOUT_STATE)
             if not path.is_file():
                 raise BadInputError(f"--load: {path} is missing: without it the data could only start anew")
+            # Samples hold what rows and users' code have put there, such as dates. Nor would a plain format make a
+            # stranger's checkpoint safe: the .metadata beside this file, which torch has read by now, is a pickle.
             state = torch.load(path, weights_only=False)
         return self._trainer.start_rollout_id, self._trainer.dp_size, state
 
