@@ -41,8 +41,9 @@ GROUPS = {
     "other": ("",),
 }
 """Sections of a script, and the beginnings of the names in them, in order."""
-LEFT_OUT = ("max_position_embeddings",)
-"""What versions of one model differ in that have the same weights otherwise: base and instruct models, for example."""
+LEFT_OUT = ("max_position_embeddings", "mtp_num_layers")
+"""What versions of one model differ in that have the same weights otherwise: base and instruct models, for example; and
+its heads for further tokens, which are a part of it only where --enable-mtp-training asks for them."""
 SCRIPT = """\
 # {name}. Source this, and pass "${{MODEL_ARGS[@]}}" and "${{CKPT_ARGS[@]}}" to train.py.
 # By tools/model_args.py from config.json, which decides: train.py refuses flags that say something else.

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slime.models import hf_config, shape_from_hf
+from slime.models import hf_config, shape_from_hf, trainable_heads
 from slime.options import megatron
 from slime.options.errors import OptionError
 from slime.options.installed import InstalledFlagsError, start_reading
 from slime.options.model import apply_shape, has_weights, model_directory, take_rotary_factor
+from slime.options.next_tokens import check_heads
 from slime.options.parser import HelpAction, StrictParser
 from slime.options.schema import add_options, option
 
@@ -40,6 +41,9 @@ class ConversionOptions:
         None,
         "As of train.py: function (pre_process, post_process, vp_stage=None) -> GPTModel.",
         hook=("model_provider",),
+    )
+    enable_mtp_training: bool = option(
+        False, "Convert the heads that predict further tokens (MTP) too, for a run of train.py with this flag."
     )
     allow_config_mismatch: bool = option(False, "Warn, instead of stopping, where flags contradict config.json.")
 
@@ -84,9 +88,11 @@ def _resolve(args: argparse.Namespace, given: set[str]) -> list[str]:
     warnings: list[str] = []
     take_rotary_factor(args, given)
     try:
-        shape = shape_from_hf(hf_config(args.hf_checkpoint))
+        config = hf_config(args.hf_checkpoint)
+        shape = shape_from_hf(config)
     except (ValueError, OSError) as error:
         raise OptionError(f"--hf-checkpoint {args.hf_checkpoint}: {' '.join(str(error).split())}") from error
     apply_shape(args, shape, given, warnings)
+    check_heads(args, config.model_type, trainable_heads())
     vars(args).update(_ONE_RANK)
     return warnings

@@ -250,11 +250,11 @@ def convert(args: Namespace, save: Path) -> None:
     """
     hf_dir = Path(args.hf_checkpoint)
     config = hf_config(hf_dir)
-    family, shape = family_of(config), weight_shape(config)
+    family, shape = family_of(config), weight_shape(config, with_heads=args.enable_mtp_training)
     parts, objects = parts_of_model(args)
     rank, final = dist.get_rank(), save.absolute() / RELEASE
     with HFWeights(hf_dir) as weights:
-        check_names(family, shape, weights, hf_dir, family.carried(config))
+        check_names(family, shape, weights, hf_dir, family.untrained(config, shape))
         reader = _Reader(weights, family, shape)
         dtypes = reader.dtypes(parts)
         sizes = [prod(part.size) * dtypes[part.key].itemsize for part in parts]

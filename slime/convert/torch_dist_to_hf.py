@@ -41,7 +41,8 @@ _FUSED_NORMS = {
 
 
 _ADAPTERS = ".lora."
-_MODEL = ("decoder.", "embedding.", "output_layer.")
+_HEADS = "mtp."
+_MODEL = ("decoder.", "embedding.", "output_layer.", _HEADS)
 """How keys of a model begin; others are of its optimizer."""
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OF_THE_VOCABULARY = (_EMBEDDING, "output_layer.weight")
@@ -108,7 +109,8 @@ def convert(
     check_output(output, [source, origin], force=force)
     stored = StoredTensors(find_checkpoint(source))
     config = hf_config(origin)
-    family, shape = family_of(config), weight_shape(config)
+    with_heads = any(key.startswith(_HEADS) for key in stored)
+    family, shape = family_of(config), weight_shape(config, with_heads=with_heads)
     if vocab_size is not None:
         shape = dataclasses.replace(shape, vocab_size=vocab_size)
     if any(_ADAPTERS in key for key in stored):
@@ -125,7 +127,7 @@ def convert(
     tasks = list(plan(stored, located))
     specs = _specs(stored, tasks, family, shape)
     _check_config(specs, origin, config, shape)
-    copied = _carried(origin, family.carried(config))
+    copied = _carried(origin, family.untrained(config, shape))
     copied |= _taken_from_origin(specs, origin, missing, shape, add_missing, copied)
     changes = {} if vocab_size in (None, config.vocab_size) else {"vocab_size": vocab_size}
     with written_model("torch_dist to hf", output, specs | copied, shard_bytes, origin, changes) as write:

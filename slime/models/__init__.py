@@ -5,6 +5,7 @@ A new family is one file with its table and one entry in `FAMILIES`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ FAMILIES = (
     *(glm4.FAMILY, glm4_moe.FAMILY, glm4_moe_lite.FAMILY, deepseek_v3.FAMILY),
 )
 
-__all__ = ["FAMILIES", "Family", "Shape", "family_of", "hf_config", "shape_from_hf", "weight_shape"]
+__all__ = [
+    *("FAMILIES", "Family", "Shape", "family_of", "hf_config", "shape_from_hf"),
+    *("trainable_heads", "weight_shape"),
+]
 
 
 def hf_config(directory: str | Path) -> Any:
@@ -57,6 +61,11 @@ def _family(model_type: str | None) -> Family:
     raise ValueError(f"model_type {model_type!r} is not supported; supported are {known}")
 
 
+def trainable_heads() -> list[str]:
+    """The model types whose heads for further tokens (MTP) can be trained."""
+    return [name for family in FAMILIES if family.heads is not None for name in family.model_types]
+
+
 def shape_from_hf(config: Any) -> dict[str, Any]:
     """The model's shape under Megatron-LM's argument names (``num_layers``, ``norm_epsilon``, ``swiglu``, ...).
 
@@ -66,6 +75,11 @@ def shape_from_hf(config: Any) -> dict[str, Any]:
     return family_of(config).megatron_args(config)
 
 
-def weight_shape(config: Any) -> Shape:
-    """What the weight rules of the config's family need; errors as `shape_from_hf`."""
-    return rule_shape(shape_from_hf(config))
+def weight_shape(config: Any, *, with_heads: bool = False) -> Shape:
+    """What the weight rules of the config's family need; errors as `shape_from_hf`.
+
+    Args:
+        with_heads: the heads that predict further tokens are parameters of the model, and not carried along.
+    """
+    args = shape_from_hf(config)
+    return replace(rule_shape(args), num_heads=(args["mtp_num_layers"] or 0) if with_heads else 0)

@@ -14,6 +14,7 @@ from slime.models.rows import (
     OUTPUT,
     SHARED_EXPERTS,
     SIGMOID_ROUTER,
+    next_token_heads,
 )
 from slime.models.shape import latent_args, next_token_layers, sigmoid_moe_args
 
@@ -22,9 +23,11 @@ def _args(config: Any) -> dict[str, Any]:
     return {**latent_args(config), **sigmoid_moe_args(config)}
 
 
+_LAYER = (*NORMS, *LATENT_ATTENTION, *MLP, *EXPERTS, *SIGMOID_ROUTER, *SHARED_EXPERTS)
 FAMILY = Family(
     ("deepseek_v3", "kimi_k2"),
-    (*EMBEDDING, *NORMS, *LATENT_ATTENTION, *MLP, *EXPERTS, *SIGMOID_ROUTER, *SHARED_EXPERTS, *OUTPUT),
+    (*EMBEDDING, *_LAYER, *OUTPUT),
     _args,
     next_token_layers,
+    next_token_heads(_LAYER),
 )

@@ -42,6 +42,8 @@ class Shape:
     """Per layer, whether its MLP is a mixture of experts; empty for a dense model."""
     given: frozenset[str] = frozenset()
     """The Megatron arguments that are on, for rows that not every model of a family has."""
+    num_heads: int = 0
+    """Heads that predict further tokens (MTP), where these are trained."""
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether layer ``layer`` (from 0) has experts."""
@@ -112,7 +114,8 @@ class Row:
     dim: int | None = None
     """The dimension that tensor parallelism cuts; None: every rank holds all of it."""
     layers: str = "all"
-    """Which layers have it: "all", "dense" or "moe"."""
+    """Which layers have it: "all", "dense" or "moe"; or it is of a "head" that predicts further tokens, or of one whose
+    Hugging Face names go on counting "after" the layers."""
     if_tied: str | None = None
     """With tied embeddings: the tensor to read instead; then the row is not written."""
     when: str | None = None
@@ -133,17 +136,42 @@ class Row:
         if depth == 0:
             yield ()
             return
-        for layer in range(shape.num_layers):
-            if self.layers != "all" and (self.layers == "moe") != shape.is_moe_layer(layer):
-                continue
+        for layer in self._layers(shape):
             if depth == 1:
                 yield (layer,)
             else:
                 yield from ((layer, expert) for expert in range(shape.num_experts))
 
+    def _layers(self, shape: Shape) -> Iterator[int]:
+        if self.layers in ("head", "after"):
+            yield from range(shape.num_heads)
+            return
+        for layer in range(shape.num_layers):
+            if self.layers == "all" or (self.layers == "moe") == shape.is_moe_layer(layer):
+                yield layer
+
+    def sources(self, shape: Shape, index: tuple[int, ...]) -> list[str]:
+        """The Hugging Face names of a layer and expert."""
+        if self.layers == "after":
+            index = (shape.num_layers + index[0], *index[1:])
+        return [hf.format(*index) for hf in self.hf]
+
 
 def _none(config: Any) -> tuple[str, ...]:
     return ()
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How the heads of a family predict further tokens (MTP): see `slime.backends.megatron.next_tokens`."""
+
+    rows: tuple[Row, ...]
+    hidden_first: bool
+    """Whether their projection reads the hidden state before the embedding."""
+    blind_start: bool
+    """Whether the first token of a sequence sees no embedding, as in the engines' class of the model."""
+    copies: tuple[str, ...] = ()
+    """How names within a head begin of what is a copy of the model's embedding and output layer: these stay carried."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +189,14 @@ class Family:
     carried: Callable[[Any], tuple[str, ...]] = _none
     """Hugging Face config -> how the names of tensors begin that the Megatron model does without. Loading leaves them
     out, and what is saved as a Hugging Face directory has them as they were in the one that the model came from."""
+    heads: Heads | None = None
+    """Of what is carried, the heads that can be trained instead."""
+
+    def untrained(self, config: Any, shape: Shape) -> tuple[str, ...]:
+        """`carried`, of a model of that shape: where its heads are trained, only their copies."""
+        if not shape.num_heads or self.heads is None:
+            return self.carried(config)
+        return tuple(head + copy for head in self.carried(config) for copy in self.heads.copies)
 
     def row(self, name: str) -> tuple[Row, tuple[int, ...]]:
         """The row of a global Megatron parameter name, and its layer and expert numbers.
@@ -170,23 +206,26 @@ class Family:
         """
         parts = name.split(".")
         template = ".".join("{}" if part.isdigit() else part for part in parts)
-        for row in self.rows:
+        for row in self._rows():
             if row.megatron == template:
                 return row, tuple(int(part) for part in parts if part.isdigit())
         raise KeyError(f"no row for the Megatron parameter {name} in the table of {', '.join(self.model_types)}")
 
     def parameters(self, shape: Shape) -> Iterator[str]:
         """Every global Megatron parameter name of a model, always in the same order."""
-        for row in self.rows:
+        for row in self._rows():
             for index in row.indices(shape):
                 yield row.megatron.format(*index)
+
+    def _rows(self) -> tuple[Row, ...]:
+        return self.rows + (self.heads.rows if self.heads else ())
 
     def sources(self, name: str, shape: Shape) -> list[str]:
         """The Hugging Face tensors that ``name`` is read from."""
         row, index = self.row(name)
         if shape.tied and row.if_tied:
             return [row.if_tied]
-        return [hf.format(*index) for hf in row.hf]
+        return row.sources(shape, index)
 
     def hf_names(self, name: str, shape: Shape) -> list[str]:
         """The Hugging Face tensors that ``name`` is written to; none for a tied output layer."""

@@ -16,6 +16,7 @@ from slime.models.rows import (
     QKV_BIAS,
     SHARED_EXPERTS,
     SIGMOID_ROUTER,
+    next_token_heads,
 )
 from slime.models.shape import decoder_args, next_token_layers, sigmoid_moe_args
 
@@ -28,12 +29,8 @@ def _args(config: Any) -> dict[str, Any]:
     }
 
 
-FAMILY = Family(
-    ("glm4_moe",),
-    (
-        *(*EMBEDDING, *NORMS, *ATTENTION, *QKV_BIAS, *QK_NORM, *MLP),
-        *(*EXPERTS, *SIGMOID_ROUTER, *SHARED_EXPERTS, *OUTPUT),
-    ),
-    _args,
-    next_token_layers,
+_LAYER = (
+    *(*NORMS, *ATTENTION, *QKV_BIAS, *QK_NORM, *MLP),
+    *(*EXPERTS, *SIGMOID_ROUTER, *SHARED_EXPERTS),
 )
+FAMILY = Family(("glm4_moe",), (*EMBEDDING, *_LAYER, *OUTPUT), _args, next_token_layers, next_token_heads(_LAYER))

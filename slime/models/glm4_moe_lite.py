@@ -27,4 +27,4 @@ def _args(config: Any) -> dict[str, Any]:
     return {**args, **sigmoid_moe_args(config, layers)}
 
 
-FAMILY = Family(("glm4_moe_lite",), deepseek_v3.FAMILY.rows, _args, next_token_layers)
+FAMILY = Family(("glm4_moe_lite",), deepseek_v3.FAMILY.rows, _args, next_token_layers, deepseek_v3.FAMILY.heads)

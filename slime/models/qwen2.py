@@ -1,11 +1,11 @@
-"""Qwen2 and Qwen2.5: Llama with a bias on query, key and value; and MiMo-7B, which has layers for further tokens."""
+"""Qwen2 and Qwen2.5: Llama with a bias on query, key and value; and MiMo-7B, which has heads for further tokens."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from slime.models.family import Family
-from slime.models.rows import ATTENTION, EMBEDDING, MLP, NORMS, OUTPUT, QKV_BIAS
+from slime.models.family import Family, Heads
+from slime.models.rows import ATTENTION, EMBEDDING, MLP, NORMS, OUTPUT, QKV_BIAS, head_rows
 from slime.models.shape import decoder_args
 
 
@@ -17,4 +17,23 @@ def _carried(config: Any) -> tuple[str, ...]:
     return ("model.mtp_layers.",) if getattr(config, "num_nextn_predict_layers", None) else ()
 
 
-FAMILY = Family(("qwen2", "mimo"), EMBEDDING + NORMS + ATTENTION + QKV_BIAS + MLP + OUTPUT, _args, _carried)
+_LAYER = NORMS + ATTENTION + QKV_BIAS + MLP
+_HEADS = head_rows(
+    "model.mtp_layers.{}.",
+    {
+        "enorm": "token_layernorm",
+        "hnorm": "hidden_layernorm",
+        "eh_proj": "input_proj",
+        "final_layernorm": "final_layernorm",
+    },
+    _LAYER,
+    mlp="dense",
+    layers="head",
+)
+FAMILY = Family(
+    ("qwen2", "mimo"),
+    EMBEDDING + _LAYER + OUTPUT,
+    _args,
+    _carried,
+    Heads(_HEADS, hidden_first=True, blind_start=True),
+)

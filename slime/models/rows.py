@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from slime.models.family import Row, Rule, fused_gate_up, gate_up, qkv, vocabulary, whole
+from collections.abc import Mapping
+from dataclasses import replace
+
+from slime.models.family import Heads, Row, Rule, fused_gate_up, gate_up, qkv, vocabulary, whole
 
 _LAYER = "decoder.layers.{}."
 _HF_LAYER = "model.layers.{}."
+_HEAD = "mtp.layers.{}."
 _EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -133,3 +137,40 @@ OUTPUT = (
     Row("decoder.final_layernorm.weight", ("model.norm.weight",)),
     Row("output_layer.weight", ("lm_head.weight",), vocabulary, dim=0, if_tied=_EMBEDDING),
 )
+
+
+def next_token_heads(layer: tuple[Row, ...]) -> Heads:
+    """Heads that are named as layers after the decoder's last, and have experts: DeepSeek-V3's kind.
+
+    Args:
+        layer: the rows of the decoder's layers.
+    """
+    names = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "final_layernorm": "shared_head.norm"}
+    rows = head_rows(_HF_LAYER, names, layer, mlp="moe", layers="after")
+    return Heads(rows, hidden_first=False, blind_start=False, copies=("embed_tokens.", "shared_head.head."))
+
+
+def head_rows(
+    prefix: str, names: Mapping[str, str], layer: tuple[Row, ...], *, mlp: str, layers: str
+) -> tuple[Row, ...]:
+    """Rows of heads that predict further tokens (MTP), each of which has a layer like the decoder's.
+
+    Args:
+        prefix: of a head's Hugging Face names.
+        names: what a head has beside its layer: Megatron's name -> Hugging Face's.
+        layer: the rows of the decoder's layers.
+        mlp: "dense" or "moe", the MLP that heads have.
+        layers: `Row.layers`.
+    """
+    own = tuple(Row(f"{_HEAD}{name}.weight", (f"{prefix}{hf}.weight",), layers=layers) for name, hf in names.items())
+    return own + tuple(
+        replace(
+            row,
+            megatron=row.megatron.replace(_LAYER, f"{_HEAD}transformer_layer."),
+            hf=tuple(hf.replace(_HF_LAYER, prefix) for hf in row.hf),
+            layers=layers,
+            together=row.together and f"head's {row.together}",
+        )
+        for row in layer
+        if row.layers in ("all", mlp)
+    )

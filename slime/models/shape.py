@@ -19,7 +19,7 @@ _ABSENT: dict[str, Any] = {
     ),
     **dict.fromkeys(
         (
-            *("num_experts", "mtp_num_layers", "linear_attention_freq", "experimental_attention_variant"),
+            *("num_experts", "linear_attention_freq", "experimental_attention_variant"),
             *("no_rope_freq", "softmax_scale", "activation_func_clamp_value", "moe_latent_size"),
             *("moe_shared_expert_intermediate_size", "moe_router_num_groups", "moe_router_group_topk"),
             *("moe_router_topk_limited_devices", "moe_router_topk_scaling_factor"),
@@ -67,6 +67,7 @@ def decoder_args(
         "untie_embeddings_and_output_weights": not config.tie_word_embeddings,
         "max_position_embeddings": config.max_position_embeddings,
         "vocab_size": config.vocab_size,
+        "mtp_num_layers": getattr(config, "num_nextn_predict_layers", None) or None,
         **(rope or rope_args)(config),
     }
 

@@ -78,6 +78,11 @@ class AlgorithmOptions:
             Call("total_lengths, response_lengths, loss_masks, calculate_per_token_loss", "Callable[[Tensor], Tensor]"),
         ),
     )
+    enable_mtp_training: bool = option(
+        False,
+        "Train the heads that predict further tokens (MTP) too, --mtp-num-layers of them (default: what config.json "
+        "says), with weight --mtp-loss-scaling-factor; their loss changes nothing else.",
+    )
     seed: int = option(1234, "Seed of model initialisation and of the training workers.")
 
 

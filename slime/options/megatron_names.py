@@ -227,6 +227,7 @@ DEFAULTS: dict[str, Any] = {
     "min_lr": 0.0,
     "moe_router_bias_update_rate": 0.0,
     "moe_token_dispatcher_type": "alltoall",
+    "mtp_loss_scaling_factor": 0.2,
     "transformer_impl": "local",
     "use_distributed_optimizer": True,
 }

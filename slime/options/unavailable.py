@@ -60,7 +60,7 @@ NOT_YET: dict[str, str] = {
     "weight update": """
         --update-weight-delta-checksum --update-weight-delta-encoding --update-weight-local-checkpoint-dir""",
     "model": """
-        --enable-mtp-training --freeze-indexer --freeze-params-name-list
+        --freeze-indexer --freeze-params-name-list
         --megatron-deepgemm-forward-layers --megatron-deepgemm-forward-modules --megatron-deepgemm-moe-forward-layers
         --megatron-deepgemm-moe-forward-modules --model-name --only-train-params-name-list --qwen-gdn-backend
         --softmax-type --spec --use-rollout-routing-replay --use-routing-replay --window-attn-skip-freq

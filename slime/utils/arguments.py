@@ -29,6 +29,7 @@ from slime.options.installed import InstalledFlagsError, start_reading
 from slime.options.layout import check_layout
 from slime.options.lora import LoraOptions, check_adapter_sync, derive_lora
 from slime.options.model import apply_shape, check_quantization, check_weights, model_directory, take_rotary_factor
+from slime.options.next_tokens import check_heads, check_heads_training
 from slime.options.parser import HelpAction, StrictParser, flag_values
 from slime.options.reward_model import find_reward_model, reward_engine_flags
 from slime.options.rollout import GROUP_REWARD_NAMES, EngineOptions, RewardOptions, RolloutOptions
@@ -209,6 +210,8 @@ def _resolve(args: argparse.Namespace, given: set[str], asynchronous: bool) -> l
     find_reward_model(args)
     take_rotary_factor(args, given)
     apply_shape(args, _shape(args), given, warnings)
+    _check_heads(args)
+    check_heads_training(args, warnings)
     check_quantization(args)
     limit_prompts(args)
     if args.placement != "rollout_only":
@@ -228,6 +231,12 @@ def _shape(args: argparse.Namespace) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         reason = " ".join(str(error).split())
         raise OptionError(f"--hf-checkpoint {args.hf_checkpoint}: {reason}") from error
+
+
+def _check_heads(args: argparse.Namespace) -> None:
+    from slime.models import hf_config, trainable_heads
+
+    check_heads(args, hf_config(args.hf_checkpoint).model_type, trainable_heads())
 
 
 def _check_lora(args: argparse.Namespace) -> None:

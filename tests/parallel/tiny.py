@@ -140,6 +140,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 # The first of two pipeline stages has no experts.
 KINDS["dense_first"] = KINDS["qwen3_moe"] | {"mlp_only_layers": [0, 1]}
+KINDS["mimo"] = {"model_type": "qwen2", "num_nextn_predict_layers": 2, "tie_word_embeddings": False}
 
 
 def config(kind: str) -> Any:
@@ -160,8 +161,13 @@ def config(kind: str) -> Any:
 
 def model(kind: str) -> PreTrainedModel:
     """A model with random weights, norms and biases included."""
+    return random_model(kind, config(kind))
+
+
+def random_model(kind: str, config: Any) -> PreTrainedModel:
+    """The same of another config."""
     torch.manual_seed(1 + list(KINDS).index(kind))
-    made = AutoModelForCausalLM.from_config(config(kind), dtype=torch.float32, attn_implementation="sdpa")
+    made = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             parameter.normal_(0.0, 0.2 if parameter.dim() == 1 else 0.1)
@@ -236,6 +242,8 @@ def arguments(directory: Path, **options: Any) -> Namespace:
             "params_dtype": "float32",
             "rope_scaling_factor": 8.0,
             "rotary_seq_len_interpolation_factor": None,
+            "enable_mtp_training": False,
+            "pushes_heads": False,
             **shape_from_hf(hf_config(directory)),
             **options,
         }

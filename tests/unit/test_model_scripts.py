@@ -19,10 +19,9 @@ NUM_GPUS = 0
 UPSTREAM: dict[str, str] = json.loads(Path(__file__).with_name("test_options_shapes.json").read_text())
 UPSTREAM_IS_WRONG = {
     "glm4-32B": {"num_layers", "num_query_groups"},
-    "mimo-7B-rl": {"mtp_num_layers"},
     "qwen2.5-1.5B": {"rotary_base"},
 }
-"""Flags of upstream's scripts that the published config.json contradicts, or that ask for layers that no one trains."""
+"""Flags of upstream's scripts that the published config.json contradicts."""
 SUPPORTED = shipped.supported()
 
 

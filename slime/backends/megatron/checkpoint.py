@@ -29,8 +29,9 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from slime.backends.megatron import lora
+from slime.backends.megatron import lora, next_tokens
 from slime.backends.megatron.head import VALUE_HEAD_KEY
+from slime.backends.megatron.model import unwrap
 from slime.backends.megatron.optimizer import parts_of
 from slime.options.checkpoint import LATEST, checkpoint_directory
 from slime.options.lora import check_adapters
@@ -91,6 +92,7 @@ def save_state(
     state["layout"] = _layout()
     state["distributed_optimizer"] = _is_distributed(optimizer)
     state["adapters"] = lora.described(model_chunks)
+    state["heads"] = _count_heads(model_chunks)
     dist_checkpointing.save(state, directory)
 
 
@@ -100,6 +102,7 @@ def load_model(directory: str | Path, model_chunks: Sequence[Any]) -> None:
     The value head of a critic, which an actor's checkpoint lacks, keeps its initial weight.
     """
     present = dist_checkpointing.load_tensors_metadata(str(directory))
+    _check_heads(directory, any(key.startswith(next_tokens.KEYS) for key in present), model_chunks)
     state = model_state(model_chunks)
     for chunk_state in state.values():
         for name in [name for name, tensor in chunk_state.items() if _is_value_head(tensor)]:
@@ -124,6 +127,11 @@ def load_state(
     """
     saved = dist_checkpointing.load_common_state_dict(str(directory))
     check_adapters(directory, saved.get("adapters"), lora.described(model_chunks))
+    if bool(saved.get("heads")) != bool(_count_heads(model_chunks)):
+        how = "with" if saved.get("heads") else "without"
+        raise ValueError(
+            f"{directory} was saved {how} --enable-mtp-training, and its optimizer state can only be loaded {how} it"
+        )
     if saved["distributed_optimizer"] != _is_distributed(optimizer):
         flag = "--use-distributed-optimizer" if saved["distributed_optimizer"] else "--no-use-distributed-optimizer"
         raise ValueError(f"{directory} was saved with {flag}, and its optimizer state can only be loaded with it")
@@ -180,6 +188,26 @@ def model_state(model_chunks: Sequence[Any]) -> dict[str, Any]:
         else lora.sharded_state(chunk)
         for i, chunk in enumerate(model_chunks)
     }
+
+
+def _count_heads(model_chunks: Sequence[Any]) -> int:
+    """The heads for further tokens that the model trains, on whichever pipeline stage."""
+    return int(unwrap(model_chunks[-1]).num_heads)
+
+
+def _check_heads(directory: str | Path, has_heads: bool, model_chunks: Sequence[Any]) -> None:
+    """Raise ValueError where a checkpoint lacks the heads that the model trains; warn where it has more."""
+    wanted = _count_heads(model_chunks)
+    if wanted and not has_heads:
+        raise ValueError(
+            f"{directory} has no heads for further tokens, which --enable-mtp-training trains: convert the model with "
+            "this flag"
+        )
+    if has_heads and not wanted:
+        logger.warning(
+            f"{directory} has heads for further tokens, which are left out: saved models have those of "
+            "--hf-checkpoint; --enable-mtp-training takes and trains them"
+        )
 
 
 def _is_value_head(tensor: Any) -> bool:

@@ -20,6 +20,7 @@ from slime.backends.megatron import checkpoint, weights_io
 from slime.backends.megatron.batch import MicroBatch
 from slime.backends.megatron.metrics import step_metrics
 from slime.backends.megatron.model import build_model, wrap
+from slime.backends.megatron.next_tokens import embedding_at_hand
 from slime.backends.megatron.optimizer import (
     gradient_buffers,
     make_optimizer,
@@ -167,7 +168,8 @@ class Learner:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         before(self.chunks, self._optimizer, self._scheduler)
-        reports = self._pass(micro_batches, partial(_loss_for_schedule, loss), forward_only=False)
+        with embedding_at_hand(self.model_chunks):
+            reports = self._pass(micro_batches, partial(_loss_for_schedule, loss), forward_only=False)
         metrics = step_metrics(reports, tokens)
         for name in (name for name in metrics if name.endswith("loss")):
             self._check_finite(where, name, metrics[name])

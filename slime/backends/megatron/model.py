@@ -23,6 +23,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from slime.backends.megatron import next_tokens
 from slime.backends.megatron.attention import PackedAttention
 from slime.backends.megatron.experts import Experts
 from slime.backends.megatron.head import LanguageHead, ValueHead
@@ -65,6 +66,7 @@ def transformer_config(args: Namespace) -> TransformerConfig:
         variable_seq_lengths=True,
         moe_grouped_gemm=True,
         moe_token_dispatcher_type="alltoall",
+        mtp_num_layers=None,  # the heads are slime's own: see next_tokens
         calculate_per_token_loss=True,
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
@@ -168,6 +170,9 @@ def _build_stage(args: Namespace, role: str, config: TransformerConfig, vp_stage
             model.output_layer = ValueHead(config, model.pg_collection.tp, args.seed)
         else:
             model.output_layer = LanguageHead(model.output_layer)
+    model.num_heads = args.mtp_num_layers if args.enable_mtp_training and role == "actor" else 0
+    if model.post_process and model.num_heads:
+        next_tokens.attach(model, args)
     if not config.perform_initialization:
         _mark_cut_weights(model)
     return model.to(device.current_device())

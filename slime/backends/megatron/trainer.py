@@ -6,6 +6,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from slime.backends.megatron.log_probs import token_terms  # noqa: E402
 from slime.backends.megatron.loss import LOSSES, mismatch_report, reduce_tokens, value_loss  # noqa: E402
 from slime.backends.megatron.memory import MemoryLog  # noqa: E402
 from slime.backends.megatron.model import head_weight  # noqa: E402
+from slime.backends.megatron.next_tokens import heads_loss  # noqa: E402
 from slime.backends.megatron.parallel import initialize_distributed  # noqa: E402
 from slime.backends.megatron.profiling import profiled  # noqa: E402
 from slime.backends.megatron.rollout_data import postprocess, save_train_data  # noqa: E402
@@ -62,7 +64,7 @@ class MegatronTrainer:
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.dp_size = parallel_state.get_data_parallel_world_size()
         config = hf_config(args.hf_checkpoint)
-        self.family, self.shape = family_of(config), weight_shape(config)
+        self.family, self.shape = family_of(config), weight_shape(config, with_heads=args.enable_mtp_training)
         found = find_checkpoint(args.load) if args.load else None
         self.start_rollout_id, self.resumed_from = 0, None
         if found is not None:
@@ -154,7 +156,7 @@ class MegatronTrainer:
         if self._critic is not None:
             yield self._critic, self._value_loss, "critic"
         if self._trains_actor(rollout_id):
-            yield self._actor, self._loss, "actor"
+            yield self._actor, self._loss_with_heads, "actor"
 
     def _trains_actor(self, rollout_id: int) -> bool:
         return rollout_id >= self.args.num_critic_only_steps
@@ -273,6 +275,14 @@ class MegatronTrainer:
         loss = LOSSES[self.args.loss_type](self.args, micro_batch, *self._terms(micro_batch, hidden))
         return reduce_tokens(loss, micro_batch)
 
+    def _loss_with_heads(self, micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        total, report = self._loss(micro_batch, hidden)
+        if self.shape.num_heads:
+            model = self.model_chunks[-1]
+            more, own = heads_loss(self.args, micro_batch, model, head_weight(model), hidden)
+            total, report = total + more, report | own
+        return total, report
+
     def _value_loss(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         loss = value_loss(self.args, micro_batch, _values(micro_batch, output))
         return reduce_tokens(loss, micro_batch, "train/critic-value_loss")
@@ -291,7 +301,8 @@ class MegatronTrainer:
         """
         if self.args.keep_old_actor:
             self._keep_version(version)
-        model, size = (self.model_chunks, self.family, self.shape), self.args.update_weight_buffer_size
+        shape = self.shape if self.args.pushes_heads else replace(self.shape, num_heads=0)
+        model, size = (self.model_chunks, self.family, shape), self.args.update_weight_buffer_size
         if self.args.lora_sync == "adapter":
             return weights_io.export_adapter_buckets(*model, self.args.lora_target_modules, size)
         return weights_io.export_hf_buckets(*model, size)

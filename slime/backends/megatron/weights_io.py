@@ -109,12 +109,17 @@ def load_hf(chunks: Sequence[torch.nn.Module], hf_dir: str | Path) -> None:
     """
     directory = Path(hf_dir)
     config = hf_config(directory)
-    family, shape = family_of(config), weight_shape(config)
+    family, shape = family_of(config), weight_shape(config, with_heads=_has_heads(chunks))
     with HFWeights(directory) as weights:
-        check_names(family, shape, weights, directory, family.carried(config))
+        check_names(family, shape, weights, directory, family.untrained(config, shape))
         for name, tensor in global_weights(chunks):
             rank = _shard_rank(name)
             tensor.copy_(family.shard(name, weights.__getitem__, shape, tuple(tensor.shape), rank))
+
+
+def _has_heads(chunks: Sequence[torch.nn.Module]) -> bool:
+    """Whether the model has heads for further tokens, on whichever pipeline stage."""
+    return bool(unwrap(chunks[-1]).num_heads)
 
 
 def _shard_rank(name: str) -> int:
@@ -155,10 +160,11 @@ def save_hf(chunks: Sequence[torch.nn.Module], directory: str | Path, origin_hf_
     directory visible under its final name afterwards.
     """
     target, origin = Path(directory), Path(origin_hf_dir)
-    config = hf_config(origin)
-    buckets = export_hf_buckets(chunks, family_of(config), weight_shape(config), _SHARD_BYTES)
+    config, with_heads = hf_config(origin), _has_heads(chunks)
+    shape = weight_shape(config, with_heads=with_heads)
+    buckets = export_hf_buckets(chunks, family_of(config), shape, _SHARD_BYTES)
     if dist.get_rank() == 0:
-        write_hf(buckets, target, origin)
+        write_hf(buckets, target, origin, with_heads=with_heads)
     else:
         for _ in buckets:
             pass
@@ -182,18 +188,25 @@ def save_adapters(
     dist.barrier()
 
 
-def write_hf(buckets: Iterable[list[tuple[str, Tensor]]], target: Path, origin: Path) -> None:
-    """Write buckets of tensors, one safetensors file each, and what else makes a Hugging Face directory."""
+def write_hf(
+    buckets: Iterable[list[tuple[str, Tensor]]], target: Path, origin: Path, *, with_heads: bool = False
+) -> None:
+    """Write buckets of tensors, one safetensors file each, and what else makes a Hugging Face directory.
+
+    Args:
+        with_heads: heads for further tokens are among the buckets, and not taken from the origin.
+    """
     writer = HFWriter(target, origin)
-    for bucket in chain(buckets, _carried(origin)):
+    for bucket in chain(buckets, _carried(origin, with_heads=with_heads)):
         writer.add(bucket)
     writer.finish()
 
 
-def _carried(origin: Path) -> Iterator[list[tuple[str, Tensor]]]:
+def _carried(origin: Path, *, with_heads: bool) -> Iterator[list[tuple[str, Tensor]]]:
     """What the family carries along of a directory's tensors, in buckets; of one without weights nothing."""
     config = hf_config(origin)
-    with tensors_that_begin(origin, family_of(config).carried(config)) as found:
+    prefixes = family_of(config).untrained(config, weight_shape(config, with_heads=with_heads))
+    with tensors_that_begin(origin, prefixes) as found:
         bucket: list[tuple[str, Tensor]] = []
         for name, tensor in found.items():
             bucket.append((name, whole(tensor)))

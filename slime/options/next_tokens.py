@@ -1,0 +1,74 @@
+"""Heads that predict further tokens (MTP): whether they can be trained, and whether engines use them."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+
+from slime.options.errors import OptionError
+
+FLAG = "--enable-mtp-training"
+_DRAFTS_BY_HEADS = ("EAGLE", "NEXTN")
+"""SGLang's names of speculative decoding by a model's own heads."""
+
+
+def check_heads(args: Namespace, model_type: str, trainable: list[str]) -> None:
+    """Refuse heads that the model does not have, or that are not known to be right with other options.
+
+    Args:
+        args: with the model's shape.
+        model_type: of config.json.
+        trainable: the model types whose heads can be trained.
+
+    Raises:
+        OptionError: naming flag and model.
+    """
+    if not args.enable_mtp_training:
+        return
+    if not args.mtp_num_layers:
+        raise OptionError(
+            f"{FLAG}: {args.hf_checkpoint} has no heads for further tokens (num_nextn_predict_layers of config.json): "
+            "drop it"
+        )
+    if model_type not in trainable:
+        raise OptionError(
+            f"{FLAG}: heads of {model_type} are carried along, not trained; those of {', '.join(trainable)} can be: "
+            "drop it"
+        )
+
+
+def check_heads_training(args: Namespace, warnings: list[str]) -> None:
+    """What a run that trains heads cannot do beside it; sets ``args.pushes_heads``.
+
+    Args:
+        warnings: gets what the user may not expect.
+
+    Raises:
+        OptionError: naming both flags.
+    """
+    args.pushes_heads = False
+    if not args.enable_mtp_training or args.placement == "rollout_only":
+        return
+    if args.lora_rank is not None:
+        raise OptionError(f"{FLAG} cannot be used with --lora-rank, which freezes the model and its heads: drop one")
+    if args.overlap_param_gather and args.pipeline_model_parallel_size > 1:
+        raise OptionError(
+            f"{FLAG} with --pipeline-model-parallel-size above 1 cannot be used with --overlap-param-gather: heads "
+            "would read an embedding that is not gathered yet: drop it"
+        )
+    algorithm = getattr(args, "sglang_speculative_algorithm", None)
+    if not args.num_engines or algorithm not in _DRAFTS_BY_HEADS:
+        return
+    draft = getattr(args, "sglang_speculative_draft_model_path", None)
+    if draft is not None and os.path.realpath(os.path.expanduser(draft)) != os.path.realpath(args.hf_checkpoint):
+        warnings.append(
+            f"--sglang-speculative-draft-model-path {draft} is not --hf-checkpoint {args.hf_checkpoint}: engines are "
+            f"not given the heads that {FLAG} trains"
+        )
+        return
+    if args.update_weight_transport == "distributed":
+        raise OptionError(
+            f"--sglang-speculative-algorithm {algorithm} with {FLAG}: SGLang takes heads by --update-weight-transport "
+            "tensor or disk, and drops them of distributed: use disk, or tensor with --colocate"
+        )
+    args.pushes_heads = True

@@ -1,0 +1,61 @@
+"""Heads for further tokens (MTP) under every layout: plain PyTorch's logits and gradients, and the same policy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.parallel import heads, rollouts
+from tests.parallel.conftest import torchrun
+
+NUM_GPUS = 0
+
+TP, PP, CP, EP = (f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context", "expert_model"))
+VPP, SP = "virtual_pipeline_model_parallel_size", "sequence_parallel"
+
+full = pytest.mark.full
+
+CASES = [
+    pytest.param(2, {TP: 2, SP: True}, "mimo", id="tp2-sp"),
+    pytest.param(1, {}, "mimo", id="single", marks=full),
+    pytest.param(2, {TP: 2}, "mimo", id="tp2", marks=full),
+    pytest.param(2, {PP: 2}, "mimo", id="pp2", marks=full),
+    pytest.param(2, {PP: 2, VPP: 2}, "mimo", id="pp2-vpp2", marks=full),
+    pytest.param(2, {CP: 2}, "mimo", id="cp2", marks=full),
+    pytest.param(2, {}, "mimo", id="dp2", marks=full),
+    pytest.param(2, {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
+                 "mimo", id="overlap", marks=full),
+    pytest.param(4, {TP: 2, PP: 2, SP: True}, "mimo", id="tp2-pp2", marks=full),
+    *(pytest.param(ranks, layout, kind, id=f"{kind}-{name}", marks=full) for kind in ("glm4_moe", "deepseek_v3")
+      for ranks, layout, name in (
+          (1, {}, "single"), (2, {TP: 2, SP: True}, "tp2-sp"), (2, {PP: 2}, "pp2"), (2, {EP: 2}, "ep2"))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "layout", "kind"), CASES)
+def test_heads(ranks: int, layout: dict[str, Any], kind: str, tmp_path: Path) -> None:
+    model_dir = tmp_path / kind
+    heads.write_model(kind, model_dir)
+    args = rollouts.arguments(model_dir, mtp_loss_scaling_factor=0.3)
+    plain = heads.Plain(kind, model_dir)
+    logits, losses = plain.train(args, rollouts.columns(0))
+    wanted = plain.gradients()
+    save_file({name: tensor.contiguous() for name, tensor in logits.items()}, tmp_path / "plain.safetensors")
+    torchrun(ranks, "heads_worker.py", kind, model_dir, tmp_path, json.dumps(layout), log=tmp_path / "log")
+    reports = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+    assert sum(report["compared"] for report in reports) > 100
+    for report in reports:
+        assert report["logits"] < 1e-4
+        assert report["metrics"] == reports[0]["metrics"]
+    metrics = reports[0]["metrics"]
+    assert metrics["train/mtp_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    several = [value for name, value in metrics.items() if name.startswith("train/mtp_") and name != "train/mtp_loss"]
+    assert several == pytest.approx(losses if len(losses) > 1 else [], rel=1e-5)
+    gradients = load_file(tmp_path / "gradients.safetensors")
+    assert gradients.keys() == wanted.keys()
+    for name, tensor in gradients.items():
+        assert (tensor - wanted[name]).abs().max() < 1e-4 * wanted[name].abs().max(), name
