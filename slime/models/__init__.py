@@ -82,4 +82,4 @@ def weight_shape(config: Any, *, with_heads: bool = False) -> Shape:
         with_heads: the heads that predict further tokens are parameters of the model, and not carried along.
     """
     args = shape_from_hf(config)
-    return replace(rule_shape(args), num_heads=(args["mtp_num_layers"] or 0) if with_heads else 0)
+    return replace(rule_shape(args), next_token_heads=(args["mtp_num_layers"] or 0) if with_heads else 0)

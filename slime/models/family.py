@@ -42,7 +42,7 @@ class Shape:
     """Per layer, whether its MLP is a mixture of experts; empty for a dense model."""
     given: frozenset[str] = frozenset()
     """The Megatron arguments that are on, for rows that not every model of a family has."""
-    num_heads: int = 0
+    next_token_heads: int = 0
     """Heads that predict further tokens (MTP), where these are trained."""
 
     def is_moe_layer(self, layer: int) -> bool:
@@ -144,7 +144,7 @@ class Row:
 
     def _layers(self, shape: Shape) -> Iterator[int]:
         if self.layers in ("head", "after"):
-            yield from range(shape.num_heads)
+            yield from range(shape.next_token_heads)
             return
         for layer in range(shape.num_layers):
             if self.layers == "all" or (self.layers == "moe") == shape.is_moe_layer(layer):
@@ -194,7 +194,7 @@ class Family:
 
     def untrained(self, config: Any, shape: Shape) -> tuple[str, ...]:
         """`carried`, of a model of that shape: where its heads are trained, only their copies."""
-        if not shape.num_heads or self.heads is None:
+        if not shape.next_token_heads or self.heads is None:
             return self.carried(config)
         return tuple(head + copy for head in self.carried(config) for copy in self.heads.copies)
 

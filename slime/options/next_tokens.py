@@ -32,8 +32,7 @@ def check_heads(args: Namespace, model_type: str, trainable: list[str]) -> None:
         )
     if model_type not in trainable:
         raise OptionError(
-            f"{FLAG}: heads of {model_type} are carried along, not trained; those of {', '.join(trainable)} can be: "
-            "drop it"
+            f"{FLAG}: the heads of {model_type} cannot be trained; those of {', '.join(trainable)} can: drop it"
         )
 
 

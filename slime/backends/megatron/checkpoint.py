@@ -192,7 +192,7 @@ def model_state(model_chunks: Sequence[Any]) -> dict[str, Any]:
 
 def _count_heads(model_chunks: Sequence[Any]) -> int:
     """The heads for further tokens that the model trains, on whichever pipeline stage."""
-    return int(unwrap(model_chunks[-1]).num_heads)
+    return int(unwrap(model_chunks[-1]).next_token_heads)
 
 
 def _check_heads(directory: str | Path, has_heads: bool, model_chunks: Sequence[Any]) -> None:

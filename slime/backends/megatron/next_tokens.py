@@ -125,7 +125,7 @@ def embedding_at_hand(chunks: Sequence[Any]) -> Iterator[None]:
     Collective over the pipeline's first and last ranks.
     """
     last = chunks[-1]
-    weight = _embedding(chunks[0], last) if last.num_heads else None
+    weight = _embedding(chunks[0], last) if last.next_token_heads else None
     if weight is None:
         yield
         return

@@ -277,7 +277,7 @@ class MegatronTrainer:
 
     def _loss_with_heads(self, micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         total, report = self._loss(micro_batch, hidden)
-        if self.shape.num_heads:
+        if self.shape.next_token_heads:
             model = self.model_chunks[-1]
             more, own = heads_loss(self.args, micro_batch, model, head_weight(model), hidden)
             total, report = total + more, report | own
@@ -301,7 +301,7 @@ class MegatronTrainer:
         """
         if self.args.keep_old_actor:
             self._keep_version(version)
-        shape = self.shape if self.args.pushes_heads else replace(self.shape, num_heads=0)
+        shape = self.shape if self.args.pushes_heads else replace(self.shape, next_token_heads=0)
         model, size = (self.model_chunks, self.family, shape), self.args.update_weight_buffer_size
         if self.args.lora_sync == "adapter":
             return weights_io.export_adapter_buckets(*model, self.args.lora_target_modules, size)

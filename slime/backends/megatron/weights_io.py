@@ -119,7 +119,7 @@ def load_hf(chunks: Sequence[torch.nn.Module], hf_dir: str | Path) -> None:
 
 def _has_heads(chunks: Sequence[torch.nn.Module]) -> bool:
     """Whether the model has heads for further tokens, on whichever pipeline stage."""
-    return bool(unwrap(chunks[-1]).num_heads)
+    return bool(unwrap(chunks[-1]).next_token_heads)
 
 
 def _shard_rank(name: str) -> int:

@@ -1,0 +1,75 @@
+"""What a command line says of heads that predict further tokens (MTP)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slime.models import family_of, hf_config, weight_shape
+from slime.utils.arguments import parse_args
+from tests.command_line import QWEN3, command, failure, write_model, write_rows
+
+NUM_GPUS = 0
+
+HEADS = {"num_nextn_predict_layers": 1}
+MIMO = {**QWEN3, **HEADS, "model_type": "mimo", "attention_bias": True}
+TRAINS = "--hf-checkpoint mimo --enable-mtp-training"
+DRAFTS = f"{TRAINS} --sglang-speculative-algorithm EAGLE"
+DISAGGREGATE = "--rollout-num-gpus 1"
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name, config in (("model", QWEN3), ("mimo", MIMO), ("other", MIMO), ("qwen3", QWEN3 | HEADS)):
+        write_model(tmp_path / name, config)
+    write_rows(tmp_path / "data.jsonl")
+    return tmp_path
+
+
+def test_config_json_says_how_many_heads_there_are(directory: Path) -> None:
+    args = parse_args(command(TRAINS))
+    assert (args.mtp_num_layers, args.mtp_loss_scaling_factor, args.pushes_heads) == (1, 0.2, False)
+    assert parse_args(command(f"{TRAINS} --mtp-num-layers 1 --mtp-loss-scaling-factor 0.1")).mtp_num_layers == 1
+    parse_args(command("--hf-checkpoint mimo --mtp-num-layers 1"))  # as upstream's scripts say: without training
+    config = hf_config(directory / "mimo")
+    family, shape = family_of(config), weight_shape(config, with_heads=True)
+    assert family.sources("mtp.layers.0.eh_proj.weight", shape) == ["model.mtp_layers.0.input_proj.weight"]
+    assert not any(name.startswith("mtp.") for name in family.parameters(weight_shape(config)))
+
+
+def test_engines_that_draft_by_the_heads_are_given_them(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse_args(command(DRAFTS)).pushes_heads
+    assert parse_args(command(f"{DRAFTS} --sglang-speculative-draft-model-path mimo")).pushes_heads
+    assert not parse_args(command("--hf-checkpoint mimo --sglang-speculative-algorithm EAGLE")).pushes_heads
+    assert not parse_args(command(DRAFTS.replace("EAGLE", "NGRAM"))).pushes_heads
+    assert not parse_args(command(f"{DRAFTS} --sglang-speculative-draft-model-path other")).pushes_heads
+    assert "engines are not given the heads" in capsys.readouterr().err
+    disk = parse_args(command(f"{DRAFTS} {DISAGGREGATE} --update-weight-transport disk", without="--colocate"))
+    assert disk.pushes_heads
+
+
+@pytest.mark.parametrize(
+    ("words", "without", "message"),
+    [
+        ("--enable-mtp-training", "", "has no heads for further tokens (num_nextn_predict_layers of config.json)"),
+        ("--hf-checkpoint qwen3 --enable-mtp-training", "", "the heads of qwen3 cannot be trained"),
+        (f"{TRAINS} --mtp-num-layers 2", "", "--mtp-num-layers is 2, config.json means 1"),
+        (f"{TRAINS} --lora-rank 4", "", "--enable-mtp-training cannot be used with --lora-rank"),
+        (
+            f"{TRAINS} --pipeline-model-parallel-size 2 --overlap-grad-reduce --overlap-param-gather",
+            "",
+            "--pipeline-model-parallel-size above 1 cannot be used with --overlap-param-gather",
+        ),
+        (
+            f"{DRAFTS} {DISAGGREGATE}",
+            "--colocate",
+            "SGLang takes heads by --update-weight-transport tensor or disk",
+        ),
+    ],
+)
+def test_what_cannot_be(
+    directory: Path, capsys: pytest.CaptureFixture[str], words: str, without: str, message: str
+) -> None:
+    assert message in failure(capsys, words, without)
