@@ -121,7 +121,7 @@ def write_model(kind: str, directory: Path) -> None:
     if kind == "mimo":
         made = tiny.model(kind)
         made.save_pretrained(directory)
-        more = {PREFIXES[kind] + name: tensor for name, tensor in _mimo_heads(made.config).state_dict().items()}
+        more = {PREFIXES[kind] + name: tensor for name, tensor in mimo_heads(made.config).state_dict().items()}
     else:
         config = tiny.config(kind)
         config.num_hidden_layers += 1  # the head's
@@ -137,7 +137,8 @@ def write_model(kind: str, directory: Path) -> None:
     save_file(load_file(path) | more, path, metadata={"format": "pt"})
 
 
-def _mimo_heads(config: PreTrainedConfig) -> nn.ModuleList:
+def mimo_heads(config: PreTrainedConfig) -> nn.ModuleList:
+    """Random ones."""
     heads = nn.ModuleList(Head(config) for _ in range(config.num_nextn_predict_layers))
     randomize(heads)
     return heads
@@ -152,7 +153,7 @@ class Plain:
         config.num_hidden_layers += kind != "mimo"
         self.trunk: Any = AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=torch.float32)
         if kind == "mimo":
-            self.heads: nn.Module = _mimo_heads(config)
+            self.heads: nn.Module = mimo_heads(config)
         else:
             self.heads = LayerHead(config, self.trunk, self.trunk.model.layers[-1])
             self.trunk.config.num_hidden_layers -= 1

@@ -55,7 +55,7 @@ class Logits:
         self.number += 1
         later = next_tokens._later(batch.responses, batch.mask, self.number)
         positions, rows = batch.position_ids[0].tolist(), batch.row_of_token.tolist()
-        for t in torch.nonzero(later).flatten().tolist():
+        for t in torch.nonzero(later).flatten().tolist() if self.wanted else ():
             wanted = self.wanted.get(f"row{self.order[batch.rows[rows[t]]]}.head{self.number - 1}", ())
             if positions[t] < len(wanted):
                 self.worst = max(self.worst, float((got[t] - wanted[positions[t]]).abs().max()))
