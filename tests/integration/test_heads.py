@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.integration.harness import TrainProcess, series
 from tests.integration.test_families import MIMO
 from tests.integration.test_train import RUN_S, flags, make_workspace
-from tests.parallel.heads import PREFIXES, mimo_heads
+from tests.parallel import heads
 
 NUM_GPUS = 0
 
@@ -27,10 +27,12 @@ def write_mimo(directory: Path) -> None:
     options |= {"vocab_size": vocabulary, "num_key_value_heads": 2, "max_position_embeddings": 512}
     config = AutoConfig.for_model("qwen2", **options, num_nextn_predict_layers=1, tie_word_embeddings=False)
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
-    heads = {PREFIXES["mimo"] + name: tensor for name, tensor in mimo_heads(config).state_dict().items()}
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    torch.nn.init.normal_(model.lm_head.weight, std=0.3)  # of even probabilities there would be nothing to learn
+    model.save_pretrained(directory)
+    more = {heads.MIMO + name: tensor for name, tensor in heads.mimo_heads(config).state_dict().items()}
     file = directory / "model.safetensors"
-    save_file(load_file(file) | heads, file, metadata={"format": "pt"})
+    save_file(load_file(file) | more, file, metadata={"format": "pt"})
     values = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(values | MIMO))
 
@@ -44,7 +46,7 @@ def test_the_heads_learn_in_a_run(tmp_path: Path) -> None:
         run_dir,
         enable_mtp_training=True,
         num_rollout=6,
-        lr="3e-3",
+        lr="5e-3",
         save=str(run_dir),
         save_interval=6,
         save_hf=str(run_dir / "hf_{rollout_id}"),
@@ -55,7 +57,7 @@ def test_the_heads_learn_in_a_run(tmp_path: Path) -> None:
         process.assert_no_process_left()
     losses = series(run_dir, "train/mtp_loss")
     assert len(losses) == 6
-    assert losses[-1] < losses[0] - 0.1, losses
+    assert losses[-1] < losses[0] - 0.5, losses
     before, after = (load_file(path / "model.safetensors") for path in (workspace / "model", run_dir / "hf_5"))
     assert after.keys() == before.keys()
-    assert all(not torch.equal(tensor, before[name]) for name, tensor in after.items() if PREFIXES["mimo"] in name)
+    assert all(not torch.equal(tensor, before[name]) for name, tensor in after.items() if heads.MIMO in name)

@@ -15,7 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from slime.utils.types import TrainBatch
 from tests.parallel import tiny
 
-PREFIXES = {"mimo": "model.mtp_layers."} | dict.fromkeys(("glm4_moe", "deepseek_v3"), "model.layers.4.")
+MIMO = "model.mtp_layers."
+PREFIXES = {"mimo": MIMO, "mimo_tied": MIMO, "glm4_moe": "model.layers.4.", "deepseek_v3": "model.layers.4."}
+"""Of the names of heads."""
 COPIES = ("embed_tokens", "shared_head.head")
 """Of the embedding and the output layer, in heads that are named as a layer; no one reads them."""
 
@@ -118,7 +120,7 @@ def randomize(module: nn.Module) -> None:
 
 def write_model(kind: str, directory: Path) -> None:
     """A tiny model with random heads, as its family's checkpoints have them."""
-    if kind == "mimo":
+    if PREFIXES[kind] == MIMO:
         made = tiny.model(kind)
         made.save_pretrained(directory)
         more = {PREFIXES[kind] + name: tensor for name, tensor in mimo_heads(made.config).state_dict().items()}
@@ -150,9 +152,9 @@ class Plain:
     def __init__(self, kind: str, directory: Path) -> None:
         self.directory, self.prefix = directory, PREFIXES[kind]
         config = AutoConfig.from_pretrained(directory)
-        config.num_hidden_layers += kind != "mimo"
+        config.num_hidden_layers += self.prefix != MIMO
         self.trunk: Any = AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=torch.float32)
-        if kind == "mimo":
+        if self.prefix == MIMO:
             self.heads: nn.Module = mimo_heads(config)
         else:
             self.heads = LayerHead(config, self.trunk, self.trunk.model.layers[-1])

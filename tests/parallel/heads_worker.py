@@ -124,8 +124,9 @@ class Rank:
             assert is_copy or name.endswith(BIASES) or not torch.equal(tensor, before[name]), name
 
     def resume(self) -> None:
-        """From a checkpoint training goes on as if it had never stopped."""
-        save, options = self.work / "checkpoint", {"use_distributed_optimizer": True}
+        """From a checkpoint training goes on as if it had never stopped, also where buckets of gradients are padded."""
+        save = self.work / "checkpoint"
+        options = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "ddp_bucket_size": 5001}
         trainer = self.trainer(**options)
         self.train(trainer, 0, 1)
         trainer.save(checkpoint.begin_save(save, 0))

@@ -31,6 +31,7 @@ CASES = [
     pytest.param(1, {}, "mimo", id="single", marks=full),
     pytest.param(2, {TP: 2}, "mimo", id="tp2", marks=full),
     pytest.param(2, {PP: 2}, "mimo", id="pp2", marks=full),
+    pytest.param(2, {PP: 2}, "mimo_tied", id="pp2-tied", marks=full),
     pytest.param(2, {PP: 2, VPP: 2}, "mimo", id="pp2-vpp2", marks=full),
     pytest.param(2, {CP: 2}, "mimo", id="cp2", marks=full),
     pytest.param(2, {}, "mimo", id="dp2", marks=full),
@@ -65,7 +66,7 @@ def test_heads(ranks: int, layout: dict[str, Any], kind: str, tmp_path: Path) ->
     gradients = load_file(tmp_path / "gradients.safetensors")
     assert gradients.keys() == wanted.keys()
     for name, tensor in gradients.items():
-        assert (tensor - wanted[name]).abs().max() < 1e-4 * wanted[name].abs().max(), name
+        assert (tensor - wanted[name]).abs().max() <= 1e-4 * wanted[name].abs().max(), name
 
 
 @pytest.mark.full

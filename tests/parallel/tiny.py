@@ -141,6 +141,7 @@ KINDS: dict[str, dict[str, Any]] = {
 # The first of two pipeline stages has no experts.
 KINDS["dense_first"] = KINDS["qwen3_moe"] | {"mlp_only_layers": [0, 1]}
 KINDS["mimo"] = {"model_type": "qwen2", "num_nextn_predict_layers": 2, "tie_word_embeddings": False}
+KINDS["mimo_tied"] = KINDS["mimo"] | {"num_nextn_predict_layers": 1, "tie_word_embeddings": True}
 
 
 def config(kind: str) -> Any:

@@ -54,6 +54,7 @@ def install() -> None:
     _fix_router_without_transformer_engine()
     _fix_latent_attention_without_transformer_engine()
     _fix_distributed_optimizer_load()
+    _fix_checkpoints_of_padded_buckets()
     _fix_order_of_experts()
 
 
@@ -233,3 +234,36 @@ def _fix_distributed_optimizer_load() -> None:
         inner(self, model_param, tensors)
 
     optimizer_class._set_main_param_and_optimizer_states = load
+
+
+def _fix_checkpoints_of_padded_buckets() -> None:
+    """Optimizer state is put together without the padding at the end of buckets, and cut up at offsets that count it:
+    what follows a padded bucket is stored shifted. megatron-core 0.16.1; a tied embedding has a bucket of its own.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    inner = DistributedOptimizer.sharded_param_state_fully_reshardable
+
+    def sharded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        padded = [buffer.param_index_map for buffer in self.buffers]
+        for buffer in self.buffers:
+            buffer.param_index_map = offsets_without_padding(buffer)
+        try:
+            return inner(self, *args, **kwargs)
+        finally:
+            for buffer, offsets in zip(self.buffers, padded, strict=True):
+                buffer.param_index_map = offsets
+
+    DistributedOptimizer.sharded_param_state_fully_reshardable = sharded
+
+
+def offsets_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
+    """A gradient buffer's parameters, each with start, end and bucket, as if no bucket ended in padding."""
+    shifts, data = [], 0
+    for bucket in buffer.buckets:
+        shifts.append(bucket.offset - data)
+        data += bucket.numel_unpadded
+    return {
+        parameter: (start - shifts[bucket], end - shifts[bucket], bucket)
+        for parameter, (start, end, bucket) in buffer.param_index_map.items()
+    }
