@@ -51,7 +51,7 @@ class Logits:
     def terms(self, hidden: Tensor, weight: Tensor, *rest: Any, **options: Any) -> Any:
         batch: Any = self.batch
         local = head.logits(hidden.detach(), weight)
-        got = tensor_parallel.gather_from_tensor_model_parallel_region(local)[:, : tiny.VOCAB]
+        got = tensor_parallel.gather_from_tensor_model_parallel_region(local)[:, : tiny.VOCAB].cpu()
         self.number += 1
         later = next_tokens._later(batch.responses, batch.mask, self.number)
         positions, rows = batch.position_ids[0].tolist(), batch.row_of_token.tolist()
