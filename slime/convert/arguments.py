@@ -93,6 +93,6 @@ def _resolve(args: argparse.Namespace, given: set[str]) -> list[str]:
     except (ValueError, OSError) as error:
         raise OptionError(f"--hf-checkpoint {args.hf_checkpoint}: {' '.join(str(error).split())}") from error
     apply_shape(args, shape, given, warnings)
-    check_heads(args, config.model_type, trainable_heads())
+    check_heads(args, shape["mtp_num_layers"] or 0, config.model_type, trainable_heads())
     vars(args).update(_ONE_RANK)
     return warnings

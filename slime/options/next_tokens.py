@@ -12,11 +12,12 @@ _DRAFTS_BY_HEADS = ("EAGLE", "NEXTN")
 """SGLang's names of speculative decoding by a model's own heads."""
 
 
-def check_heads(args: Namespace, model_type: str, trainable: list[str]) -> None:
+def check_heads(args: Namespace, count: int, model_type: str, trainable: list[str]) -> None:
     """Refuse heads that the model does not have, or that are not known to be right with other options.
 
     Args:
         args: with the model's shape.
+        count: of heads, by config.json.
         model_type: of config.json.
         trainable: the model types whose heads can be trained.
 
@@ -25,7 +26,7 @@ def check_heads(args: Namespace, model_type: str, trainable: list[str]) -> None:
     """
     if not args.enable_mtp_training:
         return
-    if not args.mtp_num_layers:
+    if not count:
         raise OptionError(
             f"{FLAG}: {args.hf_checkpoint} has no heads for further tokens (num_nextn_predict_layers of config.json): "
             "drop it"
@@ -34,6 +35,8 @@ def check_heads(args: Namespace, model_type: str, trainable: list[str]) -> None:
         raise OptionError(
             f"{FLAG}: the heads of {model_type} cannot be trained; those of {', '.join(trainable)} can: drop it"
         )
+    if args.mtp_num_layers != count:  # by --allow-config-mismatch
+        raise OptionError(f"{FLAG} trains all {count} heads of config.json, not --mtp-num-layers {args.mtp_num_layers}")
 
 
 def check_heads_training(args: Namespace, warnings: list[str]) -> None:

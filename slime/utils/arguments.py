@@ -234,9 +234,10 @@ def _shape(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check_heads(args: argparse.Namespace) -> None:
-    from slime.models import hf_config, trainable_heads
+    from slime.models import hf_config, shape_from_hf, trainable_heads
 
-    check_heads(args, hf_config(args.hf_checkpoint).model_type, trainable_heads())
+    config = hf_config(args.hf_checkpoint)
+    check_heads(args, shape_from_hf(config)["mtp_num_layers"] or 0, config.model_type, trainable_heads())
 
 
 def _check_lora(args: argparse.Namespace) -> None:

@@ -56,6 +56,7 @@ def test_engines_that_draft_by_the_heads_are_given_them(directory: Path, capsys:
         ("--enable-mtp-training", "", "has no heads for further tokens (num_nextn_predict_layers of config.json)"),
         ("--hf-checkpoint qwen3 --enable-mtp-training", "", "the heads of qwen3 cannot be trained"),
         (f"{TRAINS} --mtp-num-layers 2", "", "--mtp-num-layers is 2, config.json means 1"),
+        (f"{TRAINS} --mtp-num-layers 2 --allow-config-mismatch", "", "trains all 1 heads of config.json"),
         (f"{TRAINS} --lora-rank 4", "", "--enable-mtp-training cannot be used with --lora-rank"),
         (
             f"{TRAINS} --pipeline-model-parallel-size 2 --overlap-grad-reduce --overlap-param-gather",
