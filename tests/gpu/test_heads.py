@@ -1,0 +1,44 @@
+"""Engines that draft by the heads which the trainer trains (MTP), in the colocated loop."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from tests.gpu.test_loop import Record, check, run
+from tests.integration.harness import series
+from tests.integration.test_heads import write_mimo
+from tests.integration.test_train import Value
+
+NUM_GPUS = 1
+_ROLLOUTS = 4
+
+
+def test_engines_draft_by_the_trainers_heads(workspace: Path, tmp_path: Path, record_property: Record) -> None:
+    """Every push is compared in the engine; drafts change no log-prob of what is taken."""
+    model = tmp_path / "model"
+    shutil.copytree(workspace / "model", model)
+    write_mimo(model)
+    drafting: dict[str, Value] = {
+        "sglang_speculative_algorithm": "EAGLE",
+        "sglang_speculative_draft_model_path": str(model),
+        "sglang_speculative_num_steps": 1,
+        "sglang_speculative_eagle_topk": 1,
+        "sglang_speculative_num_draft_tokens": 2,
+    }
+    run_dir = run(
+        workspace,
+        "heads",
+        hf_checkpoint=str(model),
+        ref_load=str(model),
+        enable_mtp_training=True,
+        num_rollout=_ROLLOUTS,
+        **drafting,
+    )
+    check(run_dir, _ROLLOUTS, record_property)
+    accepted = series(run_dir, "rollout/spec_accept_length")
+    record_property("accepted", f"{accepted[0]:.2f} to {accepted[-1]:.2f}")
+    assert all(length >= 1 for length in accepted)
+    losses = series(run_dir, "train/mtp_loss")
+    record_property("heads' loss", f"{losses[0]:.3f} to {losses[-1]:.3f}")
+    assert losses[-1] < losses[0]
