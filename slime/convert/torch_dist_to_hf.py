@@ -268,7 +268,8 @@ def _check_config(specs: Mapping[str, Spec], origin: Path, config: Any, shape: S
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config).state_dict()
+        # Eager: config.json may name kernels that only hosts with GPUs have.
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").state_dict()
     for name, spec in specs.items():
         meant = next((part.shape_of(tuple(model[key].shape)) for key, part in places(name) if key in model), spec.shape)
         if not _fits(spec.shape, meant, shape):

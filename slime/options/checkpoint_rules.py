@@ -20,6 +20,7 @@ def load_release(args: Namespace, warnings: list[str]) -> None:
         raise OptionError(
             f"--load {args.load} holds weights to start from, and so does --ref-load {args.ref_load}: drop one"
         )
+    _found("--load", os.path.expanduser(args.load))
     warnings.append(f"--load {args.load} holds weights only: training starts from them, as with --ref-load")
     args.load, args.ref_load = None, args.load
 
@@ -68,7 +69,8 @@ def _places(args: Namespace) -> None:
         nearest = next(each for each in (place, *place.parents) if os.path.lexists(each))
         if not nearest.is_dir():
             flag, what = "--" + name.replace("_", "-"), "it" if nearest == place else nearest
-            raise OptionError(f"{flag} {path}: {what} is no directory")
+            where = f"a link to {nearest.readlink()}, which is not there" if nearest.is_symlink() else "no directory"
+            raise OptionError(f"{flag} {path}: {what} is {where}")
 
 
 def _load_directory(args: Namespace, warnings: list[str]) -> None:

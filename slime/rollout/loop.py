@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import concurrent.futures
-import contextlib
 import contextvars
 import functools
 import sys
@@ -21,7 +19,6 @@ T = TypeVar("T")
 _HOOK_THREADS = 64
 _GRACE_S = 30.0
 _CANCEL_S = 10.0
-_CLOSE_S = 2.0
 
 
 class BackgroundLoop:
@@ -35,16 +32,10 @@ class BackgroundLoop:
         self._loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(_HOOK_THREADS, "hook"))
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-loop", daemon=True)
         self._thread.start()
-        atexit.register(self._close_generators)
 
     def soon(self, function: Callable[..., Any], *args: Any) -> None:
         """Have ``function`` called on the loop, and do not wait for it."""
         self._loop.call_soon_threadsafe(function, *args)
-
-    def _close_generators(self) -> None:
-        """Let asynchronous generators that are under way close what they have opened, such as HTTP clients."""
-        with contextlib.suppress(concurrent.futures.TimeoutError):
-            asyncio.run_coroutine_threadsafe(self._loop.shutdown_asyncgens(), self._loop).result(_CLOSE_S)
 
     def run(self, coroutine: Coroutine[Any, Any, T], *, timeout: float, what: str) -> T:
         """Run ``coroutine`` to its end and return its result.

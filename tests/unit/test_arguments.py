@@ -268,11 +268,12 @@ def test_config_mismatch(parse: Parse, fails: Fails, capsys: pytest.CaptureFixtu
         ("--load model --save model", "", "model is a Hugging Face directory: --load is for resuming"),
         ("--load broken", "", "broken: iter_0000003 is no whole checkpoint (no metadata.json in it)"),
         ("--load gone", "", "latest_checkpointed_iteration.txt names iter_0000004, but"),
-        ("--load converted", "", "{directory}/converted/latest_checkpointed_iteration.txt names release, but"),
+        ("--load converted", "", "--load converted: converted/latest_checkpointed_iteration.txt names release, but"),
         ("--save data.jsonl", "", "--save {directory}/data.jsonl: it is no directory"),
         ("--save data.jsonl/x/ckpt", "", "/data.jsonl/x/ckpt: {directory}/data.jsonl is no directory"),
         ("--save-hf data.jsonl/{rollout_id}", "", "--save-hf data.jsonl/{rollout_id}: {directory}/data.jsonl is no"),
         ("--run-dir data.jsonl", "", "--run-dir {directory}/data.jsonl: it is no directory"),
+        ("--save link/ckpt", "", "/link/ckpt: {directory}/link is a link to elsewhere, which is not there"),
         ("--load torch_dist", "", "torch_dist is one checkpoint: name the directory above it"),
         ("--load converted --ref-load model", "", "--load converted holds weights to start from"),
         ("--hf-checkpoint bare", "", "bare: there are no *.safetensors in it"),
@@ -288,6 +289,7 @@ def test_bad_input_is_one_line_with_status_2(
 ) -> None:
     (directory / "torch_dist").mkdir()
     (directory / "torch_dist" / "metadata.json").touch()
+    (directory / "link").symlink_to("elsewhere")
     (directory / "converted").mkdir()
     (directory / "converted" / "latest_checkpointed_iteration.txt").write_text("release")
     write_checkpoint(directory / "broken", "3", {})

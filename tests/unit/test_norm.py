@@ -14,7 +14,10 @@ EPS = 1e-3
 
 def check_norm(shape: tuple[int, ...], dtype: torch.dtype, where: torch.device, tolerance: float) -> None:
     """Value and both gradients against torch's in float64; errors as parts of the largest entry."""
-    x = torch.randn(shape, dtype=dtype, device=where) * torch.rand(*shape[:-1], 1, dtype=dtype, device=where)
+    # As queries are: part of a wider tensor.
+    wide = torch.randn(*shape[:-1], 2 * shape[-1], dtype=dtype, device=where)
+    wide *= torch.rand(*shape[:-1], 1, dtype=dtype, device=where)
+    x = wide[..., : shape[-1]]
     weight = torch.randn(shape[-1], dtype=dtype, device=where)
     grad = torch.randn(shape, dtype=dtype, device=where)
     found, wanted = [], []
@@ -34,3 +37,9 @@ def check_norm(shape: tuple[int, ...], dtype: torch.dtype, where: torch.device, 
 def test_value_and_gradients_are_torchs(shape: tuple[int, ...]) -> None:
     check_norm(shape, torch.float64, torch.device("cpu"), 1e-12)
     check_norm(shape, torch.float32, torch.device("cpu"), 1e-6)
+
+
+def test_a_frozen_weight_gets_no_gradient() -> None:
+    x = torch.randn(3, 1, 2, 8, requires_grad=True)
+    normalise(x, torch.ones(8), EPS).sum().backward()
+    assert x.grad is not None

@@ -26,7 +26,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, ..., channels] normalised over the channels."""
-        if device.is_cuda() and x.size(-1) <= _NARROW:
+        if device.is_cuda() and x.size(-1) <= _NARROW and x.dim() > 2:
             return normalise(x, self.weight, cast(float, self.eps))
         return super().forward(x)
 
@@ -35,7 +35,7 @@ def normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """What `torch.nn.functional.rms_norm` gives, and its gradients, by kernels compiled for this number of channels.
 
     Args:
-        x: [tokens, ..., channels]
+        x: [tokens, ..., channels], three dimensions or more.
         weight: [channels]
         eps: added to the mean of the squares.
     """
@@ -52,11 +52,15 @@ class _Normalise(torch.autograd.Function):
         return device.fused(_normalised)(x, weight, eps)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        # First over each token's heads: one compiled sum over all rows would keep few of the GPU's processors busy.
-        weight_grad = device.fused(_token_weight_grads)(grad, x, ctx.eps).sum(0)
-        return device.fused(_input_grad)(grad, x, weight, ctx.eps), weight_grad.to(weight.dtype), None
+        x_grad = weight_grad = None
+        if ctx.needs_input_grad[0]:
+            x_grad = device.fused(_input_grad)(grad, x, weight, ctx.eps)
+        if ctx.needs_input_grad[1]:
+            # First over each token's heads: one compiled sum over all rows would keep few of the GPU's processors busy.
+            weight_grad = device.fused(_token_weight_grads)(grad, x, ctx.eps).sum(0).to(weight.dtype)
+        return x_grad, weight_grad, None
 
 
 def _units(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
