@@ -80,6 +80,12 @@ def fused_gate_up(shape: Shape, extent: int, rank: int) -> list[Piece]:
     return [Piece(0, first + rank * half, first + (rank + 1) * half) for first in (0, shape.ffn_hidden_size)]
 
 
+def swapped_halves(shape: Shape, extent: int, rank: int) -> list[Piece]:
+    """One tensor that has the second half first; not cut."""
+    half = extent // 2
+    return [Piece(0, half, extent), Piece(0, 0, half)]
+
+
 def vocabulary(shape: Shape, extent: int, rank: int) -> list[Piece]:
     """Rows of the vocabulary; Megatron's last shards may be padded beyond it."""
     return [Piece(0, min(rank * extent, shape.vocab_size), min((rank + 1) * extent, shape.vocab_size))]
@@ -125,6 +131,13 @@ class Row:
     together: str | None = None
     """What a layer has in rows of the same word goes to engines at once: they make one tensor of it, and forget what
     came in another call."""
+    along: int = 0
+    """Where every rank holds all of it, the dimension that the rule's pieces are of."""
+
+    @property
+    def pieces_dim(self) -> int:
+        """The dimension that the rule's pieces are of."""
+        return self.along if self.dim is None else self.dim
 
     def indices(self, shape: Shape) -> Iterator[tuple[int, ...]]:
         """The layer and expert numbers the row stands for."""
@@ -166,8 +179,7 @@ class Heads:
     """How the heads of a family predict further tokens (MTP): see `slime.backends.megatron.next_tokens`."""
 
     rows: tuple[Row, ...]
-    hidden_first: bool
-    """Whether their projection reads the hidden state before the embedding."""
+    """Their projection reads the embedding before the hidden state, as megatron-core's does."""
     blind_start: bool
     """Whether the first token of a sequence sees no embedding, as in the engines' class of the model."""
     copies: tuple[str, ...] = ()
@@ -249,7 +261,7 @@ class Family:
         """
         row, _ = self.row(name)
         names = self.sources(name, shape)
-        dim = row.dim or 0
+        dim = row.pieces_dim
         pieces = row.rule(shape, local_shape[dim], rank if row.dim is not None else 0)
         parts = []
         for piece in pieces:
@@ -271,7 +283,7 @@ class Family:
         Works on meta tensors too. The result may be views of the shards.
         """
         row, _ = self.row(name)
-        dim = row.dim or 0
+        dim = row.pieces_dim
         names = self.hf_names(name, shape)
         parts: list[list[tuple[int, Tensor]]] = [[] for _ in names]
         for rank, shard in enumerate(shards if row.dim is not None else shards[:1]):

@@ -29,11 +29,12 @@ _HEADS = head_rows(
     _LAYER,
     mlp="dense",
     layers="head",
+    hidden_first=True,
 )
 FAMILY = Family(
     ("qwen2", "mimo"),
     EMBEDDING + _LAYER + OUTPUT,
     _args,
     _carried,
-    Heads(_HEADS, hidden_first=True, blind_start=True),
+    Heads(_HEADS, blind_start=True),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from slime.models.family import Heads, Row, Rule, fused_gate_up, gate_up, qkv, vocabulary, whole
+from slime.models.family import Heads, Row, Rule, fused_gate_up, gate_up, qkv, swapped_halves, vocabulary, whole
 
 _LAYER = "decoder.layers.{}."
 _HF_LAYER = "model.layers.{}."
@@ -147,11 +147,17 @@ def next_token_heads(layer: tuple[Row, ...]) -> Heads:
     """
     names = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "final_layernorm": "shared_head.norm"}
     rows = head_rows(_HF_LAYER, names, layer, mlp="moe", layers="after")
-    return Heads(rows, hidden_first=False, blind_start=False, copies=("embed_tokens.", "shared_head.head."))
+    return Heads(rows, blind_start=False, copies=("embed_tokens.", "shared_head.head."))
 
 
 def head_rows(
-    prefix: str, names: Mapping[str, str], layer: tuple[Row, ...], *, mlp: str, layers: str
+    prefix: str,
+    names: Mapping[str, str],
+    layer: tuple[Row, ...],
+    *,
+    mlp: str,
+    layers: str,
+    hidden_first: bool = False,
 ) -> tuple[Row, ...]:
     """Rows of heads that predict further tokens (MTP), each of which has a layer like the decoder's.
 
@@ -161,9 +167,12 @@ def head_rows(
         layer: the rows of the decoder's layers.
         mlp: "dense" or "moe", the MLP that heads have.
         layers: `Row.layers`.
+        hidden_first: whether their projection reads the hidden state before the embedding in Hugging Face's order.
     """
-    own = tuple(Row(f"{_HEAD}{name}.weight", (f"{prefix}{hf}.weight",), layers=layers) for name, hf in names.items())
-    return own + tuple(
+    own = {name: Row(f"{_HEAD}{name}.weight", (f"{prefix}{hf}.weight",), layers=layers) for name, hf in names.items()}
+    if hidden_first:
+        own["eh_proj"] = replace(own["eh_proj"], rule=swapped_halves, along=1)
+    return tuple(own.values()) + tuple(
         replace(
             row,
             megatron=row.megatron.replace(_LAYER, f"{_HEAD}transformer_layer."),

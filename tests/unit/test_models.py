@@ -169,6 +169,18 @@ def test_a_tensor_of_gate_and_up_is_cut_as_two_are() -> None:
                                                     torch.arange(48, 96), torch.arange(144, 192)]))  # fmt: skip
 
 
+def test_the_projection_of_mimos_heads_reads_the_embedding_first_as_megatrons() -> None:
+    name, hf = "mtp.layers.0.eh_proj.weight", "model.mtp_layers.0.input_proj.weight"
+    family, shape, _ = checkpoint("mimo")
+    stored = torch.randn(64, 128)
+    shards = [family.shard(name, {hf: stored}.__getitem__, shape, (64, 128), rank) for rank in range(2)]
+    for shard in shards:
+        assert torch.equal(shard, torch.cat([stored[:, 64:], stored[:, :64]], dim=1))
+    ((written, tensor),) = family.join(name, shards, shape)
+    assert written == hf
+    assert torch.equal(tensor, stored)
+
+
 def test_rows_of_arguments_that_are_off_do_not_exist() -> None:
     for kind, are_there in (("glm4_moe", True), ("glm4_moe_tied", False)):
         family, shape, _ = checkpoint(kind)

@@ -45,16 +45,13 @@ class NextTokenHead(MegatronModule):
     own tokens.
     """
 
-    def __init__(
-        self, config: TransformerConfig, layer: ModuleSpec, number: int, style: Heads, vp_stage: int | None
-    ) -> None:
+    def __init__(self, config: TransformerConfig, layer: ModuleSpec, number: int, vp_stage: int | None) -> None:
         """
         Args:
             layer: of the decoder's last layer.
             number: of the head, from 0.
         """
         super().__init__(config)
-        self.hidden_first = style.hidden_first
         self.enorm, self.hnorm, self.final_layernorm = (
             RMSNorm(config, config.hidden_size, config.layernorm_epsilon) for _ in range(3)
         )
@@ -74,8 +71,7 @@ class NextTokenHead(MegatronModule):
 
     def forward(self, hidden: Tensor, embedded: Tensor, packed_seq_params: PackedSeqParams) -> Tensor:
         """Both [T or, under sequence parallelism, T / tp, 1, h], as is the result."""
-        parts = (self.enorm(embedded), self.hnorm(hidden))
-        mixed = self.eh_proj(torch.cat(parts[::-1] if self.hidden_first else parts, dim=-1))
+        mixed = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
         output, _ = self.transformer_layer(mixed, attention_mask=None, packed_seq_params=packed_seq_params)
         return self.final_layernorm(output)
 
@@ -88,7 +84,7 @@ class NextTokenHeads(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.blind_start = style.blind_start
-        self.layers = torch.nn.ModuleList(NextTokenHead(config, layer, i, style, vp_stage) for i in range(count))
+        self.layers = torch.nn.ModuleList(NextTokenHead(config, layer, i, vp_stage) for i in range(count))
         for parameter in self.parameters():
             # megatron-core then leaves it out of the gradient norm: heads must not change how the policy is clipped.
             parameter.shared = True
