@@ -81,7 +81,11 @@ class Rank:
         return [{k: v for k, v in step.items() if not k.startswith("perf/")} for step in metrics]
 
     def policy(self) -> None:
-        """Gradients and metrics of the heads; with them and without, the policy is the same bit for bit."""
+        """Gradients and metrics of the heads; with them and without, the policy is the same.
+
+        Bit for bit, as layouts here have at most two data-parallel ranks: heads shift buckets, and sums over more ranks
+        are then added up in another order.
+        """
         logits = Logits(load_file(self.work / "plain.safetensors"))
         rows = rollouts.batches(rollouts.columns(0), parallel_state.get_data_parallel_world_size(), 1)
         logits.order = rows[parallel_state.get_data_parallel_rank()].sample_indices.tolist()

@@ -41,6 +41,8 @@ CASES = [
     *(pytest.param(ranks, layout, kind, id=f"{kind}-{name}", marks=full) for kind in ("glm4_moe", "deepseek_v3")
       for ranks, layout, name in (
           (1, {}, "single"), (2, {TP: 2, SP: True}, "tp2-sp"), (2, {PP: 2}, "pp2"), (2, {EP: 2}, "ep2"))),
+    pytest.param(2, {CP: 2}, "deepseek_v3", id="deepseek_v3-cp2", marks=full),
+    pytest.param(4, {CP: 2, TP: 2, SP: True}, "mimo", id="cp2-tp2-sp", marks=full),
 ]  # fmt: skip
 
 
