@@ -88,6 +88,28 @@ def test_colocated_ranks_do_not_compare_their_free_memory(tmp_path: Path, monkey
     assert make_engine(tmp_path)._environment()[name] == "true"
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "sleeps", "pushes_heads", "keeps"),
+    [
+        ("EAGLE3", True, False, True),
+        ("EAGLE", True, True, False),
+        ("EAGLE", False, False, False),
+        (None, True, False, False),
+    ],
+)
+def test_what_an_engine_drafts_by_outlives_its_sleep(
+    tmp_path: Path, algorithm: str | None, sleeps: bool, pushes_heads: bool, keeps: bool
+) -> None:
+    """SGLang keeps a draft model's weights only when told to, and only what is pushed comes anew."""
+    engine = make_engine(tmp_path)
+    engine._cuda_devices = ["0"]
+    own = {"offload_rollout": sleeps, "sglang_speculative_algorithm": algorithm, "pushes_heads": pushes_heads}
+    vars(engine._args).update(own)
+    command = engine._command(1, 2)
+    assert ("--enable-draft-weights-cpu-backup" in command) == keeps
+    assert ("--enable-memory-saver" in command) == sleeps
+
+
 def test_a_server_knows_that_it_will_be_pushed_float8(tmp_path: Path) -> None:
     engine = make_engine(tmp_path)
     assert "SLIME_ENGINE_TAKES_FLOAT8" not in engine._environment()

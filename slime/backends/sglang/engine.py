@@ -118,6 +118,9 @@ class Engine(Server):
             flags += _CPU_FLAGS
         elif args.offload_rollout:
             flags.append("--enable-memory-saver")
+            if getattr(args, "sglang_speculative_algorithm", None) is not None and not args.pushes_heads:
+                # Asleep the engine would lose the weights that it drafts by: nobody pushes them again.
+                flags.append("--enable-draft-weights-cpu-backup")
         if args.lora_sync == "adapter":
             flags += self._adapter_flags()
         if args.random_weights:
