@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slime.models import hf_config, shape_from_hf, trainable_heads
 from slime.options import megatron
 from slime.options.errors import OptionError
 from slime.options.installed import InstalledFlagsError, start_reading
-from slime.options.model import apply_shape, has_weights, model_directory, take_rotary_factor
-from slime.options.next_tokens import check_heads
+from slime.options.model import has_weights, model_directory
 from slime.options.parser import HelpAction, StrictParser
 from slime.options.schema import add_options, option
+from slime.utils.arguments import take_shape
 
 _ONE_RANK: dict[str, Any] = {
     **dict.fromkeys(("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"), 1),
@@ -86,13 +85,6 @@ def _resolve(args: argparse.Namespace, given: set[str]) -> list[str]:
         raise OptionError(f"--hf-checkpoint {args.hf_checkpoint}: there are no *.safetensors in it")
     args.random_weights, args.params_dtype = False, "float32"  # no weight is computed: the checkpoint keeps their types
     warnings: list[str] = []
-    take_rotary_factor(args, given)
-    try:
-        config = hf_config(args.hf_checkpoint)
-        shape = shape_from_hf(config)
-    except (ValueError, OSError) as error:
-        raise OptionError(f"--hf-checkpoint {args.hf_checkpoint}: {' '.join(str(error).split())}") from error
-    apply_shape(args, shape, given, warnings)
-    check_heads(args, shape["mtp_num_layers"] or 0, config.model_type, trainable_heads())
+    take_shape(args, given, warnings)
     vars(args).update(_ONE_RANK)
     return warnings

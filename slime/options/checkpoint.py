@@ -60,19 +60,28 @@ def find_checkpoint(load_dir: str | Path) -> tuple[Path, int] | None:
     return directory, rollout_id
 
 
-def saved_adapters(directory: str | Path) -> dict[str, Any] | None:
-    """What a torch_dist checkpoint says of the adapters that it holds; None of one that holds a whole model.
+@dataclass(frozen=True)
+class SavedModel:
+    """What a torch_dist checkpoint says of the model in it."""
 
-    Megatron-LM's own have types in this file that only Megatron can read, and no adapters.
+    adapters: dict[str, Any] | None = None
+    """That it holds; None of one that holds a whole model."""
+    heads: bool = False
+    """Whether it has trained heads for further tokens."""
+
+
+def saved_model(directory: str | Path) -> SavedModel:
+    """Read what a torch_dist checkpoint says of its model.
+
+    Megatron-LM's own have types in this file that only Megatron can read, and neither adapters nor trained heads.
     """
     import torch
 
     try:
         common = torch.load(Path(directory, "common.pt"), map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError):
-        return None
-    adapters: dict[str, Any] | None = common.get("adapters")
-    return adapters
+        return SavedModel()
+    return SavedModel(common.get("adapters"), bool(common.get("heads")))
 
 
 @dataclass

@@ -7,9 +7,10 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-from slime.options.checkpoint import LATEST, find_checkpoint, is_release, is_torch_dist, saved_adapters
+from slime.options.checkpoint import LATEST, find_checkpoint, is_release, is_torch_dist, saved_model
 from slime.options.errors import OptionError
 from slime.options.lora import check_adapters, described
+from slime.options.next_tokens import check_saved_heads
 
 
 def load_release(args: Namespace, warnings: list[str]) -> None:
@@ -36,7 +37,7 @@ def derive_checkpoints(args: Namespace, warnings: list[str]) -> None:
     _places(args)
     if args.placement != "rollout_only":
         _load_directory(args, warnings)
-        _adapters(args)
+        _saved_models(args)
 
 
 def _run_directory(args: Namespace) -> None:
@@ -106,14 +107,16 @@ def _load_directory(args: Namespace, warnings: list[str]) -> None:
     )
 
 
-def _adapters(args: Namespace) -> None:
-    """Refuse checkpoints of other adapters than the run's, and adapters in the place of a model."""
+def _saved_models(args: Namespace) -> None:
+    """Refuse checkpoints of other adapters or heads than the run's, and adapters in the place of a model."""
     if args.load is not None and (found := _found("--load", args.load)):
         own = args.lora_rank and described(args.lora_rank, args.lora_alpha, args.lora_target_modules)
-        check_adapters(f"--load {found[0]}", saved_adapters(found[0]), own)
+        saved = saved_model(found[0])
+        check_adapters(f"--load {found[0]}", saved.adapters, own)
+        check_saved_heads(f"--load {found[0]}", saved.heads, args.enable_mtp_training)
     if args.ref_load is not None:
         found = _found("--ref-load", args.ref_load)
-        if saved_adapters(found[0] if found else args.ref_load) is not None:
+        if saved_model(found[0] if found else args.ref_load).adapters is not None:
             raise OptionError(f"--ref-load {args.ref_load} holds adapters and no model: name the model they belong to")
 
 

@@ -141,7 +141,10 @@ def apply_shape(args: Namespace, shape: dict[str, Any], given: set[str], warning
     Raises:
         OptionError: a flag contradicts config.json.
     """
-    mismatches = contradictions({name: getattr(args, name, None) for name in given}, shape)
+    own = {name: getattr(args, name, None) for name in given}
+    if own.get("mtp_num_layers") == 0 and not args.enable_mtp_training:
+        del own["mtp_num_layers"]  # says that no heads are trained
+    mismatches = contradictions(own, shape)
     for name, value in shape.items():
         if name not in mismatches:
             setattr(args, name, value)

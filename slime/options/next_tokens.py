@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
+from collections.abc import Set
+from pathlib import Path
 
 from slime.options.errors import OptionError
 
@@ -39,16 +41,30 @@ def check_heads(args: Namespace, count: int, model_type: str, trainable: list[st
         raise OptionError(f"{FLAG} trains all {count} heads of config.json, not --mtp-num-layers {args.mtp_num_layers}")
 
 
-def check_heads_training(args: Namespace, warnings: list[str]) -> None:
+def check_saved_heads(directory: str | Path, saved: bool, own: bool) -> None:
+    """Compare whether a checkpoint to go on from has trained heads with whether the run trains them.
+
+    Raises:
+        OptionError: only one of them does.
+    """
+    if saved != own:
+        how = "with" if saved else "without"
+        raise OptionError(f"{directory} was saved {how} {FLAG}, and its optimizer state can only be loaded {how} it")
+
+
+def check_heads_training(args: Namespace, given: Set[str], warnings: list[str]) -> None:
     """What a run that trains heads cannot do beside it; sets ``args.pushes_heads``.
 
     Args:
+        given: the attributes that flags or YAML set.
         warnings: gets what the user may not expect.
 
     Raises:
         OptionError: naming both flags.
     """
     args.pushes_heads = False
+    if "mtp_loss_scaling_factor" in given and not args.enable_mtp_training:
+        raise OptionError(f"--mtp-loss-scaling-factor needs {FLAG}: no other loss has it")
     if not args.enable_mtp_training or args.placement == "rollout_only":
         return
     if args.lora_rank is not None:
@@ -59,7 +75,7 @@ def check_heads_training(args: Namespace, warnings: list[str]) -> None:
             "would read an embedding that is not gathered yet: drop it"
         )
     algorithm = getattr(args, "sglang_speculative_algorithm", None)
-    if not args.num_engines or algorithm not in _DRAFTS_BY_HEADS:
+    if not args.num_engines or (algorithm or "").upper() not in _DRAFTS_BY_HEADS:
         return
     draft = getattr(args, "sglang_speculative_draft_model_path", None)
     if draft is not None and os.path.realpath(os.path.expanduser(draft)) != os.path.realpath(args.hf_checkpoint):

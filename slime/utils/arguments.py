@@ -208,10 +208,8 @@ def _resolve(args: argparse.Namespace, given: set[str], asynchronous: bool) -> l
     if is_local or not args.dry_run:
         check_weights(args)
     find_reward_model(args)
-    take_rotary_factor(args, given)
-    apply_shape(args, _shape(args), given, warnings)
-    _check_heads(args)
-    check_heads_training(args, warnings)
+    take_shape(args, given, warnings)
+    check_heads_training(args, given, warnings)
     check_quantization(args)
     limit_prompts(args)
     if args.placement != "rollout_only":
@@ -222,22 +220,23 @@ def _resolve(args: argparse.Namespace, given: set[str], asynchronous: bool) -> l
     return warnings
 
 
-def _shape(args: argparse.Namespace) -> dict[str, Any]:
-    """The model's shape by its config.json."""
-    from slime.models import hf_config, shape_from_hf
+def take_shape(args: argparse.Namespace, given: set[str], warnings: list[str]) -> None:
+    """Take the model's shape from its config.json, which says too what heads there are to train.
 
+    Raises:
+        OptionError: it cannot be read, or flags contradict it.
+    """
+    from slime.models import hf_config, shape_from_hf, trainable_heads
+
+    take_rotary_factor(args, given)
     try:
-        return shape_from_hf(hf_config(args.hf_checkpoint))
+        config = hf_config(args.hf_checkpoint)
+        shape = shape_from_hf(config)
     except (ValueError, OSError) as error:
         reason = " ".join(str(error).split())
         raise OptionError(f"--hf-checkpoint {args.hf_checkpoint}: {reason}") from error
-
-
-def _check_heads(args: argparse.Namespace) -> None:
-    from slime.models import hf_config, shape_from_hf, trainable_heads
-
-    config = hf_config(args.hf_checkpoint)
-    check_heads(args, shape_from_hf(config)["mtp_num_layers"] or 0, config.model_type, trainable_heads())
+    apply_shape(args, shape, given, warnings)
+    check_heads(args, shape["mtp_num_layers"] or 0, config.model_type, trainable_heads())
 
 
 def _check_lora(args: argparse.Namespace) -> None:

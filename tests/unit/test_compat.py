@@ -10,7 +10,7 @@ NUM_GPUS = 0
 
 
 def test_offsets_of_padded_buckets_are_those_of_the_data_alone() -> None:
-    """Three buckets of 8, of which 5, 8 and 3 are parameters: what lies in the later ones moves by the padding before."""
+    """Three buckets of 8, of which 5, 8 and 3 are parameters: later ones move by the padding before them."""
     buckets = [SimpleNamespace(offset=8 * i, numel_unpadded=data) for i, data in enumerate((5, 8, 3))]
     padded = {"a": (0, 2, 0), "b": (2, 5, 0), "c": (8, 16, 1), "d": (16, 17, 2), "e": (17, 19, 2)}
     buffer = SimpleNamespace(buckets=buckets, param_index_map=padded)

@@ -8,7 +8,7 @@ import pytest
 
 from slime.models import family_of, hf_config, weight_shape
 from slime.utils.arguments import parse_args
-from tests.command_line import QWEN3, command, failure, write_model, write_rows
+from tests.command_line import QWEN3, command, failure, write_checkpoint, write_model, write_rows
 
 NUM_GPUS = 0
 
@@ -33,6 +33,7 @@ def test_config_json_says_how_many_heads_there_are(directory: Path) -> None:
     assert (args.mtp_num_layers, args.mtp_loss_scaling_factor, args.pushes_heads) == (1, 0.2, False)
     assert parse_args(command(f"{TRAINS} --mtp-num-layers 1 --mtp-loss-scaling-factor 0.1")).mtp_num_layers == 1
     parse_args(command("--hf-checkpoint mimo --mtp-num-layers 1"))  # as upstream's scripts say: without training
+    parse_args(command("--hf-checkpoint mimo --mtp-num-layers 0"))
     config = hf_config(directory / "mimo")
     family, shape = family_of(config), weight_shape(config, with_heads=True)
     assert family.sources("mtp.layers.0.eh_proj.weight", shape) == ["model.mtp_layers.0.input_proj.weight"]
@@ -43,6 +44,7 @@ def test_engines_that_draft_by_the_heads_are_given_them(directory: Path, capsys:
     assert parse_args(command(DRAFTS)).pushes_heads
     assert parse_args(command(f"{DRAFTS} --sglang-speculative-draft-model-path mimo")).pushes_heads
     assert not parse_args(command("--hf-checkpoint mimo --sglang-speculative-algorithm EAGLE")).pushes_heads
+    assert parse_args(command(DRAFTS.replace("EAGLE", "eagle"))).pushes_heads  # SGLang reads it so too
     assert not parse_args(command(DRAFTS.replace("EAGLE", "NGRAM"))).pushes_heads
     assert not parse_args(command(f"{DRAFTS} --sglang-speculative-draft-model-path other")).pushes_heads
     assert "engines are not given the heads" in capsys.readouterr().err
@@ -56,6 +58,9 @@ def test_engines_that_draft_by_the_heads_are_given_them(directory: Path, capsys:
         ("--enable-mtp-training", "", "has no heads for further tokens (num_nextn_predict_layers of config.json)"),
         ("--hf-checkpoint qwen3 --enable-mtp-training", "", "the heads of qwen3 cannot be trained"),
         (f"{TRAINS} --mtp-num-layers 2", "", "--mtp-num-layers is 2, config.json means 1"),
+        (f"{TRAINS} --mtp-num-layers 0", "", "--mtp-num-layers is 0, config.json means 1"),
+        ("--hf-checkpoint mimo --mtp-num-layers 2", "", "--mtp-num-layers is 2, config.json means 1"),
+        ("--mtp-loss-scaling-factor 0.1", "", "--mtp-loss-scaling-factor needs --enable-mtp-training"),
         (f"{TRAINS} --mtp-num-layers 2 --allow-config-mismatch", "", "trains all 1 heads of config.json"),
         (f"{TRAINS} --lora-rank 4", "", "--enable-mtp-training cannot be used with --lora-rank"),
         (
@@ -74,3 +79,18 @@ def test_what_cannot_be(
     directory: Path, capsys: pytest.CaptureFixture[str], words: str, without: str, message: str
 ) -> None:
     assert message in failure(capsys, words, without)
+
+
+def test_a_run_goes_on_with_heads_or_without_as_it_began(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_checkpoint(directory / "with", "2", {"heads": True})
+    write_checkpoint(directory / "without", "2", {"heads": False})
+    write_checkpoint(directory / "old", "2", {"adapters": None})  # of a version that did not know of heads
+    assert f"--load {directory}/with/iter_0000002 was saved with --enable-mtp-training" in failure(
+        capsys, "--hf-checkpoint mimo --load with"
+    )
+    for name in ("without", "old"):
+        assert f"{name}/iter_0000002 was saved without --enable-mtp-training" in failure(
+            capsys, f"{TRAINS} --load {name}"
+        )
+        parse_args(command(f"--hf-checkpoint mimo --load {name}"))
+    parse_args(command(f"{TRAINS} --load with"))
