@@ -22,6 +22,7 @@ from slime.convert.hf_files import Spec, stored_specs
 from slime.convert.running import Write, check_output, run_all, some, written_model
 from slime.convert.stored import StoredTensors
 from slime.models import Family, Shape, family_of, hf_config, weight_shape
+from slime.models.family import HEADS_PREFIX
 from slime.options.checkpoint import LATEST, checkpoint_directory, has_checkpoint, is_torch_dist, latest_name
 from slime.utils.block_scaled import SCALE_END
 from slime.utils.errors import BadInputError
@@ -41,8 +42,7 @@ _FUSED_NORMS = {
 
 
 _ADAPTERS = ".lora."
-_HEADS = "mtp."
-_MODEL = ("decoder.", "embedding.", "output_layer.", _HEADS)
+_MODEL = ("decoder.", "embedding.", "output_layer.", HEADS_PREFIX)
 """How keys of a model begin; others are of its optimizer."""
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OF_THE_VOCABULARY = (_EMBEDDING, "output_layer.weight")
@@ -109,7 +109,7 @@ def convert(
     check_output(output, [source, origin], force=force)
     stored = StoredTensors(find_checkpoint(source))
     config = hf_config(origin)
-    with_heads = any(key.startswith(_HEADS) for key in stored)
+    with_heads = any(key.startswith(HEADS_PREFIX) for key in stored)
     family, shape = family_of(config), weight_shape(config, with_heads=with_heads)
     if vocab_size is not None:
         shape = dataclasses.replace(shape, vocab_size=vocab_size)

@@ -14,6 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+HEADS_PREFIX = "mtp."
+"""How Megatron's names of the parameters of heads for further tokens begin, in the model and in checkpoints."""
+
 
 class Source(Protocol):
     """A tensor, or a tensor in a file of which slices can be read."""

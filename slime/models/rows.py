@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from slime.models.family import Heads, Row, Rule, fused_gate_up, gate_up, qkv, swapped_halves, vocabulary, whole
+from slime.models.family import (
+    HEADS_PREFIX,
+    Heads,
+    Row,
+    Rule,
+    fused_gate_up,
+    gate_up,
+    qkv,
+    swapped_halves,
+    vocabulary,
+    whole,
+)
 
 _LAYER = "decoder.layers.{}."
 _HF_LAYER = "model.layers.{}."
-_HEAD = "mtp.layers.{}."
+_HEAD = HEADS_PREFIX + "layers.{}."
 _EMBEDDING = "model.embed_tokens.weight"
 
 

@@ -29,12 +29,14 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from slime.backends.megatron import lora, next_tokens
+from slime.backends.megatron import lora
 from slime.backends.megatron.head import VALUE_HEAD_KEY
-from slime.backends.megatron.model import unwrap
+from slime.backends.megatron.model import has_heads
 from slime.backends.megatron.optimizer import parts_of
+from slime.models.family import HEADS_PREFIX
 from slime.options.checkpoint import LATEST, checkpoint_directory
 from slime.options.lora import check_adapters
+from slime.options.next_tokens import check_saved_heads
 from slime.utils import aside, device
 
 logger = logging.getLogger(__name__)
@@ -92,7 +94,7 @@ def save_state(
     state["layout"] = _layout()
     state["distributed_optimizer"] = _is_distributed(optimizer)
     state["adapters"] = lora.described(model_chunks)
-    state["heads"] = _count_heads(model_chunks)
+    state["heads"] = has_heads(model_chunks)
     dist_checkpointing.save(state, directory)
 
 
@@ -102,7 +104,7 @@ def load_model(directory: str | Path, model_chunks: Sequence[Any]) -> None:
     The value head of a critic, which an actor's checkpoint lacks, keeps its initial weight.
     """
     present = dist_checkpointing.load_tensors_metadata(str(directory))
-    _check_heads(directory, any(key.startswith(next_tokens.KEYS) for key in present), model_chunks)
+    _check_heads(directory, any(key.startswith(HEADS_PREFIX) for key in present), has_heads(model_chunks))
     state = model_state(model_chunks)
     for chunk_state in state.values():
         for name in [name for name, tensor in chunk_state.items() if _is_value_head(tensor)]:
@@ -123,15 +125,12 @@ def load_state(
     warning.
 
     Raises:
-        ValueError: the state of a distributed optimizer for one that is not, or the other way round; or other adapters.
+        ValueError: the state of a distributed optimizer for one that is not, or the other way round; or other adapters,
+            or heads on one side only.
     """
     saved = dist_checkpointing.load_common_state_dict(str(directory))
     check_adapters(directory, saved.get("adapters"), lora.described(model_chunks))
-    if bool(saved.get("heads")) != bool(_count_heads(model_chunks)):
-        how = "with" if saved.get("heads") else "without"
-        raise ValueError(
-            f"{directory} was saved {how} --enable-mtp-training, and its optimizer state can only be loaded {how} it"
-        )
+    check_saved_heads(directory, bool(saved.get("heads")), has_heads(model_chunks))
     if saved["distributed_optimizer"] != _is_distributed(optimizer):
         flag = "--use-distributed-optimizer" if saved["distributed_optimizer"] else "--no-use-distributed-optimizer"
         raise ValueError(f"{directory} was saved with {flag}, and its optimizer state can only be loaded with it")
@@ -190,20 +189,14 @@ def model_state(model_chunks: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def _count_heads(model_chunks: Sequence[Any]) -> int:
-    """The heads for further tokens that the model trains, on whichever pipeline stage."""
-    return int(unwrap(model_chunks[-1]).next_token_heads)
-
-
-def _check_heads(directory: str | Path, has_heads: bool, model_chunks: Sequence[Any]) -> None:
+def _check_heads(directory: str | Path, found: bool, wanted: bool) -> None:
     """Raise ValueError where a checkpoint lacks the heads that the model trains; warn where it has more."""
-    wanted = _count_heads(model_chunks)
-    if wanted and not has_heads:
+    if wanted and not found:
         raise ValueError(
             f"{directory} has no heads for further tokens, which --enable-mtp-training trains: convert the model with "
             "this flag"
         )
-    if has_heads and not wanted:
+    if found and not wanted:
         logger.warning(
             f"{directory} has heads for further tokens, which are left out: saved models have those of "
             "--hf-checkpoint; --enable-mtp-training takes and trains them"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from argparse import Namespace
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -119,6 +120,11 @@ def unwrap(module: torch.nn.Module) -> GPTModel:
     while not isinstance(inner, GPTModel):
         inner = inner.module
     return inner
+
+
+def has_heads(chunks: Sequence[torch.nn.Module]) -> bool:
+    """Whether the model trains heads for further tokens, on whichever pipeline stage."""
+    return bool(unwrap(chunks[-1]).next_token_heads)
 
 
 def head_weight(module: torch.nn.Module) -> torch.nn.Parameter:

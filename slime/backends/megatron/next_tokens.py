@@ -34,9 +34,6 @@ from slime.models import family_of, hf_config
 from slime.models.family import Heads
 from slime.utils.errors import BadInputError
 
-KEYS = "mtp."
-"""How names of the heads' parameters begin, in the model and in checkpoints."""
-
 
 class NextTokenHead(MegatronModule):
     """Norms of hidden state and embedding, a projection of both, a layer like the decoder's last, and a norm.

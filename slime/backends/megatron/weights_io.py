@@ -18,7 +18,7 @@ from torch import Tensor
 from slime.backends.megatron import lora
 from slime.backends.megatron.gather import Gatherer
 from slime.backends.megatron.head import ValueHead
-from slime.backends.megatron.model import unwrap
+from slime.backends.megatron.model import has_heads, unwrap
 from slime.backends.megatron.names import EXPERTS, expert_name, global_namer, local_experts
 from slime.models import Family, Shape, family_of, hf_config, weight_shape
 from slime.models.adapters import adapter_family, is_adapter_name, module_names, peft_config
@@ -109,17 +109,12 @@ def load_hf(chunks: Sequence[torch.nn.Module], hf_dir: str | Path) -> None:
     """
     directory = Path(hf_dir)
     config = hf_config(directory)
-    family, shape = family_of(config), weight_shape(config, with_heads=_has_heads(chunks))
+    family, shape = family_of(config), weight_shape(config, with_heads=has_heads(chunks))
     with HFWeights(directory) as weights:
         check_names(family, shape, weights, directory, family.untrained(config, shape))
         for name, tensor in global_weights(chunks):
             rank = _shard_rank(name)
             tensor.copy_(family.shard(name, weights.__getitem__, shape, tuple(tensor.shape), rank))
-
-
-def _has_heads(chunks: Sequence[torch.nn.Module]) -> bool:
-    """Whether the model has heads for further tokens, on whichever pipeline stage."""
-    return bool(unwrap(chunks[-1]).next_token_heads)
 
 
 def _shard_rank(name: str) -> int:
@@ -160,7 +155,7 @@ def save_hf(chunks: Sequence[torch.nn.Module], directory: str | Path, origin_hf_
     directory visible under its final name afterwards.
     """
     target, origin = Path(directory), Path(origin_hf_dir)
-    config, with_heads = hf_config(origin), _has_heads(chunks)
+    config, with_heads = hf_config(origin), has_heads(chunks)
     shape = weight_shape(config, with_heads=with_heads)
     buckets = export_hf_buckets(chunks, family_of(config), shape, _SHARD_BYTES)
     if dist.get_rank() == 0:
