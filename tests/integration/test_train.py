@@ -80,7 +80,7 @@ def flags(workspace: Path, run_dir: Path, **changes: Value) -> list[str]:
         "seed": 7,
         "actor-num-gpus-per-node": 1,
         "colocate": True,
-        "update-weight-buffer-size": 100_000,  # several buckets, as a large model has
+        "update-weight-buffer-size": 1_000_000,  # several buckets, as a large model has
         "sglang-enable-deterministic-inference": True,
         "ci-test": True,
     }
