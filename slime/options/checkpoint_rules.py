@@ -36,8 +36,7 @@ def derive_checkpoints(args: Namespace, warnings: list[str]) -> None:
     _paths(args)
     _places(args)
     if args.placement != "rollout_only":
-        _load_directory(args, warnings)
-        _saved_models(args)
+        _saved_models(args, _load_directory(args, warnings))
 
 
 def _run_directory(args: Namespace) -> None:
@@ -74,10 +73,11 @@ def _places(args: Namespace) -> None:
             raise OptionError(f"{flag} {path}: {what} is {where}")
 
 
-def _load_directory(args: Namespace, warnings: list[str]) -> None:
-    """What ``--load`` must hold: checkpoints of an earlier run, or nothing where this run saves there."""
+def _load_directory(args: Namespace, warnings: list[str]) -> Path | None:
+    """What ``--load`` must hold: checkpoints of an earlier run, of which this is the latest, or nothing where this run
+    saves there."""
     if args.load is None:
-        return
+        return None
     directory = Path(args.load)
     found = _found("--load", args.load)
     if found is not None:
@@ -86,7 +86,7 @@ def _load_directory(args: Namespace, warnings: list[str]) -> None:
         if args.num_rollout is not None and found[1] + 1 >= args.num_rollout:
             last = f"rollout {found[1]}, the last of --num-rollout {args.num_rollout}"
             warnings.append(f"--load {directory} is after {last}")
-        return
+        return found[0]
     if (directory / "config.json").is_file():
         raise OptionError(
             f"--load {directory} is a Hugging Face directory: --load is for resuming; name it by --hf-checkpoint, or "
@@ -105,15 +105,20 @@ def _load_directory(args: Namespace, warnings: list[str]) -> None:
     warnings.append(
         f"there is no checkpoint in --load {directory} yet: training starts from {args.ref_load or args.hf_checkpoint}"
     )
+    return None
 
 
-def _saved_models(args: Namespace) -> None:
-    """Refuse checkpoints of other adapters or heads than the run's, and adapters in the place of a model."""
-    if args.load is not None and (found := _found("--load", args.load)):
+def _saved_models(args: Namespace, latest: Path | None) -> None:
+    """Refuse checkpoints of other adapters or heads than the run's, and adapters in the place of a model.
+
+    Args:
+        latest: the checkpoint that ``--load`` goes on from.
+    """
+    if latest is not None:
         own = args.lora_rank and described(args.lora_rank, args.lora_alpha, args.lora_target_modules)
-        saved = saved_model(found[0])
-        check_adapters(f"--load {found[0]}", saved.adapters, own)
-        check_saved_heads(f"--load {found[0]}", saved.heads, args.enable_mtp_training)
+        saved = saved_model(latest)
+        check_adapters(f"--load {latest}", saved.adapters, own)
+        check_saved_heads(f"--load {latest}", saved.heads, args.enable_mtp_training)
     if args.ref_load is not None:
         found = _found("--ref-load", args.ref_load)
         if saved_model(found[0] if found else args.ref_load).adapters is not None:
