@@ -1,4 +1,4 @@
-"""What tests of the rollout side share: a byte-level tokenizer with a chat template, options, a generate client."""
+"""What tests share: of the rollout side a byte-level tokenizer, options and a client; of conversions tiny models."""
 
 from __future__ import annotations
 
@@ -75,3 +75,19 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeClient], FakeClient]:
         return client
 
     return use_client
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Kind -> the directory of a tiny model, with a file of a tokenizer."""
+    from tests.parallel import tiny  # only here: it takes seconds
+
+    root = tmp_path_factory.mktemp("models")
+
+    def get(kind: str) -> Path:
+        if not (root / kind).exists():
+            tiny.model(kind).save_pretrained(root / kind)
+            (root / kind / "tokenizer.json").write_text("{}")
+        return root / kind
+
+    return get

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from slime.utils.arguments import describe, parse_args
-from tests.command_line import QWEN3, command, failure, write_checkpoint, write_model, write_rows
+from tests.command_line import QWEN3, command, failure, write_model, write_rows
 
 QWEN3_MOE = QWEN3 | {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -263,22 +263,8 @@ def test_config_mismatch(parse: Parse, fails: Fails, capsys: pytest.CaptureFixtu
         ("--load-debug-rollout-data {}.pt", "", "--load-debug-rollout-data {}.pt: only {rollout_id}"),
         ("--save-hf {rollout_id", "", "--save-hf {rollout_id: only {rollout_id}"),
         ("--save-hf {rollout_id.x}", "", "--save-hf {rollout_id.x}: only {rollout_id}"),
-        ("--load ckpt", "", "ckpt: there is no checkpoint in it (no latest_checkpointed_iteration.txt)"),
-        ("--load ckpt --save other", "", "ckpt: there is no checkpoint in it"),
-        ("--load model --save model", "", "model is a Hugging Face directory: --load is for resuming"),
-        ("--load broken", "", "broken: iter_0000003 is no whole checkpoint (no metadata.json in it)"),
-        ("--load gone", "", "latest_checkpointed_iteration.txt names iter_0000004, but"),
-        ("--load converted", "", "--load converted: converted/latest_checkpointed_iteration.txt names release, but"),
-        ("--save data.jsonl", "", "--save {directory}/data.jsonl: it is no directory"),
-        ("--save data.jsonl/x/ckpt", "", "/data.jsonl/x/ckpt: {directory}/data.jsonl is no directory"),
-        ("--save-hf data.jsonl/{rollout_id}", "", "--save-hf data.jsonl/{rollout_id}: {directory}/data.jsonl is no"),
-        ("--run-dir data.jsonl", "", "--run-dir {directory}/data.jsonl: it is no directory"),
-        ("--save link/ckpt", "", "/link/ckpt: {directory}/link is a link to elsewhere, which is not there"),
-        ("--load torch_dist", "", "torch_dist is one checkpoint: name the directory above it"),
-        ("--load converted --ref-load model", "", "--load converted holds weights to start from"),
         ("--hf-checkpoint bare", "", "bare: there are no *.safetensors in it"),
         ("--hf-checkpoint bare --debug-rollout-only", "", "bare: there are no *.safetensors in it"),
-        ("--ref-load bare", "", "--ref-load {directory}/bare: there are neither *.safetensors nor a checkpoint"),
         ("--hf-checkpoint moe --expert-tensor-parallel-size 3", "",
          "no multiple of --expert-tensor-parallel-size 3"),
         ("--rolout-batch-size 4", "", "unknown flag --rolout-batch-size; did you mean --rollout-batch-size?"),
@@ -287,48 +273,9 @@ def test_config_mismatch(parse: Parse, fails: Fails, capsys: pytest.CaptureFixtu
 def test_bad_input_is_one_line_with_status_2(
     fails: Fails, directory: Path, words: str, without: str, expected: str
 ) -> None:
-    (directory / "torch_dist").mkdir()
-    (directory / "torch_dist" / "metadata.json").touch()
-    (directory / "link").symlink_to("elsewhere")
-    (directory / "converted").mkdir()
-    (directory / "converted" / "latest_checkpointed_iteration.txt").write_text("release")
-    write_checkpoint(directory / "broken", "3", {})
-    (directory / "broken" / "iter_0000003" / "metadata.json").unlink()
-    write_checkpoint(directory / "gone", "4", {})
-    (directory / "gone" / "iter_0000004").rename(directory / "gone" / "iter_0000003")
     (directory / "bare").mkdir()
     (directory / "bare" / "config.json").write_text(json.dumps(QWEN3))
     assert expected.replace("{directory}", str(directory)) in fails(words, without)
-
-
-def test_weights_are_asked_for_only_where_they_are_read(parse: Parse, directory: Path) -> None:
-    (directory / "model" / "model.safetensors").unlink()
-    (directory / "ref").mkdir()
-    (directory / "ref" / "model.safetensors").touch()
-    replay = "--load-debug-rollout-data dump/{rollout_id}.pt"
-    parse("--debug-rollout-only --sglang-load-format dummy")
-    assert parse(f"{replay} --ref-load ref").ref_load == str(directory / "ref")
-    (directory / "ref" / "model.safetensors").rename(directory / "ref" / "metadata.json")
-    parse(f"{replay} --ref-load ref")
-    write_checkpoint(directory / "ckpt", "3", {})
-    parse(f"{replay} --load ckpt")
-
-
-def test_a_run_may_load_what_a_conversion_wrote(
-    parse: Parse, directory: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Then it starts from these weights, and there is nothing to resume."""
-    write_checkpoint(directory / "converted", "release", {})
-    for words in ("--load converted", "--load converted --ref-load converted/", "--load converted --use-kl-loss"):
-        args = parse(words)
-        assert (args.load, args.ref_load) == (None, str(directory / "converted"))
-        assert "warning: --load converted holds weights only" in capsys.readouterr().err
-
-
-def test_a_fresh_run_may_load_from_where_it_saves(parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
-    parse("--load ckpt --save ckpt/")
-    assert capsys.readouterr().err.count("warning: there is no checkpoint in --load") == 1
-    parse("--load ckpt --debug-rollout-only")
 
 
 def test_sgd_is_not_distributed(parse: Parse) -> None:

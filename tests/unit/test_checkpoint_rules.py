@@ -1,0 +1,84 @@
+"""Where a run reads and writes: what is refused as flags are read, and what starts from what is there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slime.utils.arguments import parse_args
+from tests.command_line import QWEN3, command, failure, write_checkpoint, write_model, write_rows
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory of a test: a model and prompt data."""
+    write_model(tmp_path / "model")
+    write_rows(tmp_path / "data.jsonl")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--load ckpt", "ckpt: there is no checkpoint in it (no latest_checkpointed_iteration.txt)"),
+        ("--load ckpt --save other", "ckpt: there is no checkpoint in it"),
+        ("--load model --save model", "model is a Hugging Face directory: --load is for resuming"),
+        ("--load broken", "broken: iter_0000003 is no whole checkpoint (no metadata.json in it)"),
+        ("--load gone", "latest_checkpointed_iteration.txt names iter_0000004, but"),
+        ("--load converted", "--load converted: converted/latest_checkpointed_iteration.txt names release, but"),
+        ("--save data.jsonl", "--save {directory}/data.jsonl: it is no directory"),
+        ("--save data.jsonl/x/ckpt", "/data.jsonl/x/ckpt: {directory}/data.jsonl is no directory"),
+        ("--save-hf data.jsonl/{rollout_id}", "--save-hf data.jsonl/{rollout_id}: {directory}/data.jsonl is no"),
+        ("--run-dir data.jsonl", "--run-dir {directory}/data.jsonl: it is no directory"),
+        ("--save link/ckpt", "/link/ckpt: {directory}/link is a link to elsewhere, which is not there"),
+        ("--load torch_dist", "torch_dist is one checkpoint: name the directory above it"),
+        ("--load converted --ref-load model", "--load converted holds weights to start from"),
+        ("--ref-load bare", "--ref-load {directory}/bare: there are neither *.safetensors nor a checkpoint"),
+    ],
+)  # fmt: skip
+def test_what_is_no_checkpoint_and_no_place(
+    capsys: pytest.CaptureFixture[str], directory: Path, words: str, expected: str
+) -> None:
+    (directory / "torch_dist").mkdir()
+    (directory / "torch_dist" / "metadata.json").touch()
+    (directory / "link").symlink_to("elsewhere")
+    (directory / "converted").mkdir()
+    (directory / "converted" / "latest_checkpointed_iteration.txt").write_text("release")
+    write_checkpoint(directory / "broken", "3", {})
+    (directory / "broken" / "iter_0000003" / "metadata.json").unlink()
+    write_checkpoint(directory / "gone", "4", {})
+    (directory / "gone" / "iter_0000004").rename(directory / "gone" / "iter_0000003")
+    (directory / "bare").mkdir()
+    (directory / "bare" / "config.json").write_text(json.dumps(QWEN3))
+    assert expected.replace("{directory}", str(directory)) in failure(capsys, words)
+
+
+def test_weights_are_asked_for_only_where_they_are_read(directory: Path) -> None:
+    (directory / "model" / "model.safetensors").unlink()
+    (directory / "ref").mkdir()
+    (directory / "ref" / "model.safetensors").touch()
+    replay = "--load-debug-rollout-data dump/{rollout_id}.pt"
+    parse_args(command("--debug-rollout-only --sglang-load-format dummy"))
+    assert parse_args(command(f"{replay} --ref-load ref")).ref_load == str(directory / "ref")
+    (directory / "ref" / "model.safetensors").rename(directory / "ref" / "metadata.json")
+    parse_args(command(f"{replay} --ref-load ref"))
+    write_checkpoint(directory / "ckpt", "3", {})
+    parse_args(command(f"{replay} --load ckpt"))
+
+
+def test_a_run_may_load_what_a_conversion_wrote(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Then it starts from these weights, and there is nothing to resume."""
+    write_checkpoint(directory / "converted", "release", {})
+    for words in ("--load converted", "--load converted --ref-load converted/", "--load converted --use-kl-loss"):
+        args = parse_args(command(words))
+        assert (args.load, args.ref_load) == (None, str(directory / "converted"))
+        assert "warning: --load converted holds weights only" in capsys.readouterr().err
+
+
+def test_a_fresh_run_may_load_from_where_it_saves(capsys: pytest.CaptureFixture[str]) -> None:
+    parse_args(command("--load ckpt --save ckpt/"))
+    assert capsys.readouterr().err.count("warning: there is no checkpoint in --load") == 1
+    parse_args(command("--load ckpt --debug-rollout-only"))
