@@ -75,35 +75,38 @@ class RolloutManager:
         check_schedule(self._args)
         return self._args.num_rollout
 
-    def start(self, engine_urls: list[str], reward_urls: list[str]) -> None:
-        """Start the routers, register the engines at theirs, and make them known to hooks."""
+    def open_routers(self, reward: bool) -> None:
+        """Start the router, and one for the reward model's engines if there are any; make them known to hooks."""
         args = self._args
-        args.sglang_router_ip, args.sglang_router_port = self._open_router(args, ACTOR, engine_urls)
-        register_engines(engine_urls, self._api_keys[1] if self._api_keys else None)
+        for model in (ACTOR, REWARD) if reward else (ACTOR,):
+            # The user's flags are for the other one.
+            its_args = args if model == ACTOR else argparse.Namespace(**vars(args) | {"router_cli": []})
+            host = "127.0.0.1" if self._api_keys is None else ray.util.get_node_ip_address()
+            name = "router" if model == ACTOR else f"{model} router"
+            log_path = f"{args.run_dir}/logs/{name.replace(' ', '_')}.log"
+            router = self._routers[model] = Router(its_args, host, self._api_keys, log_path, name)
+            router.start()
+        args.sglang_model_routers = {model: _address(router) for model, router in self._routers.items()}
+        args.sglang_router_ip, args.sglang_router_port = args.sglang_model_routers[ACTOR]
         args.sglang_router_api_key = self._api_keys[0] if self._api_keys else None
-        args.sglang_model_routers = {ACTOR: (args.sglang_router_ip, args.sglang_router_port)}
-        if reward_urls:
-            its_args = argparse.Namespace(**vars(args) | {"router_cli": []})  # the user's flags are for the other one
-            args.sglang_model_routers[REWARD] = self._open_router(its_args, REWARD, reward_urls)
         if self._api_keys:
             # For programs that hooks start: `http_utils.post` there adds the key for these addresses only.
             os.environ |= {"SLIME_ROUTER_API_KEY": self._api_keys[0]}
             os.environ |= {http_utils.ROUTER_VARIABLES[name]: router.url for name, router in self._routers.items()}
 
-    def _open_router(self, args: argparse.Namespace, model: str, urls: list[str]) -> tuple[str, int]:
-        """The address of a new router, at which the engines at ``urls`` are registered."""
-        host = "127.0.0.1" if self._api_keys is None else ray.util.get_node_ip_address()
-        name = "router" if model == ACTOR else f"{model} router"
-        log_path = f"{args.run_dir}/logs/{name.replace(' ', '_')}.log"
-        router = self._routers[model] = Router(args, host, self._api_keys, log_path, name)
-        deadline = time.monotonic() + args.engine_start_timeout
-        router.start()
-        for url in urls:
-            router.add(url)
-        router.wait_registered(urls, timeout=max(0.0, deadline - time.monotonic()))
-        # An IPv6 address keeps its brackets, which hooks that put address and port together would forget.
-        address, port = router.url.removeprefix("http://").rsplit(":", 1)
-        return address, int(port)
+    def register(self, opened: None, engine_urls: list[str], reward_urls: list[str]) -> None:
+        """Make engines known to the router of their model, and those of the actor to hooks.
+
+        Args:
+            opened: the answer of `open_routers`, which Ray so waits for.
+        """
+        deadline = time.monotonic() + self._args.engine_start_timeout
+        for model, router in self._routers.items():
+            urls = engine_urls if model == ACTOR else reward_urls
+            for url in urls:
+                router.add(url)
+            router.wait_registered(urls, timeout=max(0.0, deadline - time.monotonic()))
+        register_engines(engine_urls, self._api_keys[1] if self._api_keys else None)
 
     def remove_engine(self, url: str) -> None:
         """Send nothing more to an engine that has died, and have fewer requests in flight."""
@@ -226,6 +229,12 @@ def _naming(flag: str, path: str) -> contextlib.AbstractContextManager[None]:
 def rollouts_overlap(args: argparse.Namespace) -> bool:
     """Whether several rollouts may be generated at the same time: users' functions are called for one at a time."""
     return args.rollout_function_path == DEFAULT_ROLLOUT and not args.load_debug_rollout_data
+
+
+def _address(router: Router) -> tuple[str, int]:
+    """Host and port. An IPv6 address keeps its brackets, which hooks that put address and port together would forget."""
+    address, port = router.url.removeprefix("http://").rsplit(":", 1)
+    return address, int(port)
 
 
 def make_data_source(args: argparse.Namespace) -> Any:

@@ -113,6 +113,8 @@ class Run:
             flush=True,
         )
         self._turns = self._make_turns(self._placement)
+        # Not waited for: a router imports for many seconds, while engines and trainers start.
+        opened = self._manager.open_routers.remote(bool(self._placement.reward)) if self._placement.rollout else None
         if args.colocate and self._placement.on_gpus:
             # One after the other: an engine takes a share of the GPU memory that it finds free.
             self._start_trainers()
@@ -128,7 +130,7 @@ class Run:
         num_engines = len(self._engines.living)
         urls, reward_urls = urls[:num_engines], urls[num_engines:]
         if urls:
-            started = {"the router": self._manager.start.remote(urls, reward_urls)}
+            started = {"the router": self._manager.register.remote(opened, urls, reward_urls)}
             self._wait(started, "start router", self._limit("engine_start_timeout", _MARGIN_S))
             self._connect_trainers(urls, keys)
             self._engines.survive(urls, self._manager)

@@ -154,11 +154,18 @@ def serialize(payload: dict[str, Any], reduce: Callable[[object], Any]) -> str:
     Args:
         reduce: `pickle.Pickler.reducer_override`.
     """
-
-    class Pickler(ForkingPickler):
-        def reducer_override(self, pickled: object) -> Any:
-            return reduce(pickled)
-
     stream = io.BytesIO()
-    Pickler(stream).dump(payload)
+    _Pickler(stream, reduce).dump(payload)
     return base64.b64encode(stream.getvalue()).decode()
+
+
+class _Pickler(ForkingPickler):
+    """Not a class made for each payload: that would keep what its ``reduce`` belongs to, gibibytes of a GPU, until
+    Python's garbage collector next looks for cycles."""
+
+    def __init__(self, stream: io.BytesIO, reduce: Callable[[object], Any]) -> None:
+        super().__init__(stream)
+        self._reduce = reduce
+
+    def reducer_override(self, pickled: object) -> Any:
+        return self._reduce(pickled)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gc
 import pickle
 import threading
 import time
@@ -21,7 +22,7 @@ from slime.weights.distributed import DistributedPublisher
 from slime.weights.engines import EngineAddress
 from slime.weights.float8 import Float8Blocks
 from slime.weights.publisher import WeightPublisher
-from slime.weights.tensor import TensorPublisher
+from slime.weights.tensor import SharedBuffer, TensorPublisher
 
 NUM_GPUS = 0
 
@@ -247,3 +248,23 @@ def test_no_bucket_is_held_while_the_next_is_gathered(
     publisher = make(transport, monkeypatch, lambda *_: None)
     publisher.publish(1, Float8Blocks((128, 128), frozenset()).quantised(source) if quantised else source)
     assert held == [0] * BUCKETS
+
+
+def test_no_buffer_stays_after_a_push(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer then sleeps: what only the garbage collector would find is gibibytes of a GPU until it looks."""
+    made: list[weakref.ref[SharedBuffer]] = []
+
+    class Noted(SharedBuffer):
+        def __init__(self, nbytes: int) -> None:
+            super().__init__(nbytes)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr("slime.weights.tensor.SharedBuffer", Noted)
+    publisher = make("tensor", monkeypatch, lambda *_: None)
+    gc.disable()
+    try:
+        publisher.publish(1, buckets())
+        assert [buffer() for buffer in made] == [None] * len(made)
+    finally:
+        gc.enable()
+    assert len(made) >= 2
