@@ -18,6 +18,15 @@ from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
+_MANTISSA_BITS, _SMALLEST = 3, -9
+"""Bits, and the exponent of the smallest number."""
+_PARTS, _ANYWHERE = 8, 0.6
+"""Of equal parts of the way from a number to the middle between two, each has as many weights as any other, where they
+were never in float8; few elements may make it this part of the mean."""
+_EVENLY = 0.7548776662466927, 0.5698402909980532
+"""Multiples of both, less their whole parts, fill a square evenly: powers of 1 / x with x^3 = x + 1 (the R2 sequence of
+http://extremelearning.com.au/unreasonable-effectiveness-of-quasirandom-sequences)."""
+_AT_ONCE = 2**24
 
 SCALE_END = "_scale_inv"
 """The scales of a tensor have its name and this."""
@@ -31,20 +40,57 @@ def is_linear(name: str, shape: Sequence[int]) -> bool:
     return name.endswith(".weight") and ".layers." in name and len(shape) == 2 and _KEPT.search(name) is None
 
 
-def quantise(weight: Tensor, block: Sequence[int]) -> tuple[Tensor, Tensor]:
+def quantise(weight: Tensor, block: Sequence[int], *, in_the_mean: bool = False) -> tuple[Tensor, Tensor]:
     """A matrix [n, k] -> values of type e4m3 and the float32 scales of its blocks.
 
-    The largest entry of every block becomes the largest number of the type; a block of zeros has scale 1. The bytes are
-    the same on every device.
+    The largest entry of every block becomes the largest number of the type; a block of zeros has scale 1.
+
+    Args:
+        in_the_mean: round weights that were in float8 before, and have moved little since, up and down so that their
+            mean is right. To the nearest, each would be what it was until it has moved by half a step, which is a 32nd
+            to a 16th of it: nothing of what a trainer learns for hundreds of steps.
+
+    Returns:
+        The same bytes on every device; with ``in_the_mean`` on every device of one kind.
     """
-    (rows, columns), (high, wide) = weight.shape, block
+    high, wide = block
+    # A part at a time, whole blocks: in float32 this takes many times a weight's memory.
+    rows = high * max(1, _AT_ONCE // (high * weight.size(1)))
+    parts = [_quantise(part, high, wide, in_the_mean) for part in weight.split(rows)]
+    return torch.cat([values for values, _ in parts]), torch.cat([scales for _, scales in parts])
+
+
+def _quantise(weight: Tensor, high: int, wide: int, in_the_mean: bool) -> tuple[Tensor, Tensor]:
+    rows, columns = weight.shape
     padded = F.pad(weight.float(), (0, -columns % wide, 0, -rows % high))
     blocks = padded.unflatten(1, (-1, wide)).unflatten(0, (-1, high))  # [block row, row, block column, column]
     largest = blocks.abs().amax(dim=(1, 3))
     # By a tensor: by a number, a GPU multiplies with its reciprocal, which is another last bit.
     scales = torch.where(largest > 0, largest / torch.full_like(largest, LARGEST), 1.0)
-    values = (blocks / scales[:, None, :, None]).clamp_(-LARGEST, LARGEST).to(FP8)
-    return values.flatten(2, 3).flatten(0, 1)[:rows, :columns].contiguous(), scales
+    scaled = (blocks / scales[:, None, :, None]).clamp_(-LARGEST, LARGEST).flatten(2, 3).flatten(0, 1)
+    if in_the_mean:
+        scaled = _rounded_in_the_mean(scaled)
+    return scaled[:rows, :columns].to(FP8), scales
+
+
+def _rounded_in_the_mean(scaled: Tensor) -> Tensor:
+    """Numbers of the type, with the mean of these numbers; or, if they lie anywhere between such, themselves.
+
+    A number goes up where it is beyond a threshold between its neighbours. Thresholds fill [0, 1] evenly along rows and
+    columns, and are the same each time: a weight that has not moved does not change.
+    """
+    steps = torch.ldexp(torch.ones_like(scaled), (scaled.frexp().exponent - 1 - _MANTISSA_BITS).clamp_(min=_SMALLEST))
+    places = scaled.abs() / steps
+    aside = (places - places.round()).abs_().mul_(2 * _PARTS).int().clamp_(max=_PARTS - 1)
+    found, zeros = aside.flatten().bincount(minlength=_PARTS), scaled.numel() - scaled.count_nonzero()
+    found[0] -= zeros
+    came_from_float8 = found.min() < _ANYWHERE * found.sum() / _PARTS
+    row, column = (
+        (torch.arange(size, dtype=torch.float64) * ratio).frac_().float().to(scaled.device)
+        for size, ratio in zip(scaled.shape, _EVENLY, strict=True)
+    )
+    thresholds = (row[:, None] + column).frac_()
+    return torch.where(came_from_float8, (places + thresholds).floor_().mul_(steps).copysign_(scaled), scaled)
 
 
 def num_blocks(shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:

@@ -49,7 +49,8 @@ class Float8Blocks:
         return is_linear(name, tensor.shape) and not any(f".{module}." in path for module in self.kept)
 
     def quantised(self, buckets: Iterable[NamedTensors]) -> Iterator[NamedTensors]:
-        """The same buckets with values and, right after each, its scales: the bytes that convert_hf_to_fp8 writes.
+        """The same buckets with values and, right after each, its scales: the bytes that convert_hf_to_fp8 writes, but
+        for weights that came from float8 and have moved little: engines follow those in the mean.
 
         A bucket stays one, so that what SGLang needs at once (`Row.together`, values and their scales) still comes at
         once, and is smaller: a byte for two, and four for a block.
@@ -62,6 +63,6 @@ class Float8Blocks:
             if not self.has(name, tensor):
                 made.append((name, tensor))
                 continue
-            values, scales = quantise(tensor, self.block)
+            values, scales = quantise(tensor, self.block, in_the_mean=True)
             made += [(name, values), (name + SCALE_END, scales)]
         return made
