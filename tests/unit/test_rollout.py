@@ -10,6 +10,8 @@ import time
 import weakref
 from argparse import Namespace
 from collections.abc import Callable
+from importlib.metadata import files
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -54,6 +56,19 @@ def test_order_tokens_and_rewards(make_args: Args, use: Callable[..., FakeClient
         assert output.metrics["rollout/prefix_cache_hit_rate"] == pytest.approx(0.4)
         assert output.metrics["perf/tokens_per_gpu_per_sec"] > 0
     assert client.closed == 2
+
+
+def test_what_engines_draft_is_counted(make_args: Args, use: Callable[..., FakeClient]) -> None:
+    """By the names that the installed SGLang gives its counters."""
+    counters = {"spec_num_correct_drafts": 3, "spec_num_proposed_drafts": 4, "spec_verify_ct": 2}
+    (source,) = (str(entry.locate()) for entry in files("sglang") or () if entry.name == "tokenizer_manager.py")
+    text = Path(source).read_text()
+    assert [name for name in counters if f'meta_info["{name}"]' not in text] == []
+    use(FakeClient(lambda *_: reply("12345", **counters)))
+    metrics = rollout(make_args()).metrics
+    assert metrics is not None
+    assert metrics["rollout/spec_accept_rate"] == pytest.approx(3 / 4)
+    assert metrics["rollout/spec_accept_length"] == pytest.approx(5 / 2)
 
 
 def test_concurrency_is_bounded(make_args: Args, use: Callable[..., FakeClient]) -> None:
