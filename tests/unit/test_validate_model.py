@@ -418,6 +418,22 @@ def test_level_5_states_the_margin(models: dict[str, Path], tmp_path: Path, last
     assert "(at most 0.7 of it)" in item.text
 
 
+@pytest.mark.parametrize(("idle", "status"), [(range(16, 20), PASS), (range(3, 5), FAIL)])
+def test_level_5_needs_no_gradient_where_every_reward_is_the_best(
+    idle: range, status: Status, models: dict[str, Path], tmp_path: Path
+) -> None:
+    rewards = [min(1.0, 0.5 + step / 32) for step in range(20)]
+    lines: list[dict[str, Any]] = [
+        {"train/step": i, "rollout/raw_reward": reward, "train/grad_norm": float(i not in idle)}
+        | {"rollout/log_probs": -1.0 - i, "train/train_rollout_logprob_abs_diff": 0.0}
+        for i, reward in enumerate(rewards)
+    ]
+    run = Run("level_5_grpo", tmp_path, tmp_path / "log", 0, 1.0)
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    item = learning._judge(setting(models, FakeLauncher(tmp_path)), "reward", run, "rollout/raw_reward")
+    assert item.status is status, item.text
+
+
 def test_level_4_finds_a_tensor_that_was_not_trained(models: dict[str, Path], tmp_path: Path) -> None:
     ladder = setting(models, FakeLauncher(tmp_path), "qwen3-30B-A3B")
     weights = load_file(ladder.model / "model.safetensors")

@@ -63,7 +63,8 @@ def _judge(setting: Setting, part: str, run: Run, key: str) -> Item:
         return checked(part, [moved, *step_checks(run, _STEPS)], run.log)
     moved = Check(f"{text} (at least {REWARD_RISE:+g})", last >= first + REWARD_RISE)
     log_probs = {f"{value:.6f}" for value in run.series("rollout/log_probs")}
-    checks = [moved, *step_checks(run, _ROLLOUTS), agreement(setting, run)]
+    best = [step for step, reward in enumerate(values) if reward == 1]  # no response was better than another
+    checks = [moved, *step_checks(run, _ROLLOUTS, best), agreement(setting, run)]
     return checked(part, [*checks, Check(f"log-probs of {len(log_probs)} values", len(log_probs) > 1)], run.log)
 
 

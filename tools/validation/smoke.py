@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import yaml
@@ -59,12 +59,21 @@ def _training_alone(setting: Setting, ranks: int) -> list[Item]:
     return [checked(part, [*step_checks(run, 1), *_wrapping_checks(run, ranks), *_adapter_checks(adapters)], run.log)]
 
 
-def step_checks(run: Run, steps: int) -> list[Check]:
-    """So many optimizer steps, each with a gradient, and no figure that is none."""
-    made, norms, strange = len(run.steps()), run.series("train/grad_norm"), run.not_finite()
+def step_checks(run: Run, steps: int, idle: Collection[int] = ()) -> list[Check]:
+    """So many optimizer steps, each with a gradient, and no figure that is none.
+
+    Args:
+        idle: the steps in which there was nothing to learn.
+    """
+    made, strange = len(run.steps()), run.not_finite()
+    norms = [norm for step, norm in enumerate(run.series("train/grad_norm")) if step not in idle]
+    figures = [f"{norm:.3g}" for norm in norms]
+    shown = ", ".join(figures) if len(norms) <= 3 else f"{min(norms):.3g} to {max(norms):.3g}"
+    if idle:
+        shown += f", but in {len(idle)} steps whose rewards were all equal"
     return [
         Check(f"{made} of {steps} optimizer steps", made == steps),
-        Check(f"gradient norm {', '.join(f'{norm:.3g}' for norm in norms[:3])}", bool(norms) and min(norms) > 0),
+        Check(f"gradient norm {shown}", bool(norms) and min(norms) > 0),
         Check(f"not finite: {', '.join(strange)}" if strange else "every figure is finite", not strange),
     ]
 

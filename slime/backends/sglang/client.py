@@ -161,7 +161,9 @@ class EngineControl:
 
     def update_weights_from_disk(self, path: str) -> None:
         """Have the engine load a Hugging Face directory that it can read under this path."""
-        self._post("/update_weights_from_disk", {"model_path": path, "flush_cache": False})
+        # Of itself it would use the format that it started with, which is dummy under --random-weights.
+        body = {"model_path": path, "flush_cache": False, "load_format": "auto"}
+        self._post("/update_weights_from_disk", body)
 
     def has_adapter(self) -> bool:
         """Whether `load_adapter` has given the engine one."""
