@@ -232,7 +232,7 @@ def rollouts_overlap(args: argparse.Namespace) -> bool:
 
 
 def _address(router: Router) -> tuple[str, int]:
-    """Host and port. An IPv6 address keeps its brackets, which hooks that put address and port together would forget."""
+    """An IPv6 host keeps its brackets, which hooks that put host and port together would forget."""
     address, port = router.url.removeprefix("http://").rsplit(":", 1)
     return address, int(port)
 

@@ -27,6 +27,8 @@ _ENGINE: dict[str, Value] = {
     "fp32": None,
     "bf16": True,
 }
+SMALL_CACHE: dict[str, Value] = {"sglang_max_total_tokens": 32768}
+"""For engines that may start while others, on the same GPU, take their share of what is free."""
 
 Record = Callable[[str, object], None]
 
