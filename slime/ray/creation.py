@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from slime.ray.cluster import actor_environment, as_actor
 from slime.ray.engine_actor import EngineActor
 from slime.ray.placement import Placement, Slot
-from slime.ray.rollout_manager import EVALUATION, ROLLOUTS, RolloutManager, rollouts_overlap
+from slime.ray.rollout_manager import EVALUATION, ROLLOUTS, ROUTERS, RolloutManager, rollouts_overlap
 from slime.ray.train_actor import TrainActor
 
 
@@ -21,7 +21,7 @@ def create_manager(args: argparse.Namespace, api_keys: tuple[str, str] | None) -
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options = {"num_cpus": 0, "runtime_env": actor_environment(), "scheduling_strategy": here}
     overlap = args.async_buffer_size + 2 if args.asynchronous and rollouts_overlap(args) else 1
-    threads = {ROLLOUTS: overlap, EVALUATION: 1}
+    threads = {ROLLOUTS: overlap, EVALUATION: 1, ROUTERS: 1}
     return as_actor(RolloutManager, **threads).options(**options).remote(args, api_keys)
 
 

@@ -39,7 +39,7 @@ from slime.utils.misc import load_function
 from slime.utils.types import Group, Sample
 
 _POLL_S = 0.5
-ROLLOUTS, EVALUATION = "rollouts", "evaluation"
+ROLLOUTS, EVALUATION, ROUTERS = "rollouts", "evaluation", "routers"
 """Ray's concurrency groups, threads of their own: a rollout under way keeps no other call from being answered."""
 _SOURCE_STATE, _SOURCE_CLASS = "data_source", "data_source_class"
 
@@ -75,6 +75,7 @@ class RolloutManager:
         check_schedule(self._args)
         return self._args.num_rollout
 
+    @ray.method(concurrency_group=ROUTERS)
     def open_routers(self, reward: bool) -> None:
         """Start the router, and one for the reward model's engines if there are any; make them known to hooks."""
         args = self._args

@@ -35,6 +35,7 @@ _STOP_S = 20.0
 _SHUTDOWN_S = 10.0
 """What Ray's own end takes at most, as far as seen."""
 _CONTROL = Deadline(60.0)
+_START_ROUTER = "start router"
 _MARGIN_S = 60.0
 """What our wait allows beyond the deadline of the call itself, whose own error says more."""
 logger = logging.getLogger(__name__)
@@ -114,7 +115,10 @@ class Run:
         )
         self._turns = self._make_turns(self._placement)
         # Not waited for: a router imports for many seconds, while engines and trainers start.
-        opened = self._manager.open_routers.remote(bool(self._placement.reward)) if self._placement.rollout else None
+        opened = None
+        if self._placement.rollout:
+            opened = self._manager.open_routers.remote(bool(self._placement.reward))
+            self._supervisor.expect("the rollout manager", opened, _START_ROUTER)
         if args.colocate and self._placement.on_gpus:
             # One after the other: an engine takes a share of the GPU memory that it finds free.
             self._start_trainers()
@@ -131,7 +135,7 @@ class Run:
         urls, reward_urls = urls[:num_engines], urls[num_engines:]
         if urls:
             started = {"the router": self._manager.register.remote(opened, urls, reward_urls)}
-            self._wait(started, "start router", self._limit("engine_start_timeout", _MARGIN_S))
+            self._wait(started, _START_ROUTER, self._limit("engine_start_timeout", _MARGIN_S))
             self._connect_trainers(urls, keys)
             self._engines.survive(urls, self._manager)
         going_on = f", going on after rollout {args.start_rollout_id}" if args.start_rollout_id else ""

@@ -20,13 +20,15 @@ FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
 _MANTISSA_BITS, _SMALLEST = 3, -9
 """Bits, and the exponent of the smallest number."""
-_PARTS, _ANYWHERE = 8, 0.6
-"""Of equal parts of the way from a number to the middle between two, each has as many weights as any other, where they
-were never in float8; few elements may make it this part of the mean."""
+_PARTS = 4
+"""Of the way from a number to the middle between two. Each has as many weights, where those were never in float8."""
 _EVENLY = 0.7548776662466927, 0.5698402909980532
 """Multiples of both, less their whole parts, fill a square evenly: powers of 1 / x with x^3 = x + 1 (the R2 sequence of
 http://extremelearning.com.au/unreasonable-effectiveness-of-quasirandom-sequences)."""
-_AT_ONCE = 2**24
+_SHORTEST, _LONGEST = 2**-16, 1 - 2**-16
+"""Nearer to a number, float32's own rounding would decide: the largest number's place and almost 1 are one more."""
+_AT_ONCE = 2**22
+"""Elements."""
 
 SCALE_END = "_scale_inv"
 """The scales of a tensor have its name and this."""
@@ -51,7 +53,11 @@ def quantise(weight: Tensor, block: Sequence[int], *, in_the_mean: bool = False)
             to a 16th of it: nothing of what a trainer learns for hundreds of steps.
 
     Returns:
-        The same bytes on every device; with ``in_the_mean`` on every device of one kind.
+        The same bytes on every device; with ``in_the_mean`` on every device of one kind, whose powers of two may differ
+        from another's in the last bit.
+
+    Raises:
+        ValueError: an entry is not finite.
     """
     high, wide = block
     # A part at a time, whole blocks: in float32 this takes many times a weight's memory.
@@ -65,6 +71,8 @@ def _quantise(weight: Tensor, high: int, wide: int, in_the_mean: bool) -> tuple[
     padded = F.pad(weight.float(), (0, -columns % wide, 0, -rows % high))
     blocks = padded.unflatten(1, (-1, wide)).unflatten(0, (-1, high))  # [block row, row, block column, column]
     largest = blocks.abs().amax(dim=(1, 3))
+    if not largest.isfinite().all():
+        raise ValueError("a weight is not finite, and has no place in float8")
     # By a tensor: by a number, a GPU multiplies with its reciprocal, which is another last bit.
     scales = torch.where(largest > 0, largest / torch.full_like(largest, LARGEST), 1.0)
     scaled = (blocks / scales[:, None, :, None]).clamp_(-LARGEST, LARGEST).flatten(2, 3).flatten(0, 1)
@@ -81,16 +89,24 @@ def _rounded_in_the_mean(scaled: Tensor) -> Tensor:
     """
     steps = torch.ldexp(torch.ones_like(scaled), (scaled.frexp().exponent - 1 - _MANTISSA_BITS).clamp_(min=_SMALLEST))
     places = scaled.abs() / steps
-    aside = (places - places.round()).abs_().mul_(2 * _PARTS).int().clamp_(max=_PARTS - 1)
-    found, zeros = aside.flatten().bincount(minlength=_PARTS), scaled.numel() - scaled.count_nonzero()
-    found[0] -= zeros
-    came_from_float8 = found.min() < _ANYWHERE * found.sum() / _PARTS
+    if _are_anywhere(places):
+        return scaled
     row, column = (
         (torch.arange(size, dtype=torch.float64) * ratio).frac_().float().to(scaled.device)
         for size, ratio in zip(scaled.shape, _EVENLY, strict=True)
     )
-    thresholds = (row[:, None] + column).frac_()
-    return torch.where(came_from_float8, (places + thresholds).floor_().mul_(steps).copysign_(scaled), scaled)
+    thresholds = (row[:, None] + column).frac_().clamp_(_SHORTEST, _LONGEST)
+    return places.add_(thresholds).floor_().mul_(steps).copysign_(scaled)
+
+
+def _are_anywhere(places: Tensor) -> bool:
+    """Whether places between whole numbers are as frequent as these; places of 0 do not count."""
+    aside = (places - places.round()).abs_().mul_(2 * _PARTS).int().clamp_(max=_PARTS - 1)
+    found = aside.flatten().bincount(minlength=_PARTS).tolist()
+    found[0] -= places.numel() - int(places.count_nonzero())
+    count = sum(found)
+    # Less than the emptiest part of matrices in bfloat16 that were never in float8 had in thousands of draws.
+    return min(found) * _PARTS >= 0.9 * count - 30 * count**0.5
 
 
 def num_blocks(shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from slime.utils.user_functions import call_user_function
 from slime.weights.engines import EngineAddress
-from slime.weights.hf_directory import HFDirectoryWriter, NamedTensors, weights_directory
+from slime.weights.hf_directory import HFDirectoryWriter, NamedTensors, load_format, weights_directory
 from slime.weights.publisher import WeightPublisher
 
 
@@ -45,8 +45,8 @@ class DiskPublisher(WeightPublisher):
             call_user_function("--custom-update-weight-post-write-path", path, values)
 
     def _complete(self, version: int) -> None:
-        directory = self._written
-        self.each_engine("push", lambda control: control.update_weights_from_disk(str(directory)))
+        directory, how = self._written, load_format(self.args)
+        self.each_engine("push", lambda control: control.update_weights_from_disk(str(directory), how))
         self._writer = None  # the engines have it: a later publication that fails must not take it away
         if self._previous is not None and not self.args.update_weight_disk_keep_files:
             with contextlib.suppress(FileNotFoundError):

@@ -15,6 +15,7 @@ from slime.models import family_of, hf_config
 from slime.weights.hf_directory import (
     HFDirectoryWriter,
     NamedTensors,
+    load_format,
     stored_names,
     stored_tensors,
     weights_directory,
@@ -36,6 +37,7 @@ class EqualityCheck:
 
     def __init__(self, args: Namespace, version: int) -> None:
         self._template = Path(args.hf_checkpoint)
+        self._load_format = load_format(args)
         self._writer = HFDirectoryWriter(weights_directory(args) / f"check_v{version:06d}", self._template)
         self._digests: dict[str, str] = {}
 
@@ -57,13 +59,13 @@ class EqualityCheck:
         missing = expected_names(self._template) - self._digests.keys()
         if missing:
             raise EngineError(f"check equal: tensors of {self._template} that were not pushed: {_some(missing)}")
-        directory = self._writer.commit()
+        directory, how = self._writer.commit(), self._load_format
         stored = {name: digest(tensor) for name, tensor in stored_tensors(directory)}
         if stored != self._digests:
             differing = {name for name in self._digests if stored.get(name) != self._digests[name]}
             raise EngineError(f"check equal: {directory} does not hold the trainer's bytes of {_some(differing)}")
         pushed = each_engine("check equal: digest", lambda control: control.weight_checksums())
-        each_engine("check equal: load", lambda control: control.update_weights_from_disk(str(directory)))
+        each_engine("check equal: load", lambda control: control.update_weights_from_disk(str(directory), how))
         expected = each_engine("check equal: digest again", lambda control: control.weight_checksums())
         problems = [problem for url in pushed for problem in _differences(url, pushed[url], expected[url])]
         if problems:

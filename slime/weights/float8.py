@@ -63,6 +63,9 @@ class Float8Blocks:
             if not self.has(name, tensor):
                 made.append((name, tensor))
                 continue
-            values, scales = quantise(tensor, self.block, in_the_mean=True)
+            try:
+                values, scales = quantise(tensor, self.block, in_the_mean=True)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
             made += [(name, values), (name + SCALE_END, scales)]
         return made

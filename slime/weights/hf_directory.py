@@ -15,7 +15,7 @@ from safetensors import safe_open
 from slime.utils import aside
 from slime.utils.hf_writer import HFWriter, NamedTensors
 
-__all__ = ["HFDirectoryWriter", "NamedTensors", "stored_names", "stored_tensors", "weights_directory"]
+__all__ = ["HFDirectoryWriter", "NamedTensors", "load_format", "stored_names", "stored_tensors", "weights_directory"]
 
 
 class HFDirectoryWriter(HFWriter):
@@ -43,6 +43,11 @@ class HFDirectoryWriter(HFWriter):
         aside.discard_directory(self._final)
         if self._committed:
             shutil.rmtree(self._final, ignore_errors=True)
+
+
+def load_format(args: Namespace) -> str | None:
+    """How engines read such a directory; None is as they read their first weights, which may have been random ones."""
+    return "auto" if args.random_weights else None
 
 
 def weights_directory(args: Namespace) -> Path:

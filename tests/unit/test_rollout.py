@@ -10,7 +10,7 @@ import time
 import weakref
 from argparse import Namespace
 from collections.abc import Callable
-from importlib.metadata import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,10 @@ def test_order_tokens_and_rewards(make_args: Args, use: Callable[..., FakeClient
 def test_what_engines_draft_is_counted(make_args: Args, use: Callable[..., FakeClient]) -> None:
     """By the names that the installed SGLang gives its counters."""
     counters = {"spec_num_correct_drafts": 3, "spec_num_proposed_drafts": 4, "spec_verify_ct": 2}
-    (source,) = (str(entry.locate()) for entry in files("sglang") or () if entry.name == "tokenizer_manager.py")
-    text = Path(source).read_text()
+    sglang = find_spec("sglang")
+    assert sglang is not None
+    assert sglang.origin is not None
+    text = Path(sglang.origin).with_name("srt").joinpath("managers", "tokenizer_manager.py").read_text()
     assert [name for name in counters if f'meta_info["{name}"]' not in text] == []
     use(FakeClient(lambda *_: reply("12345", **counters)))
     metrics = rollout(make_args()).metrics

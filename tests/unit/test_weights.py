@@ -90,9 +90,11 @@ class FakeControl:
         self.loaded: list[str] = []
         self.version = ""
         self.refuses = False
+        self.formats: list[str | None] = []
 
-    def update_weights_from_disk(self, path: str) -> None:
+    def update_weights_from_disk(self, path: str, load_format: str | None) -> None:
         assert Path(path, "model.safetensors").is_file()
+        self.formats.append(load_format)
         if self.refuses:
             raise EngineError("refused")
         self.loaded.append(path)
@@ -118,6 +120,7 @@ def publisher(origin: Path, tmp_path: Path) -> DiskPublisher:
         weight_update_timeout=10.0,
         hf_checkpoint=str(origin),
         custom_update_weight_post_write_path=None,
+        random_weights=False,
     )
     publisher = DiskPublisher(args, 0, [])
     publisher.controls = [FakeControl()]  # type: ignore[list-item]
@@ -232,6 +235,17 @@ def versions(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in (tmp_path / "versions").glob("run-*/*"))
 
 
+@pytest.mark.parametrize(("random_weights", "load_format"), [(False, None), (True, "auto")])
+def test_engines_with_random_weights_can_read_a_directory(
+    random_weights: bool, load_format: str | None, publisher: DiskPublisher
+) -> None:
+    """They started with the format dummy, which reads none."""
+    publisher.args.random_weights = random_weights
+    publisher.publish(1, [views_of_one_buffer()])
+    (control,) = publisher.controls
+    assert control.formats == [load_format]  # type: ignore[attr-defined]
+
+
 def test_a_failed_publication_leaves_the_version_before_it(
     publisher: DiskPublisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,7 +288,7 @@ def test_a_users_function_sees_the_version_before_the_engines_pause(publisher: D
     )
     publisher.args.order = order
     control.pause = lambda: order.append("pause")  # type: ignore[method-assign]
-    control.update_weights_from_disk = lambda path: order.append(path)  # type: ignore[method-assign]
+    control.update_weights_from_disk = lambda path, load_format: order.append(path)  # type: ignore[method-assign]
     publisher.args.custom_update_weight_post_write_path = f"{tmp_path}/mine.py:f"
     publisher.publish(1, [views_of_one_buffer()])
     directory = str(publisher._root / "weight_v000001")

@@ -67,10 +67,12 @@ def step_checks(run: Run, steps: int, idle: Collection[int] = ()) -> list[Check]
     """
     made, strange = len(run.steps()), run.not_finite()
     norms = [norm for step, norm in enumerate(run.series("train/grad_norm")) if step not in idle]
-    figures = [f"{norm:.3g}" for norm in norms]
-    shown = ", ".join(figures) if len(norms) <= 3 else f"{min(norms):.3g} to {max(norms):.3g}"
+    if len(norms) > 3:
+        shown = f"{min(norms):.3g} to {max(norms):.3g}"
+    else:
+        shown = ", ".join(f"{norm:.3g}" for norm in norms) or "not logged"
     if idle:
-        shown += f", but in {len(idle)} steps whose rewards were all equal"
+        shown += f", but in {len(idle)} steps whose rewards were all 1"
     return [
         Check(f"{made} of {steps} optimizer steps", made == steps),
         Check(f"gradient norm {shown}", bool(norms) and min(norms) > 0),

@@ -159,10 +159,13 @@ class EngineControl:
         """Have the engine leave a collective group."""
         self._post("/destroy_weights_update_group", {"group_name": group_name}, timeout=timeout)
 
-    def update_weights_from_disk(self, path: str) -> None:
-        """Have the engine load a Hugging Face directory that it can read under this path."""
-        # Of itself it would use the format that it started with, which is dummy under --random-weights.
-        body = {"model_path": path, "flush_cache": False, "load_format": "auto"}
+    def update_weights_from_disk(self, path: str, load_format: str | None = None) -> None:
+        """Have the engine load a Hugging Face directory that it can read under this path.
+
+        Args:
+            load_format: as of SGLang's ``--load-format``; None is the one that the engine started with.
+        """
+        body = {"model_path": path, "flush_cache": False, "load_format": load_format}
         self._post("/update_weights_from_disk", body)
 
     def has_adapter(self) -> bool:
