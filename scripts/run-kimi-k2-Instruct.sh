@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
-# GRPO of Kimi-K2-Instruct on math problems, on 32 nodes of eight GPUs that train and generate in turn.
-# The engines, of one node each, serve the published float8 and are pushed what the trainers learn in bfloat16 in the
-# same blocks: 128 GB a GPU, which leaves an H200 (141 GB) no room for cache and trainer; eight of 192 GB have it
-# (docs/launch.md). No machine of that size has run it yet.
+# GRPO of Kimi-K2-Instruct on math problems, on 32 nodes of eight H200 that train and generate in turn.
+# The engines, of two nodes each, serve the published float8, 64 GB a GPU, and are pushed what the trainers learn in
+# bfloat16 in the same blocks (docs/launch.md). No machine of that size has run it yet.
 # Its tokenizer is published as code, which is never run: put a tokenizer.json beside the weights (docs/launch.md).
 # Run it on every node, with NODE_RANK from 0 and MASTER_ADDR the address of node 0, or once with RAY_ADDRESS where a
 # Ray of all nodes runs. The paths must be the same on every node.
@@ -33,7 +32,7 @@ PERF_ARGS=(
 )
 
 SGLANG_ARGS=(
-   --rollout-num-gpus-per-engine 8
+   --rollout-num-gpus-per-engine 16
    --sglang-mem-fraction-static 0.85
 )
 

@@ -18,7 +18,9 @@ class ClusterOptions:
         None, "Slots for generation; with --colocate the training slots are used and this is ignored.", at_least=0
     )
     rollout_num_gpus_per_engine: int = option(1, "Slots of one SGLang engine (its tensor-parallel size).", at_least=1)
-    num_gpus_per_node: int = option(8, "Slots that one node has; an engine does not cross nodes.", at_least=1)
+    num_gpus_per_node: int = option(
+        8, "Slots that one node has; an engine of more lies on several nodes, with so many on each.", at_least=1
+    )
     colocate: bool = option(False, "Generate on the training slots, taking turns.")
     offload_train: bool | None = option(
         None,

@@ -33,10 +33,14 @@ def derive_reward_model(args: Namespace, warnings: list[str]) -> None:
     if args.rm_num_gpus is None:
         raise OptionError("--rm-num-gpus is missing: the engines of --rm-model-path have slots of their own")
     per_engine = args.rm_num_gpus_per_engine
-    if per_engine > args.num_gpus_per_node or args.rm_num_gpus % per_engine:
+    if args.rm_num_gpus % per_engine:
         raise OptionError(
-            f"--rm-num-gpus {args.rm_num_gpus} must be a multiple of --rm-num-gpus-per-engine {per_engine}, and "
-            f"that at most --num-gpus-per-node {args.num_gpus_per_node}"
+            f"--rm-num-gpus {args.rm_num_gpus} must be a multiple of --rm-num-gpus-per-engine {per_engine}"
+        )
+    if per_engine > args.num_gpus_per_node:
+        raise OptionError(
+            f"--rm-num-gpus-per-engine {per_engine} is more than --num-gpus-per-node {args.num_gpus_per_node}: an "
+            "engine of the reward model over several nodes is not available yet"
         )
     if args.custom_rm_path is None:
         warnings.append("--rm-model-path serves a model that only your own code asks: is --custom-rm-path missing?")

@@ -10,7 +10,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slime.ray.cluster import actor_environment, as_actor
-from slime.ray.engine_actor import EngineActor
+from slime.ray.engine_actor import EngineActor, EngineNode, EnginePlan
 from slime.ray.placement import Placement, Slot
 from slime.ray.rollout_manager import EVALUATION, ROLLOUTS, ROUTERS, RolloutManager, rollouts_overlap
 from slime.ray.train_actor import TrainActor
@@ -28,20 +28,26 @@ def create_manager(args: argparse.Namespace, api_keys: tuple[str, str] | None) -
 def create_engines(
     args: argparse.Namespace, placement: Placement, slots: list[Slot], api_keys: tuple[str, str] | None, name: str
 ) -> dict[str, Any]:
-    """One actor an engine, on the first of its slots, by "<name> <rank>".
+    """One actor an engine, on the first of its slots, by "<name> <rank>"; it makes those of the engine's other nodes.
 
     Args:
         args: the engines' options: `reward_engine_args` for the reward model's.
         slots: those of all these engines.
     """
     width, actors = args.rollout_num_gpus_per_engine, {}
+    on_node = min(width, args.num_gpus_per_node)
     for rank in range(len(slots) // width):
-        own = slots[rank * width : (rank + 1) * width]
-        gpus = None if own[0].gpu is None else [s.gpu for s in own if s.gpu is not None]
-        options = {"runtime_env": actor_environment(), **placement.options(own[0], trains=False)}
-        actor = as_actor(EngineActor).options(**options).remote(args, rank, api_keys, gpus, name)
-        actors[f"{name} {rank}"] = actor
+        firsts = range(rank * width, (rank + 1) * width, on_node)
+        nodes = [_engine_node(placement, slots[first : first + on_node]) for first in firsts]
+        plan = EnginePlan(args, rank, api_keys, nodes, name)
+        actors[f"{name} {rank}"] = as_actor(EngineActor).options(**nodes[0].options).remote(plan)
     return actors
+
+
+def _engine_node(placement: Placement, slots: list[Slot]) -> EngineNode:
+    options = {"runtime_env": actor_environment(), **placement.options(slots[0], trains=False)}
+    gpus = [slot.gpu for slot in slots if slot.gpu is not None]
+    return EngineNode(options, gpus or None)
 
 
 def reward_engine_args(args: argparse.Namespace) -> argparse.Namespace:

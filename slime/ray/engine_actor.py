@@ -1,45 +1,71 @@
-"""The Ray actor of one engine: it owns one SGLang server tree and tells when that dies."""
+"""The Ray actors of one engine: each owns the SGLang server tree of one node, and the first tells when any dies."""
 
 from __future__ import annotations
 
 import argparse
 import time
 from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
-from slime.backends.sglang.engine import Engine
-from slime.ray.cluster import enter_actor
+from slime.backends.sglang.engine import End, Engine, OtherNodes
+from slime.ray.cluster import as_actor, enter_actor
 
-_POLL_S = 0.5
+_POLL_S = 0.1
+"""Fine enough to tell which server of an engine ended first: the others follow within a second."""
+_STOP_S = 20.0
+
+
+@dataclass(frozen=True)
+class EngineNode:
+    """What an engine has on one node."""
+
+    options: dict[str, Any]
+    """Ray's, of the actor there."""
+    gpus: list[str] | None
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """One engine of a run, and where it runs."""
+
+    args: argparse.Namespace
+    rank: int
+    api_keys: tuple[str, str] | None
+    nodes: list[EngineNode]
+    name: str = "engine"
+
+    def on(self, node: int, others: OtherNodes | None = None) -> Engine:
+        """The part on this host, which is that node of the engine."""
+        log = f"{self.name.replace(' ', '_')}_{self.rank}" + (f"_node_{node}" if node else "")
+        return Engine(
+            self.args,
+            rank=self.rank,
+            host=ray.util.get_node_ip_address() if self.api_keys is not None else "127.0.0.1",
+            api_keys=self.api_keys,
+            log_path=f"{self.args.run_dir}/logs/{log}.log",
+            cuda_devices=self.nodes[node].gpus,
+            name=self.name,
+            node=node,
+            num_nodes=len(self.nodes),
+            others=others,
+        )
 
 
 class EngineActor:
     """One engine; ``start`` returns its address when it answers."""
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        rank: int,
-        api_keys: tuple[str, str] | None,
-        gpus: list[str] | None,
-        name: str = "engine",
-    ) -> None:
-        enter_actor(args)
-        self._args = args
-        self._engine = Engine(
-            args,
-            rank=rank,
-            host=ray.util.get_node_ip_address() if api_keys is not None else "127.0.0.1",
-            api_keys=api_keys,
-            log_path=f"{args.run_dir}/logs/{name.replace(' ', '_')}_{rank}.log",
-            cuda_devices=gpus,
-            name=name,
-        )
+    def __init__(self, plan: EnginePlan) -> None:
+        enter_actor(plan.args)
+        self._args = plan.args
+        self._engine = plan.on(0, _OtherActors(plan) if len(plan.nodes) > 1 else None)
         self._started: Future[None] = Future()
 
     def start(self) -> str:
-        """Start the server; its URL once it is ready."""
+        """Start the server, on every node of the engine; its URL once it is ready."""
         try:
             self._engine.start()
         except BaseException as error:
@@ -67,5 +93,61 @@ class EngineActor:
         self._engine.control(self._args.weight_update_timeout).resume_memory(tags)
 
     def stop(self) -> None:
+        """End the server tree, on every node."""
+        self._engine.stop()
+
+
+class NodeActor:
+    """A further node of an engine: the server there. `EngineActor` owns it, and Ray ends it with its owner."""
+
+    def __init__(self, plan: EnginePlan, node: int) -> None:
+        enter_actor(plan.args)
+        self._engine = plan.on(node)
+
+    @ray.method(concurrency_group="watch")
+    def serve(self, meeting: str) -> End:
+        """Start the server, to meet the first node's at ``meeting``; its end, whenever that comes."""
+        self._engine.join(meeting)
+        while (end := self._engine.end()) is None:
+            time.sleep(_POLL_S)
+        return end
+
+    def stop(self) -> None:
         """End the server tree."""
         self._engine.stop()
+
+
+class _OtherActors:
+    """The further nodes of an engine, each with a `NodeActor`."""
+
+    def __init__(self, plan: EnginePlan) -> None:
+        self._plan = plan
+        self._actors: list[Any] = []
+        self._serving: dict[ray.ObjectRef, int] = {}
+        self._ended: list[End] = []
+
+    def start(self, meeting: str) -> None:
+        for node, place in enumerate(self._plan.nodes[1:], 1):
+            actor = as_actor(NodeActor).options(**place.options).remote(self._plan, node)
+            self._actors.append(actor)
+            self._serving[actor.serve.remote(meeting)] = node
+
+    def ends(self) -> list[End]:
+        calls = list(self._serving)
+        done = ray.wait(calls, num_returns=len(calls), timeout=0)[0] if calls else []
+        for call in done:
+            node = self._serving.pop(call)
+            try:
+                self._ended.append(ray.get(call))
+            except RayError as error:
+                name = f"{self._plan.name} {self._plan.rank} node {node}"
+                self._ended.append(End(time.time(), f"{name}: its actor failed: {error}"))
+        return self._ended
+
+    def stop(self) -> None:
+        calls = [actor.stop.remote() for actor in self._actors]
+        if calls:
+            ray.wait(calls, num_returns=len(calls), timeout=_STOP_S)
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors, self._serving, self._ended = [], {}, []

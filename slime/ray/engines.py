@@ -114,7 +114,8 @@ class Engines:
         if not self.living:
             causes = "\n".join(f"{_name(r)} died at {death.when}: {death.cause}" for r, death in self._deaths.items())
             raise RunError(f"{phase}: no engine is left, {' and '.join(map(_name, self._deaths))} died\n{causes}")
-        # It owns the server's supervisor, which ends what is left of the tree when its owner goes.
+        # It owns the server's supervisor, which ends what is left of the tree when its owner goes, and the actors of
+        # the engine's other nodes, which Ray ends likewise.
         ray.kill(self._actors[rank])
         removed = self._manager.remove_engine.remote(self._urls[rank])
         self._supervisor.expect("the rollout manager", removed, f"deregister {_name(rank)}")

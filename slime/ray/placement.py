@@ -134,8 +134,8 @@ def place(args: argparse.Namespace) -> Placement:
     try:
         slots = _probe(group, total, resource == "GPU", args.placement_timeout)
         rollout, reward = slots[rollout_start:reward_start], slots[reward_start:]
-        _check_engines(rollout, args.rollout_num_gpus_per_engine, "--rollout-num-gpus-per-engine")
-        _check_engines(reward, args.rm_num_gpus_per_engine, "--rm-num-gpus-per-engine")
+        _check_engines(rollout, args.rollout_num_gpus_per_engine, args.num_gpus_per_node, "rollout")
+        _check_engines(reward, args.rm_num_gpus_per_engine, args.num_gpus_per_node, "rm")
         if args.no_api_keys and slots[rollout_start:]:
             _check_loopback(slots, ray.util.get_node_ip_address())
     except BaseException:
@@ -144,14 +144,17 @@ def place(args: argparse.Namespace) -> Placement:
     return Placement(group, slots, slots[:train], rollout, reward)
 
 
-def _check_engines(slots: list[Slot], width: int, flag: str) -> None:
-    """Raise InputError for an engine with slots on two hosts: its server runs on one."""
-    for first in range(0, len(slots), width):
-        hosts = sorted({slot.host for slot in slots[first : first + width]})
+def _check_engines(slots: list[Slot], width: int, per_node: int, flag: str) -> None:
+    """Raise InputError for a server with slots on two hosts: an engine has one, or one for each of its nodes."""
+    together = min(width, per_node)
+    for first in range(0, len(slots), together):
+        hosts = sorted({slot.host for slot in slots[first : first + together]})
         if len(hosts) > 1:
+            part = f"{together} slots of " if width > together else ""
             raise InputError(
-                f"placement: engine {first // width} of {width} slots would lie on the hosts {', '.join(hosts)}; "
-                f"choose {flag} and --actor-num-gpus-per-node so that engines end where hosts do"
+                f"placement: {part}engine {first // width} of {width} slots would lie on the hosts "
+                f"{', '.join(hosts)}; choose --{flag}-num-gpus-per-engine, --actor-num-gpus-per-node and "
+                "--num-gpus-per-node so that servers end where hosts do"
             )
 
 

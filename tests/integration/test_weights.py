@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slime.backends.sglang.client import EngineError
-from slime.backends.sglang.engine import Engine
+from slime.backends.sglang.engine import End, Engine
 from slime.weights import EngineAddress, make_publisher
 from slime.weights.hf_directory import NamedTensors
 from slime.weights.publisher import WeightPublisher
@@ -65,6 +65,17 @@ def engine_log_prob_error(service: Service, model: torch.nn.Module) -> float:
     return worst
 
 
+def publisher_of(args: argparse.Namespace, *engines: EngineAddress) -> WeightPublisher:
+    """Rank 0's, which is alone."""
+    publisher = make_publisher(args, 0, list(engines))
+    slots = sum(engine.num_gpus for engine in engines)
+    if isinstance(publisher, TensorPublisher) and slots > 1:
+        stage, publisher._slots = publisher._stage, 1
+        # Without GPUs any server can read rank 0's buffer: it stands in for a rank beside each engine's.
+        publisher._stage = lambda bucket: stage(bucket) * slots  # type: ignore[method-assign]
+    return publisher
+
+
 @pytest.fixture
 def publish(service: Service) -> Iterator[Any]:
     """Make, connect and publish; every publisher is closed afterwards."""
@@ -72,11 +83,7 @@ def publish(service: Service) -> Iterator[Any]:
 
     def make(transport: str, *others: EngineAddress, **changes: Any) -> WeightPublisher:
         args = argparse.Namespace(**(vars(service.args) | {"update_weight_transport": transport} | changes))
-        publisher = make_publisher(args, 0, [service.address, *others])
-        if isinstance(publisher, TensorPublisher) and others:
-            stage, publisher._slots = publisher._stage, 1
-            # Without GPUs any server can read rank 0's buffer: it stands in for a rank beside each engine.
-            publisher._stage = lambda bucket: stage(bucket) * 2  # type: ignore[method-assign]
+        publisher = publisher_of(args, service.address, *others)
         made.append(publisher)
         publisher.connect()
         return publisher
@@ -260,6 +267,60 @@ def test_a_push_in_which_an_engine_dies_is_made_again_without_it(
         assert engine_log_prob_error(service, before) < 1e-4
     finally:
         other.stop()
+
+
+class SecondNode:
+    """The server of an engine's second node, which is this host too."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def start(self, meeting: str) -> None:
+        self.engine.join(meeting)
+
+    def ends(self) -> list[End]:
+        return [end for end in [self.engine.end()] if end]
+
+    def stop(self) -> None:
+        self.engine.stop()
+
+
+@pytest.mark.full
+def test_every_transport_reaches_the_ranks_on_all_nodes_of_an_engine(
+    service: Service, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    more = {"rollout_num_gpus_per_engine": 2, "check_weight_update_equal": True, "run_dir": tmp_path}
+    args = argparse.Namespace(**(vars(service.args) | more))
+    second = SecondNode(Engine(args, 0, "127.0.0.1", KEYS, tmp_path / "node_1.log", None, node=1, num_nodes=2))
+    engine = Engine(args, 0, "127.0.0.1", KEYS, tmp_path / "node_0.log", None, num_nodes=2, others=second)
+    try:
+        engine.start()
+        address = EngineAddress(engine.url, 2, *KEYS)
+        spanning = Service(args, engine, service.router, address, engine.control(timeout=60))
+        assert len(spanning.control.weight_checksums()) == 2
+        for transport in TRANSPORTS:
+            publisher = publisher_of(
+                argparse.Namespace(**(vars(args) | {"update_weight_transport": transport})), address
+            )
+            publisher.connect()
+            model = random_weights(tiny_model_dir, random.randrange(1 << 30))
+            publisher.publish(next(_versions), buckets_of(model))
+            publisher.close()
+            assert engine_log_prob_error(spanning, model) < 1e-4
+        # What sleep and wake do besides, on GPUs: the first node's server passes them on as well.
+        spanning.control.release_memory()
+        spanning.control.resume_memory(["weights", "kv_cache", "cuda_graph"])
+        assert second.engine._process is not None
+        (server,) = psutil.Process(second.engine._process.pid).children()
+        server.kill()
+        deadline = time.monotonic() + 30
+        while (end := engine.end()) is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert end is not None
+        assert end.message.startswith(f"engine 0 node 1 at {second.engine.url} ended with status 137 (signal 9)")
+        assert "\nengine 0 node 0 at" in end.message
+    finally:
+        engine.stop()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

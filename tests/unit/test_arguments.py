@@ -95,6 +95,8 @@ def test_placements(parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
     args = parse("--rollout-num-gpus 4 --rollout-num-gpus-per-engine 2", "--colocate")
     assert (args.placement, args.actor_num_gpus, args.rollout_num_gpus, args.num_engines) == ("disaggregate", 2, 4, 2)
     assert args.update_weight_transport == "distributed"
+    args = parse("--rollout-num-gpus 8 --rollout-num-gpus-per-engine 4 --num-gpus-per-node 2", "--colocate")
+    assert args.num_engines == 2
     args = parse("--rollout-num-gpus 1 --update-weight-transport nccl", "--colocate")
     assert args.update_weight_transport == "distributed"
     args = parse("--debug-rollout-only --rollout-num-gpus 3")
@@ -215,7 +217,7 @@ def test_config_mismatch(parse: Parse, fails: Fails, capsys: pytest.CaptureFixtu
         ("--use-dynamic-batch-size", "", "--use-dynamic-batch-size needs --max-tokens-per-gpu"),
         ("", "--colocate", "--rollout-num-gpus is missing"),
         ("--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2", "--colocate", "3 rollout slots are no multiple"),
-        ("--rollout-num-gpus-per-engine 16", "", "more than --num-gpus-per-node 8"),
+        ("--rollout-num-gpus-per-engine 12", "", "12 is more than --num-gpus-per-node 8 and no multiple of it"),
         ("--debug-rollout-only --debug-train-only", "", "--debug-rollout-only and --debug-train-only exclude"),
         ("--use-kl-loss", "", "--use-kl-loss needs --ref-load"),
         ("--use-kl-loss --ref-load /no/ref", "", "--ref-load /no/ref: there is no such directory"),

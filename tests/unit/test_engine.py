@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from slime.backends.sglang import engine as engine_module
-from slime.backends.sglang.engine import Engine, EngineError
+from slime.backends.sglang.engine import End, Engine, EngineError
 
 NUM_GPUS = 0
 
@@ -18,6 +18,8 @@ class FakeProcess:
     """A server that ends at once, as one does whose port is taken."""
 
     commands: ClassVar[list[list[str]]] = []
+
+    status: ClassVar[int | None] = 1
 
     def __init__(self, command: list[str], env: dict[str, str], log_path: Path, **options: Any) -> None:
         self.commands.append(command)
@@ -28,17 +30,36 @@ class FakeProcess:
     def stop(self) -> None:
         pass
 
-    def poll(self) -> int:
-        return 1
+    def poll(self) -> int | None:
+        return self.status
 
     def tail(self, lines: int) -> str:
         return "OSError: [Errno 98] Address already in use"
 
 
-def make_engine(tmp_path: Path, *sglang_cli: str) -> Engine:
+class FakeNodes:
+    """The servers of an engine's other nodes."""
+
+    def __init__(self, *ends: list[End]) -> None:
+        self.meetings: list[str] = []
+        self.stops = 0
+        self._ends = list(ends)
+
+    def start(self, meeting: str) -> None:
+        self.meetings.append(meeting)
+
+    def ends(self) -> list[End]:
+        """The next of those given, the last one again and again."""
+        return self._ends.pop(0) if len(self._ends) > 1 else self._ends[0]
+
+    def stop(self) -> None:
+        self.stops += 1
+
+
+def make_engine(tmp_path: Path, *sglang_cli: str, ranks: int = 1, **nodes: Any) -> Engine:
     args = Namespace(
         hf_checkpoint="m",
-        rollout_num_gpus_per_engine=1,
+        rollout_num_gpus_per_engine=ranks,
         params_dtype="float32",
         seed=1,
         sglang_cli=list(sglang_cli),
@@ -48,7 +69,7 @@ def make_engine(tmp_path: Path, *sglang_cli: str) -> Engine:
         offload_rollout=False,
         pushes_float8=False,
     )
-    return Engine(args, 0, "127.0.0.1", None, tmp_path / "log", None)
+    return Engine(args, 0, "127.0.0.1", None, tmp_path / "log", None, **nodes)
 
 
 def flag(command: list[str], name: str) -> str:
@@ -69,15 +90,65 @@ def test_dp_attention_gets_a_block_of_ports(tmp_path: Path) -> None:
     engines = [make_engine(tmp_path, "--enable-dp-attention") for _ in range(2)]
     blocks = []
     for engine in engines:
-        command = engine._command(1, 2)
-        host, port = flag(command, "--dist-init-addr").split(":")
+        meeting = engine._meeting_point()
+        assert meeting is not None
+        assert flag(engine._command(1, 2, meeting), "--dist-init-addr") == meeting
+        host, port = meeting.split(":")
         assert host == "127.0.0.1"
-        # SGLang's PortArgs takes those from the port itself to the sixth after it.
-        blocks.append(set(range(int(port), int(port) + 7)))
+        # SGLang's PortArgs takes those from the port itself to the sixth after it, its controller the 13th.
+        blocks.append(set(range(int(port), int(port) + 14)))
     assert not blocks[0] & blocks[1]
     for engine in engines:
         engine.stop()
-    assert "--dist-init-addr" not in make_engine(tmp_path)._command(1, 2)
+    engine = make_engine(tmp_path)
+    assert engine._meeting_point() is None
+    assert "--dist-init-addr" not in engine._command(1, 2)
+
+
+def test_an_engine_over_nodes_has_a_server_on_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "ServerProcess", FakeProcess)
+    monkeypatch.setattr(FakeProcess, "commands", [])
+    first, second = (make_engine(tmp_path, ranks=4, node=node, num_nodes=2) for node in range(2))
+    meeting = first._meeting_point()
+    assert meeting is not None
+    first.join(meeting)
+    second.join(meeting)
+    for node, command in enumerate(FakeProcess.commands):
+        assert [flag(command, name) for name in ("--tp-size", "--nnodes", "--node-rank")] == ["4", "2", str(node)]
+        assert flag(command, "--dist-init-addr") == meeting
+    assert len({flag(command, "--port") for command in FakeProcess.commands}) == 2
+    # SGLang wants cores for the ranks of all nodes, on each.
+    assert first._environment()["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 3
+    first.stop()
+    second.stop()
+
+
+def test_a_start_that_fails_ends_the_servers_of_all_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "ServerProcess", FakeProcess)
+    monkeypatch.setattr(FakeProcess, "status", None)
+    others = FakeNodes([End(1.0, "engine 0 node 1 ended with status 1: Address already in use")])
+    monkeypatch.setattr(engine_module, "_FOLLOW_S", 0.0)
+    with pytest.raises(EngineError, match=r"^engine 0 node 1 ended"):
+        make_engine(tmp_path, num_nodes=2, others=others).start()
+    assert len(set(others.meetings)) == 3
+    assert others.stops == 3
+
+
+def test_the_server_that_ended_first_is_named_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "ServerProcess", FakeProcess)
+    late, early = End(9e12, "node 2"), End(1.0, "node 1")
+    engine = make_engine(tmp_path, num_nodes=3, others=FakeNodes([], [], [late], [late, early]))
+    assert engine.end() is None
+    monkeypatch.setattr(FakeProcess, "status", None)
+    engine.join("127.0.0.1:1")
+    assert engine.end() is None
+    monkeypatch.setattr(FakeProcess, "status", 137)
+    end = engine.end()
+    assert end is not None
+    lines = end.message.splitlines()
+    assert (lines[0], lines[-1]) == ("node 1", "node 2")
+    assert lines[1].startswith("engine 0 node 0 at http://127.0.0.1")
+    assert lines[1].endswith("ended with status 137 (signal 9)")
 
 
 def test_colocated_ranks_do_not_compare_their_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

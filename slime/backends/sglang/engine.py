@@ -1,18 +1,20 @@
-"""One SGLang server: its command line and environment, its start, and whether it lives."""
+"""One SGLang engine: the command line and environment of its server, its start, and whether it lives."""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from argparse import Namespace
 from pathlib import Path
+from typing import Protocol
 
 from slime.backends.sglang.client import EngineControl, EngineError
 from slime.backends.sglang.process import ADMIN_KEY_VARIABLE, FLOAT8_VARIABLE, GENERATE_KEY_VARIABLE, ServerProcess
-from slime.backends.sglang.server import Server
-from slime.utils.http_utils import http_url
+from slime.backends.sglang.server import End, Server
+from slime.utils.http_utils import host_port, http_url
 
-__all__ = ["Engine", "EngineError"]
+__all__ = ["End", "Engine", "EngineError", "OtherNodes"]
 
 _CPU_FLAGS = [
     *("--device", "cpu"),
@@ -39,13 +41,32 @@ _CPU_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1", "PYTHO
 _SCRATCH = "/dev/shm/sglang_loads_"
 """SGLang 0.5.17 leaves a file of 16 KiB a rank behind, by which its processes tell each other their load."""
 _PORT_TRIES = 3
-_DP_ATTENTION_PORTS = 7
-"""With DP attention SGLang derives six ports from that of --dist-init-addr, which follow it."""
+_DP_ATTENTION_PORTS = 14
+"""With DP attention SGLang derives ports from that of --dist-init-addr: the six that follow it, and the 13th."""
 _PORT_TAKEN = ("address already in use", "Address already in use", "EADDRINUSE", "Port is already in use")
+_FOLLOW_S, _FOLLOW_POLL_S = 3.0, 0.1
+"""How long the servers of an engine's other nodes may take to end after the first; it breaks their collectives."""
+
+
+class OtherNodes(Protocol):
+    """The servers of an engine's nodes but the first, wherever they run."""
+
+    def start(self, meeting: str) -> None:
+        """Start them all, to meet the first one at the address ``meeting``; returns at once."""
+
+    def ends(self) -> list[End]:
+        """Of those that have ended, or could not be started."""
+
+    def stop(self) -> None:
+        """End every process of theirs; may be called again, and before another `start`."""
 
 
 class Engine(Server):
-    """One engine: a server process of ``rollout_num_gpus_per_engine`` ranks on this host."""
+    """One engine: a server of ``rollout_num_gpus_per_engine`` ranks on this host, or its part on one of several nodes.
+
+    SGLang then has a server process on each node, with as many ranks each. The first node's serves all requests, and
+    passes control calls on to the ranks of the others.
+    """
 
     def __init__(
         self,
@@ -56,6 +77,9 @@ class Engine(Server):
         log_path: str | Path,
         cuda_devices: list[str] | None,
         name: str = "engine",
+        node: int = 0,
+        num_nodes: int = 1,
+        others: OtherNodes | None = None,
     ) -> None:
         """
         Args:
@@ -66,14 +90,19 @@ class Engine(Server):
             log_path: the server's log.
             cuda_devices: the GPUs it may use, as CUDA_VISIBLE_DEVICES names them; None without GPUs.
             name: what messages call it, before its rank.
+            node: which of the engine's nodes this host is.
+            num_nodes: how many it has.
+            others: on the first node of several, the servers of those after it.
         """
-        super().__init__(f"{name} {rank}", args, host, log_path)
+        on = f" node {node}" if num_nodes > 1 else ""
+        super().__init__(f"{name} {rank}{on}", args, host, log_path)
         self._rank = rank
+        self._node, self._num_nodes, self._others = node, num_nodes, others
         self._api_keys = api_keys
         self._cuda_devices = cuda_devices
 
     def start(self) -> None:
-        """Start the server; returns when it is ready.
+        """Start the engine, from its first node; returns when it is ready on all.
 
         Raises:
             EngineError: it died or was not ready within ``--engine-start-timeout``; with the last lines of its log.
@@ -87,22 +116,56 @@ class Engine(Server):
                     if attempt == _PORT_TRIES - 1 or not any(sign in str(error) for sign in _PORT_TAKEN):
                         raise
                     # Its ports stay reserved until `stop`: another attempt must not find the same ones.
-                    if self._process is not None:
-                        self._process.stop()
+                    self._halt()
         except BaseException:
             self.stop()
             raise
 
-    def _start_once(self) -> None:
+    def join(self, meeting: str | None) -> None:
+        """Start the server of this node alone, to meet those of others at ``meeting``; returns at once."""
         serving, collective = self._reserve(), self._reserve()
         self.url = http_url(self._host, serving)
-        command, environment = self._command(serving, collective), self._environment()
+        command, environment = self._command(serving, collective, meeting), self._environment()
         self._launch(
             ServerProcess(command, environment, self._log_path, secrets=self._api_keys or (), scratch=_SCRATCH)
         )
+
+    def end(self) -> End | None:
+        """The engine's end, which that of any of its servers is; None while it runs. The first to end comes first."""
+        if self._others is None:
+            return super().end()
+        ends, deadline = self._ends(self._others), time.monotonic() + _FOLLOW_S
+        while 0 < len(ends) < self._num_nodes and time.monotonic() < deadline:
+            time.sleep(_FOLLOW_POLL_S)
+            ends = self._ends(self._others)
+        return End(ends[0].seen, "\n".join(end.message for end in ends)) if ends else None
+
+    def _ends(self, others: OtherNodes) -> list[End]:
+        own = super().end()
+        return sorted([*([own] if own else []), *others.ends()])
+
+    def _halt(self) -> None:
+        try:
+            super()._halt()
+        finally:
+            if self._others is not None:
+                self._others.stop()
+
+    def _start_once(self) -> None:
+        meeting = self._meeting_point()
+        self.join(meeting)
+        if self._others is not None and meeting is not None:
+            self._others.start(meeting)
         self._wait_until(self.control(timeout=5.0).health, "answered", self._args.engine_start_timeout)
 
-    def _command(self, port: int, collective_port: int) -> list[str]:
+    def _meeting_point(self) -> str | None:
+        """Where the engine's processes meet, if SGLang is to be told."""
+        ports = _DP_ATTENTION_PORTS if "--enable-dp-attention" in self._args.sglang_cli else 1
+        if self._num_nodes > 1:
+            return host_port(self._host, self._reserve(ports))
+        return host_port("127.0.0.1", self._reserve(ports)) if ports > 1 else None
+
+    def _command(self, port: int, collective_port: int, meeting: str | None = None) -> list[str]:
         args = self._args
         flags = [
             *("--model-path", str(args.hf_checkpoint)),
@@ -125,8 +188,10 @@ class Engine(Server):
             flags += self._adapter_flags()
         if args.random_weights:
             flags += ["--load-format", "dummy"]
-        if "--enable-dp-attention" in args.sglang_cli:
-            flags += ["--dist-init-addr", f"127.0.0.1:{self._reserve(_DP_ATTENTION_PORTS)}"]
+        if meeting is not None:
+            flags += ["--dist-init-addr", meeting]
+        if self._num_nodes > 1:
+            flags += ["--nnodes", str(self._num_nodes), "--node-rank", str(self._node)]
         # The user's flags come last: where argparse sees a flag twice, the later one counts.
         return [sys.executable, "-m", "slime.backends.sglang.launch", *flags, *args.sglang_cli]
 
@@ -151,7 +216,10 @@ class Engine(Server):
         if self._args.pushes_float8:
             env[FLOAT8_VARIABLE] = "1"
         if self._cuda_devices is None:
-            return {**_CPU_ENVIRONMENT, **env}
+            ranks, cores = self._args.rollout_num_gpus_per_engine, os.cpu_count() or 1
+            # Unless told each rank's core, SGLang takes no more ranks than this host has NUMA nodes.
+            bound = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank % cores) for rank in range(ranks))}
+            return {**_CPU_ENVIRONMENT, **(bound if ranks > 1 else {}), **env}
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self._cuda_devices))
         return env
 

@@ -6,6 +6,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from slime.backends.sglang.client import EngineError
 from slime.backends.sglang.process import ServerProcess
@@ -13,6 +14,15 @@ from slime.utils.http_utils import PortReservation
 
 _POLL_S = 0.1
 _TAIL_LINES = 40
+
+
+class End(NamedTuple):
+    """How a server ended."""
+
+    seen: float
+    """When it was noticed, as `time.time`."""
+    message: str
+    """Which server, its status, and the last lines of its log."""
 
 
 class Server:
@@ -25,25 +35,36 @@ class Server:
         self._log_path = log_path
         self._ports: list[PortReservation] = []
         self._process: ServerProcess | None = None
+        self._ended: float | None = None
         self.url = ""
 
     def poll(self) -> int | None:
         """The server's exit status; None while it runs."""
         return self._process.poll() if self._process else None
 
+    def end(self) -> End | None:
+        """The server's end; None while it runs."""
+        status = self.poll()
+        if status is None:
+            return None
+        self._ended = self._ended or time.time()
+        by = f" (signal {status - 128})" if status > 128 else ""
+        return End(self._ended, f"{self._name} at {self.url} ended with status {status}{by}{self._log_end()}")
+
     def check(self) -> None:
         """Raise EngineError, with the last lines of its log, if the server has ended."""
-        status = self.poll()
-        if status is not None:
-            by = f" (signal {status - 128})" if status > 128 else ""
-            raise EngineError(f"{self._name} at {self.url} ended with status {status}{by}{self._log_end()}")
+        if (end := self.end()) is not None:
+            raise EngineError(end.message)
 
     def stop(self) -> None:
         """End every process of the server; may be called again."""
-        if self._process is not None:
-            self._process.stop()
+        self._halt()
         for reservation in self._ports:
             reservation.close()
+
+    def _halt(self) -> None:
+        if self._process is not None:
+            self._process.stop()
 
     def _reserve(self, count: int = 1) -> int:
         reservation = PortReservation(self._host, count)
@@ -51,7 +72,7 @@ class Server:
         return reservation.port
 
     def _launch(self, process: ServerProcess) -> None:
-        self._process = process
+        self._process, self._ended = process, None
         for reservation in self._ports:
             reservation.release()
         process.start()
