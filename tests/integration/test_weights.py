@@ -311,14 +311,16 @@ def test_every_transport_reaches_the_ranks_on_all_nodes_of_an_engine(
         spanning.control.release_memory()
         spanning.control.resume_memory(["weights", "kv_cache", "cuda_graph"])
         assert second.engine._process is not None
-        (server,) = psutil.Process(second.engine._process.pid).children()
-        server.kill()
+        processes = psutil.Process(second.engine._process.pid).children(recursive=True)
+        (scheduler,) = (process for process in processes if "scheduler" in " ".join(process.cmdline()))
+        scheduler.kill()
         deadline = time.monotonic() + 30
         while (end := engine.end()) is None and time.monotonic() < deadline:
             time.sleep(0.1)
         assert end is not None
-        assert end.message.startswith(f"engine 0 node 1 at {second.engine.url} ended with status 137 (signal 9)")
-        assert "\nengine 0 node 0 at" in end.message
+        for node in (engine, second.engine):
+            assert f"{node._name} at {node.url} ended with status 137 (signal 9)" in end.message
+        assert f"a scheduler has ended (process {scheduler.pid})" in end.message
     finally:
         engine.stop()
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -186,3 +190,24 @@ def test_a_server_knows_that_it_will_be_pushed_float8(tmp_path: Path) -> None:
     assert "SLIME_ENGINE_TAKES_FLOAT8" not in engine._environment()
     engine._args.pushes_float8 = True
     assert engine._environment()["SLIME_ENGINE_TAKES_FLOAT8"] == "1"
+
+
+TWO_CHILDREN = """
+import subprocess
+from slime.backends.sglang import compat
+first, second = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
+second.kill()
+compat.end_with_any_of([first.pid, second.pid])
+first.wait()
+"""
+
+
+def test_the_server_of_a_further_node_ends_with_any_of_its_schedulers(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", TWO_CHILDREN]
+    server = subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert server.wait(60) == -signal.SIGQUIT
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+    assert server.stderr is not None
+    assert "a scheduler has ended" in server.stderr.read()

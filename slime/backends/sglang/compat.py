@@ -1,4 +1,4 @@
-"""What unmodified SGLang lacks on a host without GPUs, and where adapters are pushed, put right from outside.
+"""What unmodified SGLang lacks on a host without GPUs, for adapters, and on several nodes, put right from outside.
 
 Written against sglang 0.5.17. `install` must run in every process of a server before ``import sglang``, and in no other
 process: its stand-ins for absent packages must not reach a trainer.
@@ -12,11 +12,14 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
+import signal
 import sys
+import time
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import psutil
 import torch
 
 _STAND_INS = ("triton", "torchvision", "sgl_kernel")
@@ -24,6 +27,7 @@ _STAND_INS = ("triton", "torchvision", "sgl_kernel")
 
 _LORA_FLAGS = frozenset({"--enable-lora", "--lora-paths"})
 _LOW_32_BITS = 0xFFFFFFFF
+_CHILD_POLL_S = 0.2
 _installed = False
 _torchvision_library: torch.library.Library | None = None
 
@@ -199,6 +203,40 @@ def _mix(state: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
     state = state ^ ((block * 0x1B873593) & _LOW_32_BITS)
     state = ((state << 13) | (state >> 19)) & _LOW_32_BITS
     return (state * 5 + 0xE6546B64) & _LOW_32_BITS
+
+
+def end_with_any_scheduler() -> None:
+    """Have the server of an engine's further node end when any of its schedulers does; in the server's process.
+
+    SGLang waits there for one after the other: when one is killed, the others hang in collectives for minutes. After
+    that it goes on, without what it needs, to serve HTTP. Goes when its ``SubprocessWatchdog`` runs on every node.
+    """
+    engine: Any = importlib.import_module("sglang.srt.entrypoints.engine").Engine
+    launch = engine._launch_scheduler_processes
+
+    def launch_watched(*args: Any, **options: Any) -> Any:
+        result, processes = launch(*args, **options)
+        result.block_until_scheduler_exits = lambda: end_with_any_of(result.all_child_pids)
+        return result, processes
+
+    engine._launch_scheduler_processes = launch_watched
+
+
+def end_with_any_of(pids: Sequence[int]) -> None:
+    """Wait until one of these processes has ended, and end this one by the signal at which SGLang ends its tree."""
+    processes = [psutil.Process(pid) for pid in pids]
+    while all(map(_lives, processes)):
+        time.sleep(_CHILD_POLL_S)
+    ended = ", ".join(str(process.pid) for process in processes if not _lives(process))
+    print(f"a scheduler has ended (process {ended}), and so does this server", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGQUIT)
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def unload_adapters_at_once() -> None:

@@ -64,6 +64,8 @@ def main() -> None:
     server_args = prepare_server_args(flags)
     if FLOAT8_VARIABLE in os.environ:
         refuse_other_layouts(server_args)
+    if server_args.node_rank > 0:
+        compat.end_with_any_scheduler()
     try:
         run_server(server_args)
     finally:
