@@ -16,7 +16,7 @@ from slime.ray.cluster import as_actor, enter_actor
 
 _POLL_S = 0.1
 """Fine enough to tell which server of an engine ended first: the others follow within a second."""
-_STOP_S = 20.0
+_ANSWER_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class _OtherActors:
         for call in done:
             node = self._serving.pop(call)
             try:
-                self._ended.append(ray.get(call))
+                self._ended.append(ray.get(call, timeout=_ANSWER_S))
             except RayError as error:
                 name = f"{self._plan.name} {self._plan.rank} node {node}"
                 self._ended.append(End(time.time(), f"{name}: its actor failed: {error}"))
@@ -147,7 +147,7 @@ class _OtherActors:
     def stop(self) -> None:
         calls = [actor.stop.remote() for actor in self._actors]
         if calls:
-            ray.wait(calls, num_returns=len(calls), timeout=_STOP_S)
+            ray.wait(calls, num_returns=len(calls), timeout=_ANSWER_S)
         for actor in self._actors:
             ray.kill(actor)
         self._actors, self._serving, self._ended = [], {}, []

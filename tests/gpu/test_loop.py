@@ -89,6 +89,15 @@ def test_colocated_trainers_of_another_layout_than_the_engine(workspace: Path, r
 
 
 @pytest.mark.gpus(2)
+def test_an_engine_over_two_nodes(workspace: Path, record_property: Record) -> None:
+    """Nodes of one GPU, both on this host: a server for each, and both sleep and wake."""
+    nodes: dict[str, Value] = {"num_gpus_per_node": 1, "rollout_num_gpus_per_engine": 2}
+    run_dir = run(workspace, "nodes", actor_num_gpus_per_node=2, **nodes)
+    check(run_dir, 3, record_property)
+    assert (run_dir / "logs/engine_0_node_1.log").exists()
+
+
+@pytest.mark.gpus(2)
 def test_asynchronous_by_nccl(workspace: Path, record_property: Record) -> None:
     """Pushes interrupt long responses; the trainer's log-probs by each token's own weights are the engine's."""
     slots: dict[str, Value] = {"colocate": None, "actor_num_gpus_per_node": 1, "rollout_num_gpus": 1}

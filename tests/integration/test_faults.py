@@ -219,6 +219,36 @@ def test_a_run_that_loses_an_engine_finishes(workspace: Path, slots: str) -> Non
 
 
 @pytest.mark.full
+def test_an_engine_over_nodes_that_loses_one_is_gone_as_a_whole(workspace: Path) -> None:
+    """Two engines of two servers, on slots that are a node each."""
+    num_rollout, run_dir, log = 5, workspace / "nodes", workspace / "nodes.log"
+    nodes: dict[str, Value] = {"rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 2, "num_gpus_per_node": 1}
+    with TrainProcess(
+        long_flags(workspace, run_dir, "disaggregated", num_rollout=num_rollout, **nodes), log
+    ) as process:
+        process.wait_until(lambda: series(run_dir, "train/loss"), RUN_S, "the first training step")
+        # The seed of engine 1 is the run's, 7, and one more.
+        words = ("slime.backends.sglang.launch", "--random-seed 8")
+        servers = [process.find(*words, f"--node-rank {node}") for node in range(2)]
+        owners = [server.parents()[:2] for server in servers]
+        assert "ray::NodeActor" in " ".join(owners[1][1].cmdline())
+        trees = [
+            *servers,
+            *(p for pair in owners for p in pair),
+            *(p for s in servers for p in s.children(recursive=True)),
+        ]
+        servers[1].kill()
+        process.wait_until(lambda: len(warnings_of(log)) == 2, RUN_S, "the push that skips the engine")
+        assert not psutil.wait_procs(trees, timeout=20)[1], "its actors, and all below"
+        assert process.wait(RUN_S) == 0, process.tail()
+        process.assert_no_process_left()
+    assert_went_on_without(log, run_dir, 1)
+    assert "engine 1 node 1 at" in warnings_of(log)[0]
+    assert len(series(run_dir, "train/loss")) == num_rollout
+    assert max(series(run_dir, "train/train_rollout_logprob_abs_diff")) < 1e-4
+
+
+@pytest.mark.full
 def test_a_run_with_lost_requests_a_hanging_judge_and_a_dead_engine_finishes(workspace: Path) -> None:
     num_rollout, run_dir, log = 5, workspace / "faults", workspace / "faults.log"
     hooks = faulty_hooks.__name__

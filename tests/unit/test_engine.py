@@ -1,4 +1,4 @@
-"""Starting an engine with a stand-in for its server: ports of attempts, flags, environment."""
+"""Starting an engine with a stand-in for its server: ports of attempts, flags, environment, the nodes that it has."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ import pytest
 
 from slime.backends.sglang import engine as engine_module
 from slime.backends.sglang.engine import End, Engine, EngineError
+from slime.ray import creation, placement
+from slime.ray.engine_actor import EnginePlan
+from slime.ray.placement import Placement, Slot
+from slime.ray.supervision import InputError
 
 NUM_GPUS = 0
 
@@ -125,6 +129,32 @@ def test_an_engine_over_nodes_has_a_server_on_each(tmp_path: Path, monkeypatch: 
     assert first._environment()["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 3
     first.stop()
     second.stop()
+
+
+@pytest.mark.parametrize(("width", "nodes"), [(1, [1]), (2, [2]), (4, [2, 2])])
+def test_an_engine_has_an_actor_on_the_first_slot_of_each_of_its_nodes(
+    width: int, nodes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[EnginePlan] = []
+    created = Namespace(options=lambda **options: Namespace(remote=plans.append))
+    monkeypatch.setattr(creation, "as_actor", lambda cls: created)
+    monkeypatch.setattr(Placement, "options", lambda self, slot, trains: {"bundle": slot.bundle})
+    slots = [Slot(9 - i, f"10.0.0.{i // 2}", str(i % 2)) for i in range(4)]
+    args = Namespace(rollout_num_gpus_per_engine=width, num_gpus_per_node=2)
+    creation.create_engines(args, Placement(None, slots, [], slots, []), slots, None, "engine")
+    assert [[len(node.gpus or []) for node in plan.nodes] for plan in plans] == [nodes] * (4 // width)
+    firsts = [node.options["bundle"] for plan in plans for node in plan.nodes]
+    assert firsts == [9 - i for i in range(0, 4, min(width, 2))]
+
+
+def test_a_server_does_not_cross_hosts() -> None:
+    slots = [Slot(i, f"10.0.0.{1 + i // 2}", None) for i in range(4)]
+    for width, per_node in ((1, 8), (2, 8), (4, 2), (4, 1)):
+        placement._check_engines(slots, width, per_node, "rollout")
+    with pytest.raises(InputError, match=r"placement: engine 0 of 4 slots would lie on the hosts 10\.0\.0\.1, 10"):
+        placement._check_engines(slots, 4, 8, "rollout")
+    with pytest.raises(InputError, match=r"2 slots of engine 0 of 4 slots .* --rollout-num-gpus-per-engine"):
+        placement._check_engines([slots[0], *slots], 4, 2, "rollout")
 
 
 def test_a_start_that_fails_ends_the_servers_of_all_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from slime.backends.sglang.client import EngineError
 from slime.options.errors import OptionError
 from slime.ray import cluster, creation, placement, supervision
 from slime.ray.engine_actor import EngineActor, EngineNode, EnginePlan
-from slime.ray.placement import Placement, Slot, describe_placement
+from slime.ray.placement import Slot, describe_placement
 from slime.ray.rollout_manager import restore_source, source_state
 from slime.ray.run import Run
 from slime.ray.supervision import LOAD_DATA, Deadline, InputError, RunError, Supervisor
@@ -111,32 +111,6 @@ def test_the_reward_model_has_the_last_slots_to_itself(kind: str, expected: list
     lines = [line for line in describe_placement(args).splitlines() if line.startswith("  slot")]
     users = [line.split(": ")[1] for line in lines]
     assert users == [*expected, "reward engine 0", "reward engine 1"]
-
-
-@pytest.mark.parametrize(("width", "nodes"), [(1, [1]), (2, [2]), (4, [2, 2])])
-def test_an_engine_has_an_actor_on_the_first_slot_of_each_of_its_nodes(
-    width: int, nodes: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plans: list[EnginePlan] = []
-    created = Namespace(options=lambda **options: Namespace(remote=plans.append))
-    monkeypatch.setattr(creation, "as_actor", lambda cls: created)
-    monkeypatch.setattr(Placement, "options", lambda self, slot, trains: {"bundle": slot.bundle})
-    slots = [Slot(9 - i, f"10.0.0.{i // 2}", str(i % 2)) for i in range(4)]
-    args = Namespace(rollout_num_gpus_per_engine=width, num_gpus_per_node=2)
-    creation.create_engines(args, Placement(None, slots, [], slots, []), slots, None, "engine")
-    assert [[len(node.gpus or []) for node in plan.nodes] for plan in plans] == [nodes] * (4 // width)
-    firsts = [node.options["bundle"] for plan in plans for node in plan.nodes]
-    assert firsts == [9 - i for i in range(0, 4, min(width, 2))]
-
-
-def test_a_server_does_not_cross_hosts() -> None:
-    slots = [Slot(i, f"10.0.0.{1 + i // 2}", None) for i in range(4)]
-    for width, per_node in ((1, 8), (2, 8), (4, 2), (4, 1)):
-        placement._check_engines(slots, width, per_node, "rollout")
-    with pytest.raises(InputError, match=r"placement: engine 0 of 4 slots would lie on the hosts 10\.0\.0\.1, 10"):
-        placement._check_engines(slots, 4, 8, "rollout")
-    with pytest.raises(InputError, match=r"2 slots of engine 0 of 4 slots .* --rollout-num-gpus-per-engine"):
-        placement._check_engines([slots[0], *slots], 4, 2, "rollout")
 
 
 def test_engines_of_the_reward_model_serve_it_and_never_sleep() -> None:
