@@ -88,13 +88,15 @@ def core_shortage(args: argparse.Namespace) -> str | None:
 def describe_placement(args: argparse.Namespace) -> str:
     """One line a slot: who trains and who generates there."""
     total, train, rollout_start, reward_start = slot_counts(args)
+    width, per_node = args.rollout_num_gpus_per_engine, args.num_gpus_per_node
     lines = [f"placement: {args.placement}, {total} slots of one {'GPU' if device.is_cuda() else 'CPU'}"]
     for slot in range(total):
         users = [f"training rank {slot}"] if slot < train else []
         if slot >= reward_start:
             users.append(f"reward engine {(slot - reward_start) // args.rm_num_gpus_per_engine}")
         elif slot >= rollout_start:
-            users.append(f"engine {(slot - rollout_start) // args.rollout_num_gpus_per_engine}")
+            engine, part = divmod(slot - rollout_start, width)
+            users.append(f"engine {engine}" + (f" node {part // per_node}" if width > per_node else ""))
         lines.append(f"  slot {slot}: {', '.join(users)}")
     if shortage := core_shortage(args):
         lines.append(f"warning: {shortage}")

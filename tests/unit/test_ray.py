@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import traceback
 from argparse import Namespace
@@ -84,7 +85,7 @@ def test_more_slots_than_cores_are_warned_of(
     monkeypatch.setenv("RAY_ADDRESS", address or "")
     args = Namespace(placement="colocate", actor_num_gpus=8, rollout_num_gpus=8, actor_num_gpus_per_node=8)
     args.rollout_num_gpus_per_engine = args.rm_num_gpus_per_engine = 1
-    args.rm_num_gpus = 0
+    args.rm_num_gpus, args.num_gpus_per_node = 0, 8
     warning = placement.core_shortage(args)
     assert warning == (expected and expected + "(--actor-num-gpus-per-node 8)")
     if warning:
@@ -108,9 +109,12 @@ def test_more_slots_than_cores_are_warned_of(
 def test_the_reward_model_has_the_last_slots_to_itself(kind: str, expected: list[str]) -> None:
     args = Namespace(placement=kind, actor_num_gpus=2, rollout_num_gpus=2, rollout_num_gpus_per_engine=2)
     args.actor_num_gpus_per_node, args.rm_num_gpus, args.rm_num_gpus_per_engine = 2, 2, 1
+    args.num_gpus_per_node = 2
     lines = [line for line in describe_placement(args).splitlines() if line.startswith("  slot")]
     users = [line.split(": ")[1] for line in lines]
     assert users == [*expected, "reward engine 0", "reward engine 1"]
+    args.num_gpus_per_node = 1
+    assert re.findall(r"\bengine 0 node \d", describe_placement(args)) == ["engine 0 node 0", "engine 0 node 1"]
 
 
 def test_engines_of_the_reward_model_serve_it_and_never_sleep() -> None:
