@@ -77,7 +77,8 @@ def flat_layout(bucket: NamedTensors) -> tuple[list[SimpleNamespace], int]:
 class TensorPublisher(WeightPublisher):
     """Training rank r shares its device with engine slot r, and serves that slot.
 
-    The buckets are the same on every rank, so each slot's rank hands out its own copy and no byte crosses devices.
+    The buckets are the same on every rank, so each slot's rank hands out its own copy and no byte crosses devices. All
+    of an engine's payloads go to its one address; of several nodes too, each of its ranks opens that of its own slot.
     """
 
     def __init__(self, args: Namespace, rank: int, engines: list[EngineAddress]) -> None:
