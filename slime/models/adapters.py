@@ -13,21 +13,26 @@ from typing import Any
 
 from torch import Tensor
 
-from slime.models.family import Family, Piece, Row, Rule, Shape, vocabulary, whole
+from slime.models.family import Family, Piece, Row, Rule, Shape, whole
 
 ALL_LINEAR = "all-linear"
 """The target that stands for every matrix of attention, MLP and experts."""
 _PEFT, _FIRST, _SECOND = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 
 
-def linear_modules(family: Family) -> list[str]:
-    """The last names of the Hugging Face modules that can have adapters: ``q_proj``, ``down_proj``, ..."""
-    return last_names([_module(source) for row in family.rows if _is_linear(row) for source in row.hf])
+def linear_rows(family: Family, shape: Shape) -> list[Row]:
+    """The rows of the matrices of a model that can have adapters."""
+    return [row for row in family.rows if _is_linear(row) and next(row.indices(shape), None) is not None]
 
 
-def module_names(family: Family, targets: Collection[str]) -> list[str]:
+def linear_modules(family: Family, shape: Shape) -> list[str]:
+    """The last names of a model's Hugging Face modules that can have adapters: ``q_proj``, ``down_proj``, ..."""
+    return last_names([_module(source) for row in linear_rows(family, shape) for source in row.hf])
+
+
+def module_names(family: Family, shape: Shape, targets: Collection[str]) -> list[str]:
     """The targets, each once, with names in the place of `ALL_LINEAR`."""
-    names = [n for target in targets for n in (linear_modules(family) if target == ALL_LINEAR else [target])]
+    names = [n for target in targets for n in (linear_modules(family, shape) if target == ALL_LINEAR else [target])]
     return list(dict.fromkeys(names))
 
 
@@ -116,8 +121,9 @@ def _stacked(sources: int) -> Rule:
 
 
 def _is_linear(row: Row) -> bool:
-    """Whether it is a matrix that tensor parallelism cuts, which embeddings and heads, cut by words, are not."""
-    return row.megatron.endswith(".weight") and row.dim is not None and row.rule is not vocabulary
+    """Whether it is the matrix of a linear layer of attention, MLP or experts, as Megatron names these."""
+    module, _, parameter = row.megatron.rpartition(".")
+    return parameter == "weight" and _last(module).startswith("linear_")
 
 
 def _matches(module: str, targets: Collection[str]) -> bool:

@@ -243,21 +243,23 @@ def _check_lora(args: argparse.Namespace) -> None:
     """Refuse adapters on layers that the model does not have, or that the trainer, or an engine, has none for."""
     if args.lora_rank is None:
         return
-    from slime.models import adapters, family_of, hf_config
+    from slime.models import adapters, family_of, hf_config, weight_shape
 
-    family, targets = family_of(hf_config(args.hf_checkpoint)), args.lora_target_modules
+    config, targets = hf_config(args.hf_checkpoint), args.lora_target_modules
+    family, shape = family_of(config), weight_shape(config)
+    every = adapters.linear_rows(family, shape)
     for target in targets:
-        if not any(any(adapters.targeted_sources(row, [target])) for row in family.rows):
-            known = ", ".join([*adapters.linear_modules(family), adapters.ALL_LINEAR])
+        if not any(any(adapters.targeted_sources(row, [target])) for row in every):
+            known = ", ".join([*adapters.linear_modules(family, shape), adapters.ALL_LINEAR])
             raise OptionError(f"--lora-target-modules {target}: the model has no such layer; there are {known}")
-    rows = [row for row in family.rows if any(adapters.targeted_sources(row, targets))]
+    rows = [row for row in every if any(adapters.targeted_sources(row, targets))]
     on_experts = any(".experts." in row.megatron for row in rows)
     if args.num_experts and on_experts and args.expert_tensor_parallel_size > 1:
         raise OptionError(
             f"--lora-target-modules {' '.join(targets)}: experts with adapters must be whole; add "
             "--expert-tensor-parallel-size 1, or name layers of attention only"
         )
-    args.lora_modules = adapters.last_names(adapters.module_names(family, targets))
+    args.lora_modules = adapters.last_names(adapters.module_names(family, shape, targets))
     if args.lora_sync == "adapter" and args.num_experts and not all(map(adapters.in_attention, rows)):
         raise OptionError(
             f"--lora-target-modules {' '.join(targets)} cannot be used with --lora-sync adapter: of a model with "

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -16,7 +16,10 @@ from transformers import AutoModelForCausalLM
 from tests.parallel import tiny
 
 RANK, ALPHA = 4, 6.0
-LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", *MLP)
+LATENT = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+"""Of latent attention; a model has ``q_proj``, or the two in its place."""
 _PREFIX = "base_model.model."
 
 
@@ -24,8 +27,8 @@ def save(kind: str, base: Path, directory: Path, targets: tuple[str, ...]) -> No
     """Write into ``directory``: ``adapter_model.safetensors`` with random adapters under PEFT's names, ``gradients``
     of them and ``reference`` (`tiny.save`) beside it, and the ``merged`` model.
 
-    PEFT cannot put adapters on the experts of transformers 5, which are one parameter; of those kinds the gradients are
-    by the chain rule, from the gradients of the merged matrices.
+    Where PEFT cannot have these adapters (`is_for_peft`), the gradients are by the chain rule, from the gradients of
+    the merged matrices.
     """
     directory.mkdir()
     weights = load_file(base / "model.safetensors")
@@ -33,14 +36,14 @@ def save(kind: str, base: Path, directory: Path, targets: tuple[str, ...]) -> No
     adapters = {}
     for name, weight in weights.items():
         module = name.removesuffix(".weight")
-        if module.rpartition(".")[2] in targets:
+        if f".{module}".endswith(tuple(f".{target}" for target in targets)):
             outputs, inputs = weight.shape
             adapters[f"{_PREFIX}{module}.lora_A.weight"] = torch.randn(RANK, inputs, generator=generator) / 8
             adapters[f"{_PREFIX}{module}.lora_B.weight"] = torch.randn(outputs, RANK, generator=generator) / 8
     save_file(adapters, directory / "adapter_model.safetensors")
     merged = _merge(base, directory / "merged", weights, adapters)
     reference, gradients = _gradients(merged, lambda model: _by_chain_rule(model, directory, adapters))
-    if "moe" not in kind:
+    if is_for_peft(base, directory):
         peft = get_peft_model(
             AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
             LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(targets)),
@@ -54,9 +57,31 @@ def save(kind: str, base: Path, directory: Path, targets: tuple[str, ...]) -> No
         )
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, of_adapters[name], rtol=1e-3, atol=1e-3)
+        for name, tensor in peft.merge_and_unload().state_dict().items():
+            torch.testing.assert_close(tensor, merged.state_dict()[name])
         reference, gradients = theirs, of_adapters
     save_file({n: t.contiguous() for n, t in gradients.items()}, directory / "gradients.safetensors")
     save_file(reference, directory / "reference.safetensors")
+
+
+def is_for_peft(base: Path, directory: Path) -> bool:
+    """Whether PEFT can have the adapters in ``directory``.
+
+    transformers 5 holds experts in one parameter. Of a model with experts PEFT takes all names of MLPs to mean that,
+    and has no adapters on the dense ones.
+    """
+    has_experts = "num_experts_per_tok" in json.loads((base / "config.json").read_text())
+    return not has_experts or not any(".mlp." in name for name in load_file(directory / "adapter_model.safetensors"))
+
+
+def saved_error(base: Path, directory: Path) -> float:
+    """Largest difference of a logit between the ``reference`` in ``directory`` and what PEFT computes with the adapters
+    that a worker left in ``saved`` below it."""
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), directory / "saved")
+    known = load_file(directory / "reference.safetensors")
+    tokens = known["tokens0"][: tiny.LENGTHS[0][0]]
+    with torch.no_grad():
+        return float((model(tokens[None]).logits[0] - known["logits0"][: len(tokens)]).abs().max())
 
 
 def _merge(base: Path, directory: Path, weights: dict[str, Tensor], adapters: dict[str, Tensor]) -> Any:
@@ -101,8 +126,3 @@ def _by_chain_rule(model: Any, directory: Path, adapters: dict[str, Tensor]) -> 
             gradients[name] = ALPHA / RANK * adapters[other].T @ of_weight
             gradients[other] = ALPHA / RANK * of_weight @ a.T
     return gradients
-
-
-def config(directory: Path) -> dict[str, Any]:
-    """config.json of the model."""
-    return json.loads((directory / "merged" / "config.json").read_text())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,9 @@ class Case:
     def __init__(self, layout: dict[str, Any], targets: tuple[str, ...], base: Path, adapters: Path) -> None:
         self.config = hf_config = read_config(base)
         self.base, self.adapters, self.targets = base, adapters, targets
+        self.options = Namespace(
+            hf_checkpoint=str(base), ref_load=None, lora_rank=RANK, lora_alpha=ALPHA, lora_target_modules=list(targets)
+        )
         self.family, self.shape = family_of(hf_config), weight_shape(hf_config)
         self.chunks = model.build_model(tiny.arguments(base, **layout))
         weights_io.load_hf(self.chunks, base)
@@ -61,14 +65,19 @@ class Case:
         named = (named for bucket in buckets for named in bucket)
         return {name: tensor.cpu() for name, tensor in named if is_adapter_name(name, self.targets)}
 
-    def check(self) -> dict[str, float]:
-        """How far each result is from what is wanted, in units of the largest entry."""
+    def check(self, saved: Path) -> dict[str, float]:
+        """How far each result is from what is wanted, in units of the largest entry.
+
+        Args:
+            saved: the directory in which to leave the adapters.
+        """
         fresh = self.exported()
         assert all(not tensor.any() for name, tensor in fresh.items() if ".lora_B." in name)
         report = {"first": float(sum(t.double().abs().sum() for n, t in fresh.items() if ".lora_A." in n))}
         self.fill()
         stored = load_file(self.adapters / "adapter_model.safetensors")
         report["adapters"] = _difference(self.exported(), stored)
+        weights_io.save_adapters(self.chunks, self.family, self.shape, self.options, saved)
         merged, carried = load_file(self.adapters / "merged" / "model.safetensors"), self.family.carried(self.config)
         wanted = {name: tensor for name, tensor in merged.items() if not name.startswith(carried)}
         report["merged"] = _difference(dict(exported(self.chunks, self.base, 10_000)), wanted)
@@ -91,7 +100,11 @@ def _difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 
 def main(layout: dict[str, Any], work: Path, targets: tuple[str, ...], pairs: list[tuple[Path, Path]]) -> None:
     parallel.initialize_distributed(tiny.arguments(pairs[0][0], **layout))
-    report = {base.name: Case(layout, targets, base, adapters).check() for base, adapters in pairs}
+    report = {}
+    for base, adapters in pairs:
+        saved = adapters / "saved"
+        saved.mkdir(exist_ok=True)
+        report[base.name] = Case(layout, targets, base, adapters).check(saved)
     (work / f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
     dist.destroy_process_group()
 

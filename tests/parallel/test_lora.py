@@ -20,7 +20,10 @@ from tests.parallel.test_trainer import check_reload, check_resume, metrics_of
 NUM_GPUS = 0
 
 DENSE, MOE, GLM = ["qwen2", "qwen3"], ["qwen3_moe"], ["glm4", "glm4_moe"]
+LATENT = ["deepseek_v3", "deepseek_v3_dense", "glm4_moe_lite", "moonlight"]
 SOME = ("q_proj", "v_proj", "up_proj")
+SOME_LATENT = ("q_proj", "q_a_proj", "kv_b_proj", "shared_experts.up_proj", "mlp.down_proj")
+ALL_LATENT = (*lora_reference.LATENT, *lora_reference.MLP)
 TP, PP, CP, EP = (f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context", "expert_model"))
 VPP, SP, ETP = "virtual_pipeline_model_parallel_size", "sequence_parallel", "expert_tensor_parallel_size"
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -29,6 +32,14 @@ full = pytest.mark.full
 CASES = [
     pytest.param(2, {TP: 2, SP: True, ETP: 1, **RECOMPUTE}, DENSE + MOE, lora_reference.LINEAR, id="tp2-sp-recompute"),
     pytest.param(2, {EP: 2}, MOE, lora_reference.LINEAR, id="ep2"),
+    pytest.param(2, {TP: 2, SP: True, EP: 2, ETP: 1}, ["deepseek_v3", "moonlight"], ALL_LATENT, id="tp2-ep2-latent"),
+    pytest.param(1, {}, LATENT, ALL_LATENT, id="single-latent", marks=full),
+    pytest.param(1, {}, LATENT, lora_reference.LATENT, id="single-latent-attention", marks=full),
+    pytest.param(2, {TP: 2, SP: True}, LATENT, lora_reference.LATENT, id="tp2-sp-latent-attention", marks=full),
+    pytest.param(2, {TP: 2, ETP: 1, **RECOMPUTE}, LATENT, SOME_LATENT, id="tp2-latent-some", marks=full),
+    pytest.param(2, {EP: 2}, LATENT, ALL_LATENT, id="ep2-latent", marks=full),
+    pytest.param(2, {PP: 2}, LATENT, ALL_LATENT, id="pp2-latent", marks=full),
+    pytest.param(2, {CP: 2}, LATENT, ALL_LATENT, id="cp2-latent", marks=full),
     pytest.param(1, {}, DENSE + MOE, lora_reference.LINEAR, id="single", marks=full),
     pytest.param(2, {TP: 2, ETP: 1}, DENSE, SOME, id="tp2-some", marks=full),
     pytest.param(2, {TP: 2, SP: True, ETP: 1}, GLM, (*lora_reference.LINEAR, "gate_up_proj"), id="tp2-glm", marks=full),
@@ -64,6 +75,9 @@ def test_layout(
             assert report["gradients"] < 1e-5, kind
             known = first_weights.setdefault(f"{kind} {targets}", report["first"])
             assert report["first"] == pytest.approx(known, rel=1e-12), "initial weights depend on no layout"
+    for kind in kinds:
+        if lora_reference.is_for_peft(models(kind), tmp_path / kind):
+            assert lora_reference.saved_error(models(kind), tmp_path / kind) < 1e-4, kind
 
 
 @pytest.mark.full

@@ -59,10 +59,10 @@ class LatentAttention(MultiLatentAttention):
         if config.q_lora_rank is None:
             self.linear_q_proj = self._cut(hidden, heads * self.q_head_dim)
         else:
-            self.linear_q_down_proj = _Replicated(hidden, config.q_lora_rank, config)
+            self.linear_q_down_proj = ReplicatedLinear(hidden, config.q_lora_rank, config)
             self.q_layernorm = RMSNorm(config, config.q_lora_rank, _LATENT_NORM_EPSILON)
             self.linear_q_up_proj = self._cut(config.q_lora_rank, heads * self.q_head_dim)
-        self.linear_kv_down_proj = _Replicated(hidden, config.kv_lora_rank + config.qk_pos_emb_head_dim, config)
+        self.linear_kv_down_proj = ReplicatedLinear(hidden, config.kv_lora_rank + config.qk_pos_emb_head_dim, config)
         self.kv_layernorm = RMSNorm(config, config.kv_lora_rank, _LATENT_NORM_EPSILON)
         self.linear_kv_up_proj = self._cut(config.kv_lora_rank, heads * (config.qk_head_dim + config.v_head_dim))
 
@@ -127,7 +127,7 @@ class LatentAttention(MultiLatentAttention):
         return copy_to_tensor_model_parallel_region(x, group=self.pg_collection.tp)
 
 
-class _Replicated(torch.nn.Module):
+class ReplicatedLinear(torch.nn.Module):
     """A projection that every tensor-parallel rank has whole, without bias.
 
     Under sequence parallelism Megatron adds up its gradient over those ranks, as it does for marked norms.
@@ -136,8 +136,9 @@ class _Replicated(torch.nn.Module):
     def __init__(self, inputs: int, outputs: int, config: MLATransformerConfig) -> None:
         super().__init__()
         where = device.current_device()
+        self.sequence_parallel = config.sequence_parallel
         self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype, device=where))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
         if config.perform_initialization:
             config.init_method(self.weight)
 

@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from slime.backends.megatron.experts import Groups, StackedLinear, grouped_linear
+from slime.backends.megatron.latent_attention import ReplicatedLinear
 from slime.backends.megatron.names import expert_name, global_namer, local_experts
 from slime.models import Family, Shape
 from slime.models.adapters import row_sources, targeted_sources
@@ -71,7 +72,7 @@ class Adapter(torch.nn.Module):
     Attributes:
         a: [targeted sources * rank, inputs], and for experts [experts, ...].
         b: [outputs, rank], and for experts [experts, ...].
-        cut: the dimension of the layer's matrix that tensor parallelism cuts: 0, outputs, or 1, inputs.
+        cut: the dimension of the layer's matrix that tensor parallelism cuts: 0, outputs, or 1, inputs; None: neither.
         halved: whether the outputs of each tensor-parallel rank are two halves (gate and up), each of them cut.
     """
 
@@ -87,7 +88,6 @@ class Adapter(torch.nn.Module):
             exchange: brings ``x A^T`` from where the input is to where the output is wanted.
         """
         super().__init__()
-        assert row.dim is not None
         self.cut, self.halved, self.scale = row.dim, row.rule in (gate_up, fused_gate_up), settings.scale
         self.a = torch.nn.Parameter(a)
         self.b = torch.nn.Parameter(a.new_zeros(*a.shape[:-2], outputs, settings.rank))
@@ -100,6 +100,10 @@ class Adapter(torch.nn.Module):
         times = linear if groups is None else partial(grouped_linear, groups=groups)
         inner = self._exchange(times(inputs, self.a))
         return times(inner, _wide(self.b, self.own)) * self.scale
+
+    def cuts(self, which: str) -> bool:
+        """Whether tensor parallelism cuts matrix ``a`` or ``b``, along `cut`."""
+        return self.cut == {"a": 1, "b": 0}[which]
 
     def delta(self, expert: int | None = None) -> Tensor:
         """Float32, of the matrix's own shape: what, added to it, does the same."""
@@ -202,6 +206,8 @@ def _exchange(name: str, module: Any) -> Exchange:
         if parallel_state.get_expert_tensor_parallel_world_size() > 1:
             raise ValueError(f"adapters of {name}: experts must be whole; add --expert-tensor-parallel-size 1")
         return lambda inner: inner
+    if isinstance(module, ReplicatedLinear):
+        return lambda inner: inner
     if isinstance(module, ColumnParallelLinear) and not module.gather_output:
         together = gather_from_sequence_parallel_region, copy_to_tensor_model_parallel_region
     elif isinstance(module, RowParallelLinear) and module.input_is_parallel:
@@ -214,16 +220,16 @@ def _exchange(name: str, module: Any) -> Exchange:
 
 def _mark(adapter: Adapter, module: Any) -> None:
     """Tell Megatron which weights ranks share, and whose gradients are parts of sums."""
-    if isinstance(module, StackedLinear):
-        for parameter in (adapter.a, adapter.b):
+    for which, parameter in (("a", adapter.a), ("b", adapter.b)):
+        if isinstance(module, StackedLinear):
             parameter.allreduce = False  # type: ignore[attr-defined]
             # Without, the gradient norm leaves them out on all tensor-parallel ranks but the first.
-            set_tensor_model_parallel_attributes(parameter, True, adapter.cut + 1, 1)
-        return
-    cut, shared = (adapter.b, adapter.a) if adapter.cut == 0 else (adapter.a, adapter.b)
-    set_tensor_model_parallel_attributes(cut, True, adapter.cut, 1)
-    # Each rank then computes the shared matrix's gradient of its own part of the sequence.
-    shared.sequence_parallel = module.sequence_parallel  # type: ignore[attr-defined]
+            set_tensor_model_parallel_attributes(parameter, True, cast(int, adapter.cut) + 1, 1)
+        elif adapter.cuts(which):
+            set_tensor_model_parallel_attributes(parameter, True, adapter.cut, 1)
+        else:
+            # Each rank then computes the shared matrix's gradient of its own part of the sequence.
+            parameter.sequence_parallel = module.sequence_parallel  # type: ignore[attr-defined]
 
 
 # ---- merged weights
@@ -262,8 +268,7 @@ def sharded_state(chunk: torch.nn.Module) -> dict[str, Any]:
     state = {}
     for name, adapter in adapters(chunk):
         for which, parameter in (("a", adapter.a), ("b", adapter.b)):
-            is_cut = (which == "b") == (adapter.cut == 0)
-            sharded = _sharded(f"{global_name(name)}{MARK}{which}", parameter, adapter, is_cut)
+            sharded = _sharded(f"{global_name(name)}{MARK}{which}", parameter, adapter, adapter.cuts(which))
             state[f"{name}{MARK}{which}"] = sharded
     return state
 

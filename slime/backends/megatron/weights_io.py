@@ -177,7 +177,7 @@ def save_adapters(
             tensors |= {name: tensor.cpu() for name, tensor in bucket if is_adapter_name(name, targets)}
     if dist.get_rank() == 0:
         save_tensors(tensors, Path(directory, "adapter_model.safetensors"))
-        modules, base = module_names(family, targets), args.ref_load or args.hf_checkpoint
+        modules, base = module_names(family, shape, targets), args.ref_load or args.hf_checkpoint
         config = peft_config(args.lora_rank, args.lora_alpha, base, modules)
         Path(directory, "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     dist.barrier()
