@@ -30,6 +30,28 @@ QWEN3 = {
     "hidden_act": "silu",
 }
 
+LATENT = QWEN3 | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "routed_scaling_factor": 1.0,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
+"""Of multi-latent attention."""
+
 BASE = {
     "--hf-checkpoint": "model",
     "--prompt-data": "data.jsonl",

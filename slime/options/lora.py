@@ -139,7 +139,7 @@ def _against_adapter_sync(args: Namespace, given: Set[str]) -> Iterator[tuple[st
             )
     yield from _own_requests(args)
     if args.multi_latent_attention:
-        yield f"the multi-latent attention of --hf-checkpoint {args.hf_checkpoint}", "it is not known to be right there"
+        yield from _latent_layers(set(args.lora_modules), args.q_lora_rank)
     if args.pushes_float8:
         yield f"the float8 of --hf-checkpoint {args.hf_checkpoint}", "it is not known to be right there"
     speculative = getattr(args, "sglang_speculative_algorithm", None)
@@ -148,6 +148,20 @@ def _against_adapter_sync(args: Namespace, given: Set[str]) -> Iterator[tuple[st
     workers = getattr(args, "sglang_tokenizer_worker_num", None) or 1
     if workers > 1:
         yield f"--sglang-tokenizer-worker-num {workers}", "only one of them would know the adapters: drop it"
+
+
+def _latent_layers(modules: Set[str], q_lora_rank: int | None) -> Iterator[tuple[str, str]]:
+    """Of multi-latent attention, the layers whose adapters SGLang 0.5.17 has no place for, or the wrong one."""
+    if "kv_b_proj" in modules:
+        yield (
+            "--lora-target-modules kv_b_proj",
+            "SGLang adds it to the wrong tokens where it computes keys and values of cached ones: name other layers",
+        )
+    if q_lora_rank is None:
+        for name in sorted({"q_proj", "kv_a_proj_with_mqa"} & modules):
+            yield f"--lora-target-modules {name}", "SGLang has adapters of it where there is a q_lora_rank: drop it"
+    elif len({"q_a_proj", "kv_a_proj_with_mqa"} & modules) == 1:
+        yield "--lora-target-modules q_a_proj or kv_a_proj_with_mqa alone", "SGLang has one layer of both: name both"
 
 
 def _own_requests(args: Namespace) -> Iterator[tuple[str, str]]:

@@ -263,7 +263,8 @@ def _check_lora(args: argparse.Namespace) -> None:
     if args.lora_sync == "adapter" and args.num_experts and not all(map(adapters.in_attention, rows)):
         raise OptionError(
             f"--lora-target-modules {' '.join(targets)} cannot be used with --lora-sync adapter: of a model with "
-            "experts, engines have adapters on attention only: name layers of it, or use --lora-sync merged"
+            "experts, only attention's adapters were seen to be right in SGLang: name layers of it, or use "
+            "--lora-sync merged"
         )
     if args.moe_shared_expert_overlap:
         raise OptionError("--moe-shared-expert-overlap cannot be used with --lora-rank: drop it")

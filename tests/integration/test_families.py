@@ -25,11 +25,12 @@ NUM_GPUS = 0
 
 pytestmark = [pytest.mark.integration, pytest.mark.full]
 
-KINDS = ("qwen2", "llama", "glm4", "mimo", "qwen3_moe")
+KINDS = ("qwen2", "llama", "glm4", "mimo", "qwen3_moe", "deepseek_v3_dense")
 """Those that SGLang serves on a CPU; tests/gpu has others."""
 TINY = tiny.KINDS | {
     "mimo": {"model_type": "qwen2", "num_nextn_predict_layers": 1, "tie_word_embeddings": False},
     "qwen3_moe": tiny.KINDS["qwen3_moe"] | {"mlp_only_layers": []},  # SGLang has experts in every layer
+    "whole_queries": tiny.KINDS["deepseek_v3_dense"] | {"q_lora_rank": None},
 }
 MIMO = {
     **{"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "attention_bias": True},
@@ -45,7 +46,7 @@ def write_model(kind: str, directory: Path) -> None:
     """A model of the kind, with a tokenizer and what follows from its vocabulary."""
     write_tiny_model(directory)
     tokens = len(AutoTokenizer.from_pretrained(directory))
-    options: dict[str, Any] = {**TINY[kind], "vocab_size": tokens, "head_dim": 16, "num_key_value_heads": 2}
+    options: dict[str, Any] = {"head_dim": 16, "num_key_value_heads": 2, **TINY[kind], "vocab_size": tokens}
     options |= {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     options |= {"max_position_embeddings": 512, "pad_token_id": 0, "eos_token_id": 1}
     config = AutoConfig.for_model(**options)

@@ -31,7 +31,9 @@ RANK, ALPHA = 4, 6.0
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 SOME = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
-"""Of layers that engines have fused, some parts only."""
+"""Of layers that trainers and engines have fused, some parts only."""
+FUSED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
+LATENT = ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj")
 _PEFT = "base_model.model."
 
 
@@ -71,10 +73,11 @@ def publisher(lora_service: Service) -> Iterator[AdapterPublisher]:
 def adapted(directory: Path, modules: tuple[str, ...]) -> tuple[list[NamedTensors], torch.nn.Module]:
     """Random adapters as a trainer exports them, in buckets of a few tensors, and the model merged with them."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    exported = {name for layer in FUSED if not layer.isdisjoint(modules) for name in layer}.union(modules)
     named: NamedTensors = []
     for name, weight in model.state_dict().items():
         module = name.removesuffix(".weight")
-        if module.rpartition(".")[2] not in (*LINEAR, "gate_up_proj") or weight.dim() > 2:  # experts, all in one
+        if module.rpartition(".")[2] not in exported or weight.dim() > 2:  # experts, all in one
             continue
         b = torch.zeros(weight.shape[0], RANK)
         if module.rpartition(".")[2] in modules:
@@ -151,6 +154,7 @@ def test_the_engine_finds_a_changed_byte(tiny_model_dir: Path, tmp_path: Path, m
     [
         *(("qwen2", LINEAR), ("llama", LINEAR), ("glm4", (*ATTENTION, "gate_up_proj", "down_proj"))),
         *(("qwen3_moe", ATTENTION), ("qwen3_moe", ("q_proj", "o_proj"))),
+        *(("deepseek_v3_dense", LATENT), ("whole_queries", ("o_proj",))),
     ],
 )
 def test_other_families(kind: str, modules: tuple[str, ...], tmp_path: Path) -> None:

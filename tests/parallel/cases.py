@@ -9,6 +9,7 @@ from typing import Any
 from slime.utils.types import TrainBatch
 from tests import user_hooks
 from tests.parallel import rollouts
+from tests.parallel.lora_reference import LATENT
 
 
 @dataclass(frozen=True)
@@ -37,15 +38,14 @@ def without_engine(seed: int) -> TrainBatch:
 # A large epsilon: Adam's step is otherwise the sign of gradients that are nothing but rounding.
 _ADAM = {"adam_eps": 1e-3}
 _ADAPTERS = {"lora_rank": 4, "lora_alpha": 6.0, "lora_target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"]}
+_FAST = {"lr": 0.02, "lr_decay_style": "constant", "lr_warmup_iters": 0, "clip_grad": 0.2}
 CASES = {
     "grpo": Case(_ADAM),
     "sft": Case(_ADAM | {"loss_type": "sft_loss"}, rows=without_engine),
     "cut_in_three": Case(_ADAM, rows=cut_in_three),
     "static": Case(_ADAM, micro_batch_size=1),
-    "lora": Case(
-        _ADAM | _ADAPTERS | {"lr": 0.02, "lr_decay_style": "constant", "lr_warmup_iters": 0, "clip_grad": 0.2},
-        rollouts=3,
-    ),
+    "lora": Case(_ADAM | _ADAPTERS | _FAST, rollouts=3),
+    "lora_latent": Case(_ADAM | _ADAPTERS | _FAST | {"lora_target_modules": list(LATENT)}, rollouts=3),
     "resume": Case(
         {"num_steps_per_rollout": 1, "advantage_estimator": "ppo", "kl_coef": 0.1}
         | {"num_critic_only_steps": 1, "critic_lr_warmup_iters": 0}

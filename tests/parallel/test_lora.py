@@ -36,11 +36,12 @@ CASES = [
     pytest.param(1, {}, LATENT, ALL_LATENT, id="single-latent", marks=full),
     pytest.param(1, {}, LATENT, lora_reference.LATENT, id="single-latent-attention", marks=full),
     pytest.param(2, {TP: 2, SP: True}, LATENT, lora_reference.LATENT, id="tp2-sp-latent-attention", marks=full),
-    pytest.param(2, {TP: 2, ETP: 1, **RECOMPUTE}, LATENT, SOME_LATENT, id="tp2-latent-some", marks=full),
+    pytest.param(2, {TP: 2}, ["deepseek_v3_dense"], lora_reference.LATENT, id="tp2-latent-attention", marks=full),
+    pytest.param(2, {TP: 2, SP: True, ETP: 1, **RECOMPUTE}, LATENT, SOME_LATENT, id="tp2-sp-latent-some", marks=full),
     pytest.param(2, {EP: 2}, LATENT, ALL_LATENT, id="ep2-latent", marks=full),
     pytest.param(2, {PP: 2}, LATENT, ALL_LATENT, id="pp2-latent", marks=full),
     pytest.param(2, {CP: 2}, LATENT, ALL_LATENT, id="cp2-latent", marks=full),
-    pytest.param(1, {}, DENSE + MOE, lora_reference.LINEAR, id="single", marks=full),
+    pytest.param(1, {}, [*DENSE, *MOE, "llama"], lora_reference.LINEAR, id="single", marks=full),
     pytest.param(2, {TP: 2, ETP: 1}, DENSE, SOME, id="tp2-some", marks=full),
     pytest.param(2, {TP: 2, SP: True, ETP: 1}, GLM, (*lora_reference.LINEAR, "gate_up_proj"), id="tp2-glm", marks=full),
     pytest.param(4, {TP: 4, SP: True}, DENSE, SOME, id="tp4-sp-some", marks=full),
@@ -81,6 +82,7 @@ def test_layout(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(("kind", "run"), [("qwen3", "lora"), ("deepseek_v3_dense", "lora_latent")])
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
@@ -90,15 +92,15 @@ def test_layout(
     ],
 )
 def test_steps_are_those_of_peft_and_adamw(
-    tmp_path: Path, models: Callable[[str], Path], ranks: int, layout: dict[str, Any]
+    tmp_path: Path, models: Callable[[str], Path], ranks: int, layout: dict[str, Any], kind: str, run: str
 ) -> None:
     """GRPO with a KL to the model without adapters, gradients clipped by their norm, on and off policy."""
-    model, case = models("qwen3"), RUNS["lora"]
-    torchrun(ranks, "trainer_worker.py", model, tmp_path, tmp_path, json.dumps(layout), "lora", log=tmp_path / "log")
-    first, last = (load_file(tmp_path / f"{name}.safetensors") for name in ("lora_first", "lora"))
+    model, case = models(kind), RUNS[run]
+    torchrun(ranks, "trainer_worker.py", model, tmp_path, tmp_path, json.dumps(layout), run, log=tmp_path / "log")
+    first, last = (load_file(tmp_path / f"{name}.safetensors") for name in (f"{run}_first", run))
     args = rollouts.arguments(model, **case.options)
     wanted = plain.train(args, model, [(case.rows(i), case.steps) for i in range(case.rollouts)], adapters=first)
-    metrics = metrics_of(tmp_path, "lora")
+    metrics = metrics_of(tmp_path, run)
     assert len(metrics) == len(wanted.metrics) == case.rollouts * case.steps
     for got, known in zip(metrics, wanted.metrics, strict=True):
         assert {name for name in got if not name.startswith("perf/")} == set(known)
@@ -113,7 +115,7 @@ def test_steps_are_those_of_peft_and_adamw(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "deepseek_v3"])
 def test_adapters_go_on_in_another_layout(tmp_path: Path, kind: str) -> None:
     """Exactly in the same one, and in others from what two tensor-parallel ranks saved."""
     adapters = {"lora_rank": 3, "lora_alpha": 6.0, "lora_target_modules": ["all-linear"]}

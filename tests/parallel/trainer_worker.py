@@ -130,12 +130,12 @@ class Rank:
         trainer = self.reload(other / "checkpoint", use_distributed_optimizer=distributed)
         self.write("reloaded", self.train(trainer, CASES["resume"], 2, 4), gathering.weights(trainer))
 
-    def lora(self) -> None:
+    def lora(self, name: str) -> None:
         """Adapters, and beside what they become what they were at first."""
-        case = CASES["lora"]
+        case = CASES[name]
         trainer = MegatronTrainer(self.arguments(case))
-        self.write("lora_first", [], gathering.adapters(trainer))
-        self.write("lora", self.train(trainer, case, 0, case.rollouts), gathering.adapters(trainer))
+        self.write(f"{name}_first", [], gathering.adapters(trainer))
+        self.write(name, self.train(trainer, case, 0, case.rollouts), gathering.adapters(trainer))
 
     def nan(self) -> None:
         """A step that is not finite stops with its place, on every rank."""
@@ -226,7 +226,9 @@ def main() -> None:
     # Trainers follow one another here, and a process can join the rendezvous of torchrun only once.
     trainer_module.initialize_distributed = lambda args: parallel.set_seeds(args.seed)
     for name in sys.argv[5:]:
-        if name in CASES and name not in ("resume", "lora"):
+        if name.startswith("lora"):
+            rank.lora(name)
+        elif name in CASES and name != "resume":
             rank.run(name)
         elif name == "reload_other":
             rank.reload_other(other)

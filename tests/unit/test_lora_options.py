@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from slime.models import FAMILIES
+from slime.models import family_of, hf_config, weight_shape
 from slime.models.adapters import last_names, linear_modules, module_names, targeted_sources
 from slime.models.qwen2 import FAMILY
 from slime.utils.arguments import parse_args
+from tests.command_line import LATENT as LATENT_MODEL
 from tests.command_line import command, failure, write_checkpoint, write_model, write_rows
+from tests.shipped import CONFIGS
 from tests.unit.test_input_errors import MOE
 
 NUM_GPUS = 0
@@ -21,6 +23,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     write_model(tmp_path / "model")
     write_model(tmp_path / "moe", MOE)
+    write_model(tmp_path / "latent", LATENT_MODEL)
     write_rows(tmp_path / "data.jsonl")
     return tmp_path
 
@@ -53,6 +56,10 @@ def test_defaults_follow_from_the_rank_and_the_reference_is_free(directory: Path
         (
             "--hf-checkpoint moe --lora-rank 8 --moe-router-bias-update-rate 0.001",
             "--moe-router-bias-update-rate changes what --lora-rank freezes: drop it",
+        ),
+        (
+            "--lora-rank 8 --hf-checkpoint latent --lora-target-modules q_proj",
+            "the model has no such layer; there are q_a_proj, ",
         ),
         ("--lora-rank 8 --lora-target-modules lm_head", "--lora-target-modules lm_head: the model has no such layer"),
     ],
@@ -98,13 +105,34 @@ def test_targets_match_whole_parts_of_names() -> None:
     assert targeted_sources(norm, ["all-linear"]) == (False,)
 
 
-def test_files_name_modules_as_the_user_does_and_engines_by_their_last_names() -> None:
-    names = module_names(FAMILY, ["mlp.down_proj", "q_proj", "q_proj"])
+def test_files_name_modules_as_the_user_does_and_engines_by_their_last_names(directory: Path) -> None:
+    shape = weight_shape(hf_config(directory / "model"))
+    names = module_names(FAMILY, shape, ["mlp.down_proj", "q_proj", "q_proj"])
     assert names == ["mlp.down_proj", "q_proj"]
     assert last_names([*names, "self_attn.q_proj"]) == ["down_proj", "q_proj"]
-    assert module_names(FAMILY, ["all-linear"]) == linear_modules(FAMILY)
+    assert module_names(FAMILY, shape, ["all-linear"]) == linear_modules(FAMILY, shape)
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_types[0])
-def test_every_family_has_layers_for_adapters(family: object) -> None:
-    assert {"o_proj", "down_proj"} <= set(linear_modules(family))  # type: ignore[arg-type]
+GROUPED = ["q_proj", "k_proj", "v_proj", "o_proj"]
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+MLP = ["gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    [
+        ("qwen2.5-0.5B", [*GROUPED, *MLP]),
+        ("qwen3-4B", [*GROUPED, *MLP]),
+        ("qwen3-30B-A3B", [*GROUPED, *MLP]),
+        ("llama3-8B", [*GROUPED, *MLP]),
+        ("glm4-9B", [*GROUPED, "gate_up_proj", "down_proj"]),
+        ("glm4.5-355B-A32B", [*GROUPED, *MLP]),
+        ("deepseek-v3", [*LATENT, *MLP]),
+        ("kimi-k2", [*LATENT, *MLP]),
+        ("glm4.7-30B-A3B", [*LATENT, *MLP]),
+        ("moonlight", ["q_proj", *LATENT[2:], *MLP]),
+    ],
+)
+def test_all_linear_is_every_matrix_that_the_model_has(name: str, modules: list[str]) -> None:
+    config = hf_config(CONFIGS / name)
+    assert linear_modules(family_of(config), weight_shape(config)) == modules

@@ -25,7 +25,7 @@ from slime.utils.arguments import parse_args
 from slime.weights import EngineAddress, make_publisher
 from slime.weights.adapter import AdapterPublisher
 from slime.weights.hf_directory import NamedTensors
-from tests.command_line import QWEN3, command, failure, write_model, write_rows
+from tests.command_line import LATENT, QWEN3, command, failure, write_model, write_rows
 from tests.unit.test_input_errors import MOE
 
 NUM_GPUS = 0
@@ -110,10 +110,32 @@ def test_engines_with_other_adapters_cannot_take_weights(
     parse_args(command(f"{flags} --debug-rollout-only"))
 
 
-def test_multi_latent_attention_is_refused(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_model(directory / "mla", {**QWEN3, "model_type": "deepseek_v3", **_MLA})
-    error = failure(capsys, f"{ADAPTER_SYNC} --hf-checkpoint mla --lora-target-modules o_proj")
-    assert "multi-latent attention of --hf-checkpoint" in error
+@pytest.mark.parametrize(
+    ("model", "modules", "refused"),
+    [
+        ("latent", "q_a_proj kv_a_proj_with_mqa q_b_proj o_proj", None),
+        ("latent", "o_proj", None),
+        ("latent", "q_b_proj kv_b_proj", "kv_b_proj"),
+        ("latent", "q_a_proj q_b_proj", "q_a_proj or kv_a_proj_with_mqa alone"),
+        ("latent", "self_attn.kv_a_proj_with_mqa", "q_a_proj or kv_a_proj_with_mqa alone"),
+        ("latent", "all-linear", "all-linear"),
+        ("whole_queries", "o_proj", None),
+        ("whole_queries", "q_proj o_proj", "q_proj"),
+        ("whole_queries", "kv_a_proj_with_mqa", "kv_a_proj_with_mqa"),
+    ],
+)
+def test_engines_have_some_layers_of_latent_attention(
+    directory: Path, capsys: pytest.CaptureFixture[str], model: str, modules: str, refused: str | None
+) -> None:
+    write_model(directory / "latent", LATENT)
+    write_model(directory / "whole_queries", LATENT | {"q_lora_rank": None})
+    words = f"{ADAPTER_SYNC} --hf-checkpoint {model} --lora-target-modules {modules}"
+    if refused is None:
+        assert parse_args(command(words)).lora_modules == modules.split()
+    else:
+        error = failure(capsys, words)
+        assert f"--lora-target-modules {refused} cannot be used with --lora-sync adapter: " in error
+        assert "use --lora-sync merged" in error
 
 
 def test_engines_in_float8_are_refused(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,14 +144,6 @@ def test_engines_in_float8_are_refused(directory: Path, capsys: pytest.CaptureFi
     error = failure(capsys, f"{ADAPTER_SYNC} --hf-checkpoint float8 --bf16")
     assert "the float8 of --hf-checkpoint" in error
     assert "use --lora-sync merged" in error
-
-
-_MLA = {
-    **{"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 16},
-    **{"qk_rope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1},
-    **{"topk_group": 1, "n_shared_experts": 1, "moe_intermediate_size": 64, "first_k_dense_replace": 1},
-    **{"num_key_value_heads": 4, "routed_scaling_factor": 1.0, "norm_topk_prob": True, "tie_word_embeddings": False},
-}
 
 
 def engine_flags(directory: Path, cuda_devices: list[str] | None, **changes: Any) -> list[str]:
@@ -309,3 +323,22 @@ def test_memory_is_pinned_where_there_is_none(flags: list[str], monkeypatch: pyt
     if "--enable-lora" in flags:
         assert torch.tensor([1, 2], dtype=torch.int32, pin_memory=True, device="cpu").tolist() == [1, 2]
         assert torch.zeros((3,), pin_memory=True).pin_memory().tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("config", "called"), [(LATENT, True), (QWEN3, False)])
+def test_servers_of_latent_attention_get_their_fix(
+    directory: Path, config: dict[str, object], called: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And others do not, which it would make start seconds later."""
+    if torch.cuda.is_available():
+        pytest.skip("servers here compute on a GPU")
+    calls: list[str] = []
+    for part in ("_declare_torchvision_operators", "_synchronize_nothing", "_allow_sampling_seeds"):
+        monkeypatch.setattr(compat, part, lambda: None)
+    monkeypatch.setattr(compat, "_attend_to_latents", lambda: calls.append("latents"))
+    monkeypatch.setattr(compat, "_installed", False)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    write_model(directory / "served", config)
+    compat.install(["--model-path", str(directory / "served"), "--tp-size", "1"])
+    assert bool(calls) == called

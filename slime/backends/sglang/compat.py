@@ -11,12 +11,14 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import json
 import os
 import signal
 import sys
 import time
 import types
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -36,7 +38,7 @@ def install(flags: Sequence[str] = ()) -> None:
     """Make ``import sglang`` and a server on CPU work; a second call does nothing, nor does one on a CUDA host.
 
     Args:
-        flags: of the server, which say whether it has LoRA layers.
+        flags: of the server, which say which model it has, and whether LoRA layers.
     """
     global _installed
     if _installed or torch.cuda.is_available():
@@ -51,6 +53,8 @@ def install(flags: Sequence[str] = ()) -> None:
     if not _LORA_FLAGS.isdisjoint(flags):
         _pin_nothing()
     _allow_sampling_seeds()
+    if _has_latent_attention(flags):
+        _attend_to_latents()
 
 
 class _StandInType(type):
@@ -167,6 +171,26 @@ def _allow_sampling_seeds() -> None:
     murmur.murmur_hash32 = murmur_hash32
     batch_invariance.enable_batch_invariant_mode = _do_nothing
     server_args.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.append("torch_native")
+
+
+def _has_latent_attention(flags: Sequence[str]) -> bool:
+    places = [place for place, flag in enumerate(flags) if flag == "--model-path"]
+    config = Path(flags[places[-1] + 1], "config.json") if places else None
+    return config is not None and config.is_file() and "kv_lora_rank" in json.loads(config.read_text())
+
+
+def _attend_to_latents() -> None:
+    """Let multi-latent attention attend to the latent vectors, as it does with the other deterministic backends.
+
+    For prompts it would make keys and values of them, which torch_native then looks for in the cache, where the latents
+    are. Goes when ``AttentionBackendRegistry`` knows torch_native.
+    """
+    package = "sglang.srt.models.deepseek_common"
+    registry: Any = importlib.import_module(f"{package}.attention_backend_handler").AttentionBackendRegistry
+    methods: Any = importlib.import_module(f"{package}.attention_forward_methods.forward_methods").AttnForwardMethod
+    server_args: Any = importlib.import_module("sglang.srt.server_args")
+    registry.register("torch_native", lambda attention, batch: methods.MLA)
+    server_args.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND.append("torch_native")
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
