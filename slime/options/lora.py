@@ -159,7 +159,7 @@ def _latent_layers(modules: Set[str], q_lora_rank: int | None) -> Iterator[tuple
         )
     if q_lora_rank is None:
         for name in sorted({"q_proj", "kv_a_proj_with_mqa"} & modules):
-            yield f"--lora-target-modules {name}", "SGLang has adapters of it where there is a q_lora_rank: drop it"
+            yield f"--lora-target-modules {name}", "SGLang looks for it in a fused layer that this model lacks: drop it"
     elif len({"q_a_proj", "kv_a_proj_with_mqa"} & modules) == 1:
         yield "--lora-target-modules q_a_proj or kv_a_proj_with_mqa alone", "SGLang has one layer of both: name both"
 

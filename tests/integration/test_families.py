@@ -25,7 +25,7 @@ NUM_GPUS = 0
 
 pytestmark = [pytest.mark.integration, pytest.mark.full]
 
-KINDS = ("qwen2", "llama", "glm4", "mimo", "qwen3_moe", "deepseek_v3_dense")
+KINDS = ("qwen2", "llama", "glm4", "mimo", "qwen3_moe", "glm4_moe", "deepseek_v3_dense")
 """Those that SGLang serves on a CPU; tests/gpu has others."""
 TINY = tiny.KINDS | {
     "mimo": {"model_type": "qwen2", "num_nextn_predict_layers": 1, "tie_word_embeddings": False},
@@ -46,7 +46,9 @@ def write_model(kind: str, directory: Path) -> None:
     """A model of the kind, with a tokenizer and what follows from its vocabulary."""
     write_tiny_model(directory)
     tokens = len(AutoTokenizer.from_pretrained(directory))
-    options: dict[str, Any] = {"head_dim": 16, "num_key_value_heads": 2, **TINY[kind], "vocab_size": tokens}
+    options: dict[str, Any] = {**TINY[kind], "vocab_size": tokens}
+    if "kv_lora_rank" not in options:
+        options |= {"head_dim": 16, "num_key_value_heads": 2}
     options |= {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     options |= {"max_position_embeddings": 512, "pad_token_id": 0, "eos_token_id": 1}
     config = AutoConfig.for_model(**options)

@@ -153,7 +153,7 @@ def test_the_engine_finds_a_changed_byte(tiny_model_dir: Path, tmp_path: Path, m
     ("kind", "modules"),
     [
         *(("qwen2", LINEAR), ("llama", LINEAR), ("glm4", (*ATTENTION, "gate_up_proj", "down_proj"))),
-        *(("qwen3_moe", ATTENTION), ("qwen3_moe", ("q_proj", "o_proj"))),
+        *(("qwen3_moe", ATTENTION), ("qwen3_moe", ("q_proj", "o_proj")), ("glm4_moe", ATTENTION)),
         *(("deepseek_v3_dense", LATENT), ("whole_queries", ("o_proj",))),
     ],
 )

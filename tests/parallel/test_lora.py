@@ -82,7 +82,9 @@ def test_layout(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("kind", "run"), [("qwen3", "lora"), ("deepseek_v3_dense", "lora_latent")])
+@pytest.mark.parametrize(
+    ("kind", "run"), [("qwen3", "lora"), ("deepseek_v3_dense", "lora_latent"), ("moonlight", "lora_latent")]
+)
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
