@@ -1,4 +1,4 @@
-"""Families that SGLang serves on GPUs only: published configs with fewer and narrower layers, in the colocated loop.
+"""Experts and latent attention by the kernels of GPUs: published configs with fewer and narrower layers, colocated.
 
 Every push is proved byte by byte, and the trainer's log-probs of what the engine generated are the engine's.
 """

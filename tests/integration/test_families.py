@@ -25,12 +25,15 @@ NUM_GPUS = 0
 
 pytestmark = [pytest.mark.integration, pytest.mark.full]
 
-KINDS = ("qwen2", "llama", "glm4", "mimo", "qwen3_moe", "glm4_moe", "deepseek_v3_dense")
-"""Those that SGLang serves on a CPU; tests/gpu has others."""
+KINDS = ("qwen2", "llama", "glm4", "mimo", "qwen3_moe", "glm4_moe", "deepseek_v3")
+"""Those that SGLang serves on a CPU."""
+_PUBLISHED = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+"""What DeepSeek's config.json says and transformers does not ask for."""
 TINY = tiny.KINDS | {
     "mimo": {"model_type": "qwen2", "num_nextn_predict_layers": 1, "tie_word_embeddings": False},
     "qwen3_moe": tiny.KINDS["qwen3_moe"] | {"mlp_only_layers": []},  # SGLang has experts in every layer
-    "whole_queries": tiny.KINDS["deepseek_v3_dense"] | {"q_lora_rank": None},
+    "deepseek_v3": tiny.KINDS["deepseek_v3"] | _PUBLISHED,
+    "whole_queries": tiny.KINDS["deepseek_v3"] | _PUBLISHED | {"q_lora_rank": None},
 }
 MIMO = {
     **{"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "attention_bias": True},

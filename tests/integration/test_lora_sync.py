@@ -154,7 +154,7 @@ def test_the_engine_finds_a_changed_byte(tiny_model_dir: Path, tmp_path: Path, m
     [
         *(("qwen2", LINEAR), ("llama", LINEAR), ("glm4", (*ATTENTION, "gate_up_proj", "down_proj"))),
         *(("qwen3_moe", ATTENTION), ("qwen3_moe", ("q_proj", "o_proj")), ("glm4_moe", ATTENTION)),
-        *(("deepseek_v3_dense", LATENT), ("whole_queries", ("o_proj",))),
+        *(("deepseek_v3", LATENT), ("whole_queries", ("o_proj",))),
     ],
 )
 def test_other_families(kind: str, modules: tuple[str, ...], tmp_path: Path) -> None:
