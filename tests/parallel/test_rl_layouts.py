@@ -55,6 +55,8 @@ IN_CI: dict[str, tuple[str, ...]] = {
     "tp2_cp2": ("grpo_token", "ppo"),
     "cp2_dp2": ("gspo_token", "ppo"),
 }
+TWICE_TWO = ("tp2_cp2", "cp2_dp2")
+"""In the full tier only: four processes, and each half of it is in CI by itself."""
 ONE_MORE_IN_CI: dict[str, tuple[tuple[str, str], ...]] = {
     "tp2_sp": (("custom", ""), ("gspo", "recompute")),
     "pp2": (("ppo", "first_of_1"),),
@@ -191,7 +193,9 @@ def check_layout(runs: Runs, layout: str, *, in_ci: bool) -> None:
     check_on_policy(report, jobs, exact)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.full] * (name in TWICE_TWO)) for name in LAYOUTS]
+)
 def test_layout(runs: Runs, layout: str) -> None:
     check_layout(runs, layout, in_ci=True)
 
