@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from slime.utils import device
 from tests.parallel import plain, rollouts, tiny
 from tests.parallel.cases import OPTIMIZERS, RL_CASES, RL_OPTIONS, steps_of
 from tests.parallel.conftest import torchrun
@@ -56,7 +57,7 @@ IN_CI: dict[str, tuple[str, ...]] = {
     "cp2_dp2": ("gspo_token", "ppo"),
 }
 TWICE_TWO = ("tp2_cp2", "cp2_dp2")
-"""In the full tier only: four processes, and each half of it is in CI by itself."""
+"""Without GPUs in the full tier only: four processes, and each half of it is in CI by itself."""
 ONE_MORE_IN_CI: dict[str, tuple[tuple[str, str], ...]] = {
     "tp2_sp": (("custom", ""), ("gspo", "recompute")),
     "pp2": (("ppo", "first_of_1"),),
@@ -194,7 +195,8 @@ def check_layout(runs: Runs, layout: str, *, in_ci: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.full] * (name in TWICE_TWO)) for name in LAYOUTS]
+    "layout",
+    [pytest.param(name, marks=[pytest.mark.full] * (name in TWICE_TWO and not device.is_cuda())) for name in LAYOUTS],
 )
 def test_layout(runs: Runs, layout: str) -> None:
     check_layout(runs, layout, in_ci=True)
