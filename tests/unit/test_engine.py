@@ -229,7 +229,7 @@ signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # a shell's background jobs ignor
 first, second = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
 second.kill()
 compat.end_with_any_of([first.pid, second.pid])
-first.wait()
+first.wait(10)
 """
 
 
