@@ -87,6 +87,11 @@ def enter_actor(args: argparse.Namespace) -> None:
             sys.path.insert(0, args.launch_dir)
 
 
+def serving_host(api_keys: tuple[str, str] | None) -> str:
+    """The address of this host at which servers of a run listen: without keys, one that no other host reaches."""
+    return "127.0.0.1" if api_keys is None else ray.util.get_node_ip_address()
+
+
 def as_actor(cls: type, **threads: int) -> Any:
     """``cls`` as a Ray actor whose ``watch`` has a thread of its own and so never waits for another method.
 

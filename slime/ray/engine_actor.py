@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayError
 
 from slime.backends.sglang.engine import End, Engine, OtherNodes
-from slime.ray.cluster import as_actor, enter_actor
+from slime.ray.cluster import as_actor, enter_actor, serving_host
 
 _POLL_S = 0.1
 """Fine enough to tell which server of an engine ended first: the others follow within a second."""
@@ -44,7 +44,7 @@ class EnginePlan:
         return Engine(
             self.args,
             rank=self.rank,
-            host=ray.util.get_node_ip_address() if self.api_keys is not None else "127.0.0.1",
+            host=serving_host(self.api_keys),
             api_keys=self.api_keys,
             log_path=f"{self.args.run_dir}/logs/{log}.log",
             cuda_devices=self.nodes[node].gpus,

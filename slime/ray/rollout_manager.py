@@ -15,7 +15,7 @@ import ray
 from slime.backends.sglang.router import Router
 from slime.options.rollout import DEFAULT_ROLLOUT
 from slime.options.validate import check_schedule
-from slime.ray.cluster import enter_actor
+from slime.ray.cluster import enter_actor, serving_host
 from slime.rollout.abort import forget_engine, register_engines
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, flatten_samples
 from slime.rollout.data_source import DataSource, RolloutDataSource
@@ -78,11 +78,10 @@ class RolloutManager:
     @ray.method(concurrency_group=ROUTERS)
     def open_routers(self, reward: bool) -> None:
         """Start the router, and one for the reward model's engines if there are any; make them known to hooks."""
-        args = self._args
+        args, host = self._args, serving_host(self._api_keys)
         for model in (ACTOR, REWARD) if reward else (ACTOR,):
             # The user's flags are for the other one.
             its_args = args if model == ACTOR else argparse.Namespace(**vars(args) | {"router_cli": []})
-            host = "127.0.0.1" if self._api_keys is None else ray.util.get_node_ip_address()
             name = "router" if model == ACTOR else f"{model} router"
             log_path = f"{args.run_dir}/logs/{name.replace(' ', '_')}.log"
             router = self._routers[model] = Router(its_args, host, self._api_keys, log_path, name)
