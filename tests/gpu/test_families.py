@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.test_loop import SMALL_CACHE, Record, check, run
+from tests.gpu.test_loop import Record, check, run
 
 NUM_GPUS = 1
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"
@@ -50,7 +50,6 @@ def test_experts_and_latent_attention_agree_with_the_engine(
         num_rollout=_ROLLOUTS,
         update_weight_buffer_size=2**20,  # as many buckets as a large model has
         use_distributed_optimizer=True,
-        **SMALL_CACHE,
         **dict.fromkeys(("ref_load", "use_kl_loss", "kl_loss_coef", "kl_loss_type")),
     )
     check(run_dir, _ROLLOUTS, record_property)

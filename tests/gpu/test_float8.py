@@ -14,7 +14,7 @@ from slime.models import hf_config
 from slime.utils.block_scaled import quantise
 from slime.utils.device import current_device
 from tests.gpu.test_families import write_model
-from tests.gpu.test_loop import SMALL_CACHE, Record, run
+from tests.gpu.test_loop import Record, run
 from tests.integration.harness import ROOT, series
 from tests.integration.test_train import Value
 
@@ -29,7 +29,6 @@ _ENGINE: dict[str, Value] = {
     # What needs no compiler on the host.
     "sglang_fp8_gemm_backend": "triton",
     "sglang_moe_runner_backend": "triton",
-    **SMALL_CACHE,
     "bf16": True,
     "use_distributed_optimizer": True,
     "num_rollout": _ROLLOUTS,

@@ -6,7 +6,7 @@ import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
-from tests.gpu.test_loop import SMALL_CACHE, Record, check, run
+from tests.gpu.test_loop import Record, check, run
 from tests.integration.harness import series
 from tests.integration.test_heads import write_mimo
 from tests.integration.test_train import Value
@@ -28,7 +28,6 @@ def test_engines_draft_by_the_trainers_heads(workspace: Path, tmp_path: Path, re
         "sglang_speculative_num_draft_tokens": 2,
         # SGLang 0.5.17 imports it, unused here, where it captures graphs of what drafts.
         "sglang_disable_cuda_graph": find_spec("deep_gemm") is None,
-        **SMALL_CACHE,
     }
     run_dir = run(
         workspace,
