@@ -28,8 +28,8 @@ _ENGINE: dict[str, Value] = {
     "fp32": None,
     "bf16": True,
 }
-_LARGE_CACHE: dict[str, Value] = {"sglang_max_total_tokens": None}
-"""For runs that have a GPU to themselves and look at what is left on it: a cache that stayed would be seen."""
+_LARGE_CACHE: dict[str, Value] = {"sglang_max_total_tokens": 2**24}
+"""For runs that have a GPU to themselves and look at what is left on it: 4 GiB, which would be seen if they stayed."""
 
 Record = Callable[[str, object], None]
 

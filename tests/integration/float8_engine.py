@@ -3,7 +3,7 @@
     python -m tests.integration.float8_engine BEFORE_FP8 AFTER AFTER_FP8
 
 Prints a JSON object: what differs, when AFTER is pushed with pairs in one bucket, or a bucket for each tensor, from
-what the same class loads of AFTER_FP8.
+what the same class loads of AFTER_FP8; and what else than its weights a model loses by sleep.
 """
 
 from __future__ import annotations
@@ -92,6 +92,20 @@ def held(model: Any) -> dict[str, Tensor]:
     return found
 
 
+def lost_by_sleep(model: Any) -> list[str]:
+    """Names of what no push brings and differs after a sleep that leaves zeros: by SGLang's own release and resume."""
+    from sglang.srt.managers.scheduler_components import weight_updater
+
+    brought = held(model)
+    others = {n: t for n, t in (*model.named_parameters(), *model.named_buffers()) if n not in brought}
+    before = {name: tensor.detach().clone() for name, tensor in others.items()}
+    stashed = weight_updater._export_static_state(model)
+    for tensor in others.values():
+        tensor.detach().zero_()
+    weight_updater._import_static_state(model, stashed)
+    return differing(others, before)
+
+
 def main(before: Path, after: Path, after_float8: Path) -> dict[str, Any]:
     """Load, push, compare."""
     build, blocks = sglang_model(before), Float8Blocks.of(before)
@@ -111,9 +125,11 @@ def main(before: Path, after: Path, after_float8: Path) -> dict[str, Any]:
         "kept": sorted(first.keys() - differing(first, wanted)),
         "differ": differing(held(models["pushed"]), wanted),
         "differ_in_halves": differing(held(models["halved"]), wanted),
+        "lost_by_sleep": lost_by_sleep(models["pushed"]),
     }
 
 
 if __name__ == "__main__":
     compat.install()
+    compat.keep_cache_scales()
     print(json.dumps(main(*map(Path, sys.argv[1:]))))

@@ -70,7 +70,7 @@ def test_sglangs_loaders_take_pushes_as_they_take_checkpoints(kind: str, tmp_pat
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["float8"] >= 8
-    assert (found["differ"], found["kept"]) == ([], [])
+    assert (found["differ"], found["kept"], found["lost_by_sleep"]) == ([], [], [])
     # Why a bucket has both halves: without the other, SGLang drops one and says nothing.
     fused = [
         f"model.layers.{i}.self_attn.fused_qkv_a_proj_with_mqa.weight{end}"

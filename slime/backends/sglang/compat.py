@@ -1,4 +1,4 @@
-"""What unmodified SGLang lacks on a host without GPUs, for adapters, and on several nodes, put right from outside.
+"""What unmodified SGLang lacks without GPUs, for adapters, over sleep, and on several nodes, put right from outside.
 
 Written against sglang 0.5.17. `install` must run in every process of a server before ``import sglang``, and in no other
 process: its stand-ins for absent packages must not reach a trainer.
@@ -276,3 +276,25 @@ def unload_adapters_at_once() -> None:
         self._counters.pop(lora_id, None)
 
     registry.wait_for_unload = forget
+
+
+def keep_cache_scales() -> None:
+    """Let the scales by which a float8 model's layers cache keys and values outlive sleep; in every process of a server.
+
+    SGLang makes them parameters, sets those that no checkpoint has to 1 after the first load, and brings only buffers
+    back after sleep. Zeros in their place fail the next load from disk, and latent attention divides by them. Goes when
+    SGLang brings back, or pushes can bring, every parameter.
+    """
+    updater: Any = importlib.import_module("sglang.srt.managers.scheduler_components.weight_updater")
+
+    def kept(model: torch.nn.Module) -> list[torch.Tensor]:
+        scales = (p for p in model.parameters() if getattr(p, "_skip_weight_check", False))
+        return [*model.buffers(), *scales]
+
+    def bring_back(model: torch.nn.Module, values: list[torch.Tensor]) -> None:
+        with torch.inference_mode():
+            for tensor, value in zip(kept(model), values, strict=True):
+                tensor.copy_(value)
+
+    updater._export_static_state = lambda model: [tensor.detach().clone() for tensor in kept(model)]
+    updater._import_static_state = bring_back

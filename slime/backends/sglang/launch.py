@@ -45,6 +45,8 @@ def _register_configs() -> None:
 compat.install(sys.argv[1:])
 _register_configs()
 _strike_keys_from_log()
+if FLOAT8_VARIABLE in os.environ:
+    compat.keep_cache_scales()
 
 
 def main() -> None:
