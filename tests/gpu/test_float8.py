@@ -21,8 +21,9 @@ from tests.integration.test_train import Value
 NUM_GPUS = 1
 _ROLLOUTS = 2
 _CONVERT_S = 300
-_FLOAT8_DIFFERENCE = 0.2
-"""Of log-probs: weights and activations in float8 have three bits of mantissa; the bytes are compared exactly."""
+_FLOAT8_DIFFERENCE = {"qwen3-4B": 0.12, "qwen3-30B-A3B": 0.1, "deepseek-v3": 0.32}
+"""Of log-probs, at most: twice what inputs of linear layers in float8 alone do to transformers' model in float32 (0.06,
+0.05, 0.16). Weights are compared exactly."""
 _SPREAD = 0.05
 """Of the random weights: log-probs then tell them apart."""
 _ENGINE: dict[str, Value] = {
@@ -33,7 +34,6 @@ _ENGINE: dict[str, Value] = {
     "use_distributed_optimizer": True,
     "num_rollout": _ROLLOUTS,
     "lr": "1e-5",  # as trainers of such models do: less than a step of float8
-    "ci_train_rollout_logprob_abs_diff_threshold": _FLOAT8_DIFFERENCE,
     "update_weight_buffer_size": 2**20,
     **dict.fromkeys(("ref_load", "use_kl_loss", "kl_loss_coef", "kl_loss_type")),
 }
@@ -58,12 +58,15 @@ def write_float8(name: str, workspace: Path, directory: Path) -> Path:
     return directory / "fp8"
 
 
-def check_float8(run_dir: Path, record_property: Record) -> None:
-    """Every step was made; the engines' log-probs, in float8, are near the trainer's."""
+def run_float8(name: str, workspace: Path, tmp_path: Path, record_property: Record, **changes: Value) -> None:
+    """A run makes every step, and the engines' log-probs, in float8, are near the trainer's."""
+    checkpoint, limit = write_float8(name, workspace, tmp_path), _FLOAT8_DIFFERENCE[name]
+    changes |= {"hf_checkpoint": str(checkpoint), "ci_train_rollout_logprob_abs_diff_threshold": str(limit)}
+    run_dir = run(workspace, tmp_path.name, **{**_ENGINE, **changes})
     differences = series(run_dir, "train/train_rollout_logprob_abs_diff")
-    record_property("log-prob difference", f"{max(differences):.4f}")
+    record_property("log-prob difference", ", ".join(f"{difference:.4f}" for difference in differences))
     assert len(differences) == _ROLLOUTS
-    assert max(differences) < _FLOAT8_DIFFERENCE
+    assert max(differences) < limit
     assert all(norm > 0 for norm in series(run_dir, "train/grad_norm"))
 
 
@@ -77,19 +80,17 @@ def test_a_gpu_quantises_into_the_bytes_of_a_cpu(shape: tuple[int, int]) -> None
         assert torch.equal(ours.cpu().view(torch.uint8), theirs.view(torch.uint8))
 
 
-@pytest.mark.parametrize("name", ["qwen3-4B", "qwen3-30B-A3B", "deepseek-v3"])
+@pytest.mark.parametrize("name", _FLOAT8_DIFFERENCE)
 def test_colocated_engines_in_float8(name: str, workspace: Path, tmp_path: Path, record_property: Record) -> None:
     """Every push is compared in the engine with a float8 checkpoint of the same tensors, in many buckets."""
-    checkpoint = write_float8(name, workspace, tmp_path)
-    check_float8(run(workspace, f"float8-{name}", hf_checkpoint=str(checkpoint), **_ENGINE), record_property)
+    run_float8(name, workspace, tmp_path, record_property)
 
 
 @pytest.mark.parametrize("transport", ["disk", "distributed"])
 @pytest.mark.gpus(2)
 def test_float8_engines_on_other_gpus(transport: str, workspace: Path, tmp_path: Path, record_property: Record) -> None:
-    checkpoint = write_float8("qwen3-30B-A3B", workspace, tmp_path)
-    slots: dict[str, Value] = {"colocate": None, "actor_num_gpus_per_node": 1, "rollout_num_gpus": 1}
-    how: dict[str, Value] = {**_ENGINE, **slots, "update_weight_transport": transport}
+    changes: dict[str, Value] = {"colocate": None, "actor_num_gpus_per_node": 1, "rollout_num_gpus": 1}
+    changes["update_weight_transport"] = transport
     if transport == "disk":
-        how["update_weight_disk_dir"] = str(tmp_path / "versions")
-    check_float8(run(workspace, f"float8-{transport}", hf_checkpoint=str(checkpoint), **how), record_property)
+        changes["update_weight_disk_dir"] = str(tmp_path / "versions")
+    run_float8("qwen3-30B-A3B", workspace, tmp_path, record_property, **changes)

@@ -279,7 +279,7 @@ def unload_adapters_at_once() -> None:
 
 
 def keep_cache_scales() -> None:
-    """Let the scales by which a float8 model's layers cache keys and values outlive sleep; in every process of a server.
+    """Let the scales of a float8 model's cached keys and values outlive sleep; in every process of a server.
 
     SGLang makes them parameters, sets those that no checkpoint has to 1 after the first load, and brings only buffers
     back after sleep. Zeros in their place fail the next load from disk, and latent attention divides by them. Goes when
