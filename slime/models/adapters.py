@@ -41,11 +41,6 @@ def last_names(modules: Collection[str]) -> list[str]:
     return list(dict.fromkeys(map(_last, modules)))
 
 
-def in_attention(row: Row) -> bool:
-    """Whether a row is of a layer's attention."""
-    return ".self_attn." in row.hf[0]
-
-
 def peft_config(rank: int, alpha: float, base: str, modules: list[str]) -> dict[str, Any]:
     """What PEFT, and an engine, must know of adapters of the Hugging Face modules of these names."""
     return {

@@ -23,6 +23,7 @@ _SET_BY_SLIME = {
     *("sglang_enable_lora", "sglang_max_lora_rank", "sglang_lora_target_modules", "sglang_lora_paths"),
     *("sglang_max_loras_per_batch", "sglang_max_loaded_loras"),
 }
+_MLP = frozenset({"gate_proj", "up_proj", "gate_up_proj", "down_proj"})
 
 
 @dataclass
@@ -41,10 +42,10 @@ class LoraOptions:
     save_lora: str | None = option(
         None, "Directory for the adapters in PEFT's format, written when a checkpoint is; {rollout_id} is filled in."
     )
-    lora_sync: Literal["merged", "adapter"] = option(
+    lora_sync: Literal["merged", "adapter", "auto"] = option(
         "merged",
         "What a push carries: merged, every weight with what its adapter adds; adapter, the adapters alone, which "
-        "SGLang's LoRA layers then add.",
+        "SGLang's LoRA layers then add; auto, adapters where engines can have them, otherwise merged weights.",
     )
 
 
@@ -58,8 +59,8 @@ def derive_lora(args: Namespace) -> None:
         for name in ("lora_alpha", "lora_target_modules", "save_lora"):
             if getattr(args, name) is not None:
                 raise OptionError(f"{_flag(name)} needs --lora-rank")
-        if args.lora_sync == "adapter":
-            raise OptionError("--lora-sync adapter needs --lora-rank")
+        if args.lora_sync != "merged":
+            raise OptionError(f"--lora-sync {args.lora_sync} needs --lora-rank")
         return
     args.lora_alpha = args.lora_alpha or 2.0 * args.lora_rank
     args.lora_target_modules = args.lora_target_modules or ["all-linear"]
@@ -90,27 +91,35 @@ def check_adapters(directory: str | Path, saved: dict[str, Any] | None, own: dic
     raise OptionError(f"{directory} holds adapters: go on with {flags}")
 
 
-def check_adapter_sync(args: Namespace, given: Set[str]) -> None:
-    """Refuse what an engine that is given adapters alone would not do, or do by other weights than the trainer's; and,
-    where all weights are pushed, an engine with adapters of its own.
+def settle_lora_sync(args: Namespace, given: Set[str], warnings: list[str]) -> None:
+    """Refuse what an engine that is given adapters alone would not do, or do by other weights than the trainer's; with
+    ``--lora-sync auto`` push merged weights then. Where all weights are pushed, refuse an engine with adapters of its
+    own.
 
     Args:
-        args: complete, with the model's shape.
+        args: complete, with the model's shape. ``lora_sync`` becomes ``merged`` or ``adapter``.
         given: the attributes that flags or YAML set.
+        warnings: where the reason for merged weights goes.
 
     Raises:
         OptionError: naming both flags.
     """
-    if args.lora_sync != "adapter":
+    obstacle = next(_against_adapter_sync(args, given), None) if args.lora_sync != "merged" else None
+    if obstacle is not None:
+        what, why = obstacle
+        if args.lora_sync == "adapter":
+            raise OptionError(f"{what} cannot be used with --lora-sync adapter: {why}; or use --lora-sync merged")
+        warnings.append(f"--lora-sync auto pushes merged weights: {what} cannot be used with adapters alone: {why}")
+        args.lora_sync = "merged"
+    if args.lora_sync == "merged":
         for name in ("sglang_enable_lora", "sglang_lora_paths"):
             if getattr(args, name, None) and args.placement in ("colocate", "disaggregate"):
                 raise OptionError(
                     f"{_flag(name)}: SGLang does not find weights that are pushed to layers with adapters: drop it, or "
                     "use --lora-rank with --lora-sync adapter"
                 )
-        return
-    for what, why in _against_adapter_sync(args, given):
-        raise OptionError(f"{what} cannot be used with --lora-sync adapter: {why}; or use --lora-sync merged")
+    else:
+        args.lora_sync = "adapter"
 
 
 def _against_adapter_sync(args: Namespace, given: Set[str]) -> Iterator[tuple[str, str]]:
@@ -138,6 +147,11 @@ def _against_adapter_sync(args: Namespace, given: Set[str]) -> Iterator[tuple[st
                 "engines would add adapters to other weights than the trainer's: drop it",
             )
     yield from _own_requests(args)
+    if args.num_experts and not _MLP.isdisjoint(args.lora_modules):
+        yield (
+            f"--lora-target-modules {' '.join(args.lora_target_modules)}",
+            "of a model with experts, only attention's adapters were seen to be right in SGLang: name layers of it",
+        )
     if args.multi_latent_attention:
         yield from _latent_layers(set(args.lora_modules), args.q_lora_rank)
     if args.pushes_float8:

@@ -27,7 +27,7 @@ from slime.options.eval_datasets import EvalDataset
 from slime.options.hooks import HookOptions
 from slime.options.installed import InstalledFlagsError, start_reading
 from slime.options.layout import check_layout
-from slime.options.lora import LoraOptions, check_adapter_sync, derive_lora
+from slime.options.lora import LoraOptions, derive_lora, settle_lora_sync
 from slime.options.model import apply_shape, check_quantization, check_weights, model_directory, take_rotary_factor
 from slime.options.next_tokens import check_heads, check_heads_training
 from slime.options.parser import HelpAction, StrictParser, flag_values
@@ -216,7 +216,7 @@ def _resolve(args: argparse.Namespace, given: set[str], asynchronous: bool) -> l
         check_training(args, given)
         check_layout(args)
         _check_lora(args)
-    check_adapter_sync(args, given)
+    settle_lora_sync(args, given, warnings)
     return warnings
 
 
@@ -240,7 +240,7 @@ def take_shape(args: argparse.Namespace, given: set[str], warnings: list[str]) -
 
 
 def _check_lora(args: argparse.Namespace) -> None:
-    """Refuse adapters on layers that the model does not have, or that the trainer, or an engine, has none for."""
+    """Refuse adapters on layers that the model does not have, or that the trainer has none for."""
     if args.lora_rank is None:
         return
     from slime.models import adapters, family_of, hf_config, weight_shape
@@ -260,12 +260,6 @@ def _check_lora(args: argparse.Namespace) -> None:
             "--expert-tensor-parallel-size 1, or name layers of attention only"
         )
     args.lora_modules = adapters.last_names(adapters.module_names(family, shape, targets))
-    if args.lora_sync == "adapter" and args.num_experts and not all(map(adapters.in_attention, rows)):
-        raise OptionError(
-            f"--lora-target-modules {' '.join(targets)} cannot be used with --lora-sync adapter: of a model with "
-            "experts, only attention's adapters were seen to be right in SGLang: name layers of it, or use "
-            "--lora-sync merged"
-        )
     if args.moe_shared_expert_overlap:
         raise OptionError("--moe-shared-expert-overlap cannot be used with --lora-rank: drop it")
     if args.moe_router_bias_update_rate:

@@ -23,13 +23,15 @@ _ENGINE: dict[str, Value] = {
     "sglang_mem_fraction_static": "0.3",
     "sglang_disable_prefill_cuda_graph": True,
     "sglang_cuda_graph_max_bs_decode": 16,
-    "sglang_max_total_tokens": 32768,  # engines that start on a GPU together otherwise count each other's memory
+    "sglang_max_total_tokens": 32768,
     "sglang_enable_deterministic_inference": None,
     "fp32": None,
     "bf16": True,
 }
+"""The cache is small: engines that start on a GPU at the same time would count each other's memory."""
 _LARGE_CACHE: dict[str, Value] = {"sglang_max_total_tokens": 2**24}
-"""For runs that have a GPU to themselves and look at what is left on it: 4 GiB, which would be seen if they stayed."""
+"""For runs that have a GPU to themselves and look at what is left on it: 4 GiB of the tiny model's keys and values,
+more than `ASLEEP_GIB` allows beside all else if they stayed."""
 
 Record = Callable[[str, object], None]
 

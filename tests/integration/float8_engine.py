@@ -92,8 +92,8 @@ def held(model: Any) -> dict[str, Tensor]:
     return found
 
 
-def lost_by_sleep(model: Any) -> list[str]:
-    """Names of what no push brings and differs after a sleep that leaves zeros: by SGLang's own release and resume."""
+def over_sleep(model: Any) -> dict[str, list[str]]:
+    """Names of what no push brings, and what of it SGLang's release and resume lose when sleep leaves zeros."""
     from sglang.srt.managers.scheduler_components import weight_updater
 
     brought = held(model)
@@ -103,7 +103,7 @@ def lost_by_sleep(model: Any) -> list[str]:
     for tensor in others.values():
         tensor.detach().zero_()
     weight_updater._import_static_state(model, stashed)
-    return differing(others, before)
+    return {"not_pushed": sorted(others), "lost_by_sleep": differing(others, before)}
 
 
 def main(before: Path, after: Path, after_float8: Path) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def main(before: Path, after: Path, after_float8: Path) -> dict[str, Any]:
         "kept": sorted(first.keys() - differing(first, wanted)),
         "differ": differing(held(models["pushed"]), wanted),
         "differ_in_halves": differing(held(models["halved"]), wanted),
-        "lost_by_sleep": lost_by_sleep(models["pushed"]),
+        **over_sleep(models["pushed"]),
     }
 
 

@@ -194,22 +194,23 @@ def test_colocated_ranks_do_not_compare_their_free_memory(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "sleeps", "pushes_heads", "keeps"),
+    ("algorithm", "sleeps", "pushes", "keeps"),
     [
-        ("EAGLE3", True, False, True),
-        ("EAGLE", True, True, False),
-        ("EAGLE", False, False, False),
-        (None, True, False, False),
+        ("EAGLE3", True, set(), True),
+        ("EAGLE", True, {"pushes_heads"}, False),
+        ("EAGLE", True, {"pushes_heads", "pushes_float8"}, True),
+        ("EAGLE", False, set(), False),
+        (None, True, set(), False),
     ],
 )
 def test_what_an_engine_drafts_by_outlives_its_sleep(
-    tmp_path: Path, algorithm: str | None, sleeps: bool, pushes_heads: bool, keeps: bool
+    tmp_path: Path, algorithm: str | None, sleeps: bool, pushes: set[str], keeps: bool
 ) -> None:
     """SGLang keeps a draft model's weights only when told to, and only what is pushed comes anew."""
     engine = make_engine(tmp_path)
     engine._cuda_devices = ["0"]
-    own = {"offload_rollout": sleeps, "sglang_speculative_algorithm": algorithm, "pushes_heads": pushes_heads}
-    vars(engine._args).update(own)
+    own = {"offload_rollout": sleeps, "sglang_speculative_algorithm": algorithm}
+    vars(engine._args).update(own, **{name: name in pushes for name in ("pushes_heads", "pushes_float8")})
     command = engine._command(1, 2)
     assert ("--enable-draft-weights-cpu-backup" in command) == keeps
     assert ("--enable-memory-saver" in command) == sleeps

@@ -98,7 +98,8 @@ def test_what_cannot_be(directory: Path, capsys: pytest.CaptureFixture[str], fla
 
 
 def test_without_adapters_there_are_none_to_push(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--lora-sync adapter needs --lora-rank" in failure(capsys, "--lora-sync adapter")
+    for sync in ("adapter", "auto"):
+        assert f"--lora-sync {sync} needs --lora-rank" in failure(capsys, f"--lora-sync {sync}")
 
 
 @pytest.mark.parametrize("flags", ["--sglang-enable-lora", "--sglang-lora-paths a=model"])
@@ -136,6 +137,25 @@ def test_engines_have_some_layers_of_latent_attention(
         error = failure(capsys, words)
         assert f"--lora-target-modules {refused} cannot be used with --lora-sync adapter: " in error
         assert "use --lora-sync merged" in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--hf-checkpoint moe --lora-target-modules q_proj o_proj", None),
+        ("", None),
+        ("--hf-checkpoint moe", "--lora-target-modules all-linear cannot be used with adapters alone: of a model with"),
+        ("--update-weight-transport disk", "--update-weight-transport cannot be used with adapters alone"),
+    ],
+)
+def test_auto_gives_engines_adapters_where_they_can_have_them(
+    directory: Path, capsys: pytest.CaptureFixture[str], flags: str, reason: str | None
+) -> None:
+    args = parse_args(command(f"--lora-rank 8 --lora-sync auto {flags}"))
+    warned = capsys.readouterr().err
+    assert args.lora_sync == ("adapter" if reason is None else "merged")
+    assert (reason is None) == ("--lora-sync auto pushes merged weights" not in warned)
+    assert reason is None or reason in warned
 
 
 def test_engines_in_float8_are_refused(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

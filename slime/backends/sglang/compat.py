@@ -1,4 +1,4 @@
-"""What unmodified SGLang lacks without GPUs, for adapters, over sleep, and on several nodes, put right from outside.
+"""What unmodified SGLang lacks, put right from outside.
 
 Written against sglang 0.5.17. `install` must run in every process of a server before ``import sglang``, and in no other
 process: its stand-ins for absent packages must not reach a trainer.
@@ -283,7 +283,7 @@ def keep_cache_scales() -> None:
 
     SGLang makes them parameters, sets those that no checkpoint has to 1 after the first load, and brings only buffers
     back after sleep. Zeros in their place fail the next load from disk, and latent attention divides by them. Goes when
-    SGLang brings back, or pushes can bring, every parameter.
+    SGLang brings back every parameter.
     """
     updater: Any = importlib.import_module("sglang.srt.managers.scheduler_components.weight_updater")
 

@@ -181,8 +181,9 @@ class Engine(Server):
             flags += _CPU_FLAGS
         elif args.offload_rollout:
             flags.append("--enable-memory-saver")
-            if getattr(args, "sglang_speculative_algorithm", None) is not None and not args.pushes_heads:
-                # Asleep the engine would lose the weights that it drafts by: nobody pushes them again.
+            drafts = getattr(args, "sglang_speculative_algorithm", None) is not None
+            if drafts and (args.pushes_float8 or not args.pushes_heads):
+                # Asleep the engine would lose what it drafts by and nobody pushes again: weights, scales of its cache.
                 flags.append("--enable-draft-weights-cpu-backup")
         if args.lora_sync == "adapter":
             flags += self._adapter_flags()

@@ -1,6 +1,6 @@
 """Start one SGLang server: ``python -m slime.backends.sglang.launch <flags of sglang.launch_server>``.
 
-It is SGLang's own launcher, with the CPU fixes of `compat` and the configs of `configs` before it, and with keys that
+It is SGLang's own launcher, with the fixes of `compat` and the configs of `configs` before it, and with keys that
 come by environment, because a command line is readable by every user of the host, and that are struck from the log,
 where SGLang prints them.
 """
