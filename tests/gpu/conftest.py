@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from slime.utils import device
 from tests.integration.test_train import make_workspace
@@ -45,3 +47,21 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with random weights and a few problems."""
     return make_workspace(tmp_path_factory.mktemp("gpu"))
+
+
+@pytest.fixture(scope="module")
+def megatron(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One rank with a generator for its weights."""
+    from slime.backends.megatron import compat
+
+    compat.install()
+    from megatron.core import parallel_state, tensor_parallel
+
+    directory: Path = tmp_path_factory.mktemp("megatron")
+    device.bind_local_device(0)
+    dist.init_process_group("nccl", init_method=f"file://{directory}/store", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from slime.utils import device
 from tests.unit import test_experts as on_cpu
@@ -17,24 +14,6 @@ from tests.unit import test_norm, test_optimizer
 NUM_GPUS = 1
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not device.is_cuda(), reason="needs a CUDA device")]
-
-
-@pytest.fixture(scope="module")
-def megatron(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One rank with a generator for its weights."""
-    from slime.backends.megatron import compat
-
-    compat.install()
-    from megatron.core import parallel_state, tensor_parallel
-
-    directory: Path = tmp_path_factory.mktemp("megatron")
-    device.bind_local_device(0)
-    dist.init_process_group("nccl", init_method=f"file://{directory}/store", rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("dtype", on_cpu.TOLERANCE)

@@ -1,0 +1,67 @@
+"""A pass without gradients and a training pass give the same bits: an on-policy step's ratio is then exactly 1."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slime.utils import device
+from tests.parallel import tiny
+
+NUM_GPUS = 1
+_PASSES = 60
+_KINDS = ("qwen3", "glm4", "qwen3_moe", "deepseek_v3")
+_LONGEST = 60
+
+
+def micro_batch(rng: random.Random) -> tuple[list[int], Tensor]:
+    """Lengths of packed sequences, as many tokens as a small run has, and tokens [1, sum of lengths]."""
+    lengths = [rng.randint(2, _LONGEST) for _ in range(rng.randint(1, 12))]
+    return lengths, torch.randint(0, tiny.VOCAB, (1, sum(lengths)), device=device.current_device())
+
+
+def outputs(module: torch.nn.Module, lengths: list[int], tokens: Tensor) -> dict[str, Tensor]:
+    """What each part of the model, and its head, made of a micro-batch, in the order of computing."""
+    from slime.backends.megatron import attention, log_probs, model
+
+    found: dict[str, Tensor] = {}
+
+    def note(name: str, part: torch.nn.Module, inputs: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if isinstance(first, Tensor):
+            found[name] = first.detach().clone()
+
+    hooks = [part.register_forward_hook(partial(note, name)) for name, part in module.named_modules()]
+    positions = torch.cat([torch.arange(length) for length in lengths])[None].to(tokens.device)
+    hidden = module(tokens, positions, None, packed_seq_params=attention.packed_params(lengths))
+    for hook in hooks:
+        hook.remove()
+    weight = model.head_weight(module)
+    settings = {"vocab_size": tiny.VOCAB, "temperature": 1.0, "group": None, "chunk_size": 64}
+    terms = log_probs.token_terms(hidden[0], weight, tokens[0], **settings, wants_entropy_gradient=False)
+    return found | {"log-probs": terms[0].detach(), "entropy": terms[1].detach()}
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_passes_with_and_without_gradients_have_the_same_bits(kind: str, megatron: None, tmp_path: Path) -> None:
+    """Of many micro-batches; the first part of the model that differs is named."""
+    from slime.backends.megatron import model, weights_io
+
+    tiny.save(kind, tmp_path / "model")
+    chunks = model.build_model(tiny.arguments(tmp_path / "model", params_dtype="bfloat16", bf16=True))
+    weights_io.load_hf(chunks, tmp_path / "model")
+    (module,) = model.wrap(chunks)
+    rng = random.Random(torch.seed())
+    for number in range(_PASSES):
+        lengths, tokens = micro_batch(rng)
+        with torch.no_grad():
+            plain = outputs(module, lengths, tokens)
+        trained = outputs(module, lengths, tokens)
+        differing = [name for name, tensor in plain.items() if not torch.equal(tensor, trained[name])]
+        assert not differing, f"micro-batch {number}, lengths {lengths}: first {differing[0]}, {len(differing)} in all"
