@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from slime.utils.arguments import parse_args
+from tests import shipped
 from tests.command_line import QWEN3, command, failure, write_model, write_rows
 
 Parse = Callable[..., Namespace]
@@ -47,6 +49,12 @@ def test_shape_comes_from_the_config(parse: Parse, directory: Path) -> None:
     assert args.params_dtype == "float32"
     assert parse("", "--fp32").params_dtype == "bfloat16"
     assert pickle.loads(pickle.dumps(args)) == args
+
+
+@pytest.mark.parametrize("name", shipped.unsupported())
+def test_a_model_that_slime_has_no_table_of(name: str, directory: Path, fails: Fails) -> None:
+    shutil.copy(shipped.CONFIGS / name / "config.json", directory / "model")
+    assert fails() == f"--hf-checkpoint {directory}/model: {shipped.refusal(name)}"
 
 
 def test_config_mismatch(parse: Parse, fails: Fails, capsys: pytest.CaptureFixture[str]) -> None:

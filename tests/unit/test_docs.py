@@ -17,6 +17,7 @@ from slime.options.schema import flag_of
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.tokenizer import load_tokenizer
 from slime.utils.types import Sample
+from tests import shipped
 from tests.documents import DOCS, example, examples
 from tests.fake_client import FakeClient, reply, rollout
 
@@ -104,6 +105,7 @@ def test_the_page_on_models_shows_a_whole_family_and_lists_all() -> None:
     text = (DOCS / "add_a_model.md").read_text()
     listed = re.findall(r"^\| `(\w+)` \| .* \| .* \|$", text, re.MULTILINE)
     assert listed == [name for family in FAMILIES for name in family.model_types]
+    assert f"/root/Qwen3.5-4B: {shipped.refusal('qwen3.5-4B')}\n" in text
     assert example("add_a_model.md", "_row(").strip() in (DOCS.parent / "slime" / "models" / "rows.py").read_text()
     rules = re.findall(r"^\| `(\w+)` \| [^|]* \|$", text, re.MULTILINE)
     rows = [row for family in FAMILIES for row in (*family.rows, *(family.heads.rows if family.heads else ()))]

@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from slime.options.model import contradictions
 from slime.options.patterns import layer_pattern, written_pattern
@@ -23,6 +27,37 @@ UPSTREAM_IS_WRONG = {
 }
 """Flags of upstream's scripts that the published config.json contradicts."""
 SUPPORTED = shipped.supported()
+FIELDS = {
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "ffn_hidden_size",
+    "vocab_size": "vocab_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_query_groups",
+    "head_dim": "kv_channels",
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "qk_head_dim",
+    "qk_rope_head_dim": "qk_pos_emb_head_dim",
+    "v_head_dim": "v_head_dim",
+    "rms_norm_eps": "norm_epsilon",
+    "rope_theta": "rotary_base",
+    "partial_rotary_factor": "rotary_percent",
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), "num_experts"),
+    "num_experts_per_tok": "moe_router_topk",
+    "moe_intermediate_size": "moe_ffn_hidden_size",
+    "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+    "routed_scaling_factor": "moe_router_topk_scaling_factor",
+}
+"""Numbers of config.json -> the Megatron argument that says the same."""
+SAID_OTHERWISE = {
+    "glm_moe_dsa": {"kv_channels", "moe_shared_expert_intermediate_size"},
+    "minimax_m2": {"moe_ffn_hidden_size"},
+    "qwen3_5_moe": {"ffn_hidden_size"},
+}
+"""By model_type, arguments for which config.json has another field or none: latent attention has no one width of heads,
+shared experts are counted, and where all layers have experts there is one width of an MLP."""
+ARCHITECTURES = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 
 def bash(program: str, **variables: str) -> list[str]:
@@ -48,12 +83,21 @@ def test_the_script_is_what_the_tool_prints(name: str, capsys: pytest.CaptureFix
         with pytest.raises(SystemExit) as stop:
             model_args.main([str(config)])
         assert stop.value.code == 2
-        assert shipped.model_type(name) in capsys.readouterr().err.splitlines()[-1]
+        message = capsys.readouterr().err.partition("error: ")[2]
+        assert message == f"{shipped.refusal(name)}\n"
 
 
 def test_every_script_and_config_is_of_a_model_that_is_named() -> None:
     assert sorted(file.stem for file in shipped.SCRIPTS.iterdir()) == sorted(SUPPORTED)
     assert sorted(directory.name for directory in shipped.CONFIGS.iterdir()) == sorted(shipped.CHECKPOINTS)
+
+
+def test_every_model_of_the_upstream_system_has_a_config() -> None:
+    """Its own, or that of a model with the same flags, where it has flags of its own."""
+    assert {*shipped.CHECKPOINTS, *shipped.ALIASES} == {*UPSTREAM, "llama3-8B", "llama3-70B"}
+    for name, model in shipped.ALIASES.items():
+        assert UPSTREAM[name] in ("", UPSTREAM[model])
+        assert name not in shipped.CHECKPOINTS
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
@@ -80,6 +124,38 @@ def test_scripts_of_the_upstream_system(name: str, tmp_path: Path) -> None:
         model_args.flags_of(tmp_path / "upstream.sh"), model_args.read_shape(str(shipped.CONFIGS / name))
     )
     assert set(found) == UPSTREAM_IS_WRONG.get(name, set())
+
+
+@pytest.mark.parametrize("name", shipped.unsupported())
+def test_configs_of_other_models_say_what_upstream_says(name: str, tmp_path: Path) -> None:
+    """All of it and nothing else, in fields that transformers' class of the model has."""
+    kind, file, config = shipped.model_type(name), shipped.config_json(name), shipped.config(name)
+    (tmp_path / "upstream.sh").write_text(f"MODEL_ARGS=({UPSTREAM[name]})")
+    flags = model_args.flags_of(tmp_path / "upstream.sh")
+    text = config.get_text_config()
+    said = file | file.get("text_config", {})
+    said.pop("text_config", None)
+    assert said.pop("architectures") == [ARCHITECTURES[kind]]
+    assert {field: getattr(text, field) for field in said} == said
+    assert said.pop("model_type") == text.model_type
+    said |= said.pop("rope_parameters")
+    assert {FIELDS[field]: said.pop(field) for field in FIELDS if field in said} == {
+        argument: value
+        for argument, value in flags.items()
+        if argument in FIELDS.values() and argument not in SAID_OTHERWISE.get(kind, ())
+    }
+    layers, width = flags.get("moe_layer_freq"), flags.get("moe_ffn_hidden_size")
+    meant = {
+        "rope_type": "default",
+        "hidden_act": "silu" if flags["swiglu"] else "gelu",
+        "attention_bias": flags["add_bias_linear"],
+        "tie_word_embeddings": not flags.get("untie_embeddings_and_output_weights"),
+        "norm_topk_prob": True,  # as Megatron's routers do
+        "first_k_dense_replace": layers and layers.index(1),
+        "n_shared_experts": width and flags.get("moe_shared_expert_intermediate_size", 0) // width,
+    }
+    assert {"hidden_act", "tie_word_embeddings"} <= said.keys()
+    assert {field: meant[field] for field in said} == said
 
 
 def test_sourcing() -> None:
