@@ -25,6 +25,7 @@ PUBLISHED = {
     "glm4.7-30B-A3B": "30",
     "deepseek-v3": "671.0",
     "kimi-k2": "1026.4",
+    "kimi-k2-thinking": "1026.4",
     "llama3-70B": "70.55",
     "llama3-8B": "8.03",
     "llama3.1-8B-Instruct": "8.03",
@@ -45,27 +46,46 @@ PUBLISHED = {
     "qwen3-4B-Instruct-2507": "4.02",
     "qwen3-8B": "8.19",
 }
-"""Billions of parameters that the checkpoints have: an output layer that is the embedding counts once, and layers that
-predict further tokens (MTP) do not."""
+"""Billions of parameters that the checkpoints have: an output layer that is the embedding counts once, and heads that
+predict further tokens (MTP) do not. Of both Kimi K2 "1T" is published, which is half a trillion coarse: 1026.4 are in
+the files of Kimi-K2-Instruct, and stand for Kimi-K2-Thinking too, whose files are packed in int4."""
+PUBLISHED_WITH_HEADS = {"glm4.5-106B-A12B": "110", "glm4.5-355B-A32B": "358", "mimo-7B-rl": "7.83"}
+"""The same with the heads, and with their copies of embedding and output layer where a head has such."""
 SUPPORTED = shipped.supported()
+Counts = dict[str, dict[str, int]]
 
 
 @pytest.fixture(scope="module")
-def counts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    """Parameters of each supported model, of which the tensors' names and shapes were compared."""
+def counts(tmp_path_factory: pytest.TempPathFactory) -> Counts:
+    """Parameters of each supported model, of which the tensors' names and shapes were compared; and of its heads."""
     directory = tmp_path_factory.mktemp("counts")
     run_ranks(compare_all, (str(directory),), 1)
     return json.loads((directory / "counts.json").read_text())
 
 
-def test_tensors_are_those_of_transformers(counts: dict[str, int]) -> None:
+def test_tensors_are_those_of_transformers(counts: Counts) -> None:
     assert list(counts) == SUPPORTED
 
 
-@pytest.mark.parametrize("name", [name for name in SUPPORTED if name in PUBLISHED])
-def test_as_many_as_published(name: str, counts: dict[str, int]) -> None:
-    published = PUBLISHED[name]
-    assert f"{counts[name] / 1e9:.{len(published.partition('.')[2])}f}" == published
+def test_every_model_has_a_published_number() -> None:
+    assert sorted(PUBLISHED | PUBLISHED_WITH_HEADS) == sorted(SUPPORTED)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_as_many_as_published(name: str, counts: Counts) -> None:
+    assert billions(counts[name]["model"], PUBLISHED[name]) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", PUBLISHED_WITH_HEADS)
+def test_as_many_as_published_with_heads(name: str, counts: Counts) -> None:
+    published = PUBLISHED_WITH_HEADS[name]
+    assert billions(counts[name]["model"], published) != published
+    assert billions(counts[name]["model"] + counts[name]["heads"], published) == published
+
+
+def billions(count: int, published: str) -> str:
+    """As many digits as were published."""
+    return f"{count / 1e9:.{len(published.partition('.')[2])}f}"
 
 
 def compare_all(rank: int, directory: str) -> None:
@@ -81,22 +101,29 @@ def compare_all(rank: int, directory: str) -> None:
     counts = {}
     for name in SUPPORTED:
         ours, theirs = dict(tensors_of_tables(name)), dict(tensors_of_transformers(name))
-        assert ours.keys() == theirs.keys(), f"{name}: {sorted(ours.keys() ^ theirs.keys())[:10]}"
-        other = {tensor: (shape, theirs[tensor]) for tensor, shape in ours.items() if shape != theirs[tensor]}
+        heads = dict(tensors_of_heads(name, ours))
+        model = {tensor: shape for tensor, shape in ours.items() if tensor not in heads}
+        assert model.keys() == theirs.keys(), f"{name}: {sorted(model.keys() ^ theirs.keys())[:10]}"
+        other = {tensor: (shape, theirs[tensor]) for tensor, shape in model.items() if shape != theirs[tensor]}
         assert not other, f"{name}: {other}"
-        counts[name] = sum(shape.numel() * stands_for(tensor, name) for tensor, shape in ours.items())
+        counts[name] = {
+            part: sum(shape.numel() * stands_for(tensor, name) for tensor, shape in tensors.items())
+            for part, tensors in (("model", model), ("heads", heads))
+        }
     Path(directory, "counts.json").write_text(json.dumps(counts))
     dist.destroy_process_group()
 
 
 def tensors_of_tables(name: str) -> Iterator[tuple[str, torch.Size]]:
-    """What the Megatron model becomes that is made from config.json, through the family's table."""
+    """What the Megatron model becomes that is made from config.json, with its heads, through the family's table."""
+    from slime.backends.megatron import next_tokens
     from slime.backends.megatron.model import default_stage, transformer_config
     from slime.backends.megatron.weights_io import global_weights
     from slime.models import family_of, weight_shape
 
-    args, config = tiny.arguments(shipped.CONFIGS / name), shipped.config(name)
-    family, shape = family_of(config), weight_shape(config)
+    directory, config = shipped.CONFIGS / name, shipped.config(name)
+    args = tiny.arguments(directory, hf_checkpoint=str(directory))
+    family, shape = family_of(config), weight_shape(config, with_heads=True)
     nowhere = torch.device("meta")
     with (
         mock.patch("torch.cuda.current_device", return_value=nowhere),
@@ -104,10 +131,24 @@ def tensors_of_tables(name: str) -> Iterator[tuple[str, torch.Size]]:
         mock.patch("slime.backends.megatron.model.Rotary"),  # computes frequencies, and has no parameters
     ):
         model = default_stage(args, transformer_config(args), True, True)
+        if args.mtp_num_layers:
+            next_tokens.attach(model, args)
     assert all(parameter.is_meta for parameter in model.parameters() if parameter.numel() > 10_000_000)
     for parameter, tensor in global_weights([model]):
         if stands_for(parameter, name):
             yield from ((hf, part.shape) for hf, part in family.join(parameter, [tensor], shape))
+
+
+def tensors_of_heads(name: str, tensors: dict[str, torch.Size]) -> Iterator[tuple[str, torch.Size]]:
+    """Those of the checkpoint's heads: of the model, and what else the family's table says that heads have."""
+    from slime.models import family_of
+
+    config = shipped.config(name)
+    family = family_of(config)
+    heads = family.carried(config)
+    yield from ((tensor, shape) for tensor, shape in tensors.items() if tensor.startswith(heads))
+    for copy in family.heads.copies if family.heads else ():
+        yield from ((head + copy, tensors["model.embed_tokens.weight"]) for head in heads)
 
 
 def tensors_of_transformers(name: str) -> Iterator[tuple[str, torch.Size]]:
