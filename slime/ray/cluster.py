@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ _HOST_SWITCHES = ("NCCL_", "GLOO_", "NVSHMEM_", "UCX_", "TORCH_", "TRITON_", "CU
 """Prefixes of variables that say how this host is to be used."""
 _NEVER_PASSED_ON = ("CUDA_VISIBLE_DEVICES", "_TOKEN", "_KEY", "_SECRET", "_PASSWORD")
 """Endings: Ray gives each worker its devices, and shows the environment of workers to everyone who may ask it."""
+_ANSWER_S = 30.0
+"""For the first answer of a running Ray."""
 
 
 def connect(slots: int) -> int | None:
@@ -32,14 +35,12 @@ def connect(slots: int) -> int | None:
         RunError: the running Ray could not be joined, or a local one not be started.
     """
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": True}
-    if os.environ.get("RAY_ADDRESS"):
+    if address := os.environ.get("RAY_ADDRESS"):
+        _ask(address)
         try:
             ray.init(**quiet)
         except ConnectionError as error:
-            raise RunError(
-                f"connect to Ray: {error} (RAY_ADDRESS={os.environ['RAY_ADDRESS']}); is it running? A Ray that wants "
-                f"tokens, as `ray start` makes by default, is joined with RAY_AUTH_MODE=token"
-            ) from None
+            raise RunError(f"connect to Ray: {error} (RAY_ADDRESS={address})") from None
         return None
     # Ray warns that it will stop hiding GPUs from tasks that ask for none; no actor of ours relies on that.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -55,6 +56,32 @@ def connect(slots: int) -> int | None:
             f"logs are under {os.environ.get('RAY_TMPDIR', '/tmp')}/ray/session_latest/logs"
         ) from error
     return janitor.start()
+
+
+def _ask(address: str) -> None:
+    """Have the Ray at ``address`` answer: ``ray.init`` itself waits without end where nothing does.
+
+    Raises:
+        RunError: there is none that lets us in.
+    """
+    if "://" in address:
+        raise RunError(
+            f"RAY_ADDRESS={address} is an address for `ray job submit --address`, which starts train.py in the cluster;"
+            " to join a Ray from one of its hosts, give the HOST:PORT that `ray start` printed"
+        )
+    command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_S)
+    except subprocess.TimeoutExpired:
+        raise RunError(
+            f"connect to Ray: RAY_ADDRESS={address} has not answered in {_ANSWER_S:g} s: is it running?"
+        ) from None
+    if answer.returncode:
+        why = (answer.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise RunError(
+            f"connect to Ray: RAY_ADDRESS={address}: {why} A Ray that wants tokens, as `ray start` makes by default, "
+            "is joined with RAY_AUTH_MODE=token"
+        )
 
 
 def actor_environment(extra: dict[str, str] | None = None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import sys
 import traceback
 from argparse import Namespace
@@ -66,6 +67,28 @@ def test_a_local_ray_that_does_not_start_is_told_in_one_line(monkeypatch: pytest
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(RunError, match=r"^start a local Ray: The current node .*This could happen. A machine that is"):
         cluster.connect(2)
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("http://127.0.0.1:8265", "RAY_ADDRESS=http://127.0.0.1:8265 is an address for `ray job submit --address`"),
+        ("127.0.0.1:{port}", "connect to Ray: RAY_ADDRESS=127.0.0.1:{port} has not answered in 3 s: is it running?"),
+        ("nonsense", "connect to Ray: RAY_ADDRESS=nonsense: "),
+    ],
+)
+def test_a_ray_that_is_not_there_is_told_in_one_line(
+    address: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing listens, and where something else does: `ray.init` would wait for minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        monkeypatch.setenv("RAY_ADDRESS", address.format(port=port))
+        monkeypatch.setattr(cluster, "_ANSWER_S", 3.0 if "{" in address else 30.0)
+        with pytest.raises(RunError) as raised:
+            cluster.connect(2)
+    assert str(raised.value).startswith(message.format(port=port))
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
