@@ -51,7 +51,7 @@ class FakeLauncher(Launcher):
         fails = name.startswith(self.failing) if self.failing else False
         begins = (end for begin, end in self.ends.items() if name.startswith(begin))
         status, error = next(begins, (1, f"{name} has no kernel"))
-        log.write_text(f"$ {script}\n" + (f"train.py: error: {error}\n" if fails else ""))
+        log.write_text(f"$ {script}\n" + (f"train.py: error: {error}\n" if fails else "done\n"))
         run = Run(name, directory, log, status if fails else 0, 1.0)
         self.words[name] = list(words)
         self.runs.append(run)
@@ -392,7 +392,35 @@ def test_a_level_whose_files_are_missing_fails_and_the_next_is_climbed(
     assert printed == (tmp_path / "out" / "report.txt").read_text()
     assert "  - what the runs wrote: Fail - FileNotFoundError: " in printed
     assert "- Level 3, FSDP variant: Skipped" in printed
-    assert "- command: python3 tools/validate_model.py --config" in printed
+    assert "- Level 1, save/resume: Not requested" in printed
+    assert f"- Log capture: Pass - {tmp_path / 'out'}: a log for each of 2 runs" in printed
+    assert "- Command: python3 tools/validate_model.py --config" in printed
+    assert "  - level_0_loop: ok, 1 s\n" in printed
+
+
+def test_the_key_line_is_of_the_last_step_or_the_cause_of_a_bad_end(tmp_path: Path) -> None:
+    launcher = FakeLauncher(tmp_path, ["level_2_loop"], write_steps)
+    words = ["--num-rollout", "2"]
+    good, bad = launcher.run("level_2_onerank", "train.py", words), launcher.run("level_2_loop", "train.py", words)
+    figures = "train/step 1, train/loss 2, train/grad_norm 0.5, train/train_rollout_logprob_abs_diff 1e-06"
+    assert good.key_line() == f"ok, 1 s; {figures}"
+    assert bad.key_line() == "status 1: train.py: error: level_2_loop has no kernel, 1 s"
+
+
+@pytest.mark.parametrize("left", [None, "", "$ train.py\n"])
+def test_a_log_is_captured_only_if_the_run_printed_into_it(
+    left: str | None, models: dict[str, Path], tmp_path: Path
+) -> None:
+    launcher = FakeLauncher(tmp_path)
+    ladder = setting(models, launcher)
+    runs = [launcher.run(name, "train.py", []) for name in ("level_0_loop", "level_5_sft")]
+    assert climb._log_capture(ladder).status is PASS
+    if left is None:
+        runs[1].log.unlink()
+    else:
+        runs[1].log.write_text(left)
+    item = climb._log_capture(ladder)
+    assert (item.status, item.text) == (FAIL, f"{tmp_path}: nothing printed is in the log of level_5_sft")
 
 
 @pytest.mark.parametrize(

@@ -40,17 +40,19 @@ def climb(options: argparse.Namespace) -> Report:
         OSError: no readable config.json.
     """
     setting, model = prepare(options)
-    report = Report(model, tuple(options.levels), setting.output, preliminary=[_checkout()])
-    report.preliminary.append(_focused_tests(setting, options.focused_tests))
+    titles = {number: level.title for number, level in LEVELS.items()}
+    report = Report(model, tuple(options.levels), setting.output, titles)
+    repo = _git_state()  # before the runs: it is what they ran
+    report.preliminary += [_focused_tests(setting, options.focused_tests), _checkout()]
     data = setting.make_data()
     if not data.ok:
         raise BadInputError(f"no data: {data.why()}; see {data.log}")
     for number in options.levels:
         level = LEVELS[number]
         print(f"\n== level {number}, {level.title}", file=sys.stderr, flush=True)
-        report.levels.append(LevelResult(number, level.title, tuple(_check(level, setting))))
+        report.levels.append(LevelResult(number, tuple(_check(level, setting))))
         # After each one: the program's end must not take along what it has found so far.
-        _finish(report, setting, options)
+        _finish(report, setting, options, repo)
     return report
 
 
@@ -91,11 +93,18 @@ def prepare(options: argparse.Namespace) -> tuple[Setting, str]:
 def _checkout() -> Item:
     path = Path(slime.__file__).resolve()
     status = Status.PASS if path.is_relative_to(ROOT) else Status.FAIL
-    return Item("local checkout imported", status, f"slime is {path.parent}, train.py {ROOT / 'train.py'}")
+    text = f"slime is {_shown(path.parent)}, train.py {_shown(ROOT / 'train.py')}"
+    return Item("Local checkout import", status, text)
+
+
+def _shown(path: Path) -> str:
+    """Relative if it is in the working directory: a report can be handed on without the names of a host's."""
+    here = Path.cwd()
+    return f"./{path.relative_to(here)}" if path.is_relative_to(here) else str(path)
 
 
 def _focused_tests(setting: Setting, wanted: bool) -> Item:
-    part, command = "focused tests of model tables", "python3 -m pytest -q " + " ".join(_TESTS)
+    part, command = "Focused tests of model tables", "python3 -m pytest -q " + " ".join(_TESTS)
     if not wanted:
         return Item(part, Status.SKIPPED, f"not asked for by --focused-tests, which runs {command}")
     run = setting.launcher.run("focused_tests", "-m", ["pytest", "-q", "-p", "no:cacheprovider", *_TESTS])
@@ -103,17 +112,26 @@ def _focused_tests(setting: Setting, wanted: bool) -> Item:
     return Item(part, Status.PASS if run.ok else Status.FAIL, f"{command}: {last}", run.log)
 
 
-def _finish(report: Report, setting: Setting, options: argparse.Namespace) -> None:
-    """The summary of all that has run so far."""
+def _log_capture(setting: Setting) -> Item:
     runs = setting.launcher.runs
+    missing = [run.name for run in runs if not run.captured()]
+    where = _shown(setting.output)
+    if missing:
+        return Item("Log capture", Status.FAIL, f"{where}: nothing printed is in the log of {', '.join(missing)}")
+    return Item("Log capture", Status.PASS, f"{where}: a log for each of {len(runs)} runs")
+
+
+def _finish(report: Report, setting: Setting, options: argparse.Namespace, repo: str) -> None:
+    """The summary of all that has run so far."""
     hardware = device.hardware() if setting.on_gpus else "CPU"
     report.evidence = [
-        ("slime repo", _git_state()),
-        ("host", f"{hardware}, {setting.slots} slots, {setting.dtype}"),
-        ("packages", ", ".join(f"{name} {version_of(name)}" for name in _PACKAGES)),
-        ("command", options.command),
-        *((run.name, f"{'ok' if run.ok else run.why()}, {run.seconds:.0f} s") for run in runs),
+        ("slime repo", repo),
+        ("Host", f"{hardware}, {setting.slots} slots, {setting.dtype}"),
+        ("Packages", ", ".join(f"{name} {version_of(name)}" for name in _PACKAGES)),
+        ("Command", options.command),
     ]
+    report.key_lines = [(run.name, run.key_line()) for run in setting.launcher.runs]
+    report.log_capture = _log_capture(setting)
     report.limitations = limitations(setting, options)
     (setting.output / "report.txt").write_text(report.text())
 

@@ -20,6 +20,7 @@ _SHOWN = 300
 """Characters of an error in the report; the log has the rest."""
 _NO_JSON_NUMBERS = ("NaN", "Infinity", "-Infinity")
 """How metrics.jsonl writes them."""
+_KEY_METRICS = ("train/step", "train/loss", "train/grad_norm", "train/train_rollout_logprob_abs_diff")
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,18 @@ class Run:
         """The names of metrics that once were no number or infinite."""
         found = {k for line in self.metrics() for k, v in line.items() if isinstance(v, float) and not math.isfinite(v)}
         return sorted(found)
+
+    def captured(self) -> bool:
+        """Whether its log is there and has more than the command."""
+        return self.log.is_file() and len(self.log.read_bytes().splitlines()) > 1
+
+    def key_line(self) -> str:
+        """How it ended; of a good end what metrics.jsonl has of the last optimizer step, if there was any."""
+        if not self.ok:
+            return f"{self.why()}, {self.seconds:.0f} s"
+        last = next(iter(self.steps()[-1:]), {})
+        figures = [f"{key} {last[key]:.6g}" for key in _KEY_METRICS if key in last]
+        return "; ".join([f"ok, {self.seconds:.0f} s", *filter(None, [", ".join(figures)])])
 
     def error(self) -> str:
         """The program's own error line; empty if it has none."""
