@@ -28,7 +28,10 @@ from tests.ranks import run_ranks
 
 NUM_GPUS = 0
 
-KINDS = ["qwen2", "qwen3", "qwen3_tied", "llama", "qwen3_moe", "glm4_tied", "glm4_moe", "deepseek_v3", "moonlight"]
+KINDS = [
+    *("qwen2", "mimo", "qwen3", "qwen3_tied", "llama", "qwen3_moe", "glm4", "glm4_tied"),
+    *("glm4_moe", "glm4_moe_lite", "deepseek_v3", "moonlight"),
+]
 FLOAT8 = "deepseek_v3_fp8"
 TOOL = ROOT / "tools" / "convert_hf_to_torch_dist.py"
 SETTINGS: dict[str, Any] = {"shard_bytes": 2**30, "workers": 2, "force": False}

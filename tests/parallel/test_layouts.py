@@ -10,8 +10,11 @@ from tests.parallel.conftest import Run
 
 NUM_GPUS = 0
 
-DENSE = ["qwen2", "qwen3", "qwen3_tied", "llama", "glm4", "glm4_tied", "deepseek_v3_dense"]
-MOE = ["qwen3_moe", "glm4_moe", "glm4_moe_tied", "deepseek_v3", "glm4_moe_lite", "moonlight"]
+DENSE = [
+    *("qwen2", "mimo", "qwen3", "qwen3_tied", "llama", "llama_tied"),
+    *("glm4", "glm4_tied", "deepseek_v3_dense"),
+]
+MOE = ["qwen3_moe", "qwen3_moe_tied", "glm4_moe", "glm4_moe_tied", "deepseek_v3", "glm4_moe_lite", "moonlight"]
 
 TP, PP, CP, EP = (f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context", "expert_model"))
 VPP, SP = "virtual_pipeline_model_parallel_size", "sequence_parallel"

@@ -32,7 +32,7 @@ _LATENT: dict[str, Any] = {
     "moe_intermediate_size": 40,
     "routed_scaling_factor": 2.4,
 }
-_YARN: dict[str, Any] = {
+YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
     "factor": 32.0,
@@ -113,7 +113,7 @@ KINDS: dict[str, dict[str, Any]] = {
         **_LATENT,
         "q_lora_rank": 40,
         "tie_word_embeddings": False,
-        "rope_parameters": _YARN,
+        "rope_parameters": YARN,
         "n_routed_experts": 12,
         "n_group": 3,
         "topk_group": 2,
@@ -124,7 +124,7 @@ KINDS: dict[str, dict[str, Any]] = {
         **_LATENT,
         "q_lora_rank": 40,
         "tie_word_embeddings": True,
-        "rope_parameters": _YARN,
+        "rope_parameters": YARN,
         "first_k_dense_replace": 4,
     },
     "glm4_moe_lite": {
@@ -142,6 +142,8 @@ KINDS: dict[str, dict[str, Any]] = {
 KINDS["dense_first"] = KINDS["qwen3_moe"] | {"mlp_only_layers": [0, 1]}
 KINDS["mimo"] = {"model_type": "qwen2", "num_nextn_predict_layers": 2, "tie_word_embeddings": False}
 KINDS["mimo_tied"] = KINDS["mimo"] | {"num_nextn_predict_layers": 1, "tie_word_embeddings": True}
+KINDS["llama_tied"] = KINDS["llama"] | {"tie_word_embeddings": True}
+KINDS["qwen3_moe_tied"] = KINDS["qwen3_moe"] | {"tie_word_embeddings": True}
 
 
 def config(kind: str) -> Any:
