@@ -50,8 +50,8 @@ def run_layout(tmp_path: Path, models: Callable[[str], Path]) -> Run:
     return run
 
 
-def torchrun(ranks: int, worker: str, *arguments: str | Path, log: Path, timeout: float = TIMEOUT) -> None:
-    """Run a worker of this directory on a number of ranks; its output goes to ``log``.
+def torchrun(ranks: int, worker: str | Path, *arguments: str | Path, log: Path, timeout: float = TIMEOUT) -> None:
+    """Run a worker of this directory, or another program, on a number of ranks; its output goes to ``log``.
 
     On GPUs every rank has one of its own, and the test is skipped where there are fewer.
 
@@ -61,7 +61,7 @@ def torchrun(ranks: int, worker: str, *arguments: str | Path, log: Path, timeout
     if device.is_cuda() and device.count() < ranks:
         pytest.skip(f"needs {ranks} GPUs, {device.count()} are here")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += [str(Path(__file__).with_name(worker)), *map(str, arguments)]
+    command += [str(Path(__file__).parent / worker), *map(str, arguments)]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     with log.open("w") as stream:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from slime.convert import bf16, dcp_to_hf, fp8, torch_dist_to_hf
 from slime.convert.hf_files import stored_specs
@@ -33,7 +35,7 @@ KINDS = [
     *("glm4_moe", "glm4_moe_lite", "deepseek_v3", "moonlight"),
 ]
 FLOAT8 = "deepseek_v3_fp8"
-TOOL = ROOT / "tools" / "convert_hf_to_torch_dist.py"
+TOOL, BACK = (ROOT / "tools" / f"convert_{name}.py" for name in ("hf_to_torch_dist", "torch_dist_to_hf"))
 SETTINGS: dict[str, Any] = {"shard_bytes": 2**30, "workers": 2, "force": False}
 DEADLINE = 240.0
 """Seconds for one program."""
@@ -98,9 +100,9 @@ convert_hf_to_torch_dist.main()
 """
 
 
-def program(*words: str | Path, code: str | None = None) -> subprocess.CompletedProcess[str]:
+def program(*words: str | Path, tool: Path = TOOL, code: str | None = None) -> subprocess.CompletedProcess[str]:
     """Run the tool, or Python code in its place."""
-    command = [sys.executable, *((str(TOOL),) if code is None else ("-c", code)), *map(str, words)]
+    command = [sys.executable, *((str(tool),) if code is None else ("-c", code)), *map(str, words)]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE)
 
@@ -127,6 +129,26 @@ def test_the_program(models: Callable[[str], Path], tmp_path: Path) -> None:
         assert refused.returncode == 2
         assert problem in refused.stderr
     assert program(*words, "--save", save, "--force").returncode == 0
+
+
+@pytest.mark.full
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    """There by a program of two ranks, and back by two threads: what they hold at most of many times as many layers."""
+    shape = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 2}
+    peaks: list[list[float]] = []
+    for layers in (2, 32):
+        model, saved, output, log = (tmp_path / f"{name}{layers}" for name in ("hf", "torch_dist", "back", "log"))
+        config = AutoConfig.for_model("qwen3", vocab_size=131, num_hidden_layers=layers, head_dim=64, **shape)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(model)
+        torchrun(2, TOOL, "--hf-checkpoint", model, "--save", saved, log=log)
+        words = ("--input-dir", saved, "--output-dir", output, "--origin-hf-dir", model, "--workers", "2")
+        back = program(*words, tool=BACK)
+        assert (output / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes(), back.stderr
+        held = [re.findall(r"at most ([\d.]+) GiB of memory", text) for text in (log.read_text(), back.stderr)]
+        peaks.append([float(figure) for (figure,) in held])
+    few, many = peaks
+    more = (output / "model.safetensors").stat().st_size / 2**30  # each rank writes half of it
+    assert max(b - a for a, b in zip(few, many, strict=True)) < more / 5, (peaks, more)
 
 
 SGLANG_READS = """
