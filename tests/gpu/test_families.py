@@ -37,7 +37,9 @@ def write_model(name: str, tokenizer: Path, directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("name", ["qwen3-30B-A3B", "glm4.5-106B-A12B", "deepseek-v3", "moonlight"])
+@pytest.mark.parametrize(
+    "name", ["qwen3-30B-A3B", "glm4.5-106B-A12B", "glm4.7-30B-A3B", "deepseek-v3", "moonlight", "kimi-k2"]
+)
 def test_experts_and_latent_attention_agree_with_the_engine(
     name: str, workspace: Path, tmp_path: Path, record_property: Record
 ) -> None:
