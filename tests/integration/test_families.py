@@ -25,14 +25,26 @@ NUM_GPUS = 0
 
 pytestmark = [pytest.mark.integration, pytest.mark.full]
 
-KINDS = ("qwen2", "llama", "glm4", "mimo", "qwen3_moe", "glm4_moe", "deepseek_v3")
+KINDS = (
+    *("qwen2", "llama", "glm4", "mimo", "qwen3_moe", "glm4_moe"),
+    *("glm4_moe_lite", "deepseek_v3", "kimi_k2"),
+)
 """Those that SGLang serves on a CPU."""
 _PUBLISHED = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 """What DeepSeek's config.json says and transformers does not ask for."""
+_LATENT_NORMS = {"rms_norm_eps": 1e-6}
+"""What transformers' norms of latents have whatever config.json says; SGLang's have what it says."""
 TINY = tiny.KINDS | {
     "mimo": {"model_type": "qwen2", "num_nextn_predict_layers": 1, "tie_word_embeddings": False},
     "qwen3_moe": tiny.KINDS["qwen3_moe"] | {"mlp_only_layers": []},  # SGLang has experts in every layer
     "deepseek_v3": tiny.KINDS["deepseek_v3"] | _PUBLISHED,
+    "glm4_moe_lite": tiny.KINDS["glm4_moe_lite"]
+    | _LATENT_NORMS
+    | {"mlp_layer_types": ["dense", "sparse"], "first_k_dense_replace": 1},
+    "kimi_k2": tiny.KINDS["deepseek_v3"]
+    | _PUBLISHED
+    | {"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0}
+    | {"rope_parameters": tiny.YARN | {"rope_theta": 50000.0, "beta_fast": 1.0, "mscale": 1.0}},
     "whole_queries": tiny.KINDS["deepseek_v3"] | _PUBLISHED | {"q_lora_rank": None},
 }
 MIMO = {
@@ -43,6 +55,7 @@ MIMO = {
     },
 }
 """What MiMo's config.json says as published; transformers has no class of it, and its trunk is Qwen2's."""
+PUBLISHED = {"mimo": MIMO, "kimi_k2": {"model_type": "kimi_k2"}}
 
 
 def write_model(kind: str, directory: Path) -> None:
@@ -60,12 +73,12 @@ def write_model(kind: str, directory: Path) -> None:
     tiny.add_next_token_layers(directory, config)
 
 
-def publish_mimo(directory: Path) -> Path:
-    """A copy of a directory with MiMo's own config.json."""
+def as_published(kind: str, directory: Path) -> Path:
+    """A copy of a directory with what the config.json of the kind says where transformers has no class of it."""
     published = directory.with_name(f"{directory.name}_published")
     shutil.copytree(directory, published)
     values = json.loads((published / "config.json").read_text())
-    (published / "config.json").write_text(json.dumps(values | MIMO))
+    (published / "config.json").write_text(json.dumps(values | PUBLISHED[kind]))
     return published
 
 
@@ -109,7 +122,7 @@ def export(rank: int, directory: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_exported_weights_give_the_models_log_probs(kind: str, models: Path, tmp_path: Path) -> None:
     cli = ["--max-total-tokens", "8192", "--enable-deterministic-inference"]
-    served = publish_mimo(models / kind) if kind == "mimo" else models / kind
+    served = as_published(kind, models / kind) if kind in PUBLISHED else models / kind
     args = engine_args(served, tmp_path, sglang_cli=cli)
     engine = Engine(args, 0, "127.0.0.1", KEYS, tmp_path / "engine.log", None)
     try:

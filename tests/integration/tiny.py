@@ -76,12 +76,12 @@ def write_tiny_model(directory: Path) -> None:
 
 
 def random_weights(hf_checkpoint: Path, seed: int) -> torch.nn.Module:
-    """The model of ``hf_checkpoint`` with every matrix moved by noise."""
+    """The model of ``hf_checkpoint`` with every weight moved by noise, and routers' biases, which are buffers."""
     model = AutoModelForCausalLM.from_pretrained(hf_checkpoint).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+        for tensor in model.state_dict().values():
+            tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.05)
     return model
 
 
