@@ -99,18 +99,20 @@ def test_every_hook_is_in_the_table_as_it_is_called(page: str) -> None:
         assert f"| `{flag_of(field)}` | `({parameters})" in text
 
 
-def test_the_page_on_models_shows_a_whole_family_and_lists_all() -> None:
+@pytest.mark.parametrize("page", ["add_a_model.md", "zh/add_a_model.md"])
+def test_the_page_on_models_shows_a_whole_family_and_lists_all(page: str) -> None:
     source = (DOCS.parent / "slime" / "models" / "glm4.py").read_text()
-    assert example("add_a_model.md", "FAMILY = ") == source
-    text = (DOCS / "add_a_model.md").read_text()
+    assert example(page, "FAMILY = ") == source
+    text = (DOCS / page).read_text()
     listed = re.findall(r"^\| `(\w+)` \| .* \| .* \|$", text, re.MULTILINE)
     assert listed == [name for family in FAMILIES for name in family.model_types]
     assert f"/root/Qwen3.5-4B: {shipped.refusal('qwen3.5-4B')}\n" in text
-    assert example("add_a_model.md", "_row(").strip() in (DOCS.parent / "slime" / "models" / "rows.py").read_text()
+    assert example(page, "_row(").strip() in (DOCS.parent / "slime" / "models" / "rows.py").read_text()
     rules = re.findall(r"^\| `(\w+)` \| [^|]* \|$", text, re.MULTILINE)
     rows = [row for family in FAMILIES for row in (*family.rows, *(family.heads.rows if family.heads else ()))]
     assert set(rules) == {row.rule.__name__ for row in rows}
 
 
-def test_both_languages_show_the_same_code() -> None:
-    assert examples("customize.md") == examples("zh/customize.md")
+@pytest.mark.parametrize("page", ["customize.md", "add_a_model.md"])
+def test_both_languages_show_the_same_code(page: str) -> None:
+    assert examples(page) == examples(f"zh/{page}")
