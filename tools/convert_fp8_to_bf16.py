@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         workers=options.workers,
         force=options.force,
     )
-    return running.main("convert_fp8_to_bf16.py", convert)
+    return running.main("convert_fp8_to_bf16.py", convert, options.save_dir)
 
 
 if __name__ == "__main__":

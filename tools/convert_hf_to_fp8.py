@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         workers=options.workers,
         force=options.force,
     )
-    return running.main("convert_hf_to_fp8.py", convert)
+    return running.main("convert_hf_to_fp8.py", convert, options.save_dir)
 
 
 if __name__ == "__main__":

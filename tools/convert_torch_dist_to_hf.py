@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         workers=options.workers,
         force=options.force,
     )
-    return running.main("convert_torch_dist_to_hf.py", convert)
+    return running.main("convert_torch_dist_to_hf.py", convert, options.output_dir)
 
 
 if __name__ == "__main__":

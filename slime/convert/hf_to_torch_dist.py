@@ -43,7 +43,7 @@ from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
 from slime.backends.megatron.checkpoint import begin_directory, commit_directory, model_state  # noqa: E402
 from slime.backends.megatron.model import build_model  # noqa: E402
 from slime.backends.megatron.weights_io import check_names, global_weights  # noqa: E402
-from slime.convert.running import Progress, check_room  # noqa: E402
+from slime.convert.running import Progress, check_room, removed_on_failure  # noqa: E402
 from slime.models import Family, Shape, family_of, hf_config, weight_shape  # noqa: E402
 from slime.options.checkpoint import LATEST, RELEASE, is_release  # noqa: E402
 from slime.utils import aside  # noqa: E402
@@ -258,26 +258,41 @@ def convert(args: Namespace, save: Path) -> None:
         reader = _Reader(weights, family, shape)
         dtypes = reader.dtypes(parts)
         sizes = [prod(part.size) * dtypes[part.key].itemsize for part in parts]
-        if rank == 0:
-            check_room(final, sum(sizes))
-        directory = begin_directory(final)
         shares = deal(sizes, dist.get_world_size())
-        progress = Progress("hf to torch_dist", sum(sizes[i] for i in shares[rank]), shown=rank == 0)
-        planner = _Planner([parts[i] for i in shares[rank]], dtypes, objects if rank == 0 else [], reader, progress)
-        try:
-            dcp.save({}, storage_writer=dcp.FileSystemWriter(directory, per_thread_copy_ahead=0), planner=planner)
-        except dcp.api.CheckpointException as error:
-            aside.discard_directory(final)
-            raise BadInputError("; ".join(f"rank {r}: {e[0]}" for r, e in error.failures.items())) from error
-        finally:
-            progress.close()
-    if rank == 0:
-        torch.save({}, directory / "common.pt")
-        save_config(CheckpointingConfig("torch_dist", 1), str(directory))
-    commit_directory(final)
+        # The first rank alone: another's end must not empty what the first is about to rename into place.
+        with removed_on_failure(final) if rank == 0 else contextlib.nullcontext():
+            if rank == 0:
+                check_room(final, sum(sizes))
+            directory = begin_directory(final)
+            progress = Progress("hf to torch_dist", sum(sizes[i] for i in shares[rank]), shown=rank == 0)
+            own = [parts[i] for i in shares[rank]]
+            _save(directory, _Planner(own, dtypes, objects if rank == 0 else [], reader, progress), progress)
+            if rank == 0:
+                torch.save({}, directory / "common.pt")
+                save_config(CheckpointingConfig("torch_dist", 1), str(directory))
+            commit_directory(final)
     if rank == 0:
         aside.write_file(save.absolute() / LATEST, lambda path: path.write_text(RELEASE))
     dist.barrier()
+
+
+def _save(directory: Path, planner: _Planner, progress: Progress) -> None:
+    """Write what the planners of all ranks have; collective.
+
+    Raises:
+        BadInputError: a rank failed, or
+        KeyboardInterrupt: was interrupted, which torch takes for an error like others.
+    """
+    try:
+        dcp.save({}, storage_writer=dcp.FileSystemWriter(directory, per_thread_copy_ahead=0), planner=planner)
+    except dcp.api.CheckpointException as error:
+        causes = {rank: cause for rank, (cause, _) in error.failures.items()}
+        interrupt = next((cause for cause in causes.values() if isinstance(cause, KeyboardInterrupt)), None)
+        if interrupt is not None:
+            raise interrupt from error
+        raise BadInputError("; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items())) from error
+    finally:
+        progress.close()
 
 
 def deal(sizes: list[int], ranks: int) -> list[list[int]]:

@@ -8,12 +8,14 @@ import logging
 import os
 import re
 import shutil
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -37,21 +39,38 @@ Write = Callable[[str, Tensor], None]
 """Puts the tensor of a name into its place; from any thread."""
 
 
-def main(name: str, convert: Callable[[], None]) -> int:
-    """Run a program's conversion; its exit status.
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, which is to be cleaned up after as Ctrl-C is."""
 
-    Errors of the input are one line and status 2, those of the machine, such as a full disk, one line and status 1.
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise _Terminated
+
+
+def main(name: str, convert: Callable[[], None], output: Path) -> int:
+    """Run a program's conversion to ``output``; its exit status.
+
+    Errors of the input are one line and status 2, those of the machine, such as a full disk, one line and status 1; an
+    interrupt is one line, and 130 by SIGINT or 143 by SIGTERM. The first rank of several says where the output is.
     """
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
     logging.getLogger("slime").setLevel(logging.INFO)
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         convert()
+    except KeyboardInterrupt as interrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return 128 + (signal.SIGTERM if isinstance(interrupt, _Terminated) else signal.SIGINT)
     except (BadInputError, FileNotFoundError, ValueError) as error:
         print(f"{name}: error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
         print(f"{name}: error: {error}; the output was not made", file=sys.stderr)
         return 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{name}: wrote {output}")
     return 0
 
 
@@ -90,13 +109,23 @@ def byte_count(text: str) -> int:
     return value
 
 
+def amount(count: int) -> str:
+    """Bytes, in the largest unit of which there is one at least."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= unit:
+            return f"{count / unit:.2f} {name}"
+    return f"{count} bytes"
+
+
 def check_output(output: Path, sources: Sequence[Path], *, force: bool) -> None:
-    """Refuse an output directory that has something in it or that is, or holds, what is to be read.
+    """Refuse sources that are not there, and an output directory that has something in it or is, or holds, one of them.
 
     Raises:
-        BadInputError: it must not be written to.
+        BadInputError: there is nothing to read, or it must not be written to.
     """
     for source in sources:
+        if not source.is_dir():
+            raise BadInputError(f"{source}: there is no such directory")
         if output.resolve() == source.resolve() or output.resolve() in source.resolve().parents:
             raise BadInputError(f"{output} would replace {source}, which it is made from: name another output")
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
@@ -108,16 +137,30 @@ def check_output(output: Path, sources: Sequence[Path], *, force: bool) -> None:
 
 
 def check_room(output: Path, needed: int) -> None:
-    """Remove what an interrupted conversion to there left.
+    """Remove what a killed conversion to there left.
 
     Raises:
         BadInputError: there is no room for ``needed`` bytes.
     """
     aside.discard_directory(output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(output.parent).free
+    free = shutil.disk_usage(next(directory for directory in output.parents if directory.exists())).free
     if free < needed + _SPARE_BYTES:
-        raise BadInputError(f"{output} needs {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free there")
+        raise BadInputError(f"{output} needs {amount(needed)}, and {amount(free)} are free there")
+
+
+@contextlib.contextmanager
+def removed_on_failure(output: Path) -> Iterator[None]:
+    """A block that writes ``output`` aside and commits it; a failure removes that, and directories made above it."""
+    made = [directory for directory in output.parents if not directory.exists()]
+    try:
+        yield
+    except BaseException:
+        if not aside.replaced(output).exists():  # else the two may be all that is left of the output, old and new
+            aside.discard_directory(output)
+        for directory in made:
+            with contextlib.suppress(OSError):  # not made yet, or somebody else has put something into it
+                directory.rmdir()
+        raise
 
 
 @contextlib.contextmanager
@@ -130,14 +173,10 @@ def written_aside(output: Path, needed: int) -> Iterator[Path]:
         BadInputError: there is no room for ``needed`` bytes.
     """
     final = output.absolute()
-    check_room(final, needed)
-    directory = aside.begin_directory(final)
-    try:
-        yield directory
-    except BaseException:
-        aside.discard_directory(final)
-        raise
-    aside.commit_directory(final)
+    with removed_on_failure(final):
+        check_room(final, needed)
+        yield aside.begin_directory(final)
+        aside.commit_directory(final)
 
 
 @contextlib.contextmanager
@@ -200,15 +239,15 @@ class Progress:
                 logger.info(self._line())
 
     def close(self) -> None:
-        """The end, of a failure too."""
+        """The end; of a failure too, of which the error says enough."""
         self._bar.close()
-        if self._shown:
+        if self._shown and self._done == self._total:
             seconds = time.monotonic() - self._begin
-            logger.info("%s, %.1f s, at most %.2f GiB of memory", self._line(), seconds, self._peak / 2**30)
+            logger.info("%s, %.1f s, at most %s of memory", self._line(), seconds, amount(self._peak))
 
     def _line(self) -> str:
         share = 100 * self._done // self._total if self._total else 100
-        return f"{self._what}: {self._done / 2**30:.2f} of {self._total / 2**30:.2f} GiB ({share} %)"
+        return f"{self._what}: {amount(self._done)} of {amount(self._total)} ({share} %)"
 
 
 def run_all(tasks: Iterable[Task], do: Callable[[Task], None], workers: int) -> None:

@@ -156,6 +156,9 @@ def find_checkpoint(directory: Path) -> Path:
         if is_torch_dist(found):
             return found
         raise BadInputError(f"{directory / LATEST} names {found.name}, and there is no whole checkpoint of that name")
+    whole_ones = sorted(path.name for path in directory.glob("*") if is_torch_dist(path))
+    if whole_ones:
+        raise BadInputError(f"{directory} has no {LATEST} that says which to take: name one in it: {some(whole_ones)}")
     raise BadInputError(f"{directory} is no torch_dist checkpoint (no metadata.json), and no directory of them")
 
 

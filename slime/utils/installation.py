@@ -1,10 +1,11 @@
-"""Whether the packages that slime needs are there: asked by programs before they import anything else."""
+"""What programs do before they import anything else: ask whether the packages that slime needs are there."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
 from pathlib import Path
+from types import TracebackType
 
 _NEEDED = ("numpy", "torch", "transformers", "ray", "yaml")
 """Packages of every installation; a python without one of them is not that of an installation."""
@@ -13,9 +14,13 @@ _NEEDED = ("numpy", "torch", "transformers", "ray", "yaml")
 def check_installation(program: str | None = None) -> None:
     """End the program, with one line, where it runs in a python that slime is not installed for.
 
+    From then on Ctrl-C that nobody handles, such as one while the program imports, is one line and status 130.
+
     Args:
         program: what the line begins with; by default the running program.
     """
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _one_line_if_interrupted
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         name = program or Path(sys.argv[0]).name
@@ -25,3 +30,11 @@ def check_installation(program: str | None = None) -> None:
             file=sys.stderr,
         )
         sys.exit(2)
+
+
+def _one_line_if_interrupted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+        return
+    print(f"{Path(sys.argv[0]).name}: interrupted", file=sys.stderr)
+    sys.exit(130)

@@ -92,11 +92,11 @@ read, calls = hf_to_torch_dist._Reader.read, []
 def dying(self, part):
     calls.append(part)
     if len(calls) == 5:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), {number})
     return read(self, part)
 hf_to_torch_dist._Reader.read = dying
 from tools import convert_hf_to_torch_dist
-convert_hf_to_torch_dist.main()
+raise SystemExit(convert_hf_to_torch_dist.main())
 """
 
 
@@ -112,7 +112,7 @@ def test_the_program(models: Callable[[str], Path], tmp_path: Path) -> None:
     """Killed in the middle it leaves nothing that train.py takes; then it does its work, and refuses to do it again."""
     model, save = models("qwen3"), tmp_path / "torch_dist"
     words = ("--num-layers", "4", "--swiglu", "--tensor-model-parallel-size", "2", "--hf-checkpoint", model)
-    killed = program(*words, "--save", save, code=DIES)
+    killed = program(*words, "--save", save, code=DIES.format(number=int(signal.SIGKILL)))
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not has_checkpoint(save)
     assert [path.name for path in save.iterdir()] == [".release.tmp"]
@@ -120,6 +120,7 @@ def test_the_program(models: Callable[[str], Path], tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (line,) = done.stderr.splitlines()  # nothing of Megatron's own
     assert "100 %" in line
+    assert done.stdout == f"convert_hf_to_torch_dist.py: wrote {save}\n"
     assert sorted(path.name for path in save.iterdir()) == [LATEST, "release"]
     for extra, problem in (
         ((), "holds a checkpoint already; pass --force to replace it"),
@@ -149,6 +150,17 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     few, many = peaks
     more = (output / "model.safetensors").stat().st_size / 2**30  # each rank writes half of it
     assert max(b - a for a, b in zip(few, many, strict=True)) < more / 5, (peaks, more)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_program_leaves_nothing(
+    number: int, status: int, models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    words = ("--hf-checkpoint", models("qwen3"), "--save", tmp_path / "new" / "torch_dist")
+    done = program(*words, code=DIES.format(number=int(number)))
+    assert (done.returncode, done.stderr) == (status, "convert_hf_to_torch_dist.py: interrupted\n")
+    assert not list(tmp_path.iterdir())
 
 
 SGLANG_READS = """

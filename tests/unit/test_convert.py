@@ -178,6 +178,25 @@ def test_fp8_model(models: Callable[[str], Path], tmp_path: Path) -> None:
         fp8.convert(out, tmp_path / "again", block=(128, 128), **SETTINGS)
 
 
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 bytes"), (1023, "1023 bytes"), (2**10, "1.00 KiB"), (3 * 2**19, "1.50 MiB"), (5 * 2**30, "5.00 GiB")],
+)
+def test_small_amounts_are_not_nothing(count: int, text: str) -> None:
+    assert running.amount(count) == text
+
+
+def test_the_last_line_says_where_the_output_is(
+    models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    output = tmp_path / "out"
+    words = ["--model-dir", str(models("qwen3")), "--save-dir", str(output), "--force"]
+    for rank, printed in (("0", f"convert_hf_to_fp8.py: wrote {output}\n"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        assert fp8_tool.main(words) == 0
+        assert capsys.readouterr().out == printed
+
+
 # ---- what is refused, and what an interrupted conversion leaves
 
 
@@ -198,6 +217,10 @@ def test_outputs_that_are_refused(models: Callable[[str], Path], tmp_path: Path,
         words = ["--model-dir", str(origin), "--save-dir", str(tmp_path / output), *force]
         assert fp8_tool.main(words) == 2
         assert problem in capsys.readouterr().err
+    for tool in (torch_dist_tool, fsdp_tool):
+        words = ["--input-dir", str(tmp_path / "nowhere"), "--origin-hf-dir", str(origin), "--output-dir"]
+        assert tool.main([*words, str(tmp_path / "out")]) == 2
+        assert capsys.readouterr().err.endswith(f"error: {tmp_path / 'nowhere'}: there is no such directory\n")
     assert fp8_tool.main(["--model-dir", str(origin), "--save-dir", str(tmp_path / "full"), "--force"]) == 0
     assert not (tmp_path / "full" / "x").exists()
     assert (tmp_path / "others" / "notes.txt").exists()
@@ -216,7 +239,7 @@ def test_bad_models(models: Callable[[str], Path], tmp_path: Path, monkeypatch: 
 
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: argparse.Namespace(free=1000))
-        refused(BadInputError, "needs 0.00 GiB, and 0.00 GiB are free there")
+        refused(BadInputError, r"needs \d+\.\d\d KiB, and 1000 bytes are free there")
     save_file({**tensors, name: tensors[name] * float("nan")}, model / "model.safetensors")
     refused(BadInputError, f"{name} has entries that are not finite")
     (model / "model.safetensors").write_bytes(b"12345678")
@@ -282,6 +305,61 @@ def test_killed_in_the_middle(models: Callable[[str], Path], tmp_path: Path) -> 
     assert not (tmp_path / ".out.tmp" / "config.json").exists()
     assert fp8_tool.main(words) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_is_one_line_and_leaves_nothing(
+    number: int,
+    status: int,
+    models: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+) -> None:
+    """Not even the directories above the output."""
+    write, handler = HFOutput.write, signal.getsignal(signal.SIGTERM)
+
+    def interrupted(self: HFOutput, name: str, tensor: torch.Tensor) -> None:
+        write(self, name, tensor)
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(HFOutput, "write", interrupted)
+    words = ["--model-dir", str(models("qwen3")), "--save-dir", str(tmp_path / "new" / "out")]
+    assert fp8_tool.main(words) == status
+    assert capsys.readouterr().err == "convert_hf_to_fp8.py: interrupted\n"
+    assert not list(tmp_path.iterdir())
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_what_was_there_and_what_others_put_there_stays(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        with running.written_aside(tmp_path / "mine" / "new" / "newer" / "out", 0) as directory:
+            (directory.parents[1] / "notes.txt").touch()
+            raise KeyboardInterrupt
+
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    left = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*"))
+    assert left == ["mine", "mine/new", "mine/new/notes.txt"]
+
+
+@pytest.mark.parametrize(
+    ("cause", "expected"),
+    [(KeyboardInterrupt(), KeyboardInterrupt), (BadInputError("x is not finite"), BadInputError)],
+)
+def test_torch_tells_an_interrupt_from_an_error(
+    cause: BaseException, expected: type[BaseException], tmp_path: Path
+) -> None:
+    """dcp.save wraps either in an exception of its own."""
+    from slime.convert import hf_to_torch_dist
+
+    class Planner(dcp.DefaultSavePlanner):
+        def create_local_plan(self) -> dcp.SavePlan:
+            raise cause
+
+    with pytest.raises(expected, match=str(cause) or None):
+        hf_to_torch_dist._save(tmp_path / "out", Planner(), running.Progress("x", 1))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("tool", [torch_dist_tool, fsdp_tool, fp8_tool])

@@ -111,8 +111,11 @@ def test_which_torch_dist_checkpoint(tmp_path: Path) -> None:
     for name in ("iter_0000007", "release"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metadata.json").write_text("{}")
-    with pytest.raises(BadInputError, match="no torch_dist checkpoint"):
+    (tmp_path / "iter_0000009").mkdir()  # not whole
+    with pytest.raises(BadInputError, match=f"has no {LATEST} .*: name one in it: iter_0000007, release$"):
         torch_dist_to_hf.find_checkpoint(tmp_path)
+    with pytest.raises(BadInputError, match="no torch_dist checkpoint"):
+        torch_dist_to_hf.find_checkpoint(tmp_path / "iter_0000009")
     for latest in ("7", "release"):
         (tmp_path / LATEST).write_text(latest)
         assert torch_dist_to_hf.find_checkpoint(tmp_path).name.endswith(latest)
