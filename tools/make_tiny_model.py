@@ -58,9 +58,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 PUBLISHED["qwen3-30b-a3b"] = {
     **{"arch": "qwen3_moe", **_QWEN3, "num_kv_heads": 4, "num_experts": 128, "experts_per_token": 8},
-    **dict(zip(_SIZES, (48, 2048, 32, 768, False), strict=True)),
+    **dict(zip(_SIZES, (48, 2048, 32, 6144, False), strict=True)),
+    "moe_intermediate_size": 768,
 }
 """Shapes of ``--like``, from the models' config.json."""
+DEFAULTS: dict[str, Any] = {
+    **{"arch": "qwen3", "dtype": "float32", "tie_word_embeddings": False, "moe_intermediate_size": None},
+    **{"num_layers": 4, "hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": None},
+    **{"intermediate_size": 384, "vocab_size": _SMALLEST_VOCABULARY, "max_position_embeddings": 2048},
+    **{"num_experts": 8, "experts_per_token": 2},
+}
+"""The shape without ``--like``, where no flag says otherwise."""
 
 
 def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
@@ -112,7 +120,7 @@ def make_config(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast)
         values |= {
             "num_experts": options.num_experts,
             "num_experts_per_tok": options.experts_per_token,
-            "moe_intermediate_size": options.intermediate_size,
+            "moe_intermediate_size": options.moe_intermediate_size or options.intermediate_size,
             "norm_topk_prob": True,
         }
     config: PretrainedConfig = getattr(transformers, ARCHITECTURES[options.arch][0])(**values)
@@ -162,8 +170,15 @@ def write(options: argparse.Namespace) -> int:
         config.architectures = [ARCHITECTURES[options.arch][1]]
         config.save_pretrained(output)
         return 0
-    model.save_pretrained(output)
+    save(model, output)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def save(model: PreTrainedModel, directory: Path) -> None:
+    """`save_pretrained`, with weights that may be read by all who may read the config: safetensors gives them 0600."""
+    model.save_pretrained(directory)
+    for file in directory.glob("*.safetensors"):
+        shutil.copymode(directory / "config.json", file)
 
 
 def check(options: argparse.Namespace) -> None:
@@ -190,36 +205,49 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Command-line options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", help="directory to write, in Hugging Face format")
-    parser.add_argument("--arch", choices=sorted(ARCHITECTURES), default="qwen3", help="default: %(default)s")
+    given: dict[str, Any] = {"default": argparse.SUPPRESS}  # so that --like can tell what else was asked for
+    parser.add_argument("--arch", choices=sorted(ARCHITECTURES), help=f"default: {DEFAULTS['arch']}", **given)
     sizes = {
-        "hidden-size": (128, "width"),
-        "num-layers": (4, "decoder layers"),
-        "num-heads": (4, "attention heads"),
-        "num-kv-heads": (2, "key/value heads"),
-        "intermediate-size": (384, "width of the feed-forward layer, or of one expert"),
-        "vocab-size": (320, "tokens, at least 266"),
-        "max-position-embeddings": (2048, "longest sequence"),
-        "num-experts": (8, "experts of a layer, qwen3_moe only"),
-        "experts-per-token": (2, "experts that a token takes, qwen3_moe only"),
+        "hidden-size": "width",
+        "num-layers": "decoder layers",
+        "num-heads": "attention heads",
+        "num-kv-heads": "key/value heads",
+        "intermediate-size": "width of the feed-forward layer, or of one expert",
+        "vocab-size": "tokens, at least 266",
+        "max-position-embeddings": "longest sequence",
+        "num-experts": "experts of a layer, qwen3_moe only",
+        "experts-per-token": "experts that a token takes, qwen3_moe only",
     }
-    for name, (default, text) in sizes.items():
-        parser.add_argument(f"--{name}", type=positive, default=default, help=f"{text}; default: {default}")
+    for name, text in sizes.items():
+        default = DEFAULTS[name.replace("-", "_")]
+        parser.add_argument(f"--{name}", type=positive, help=f"{text}; default: {default}", **given)
     parser.add_argument(
         "--initializer-range",
         type=float,
         default=0.06,
         help="standard deviation of the matrices; the default learns well, 0.1 gives peaked predictions from the start",
     )
-    parser.add_argument("--tie-word-embeddings", action="store_true", help="one matrix for input and output embeddings")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="of the weights")
+    parser.add_argument(
+        "--tie-word-embeddings", action="store_true", help="one matrix for input and output embeddings", **given
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help=f"of the weights; default: {DEFAULTS['dtype']}",
+        **given,
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the weights; default: %(default)s")
-    parser.add_argument("--like", choices=sorted(PUBLISHED), help="this model's shape in bfloat16, without weights")
+    parser.add_argument(
+        "--like", choices=sorted(PUBLISHED), help="this model's shape in bfloat16, without weights; no other shape flag"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace what is in the output directory")
     options = parser.parse_args(argv)
-    options.head_dim = None
-    if options.like is not None:
-        vars(options).update(PUBLISHED[options.like], dtype="bfloat16")
-    return options
+    if options.like is None:
+        return argparse.Namespace(**{**DEFAULTS, **vars(options)})
+    also = [f"--{name.replace('_', '-')}" for name in DEFAULTS if name in options]
+    if also:
+        parser.error(f"--like {options.like} says the whole shape: drop it or {', '.join(also)}")
+    return argparse.Namespace(**{**DEFAULTS, **vars(options), **PUBLISHED[options.like], "dtype": "bfloat16"})
 
 
 def main(argv: list[str] | None = None) -> int:

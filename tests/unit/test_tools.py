@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import os
 import re
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests import shipped
 
 NUM_GPUS = 0
 
@@ -146,6 +150,38 @@ def test_a_directory_with_files_is_kept_unless_asked(tmp_path: Path, capsys: pyt
     assert make_tiny_model.main([str(tmp_path)]) == 2
     assert "is not empty; pass --overwrite" in capsys.readouterr().err
     assert (tmp_path / "precious").read_text() == "mine"
+
+
+def test_published_shapes_are_those_of_the_shipped_configs(tmp_path: Path) -> None:
+    """Or train.py would refuse the flags of scripts/models/*.sh with such a model."""
+    from slime.models import hf_config, shape_from_hf
+
+    shipped_names = {name.lower(): name for name in shipped.CHECKPOINTS}
+    for name in make_tiny_model.PUBLISHED:
+        assert make_tiny_model.main([str(tmp_path / name), "--like", name]) == 0
+        published = shape_from_hf(shipped.config(shipped_names[name]))
+        assert shape_from_hf(hf_config(tmp_path / name)) == published, name
+
+
+def test_a_published_shape_and_a_size_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        make_tiny_model.main([str(tmp_path / "out"), "--like", "qwen3-4b", "--num-layers", "2", "--dtype", "float32"])
+    assert done.value.code == 2
+    error = "--like qwen3-4b says the whole shape: drop it or --dtype, --num-layers"
+    assert f"error: {error}\n" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_weights_are_as_readable_as_the_umask_says(umask: int, mode: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        assert make_tiny_model.main([str(tmp_path / "out"), "--num-layers", "1", "--hidden-size", "32"]) == 0
+    finally:
+        os.umask(before)
+    modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "out").iterdir()}
+    assert modes == dict.fromkeys(modes, mode)
+    assert "model.safetensors" in modes
 
 
 def rows(file: Path) -> list[dict[str, Any]]:

@@ -428,6 +428,7 @@ def test_a_log_is_captured_only_if_the_run_printed_into_it(
     [
         (["--config", "nowhere"], "there is no"),
         (["--config", str(CONFIGS / "qwen3-4B"), "--tiny", "--output-dir", "OUTPUT"], "is not empty"),
+        (["--config", str(CONFIGS), "--tiny"], f"{CONFIGS}: there is no config.json in it"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -13,7 +13,7 @@ import torch
 
 from slime.models import hf_config, shape_from_hf
 from slime.utils.errors import BadInputError
-from tools.make_tiny_model import make_tokenizer
+from tools.make_tiny_model import make_tokenizer, save
 
 _VOCABULARY = 320
 _WIDTH = 128
@@ -65,7 +65,7 @@ def write_model(source: Path, directory: Path, dtype: str, *, tiny: bool, seed: 
 
     Raises:
         ValueError: a family that is not supported, a config that lacks something, or weights too many for the memory.
-        OSError: there is no such file.
+        OSError: the file cannot be read.
     """
     tokenizer = make_tokenizer(_VOCABULARY)
     values = _values(source / "config.json" if source.is_dir() else source, tiny)
@@ -90,6 +90,8 @@ def write_model(source: Path, directory: Path, dtype: str, *, tiny: bool, seed: 
 
 def _values(path: Path, tiny: bool) -> dict[str, Any]:
     """Those of a config.json, of a tiny model's sizes if that is asked for."""
+    if not path.is_file():
+        raise BadInputError(f"{path.parent}: there is no config.json in it")
     values = json.loads(path.read_text())
     if not isinstance(values, dict):
         raise BadInputError(f"{path} is no JSON object")
@@ -134,7 +136,7 @@ def _write(config: Any, values: dict[str, Any], directory: Path, dtype: str, see
 
     model = _random_model(config, getattr(torch, dtype), seed)
     logging.disable_progress_bar()
-    model.save_pretrained(directory)
+    save(model, directory)
     values.setdefault("architectures", [type(model).__name__])
     # A model_type that transformers has no class for stays as it was given.
     (directory / "config.json").write_text(json.dumps(values | {"torch_dtype": dtype}, indent=2) + "\n")
