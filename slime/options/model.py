@@ -32,7 +32,8 @@ def model_directory(checkpoint: str, *, with_weights: bool, flag: str = "--hf-ch
     directory = Path(checkpoint).expanduser()
     if not directory.is_dir():
         if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", checkpoint):
-            raise OptionError(f"{flag} {checkpoint}: there is no such directory, and a hub id is OWNER/MODEL")
+            named = "" if "/" in checkpoint else ", and a hub id is OWNER/MODEL"  # which half of one would be a name
+            raise OptionError(f"{flag} {checkpoint}: there is no such directory{named}")
         directory = Path(_download(checkpoint, with_weights, flag))
     if not (directory / "config.json").is_file():
         raise OptionError(f"{flag} {checkpoint}: there is no config.json in it")

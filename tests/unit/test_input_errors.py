@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from slime.options.errors import OptionError
-from slime.options.model import _download
+from slime.options.model import _download, model_directory
 from slime.options.rollout import DEFAULT_ROLLOUT
 from slime.options.validate import NEEDS_LABEL, check_schedule
 from slime.rollout.rm_hub.graders import GRADERS
@@ -223,3 +223,13 @@ def test_only_weights_that_someone_reads_are_downloaded(monkeypatch: pytest.Monk
         "model-Q4.gguf": False,
     }
     assert {name: not any(fnmatch(name, pattern) for pattern in ignored) for name in files} == files
+
+
+@pytest.mark.parametrize(
+    ("name", "hub"), [("Qwen3-4B", True), ("/root/Qwen3-4B", False), ("~/Qwen3-4B", False), ("./Qwen3-4B", False)]
+)
+def test_only_what_could_be_one_is_told_of_hub_ids(name: str, hub: bool) -> None:
+    expected = f"--hf-checkpoint {name}: there is no such directory" + (", and a hub id is OWNER/MODEL" if hub else "")
+    with pytest.raises(OptionError) as error:
+        model_directory(name, with_weights=False)
+    assert str(error.value) == expected
