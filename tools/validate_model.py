@@ -12,6 +12,7 @@ out, 2 a wrong command line. docs/validate_model.md says what each level checks.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
 import signal
 import sys
@@ -24,6 +25,7 @@ from slime.utils.installation import check_installation  # noqa: E402
 
 check_installation()
 
+from slime.utils.arguments import check_flags  # noqa: E402
 from slime.utils.errors import BadInputError  # noqa: E402
 from tools.validation.climb import climb  # noqa: E402
 from tools.validation.levels import LEVELS  # noqa: E402
@@ -55,7 +57,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--flags", default="", help="more flags of train.py for every run, in one word: --flags='--x 1'"
     )
     options = parser.parse_args(argv)
-    options.flags, options.levels = shlex.split(options.flags), sorted(set(options.levels))
+    options.levels = sorted(set(options.levels))
+    try:
+        options.flags = shlex.split(options.flags)
+    except ValueError as error:
+        parser.error(f"--flags={options.flags}: {error}")
     if options.tiny and options.config is None:
         parser.error("--tiny is for random weights: it needs --config")
     if options.slots is not None and options.slots < 1:
@@ -66,6 +72,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Exit status by the overall result."""
     options = parse(argv)
+    if options.flags:
+        with contextlib.chdir(ROOT):  # where runs look for the files that flags name
+            check_flags(options.flags)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     options.command = shlex.join(["python3", "tools/validate_model.py", *(sys.argv[1:] if argv is None else argv)])
     try:

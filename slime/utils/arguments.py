@@ -80,9 +80,7 @@ def parse_args(argv: Sequence[str] | None = None, *, asynchronous: bool = False)
         sys.path.insert(0, os.getcwd())
     parser = StrictParser(description="Reinforcement learning of language models: Megatron trains, SGLang generates.")
     try:
-        yaml_values = _read_yaml(words)
-        defaults = _assemble(parser, words, yaml_values)
-        given = parser.parse_set(words) | _parse_yaml(parser, yaml_values)
+        defaults, given = _parse(parser, words)
         args = argparse.Namespace(**(defaults | given))
         args.rm_sglang_cli = reward_engine_flags(parser, args.rm_sglang_args)
         warnings = _resolve(args, set(given), asynchronous)
@@ -95,9 +93,28 @@ def parse_args(argv: Sequence[str] | None = None, *, asynchronous: bool = False)
     return args
 
 
+def check_flags(argv: Sequence[str]) -> None:
+    """Whether train.py knows these flags, and takes their values one by one: not whether they fit each other.
+
+    If not, it prints train.py's line and exits with status 2.
+    """
+    parser = StrictParser(prog="train.py")
+    try:
+        _parse(parser, argv)
+    except (OptionError, InstalledFlagsError) as error:
+        parser.error(str(error))
+
+
 def describe(args: argparse.Namespace) -> str:
     """The resolved configuration as YAML, grouped, without secrets."""
     return describe_groups(argparse.Namespace(**redacted(vars(args))), GROUPS)
+
+
+def _parse(parser: StrictParser, words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The defaults, and what the words and the YAML file that they name set."""
+    yaml_values = _read_yaml(words)
+    defaults = _assemble(parser, words, yaml_values)
+    return defaults, parser.parse_set(words) | _parse_yaml(parser, yaml_values)
 
 
 def _assemble(parser: StrictParser, words: Sequence[str], yaml_values: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What tools/validate_model.py makes of how its runs end."""
+"""What tools/validate_model.py makes of how its runs end, and of flags with which none would begin."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tools import quickstart
+from tests import shipped
+from tools import quickstart, validate_model
 from tools.validation.launches import Launcher, Run
 
 NUM_GPUS = 0
@@ -51,3 +52,22 @@ def test_a_child_that_does_not_end_when_told_is_killed_and_waited_for(monkeypatc
         process.stdout.readline()
         quickstart.end(process)
         assert process.returncode == -9
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--x 1", "train.py: error: unknown flag --x"),
+        ("--seed one", "train.py: error: argument --seed: invalid int value: 'one'"),
+        ("--seed '1", "error: --flags=--seed '1: No closing quotation"),
+    ],
+)
+def test_flags_that_train_py_refuses_end_it_before_it_writes(
+    flags: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--config", str(shipped.CONFIGS / "qwen3-4B"), "--tiny", "--output-dir", str(tmp_path / "out")]
+    with pytest.raises(SystemExit) as done:
+        validate_model.main([*words, f"--flags={flags}"])
+    assert done.value.code == 2
+    assert line in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
