@@ -19,6 +19,7 @@ NUM_NODES=${NUM_NODES:-1}
 
 launch() {
    local command=("$PYTHON" "$SLIME_DIR/$1" "${@:2}") runtime_env='{}'
+   _check_nodes
    if [ "${DRY_RUN:-0}" != 0 ]; then
       _print "${command[@]}"
       exec "${command[@]}" --dry-run
@@ -36,6 +37,16 @@ launch() {
       [ -z "${RAY_ADDRESS:-}" ] || _use_token
       exec "${command[@]}"
    fi
+}
+
+_check_nodes() { # A dry run may be of the whole run, without a node's own variables.
+   [[ $NUM_NODES =~ ^[1-9][0-9]*$ ]] || _die "NUM_NODES=$NUM_NODES is no whole number from 1"
+   [ "$NUM_NODES" -gt 1 ] && [ -z "${RAY_ADDRESS:-}" ] || return 0
+   [ "${DRY_RUN:-0}" = 0 ] || [ -n "${NODE_RANK:-}${MASTER_ADDR:-}" ] || return 0
+   [ -n "${NODE_RANK:-}" ] || _die "NUM_NODES=$NUM_NODES needs NODE_RANK, from 0 to $((NUM_NODES - 1))"
+   [[ $NODE_RANK =~ ^(0|[1-9][0-9]*)$ ]] && [ "$NODE_RANK" -lt "$NUM_NODES" ] ||
+      _die "NODE_RANK=$NODE_RANK is no node of NUM_NODES=$NUM_NODES: from 0 to $((NUM_NODES - 1))"
+   [ -n "${MASTER_ADDR:-}" ] || _die "NUM_NODES=$NUM_NODES needs MASTER_ADDR, the address of node 0"
 }
 
 _use_token() { # A Ray that is started where there is a token asks for it, and gets it from those in this mode only.
@@ -62,8 +73,6 @@ _print() { # one flag a line
 }
 
 _on_nodes() {
-   [ -n "${NODE_RANK:-}" ] || _die "NUM_NODES=$NUM_NODES needs NODE_RANK, from 0 to $((NUM_NODES - 1))"
-   [ -n "${MASTER_ADDR:-}" ] || _die "NUM_NODES=$NUM_NODES needs MASTER_ADDR, the address of node 0"
    local timeout=${NODES_TIMEOUT:-600} words ray=("$PYTHON" -m ray.scripts.scripts start --block --disable-usage-stats)
    : "${RAY_PORT:=6379}"
    read -ra words <<<"${RAY_START_ARGS:-}"
