@@ -22,7 +22,7 @@ def load_release(args: Namespace, warnings: list[str]) -> None:
             f"--load {args.load} holds weights to start from, and so does --ref-load {args.ref_load}: drop one"
         )
     _found("--load", os.path.expanduser(args.load))
-    warnings.append(f"--load {args.load} holds weights only: training starts from them, as with --ref-load")
+    warnings.append(f"--load {args.load} holds weights only, and no run to go on with: it is taken as --ref-load")
     args.load, args.ref_load = None, args.load
 
 
@@ -37,6 +37,21 @@ def derive_checkpoints(args: Namespace, warnings: list[str]) -> None:
     _places(args)
     if args.placement != "rollout_only":
         _saved_models(args, _load_directory(args, warnings))
+
+
+def starting_point(args: Namespace) -> str:
+    """The line that says which weights a run's trainers begin with; empty where there are none."""
+    if args.placement == "rollout_only":
+        return ""
+    found = find_checkpoint(args.load) if args.load else None
+    if found is not None:
+        return f"training goes on from {found[0]} (--load)"
+    first = f"there is no checkpoint in --load {args.load} yet: " if args.load else ""
+    if args.random_weights:
+        return f"{first}training starts from random weights (--random-weights)"
+    if args.ref_load:
+        return f"{first}training starts from {args.ref_load} (--ref-load)"
+    return f"{first}training starts from {args.hf_checkpoint} (--hf-checkpoint)"
 
 
 def _run_directory(args: Namespace) -> None:
@@ -102,9 +117,6 @@ def _load_directory(args: Namespace, warnings: list[str]) -> Path | None:
             f"--load {directory}: there is no checkpoint in it (no {LATEST}); drop it to start fresh, or let --save "
             "name the same directory"
         )
-    warnings.append(
-        f"there is no checkpoint in --load {directory} yet: training starts from {args.ref_load or args.hf_checkpoint}"
-    )
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from slime.options.checkpoint_rules import starting_point
 from slime.options.errors import OptionError
 from slime.options.validate import check_schedule
 from slime.ray.placement import describe_placement
@@ -25,6 +26,8 @@ def dry_run(args: argparse.Namespace) -> None:
     """
     print(describe(args))
     print(describe_placement(args))
+    if begins := starting_point(args):
+        print(begins)
     try:
         for name, count in load_eval_prompts(args).items():
             print(f"evaluation: {name}, {count} prompts")

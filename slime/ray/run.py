@@ -20,6 +20,7 @@ from ray.exceptions import RayError
 
 from slime.observability.metrics import MetricsLogger
 from slime.observability.progress import done_line, step_line
+from slime.options.checkpoint_rules import starting_point
 from slime.ray import janitor
 from slime.ray.cluster import connect
 from slime.ray.creation import create_engines, create_manager, create_trainers, reward_engine_args
@@ -99,6 +100,8 @@ class Run:
         """Start data source, engines, router and trainers, in parallel where they do not need each other."""
         args, began = self.args, time.monotonic()
         print(f"run directory: {args.run_dir}; loading the data", flush=True)
+        if begins := starting_point(args):
+            print(begins, flush=True)
         # Hexadecimal: a key may end up behind a flag, and must not look like one.
         keys = None if args.no_api_keys else (secrets.token_hex(24), secrets.token_hex(24))
         self._manager = create_manager(args, keys)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from slime.options.checkpoint_rules import starting_point
 from slime.utils.arguments import parse_args
 from tests.command_line import QWEN3, command, failure, write_checkpoint, write_model, write_rows
 
@@ -80,5 +81,35 @@ def test_a_run_may_load_what_a_conversion_wrote(directory: Path, capsys: pytest.
 
 def test_a_fresh_run_may_load_from_where_it_saves(capsys: pytest.CaptureFixture[str]) -> None:
     parse_args(command("--load ckpt --save ckpt/"))
-    assert capsys.readouterr().err.count("warning: there is no checkpoint in --load") == 1
+    assert "warning" not in capsys.readouterr().err
     parse_args(command("--load ckpt --debug-rollout-only"))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", "training starts from {directory}/model (--hf-checkpoint)"),
+        ("--ref-load ref", "training starts from {directory}/ref (--ref-load)"),
+        ("--random-weights", "training starts from random weights (--random-weights)"),
+        ("--random-weights --ref-load ref", "training starts from random weights (--random-weights)"),
+        ("--load converted", "training starts from {directory}/converted (--ref-load)"),
+        ("--load ckpt --ref-load ref", "training goes on from {directory}/ckpt/iter_0000001 (--load)"),
+        ("--load ckpt --random-weights", "training goes on from {directory}/ckpt/iter_0000001 (--load)"),
+        (
+            "--load new --save new",
+            "there is no checkpoint in --load {directory}/new yet: training starts from {directory}/model "
+            "(--hf-checkpoint)",
+        ),
+        (
+            "--load new --save new --random-weights",
+            "there is no checkpoint in --load {directory}/new yet: training starts from random weights "
+            "(--random-weights)",
+        ),
+        ("--debug-rollout-only --ref-load ref", ""),
+    ],
+)
+def test_a_run_says_from_which_weights_it_starts(directory: Path, words: str, expected: str) -> None:
+    write_model(directory / "ref")
+    write_checkpoint(directory / "converted", "release", {})
+    write_checkpoint(directory / "ckpt", "1", {})
+    assert starting_point(parse_args(command(words))) == expected.replace("{directory}", str(directory))

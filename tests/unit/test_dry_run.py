@@ -46,6 +46,7 @@ def test_prints_configuration_placement_and_data(
     assert "global_batch_size: 8" in out
     assert "slot 0: training rank 0" in out
     assert "slot 2: engine 0" in out
+    assert f"\ntraining starts from {model} (--hf-checkpoint)\n" in out
     assert out.endswith("data: 5 prompts (0 bad, 0 too long left out), 3 rollouts\nok: the run can start\n")
     assert not (model.parent / "run").exists()
 
