@@ -134,6 +134,7 @@ def test_colocated_run_trains_and_agrees_with_the_engine(colocated: Path) -> Non
     assert series(colocated, "rollout/prompts_read") == series(colocated, "rollout/prompts_trained") == [4, 8, 12]
     lines = (colocated.parent / "colocated.log").read_text().splitlines()
     assert [line.split(" | ")[0] for line in lines if " | eval/add " in line] == ["rollout 0/3", "rollout 3/3"]
+    assert f"training starts from {colocated.parent / 'model'} (--ref-load)" in lines
     assert all("time" in line for line in read_metrics(colocated))
 
 
@@ -172,6 +173,8 @@ def test_resumed_run_equals_the_uninterrupted_one_and_ends_by_ctrl_c(workspace: 
         process.kill(signal.SIGINT)
         assert process.wait(60) == 128 + signal.SIGINT, process.tail()
         process.assert_no_process_left()
+    said = (workspace / "resumed.log").read_text().splitlines()
+    assert f"training goes on from {run_dir / 'iter_0000000'} (--load)" in said
     assert_equals_uninterrupted(run_dir, colocated, resumed_at=1)
 
 
