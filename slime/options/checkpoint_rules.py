@@ -99,8 +99,8 @@ def _load_directory(args: Namespace, warnings: list[str]) -> Path | None:
         if not is_torch_dist(found[0]):
             raise OptionError(f"--load {directory}: {found[0].name} is no whole checkpoint (no metadata.json in it)")
         if args.num_rollout is not None and found[1] + 1 >= args.num_rollout:
-            last = f"rollout {found[1]}, the last of --num-rollout {args.num_rollout}"
-            warnings.append(f"--load {directory} is after {last}")
+            done = f"{found[1] + 1} of --num-rollout {args.num_rollout} rollouts"
+            warnings.append(f"--load {directory} holds a run that is over, {done}: nothing is left to train")
         return found[0]
     if (directory / "config.json").is_file():
         raise OptionError(
