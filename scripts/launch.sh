@@ -42,7 +42,7 @@ launch() {
 _check_nodes() { # A dry run may be of the whole run, without a node's own variables.
    [[ $NUM_NODES =~ ^[1-9][0-9]*$ ]] || _die "NUM_NODES=$NUM_NODES is no whole number from 1"
    [ "$NUM_NODES" -gt 1 ] && [ -z "${RAY_ADDRESS:-}" ] || return 0
-   [ "${DRY_RUN:-0}" = 0 ] || [ -n "${NODE_RANK:-}${MASTER_ADDR:-}" ] || return 0
+   [ "${DRY_RUN:-0}" = 0 ] || [ -n "${NODE_RANK:-}" ] || return 0
    [ -n "${NODE_RANK:-}" ] || _die "NUM_NODES=$NUM_NODES needs NODE_RANK, from 0 to $((NUM_NODES - 1))"
    [[ $NODE_RANK =~ ^(0|[1-9][0-9]*)$ ]] && [ "$NODE_RANK" -lt "$NUM_NODES" ] ||
       _die "NODE_RANK=$NODE_RANK is no node of NUM_NODES=$NUM_NODES: from 0 to $((NUM_NODES - 1))"

@@ -62,6 +62,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         options.flags = shlex.split(options.flags)
     except ValueError as error:
         parser.error(f"--flags={options.flags}: {error}")
+    if {"-h", "--help"} & set(options.flags):
+        parser.error("--flags are for runs: for help on them, python3 train.py --help")
     if options.tiny and options.config is None:
         parser.error("--tiny is for random weights: it needs --config")
     if options.slots is not None and options.slots < 1:

@@ -280,16 +280,17 @@ def _save(directory: Path, planner: _Planner, progress: Progress) -> None:
     """Write what the planners of all ranks have; collective.
 
     Raises:
-        BadInputError: a rank failed, or
-        KeyboardInterrupt: was interrupted, which torch takes for an error like others.
+        KeyboardInterrupt, OSError: a rank was interrupted, or had no room: torch takes both for any error.
+        BadInputError: a rank failed otherwise.
     """
     try:
         dcp.save({}, storage_writer=dcp.FileSystemWriter(directory, per_thread_copy_ahead=0), planner=planner)
     except dcp.api.CheckpointException as error:
         causes = {rank: cause for rank, (cause, _) in error.failures.items()}
-        interrupt = next((cause for cause in causes.values() if isinstance(cause, KeyboardInterrupt)), None)
-        if interrupt is not None:
-            raise interrupt from error
+        for kind in (KeyboardInterrupt, OSError):
+            for cause in causes.values():
+                if isinstance(cause, kind) and not isinstance(cause, FileNotFoundError):
+                    raise cause from error
         raise BadInputError("; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items())) from error
     finally:
         progress.close()

@@ -44,6 +44,7 @@ class _Terminated(KeyboardInterrupt):
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would end the cleaning up
     raise _Terminated
 
 
@@ -51,15 +52,19 @@ def main(name: str, convert: Callable[[], None], output: Path) -> int:
     """Run a program's conversion to ``output``; its exit status.
 
     Errors of the input are one line and status 2, those of the machine, such as a full disk, one line and status 1; an
-    interrupt is one line, and 130 by SIGINT or 143 by SIGTERM. The first rank of several says where the output is.
+    interrupt is one line, and 130 by SIGINT or 143 by SIGTERM. Of several ranks, the first says that it was interrupted
+    or where the output is.
     """
+    speaks = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
     logging.getLogger("slime").setLevel(logging.INFO)
-    before = signal.signal(signal.SIGTERM, _terminate)
+    before = signal.getsignal(signal.SIGTERM)
     try:
+        signal.signal(signal.SIGTERM, _terminate)
         convert()
     except KeyboardInterrupt as interrupt:
-        print(f"{name}: interrupted", file=sys.stderr)
+        if speaks:
+            print(f"{name}: interrupted", file=sys.stderr)
         return 128 + (signal.SIGTERM if isinstance(interrupt, _Terminated) else signal.SIGINT)
     except (BadInputError, FileNotFoundError, ValueError) as error:
         print(f"{name}: error: {error}", file=sys.stderr)
@@ -69,7 +74,7 @@ def main(name: str, convert: Callable[[], None], output: Path) -> int:
         return 1
     finally:
         signal.signal(signal.SIGTERM, before)
-    if os.environ.get("RANK", "0") == "0":
+    if speaks:
         print(f"{name}: wrote {output}")
     return 0
 
@@ -155,8 +160,8 @@ def removed_on_failure(output: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if not aside.replaced(output).exists():  # else the two may be all that is left of the output, old and new
-            aside.discard_directory(output)
+        aside.put_back(output)
+        aside.discard_directory(output)
         for directory in made:
             with contextlib.suppress(OSError):  # not made yet, or somebody else has put something into it
                 directory.rmdir()

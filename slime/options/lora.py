@@ -115,8 +115,8 @@ def settle_lora_sync(args: Namespace, given: Set[str], warnings: list[str]) -> N
         for name in ("sglang_enable_lora", "sglang_lora_paths"):
             if getattr(args, name, None) and args.placement in ("colocate", "disaggregate"):
                 raise OptionError(
-                    f"{_flag(name)}: SGLang does not find weights that are pushed to layers with adapters: drop it, or "
-                    "use --lora-rank with --lora-sync adapter"
+                    f"{_flag(name)}: SGLang does not find weights that are pushed to layers with adapters: drop it "
+                    "(--lora-rank with --lora-sync adapter sets it by itself)"
                 )
     else:
         args.lora_sync = "adapter"

@@ -21,8 +21,8 @@ _HOST_SWITCHES = ("NCCL_", "GLOO_", "NVSHMEM_", "UCX_", "TORCH_", "TRITON_", "CU
 """Prefixes of variables that say how this host is to be used."""
 _NEVER_PASSED_ON = ("CUDA_VISIBLE_DEVICES", "_TOKEN", "_KEY", "_SECRET", "_PASSWORD")
 """Endings: Ray gives each worker its devices, and shows the environment of workers to everyone who may ask it."""
-_ANSWER_S = 30.0
-"""For the first answer of a running Ray."""
+_ANSWER_S = 60.0
+"""For the first answer of a running Ray, with the start of the program that asks it."""
 
 
 def connect(slots: int) -> int | None:
@@ -35,7 +35,8 @@ def connect(slots: int) -> int | None:
         RunError: the running Ray could not be joined, or a local one not be started.
     """
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": True}
-    if address := os.environ.get("RAY_ADDRESS"):
+    address = os.environ.get("RAY_ADDRESS")
+    if address and address != "local":
         _ask(address)
         try:
             ray.init(**quiet)
@@ -66,8 +67,8 @@ def _ask(address: str) -> None:
     """
     if "://" in address:
         raise RunError(
-            f"RAY_ADDRESS={address} is an address for `ray job submit --address`, which starts train.py in the cluster;"
-            " to join a Ray from one of its hosts, give the HOST:PORT that `ray start` printed"
+            f"RAY_ADDRESS={address}: a Ray is joined from one of its hosts, by the HOST:PORT that `ray start` printed; "
+            "from elsewhere, `ray job submit --address http://HOST:8265` starts train.py in the cluster"
         )
     command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]
     try:
@@ -78,10 +79,8 @@ def _ask(address: str) -> None:
         ) from None
     if answer.returncode:
         why = (answer.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise RunError(
-            f"connect to Ray: RAY_ADDRESS={address}: {why} A Ray that wants tokens, as `ray start` makes by default, "
-            "is joined with RAY_AUTH_MODE=token"
-        )
+        hint = " (a Ray that wants tokens is joined with RAY_AUTH_MODE=token)" if "AuthToken" in why else ""
+        raise RunError(f"connect to Ray: RAY_ADDRESS={address}: {why}{hint}")
 
 
 def actor_environment(extra: dict[str, str] | None = None) -> dict[str, Any]:

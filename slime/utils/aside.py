@@ -29,6 +29,12 @@ def commit_directory(final: Path) -> None:
     shutil.rmtree(replaced(final), ignore_errors=True)
 
 
+def put_back(final: Path) -> None:
+    """Undo half of `commit_directory`: what was at ``final`` is there again, if nothing has taken its place."""
+    if replaced(final).exists() and not final.exists():
+        replaced(final).rename(final)
+
+
 def discard_directory(final: Path) -> None:
     """Remove what `begin_directory` gave, if it is there; ``final`` stays."""
     shutil.rmtree(unfinished(final), ignore_errors=True)

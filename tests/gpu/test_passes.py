@@ -57,11 +57,12 @@ def test_passes_with_and_without_gradients_have_the_same_bits(kind: str, megatro
     chunks = model.build_model(tiny.arguments(tmp_path / "model", params_dtype="bfloat16", bf16=True))
     weights_io.load_hf(chunks, tmp_path / "model")
     (module,) = model.wrap(chunks)
-    rng = random.Random(torch.seed())
+    rng = random.Random(seed := torch.seed())
     for number in range(_PASSES):
         lengths, tokens = micro_batch(rng)
         with torch.no_grad():
             plain = outputs(module, lengths, tokens)
         trained = outputs(module, lengths, tokens)
         differing = [name for name, tensor in plain.items() if not torch.equal(tensor, trained[name])]
-        assert not differing, f"micro-batch {number}, lengths {lengths}: first {differing[0]}, {len(differing)} in all"
+        where = f"seed {seed}, micro-batch {number}, lengths {lengths}"
+        assert not differing, f"{where}: first {differing[0]}, {len(differing)} in all"

@@ -96,6 +96,7 @@ def dying(self, part):
     return read(self, part)
 hf_to_torch_dist._Reader.read = dying
 from tools import convert_hf_to_torch_dist
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 raise SystemExit(convert_hf_to_torch_dist.main())
 """
 

@@ -324,11 +324,29 @@ def test_an_interrupt_is_one_line_and_leaves_nothing(
         os.kill(os.getpid(), number)
 
     monkeypatch.setattr(HFOutput, "write", interrupted)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     words = ["--model-dir", str(models("qwen3")), "--save-dir", str(tmp_path / "new" / "out")]
     assert fp8_tool.main(words) == status
     assert capsys.readouterr().err == "convert_hf_to_fp8.py: interrupted\n"
     assert not list(tmp_path.iterdir())
     assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_an_output_that_was_half_replaced_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted when the old one has moved away and the new one is not there yet."""
+    rename = Path.rename
+
+    def interrupted(self: Path, target: Path) -> Path:
+        if self.name == ".out.tmp":
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old").touch()
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt), running.written_aside(tmp_path / "out", 0):
+        pass
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == ["out", "out/old"]
 
 
 def test_what_was_there_and_what_others_put_there_stays(tmp_path: Path) -> None:

@@ -173,7 +173,8 @@ def test_a_python_without_slime_is_told_in_one_line(program: str) -> None:
 
 
 def test_ctrl_c_while_a_program_imports_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "transformers.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    heeded = "signal.signal(signal.SIGINT, signal.default_int_handler)"  # a shell's background jobs ignore it
+    (tmp_path / "transformers.py").write_text(f"import os, signal\n{heeded}\nos.kill(os.getpid(), signal.SIGINT)\n")
     path = f"{tmp_path}{os.pathsep}{ROOT}"
     command = [sys.executable, str(ROOT / "tools" / "make_tiny_model.py"), str(tmp_path / "model")]
     result = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=60)

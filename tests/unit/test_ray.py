@@ -72,7 +72,10 @@ def test_a_local_ray_that_does_not_start_is_told_in_one_line(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        ("http://127.0.0.1:8265", "RAY_ADDRESS=http://127.0.0.1:8265 is an address for `ray job submit --address`"),
+        (
+            "http://127.0.0.1:8265",
+            "RAY_ADDRESS=http://127.0.0.1:8265: a Ray is joined from one of its hosts, by the HOST:PORT",
+        ),
         ("127.0.0.1:{port}", "connect to Ray: RAY_ADDRESS=127.0.0.1:{port} has not answered in 3 s: is it running?"),
         ("nonsense", "connect to Ray: RAY_ADDRESS=nonsense: "),
     ],
@@ -84,7 +87,7 @@ def test_a_ray_that_is_not_there_is_told_in_one_line(
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         monkeypatch.setenv("RAY_ADDRESS", address.format(port=port))
-        monkeypatch.setattr(cluster, "_ANSWER_S", 3.0 if "{" in address else 30.0)
+        monkeypatch.setattr(cluster, "_ANSWER_S", 3.0 if "{" in address else 60.0)
         with pytest.raises(RunError) as raised:
             cluster.connect(2)
     assert str(raised.value).startswith(message.format(port=port))
