@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,10 @@ import torch
 
 from slime.options.checkpoint import LATEST
 from slime.utils.arguments import parse_args
+
+Parse = Callable[..., Namespace]
+Fails = Callable[..., str]
+"""What the fixtures of these names give: of words to add and flags to leave out, the options or the error."""
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -1,4 +1,5 @@
-"""What tests share: of the rollout side a byte-level tokenizer, options and a client; of conversions tiny models."""
+"""What tests share: command lines; of the rollout side a byte-level tokenizer, options and a client; of
+conversions tiny models."""
 
 from __future__ import annotations
 
@@ -11,8 +12,32 @@ from typing import Any
 import pytest
 
 from slime.rollout import state
+from slime.utils.arguments import parse_args
+from tests.command_line import Fails, Parse, command, failure, write_model, write_rows
 from tests.fake_client import FakeClient
 from tests.small_rollout import CHATML, small_rollout, write_tokenizer
+
+
+@pytest.fixture
+def launch_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, offline, with the files that `tests.command_line.command` names."""
+    write_model(tmp_path / "model")
+    write_rows(tmp_path / "data.jsonl")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return tmp_path
+
+
+@pytest.fixture
+def parse() -> Parse:
+    """Options of a command line."""
+    return lambda words="", without="": parse_args(command(words, without))
+
+
+@pytest.fixture
+def fails(capsys: pytest.CaptureFixture[str]) -> Fails:
+    """The one line that a command line fails with."""
+    return lambda words="", without="": failure(capsys, words, without)
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import pytest
 import yaml
 
 from slime.utils.arguments import describe, parse_args
-from tests.command_line import QWEN3, command, failure, write_model, write_rows
+from tests.command_line import QWEN3, Fails, Parse, command, write_model, write_rows
 
 QWEN3_MOE = QWEN3 | {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -26,37 +24,21 @@ QWEN3_MOE = QWEN3 | {
     "mlp_only_layers": [],
 }
 
-Parse = Callable[..., Namespace]
-Fails = Callable[..., str]
-
 
 @pytest.fixture(autouse=True)
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def directory(launch_directory: Path) -> Path:
     """The working directory of a test: models, prompt data and hooks."""
-    write_model(tmp_path / "model")
-    write_model(tmp_path / "moe", QWEN3_MOE)
-    for name in ("data", "aime", "gsm8k"):
-        write_rows(tmp_path / f"{name}.jsonl")
-    (tmp_path / "hook.py").write_text(
+    write_model(launch_directory / "moe", QWEN3_MOE)
+    for name in ("aime", "gsm8k"):
+        write_rows(launch_directory / f"{name}.jsonl")
+    (launch_directory / "hook.py").write_text(
         "def add_arguments(parser):\n"
         "    parser.add_argument('--tool-budget', type=int, default=3)\n"
         "async def reward_func(args, sample, **kwargs):\n    return 1.0\n"
         "async def generate(args, sample, sampling_params):\n    return sample\n"
     )
-    (tmp_path / "clash.py").write_text((tmp_path / "hook.py").read_text())
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    return tmp_path
-
-
-@pytest.fixture
-def parse() -> Parse:
-    return lambda words="", without="": parse_args(command(words, without))
-
-
-@pytest.fixture
-def fails(capsys: pytest.CaptureFixture[str]) -> Fails:
-    return lambda words="", without="": failure(capsys, words, without)
+    (launch_directory / "clash.py").write_text((launch_directory / "hook.py").read_text())
+    return launch_directory
 
 
 @pytest.mark.parametrize(

@@ -6,38 +6,18 @@ import json
 import os
 import pickle
 import shutil
-from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from slime.utils.arguments import parse_args
 from tests import shipped
-from tests.command_line import QWEN3, command, failure, write_model, write_rows
-
-Parse = Callable[..., Namespace]
-Fails = Callable[..., str]
+from tests.command_line import QWEN3, Fails, Parse
 
 
 @pytest.fixture(autouse=True)
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory of a test: a model and prompt data."""
-    write_model(tmp_path / "model")
-    write_rows(tmp_path / "data.jsonl")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    return tmp_path
-
-
-@pytest.fixture
-def parse() -> Parse:
-    return lambda words="", without="": parse_args(command(words, without))
-
-
-@pytest.fixture
-def fails(capsys: pytest.CaptureFixture[str]) -> Fails:
-    return lambda words="", without="": failure(capsys, words, without)
+def directory(launch_directory: Path) -> Path:
+    """The working directory of a test."""
+    return launch_directory
 
 
 def test_shape_comes_from_the_config(parse: Parse, directory: Path) -> None:

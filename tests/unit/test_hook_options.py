@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from slime.options.hooks import HookOptions
 from slime.options.schema import flag_of, hook_fields
 from slime.options.tracking import TrackingOptions
 from slime.utils.arguments import parse_args
-from tests.command_line import command, failure, write_model, write_rows
+from tests.command_line import Fails, command
 
 NUM_GPUS = 0
 FIELDS = {
@@ -26,21 +25,12 @@ REPLAY = "--load-debug-rollout-data d/{rollout_id}.pt "
 
 
 @pytest.fixture(autouse=True)
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    write_model(tmp_path / "model")
-    write_rows(tmp_path / "data.jsonl")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    return tmp_path
-
-
-@pytest.fixture
-def fails(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    return lambda words="", without="": failure(capsys, words, without)
+def directory(launch_directory: Path) -> Path:
+    return launch_directory
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_every_hook_is_checked_when_flags_are_read(name: str, directory: Path, fails: Callable[..., str]) -> None:
+def test_every_hook_is_checked_when_flags_are_read(name: str, directory: Path, fails: Fails) -> None:
     field = FIELDS[name]
     flag, names, (call,) = flag_of(field), field.metadata["hook"], field.metadata["call"]
     parameters = ", ".join(call.positional)
@@ -66,7 +56,7 @@ def test_every_hook_is_checked_when_flags_are_read(name: str, directory: Path, f
         ("--custom-pg-loss-reducer-function-path", "(total_lengths, response_lengths, loss_masks, calculate_per"),
     ],
 )
-def test_so_are_those_of_the_algorithm(flag: str, takes: str, directory: Path, fails: Callable[..., str]) -> None:
+def test_so_are_those_of_the_algorithm(flag: str, takes: str, directory: Path, fails: Fails) -> None:
     mine = directory / "mine.py"
     mine.write_text("def none(): pass\n")
     assert fails(f"{flag} {mine}:none").startswith(f"{flag} {mine}:none: it is called as {takes}")
@@ -80,7 +70,7 @@ def test_help_names_the_signature_that_is_checked() -> None:
         assert names[: len(call.positional)] == call.positional
 
 
-def test_a_hook_of_the_disk_transport(directory: Path, fails: Callable[..., str]) -> None:
+def test_a_hook_of_the_disk_transport(directory: Path, fails: Fails) -> None:
     (directory / "mine.py").write_text("def post_write(args, version_dir, rollout_engines): pass\n")
     expected = "--custom-update-weight-post-write-path needs --update-weight-transport disk: tensor writes no files"
     assert fails(f"--custom-update-weight-post-write-path {directory}/mine.py") == expected
@@ -117,7 +107,7 @@ def test_dump_details_is_both_templates(directory: Path) -> None:
         ),
     ],
 )
-def test_debug_data(words: str, expected: str, fails: Callable[..., str]) -> None:
+def test_debug_data(words: str, expected: str, fails: Fails) -> None:
     assert expected in fails(words, "--num-rollout" if "--num-epoch" in words else "")
 
 
@@ -128,7 +118,7 @@ def test_parts_of_training_to_record(directory: Path) -> None:
     assert parse_args(command("--custom-config-path c.yaml")).profile_target == ["train_overall"]
 
 
-def test_no_two_kinds_of_data_are_the_same_files(fails: Callable[..., str]) -> None:
+def test_no_two_kinds_of_data_are_the_same_files(fails: Fails) -> None:
     """A rollout's file has no rank, and a rank's must have it."""
     words = "--save-debug-train-data d/{rollout_id}%s --save-debug-rollout-data d/{rollout_id}%s"
     assert "{rank} is missing in it" in fails(words.replace("%s", ""))

@@ -72,9 +72,10 @@ class Run:
         """How it ended; of a good end what metrics.jsonl has of the last optimizer step, if there was any."""
         if not self.ok:
             return f"{self.why()}, {self.seconds:.0f} s"
-        last = next(iter(self.steps()[-1:]), {})
+        last = (self.steps() or [{}])[-1]
         figures = [f"{key} {last[key]:.6g}" for key in _KEY_METRICS if key in last]
-        return "; ".join([f"ok, {self.seconds:.0f} s", *filter(None, [", ".join(figures)])])
+        ok = f"ok, {self.seconds:.0f} s"
+        return f"{ok}; {', '.join(figures)}" if figures else ok
 
     def error(self) -> str:
         """The program's own error line; empty if it has none."""
