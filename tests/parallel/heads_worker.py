@@ -11,6 +11,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
@@ -84,8 +85,10 @@ class Rank:
         """Gradients and metrics of the heads; with them and without, the policy is the same.
 
         Bit for bit, as layouts here have at most two data-parallel ranks: heads shift buckets, and sums over more ranks
-        are then added up in another order.
+        are then added up in another order. A distributed optimizer cuts buckets into shards, by which the norm of all
+        gradients is summed: there it, and all that it scales, is equal up to rounding.
         """
+        limit = 1e-6 if self.layout.get("use_distributed_optimizer") else 0.0
         logits = Logits(load_file(self.work / "plain.safetensors"))
         rows = rollouts.batches(rollouts.columns(0), parallel_state.get_data_parallel_world_size(), 1)
         logits.order = rows[parallel_state.get_data_parallel_rank()].sample_indices.tolist()
@@ -96,12 +99,13 @@ class Rank:
         metrics += self.train(with_heads, 1, 2)
         report = {"logits": logits.worst, "compared": logits.compared, "metrics": metrics[0]}
         for step, other in zip(metrics, others, strict=True):
-            assert {k: v for k, v in step.items() if "mtp" not in k} == other
+            trunk = {name: value for name, value in step.items() if "mtp" not in name}
+            assert trunk == pytest.approx(other, rel=limit, abs=limit)
         for gradients, theirs in zip(*noted, strict=True):
-            assert all(torch.equal(gradients[name], tensor) for name, tensor in theirs.items())
+            assert all(torch.allclose(gradients[name], tensor, limit, limit) for name, tensor in theirs.items())
             assert all(name.startswith(self.prefix) for name in gradients.keys() - theirs.keys())
         weights, theirs = gathering.weights(with_heads), gathering.weights(without)
-        assert all(torch.equal(weights[name], tensor) for name, tensor in theirs.items())
+        assert all(torch.allclose(weights[name], tensor, limit, limit) for name, tensor in theirs.items())
         self.check_pushed(with_heads, weights, set(theirs))
         self.check_saved(with_heads, weights)
         (self.work / f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
