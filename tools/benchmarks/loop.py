@@ -19,6 +19,8 @@ STEPS = 3
 _ASYNC_STEPS = 5
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256)
 """Requests at once for which engines capture graphs: a second each when they start."""
+_REFIT_S = {"dense": 0.1, "qwen3-30b-a3b": 0.4, "apart": 0.4}
+"""To reach, pause to continue: dense models and experts colocated, any model by NCCL."""
 _LONGEST = 4096
 """Tokens of the longest of long-tailed responses."""
 SPANS = {
@@ -62,7 +64,7 @@ def arguments(
     words += ["--rollout-max-response-len", str(response)]
     words += ["--custom-generate-function-path", "tools.benchmarks.lengths.generate"]
     words += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "8192"]
-    words += ["--advantage-estimator", "grpo", "--lr", "1e-6", "--bf16", "--use-distributed-optimizer"]
+    words += ["--advantage-estimator", "grpo", "--lr", "1e-6", "--bf16"]
     words += ["--update-weight-buffer-size", str(2**31)]
     words += ["--sglang-attention-backend", "triton", "--sglang-sampling-backend", "pytorch"]
     words += ["--sglang-grammar-backend", "none", "--sglang-disable-prefill-cuda-graph"]
@@ -133,7 +135,7 @@ def measure_step(options: argparse.Namespace, report: Report) -> None:
     report.add("step, share of no part", model, gpus, statistics.median(rest), "", at_most=0.03)
     difference = median(lines, "train/train_rollout_logprob_abs_diff")
     report.add("log-prob difference, mean", model, gpus, difference, "", at_most=0.02)
-    _add_refit(lines, "refit, colocated", options, report, at_most=0.1)
+    _add_refit(lines, "refit, colocated", options, report)
     _add_sleep_wake(lines, options, report)
 
 
@@ -145,10 +147,10 @@ def measure_refit(options: argparse.Namespace, report: Report) -> None:
     """Pause to continue: by handles on the same GPUs, and with two GPUs or more by NCCL to others."""
     colocated = _colocated(options, report)
     if colocated is not None:
-        _add_refit(colocated, "refit, colocated", options, report, at_most=0.1)
+        _add_refit(colocated, "refit, colocated", options, report)
     disaggregated = _disaggregated(options, report)
     if disaggregated is not None:
-        _add_refit(disaggregated, "refit, NCCL", options, report, at_most=0.4)
+        _add_refit(disaggregated, "refit, NCCL", options, report)
 
 
 def measure_async(options: argparse.Namespace, report: Report) -> None:
@@ -174,7 +176,7 @@ def measure_async(options: argparse.Namespace, report: Report) -> None:
         rates[name] = _tokens_per_second(lines)
         report.add(f"{name}, long tail", options.model, options.gpus, rates[name], "tok/s")
         if name == "synchronous, apart":
-            _add_refit(lines, "refit, NCCL", options, report, at_most=0.4)
+            _add_refit(lines, "refit, NCCL", options, report)
     staleness = max((line.get("rollout/weight_staleness_max", 0.0) for line in lines), default=0.0)
     ratio = rates.pop("asynchronous") / max(rates.values())
     report.add("async / better synchronous", options.model, options.gpus, ratio, "", at_least=1.5, staleness=staleness)
@@ -189,9 +191,8 @@ def _tokens_per_second(lines: list[dict[str, Any]]) -> float:
     return sum(tokens[-_ASYNC_STEPS:]) / (ends[-1] - ends[-1 - _ASYNC_STEPS])
 
 
-def _add_refit(
-    lines: list[dict[str, Any]], case: str, options: argparse.Namespace, report: Report, at_most: float
-) -> None:
+def _add_refit(lines: list[dict[str, Any]], case: str, options: argparse.Namespace, report: Report) -> None:
+    at_most = _REFIT_S["apart"] if case.endswith("NCCL") else _REFIT_S.get(options.model, _REFIT_S["dense"])
     seconds = median(lines, "perf/update_weights_paused_time")
     gigabytes = median(lines, "perf/update_weights_wire_bytes") / 1e9
     report.add(case, options.model, options.gpus, seconds, "s", at_most=at_most, gigabytes=round(gigabytes, 2))

@@ -83,7 +83,7 @@ def training_options(options: argparse.Namespace, num_samples: int, world_size: 
     words += ["--num-rollout", "100", "--rollout-batch-size", str(num_samples), "--n-samples-per-prompt", "1"]
     words += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", str(options.tokens)]
     words += ["--advantage-estimator", "grpo", "--disable-rewards-normalization"]
-    words += ["--actor-num-gpus-per-node", str(world_size), "--lr", "1e-6", "--bf16", "--use-distributed-optimizer"]
+    words += ["--actor-num-gpus-per-node", str(world_size), "--lr", "1e-6", "--bf16"]
     return parse_args(words + options.flags)
 
 
@@ -134,7 +134,7 @@ def main() -> None:
     from slime.batching.flops import forward_flops
     from slime.rollout.train_data import decoder_shape, to_train_batches
 
-    args = training_options(options, 1, world_size)
+    args = training_options(options, world_size, world_size)
     dp_size = args.data_parallel_size
     lengths = lengths_of(options, dp_size)
     args = training_options(options, len(lengths), world_size)
