@@ -28,6 +28,8 @@ _STAND_INS = ("triton", "torchvision", "sgl_kernel")
 """Packages that SGLang imports at its top but calls on GPUs only. Goes when SGLang guards these imports."""
 
 _LORA_FLAGS = frozenset({"--enable-lora", "--lora-paths"})
+_FLOAT32_ROUTERS = {"glm4_moe": "Glm4MoeGate", "glm4_moe_lite": "Glm4MoeLiteGate"}
+"""By ``model_type``, which is their module's name too."""
 _LOW_32_BITS = 0xFFFFFFFF
 _CHILD_POLL_S = 0.2
 _installed = False
@@ -53,7 +55,7 @@ def install(flags: Sequence[str] = ()) -> None:
     if not _LORA_FLAGS.isdisjoint(flags):
         _pin_nothing()
     _allow_sampling_seeds()
-    if _has_latent_attention(flags):
+    if "kv_lora_rank" in _model_config(flags):
         _attend_to_latents()
 
 
@@ -173,10 +175,11 @@ def _allow_sampling_seeds() -> None:
     server_args.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.append("torch_native")
 
 
-def _has_latent_attention(flags: Sequence[str]) -> bool:
+def _model_config(flags: Sequence[str]) -> dict[str, Any]:
+    """Of a server's model, config.json; empty where the flags name no directory with one."""
     places = [place for place, flag in enumerate(flags) if flag == "--model-path"]
     config = Path(flags[places[-1] + 1], "config.json") if places else None
-    return config is not None and config.is_file() and "kv_lora_rank" in json.loads(config.read_text())
+    return json.loads(config.read_text()) if config is not None and config.is_file() else {}
 
 
 def _attend_to_latents() -> None:
@@ -298,3 +301,24 @@ def keep_cache_scales() -> None:
 
     updater._export_static_state = lambda model: [tensor.detach().clone() for tensor in kept(model)]
     updater._import_static_state = bring_back
+
+
+def route_by_present_weights(flags: Sequence[str]) -> None:
+    """Let GLM's routers compute with the weights that they have now; in every process of a server.
+
+    SGLang keeps a float32 copy from the first forward pass, on GPUs from the capture of CUDA graphs. An engine would
+    route for ever by the weights that it started with, whatever is pushed, and ``/weights_checker`` leaves the copy
+    out. Goes when SGLang's routers follow their weights.
+
+    Args:
+        flags: of the server, which say which model it has.
+    """
+    model_type = _model_config(flags).get("model_type")
+    if model_type in _FLOAT32_ROUTERS:
+        module: Any = importlib.import_module(f"sglang.srt.models.{model_type}")
+        getattr(module, _FLOAT32_ROUTERS[model_type]).forward = _float32_logits
+
+
+def _float32_logits(router: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """float32 [tokens, experts]."""
+    return torch.nn.functional.linear(hidden_states.float(), router.weight.float())

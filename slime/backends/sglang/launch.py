@@ -43,6 +43,7 @@ def _register_configs() -> None:
 # At the top level: SGLang spawns its schedulers, and a spawned process runs this module again, with the same flags, but
 # not `main`.
 compat.install(sys.argv[1:])
+compat.route_by_present_weights(sys.argv[1:])
 _register_configs()
 _strike_keys_from_log()
 if FLOAT8_VARIABLE in os.environ:
