@@ -25,6 +25,8 @@ from slime.utils.installation import check_installation
 
 check_installation()
 
+from slime.utils import aside  # noqa: E402
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -66,9 +68,9 @@ DEFAULTS: dict[str, Any] = {
     **{"arch": "qwen3", "dtype": "float32", "tie_word_embeddings": False, "moe_intermediate_size": None},
     **{"num_layers": 4, "hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": None},
     **{"intermediate_size": 384, "vocab_size": _SMALLEST_VOCABULARY, "max_position_embeddings": 2048},
-    **{"num_experts": 8, "experts_per_token": 2},
+    **{"num_experts": 8, "experts_per_token": 2, "seed": 0},
 }
-"""The shape without ``--like``, where no flag says otherwise."""
+"""The model without ``--like``, where no flag says otherwise."""
 
 
 def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
@@ -156,22 +158,23 @@ def write(options: argparse.Namespace) -> int:
     output = Path(options.output)
     if output.exists() and not output.is_dir():
         raise ValueError(f"{output} is no directory")
-    if output.is_dir() and any(output.iterdir()):
-        if not options.overwrite:
-            raise ValueError(f"{output} is not empty; pass --overwrite to replace it")
-        shutil.rmtree(output)
+    if output.is_dir() and any(output.iterdir()) and not options.overwrite:
+        raise ValueError(f"{output} is not empty; pass --overwrite to replace it")
     # Of a published size only bytes have names: a response of random weights is read by nobody.
     tokenizer = make_tokenizer(options.vocab_size if options.like is None else _SMALLEST_VOCABULARY)
     config = make_config(options, tokenizer)
     model = make_model(config, options.arch, options.seed) if options.like is None else None
-    output.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(output)
-    if model is None:
-        config.architectures = [ARCHITECTURES[options.arch][1]]
-        config.save_pretrained(output)
-        return 0
-    save(model, output)
-    return sum(parameter.numel() for parameter in model.parameters())
+    final = output.absolute()
+    with aside.removed_on_failure(final):
+        directory = aside.begin_directory(final)
+        tokenizer.save_pretrained(directory)
+        if model is None:
+            config.architectures = [ARCHITECTURES[options.arch][1]]
+            config.save_pretrained(directory)
+        else:
+            save(model, directory)
+        aside.commit_directory(final)
+    return 0 if model is None else sum(parameter.numel() for parameter in model.parameters())
 
 
 def save(model: PreTrainedModel, directory: Path) -> None:
@@ -236,7 +239,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help=f"of the weights; default: {DEFAULTS['dtype']}",
         **given,
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the weights; default: %(default)s")
+    parser.add_argument("--seed", type=int, help=f"of the weights; default: {DEFAULTS['seed']}", **given)
     parser.add_argument(
         "--like", choices=sorted(PUBLISHED), help="this model's shape in bfloat16, without weights; no other shape flag"
     )
@@ -246,7 +249,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         return argparse.Namespace(**{**DEFAULTS, **vars(options)})
     also = [f"--{name.replace('_', '-')}" for name in DEFAULTS if name in options]
     if also:
-        parser.error(f"--like {options.like} says the whole shape: drop it or {', '.join(also)}")
+        parser.error(f"--like {options.like} says the whole shape and has no weights: drop it or {', '.join(also)}")
     return argparse.Namespace(**{**DEFAULTS, **vars(options), **PUBLISHED[options.like], "dtype": "bfloat16"})
 
 
@@ -257,6 +260,8 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"make_tiny_model.py: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     print(f"{options.output}: {options.arch}, {count:,} parameters, {options.dtype}, seed {options.seed}")
     return 0
 

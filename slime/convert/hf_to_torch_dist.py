@@ -43,7 +43,7 @@ from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
 from slime.backends.megatron.checkpoint import begin_directory, commit_directory, model_state  # noqa: E402
 from slime.backends.megatron.model import build_model  # noqa: E402
 from slime.backends.megatron.weights_io import check_names, global_weights  # noqa: E402
-from slime.convert.running import Progress, check_room, removed_on_failure  # noqa: E402
+from slime.convert.running import Progress, check_room  # noqa: E402
 from slime.models import Family, Shape, family_of, hf_config, weight_shape  # noqa: E402
 from slime.options.checkpoint import LATEST, RELEASE, is_release  # noqa: E402
 from slime.utils import aside  # noqa: E402
@@ -260,7 +260,7 @@ def convert(args: Namespace, save: Path) -> None:
         sizes = [prod(part.size) * dtypes[part.key].itemsize for part in parts]
         shares = deal(sizes, dist.get_world_size())
         # The first rank alone: another's end must not empty what the first is about to rename into place.
-        with removed_on_failure(final) if rank == 0 else contextlib.nullcontext():
+        with aside.removed_on_failure(final) if rank == 0 else contextlib.nullcontext():
             if rank == 0:
                 check_room(final, sum(sizes))
             directory = begin_directory(final)

@@ -154,21 +154,6 @@ def check_room(output: Path, needed: int) -> None:
 
 
 @contextlib.contextmanager
-def removed_on_failure(output: Path) -> Iterator[None]:
-    """A block that writes ``output`` aside and commits it; a failure removes that, and directories made above it."""
-    made = [directory for directory in output.parents if not directory.exists()]
-    try:
-        yield
-    except BaseException:
-        aside.put_back(output)
-        aside.discard_directory(output)
-        for directory in made:
-            with contextlib.suppress(OSError):  # not made yet, or somebody else has put something into it
-                directory.rmdir()
-        raise
-
-
-@contextlib.contextmanager
 def written_aside(output: Path, needed: int) -> Iterator[Path]:
     """A directory to write to, which becomes ``output`` when the block ends, and is removed when it fails.
 
@@ -178,7 +163,7 @@ def written_aside(output: Path, needed: int) -> Iterator[Path]:
         BadInputError: there is no room for ``needed`` bytes.
     """
     final = output.absolute()
-    with removed_on_failure(final):
+    with aside.removed_on_failure(final):
         check_room(final, needed)
         yield aside.begin_directory(final)
         aside.commit_directory(final)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
@@ -38,6 +39,21 @@ def put_back(final: Path) -> None:
 def discard_directory(final: Path) -> None:
     """Remove what `begin_directory` gave, if it is there; ``final`` stays."""
     shutil.rmtree(unfinished(final), ignore_errors=True)
+
+
+@contextlib.contextmanager
+def removed_on_failure(final: Path) -> Iterator[None]:
+    """A block that writes ``final`` aside and commits it; a failure removes that, and directories made above it."""
+    made = [directory for directory in final.parents if not directory.exists()]
+    try:
+        yield
+    except BaseException:
+        put_back(final)
+        discard_directory(final)
+        for directory in made:
+            with contextlib.suppress(OSError):  # not made yet, or somebody else has put something into it
+                directory.rmdir()
+        raise
 
 
 def write_file(final: Path, write: Callable[[Path], object]) -> None:

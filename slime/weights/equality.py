@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from argparse import Namespace
 from collections.abc import Callable
@@ -38,7 +39,8 @@ class EqualityCheck:
     def __init__(self, args: Namespace, version: int) -> None:
         self._template = Path(args.hf_checkpoint)
         self._load_format = load_format(args)
-        self._writer = HFDirectoryWriter(weights_directory(args) / f"check_v{version:06d}", self._template)
+        self._parent = weights_directory(args)
+        self._writer = HFDirectoryWriter(self._parent / f"check_v{version:06d}", self._template)
         self._digests: dict[str, str] = {}
 
     def add(self, bucket: NamedTensors) -> None:
@@ -72,8 +74,10 @@ class EqualityCheck:
             raise EngineError("check equal: pushed weights differ from the trainer's: " + "; ".join(problems))
 
     def discard(self) -> None:
-        """Remove the directory."""
+        """Remove the directory, and the one above where nothing else is in it."""
         self._writer.discard()
+        with contextlib.suppress(OSError):
+            self._parent.rmdir()
 
 
 def expected_names(hf_checkpoint: Path) -> set[str]:

@@ -333,6 +333,6 @@ def test_rollouts_without_end_train_every_prompt_once_and_resume(workspace: Path
     trained = [sample.index for rollout_id in range(_ROLLOUTS) for sample in samples_of(run_dir, rollout_id)]
     assert len(trained) == len(set(trained)) == 4 * _GROUPS * _ROLLOUTS
     assert_accounted_for(run_dir)
-    assert max(series(run_dir, "rollout/weight_staleness_max")) <= 2
-    assert max(series(run_dir, "rollout/groups_under_way")) > 0, "others are generated while one is trained"
+    staleness = max(series(run_dir, "rollout/weight_staleness_max"))
+    assert 1 <= staleness <= 2, "a rollout is begun while the one before it is trained, and not too early"
     assert len(series(run_dir, "eval/add")) >= 2

@@ -152,6 +152,22 @@ def test_a_directory_with_files_is_kept_unless_asked(tmp_path: Path, capsys: pyt
     assert (tmp_path / "precious").read_text() == "mine"
 
 
+def test_an_interrupted_model_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "above" / "out"
+    assert make_tiny_model.main([str(out)]) == 0
+    before = (out / "model.safetensors").read_bytes()
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(make_tiny_model, "save", interrupted)
+    assert make_tiny_model.main([str(out), "--overwrite", "--seed", "1"]) == 130
+    assert (out / "model.safetensors").read_bytes() == before
+    assert make_tiny_model.main([str(tmp_path / "other" / "out")]) == 130
+    assert [path.name for path in tmp_path.iterdir()] == ["above"]
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
 def test_published_shapes_are_those_of_the_shipped_configs(tmp_path: Path) -> None:
     """Or train.py would refuse the flags of scripts/models/*.sh with such a model."""
     from slime.models import hf_config, shape_from_hf
@@ -165,9 +181,9 @@ def test_published_shapes_are_those_of_the_shipped_configs(tmp_path: Path) -> No
 
 def test_a_published_shape_and_a_size_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:
-        make_tiny_model.main([str(tmp_path / "out"), "--like", "qwen3-4b", "--num-layers", "2", "--dtype", "float32"])
+        make_tiny_model.main([str(tmp_path / "out"), "--like", "qwen3-4b", "--num-layers", "2", "--seed", "1"])
     assert done.value.code == 2
-    error = "--like qwen3-4b says the whole shape: drop it or --dtype, --num-layers"
+    error = "--like qwen3-4b says the whole shape and has no weights: drop it or --num-layers, --seed"
     assert f"error: {error}\n" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 

@@ -20,7 +20,7 @@ from slime.rollout.sglang_rollout import prompt_tokens
 from slime.utils.arguments import parse_args
 from slime.utils.types import Group
 from tools.benchmarks.lengths import length_of
-from tools.benchmarks.loop import GRAPH_SIZES, arguments
+from tools.benchmarks.loop import arguments
 from tools.benchmarks.report import Report
 
 RUNS = 3
@@ -35,7 +35,6 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     words = arguments(options, options.scratch / "rollout", [], response=_RESPONSE)
     words += ["--debug-rollout-only", "--rollout-num-gpus", "1"]
     words += ["--rollout-batch-size", str(_PROMPTS), "--n-samples-per-prompt", str(_SAMPLES)]
-    words += ["--sglang-cuda-graph-bs-decode", *map(str, (*GRAPH_SIZES, 384, _PROMPTS * _SAMPLES))]
     args = parse_args(words)
     args.long_tail = False
     engine = Engine(args, 0, "127.0.0.1", None, options.log_dir / "engine.log", cuda_devices=["0"])

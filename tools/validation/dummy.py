@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,6 +11,7 @@ import psutil
 import torch
 
 from slime.models import hf_config, shape_from_hf
+from slime.utils import aside
 from slime.utils.errors import BadInputError
 from tools.make_tiny_model import make_tokenizer, save
 
@@ -75,16 +75,12 @@ def write_model(source: Path, directory: Path, dtype: str, *, tiny: bool, seed: 
     values |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     config = _config(values, str(source))
     count = _fitting(config, dtype)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    aside = directory.with_name(directory.name + ".partial")
-    aside.mkdir()
-    try:
-        tokenizer.save_pretrained(aside)
-        _write(config, values, aside, dtype, seed)
-        aside.rename(directory)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
+    final = directory.absolute()
+    with aside.removed_on_failure(final):
+        unfinished = aside.begin_directory(final)
+        tokenizer.save_pretrained(unfinished)
+        _write(config, values, unfinished, dtype, seed)
+        aside.commit_directory(final)
     return count
 
 
