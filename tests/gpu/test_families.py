@@ -20,7 +20,11 @@ _ROLLOUTS = 2
 _SMALL: dict[str, Any] = {
     **{"num_hidden_layers": 2, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0},
     **{"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 128, "torch_dtype": "bfloat16"},
+    "routed_scaling_factor": 2.5,
 }
+_DIFFERENCE = 0.008
+"""In the mean. Of these models, by transformers: bfloat16 alone moves log-probs by 0.002 to 0.003, other routers or
+other experts by 0.012 to 0.036."""
 _LATENT_HEADS = 16
 
 
@@ -54,4 +58,4 @@ def test_experts_and_latent_attention_agree_with_the_engine(
         use_distributed_optimizer=True,
         **dict.fromkeys(("ref_load", "use_kl_loss", "kl_loss_coef", "kl_loss_type")),
     )
-    check(run_dir, _ROLLOUTS, record_property)
+    check(run_dir, _ROLLOUTS, record_property, _DIFFERENCE)
