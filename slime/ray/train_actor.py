@@ -13,6 +13,7 @@ import torch
 from torch.distributed import TCPStore
 
 from slime.ray.cluster import enter_actor
+from slime.utils import device
 from slime.utils.errors import BadInputError
 from slime.utils.types import TrainBatch
 from slime.weights import EngineAddress
@@ -83,8 +84,8 @@ class TrainActor:
         """Give the GPU memory of everything but, if they are to be pushed, the actor's weights."""
         self._trainer.sleep(keep_weights=keep_weights)
 
-    def wake(self, weights_only: bool) -> float:
-        """Undo `sleep`, or only for the actor's weights; the bytes of the GPU that were in use before."""
+    def wake(self, weights_only: bool) -> device.Memory:
+        """Undo `sleep`, or only for the actor's weights; what was in use before."""
         return self._trainer.wake(weights_only=weights_only)
 
     def publish(self, version: int, gone: list[str]) -> dict[str, float]:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
+from slime.utils.device import Memory
+
 Call = Callable[..., list[Any]]
 """(phase, method, *values): the method's answers of all trainers, or of all engines."""
 
@@ -30,8 +32,8 @@ class Turns:
         self._figures: dict[str, float] = {}
 
     def figures(self) -> dict[str, float]:
-        """What was noted since the last call, of each part in seconds, and ``perf/asleep_gib``: what is in use on a GPU
-        while both sides sleep."""
+        """What was noted since the last call: of each part the seconds, and of the fullest GPU while both sides sleep
+        ``perf/asleep_gib``, in use by everybody, ``perf/asleep_trainer_gib`` what torch holds of it for trainers."""
         figures, self._figures = self._figures, {}
         return figures
 
@@ -47,9 +49,11 @@ class Turns:
         self._release_engines()
         if self._offload_train:
             with self._timed("wake_trainers"):
-                used = self._trainers("wake the trainers", "wake", False)
-            if self._offload_rollout and any(used):
-                self._figures["perf/asleep_gib"] = max(used) / 2**30
+                asleep = self._trainers("wake the trainers", "wake", False)
+            fullest = max(asleep, key=lambda memory: memory.used, default=Memory())
+            if self._offload_rollout and fullest.used:
+                self._figures["perf/asleep_gib"] = fullest.used / 2**30
+                self._figures["perf/asleep_trainer_gib"] = fullest.reserved / 2**30
         self._awake = "trainers"
 
     @contextmanager

@@ -179,7 +179,7 @@ def sleep_and_wake(trainer: Any) -> dict[str, Any]:
         trainer.sleep(keep_weights=False)
         slept = time.perf_counter()
         asleep = trainer.wake(weights_only=False)
-        figures = {"sleep_s": slept - started, "wake_s": time.perf_counter() - slept, "asleep_gib": asleep / 2**30}
+        figures = {"sleep_s": slept - started, "wake_s": time.perf_counter() - slept, "asleep_gib": asleep.used / 2**30}
         device.synchronize()
         figures["wake_all_s"] = time.perf_counter() - slept
     return figures

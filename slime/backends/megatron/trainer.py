@@ -104,14 +104,14 @@ class MegatronTrainer:
                 self._critic.sleep(keep_weights=False)
             device.release_unused()
 
-    def wake(self, *, weights_only: bool) -> float:
-        """Undo `sleep`, or only for the actor's weights; the bytes that all the device's processes held before."""
-        used = device.memory().used
+    def wake(self, *, weights_only: bool) -> device.Memory:
+        """Undo `sleep`, or only for the actor's weights; what was in use before."""
+        asleep = device.memory()
         with self._memory.phase("wake"):
             self._actor.wake(weights_only=weights_only)
             if self._critic is not None and not weights_only:
                 self._critic.wake(weights_only=False)
-        return used
+        return asleep
 
     # ---- training
 

@@ -1,0 +1,65 @@
+"""Whose turn it is in the memory of GPUs, and what is noted of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.ray.turns import Turns
+from slime.utils.device import Memory
+
+
+class Sides:
+    """Notes what both sides are told; trainers answer with what was in use while they slept."""
+
+    def __init__(self, *asleep: Memory) -> None:
+        self.asleep, self.calls = list(asleep), list[tuple[Any, ...]]()
+
+    def trainers(self, phase: str, method: str, *values: Any) -> list[Any]:
+        self.calls.append(("trainers", method, *values))
+        return self.asleep if method == "wake" else [None] * len(self.asleep)
+
+    def engines(self, phase: str, method: str, *values: Any) -> list[Any]:
+        self.calls.append(("engines", method, *values))
+        return [None]
+
+    def turns(self, *, offload_train: bool = True, offload_rollout: bool = True) -> Turns:
+        return Turns(self.trainers, self.engines, offload_train=offload_train, offload_rollout=offload_rollout)
+
+
+def test_never_more_than_both_sides_weights_are_there_together() -> None:
+    sides = Sides(Memory())
+    turns = sides.turns()
+    turns.trainers_started()
+    for _ in range(2):
+        turns.to_trainers()
+        with turns.pushing():
+            sides.calls.append(("push",))
+    step = [
+        ("engines", "release_memory"),
+        ("trainers", "wake", False),
+        ("trainers", "sleep", True),
+        ("engines", "resume_memory", ["weights"]),
+        ("push",),
+        ("trainers", "sleep", False),
+        ("engines", "resume_memory", ["kv_cache", "cuda_graph"]),
+    ]
+    assert sides.calls == [("trainers", "sleep", False), *step, *step]
+
+
+def test_the_fullest_gpu_is_noted_while_both_sleep() -> None:
+    gib = 2**30
+    sides = Sides(Memory(used=4 * gib, reserved=gib), Memory(used=11 * gib, reserved=7 * gib), Memory(used=3 * gib))
+    turns = sides.turns()
+    turns.trainers_started()
+    turns.to_trainers()
+    figures = turns.figures()
+    assert (figures["perf/asleep_gib"], figures["perf/asleep_trainer_gib"]) == (11.0, 7.0)
+    assert turns.figures() == {}
+
+
+def test_nothing_is_noted_without_gpus_or_where_engines_stay() -> None:
+    for sides, stays in ((Sides(Memory()), False), (Sides(), False), (Sides(Memory(used=1)), True)):
+        turns = sides.turns(offload_rollout=not stays)
+        turns.trainers_started()
+        turns.to_trainers()
+        assert not any("asleep" in name for name in turns.figures())
