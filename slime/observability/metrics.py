@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -27,7 +28,7 @@ class MetricsLogger:
     """Gives every line of metrics to all sinks that the options ask for; owned by the driver process."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self._sinks: list[_Sink] = [_JsonLines(Path(args.run_dir) / "metrics.jsonl")]
+        self._sinks: list[_Sink] = [_JsonLines(_lines(args))]
         if args.use_tensorboard:
             self._sinks.append(_TensorBoard(args))
         if args.use_wandb:
@@ -53,6 +54,19 @@ class MetricsLogger:
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
             sink.close()
+
+
+def evaluated_versions(args: argparse.Namespace) -> set[int]:
+    """The weight versions that a run's directory has evaluations of."""
+    versions = set()
+    for line in _lines(args).read_text().splitlines():
+        with contextlib.suppress(ValueError):  # half a line, of a host that went down
+            versions.add(json.loads(line).get("eval/step"))
+    return versions - {None}
+
+
+def _lines(args: argparse.Namespace) -> Path:
+    return Path(args.run_dir, "metrics.jsonl")
 
 
 def _scalar(name: str, value: Any) -> float:

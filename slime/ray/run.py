@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import logging
 import secrets
 import signal
@@ -18,7 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from slime.observability.metrics import MetricsLogger
+from slime.observability.metrics import MetricsLogger, evaluated_versions
 from slime.observability.progress import done_line, step_line
 from slime.options.checkpoint_rules import starting_point
 from slime.ray import janitor
@@ -319,8 +318,7 @@ class Run:
             return False
         if args.start_rollout_id == 0:
             return True
-        lines = Path(args.run_dir, "metrics.jsonl").read_text().splitlines()
-        return all(_eval_step(line) != args.start_rollout_id for line in lines)
+        return args.start_rollout_id not in evaluated_versions(args)
 
     def save(self, rollout_id: int) -> None:
         """Write a checkpoint, an HF directory and adapters, whichever is asked for."""
@@ -384,14 +382,6 @@ def run_driver(train: Callable[[argparse.Namespace], None], args: argparse.Names
 
 def _program() -> str:
     return Path(sys.argv[0]).name
-
-
-def _eval_step(line: str) -> int | None:
-    try:
-        step: int | None = json.loads(line).get("eval/step")
-    except ValueError:  # half a line, of a host that went down
-        return None
-    return step
 
 
 def is_due(rollout_id: int, interval: int | None, last: int | None = None) -> bool:
