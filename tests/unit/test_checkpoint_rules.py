@@ -113,3 +113,42 @@ def test_a_run_says_from_which_weights_it_starts(directory: Path, words: str, ex
     write_checkpoint(directory / "converted", "release", {})
     write_checkpoint(directory / "ckpt", "1", {})
     assert starting_point(parse_args(command(words))) == expected.replace("{directory}", str(directory))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--save-hf model", "--save-hf model would replace {directory}/model (--hf-checkpoint): name a"),
+        ("--save-hf .", "would replace {directory} (the directory where this was started)"),
+        ("--save-hf ..", "would replace {directory} (the directory where this was started)"),
+        ("--save ckpt --save-hf ckpt", "would replace {directory}/ckpt (--save)"),
+        ("--save out/ckpt --save-hf out", "--save-hf out would replace {directory}/out/ckpt (--save)"),
+        ("--run-dir run --save-hf run", "would replace {directory}/run (--run-dir)"),
+        ("--save a/3/ckpt --save-hf a/{rollout_id}", "would replace {directory}/a/3/ckpt (--save)"),
+        ("--save-hf alias", "--save-hf alias would replace {directory}/model (--hf-checkpoint)"),
+        ("--save-hf mine", "--save-hf mine: {directory}/mine has other things in it than an earlier export"),
+        ("--save-hf exports/{rollout_id:02d}", "{directory}/exports/01 has other things in it than an earlier export"),
+        ("--save-hf hf_{step}", "--save-hf hf_{step}: only {rollout_id} can be filled in"),
+        ("--lora-rank 4 --lora-alpha 8 --save-lora mine", "--save-lora mine: {directory}/mine has other"),
+        ("--lora-rank 4 --lora-alpha 8 --save-lora x --save-hf x", "would replace {directory}/x (--save-lora)"),
+    ],
+)  # fmt: skip
+def test_exports_replace_nothing_else(
+    capsys: pytest.CaptureFixture[str], directory: Path, words: str, expected: str
+) -> None:
+    (directory / "alias").symlink_to("model")
+    for name in ("mine", "exports/01"):
+        (directory / name).mkdir(parents=True)
+        (directory / name / "thesis.txt").write_text("mine")
+    assert expected.replace("{directory}", str(directory)) in failure(capsys, words)
+    assert (directory / "mine" / "thesis.txt").exists()
+
+
+@pytest.mark.parametrize("words", ["--save-hf hf", "--save ckpt --save-hf ckpt/hf_{rollout_id}", "--save-hf empty"])
+def test_exports_replace_their_own_kind(directory: Path, words: str) -> None:
+    (directory / "empty").mkdir()
+    for name in ("hf", "ckpt/hf_3"):
+        (directory / name).mkdir(parents=True)
+        (directory / name / "model.safetensors").touch()
+        (directory / name / "slime_export.json").touch()
+    parse_args(command(words))

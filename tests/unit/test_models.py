@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from transformers import AutoConfig
 
 from slime.models import Family, family_of, hf_config, shape_from_hf, weight_shape
 from slime.models.family import Shape
+from tests.command_line import QWEN3
 from tests.parallel import tiny
 
 FC1 = "mlp.linear_fc1.weight"
@@ -284,6 +286,19 @@ def test_a_scaling_of_positions_that_lacks_a_key(kind: str, tmp_path: Path) -> N
     """Which transformers finds."""
     with pytest.raises(ValueError, match=rf"{tmp_path}: .*'rope_type'='{kind}': {{'factor'}}") as refused:
         hf_config(written(DEEPSEEK | {"rope_scaling": {"type": kind}}, tmp_path))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_hidden_layers": 6, "layer_types": ["full_attention"] * 4}, "`num_hidden_layers` (6) must be equal to"),
+        ({"num_hidden_layers": "four"}, "Field 'num_hidden_layers' expected int, got str"),
+    ],
+)
+def test_values_that_contradict_each_other(changes: dict[str, object], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"config.json of {tmp_path}: {reason}")) as refused:
+        hf_config(written(QWEN3 | changes, tmp_path))
     assert "\n" not in str(refused.value)
 
 

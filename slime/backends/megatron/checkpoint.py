@@ -7,6 +7,7 @@ saves leaves the one before in place.
 
 from __future__ import annotations
 
+import json
 import logging
 import queue
 import random
@@ -35,6 +36,7 @@ from slime.backends.megatron.model import has_heads
 from slime.backends.megatron.optimizer import parts_of
 from slime.models.family import HEADS_PREFIX
 from slime.options.checkpoint import LATEST, checkpoint_directory
+from slime.options.export_rules import EXPORT_MARK
 from slime.options.lora import check_adapters
 from slime.options.next_tokens import check_saved_heads
 from slime.utils import aside, device
@@ -75,6 +77,13 @@ def commit_directory(final: Path) -> None:
     if _is_first_rank():
         aside.commit_directory(final)
     _barrier()
+
+
+def commit_export(final: Path, hf_checkpoint: str) -> None:
+    """`commit_directory` of what is for others to load, with the mark by which a later export may replace it."""
+    if _is_first_rank():
+        (aside.unfinished(final) / EXPORT_MARK).write_text(json.dumps({"hf_checkpoint": str(hf_checkpoint)}))
+    commit_directory(final)
 
 
 def save_state(

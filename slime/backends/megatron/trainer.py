@@ -320,13 +320,13 @@ class MegatronTrainer:
         """Write the actor as a Hugging Face directory, complete or not at all; what is there is replaced."""
         unfinished = checkpoint.begin_directory(Path(directory))
         weights_io.save_hf(self.model_chunks, unfinished, self.args.hf_checkpoint)
-        checkpoint.commit_directory(Path(directory))
+        checkpoint.commit_export(Path(directory), self.args.hf_checkpoint)
 
     def save_lora(self, directory: str) -> None:
         """Write the actor's adapters as PEFT reads them, complete or not at all; what is there is replaced."""
         unfinished = checkpoint.begin_directory(Path(directory))
         weights_io.save_adapters(self.model_chunks, self.family, self.shape, self.args, unfinished)
-        checkpoint.commit_directory(Path(directory))
+        checkpoint.commit_export(Path(directory), self.args.hf_checkpoint)
 
 
 def _make_critic(args: Namespace, source: str, resumed_rollout: int | None) -> Learner:

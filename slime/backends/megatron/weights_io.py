@@ -114,7 +114,10 @@ def load_hf(chunks: Sequence[torch.nn.Module], hf_dir: str | Path) -> None:
         check_names(family, shape, weights, directory, family.untrained(config, shape))
         for name, tensor in global_weights(chunks):
             rank = _shard_rank(name)
-            tensor.copy_(family.shard(name, weights.__getitem__, shape, tuple(tensor.shape), rank))
+            try:
+                tensor.copy_(family.shard(name, weights.__getitem__, shape, tuple(tensor.shape), rank))
+            except KeyError as error:  # only of flags that contradict config.json (--allow-config-mismatch)
+                raise ValueError(f"{directory} has no {error.args[0]}, which the model of the flags needs") from error
 
 
 def _shard_rank(name: str) -> int:

@@ -1,0 +1,63 @@
+"""Exports replace the directory that they go to: it must be no other place of the run, and hold nothing else."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from string import Formatter
+
+from slime.options.errors import OptionError
+
+EXPORT_MARK = "slime_export.json"
+"""A file in every directory that ``--save-hf`` or ``--save-lora`` wrote: a later export may replace such a one."""
+_EXPORTS = ("save_hf", "save_lora")
+_OTHERS = ("hf_checkpoint", "ref_load", "load", "save", "critic_load", "critic_save", "run_dir", "prompt_data")
+
+
+def check_exports(args: Namespace) -> None:
+    """Refuse exports that would take something else away; the places of ``args`` are filled in.
+
+    Raises:
+        OptionError: a directory that is, or holds, another place of the run, or that has something else in it.
+    """
+    for name in _EXPORTS:
+        path = getattr(args, name)
+        if path is None:
+            continue
+        flag, parts = _flag(name), _parts(_flag(name), path)
+        taken = re.compile("".join("[^/]*" if part is None else re.escape(part) for part in parts))
+        for whose, place in _other_places(args, name):
+            if any(taken.fullmatch(str(each)) for each in (place, *place.parents)):
+                raise OptionError(f"{flag} {path} would replace {place} ({whose}): name a directory of its own")
+        for found in map(Path, glob.glob("".join("*" if part is None else glob.escape(part) for part in parts))):
+            if found.is_dir() and any(found.iterdir()) and not (found / EXPORT_MARK).is_file():
+                raise OptionError(
+                    f"{flag} {path}: {found} has other things in it than an earlier export (no {EXPORT_MARK} in it), "
+                    "which would be lost: name another directory, or remove it"
+                )
+
+
+def _parts(flag: str, path: str) -> list[str | None]:
+    """A path with links resolved, in pieces; None is what the rollout's number is filled in for."""
+    try:
+        pieces = list(Formatter().parse(os.path.realpath(os.path.expanduser(path))))
+        path.format(rollout_id=0)
+    except (ValueError, KeyError, IndexError) as error:
+        raise OptionError(f"{flag} {path}: only {{rollout_id}} can be filled in ({error})") from error
+    return [part for literal, field, _, _ in pieces for part in ([literal] if field is None else [literal, None])]
+
+
+def _other_places(args: Namespace, export: str) -> Iterator[tuple[str, Path]]:
+    yield "the directory where this was started", Path(os.path.realpath(args.launch_dir))
+    for name in (*_OTHERS, *_EXPORTS):
+        place = getattr(args, name)
+        if place is not None and name != export:
+            yield _flag(name), Path(os.path.realpath(os.path.expanduser(place)))
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
