@@ -158,13 +158,15 @@ def write(options: argparse.Namespace) -> int:
     output = Path(options.output)
     if output.exists() and not output.is_dir():
         raise ValueError(f"{output} is no directory")
+    if reason := aside.why_not_replaced(output):
+        raise ValueError(reason)
     if output.is_dir() and any(output.iterdir()) and not options.overwrite:
         raise ValueError(f"{output} is not empty; pass --overwrite to replace it")
     # Of a published size only bytes have names: a response of random weights is read by nobody.
     tokenizer = make_tokenizer(options.vocab_size if options.like is None else _SMALLEST_VOCABULARY)
     config = make_config(options, tokenizer)
     model = make_model(config, options.arch, options.seed) if options.like is None else None
-    final = output.absolute()
+    final = output.resolve()
     with aside.removed_on_failure(final):
         directory = aside.begin_directory(final)
         tokenizer.save_pretrained(directory)
@@ -257,10 +259,11 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     try:
         count = write(options)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"make_tiny_model.py: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        print("make_tiny_model.py: interrupted", file=sys.stderr)
         return 130
     print(f"{options.output}: {options.arch}, {count:,} parameters, {options.dtype}, seed {options.seed}")
     return 0

@@ -133,6 +133,8 @@ def check_output(output: Path, sources: Sequence[Path], *, force: bool) -> None:
             raise BadInputError(f"{source}: there is no such directory")
         if output.resolve() == source.resolve() or output.resolve() in source.resolve().parents:
             raise BadInputError(f"{output} would replace {source}, which it is made from: name another output")
+    if reason := aside.why_not_replaced(output):
+        raise BadInputError(reason)
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     if not force:
@@ -162,7 +164,7 @@ def written_aside(output: Path, needed: int) -> Iterator[Path]:
     Raises:
         BadInputError: there is no room for ``needed`` bytes.
     """
-    final = output.absolute()
+    final = output.resolve()
     with aside.removed_on_failure(final):
         check_room(final, needed)
         yield aside.begin_directory(final)

@@ -30,6 +30,15 @@ def commit_directory(final: Path) -> None:
     shutil.rmtree(replaced(final), ignore_errors=True)
 
 
+def why_not_replaced(directory: Path) -> str:
+    """Why a directory could not be renamed over, for an error; empty where it can."""
+    if directory.resolve().is_mount():
+        return f"{directory} is a mount point, which cannot be replaced as a whole: name a directory in it"
+    if directory.resolve() in (here := Path.cwd(), *here.parents):
+        return f"{directory} is where this was started, or above it: name a directory in it"
+    return ""
+
+
 def put_back(final: Path) -> None:
     """Undo half of `commit_directory`: what was at ``final`` is there again, if nothing has taken its place."""
     if replaced(final).exists() and not final.exists():

@@ -50,7 +50,12 @@ def buckets_of(model: torch.nn.Module, size: int = 40_000) -> Iterator[NamedTens
 
 def engine_log_prob_error(service: Service, model: torch.nn.Module) -> float:
     """Largest difference between the engine's log-probs and the model's, on fresh random prompts."""
-    worst = 0.0
+    return float(engine_log_prob_errors(service, model).max())
+
+
+def engine_log_prob_errors(service: Service, model: torch.nn.Module) -> torch.Tensor:
+    """float32 [48]: the difference of each token."""
+    errors = []
     for length in (4, 17, 40):
         prompt = [random.randrange(2, model.config.vocab_size) for _ in range(length)]
         body = {
@@ -61,8 +66,8 @@ def engine_log_prob_error(service: Service, model: torch.nn.Module) -> float:
         headers = {"Authorization": f"Bearer {KEYS[0]}"}
         reply = requests.post(f"{service.engine.url}/generate", json=body, headers=headers, timeout=60).json()
         engine = torch.tensor([triple[0] for triple in reply["meta_info"]["output_token_logprobs"]])
-        worst = max(worst, float((engine - log_probs_of(model, prompt, reply["output_ids"])).abs().max()))
-    return worst
+        errors.append((engine - log_probs_of(model, prompt, reply["output_ids"])).abs())
+    return torch.cat(errors)
 
 
 def publisher_of(args: argparse.Namespace, *engines: EngineAddress) -> WeightPublisher:

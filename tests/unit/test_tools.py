@@ -168,6 +168,25 @@ def test_an_interrupted_model_leaves_what_was_there(tmp_path: Path, monkeypatch:
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
+def test_outputs_that_no_rename_can_replace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for output in (".", str(tmp_path)):
+        assert make_tiny_model.main([output, "--overwrite"]) == 2
+        assert "is where this was started, or above it: name a directory in it" in capsys.readouterr().err
+    assert make_tiny_model.main(["/proc", "--overwrite"]) == 2
+    assert "/proc is a mount point" in capsys.readouterr().err
+    assert make_tiny_model.main(["/proc/x"]) == 2
+    assert "make_tiny_model.py: " in capsys.readouterr().err
+    (tmp_path / "target").mkdir()
+    (tmp_path / "link").symlink_to("target")
+    assert make_tiny_model.main([str(tmp_path / "link")]) == 0
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "target" / "config.json").is_file()
+
+
 def test_published_shapes_are_those_of_the_shipped_configs(tmp_path: Path) -> None:
     """Or train.py would refuse the flags of scripts/models/*.sh with such a model."""
     from slime.models import hf_config, shape_from_hf

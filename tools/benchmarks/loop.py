@@ -20,8 +20,10 @@ _ASYNC_STEPS = 5
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 """Requests at once for which engines capture graphs, a second each when they start: two rollouts of 256, where they
 overlap. Beyond the largest a 4B model's token takes 33 ms, not 14."""
-_REFIT_S = {"dense": 0.1, "qwen3-30b-a3b": 0.4, "apart": 0.4}
-"""To reach, pause to continue: dense models and experts colocated, any model by NCCL."""
+_REFIT_S = {"qwen3-30b-a3b": 0.4}
+"""To reach, colocated, pause to continue."""
+_DENSE_REFIT_S = 0.1
+_NCCL_REFIT_S = 0.4
 _LONGEST = 4096
 """Tokens of the longest of long-tailed responses."""
 SPANS = {
@@ -193,7 +195,7 @@ def _tokens_per_second(lines: list[dict[str, Any]]) -> float:
 
 
 def _add_refit(lines: list[dict[str, Any]], case: str, options: argparse.Namespace, report: Report) -> None:
-    at_most = _REFIT_S["apart"] if case.endswith("NCCL") else _REFIT_S.get(options.model, _REFIT_S["dense"])
+    at_most = _NCCL_REFIT_S if case.endswith("NCCL") else _REFIT_S.get(options.model, _DENSE_REFIT_S)
     seconds = median(lines, "perf/update_weights_paused_time")
     gigabytes = median(lines, "perf/update_weights_wire_bytes") / 1e9
     report.add(case, options.model, options.gpus, seconds, "s", at_most=at_most, gigabytes=round(gigabytes, 2))

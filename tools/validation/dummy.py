@@ -75,7 +75,7 @@ def write_model(source: Path, directory: Path, dtype: str, *, tiny: bool, seed: 
     values |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     config = _config(values, str(source))
     count = _fitting(config, dtype)
-    final = directory.absolute()
+    final = directory.resolve()
     with aside.removed_on_failure(final):
         unfinished = aside.begin_directory(final)
         tokenizer.save_pretrained(unfinished)
