@@ -63,11 +63,16 @@ def check_quantization(args: Namespace) -> None:
     """Set ``args.pushes_float8``: whether engines that serve blocks of float8 are pushed the trainer's weights in them.
 
     Raises:
-        OptionError: weights would be pushed to engines that serve them quantized in another way.
+        OptionError: weights would be pushed to engines that serve them quantized in another way, or copies of them.
     """
     args.pushes_float8 = False
     if not args.num_engines or args.placement == "rollout_only":
         return
+    if getattr(args, "sglang_dcp_replicate_q_proj", None):
+        raise OptionError(
+            "--sglang-dcp-replicate-q-proj: engines would keep copies of query projections from their start, which "
+            "pushed weights do not reach: drop it"
+        )
     found = json.loads(Path(args.hf_checkpoint, "config.json").read_text()).get("quantization_config")
     asked = getattr(args, "sglang_quantization", None)
     if asked is not None and not (asked == "fp8" and found):

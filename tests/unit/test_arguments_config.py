@@ -108,6 +108,11 @@ def test_engines_do_not_take_weights_for_quantized_ones(parse: Parse, directory:
         assert not parse("--debug-rollout-only --rollout-num-gpus 2", "--colocate").pushes_float8
 
 
+def test_engines_keep_no_copies_of_weights_that_are_pushed(fails: Fails) -> None:
+    words = "--sglang-dcp-size 2 --sglang-dcp-comm-backend a2a --sglang-dcp-replicate-q-proj"
+    assert "--sglang-dcp-replicate-q-proj: engines would keep copies of query projections" in fails(words)
+
+
 def test_engines_take_weights_in_blocks_of_float8(parse: Parse, directory: Path, fails: Fails) -> None:
     assert not parse("--bf16").pushes_float8
     assert "--sglang-quantization fp8: engines hold the weights that are pushed" in fails("--sglang-quantization fp8")
