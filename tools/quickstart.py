@@ -25,6 +25,8 @@ _START_AT, _START_BELOW = 0.36, 0.60
 _WELL_FORMED_NEEDED = 0.95
 _STOP_S = 60
 _RESULTS = {"model", "data", "sft", "grpo", "hf", "curve.png", "result.json"}
+_RECORD = ".quickstart-files.json"
+"""In the output directory: what the last quickstart left there, and as what; only that may be removed."""
 
 
 class QuickstartError(Exception):
@@ -93,11 +95,23 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 def quickstart(output: Path, seed: int, rm_type: str, phases: Phases) -> None:
-    """All phases; results land in ``output``."""
+    """All phases; results land in ``output``.
+
+    Raises:
+        QuickstartError: it did not reach what it promises, or ``output`` holds other things than a quickstart's.
+    """
+    clear(output)
+    try:
+        _train(output, seed, rm_type, phases)
+    finally:
+        left = {name: state for name, state in _content(output).items() if Path(name).parts[0] in _RESULTS}
+        (output / _RECORD).write_text(json.dumps(left))
+
+
+def _train(output: Path, seed: int, rm_type: str, phases: Phases) -> None:
     python = sys.executable
     env = {"OUTPUT_DIR": str(output), "SEED": str(seed), "RM_TYPE": rm_type, "PYTHON": python}
     with phases.phase("make model and data"):
-        clear(output)
         phases.run([python, "tools/make_tiny_model.py", str(output / "model"), "--seed", str(seed)])
         phases.run([python, "tools/make_arithmetic_data.py", str(output / "data"), "--seed", str(seed)])
     with phases.phase("supervised warm-up"):
@@ -114,23 +128,41 @@ def quickstart(output: Path, seed: int, rm_type: str, phases: Phases) -> None:
 
 
 def clear(output: Path) -> None:
-    """Make ``output`` an empty directory, if nothing but an earlier quickstart's results is in it.
+    """Make ``output`` an empty directory, if all that is in it is as an earlier quickstart left it.
 
     Raises:
         QuickstartError: something else is in it.
     """
     output.mkdir(parents=True, exist_ok=True)
-    foreign = sorted({path.name for path in output.iterdir()} - _RESULTS)
+    record = output / _RECORD
+    left: dict[str, list[int]] = {}
+    with suppress(FileNotFoundError, json.JSONDecodeError):
+        left = json.loads(record.read_text())
+    foreign = sorted(name for name, state in _content(output).items() if left.get(name) != state)
     if foreign:
+        parents = {str(parent) for name in foreign for parent in Path(name).parents}
+        foreign = [name for name in foreign if name not in parents]
         raise QuickstartError(
-            f"{output} holds {', '.join(foreign[:3])}: choose another --output-dir, nothing was removed"
+            f"{output} holds {', '.join(foreign[:3])}, which no quickstart is known to have left so: choose another "
+            "--output-dir, nothing was removed"
         )
-    for name in _RESULTS:
-        path = output / name
-        if path.is_dir():
+    for path in output.iterdir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        elif path != record:
+            path.unlink()
+    record.unlink(missing_ok=True)  # the last, so that an interrupted removal can be gone on with
+
+
+def _content(output: Path) -> dict[str, list[int]]:
+    """Relative paths of all that is in ``output`` -> size and time of the last change; of a directory, nothing."""
+    content: dict[str, list[int]] = {}
+    for where, directories, files in os.walk(output):
+        for path in (Path(where, name) for name in directories + files):
+            is_directory, state = path.is_dir() and not path.is_symlink(), path.lstat()
+            content[str(path.relative_to(output))] = [] if is_directory else [state.st_size, state.st_mtime_ns]
+    content.pop(_RECORD, None)
+    return content
 
 
 def choose_start(phases: Phases, output: Path) -> dict[str, Any]:
@@ -224,21 +256,28 @@ def report(
 _DIFFERENCE = "train/train_rollout_logprob_abs_diff"
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_args() -> argparse.Namespace:
+    """The command line; `scripts/quickstart.sh` checks it by this before there is an environment."""
+    parser = argparse.ArgumentParser(
+        prog="quickstart.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--output-dir",
         type=Path,
-        default=Path("outputs/quickstart"),
-        help="results of an earlier quickstart in it are removed",
+        default=ROOT / "outputs" / "quickstart",
+        help="what an earlier quickstart left there is removed; default: outputs/quickstart beside scripts/",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the data, the initial weights and the sampling")
     parser.add_argument("--rm-type", default="math", help="`random` is the control: accuracy must not rise")
     parser.add_argument(
         "--time-limit", type=float, default=20, help="minutes after which it gives up; default: %(default)s"
     )
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Command line."""
+    args = parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     phases = Phases(args.time_limit * 60)
     error = None

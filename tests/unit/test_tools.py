@@ -56,6 +56,66 @@ def test_a_quickstart_that_is_late_names_the_phase_and_the_flag() -> None:
         phases.run([sys.executable, "-c", "import time; time.sleep(30)"])
 
 
+def _left_by_a_quickstart(output: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The program, after a run that failed when it had written a few files."""
+    quickstart = load("quickstart")
+
+    def fail(output: Path, *_: Any) -> None:
+        for name in ("hf/config.json", "data/train.jsonl", "result.json"):
+            (output / name).parent.mkdir(parents=True, exist_ok=True)
+            (output / name).write_text("its own")
+        (output / "sft").mkdir()
+        raise quickstart.QuickstartError("late")
+
+    monkeypatch.setattr(quickstart, "_train", fail)
+    with pytest.raises(quickstart.QuickstartError, match="late"):
+        quickstart.quickstart(output, 0, "math", quickstart.Phases(1))
+    return quickstart
+
+
+def _files(directory: Path) -> dict[str, str]:
+    return {str(path.relative_to(directory)): path.read_text() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_a_quickstart_replaces_what_an_earlier_one_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quickstart = _left_by_a_quickstart(tmp_path, monkeypatch)
+    quickstart.clear(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["p.txt", "hf/p.txt", "data/train.jsonl", "mine/p.txt", "sft/mine/", "curve.png"])
+def test_a_quickstart_leaves_what_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A file or directory that was added, or a file that was changed: nothing is removed."""
+    quickstart = _left_by_a_quickstart(tmp_path, monkeypatch)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).write_text("mine, not its")
+    before = _files(tmp_path)
+    for _ in range(2):  # what is refused is not taken for a result afterwards
+        with pytest.raises(quickstart.QuickstartError, match=rf"holds .*{name.rstrip('/')}, .* nothing was removed"):
+            quickstart.quickstart(tmp_path, 0, "math", quickstart.Phases(1))
+        assert _files(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["hf/p.txt", "data/p.txt", "model/config.json"])
+def test_a_quickstart_takes_no_name_for_a_proof(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir()
+    (tmp_path / name).write_text("mine")
+    quickstart = load("quickstart")
+    with pytest.raises(quickstart.QuickstartError, match=name):
+        quickstart.clear(tmp_path)
+    assert _files(tmp_path) == {name: "mine"}
+
+
+def test_a_link_in_a_results_place_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "p.txt").write_text("mine")
+    quickstart = _left_by_a_quickstart(tmp_path / "output", monkeypatch)
+    (tmp_path / "output" / "grpo").symlink_to(tmp_path / "mine")
+    with pytest.raises(quickstart.QuickstartError, match="grpo"):
+        quickstart.clear(tmp_path / "output")
+    assert (tmp_path / "mine" / "p.txt").read_text() == "mine"
+
+
 @pytest.mark.parametrize("tool", ["make_tiny_model.py", "make_arithmetic_data.py"])
 def test_help_needs_no_engine(tool: str) -> None:
     done = subprocess.run([sys.executable, TOOLS / tool, "--help"], capture_output=True, text=True, timeout=60)
