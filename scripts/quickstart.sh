@@ -2,11 +2,15 @@
 # Install, then train a tiny model with reinforcement learning on this machine: six to ten minutes on two CPU cores after the install.
 # Options are those of tools/quickstart.py: --output-dir DIR, --seed N, --rm-type random, --time-limit MINUTES.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 for word in "$@"; do
     # The program needs no package to print its options.
-    case $word in -h | --help) exec python3 tools/quickstart.py --help ;; esac
+    case $word in -h | --help) exec python3 "$ROOT/tools/quickstart.py" --help ;; esac
 done
-bash scripts/install.sh auto
-[ -n "${VIRTUAL_ENV:-}" ] || source .venv/bin/activate
-exec python3 tools/quickstart.py "$@"
+# Nor to read them, which a wrong one should not wait for the installation for.
+if python3 -c '' 2>/dev/null; then
+    PYTHONPATH=$ROOT/tools python3 -c 'import quickstart; quickstart.parse_args()' "$@"
+fi
+bash "$ROOT/scripts/install.sh" auto
+[ -n "${VIRTUAL_ENV:-}" ] || source "$ROOT/.venv/bin/activate"
+exec python3 "$ROOT/tools/quickstart.py" "$@"

@@ -162,6 +162,17 @@ def test_help_of_the_quickstart_installs_nothing(tmp_path: Path) -> None:
     assert not result.stderr
 
 
+@pytest.mark.parametrize("words", [["--bogus"], ["--time-limit", "x"], ["--seed"]])
+def test_wrong_options_of_the_quickstart_install_nothing(tmp_path: Path, words: list[str]) -> None:
+    for name in ("bash", "dirname", "python3"):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    command = [str(tmp_path / "bash"), str(ROOT / "scripts" / "quickstart.sh"), *words]
+    result = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=20)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].startswith("quickstart.py: error: ")
+    assert words[0] in result.stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize("program", ["train.py", "train_async.py", "tools/make_tiny_model.py", "tools/view_samples.py"])
 def test_a_python_without_slime_is_told_in_one_line(program: str) -> None:
     command = [sys.executable, "-S", "-E", str(ROOT / program), "--help"]
