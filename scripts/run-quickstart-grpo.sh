@@ -2,10 +2,9 @@
 # GRPO of the quickstart: one colocated slot that generates (SGLang) and trains (Megatron-core) in turn.
 # Further flags of train.py may follow; they win over those below.
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh" # DRY_RUN, RAY_ADDRESS and more
-OUTPUT_DIR=${OUTPUT_DIR:-outputs/quickstart}
+OUTPUT_DIR=${OUTPUT_DIR:-$SLIME_DIR/outputs/quickstart}
 SEED=${SEED:-0}
 RM_TYPE=${RM_TYPE:-math}
-cd "$SLIME_DIR"
 
 # Empty: the shape comes from config.json.
 MODEL_ARGS=()

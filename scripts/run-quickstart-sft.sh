@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
 # Supervised warm-up of the quickstart: no engine, one training process.
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh" # DRY_RUN, RAY_ADDRESS and more
-OUTPUT_DIR=${OUTPUT_DIR:-outputs/quickstart}
+OUTPUT_DIR=${OUTPUT_DIR:-$SLIME_DIR/outputs/quickstart}
 SEED=${SEED:-0}
-cd "$SLIME_DIR"
 
 CKPT_ARGS=(
    --hf-checkpoint "${OUTPUT_DIR}/model"

@@ -39,6 +39,8 @@ import os, signal, sys, time
 words = sys.argv[1:]
 with open(os.environ["RECORD"], "a") as record:
     record.write("\\0".join(words) + "\\n")
+if "RECORD_WHERE" in os.environ:
+    open(os.environ["RECORD_WHERE"], "w").write(os.getcwd())
 if os.environ.get("RECORDER_FAILS") == words[-1]:
     sys.exit(3)
 if "start" in words:
@@ -148,6 +150,29 @@ def test_models_in_float8_start_from_what_is_published(name: str, files: Path, t
     _, (words,) = run(f"run-{name}.sh", files, tmp_path / "record", NUM_NODES="1")
     assert words[words.index("--hf-checkpoint") + 1].lower().endswith(f"/{name.lower()}")
     assert "--use-tis" in words
+
+
+@pytest.mark.parametrize("script", RUNS)
+def test_relative_paths_are_those_of_where_the_script_is_started(
+    script: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    places = {name: f"mine/{name}" for name in ("HF_CHECKPOINT", "PROMPT_DATA", "EVAL_DATA", "OUTPUT_DIR", "SAVE_DIR")}
+    where = tmp_path / "where"
+    ran, (words,) = run(script, files, tmp_path / "record", **places, NUM_NODES="1", RECORD_WHERE=str(where))
+    assert ran.returncode == 0, ran.stderr
+    assert [word for word in words if word.startswith("mine/")]
+    assert where.read_text() == str(tmp_path)
+
+
+@pytest.mark.parametrize("script", MODEL_OF)
+def test_from_anywhere_the_quickstarts_scripts_find_its_results(
+    script: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, (words,) = run(script, files, tmp_path / "record")
+    results = words[words.index("--prompt-data") + 1].removesuffix(".jsonl")
+    assert Path(results).parent == shipped.ROOT / "outputs" / "quickstart" / "data"
 
 
 # ---- launch.sh
