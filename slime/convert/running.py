@@ -43,11 +43,6 @@ class _Terminated(KeyboardInterrupt):
     """SIGTERM, which is to be cleaned up after as Ctrl-C is."""
 
 
-def _terminate(number: int, frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would end the cleaning up
-    raise _Terminated
-
-
 def main(name: str, convert: Callable[[], None], output: Path) -> int:
     """Run a program's conversion to ``output``; its exit status.
 
@@ -55,17 +50,30 @@ def main(name: str, convert: Callable[[], None], output: Path) -> int:
     interrupt is one line, and 130 by SIGINT or 143 by SIGTERM. Of several ranks, the first says that it was interrupted
     or where the output is.
     """
+    interrupts: list[KeyboardInterrupt] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would end the cleaning up
+        interrupts.append(_Terminated() if number == signal.SIGTERM else KeyboardInterrupt())
+        raise interrupts[-1]
+
     speaks = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
     logging.getLogger("slime").setLevel(logging.INFO)
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        signal.signal(signal.SIGTERM, _terminate)
+        signal.signal(signal.SIGTERM, interrupt)
+        if before[signal.SIGINT] is signal.default_int_handler:  # else it is to be ignored
+            signal.signal(signal.SIGINT, interrupt)
         convert()
-    except KeyboardInterrupt as interrupt:
+    except (KeyboardInterrupt, RuntimeError) as error:
+        # torch holds an interrupt back while a rank writes, which then fails because the others have ended by theirs.
+        if not (interrupts or isinstance(error, KeyboardInterrupt)):
+            raise
         if speaks:
             print(f"{name}: interrupted", file=sys.stderr)
-        return 128 + (signal.SIGTERM if isinstance(interrupt, _Terminated) else signal.SIGINT)
+        return 128 + (signal.SIGTERM if isinstance([*interrupts, error][0], _Terminated) else signal.SIGINT)
     except (BadInputError, FileNotFoundError, ValueError) as error:
         print(f"{name}: error: {error}", file=sys.stderr)
         return 2
@@ -73,7 +81,8 @@ def main(name: str, convert: Callable[[], None], output: Path) -> int:
         print(f"{name}: error: {error}; the output was not made", file=sys.stderr)
         return 1
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     if speaks:
         print(f"{name}: wrote {output}")
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import json
 import os
@@ -330,6 +331,28 @@ def test_an_interrupt_is_one_line_and_leaves_nothing(
     assert capsys.readouterr().err == "convert_hf_to_fp8.py: interrupted\n"
     assert not list(tmp_path.iterdir())
     assert signal.getsignal(signal.SIGTERM) is handler
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (None, None)])
+def test_an_interrupt_that_torch_holds_back_is_no_traceback(
+    number: int | None, status: int | None, tmp_path: Path, capsys: Any
+) -> None:
+    """A rank is interrupted while it writes, and then told that the others, interrupted too, have gone."""
+
+    def convert() -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            if number is not None:
+                os.kill(os.getpid(), number)
+        raise RuntimeError("Connection closed by peer")
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    if status is None:
+        with pytest.raises(RuntimeError, match="Connection closed"):
+            running.main("x.py", convert, tmp_path)
+        return
+    assert running.main("x.py", convert, tmp_path) == status
+    assert capsys.readouterr().err == "x.py: interrupted\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_an_output_that_was_half_replaced_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
