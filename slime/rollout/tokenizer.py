@@ -23,7 +23,16 @@ def load_tokenizer(checkpoint: str) -> Any:
         # False, not unset: that asks at the terminal.
         return AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False, **_stand_in(checkpoint))
     except (OSError, ValueError, KeyError) as error:
-        raise BadInputError(f"--hf-checkpoint {checkpoint}: its tokenizer does not load: {error}") from error
+        raise BadInputError(
+            f"--hf-checkpoint {checkpoint}: its tokenizer does not load: {_way_out(Path(checkpoint))}{error}"
+        ) from error
+
+
+def _way_out(checkpoint: Path) -> str:
+    """What helps where a tokenizer is published as code: transformers asks for packages, or to trust it, instead."""
+    if not checkpoint.is_dir() or (checkpoint / "tokenizer.json").is_file():
+        return ""
+    return "put a tokenizer.json beside the weights, since code there is never run (docs/launch.md); transformers: "
 
 
 def _stand_in(checkpoint: str) -> dict[str, Any]:
