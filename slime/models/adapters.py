@@ -36,6 +36,12 @@ def module_names(family: Family, shape: Shape, targets: Collection[str]) -> list
     return list(dict.fromkeys(names))
 
 
+def targeted_modules(family: Family, shape: Shape, targets: Collection[str]) -> list[str]:
+    """The names in the family's table of all Hugging Face modules that the targets stand for."""
+    modules = [_module(source) for row in linear_rows(family, shape) for source in row.hf]
+    return [module for module in modules if _matches(module, targets)]
+
+
 def last_names(modules: Collection[str]) -> list[str]:
     """Of modules, as engines call their layers, each once."""
     return list(dict.fromkeys(map(_last, modules)))

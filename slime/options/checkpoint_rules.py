@@ -10,7 +10,7 @@ from pathlib import Path
 from slime.options.checkpoint import LATEST, find_checkpoint, is_release, is_torch_dist, saved_model
 from slime.options.errors import OptionError
 from slime.options.export_rules import check_exports
-from slime.options.lora import check_adapters, described
+from slime.options.lora import Modules, check_adapters, described
 from slime.options.next_tokens import check_saved_heads
 
 
@@ -123,20 +123,33 @@ def _load_directory(args: Namespace, warnings: list[str]) -> Path | None:
 
 
 def _saved_models(args: Namespace, latest: Path | None) -> None:
-    """Refuse checkpoints of other adapters or heads than the run's, and adapters in the place of a model.
+    """Refuse checkpoints of other heads than the run's, and adapters in the place of a model.
 
     Args:
         latest: the checkpoint that ``--load`` goes on from.
     """
     if latest is not None:
-        own = args.lora_rank and described(args.lora_rank, args.lora_alpha, args.lora_target_modules)
-        saved = saved_model(latest)
-        check_adapters(f"--load {latest}", saved.adapters, own)
-        check_saved_heads(f"--load {latest}", saved.heads, args.enable_mtp_training)
+        check_saved_heads(f"--load {latest}", saved_model(latest).heads, args.enable_mtp_training)
     if args.ref_load is not None:
         found = _found("--ref-load", args.ref_load)
         if saved_model(found[0] if found else args.ref_load).adapters is not None:
             raise OptionError(f"--ref-load {args.ref_load} holds adapters and no model: name the model they belong to")
+
+
+def check_saved_adapters(args: Namespace, modules: Modules) -> None:
+    """Refuse to go on from other adapters than the run's.
+
+    Args:
+        args: after `derive_checkpoints`.
+        modules: of the model.
+
+    Raises:
+        OptionError: the latest checkpoint in ``--load`` holds other adapters.
+    """
+    found = find_checkpoint(args.load) if args.load else None
+    if found is not None:
+        own = described(args.lora_rank, args.lora_alpha, args.lora_target_modules) if args.lora_rank else None
+        check_adapters(f"--load {found[0]}", saved_model(found[0]).adapters, own, modules)
 
 
 def _found(flag: str, directory: str) -> tuple[Path, int] | None:

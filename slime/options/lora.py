@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -71,11 +71,17 @@ def described(rank: int, alpha: float, targets: Sequence[str]) -> dict[str, Any]
     return {"rank": rank, "alpha": alpha, "target_modules": sorted(targets)}
 
 
-def check_adapters(directory: str | Path, saved: dict[str, Any] | None, own: dict[str, Any] | None) -> None:
+Modules = Callable[[Collection[str]], Collection[str]]
+"""Target modules as a user names them -> every module of the model that they stand for."""
+
+
+def check_adapters(
+    directory: str | Path, saved: dict[str, Any] | None, own: dict[str, Any] | None, modules: Modules
+) -> None:
     """Compare the adapters of a checkpoint with those of the run; None is none.
 
     Raises:
-        OptionError: they are not the same.
+        OptionError: they are not the same; names the flags that differ.
     """
     if saved == own:
         return
@@ -84,11 +90,17 @@ def check_adapters(directory: str | Path, saved: dict[str, Any] | None, own: dic
             f"{directory} holds a whole model, and this run trains adapters: start them from it by --ref-load, without "
             "--load"
         )
+    differing = {name: value for name, value in saved.items() if own is None or value != own[name]}
+    targets = differing.get("target_modules")
+    if own is not None and targets is not None and set(modules(targets)) == set(modules(own["target_modules"])):
+        del differing["target_modules"]
+    if not differing:
+        return
     flags = " ".join(
         f"--lora-{name.replace('_', '-')} {' '.join(map(str, value)) if isinstance(value, list) else value}"
-        for name, value in saved.items()
+        for name, value in differing.items()
     )
-    raise OptionError(f"{directory} holds adapters: go on with {flags}")
+    raise OptionError(f"{directory} holds {'other ' if own else ''}adapters: go on with {flags}")
 
 
 def settle_lora_sync(args: Namespace, given: Set[str], warnings: list[str]) -> None:

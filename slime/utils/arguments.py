@@ -7,6 +7,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import yaml
@@ -16,6 +17,7 @@ from slime.options.algorithm import AlgorithmOptions, CorrectionOptions, CriticO
 from slime.options.asynchronous import AsyncOptions, derive_async
 from slime.options.calls import Call, form_of
 from slime.options.checkpoint import CheckpointOptions
+from slime.options.checkpoint_rules import check_saved_adapters
 from slime.options.cluster import ClusterOptions, DeadlineOptions, WeightUpdateOptions
 from slime.options.collection import check_collection
 from slime.options.data import BatchOptions, DataOptions
@@ -257,13 +259,15 @@ def take_shape(args: argparse.Namespace, given: set[str], warnings: list[str]) -
 
 
 def _check_lora(args: argparse.Namespace) -> None:
-    """Refuse adapters on layers that the model does not have, or that the trainer has none for."""
+    """Refuse adapters on layers that the model does not have, or that the trainer has none for, or other than saved."""
     if args.lora_rank is None:
+        check_saved_adapters(args, set)
         return
     from slime.models import adapters, family_of, hf_config, weight_shape
 
     config, targets = hf_config(args.hf_checkpoint), args.lora_target_modules
     family, shape = family_of(config), weight_shape(config)
+    check_saved_adapters(args, partial(adapters.targeted_modules, family, shape))
     every = adapters.linear_rows(family, shape)
     for target in targets:
         if not any(any(adapters.targeted_sources(row, [target])) for row in every):

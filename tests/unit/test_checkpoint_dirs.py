@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -116,15 +117,26 @@ def test_where_a_critic_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_other_adapters_than_the_checkpoints_are_named() -> None:
     saved = {"rank": 8, "alpha": 16.0, "target_modules": ["o_proj", "q_proj"]}
-    with pytest.raises(
-        ValueError, match=r"go on with --lora-rank 8 --lora-alpha 16.0 --lora-target-modules o_proj q_pr"
+
+    def modules(targets: Collection[str]) -> Collection[str]:
+        return [f"{i}.{name}" for i in range(2) for name in (["q_proj", "o_proj"] if "all" in targets else targets)]
+
+    for own, flags in (
+        ({"target_modules": ["q_proj"]}, "other adapters: go on with --lora-target-modules o_proj q_proj"),
+        ({"rank": 4}, "other adapters: go on with --lora-rank 8"),
+        ({"rank": 4, "target_modules": ["all"]}, "other adapters: go on with --lora-rank 8"),
+        ({"rank": 4, "alpha": 8.0}, "other adapters: go on with --lora-rank 8 --lora-alpha 16.0"),
     ):
-        check_adapters("iter_0000001", saved, {**saved, "target_modules": ["q_proj"]})
-    with pytest.raises(ValueError, match="holds adapters"):
-        check_adapters("iter_0000001", saved, None)
+        with pytest.raises(ValueError, match=f"iter_0000001 holds {flags}$"):
+            check_adapters("iter_0000001", saved, {**saved, **own}, modules)
+    every = "--lora-rank 8 --lora-alpha 16.0 --lora-target-modules o_proj q_proj"
+    with pytest.raises(ValueError, match=f"holds adapters: go on with {every}$"):
+        check_adapters("iter_0000001", saved, None, modules)
     with pytest.raises(ValueError, match=r"holds a whole model, and this run trains adapters: .* by --ref-load"):
-        check_adapters("iter_0000001", None, saved)
-    check_adapters("iter_0000001", saved, dict(saved))
+        check_adapters("iter_0000001", None, saved, modules)
+    check_adapters("iter_0000001", saved, dict(saved), modules)
+    check_adapters("iter_0000001", saved, {**saved, "target_modules": ["all"]}, modules)
+    check_adapters("iter_0000001", {**saved, "target_modules": ["all"]}, saved, modules)
 
 
 @pytest.mark.parametrize(

@@ -76,11 +76,16 @@ ADAPTERS = {"rank": 8, "alpha": 16.0, "target_modules": ["o_proj", "q_proj"]}
     [
         (
             "--load ckpt --lora-rank 4 --lora-alpha 16 --lora-target-modules q_proj o_proj",
-            "--load {directory}/ckpt/iter_0000002 holds adapters: go on with --lora-rank 8 --lora-alpha 16.0 "
-            "--lora-target-modules o_proj q_proj",
+            "--load {directory}/ckpt/iter_0000002 holds other adapters: go on with --lora-rank 8$",
         ),
-        ("--load ckpt --lora-rank 8 --lora-target-modules q_proj", "iter_0000002 holds adapters: go on with"),
-        ("--load ckpt", "iter_0000002 holds adapters: go on with --lora-rank 8"),
+        (
+            "--load ckpt --lora-rank 8 --lora-target-modules q_proj",
+            "iter_0000002 holds other adapters: go on with --lora-target-modules o_proj q_proj$",
+        ),
+        (
+            "--load ckpt",
+            "iter_0000002 holds adapters: go on with --lora-rank 8 --lora-alpha 16.0 --lora-target-modules o_proj q_p",
+        ),
         ("--load whole --lora-rank 8", "iter_0000002 holds a whole model, and this run trains adapters"),
         ("--ref-load ckpt --lora-rank 8", "--ref-load {directory}/ckpt holds adapters and no model"),
         ("--ref-load ckpt/iter_0000002", "--ref-load {directory}/ckpt/iter_0000002 holds adapters and no model"),
@@ -91,9 +96,34 @@ def test_adapters_of_a_checkpoint_are_the_runs(
 ) -> None:
     write_checkpoint(directory / "ckpt", "2", {"adapters": ADAPTERS})
     write_checkpoint(directory / "whole", "2", {"adapters": None})
-    assert message.replace("{directory}", str(directory)) in failure(capsys, flags)
+    said = failure(capsys, flags)
+    assert message.replace("{directory}", str(directory)) in f"{said}$"
     parse_args(command("--load ckpt --lora-rank 8 --lora-target-modules q_proj o_proj"))
     parse_args(command("--load whole"))
+
+
+@pytest.mark.parametrize(
+    ("model", "saved", "own", "differs"),
+    [
+        ("model", "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj", "all-linear", False),
+        ("model", "all-linear", "down_proj gate_proj k_proj o_proj q_proj up_proj v_proj", False),
+        ("model", "down_proj", "mlp.down_proj", False),
+        ("model", "q_proj k_proj v_proj o_proj gate_proj up_proj", "all-linear", True),
+        ("moe", "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj", "all-linear", False),
+        ("moe", "q_proj k_proj v_proj o_proj gate_proj up_proj", "all-linear", True),
+    ],
+)
+def test_targets_are_compared_by_what_they_stand_for(
+    directory: Path, capsys: pytest.CaptureFixture[str], model: str, saved: str, own: str, differs: bool
+) -> None:
+    adapters = {"rank": 8, "alpha": 16.0, "target_modules": sorted(saved.split())}
+    write_checkpoint(directory / "ckpt", "2", {"adapters": adapters})
+    flags = f"--hf-checkpoint {model} --load ckpt --lora-rank 8 --lora-target-modules {own}"
+    if not differs:
+        parse_args(command(flags))
+        return
+    expected = f"holds other adapters: go on with --lora-target-modules {' '.join(sorted(saved.split()))}"
+    assert failure(capsys, flags).endswith(expected)
 
 
 def test_targets_match_whole_parts_of_names() -> None:

@@ -37,7 +37,6 @@ from slime.backends.megatron.optimizer import parts_of
 from slime.models.family import HEADS_PREFIX
 from slime.options.checkpoint import LATEST, checkpoint_directory
 from slime.options.export_rules import EXPORT_MARK
-from slime.options.lora import check_adapters
 from slime.options.next_tokens import check_saved_heads
 from slime.utils import aside, device
 
@@ -138,7 +137,7 @@ def load_state(
             or heads on one side only.
     """
     saved = dist_checkpointing.load_common_state_dict(str(directory))
-    check_adapters(directory, saved.get("adapters"), lora.described(model_chunks))
+    lora.check_saved(directory, saved.get("adapters"), model_chunks)
     check_saved_heads(directory, bool(saved.get("heads")), has_heads(model_chunks))
     if saved["distributed_optimizer"] != _is_distributed(optimizer):
         flag = "--use-distributed-optimizer" if saved["distributed_optimizer"] else "--no-use-distributed-optimizer"
