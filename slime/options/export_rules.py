@@ -46,7 +46,7 @@ def _parts(flag: str, path: str) -> list[str | None]:
     try:
         pieces = list(Formatter().parse(os.path.realpath(os.path.expanduser(path))))
         path.format(rollout_id=0)
-    except (ValueError, KeyError, IndexError) as error:
+    except (ValueError, KeyError, IndexError, AttributeError) as error:
         raise OptionError(f"{flag} {path}: only {{rollout_id}} can be filled in ({error})") from error
     return [part for literal, field, _, _ in pieces for part in ([literal] if field is None else [literal, None])]
 
