@@ -202,6 +202,34 @@ def test_a_job_server_gets_the_run_as_a_job(files: Path, tmp_path: Path) -> None
     assert words[6:11] == where
 
 
+@pytest.mark.parametrize("answer", ["", "no HTTP", "HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\n\r\n"])
+def test_a_job_server_is_asked_before_a_job_is_submitted(answer: str, tmp_path: Path) -> None:
+    """One that wants a token has answered; `ray job submit` gives it the token."""
+    (tmp_path / "python").write_text(f'#!/bin/bash\n[ "$1" = -c ] && exec {sys.executable} "$@"\necho submitted\n')
+    (tmp_path / "python").chmod(0o755)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(60)
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        variables = {"PATH": os.environ["PATH"], "PYTHON": str(tmp_path / "python"), "PROMPT_DATA": "x"}
+        command = ["env", f"RAY_ADDRESS={address}", "bash", str(SCRIPTS / RUN)]
+        script = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables)
+        try:
+            client, _ = server.accept()
+            with client:
+                assert client.recv(1000).startswith(b"GET /api/version ")
+                client.sendall(answer.encode())
+            out, said = script.communicate(timeout=60)
+        finally:
+            script.kill()
+    if "401" in answer:
+        assert (script.returncode, out, said) == (0, "submitted\n", "")
+        return
+    assert (script.returncode, out) == (2, "")
+    (line,) = said.splitlines()
+    expected = "no job server of a Ray answers there (ConnectionError): start that Ray"
+    assert line.startswith(f"launch: error: RAY_ADDRESS={address}: {expected}")
+
+
 @pytest.mark.parametrize(
     ("missing", "expected"), [("NODE_RANK", "NODE_RANK, from 0 to 1"), ("MASTER_ADDR", "MASTER_ADDR, the address")]
 )
