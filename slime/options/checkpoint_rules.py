@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -84,10 +85,15 @@ def _places(args: Namespace) -> None:
             continue
         place = Path(path).expanduser().absolute()
         nearest = next(each for each in (place, *place.parents) if os.path.lexists(each))
+        flag, what = "--" + name.replace("_", "-"), "it" if nearest == place else nearest
         if not nearest.is_dir():
-            flag, what = "--" + name.replace("_", "-"), "it" if nearest == place else nearest
             where = f"a link to {nearest.readlink()}, which is not there" if nearest.is_symlink() else "no directory"
             raise OptionError(f"{flag} {path}: {what} is {where}")
+        try:
+            # Tried: permissions do not tell it of file systems like /proc, nor to root.
+            tempfile.TemporaryDirectory(prefix=".slime-", dir=nearest).cleanup()
+        except OSError as error:
+            raise OptionError(f"{flag} {path}: no directory can be made in {what}: {error.strerror}") from None
 
 
 def _load_directory(args: Namespace, warnings: list[str]) -> Path | None:

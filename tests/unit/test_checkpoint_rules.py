@@ -35,6 +35,8 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--save-hf data.jsonl/{rollout_id}", "--save-hf data.jsonl/{rollout_id}: {directory}/data.jsonl is no"),
         ("--run-dir data.jsonl", "--run-dir {directory}/data.jsonl: it is no directory"),
         ("--save link/ckpt", "/link/ckpt: {directory}/link is a link to elsewhere, which is not there"),
+        ("--save /proc/x", "--save /proc/x: no directory can be made in /proc: No such file or directory"),
+        ("--run-dir /proc", "--run-dir /proc: no directory can be made in it: No such file or directory"),
         ("--load torch_dist", "torch_dist is one checkpoint: name the directory above it"),
         ("--load converted --ref-load model", "--load converted holds weights to start from"),
         ("--ref-load bare", "--ref-load {directory}/bare: there are neither *.safetensors nor a checkpoint"),
