@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import logging
 import os
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import services
 
 from slime.ray import janitor
 from slime.ray.supervision import RunError
@@ -39,7 +45,7 @@ def connect(slots: int) -> int | None:
     if address and address != "local":
         _ask(address)
         try:
-            ray.init(**quiet)
+            _init(**quiet)
         except ConnectionError as error:
             raise RunError(f"connect to Ray: {error} (RAY_ADDRESS={address})") from None
         return None
@@ -49,14 +55,54 @@ def connect(slots: int) -> int | None:
     if not device.is_cuda():
         # Ray counts GPUs by the driver's library; a torch without CUDA cannot use them.
         local |= {"object_store_memory": _OBJECT_STORE_WITHOUT_GPU, "num_gpus": 0}
+    owner_end = janitor.start()
     try:
-        ray.init(address="local", **local, **quiet)
+        with _sessions_of_their_own():
+            _init(address="local", **local, **quiet)
     except Exception as error:  # Ray has no type for it
         raise RunError(
             f"start a local Ray: {' '.join(str(error).split())} A machine that is busy may need another try; Ray's own "
             f"logs are under {os.environ.get('RAY_TMPDIR', '/tmp')}/ray/session_latest/logs"
         ) from error
-    return janitor.start()
+    return owner_end
+
+
+def _init(**options: Any) -> None:
+    try:
+        ray.init(**options)
+    except SystemExit:  # of Ray's own handler of SIGTERM, with status 15
+        sys.exit(128 + signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def leaving_after(seconds: float, status: int) -> Iterator[None]:
+    """End this process with ``status`` if the block takes longer; the janitor ends what is then left of a local Ray.
+
+    A client of Ray whose head is gone, by a signal to every process of a batch job for one, waits for it in any call,
+    and after a minute ends its process with status 1.
+    """
+    timer = threading.Timer(seconds, os._exit, [status])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextlib.contextmanager
+def _sessions_of_their_own() -> Iterator[None]:
+    """Keep the processes that ``ray.init`` starts out of our process group.
+
+    A SIGTERM to the whole group, as `timeout` and batch schedulers send it, would end Ray before us: its client then
+    waits a minute for the head, and ends this process. Ray has no option for it. Its processes end with ours anyway.
+    """
+    popen = services.ConsolePopen
+    services.ConsolePopen = functools.partial(popen, start_new_session=True)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
 
 
 def _ask(address: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import subprocess
 import sys
 
@@ -47,6 +48,8 @@ def ray_processes(owner: int) -> list[psutil.Process]:
 
 def main() -> None:
     """Wait for the owner's end, give its processes time to end, and kill those of them that are left."""
+    # One that is sent to every process of a job must not end this one first.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     owner_fd, owner = int(sys.argv[1]), int(sys.argv[2])
     known = ray_processes(owner)
     while not select.select([owner_fd], [], [], _LOOK_S)[0]:

@@ -21,7 +21,7 @@ from slime.observability.metrics import MetricsLogger, evaluated_versions
 from slime.observability.progress import done_line, step_line
 from slime.options.checkpoint_rules import starting_point
 from slime.ray import janitor
-from slime.ray.cluster import connect
+from slime.ray.cluster import connect, leaving_after
 from slime.ray.creation import create_engines, create_manager, create_trainers, reward_engine_args
 from slime.ray.dry_run import dry_run
 from slime.ray.engines import Engines
@@ -86,14 +86,15 @@ class Run:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, (KeyboardInterrupt, SystemExit)):
-            seconds = _STOP_S + _SHUTDOWN_S
-            print(
-                f"{_program()}: interrupted: stopping engines and trainers (up to {seconds:.0f} s)",
-                file=sys.stderr,
-                flush=True,
-            )
-        self._stop()
+        if not isinstance(error, (KeyboardInterrupt, SystemExit)):
+            self._stop()
+            return
+        seconds = _STOP_S + _SHUTDOWN_S
+        line = f"{_program()}: interrupted: stopping engines and trainers (up to {seconds:.0f} s)"
+        print(line, file=sys.stderr, flush=True)
+        status = getattr(error, "code", 130)
+        with leaving_after(seconds, status if isinstance(status, int) else 1):
+            self._stop()
 
     def start(self) -> None:
         """Start data source, engines, router and trainers, in parallel where they do not need each other."""

@@ -59,9 +59,13 @@ class TrainProcess:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the driver ran longer than {timeout} s:\n{self.tail()}") from None
 
-    def kill(self, signum: int = signal.SIGKILL) -> None:
-        """Send a signal to the driver alone."""
-        self._process.send_signal(signum)
+    def kill(self, signum: int = signal.SIGKILL, to: str = "driver") -> None:
+        """Send a signal to the driver alone, to its process ``group``, or to ``all`` processes of the run."""
+        if to == "group":
+            os.killpg(self.pid, signum)
+            return
+        for process in self.descendants() if to == "all" else [self._process]:
+            process.send_signal(signum)
 
     def tail(self, characters: int = 6000) -> str:
         """The end of the driver's output."""
@@ -89,6 +93,10 @@ class TrainProcess:
         found = [p for p, line in lines.items() if all(word in line for word in words) and without not in line]
         assert len(found) == 1, f"{words}: {[lines[p] for p in found]}"
         return found[0]
+
+    def runs(self, word: str) -> bool:
+        """Whether the command line of a live process of this run holds ``word``."""
+        return any(word in _command(process) for process in self.descendants())
 
     def wait_until(self, condition: Callable[[], Any], timeout: float, what: str, poll: float = 0.2) -> Any:
         """Poll every ``poll`` seconds until ``condition()`` is true while the driver lives; its value."""

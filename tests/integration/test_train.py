@@ -400,11 +400,24 @@ def test_death_while_a_checkpoint_is_written_leaves_the_one_before(workspace: Pa
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_end_leaves_no_process(workspace: Path, signum: signal.Signals) -> None:
-    run_dir = workspace / signum.name
-    with TrainProcess(flags(workspace, run_dir, num_rollout=100), workspace / f"{signum.name}.log") as process:
+@pytest.mark.parametrize(
+    ("signum", "to"),
+    [(signal.SIGINT, "driver"), (signal.SIGTERM, "driver"), (signal.SIGTERM, "group"), (signal.SIGTERM, "all")],
+)
+def test_a_signal_to_end_leaves_no_process(workspace: Path, signum: signal.Signals, to: str) -> None:
+    run_dir = workspace / f"{signum.name}_to_{to}"
+    with TrainProcess(flags(workspace, run_dir, num_rollout=100), workspace / f"{run_dir.name}.log") as process:
         process.wait_until(lambda: series(run_dir, "train/loss"), RUN_S, "the first training step")
-        process.kill(signum)
-        assert process.wait(60) == 128 + signum, process.tail()
-        process.assert_no_process_left()
+        process.kill(signum, to)
+        # Well before the minute after which a client of Ray gives its head up.
+        assert process.wait(45) == 128 + signum, process.tail()
+        process.assert_no_process_left(30)
+
+
+@pytest.mark.full
+def test_a_signal_while_ray_starts_leaves_no_process(workspace: Path) -> None:
+    with TrainProcess(flags(workspace, workspace / "early"), workspace / "early.log") as process:
+        process.wait_until(lambda: process.runs("raylet/raylet"), RUN_S, "the raylet")
+        process.kill(signal.SIGTERM, "group")
+        assert process.wait(45) == 128 + signal.SIGTERM, process.tail()
+        process.assert_no_process_left(30)

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import pytest
 import ray
+from ray._private import services
 from ray.exceptions import RayTaskError
 
 from slime.backends.sglang.client import EngineError
@@ -65,8 +66,28 @@ def test_a_local_ray_that_does_not_start_is_told_in_one_line(monkeypatch: pytest
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(cluster.janitor, "start", lambda: 0)
     with pytest.raises(RunError, match=r"^start a local Ray: The current node .*This could happen. A machine that is"):
         cluster.connect(2)
+
+
+def test_a_signal_to_our_process_group_does_not_reach_a_local_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+
+    def init(**options: Any) -> None:
+        started.append(services.start_ray_process(["sleep", "60"], "raylet", fate_share=True).process)
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(cluster.janitor, "start", lambda: 0)
+    cluster.connect(2)
+    init()
+    try:
+        assert [os.getpgid(process.pid) == os.getpgid(0) for process in started] == [False, True]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
 
 
 @pytest.mark.parametrize(
