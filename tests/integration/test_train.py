@@ -283,6 +283,7 @@ def test_resume_with_a_buffer_of_partial_and_surplus_groups(workspace: Path) -> 
         "over_sampling_batch_size": 8,
         "partial_rollout": True,
         "mask_offpolicy_in_partial_rollout": True,
+        "mismatch_threshold": 0.3,  # a response that goes on has tokens of the weights before
         "dynamic_sampling_filter_path": "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
         "rollout_max_response_len": 200,
         "num_rollout": 5,
@@ -420,4 +421,4 @@ def test_a_signal_while_ray_starts_leaves_no_process(workspace: Path) -> None:
         process.wait_until(lambda: process.runs("raylet/raylet"), RUN_S, "the raylet")
         process.kill(signal.SIGTERM, "group")
         assert process.wait(45) == 128 + signal.SIGTERM, process.tail()
-        process.assert_no_process_left(30)
+        process.assert_no_process_left(90)  # Ray has agents that only end when they miss the raylet
