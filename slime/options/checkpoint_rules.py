@@ -10,7 +10,6 @@ from pathlib import Path
 
 from slime.options.checkpoint import LATEST, find_checkpoint, is_release, is_torch_dist, saved_model
 from slime.options.errors import OptionError
-from slime.options.export_rules import check_exports
 from slime.options.lora import Modules, check_adapters, described
 from slime.options.next_tokens import check_saved_heads
 
@@ -37,7 +36,6 @@ def derive_checkpoints(args: Namespace, warnings: list[str]) -> None:
     _run_directory(args)
     _paths(args)
     _places(args)
-    check_exports(args)
     if args.placement != "rollout_only":
         _saved_models(args, _load_directory(args, warnings))
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from string import Formatter
 
 from slime.options.errors import OptionError
+from slime.options.schema import flag_named
 
 EXPORT_MARK = "slime_export.json"
 """A file in every directory that ``--save-hf`` or ``--save-lora`` wrote: a later export may replace such a one."""
@@ -19,7 +20,7 @@ _OTHERS = ("hf_checkpoint", "ref_load", "load", "save", "critic_load", "critic_s
 
 
 def check_exports(args: Namespace) -> None:
-    """Refuse exports that would take something else away; the places of ``args`` are filled in.
+    """Refuse exports that would take something else away; `derive_checkpoints` and `derive_templates` come before.
 
     Raises:
         OptionError: a directory that is, or holds, another place of the run, or that has something else in it.
@@ -28,7 +29,7 @@ def check_exports(args: Namespace) -> None:
         path = getattr(args, name)
         if path is None:
             continue
-        flag, parts = _flag(name), _parts(_flag(name), path)
+        flag, parts = flag_named(name), _parts(path)
         taken = re.compile("".join("[^/]*" if part is None else re.escape(part) for part in parts))
         for whose, place in _other_places(args, name):
             if any(taken.fullmatch(str(each)) for each in (place, *place.parents)):
@@ -41,13 +42,9 @@ def check_exports(args: Namespace) -> None:
                 )
 
 
-def _parts(flag: str, path: str) -> list[str | None]:
+def _parts(path: str) -> list[str | None]:
     """A path with links resolved, in pieces; None is what the rollout's number is filled in for."""
-    try:
-        pieces = list(Formatter().parse(os.path.realpath(os.path.expanduser(path))))
-        path.format(rollout_id=0)
-    except (ValueError, KeyError, IndexError, AttributeError) as error:
-        raise OptionError(f"{flag} {path}: only {{rollout_id}} can be filled in ({error})") from error
+    pieces = Formatter().parse(os.path.realpath(path))
     return [part for literal, field, _, _ in pieces for part in ([literal] if field is None else [literal, None])]
 
 
@@ -56,8 +53,4 @@ def _other_places(args: Namespace, export: str) -> Iterator[tuple[str, Path]]:
     for name in (*_OTHERS, *_EXPORTS):
         place = getattr(args, name)
         if place is not None and name != export:
-            yield _flag(name), Path(os.path.realpath(os.path.expanduser(place)))
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+            yield flag_named(name), Path(os.path.realpath(os.path.expanduser(place)))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slime.options.errors import OptionError
-from slime.options.schema import option
+from slime.options.schema import flag_named, option
 
 _OURS = "slime.rollout."
 _OWN_GENERATION = ("custom_generate_function_path", "rollout_function_path", "eval_function_path")
@@ -58,7 +58,7 @@ def derive_lora(args: Namespace) -> None:
     if args.lora_rank is None:
         for name in ("lora_alpha", "lora_target_modules", "save_lora"):
             if getattr(args, name) is not None:
-                raise OptionError(f"{_flag(name)} needs --lora-rank")
+                raise OptionError(f"{flag_named(name)} needs --lora-rank")
         if args.lora_sync != "merged":
             raise OptionError(f"--lora-sync {args.lora_sync} needs --lora-rank")
         return
@@ -127,8 +127,8 @@ def settle_lora_sync(args: Namespace, given: Set[str], warnings: list[str]) -> N
         for name in ("sglang_enable_lora", "sglang_lora_paths"):
             if getattr(args, name, None) and args.placement in ("colocate", "disaggregate"):
                 raise OptionError(
-                    f"{_flag(name)}: SGLang does not find weights that are pushed to layers with adapters: drop it "
-                    "(--lora-rank with --lora-sync adapter sets it by itself)"
+                    f"{flag_named(name)}: SGLang does not find weights that are pushed to layers with adapters: drop "
+                    "it (--lora-rank with --lora-sync adapter sets it by itself)"
                 )
     else:
         args.lora_sync = "adapter"
@@ -148,14 +148,14 @@ def _against_adapter_sync(args: Namespace, given: Set[str]) -> Iterator[tuple[st
         yield "--random-weights", "engines have other random weights than the trainer"
     for name in _OTHER_WAYS:
         if name in given and getattr(args, name) not in (None, False):
-            yield _flag(name), "adapters go to every engine by HTTP: drop it"
+            yield flag_named(name), "adapters go to every engine by HTTP: drop it"
     for name in sorted(given & _SET_BY_SLIME):
-        yield _flag(name), "slime sets it from --lora-rank and --lora-target-modules: drop it"
+        yield flag_named(name), "slime sets it from --lora-rank and --lora-target-modules: drop it"
     for name in _OTHER_BASE:
         value = getattr(args, name, None)
         if value and value not in ("auto", "safetensors"):
             yield (
-                f"{_flag(name)} {value}",
+                f"{flag_named(name)} {value}",
                 "engines would add adapters to other weights than the trainer's: drop it",
             )
     yield from _own_requests(args)
@@ -196,12 +196,8 @@ def _own_requests(args: Namespace) -> Iterator[tuple[str, str]]:
     for name in _OWN_GENERATION:
         path = getattr(args, name)
         if path is not None and not path.startswith(_OURS):
-            yield f"{_flag(name)} {path}", why
+            yield f"{flag_named(name)} {path}", why
     for dataset in args.eval_datasets:
         path = dataset.custom_generate_function_path
         if path is not None and not path.startswith(_OURS):
             yield f"{dataset}: custom_generate_function_path {path}", why
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -49,7 +49,12 @@ def option(
 
 def flag_of(field: dataclasses.Field[Any]) -> str:
     """The flag of a field, ``--rollout-batch-size``."""
-    return "--" + field.name.replace("_", "-")
+    return flag_named(field.name)
+
+
+def flag_named(name: str) -> str:
+    """The flag of an option by its name, such as ``rollout_batch_size``."""
+    return "--" + name.replace("_", "-")
 
 
 def json_object(text: str) -> dict[str, Any]:

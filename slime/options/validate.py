@@ -11,6 +11,7 @@ from slime.options.checkpoint_rules import derive_checkpoints, load_release
 from slime.options.debug_rules import check_profile, derive_subsample, derive_templates
 from slime.options.errors import OptionError
 from slime.options.eval_datasets import CONFIG, PAIRS, EvalDataset, data_file, eval_datasets
+from slime.options.export_rules import check_exports
 from slime.options.reward_model import derive_reward_model
 from slime.options.rollout import DEFAULT_ROLLOUT, SFT_ROLLOUT
 from slime.options.training import critic_options, warmup_and_decay_steps
@@ -41,6 +42,7 @@ def derive_all(args: Namespace, warnings: list[str]) -> None:
     derive_reward_model(args, warnings)
     derive_checkpoints(args, warnings)
     derive_templates(args)
+    check_exports(args)
     check_profile(args)
     _offload(args)
     _weight_update(args)
