@@ -166,16 +166,13 @@ def write(options: argparse.Namespace) -> int:
     tokenizer = make_tokenizer(options.vocab_size if options.like is None else _SMALLEST_VOCABULARY)
     config = make_config(options, tokenizer)
     model = make_model(config, options.arch, options.seed) if options.like is None else None
-    final = output.resolve()
-    with aside.removed_on_failure(final):
-        directory = aside.begin_directory(final)
+    with aside.written_directory(output.resolve()) as directory:
         tokenizer.save_pretrained(directory)
         if model is None:
             config.architectures = [ARCHITECTURES[options.arch][1]]
             config.save_pretrained(directory)
         else:
             save(model, directory)
-        aside.commit_directory(final)
     return 0 if model is None else sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -65,6 +65,14 @@ def removed_on_failure(final: Path) -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def written_directory(final: Path) -> Iterator[Path]:
+    """A directory to write to, which becomes ``final`` when the block ends; a failure leaves what was there before."""
+    with removed_on_failure(final):
+        yield begin_directory(final)
+        commit_directory(final)
+
+
 def write_file(final: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` fill a file beside ``final``, and rename it in place of what is there."""
     path = unfinished(final)

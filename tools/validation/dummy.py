@@ -75,12 +75,9 @@ def write_model(source: Path, directory: Path, dtype: str, *, tiny: bool, seed: 
     values |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     config = _config(values, str(source))
     count = _fitting(config, dtype)
-    final = directory.resolve()
-    with aside.removed_on_failure(final):
-        unfinished = aside.begin_directory(final)
+    with aside.written_directory(directory.resolve()) as unfinished:
         tokenizer.save_pretrained(unfinished)
         _write(config, values, unfinished, dtype, seed)
-        aside.commit_directory(final)
     return count
 
 
