@@ -19,13 +19,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from slime.backends.sglang.engine import Engine
 from slime.weights import EngineAddress, make_publisher
+from tests.integration.harness import ROOT
 from tests.integration.test_weights import engine_log_prob_errors
 from tests.integration.tiny import KEYS, Service, engine_args, random_weights, write_tiny_model
 from tests.parallel import tiny
 from tests.ranks import run_ranks
 
 NUM_GPUS = 0
-ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.integration
 
