@@ -114,16 +114,17 @@ def test_values_narrower_than_keys() -> None:
         assert (got.float() - want).norm() < 0.01 * want.norm()
 
 
+@pytest.mark.parametrize("kind", test_optimizer.KINDS)
 @pytest.mark.parametrize("saved_by_fused", [True, False])
-def test_fused_optimizer(saved_by_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_optimizer(saved_by_fused: bool, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also from a checkpoint of the loop, whose ``step`` is in host memory."""
     where = device.current_device()
     sizes = test_optimizer.SIZES
     monkeypatch.setattr(
         test_optimizer, "parameters", lambda: [torch.nn.Parameter(torch.randn(n, device=where)) for n in sizes]
     )
-    test_optimizer.test_fused_steps_are_those_of_the_loop(monkeypatch)
-    test_optimizer.test_either_continues_from_the_other(saved_by_fused)
+    test_optimizer.test_fused_steps_are_those_of_the_loop(kind, monkeypatch)
+    test_optimizer.test_either_continues_from_the_other(saved_by_fused, kind)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

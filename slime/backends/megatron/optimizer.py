@@ -40,10 +40,10 @@ def make_optimizer(args: Namespace, chunks: list[DistributedDataParallel]) -> Me
         # Megatron-core calls it before a load, and has none for SGD, whose state torch creates by itself.
         if part.init_state_fn is None:
             part.init_state_fn = _no_state
-        if isinstance(part.optimizer, torch.optim.Adam):
+        if isinstance(part.optimizer, (torch.optim.Adam, torch.optim.SGD)):
             _fuse(part.optimizer)
-            if isinstance(part, DistributedOptimizer):
-                _allocate(part.optimizer)
+        if isinstance(part.optimizer, torch.optim.Adam) and isinstance(part, DistributedOptimizer):
+            _allocate(part.optimizer)
     return optimizer
 
 
@@ -72,19 +72,20 @@ def _no_state(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
     """Create no optimizer state."""
 
 
-def _fuse(adam: torch.optim.Adam) -> None:
+def _fuse(optimizer: torch.optim.Adam | torch.optim.SGD) -> None:
     """Make its steps one kernel that reads and writes everything once, which megatron-core does not ask torch for.
 
-    torch takes the choice of a loaded checkpoint with the rest of its parameter groups: here the own one stays, and by
-    it torch knows on which device ``step`` belongs.
+    Otherwise weight decay in SGD makes a copy of all gradients, of four bytes a parameter. torch takes the choice of a
+    loaded checkpoint with the rest of its parameter groups: here the own one stays, and by it torch knows on which
+    device ``step`` belongs.
     """
 
     def keep_fused(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         return {**state, "param_groups": [{**group, **_FUSED} for group in state["param_groups"]]}
 
-    for group in adam.param_groups:
+    for group in optimizer.param_groups:
         group.update(_FUSED)
-    adam.register_load_state_dict_pre_hook(keep_fused)
+    optimizer.register_load_state_dict_pre_hook(keep_fused)
 
 
 def _allocate(adam: torch.optim.Adam) -> None:
