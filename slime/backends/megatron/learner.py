@@ -28,6 +28,7 @@ from slime.backends.megatron.optimizer import (
     state_tensors,
     wrap_data_parallel,
 )
+from slime.backends.megatron.permutation import forget_tokens
 from slime.backends.megatron.sleep import SleepingTensors
 from slime.backends.megatron.weight_sets import WeightSets
 from slime.options.checkpoint import find_checkpoint, is_torch_dist
@@ -196,7 +197,7 @@ class Learner:
     def _pass(self, micro_batches: list[MicroBatch], output: Output, *, forward_only: bool) -> list[Any]:
         """Run the model; what ``output`` made of each micro-batch on the last pipeline stage, elsewhere nothing."""
         iterators: Any = [iter(micro_batches) for _ in self.chunks]
-        return get_forward_backward_func()(
+        results: list[Any] = get_forward_backward_func()(
             forward_step_func=partial(_forward, output),
             data_iterator=iterators if len(self.chunks) > 1 else iterators[0],
             model=self.chunks,
@@ -206,6 +207,8 @@ class Learner:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+        forget_tokens(self.model_chunks)
+        return results
 
     def _connect_schedule(self) -> None:
         """Tell Megatron's schedules how gradients are summed; they find it in the model's configuration."""

@@ -8,14 +8,18 @@ to count rows whose number is known.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from slime.utils import device
 
+_OF_TOKENS = dict.fromkeys(("probs", "routing_map", "reversed_local_input_permutation_mapping"))
+"""What of Megatron's all-to-all dispatcher has a row for each token."""
 _megatron_permute, _megatron_unpermute = moe_utils.permute, moe_utils.unpermute
 
 
@@ -101,3 +105,14 @@ def _added(rows: Tensor, rows_of_token: Tensor) -> Tensor:
     for i in range(1, rows_of_token.size(1)):
         total = total + rows[rows_of_token[:, i]]
     return total.to(rows.dtype)
+
+
+def forget_tokens(model_chunks: Iterable[torch.nn.Module]) -> None:
+    """Let go of the last micro-batch's routing, which every layer's dispatcher keeps until the next one.
+
+    It is bytes for each expert of each token in every layer, and would not sleep with the rest.
+    """
+    for chunk in model_chunks:
+        for layer in chunk.modules():
+            if isinstance(layer, MoELayer):
+                vars(layer.token_dispatcher).update(_OF_TOKENS)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from argparse import Namespace
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -29,21 +28,22 @@ class Rotary:
         yarn = args.multi_latent_attention and args.rope_type == "yarn"
         self.frequencies, self.scale = _yarn(args) if yarn else (_plain(args), 1.0)
         self.interleaved: bool = args.rotary_interleaved or args.multi_latent_attention
-        self._plan: Callable[[], AttentionPlan | None] = lambda: None
-        self._angles: tuple[Tensor, Tensor] | None = None
+        self._angles: weakref.WeakKeyDictionary[AttentionPlan, tuple[Tensor, Tensor]] = weakref.WeakKeyDictionary()
 
     def angles(self, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
         """Cosine and sine of this rank's tokens, times YaRN's scale, float32 [tokens, 1, channels / 2].
 
-        Only the last plan's are kept: all micro-batches of a rollout live at once.
+        Only the last plan's are kept, since all micro-batches of a rollout live at once, and no longer than the plan: a
+        tensor that stays keeps a whole segment of GPU memory from sleeping, gibibytes if it was cut from a large one.
         """
-        if self._angles is None or self._plan() is not plan:
+        if plan not in self._angles:
             angles = torch.outer(plan.positions.float(), self.frequencies.to(plan.positions.device))[:, None]
             cos, sin = angles.cos(), angles.sin()
             if self.scale != 1.0:
                 cos, sin = cos * self.scale, sin * self.scale
-            self._plan, self._angles = weakref.ref(plan), (cos, sin)
-        return self._angles
+            self._angles.clear()
+            self._angles[plan] = cos, sin
+        return self._angles[plan]
 
 
 def _plain(args: Namespace) -> Tensor:
