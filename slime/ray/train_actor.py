@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed import TCPStore
 from slime.ray.cluster import enter_actor
 from slime.utils import device
 from slime.utils.errors import BadInputError
+from slime.utils.hf_writer import NamedTensors
 from slime.utils.types import TrainBatch
 from slime.weights import EngineAddress
 
@@ -75,8 +77,10 @@ class TrainActor:
         """Prepare the weight transport to ``engines``."""
         from slime.weights import make_publisher
         from slime.weights.float8 import Float8Blocks
+        from slime.weights.tensor import own_experts_do
 
         self._float8 = Float8Blocks.of(Path(self._args.hf_checkpoint))
+        self._own_experts = own_experts_do(self._args, engines)
         self._publisher = make_publisher(self._args, self._rank, engines)
         self._publisher.connect()
 
@@ -90,15 +94,19 @@ class TrainActor:
 
     def publish(self, version: int, gone: list[str]) -> dict[str, float]:
         """Push the present weights as ``version`` to every engine but those of the URLs ``gone``, which have died."""
-        buckets = self._trainer.export_buckets(version)
-        if self._float8 is not None:
-            buckets = self._float8.quantised(buckets)
-        figures = self._publisher.publish(version, buckets, gone)
+        buckets = self._export(version, own_experts=self._own_experts)
+        checks = self._own_experts and self._args.check_weight_update_equal
+        whole = self._export(version, own_experts=False) if checks else None
+        figures = self._publisher.publish(version, buckets, gone, whole)
         return {
             "perf/update_weights_time": figures["seconds"],
             "perf/update_weights_paused_time": figures["paused_seconds"],
             "perf/update_weights_wire_bytes": figures["bytes"],
         }
+
+    def _export(self, version: int, *, own_experts: bool) -> Iterator[NamedTensors]:
+        buckets = self._trainer.export_buckets(version, own_experts=own_experts)
+        return buckets if self._float8 is None else self._float8.quantised(buckets)
 
     def train(self, rollout_id: int, batch: TrainBatch) -> list[dict[str, float]]:
         """Train on one rollout; one dict of metrics an optimizer step."""

@@ -40,6 +40,11 @@ class _Update:
         if wait is not None:
             wait()
 
+    def note(self, bucket: NamedTensors) -> None:
+        """Keep a bucket for the check, if there is to be one."""
+        if self.check is not None:
+            self.check.add(bucket)
+
 
 class WeightPublisher:
     """Brings the trainer's weights to every engine. Every training rank has one; rank 0's talks to the engines.
@@ -81,7 +86,13 @@ class WeightPublisher:
         self._deadline = time.monotonic() + self.timeout
         self._open()
 
-    def publish(self, version: int, buckets: Iterable[NamedTensors], gone: Collection[str] = ()) -> dict[str, float]:
+    def publish(
+        self,
+        version: int,
+        buckets: Iterable[NamedTensors],
+        gone: Collection[str] = (),
+        whole: Iterable[NamedTensors] | None = None,
+    ) -> dict[str, float]:
         """Push weights; collective over the training ranks.
 
         Whatever happens, the buckets are drained on every rank: their iterator holds collectives that other ranks wait
@@ -91,11 +102,14 @@ class WeightPublisher:
         Args:
             version: larger than any before.
             buckets: the same names and shapes on every rank, each a full tensor on this rank's device; a bucket is not
-                used after the next one has been asked for.
+                used after the next one has been asked for. Where `tensor.own_experts_do` says so, each rank's experts
+                are its own, as many as any other's.
             gone: the URLs of engines that have died: left out, now and later; the same on every rank.
+            whole: the same weights with all tensors on rank 0, for ``--check-weight-update-equal``, where ``buckets``
+                have a rank's own experts.
 
         Returns:
-            ``seconds`` in all, ``paused_seconds`` of them without generation, ``bytes`` to each engine.
+            ``seconds`` in all, ``paused_seconds`` of them without generation, ``bytes`` to each rank of an engine.
 
         Raises:
             ValueError: a version that does not grow.
@@ -118,8 +132,13 @@ class WeightPublisher:
                 # After any failure too: engines may still be reading what `_stage` writes next.
                 late = self._attempt(update.settle)
                 failure = failure or late or self._attempt(functools.partial(self._push, update, bucket, staged))
+                if whole is None:
+                    failure = failure or self._attempt(functools.partial(update.note, bucket))
                 del bucket, staged  # the next one is gathered in their place
             late = self._attempt(update.settle)
+            for bucket in whole or ():
+                failure = failure or self._attempt(functools.partial(update.note, bucket))
+                del bucket
             failure = failure or late or self._attempt(lambda: self._finish(update))
             self._release()
         except Exception as error:
@@ -203,8 +222,6 @@ class WeightPublisher:
 
     def _push(self, update: _Update, bucket: NamedTensors, staged: Any) -> None:
         update.under_way = self._deliver(bucket, staged)
-        if update.check is not None:
-            update.check.add(bucket)
 
     def _pause(self, update: _Update) -> None:
         update.paused_at = time.monotonic()

@@ -28,6 +28,11 @@ from slime.weights.publisher import Wait, WeightPublisher, trainer_world_size
 
 _ALIGNMENT = 16
 """Bytes; a view of the flat buffer as any dtype must start at a multiple of that dtype's size."""
+_EXPERTS_IN_ORDER: dict[str, Any] = {
+    **{"sglang_pp_size": 1, "sglang_moe_dp_size": 1, "sglang_ep_num_redundant_experts": 0},
+    **{"sglang_enable_eplb": False, "sglang_init_expert_location": "trivial"},
+}
+"""Flags of engines by which the first rank has the first experts, and so on: their defaults."""
 
 
 class SharedBuffer:
@@ -72,6 +77,26 @@ def flat_layout(bucket: NamedTensors) -> tuple[list[SimpleNamespace], int]:
             )
         )
     return layout, end
+
+
+def own_experts_do(args: Namespace, engines: list[EngineAddress]) -> bool:
+    """Whether every engine rank computes with just those experts that the training rank beside it trains.
+
+    Then none of them need be gathered, nor be brought to engine ranks that would drop them. Both sides divide experts
+    evenly and in order; what differs is which ranks cut an expert among them.
+
+    Args:
+        engines: in the order of their slots, of which training rank r has the r-th.
+    """
+    size, cut = args.expert_model_parallel_size, args.expert_tensor_parallel_size
+    placed = {"sglang_ep_size": size} | _EXPERTS_IN_ORDER
+    if size == 1 or args.update_weight_transport != "tensor" or args.lora_sync == "adapter":
+        return False
+    if any(getattr(args, name) != value for name, value in placed.items()):
+        return False
+    # A rank of an engine computes with the experts that it counts itself among the first, second, ... to have.
+    theirs = [rank * size // engine.num_gpus for engine in engines for rank in range(engine.num_gpus)]
+    return theirs == [slot // cut % size for slot in range(len(theirs))]
 
 
 class TensorPublisher(WeightPublisher):

@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 
 from tests.gpu.test_loop import Record, check, run
+from tests.integration.harness import series
+from tests.integration.test_own_experts import LAYOUT
+from tests.integration.test_train import Value
 
 NUM_GPUS = 1
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"
@@ -47,15 +50,34 @@ def write_model(name: str, tokenizer: Path, directory: Path) -> None:
 def test_experts_and_latent_attention_agree_with_the_engine(
     name: str, workspace: Path, tmp_path: Path, record_property: Record
 ) -> None:
-    write_model(name, workspace / "model", tmp_path / "model")
+    agree(name, name, workspace, tmp_path, record_property)
+
+
+@pytest.mark.gpus(2)
+def test_experts_stay_on_their_gpus(workspace: Path, tmp_path: Path, record_property: Record) -> None:
+    """The engine has those of the trainer on each of two GPUs, and no other one is brought there."""
+    name = "qwen3-30B-A3B"
+    run_dir = agree(name, "own_experts", workspace, tmp_path, record_property, **LAYOUT)
+    gathered = agree(name, "all_experts", workspace, tmp_path, record_property, **LAYOUT | {"sglang_ep_size": 1})
+    own, whole = (max(series(each, "perf/update_weights_wire_bytes")) for each in (run_dir, gathered))
+    record_property("of the bytes", f"{own / whole:.2f}")
+    assert own < 0.8 * whole
+
+
+def agree(name: str, run_name: str, workspace: Path, tmp_path: Path, record_property: Record, **layout: Value) -> Path:
+    """A run of a small model of a published one, in which both sides agree; its directory."""
+    if not (tmp_path / "model").exists():
+        write_model(name, workspace / "model", tmp_path / "model")
     run_dir = run(
         workspace,
-        name,
+        run_name,
         hf_checkpoint=str(tmp_path / "model"),
         random_weights=True,
         num_rollout=_ROLLOUTS,
         update_weight_buffer_size=2**20,  # as many buckets as a large model has
         use_distributed_optimizer=True,
         **dict.fromkeys(("ref_load", "use_kl_loss", "kl_loss_coef", "kl_loss_type")),
+        **layout,
     )
     check(run_dir, _ROLLOUTS, record_property, _DIFFERENCE)
+    return run_dir

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from slime.models import family_of, hf_config, weight_shape  # noqa: E402
 from slime.utils import device, hf_reader  # noqa: E402
 from tests.parallel import tiny  # noqa: E402
 
+EXPERT = re.compile(r"\.experts\.\d")
 BIASES = "e_score_correction_bias"
 """Of routers: buffers, which stay float32 and are not trained."""
 
@@ -115,6 +117,24 @@ def exported(chunks: list[torch.nn.Module], directory: Path, bucket_bytes: int) 
     return [pair for bucket in buckets for pair in bucket]
 
 
+def check_own_experts(chunks: list[torch.nn.Module], directory: Path, wanted: dict[str, Tensor]) -> None:
+    """Each expert-parallel rank exports its own experts, as they are, in buckets of the same sizes as the others'."""
+    config, size = hf_config(directory), 4096
+    model = chunks, family_of(config), weight_shape(config), size
+    buckets = [[(n, t.cpu()) for n, t in bucket] for bucket in weights_io.export_hf_buckets(*model, own_experts=True)]
+    everybodys: list[Any] = [None] * dist.get_world_size(group := parallel_state.get_expert_model_parallel_group())
+    dist.all_gather_object(everybodys, buckets, group=group)
+    sizes = [[sum(tensor.nbytes for _, tensor in bucket) for bucket in other] for other in everybodys]
+    assert sizes == [sizes[0]] * len(sizes)
+    assert len(sizes[0]) > 1
+    experts = [{name for bucket in other for name, _ in bucket if EXPERT.search(name)} for other in everybodys]
+    assert sum(map(len, experts)) == len(set.union(*experts)) == sum(bool(EXPERT.search(name)) for name in wanted)
+    for other, own in zip(everybodys, experts, strict=True):
+        tensors = dict(pair for bucket in other for pair in bucket)
+        assert tensors.keys() == own | {name for name in wanted if not EXPERT.search(name)}
+        assert all(torch.equal(tensor, wanted[name]) for name, tensor in tensors.items())
+
+
 def check_export(chunks: list[torch.nn.Module], directory: Path, target: Path) -> None:
     """What was loaded comes out bit for bit, on every rank, in an order that does not depend on the bucket size."""
     dtype = model.unwrap(chunks[0]).config.params_dtype
@@ -126,6 +146,7 @@ def check_export(chunks: list[torch.nn.Module], directory: Path, target: Path) -
     assert sorted(wanted) == sorted(name for name, _ in small), set(wanted) ^ {name for name, _ in small}
     for name, tensor in small + large:
         assert torch.equal(tensor.cpu(), wanted[name]), name
+    check_own_experts(chunks, directory, wanted)
     if dist.get_rank() == 0:
         target.mkdir(parents=True)
     dist.barrier()

@@ -62,14 +62,22 @@ class Gatherer:
     """Gathers a model; constructing it agrees with the other ranks on who holds what (collective)."""
 
     def __init__(
-        self, parameters: dict[str, Tensor], family: Family, shape: Shape, read: Callable[[str], Tensor] | None = None
+        self,
+        parameters: dict[str, Tensor],
+        family: Family,
+        shape: Shape,
+        read: Callable[[str], Tensor] | None = None,
+        *,
+        own_experts: bool = False,
     ) -> None:
         """
         Args:
             parameters: this rank's, by global name.
             read: what is gathered of a name, of the parameter's shape and type; the parameter by default.
+            own_experts: leave out the experts of other expert-parallel ranks.
         """
         self.family, self.shape, self._read = family, shape, read or parameters.__getitem__
+        self._own_experts = own_experts
         where: dict[str, _Held] = {}
         for name, parameter in parameters.items():
             is_expert = ".experts." in name
@@ -82,6 +90,9 @@ class Gatherer:
         ):
             where = _merge(where, group)
         entries = [self._entry(name, *where[name]) for name in family.parameters(shape) if name in where]
+        if own_experts:
+            own_rank = parallel_state.get_expert_model_parallel_rank()
+            entries = [e for e in entries if not e.owner.is_expert or e.owner.expert_rank == own_rank]
         self.entries = _units_together(
             sorted((e for e in entries if e.hf), key=lambda e: (e.owner.is_expert, e.owner.stage, e.owner.expert_rank))
         )
@@ -94,7 +105,8 @@ class Gatherer:
         return _Entry(name, owner, local_shape, tuple((n, tuple(t.shape)) for n, t in hf), unit)
 
     def buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """Full tensors by Hugging Face name; the same on every rank (collective)."""
+        """Full tensors by Hugging Face name (collective); the same on every rank, or of each its own experts in place
+        of as many others."""
         for bucket in _cut(self.entries, bucket_bytes):
             tensors: list[tuple[str, Tensor]] = []
             for owner, segment in groupby(bucket, key=lambda entry: entry.owner):
@@ -115,7 +127,7 @@ class Gatherer:
             experts = parallel_state.get_expert_model_parallel_group()
             if not owner.is_expert or owner.expert_rank == experts.rank():
                 self._fill(tensors, owner, entries)
-            if owner.is_expert:
+            if owner.is_expert and not self._own_experts:
                 _broadcast(full, owner.expert_rank, experts)
         _broadcast(full, owner.stage, parallel_state.get_pipeline_model_parallel_group())
         return tensors

@@ -293,11 +293,12 @@ class MegatronTrainer:
         """Put a set of the actor's weights into the model: ``"current"`` or ``"ref"``."""
         self._actor.weights.switch(name)
 
-    def export_buckets(self, version: int) -> Iterator[list[tuple[str, Tensor]]]:
+    def export_buckets(self, version: int, *, own_experts: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
         """The actor, or its adapters alone, in Hugging Face's names; in buckets of ``--update-weight-buffer-size``.
 
         Args:
             version: what engines will call these weights.
+            own_experts: of the actor without the experts of other expert-parallel ranks.
         """
         if self.args.keep_old_actor:
             self._keep_version(version)
@@ -305,7 +306,7 @@ class MegatronTrainer:
         model, size = (self.model_chunks, self.family, shape), self.args.update_weight_buffer_size
         if self.args.lora_sync == "adapter":
             return weights_io.export_adapter_buckets(*model, self.args.lora_target_modules, size)
-        return weights_io.export_hf_buckets(*model, size)
+        return weights_io.export_hf_buckets(*model, size, own_experts=own_experts)
 
     def save(self, directory: str) -> None:
         """Write everything that the actor continues from into an existing empty directory."""

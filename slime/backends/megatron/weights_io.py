@@ -127,7 +127,7 @@ def _shard_rank(name: str) -> int:
 
 
 def export_hf_buckets(
-    chunks: Sequence[torch.nn.Module], family: Family, shape: Shape, bucket_bytes: int
+    chunks: Sequence[torch.nn.Module], family: Family, shape: Shape, bucket_bytes: int, *, own_experts: bool = False
 ) -> Iterator[list[tuple[str, Tensor]]]:
     """The whole model as Hugging Face tensors, in buckets of at most ``bucket_bytes`` (or one tensor, if larger, or
     what `Row.together` keeps together).
@@ -135,9 +135,13 @@ def export_hf_buckets(
     Collective over all ranks: each gets the same buckets, in the same order at every call, with full tensors on its
     device. They share one buffer per bucket, which is freed when its tensors are. Tied output layers are left out, the
     vocabulary's padding is stripped, and what adapters add is in the matrices beside which they are.
+
+    Args:
+        own_experts: without those of other expert-parallel ranks, which are then not gathered; each rank has as many.
     """
     parameters = dict(global_weights(chunks))
-    return Gatherer(parameters, family, shape, lora.merging(parameters, chunks)).buckets(bucket_bytes)
+    merged = lora.merging(parameters, chunks)
+    return Gatherer(parameters, family, shape, merged, own_experts=own_experts).buckets(bucket_bytes)
 
 
 def export_adapter_buckets(

@@ -57,6 +57,8 @@ def install(flags: Sequence[str] = ()) -> None:
     _allow_sampling_seeds()
     if "kv_lora_rank" in _model_config(flags):
         _attend_to_latents()
+    if "--ep-size" in flags:
+        _leave_out_absent_experts()
 
 
 class _StandInType(type):
@@ -194,6 +196,23 @@ def _attend_to_latents() -> None:
     server_args: Any = importlib.import_module("sglang.srt.server_args")
     registry.register("torch_native", lambda attention, batch: methods.MLA)
     server_args.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND.append("torch_native")
+
+
+def _leave_out_absent_experts() -> None:
+    """Let a rank compute with the experts that it has: -1 stands for the others among those chosen for a token.
+
+    Goes when ``moe_forward_native`` does not take -1 for a place in a list.
+    """
+    native: Any = importlib.import_module("sglang.srt.layers.moe.fused_moe_native")
+    forward = native.moe_forward_native
+
+    def with_present(layer: Any, rows: torch.Tensor, chosen: Any, config: Any) -> torch.Tensor:
+        row, place = (chosen.topk_ids >= 0).nonzero(as_tuple=True)
+        weights, ids = (values[row, place, None] for values in (chosen.topk_weights, chosen.topk_ids))
+        outputs = forward(layer, rows[row], chosen._replace(topk_weights=weights, topk_ids=ids), config)
+        return torch.zeros_like(rows).index_add_(0, row, outputs)
+
+    native.moe_forward_native = with_present
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,96 @@
+"""Which engines take from each training rank its own experts only, and what the check of a push then compares."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+import torch
+
+from slime.weights import EngineAddress
+from slime.weights.hf_directory import NamedTensors
+from slime.weights.tensor import TensorPublisher, own_experts_do
+from tests.unit.test_weights import Dying
+
+OPTIONS: dict[str, Any] = {
+    **{"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1, "update_weight_transport": "tensor"},
+    **{"lora_sync": "merged", "sglang_ep_size": 4, "sglang_pp_size": 1, "sglang_moe_dp_size": 1},
+    **{"sglang_ep_num_redundant_experts": 0, "sglang_enable_eplb": False, "sglang_init_expert_location": "trivial"},
+}
+PAIRS = {"expert_model_parallel_size": 2, "sglang_ep_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("engines", "changes", "expected"),
+    [
+        ([4], {}, True),
+        ([4, 4], {}, True),
+        ([8], {}, False),  # SGLang's ranks 0 and 1 share the experts that Megatron's 0 and 4 have
+        ([8], {"expert_tensor_parallel_size": 2}, True),
+        ([8, 8], {"expert_tensor_parallel_size": 2}, True),
+        ([4], {"expert_tensor_parallel_size": 2}, False),
+        ([2, 2, 2], PAIRS, True),
+        ([4], PAIRS, False),
+        ([1, 1], PAIRS, False),
+        ([4], {"sglang_ep_size": 1}, False),
+        ([4], {"expert_model_parallel_size": 1, "sglang_ep_size": 1}, False),
+        ([4], {"update_weight_transport": "distributed"}, False),
+        ([4], {"lora_sync": "adapter"}, False),
+        ([4], {"sglang_pp_size": 2}, False),
+        ([4], {"sglang_moe_dp_size": 2}, False),
+        ([4], {"sglang_ep_num_redundant_experts": 4}, False),
+        ([4], {"sglang_enable_eplb": True}, False),
+        ([4], {"sglang_init_expert_location": "placement.json"}, False),
+    ],
+)
+def test_engines_that_place_experts_as_trainers_do(engines: list[int], changes: dict[str, Any], expected: bool) -> None:
+    addresses = [EngineAddress(f"http://e{i}", size) for i, size in enumerate(engines)]
+    assert own_experts_do(Namespace(**OPTIONS | changes), addresses) is expected
+
+
+class Check:
+    """Notes what it is to compare."""
+
+    def __init__(self, *_: Any) -> None:
+        self.names: list[str] = []
+        self.ran = False
+        made.append(self)
+
+    def add(self, bucket: NamedTensors) -> None:
+        self.names += [name for name, _ in bucket]
+
+    def run(self, each_engine: Any) -> None:
+        self.ran = True
+
+    def discard(self) -> None:
+        pass
+
+
+made: list[Check] = []
+
+
+@pytest.mark.parametrize("whole", [None, [[("a", torch.ones(2))], [("b", torch.ones(2))]]])
+def test_the_check_has_the_experts_of_all_ranks(
+    whole: list[NamedTensors] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slime.weights.publisher.EqualityCheck", Check)
+    made.clear()
+    args = Namespace(check_weight_update_equal=True, asynchronous=False, weight_update_timeout=10.0)
+    publisher = TensorPublisher(args, 0, [EngineAddress("http://e", 1)])
+    publisher.controls = [Dying("http://e")]  # type: ignore[list-item]
+    figures = publisher.publish(1, [[("a", torch.ones(2))]], whole=whole)
+    assert [(check.names, check.ran) for check in made] == [(["a"] if whole is None else ["a", "b"], True)]
+    assert figures["bytes"] == 8
+
+
+def test_what_the_check_needs_is_gathered_after_a_failure_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks wait in its collectives."""
+    monkeypatch.setattr("slime.weights.publisher.EqualityCheck", Check)
+    args = Namespace(check_weight_update_equal=True, asynchronous=False, weight_update_timeout=10.0)
+    publisher = TensorPublisher(args, 0, [EngineAddress("http://e", 1)])
+    publisher.controls = [Dying("http://e", dies_in="update_weights_from_tensor")]  # type: ignore[list-item]
+    whole = iter([[("a", torch.ones(2))]] * 3)
+    with pytest.raises(Exception, match="connection reset"):
+        publisher.publish(1, [[("a", torch.ones(2))]], whole=whole)
+    assert next(whole, None) is None
