@@ -208,6 +208,8 @@ def _leave_out_absent_experts() -> None:
 
     def with_present(layer: Any, rows: torch.Tensor, chosen: Any, config: Any) -> torch.Tensor:
         row, place = (chosen.topk_ids >= 0).nonzero(as_tuple=True)
+        if not len(row):
+            return torch.zeros_like(rows)
         weights, ids = (values[row, place, None] for values in (chosen.topk_weights, chosen.topk_ids))
         outputs = forward(layer, rows[row], chosen._replace(topk_weights=weights, topk_ids=ids), config)
         return torch.zeros_like(rows).index_add_(0, row, outputs)
