@@ -20,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from slime.options.schema import flag_named  # noqa: E402
 from tools.benchmarks import loop, rollout, train  # noqa: E402
 from tools.benchmarks.report import BenchError, Report  # noqa: E402
 from tools.make_tiny_model import PUBLISHED  # noqa: E402
@@ -61,7 +62,7 @@ def command_of(options: argparse.Namespace) -> str:
     words = ["python3", "tools/bench.py", options.case]
     for name, value in given.items():
         if value != defaults[name]:
-            flag = f"--{name.replace('_', '-')}"
+            flag = flag_named(name)
             words.append(flag if value is True else f"{flag}={value}")
     return shlex.join(words)
 

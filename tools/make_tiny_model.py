@@ -25,6 +25,7 @@ from slime.utils.installation import check_installation
 
 check_installation()
 
+from slime.options.schema import flag_named  # noqa: E402
 from slime.utils import aside  # noqa: E402
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ def check(options: argparse.Namespace) -> None:
     """Raise ValueError where sizes do not fit each other."""
     for whole, part in (("hidden_size", "num_heads"), ("num_heads", "num_kv_heads")):
         if getattr(options, whole) % getattr(options, part):
-            flags = [f"--{name.replace('_', '-')} {getattr(options, name)}" for name in (whole, part)]
+            flags = [f"{flag_named(name)} {getattr(options, name)}" for name in (whole, part)]
             raise ValueError(f"{flags[0]} is not a multiple of {flags[1]}")
     if (options.hidden_size // options.num_heads) % 2:
         raise ValueError("--hidden-size / --num-heads must be even for rotary embeddings")
@@ -246,7 +247,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.like is None:
         return argparse.Namespace(**{**DEFAULTS, **vars(options)})
-    also = [f"--{name.replace('_', '-')}" for name in DEFAULTS if name in options]
+    also = [flag_named(name) for name in DEFAULTS if name in options]
     if also:
         parser.error(f"--like {options.like} says the whole shape and has no weights: drop it or {', '.join(also)}")
     return argparse.Namespace(**{**DEFAULTS, **vars(options), **PUBLISHED[options.like], "dtype": "bfloat16"})

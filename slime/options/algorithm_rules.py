@@ -9,6 +9,7 @@ from dataclasses import fields
 from slime.options.algorithm import CorrectionOptions
 from slime.options.errors import OptionError
 from slime.options.rollout import DEFAULT_ROLLOUT, SFT_ROLLOUT
+from slime.options.schema import flag_named
 
 BASELINES = {
     "grpo": "mean",
@@ -91,12 +92,12 @@ def _check_estimator(args: Namespace) -> None:
 def _check_correction(args: Namespace) -> None:
     for name in ("use_rollout_logprobs", "use_tis", "use_rs", "use_opsm"):
         if getattr(args, name) and args.loss_type != "policy_loss":
-            flag = "--" + name.replace("_", "-")
+            flag = flag_named(name)
             raise OptionError(f"{flag} has no effect without --loss-type policy_loss")
     if args.use_rollout_logprobs:
         for name in ("use_tis", "use_rs"):
             if getattr(args, name):
-                flag = "--" + name.replace("_", "-")
+                flag = flag_named(name)
                 raise OptionError(
                     f"--use-rollout-logprobs makes the engine's log-probs the behaviour policy's, which leaves {flag} "
                     "nothing to do: drop one of them"
@@ -104,7 +105,7 @@ def _check_correction(args: Namespace) -> None:
     _check_settings(args)
     for low, high in (("tis_clip_low", "tis_clip"), ("rs_lower_bound", "rs_upper_bound")):
         if getattr(args, low) > getattr(args, high):
-            flags = [f"--{name.replace('_', '-')} {getattr(args, name)}" for name in (low, high)]
+            flags = [f"{flag_named(name)} {getattr(args, name)}" for name in (low, high)]
             raise OptionError(f"{flags[0]} is above {flags[1]}")
 
 
@@ -116,9 +117,9 @@ def _check_settings(args: Namespace) -> None:
         switch = "use_tis" if name == "custom_tis_function_path" else f"use_{prefix}"
         if switch not in defaults or getattr(args, name) == default:
             continue
-        flag = "--" + name.replace("_", "-")
+        flag = flag_named(name)
         if not getattr(args, switch):
-            raise OptionError(f"{flag} has no effect without --{switch.replace('_', '-')}")
+            raise OptionError(f"{flag} has no effect without {flag_named(switch)}")
         if name in ("tis_level", "tis_mode") and args.custom_tis_function_path is not None:
             raise OptionError(f"{flag} has no effect with --custom-tis-function-path, which is called instead")
 
@@ -127,7 +128,7 @@ def _derive_critic(args: Namespace) -> None:
     """Where the critic's checkpoints are: beside the actor's, never among them."""
     for name in ("critic_lr", "critic_lr_warmup_iters", "critic_load", "critic_save", "num_critic_only_steps"):
         if getattr(args, name) and not args.use_critic:
-            flag = "--" + name.replace("_", "-")
+            flag = flag_named(name)
             raise OptionError(f"{flag} has no effect: only --advantage-estimator ppo has a critic")
     args.critic_source = None
     if not args.use_critic:

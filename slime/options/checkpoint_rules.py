@@ -12,6 +12,7 @@ from slime.options.checkpoint import LATEST, find_checkpoint, is_release, is_tor
 from slime.options.errors import OptionError
 from slime.options.lora import Modules, check_adapters, described
 from slime.options.next_tokens import check_saved_heads
+from slime.options.schema import flag_named
 
 
 def load_release(args: Namespace, warnings: list[str]) -> None:
@@ -83,7 +84,7 @@ def _places(args: Namespace) -> None:
             continue
         place = Path(path).expanduser().absolute()
         nearest = next(each for each in (place, *place.parents) if os.path.lexists(each))
-        flag, what = "--" + name.replace("_", "-"), "it" if nearest == place else nearest
+        flag, what = flag_named(name), "it" if nearest == place else nearest
         if not nearest.is_dir():
             where = f"a link to {nearest.readlink()}, which is not there" if nearest.is_symlink() else "no directory"
             raise OptionError(f"{flag} {path}: {what} is {where}")

@@ -6,6 +6,7 @@ from argparse import Namespace
 
 from slime.options.errors import OptionError
 from slime.options.rollout import DEFAULT_ROLLOUT
+from slime.options.schema import flag_named
 
 FULLY_ASYNC = "slime.rollout.fully_async_rollout"
 _WITHOUT_BUFFER = ("slime.rollout.data_source.RolloutDataSource", "slime.data.RolloutDataSource")
@@ -21,13 +22,13 @@ def check_collection(args: Namespace, given: set[str]) -> None:
     source = args.data_source_path.replace(":", ".")
     for flag in ("partial_rollout", "buffer_filter_path"):
         if getattr(args, flag) and source in _WITHOUT_BUFFER:
-            name = "--" + flag.replace("_", "-")
+            name = flag_named(flag)
             raise OptionError(f"{name} needs a buffer, and --data-source-path {args.data_source_path} has none")
     own = args.rollout_function_path.startswith((DEFAULT_ROLLOUT, FULLY_ASYNC))
     for name in sorted(given & {"over_sampling_batch_size", "dynamic_sampling_filter_path", "partial_rollout"}):
         if not own:
             raise OptionError(
-                f"--{name.replace('_', '-')} is for slime's own rollouts: --rollout-function-path "
+                f"{flag_named(name)} is for slime's own rollouts: --rollout-function-path "
                 f"{args.rollout_function_path} would not heed it"
             )
     if args.disable_rollout_global_dataset:

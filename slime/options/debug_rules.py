@@ -7,6 +7,7 @@ from argparse import Namespace
 
 from slime.options.debug import kept_groups
 from slime.options.errors import OptionError
+from slime.options.schema import flag_named
 
 _TEMPLATES: dict[str, tuple[str, ...]] = {
     "save_hf": (),
@@ -59,7 +60,7 @@ def derive_templates(args: Namespace) -> None:
         template = getattr(args, name)
         if template is None:
             continue
-        flag, places = "--" + name.replace("_", "-"), dict.fromkeys(("rollout_id", *needed), 0)
+        flag, places = flag_named(name), dict.fromkeys(("rollout_id", *needed), 0)
         try:
             filled = template.format(**places)
             missing = [place for place in needed if template.format(**places | {place: 1}) == filled]

@@ -6,6 +6,7 @@ import re
 from argparse import Namespace
 
 from slime.options.errors import OptionError
+from slime.options.schema import flag_named
 
 _RECOMPUTED_BY_TRANSFORMER_ENGINE = {"layernorm", "mla_up_proj"}
 """Of ``--recompute-modules``: megatron-core 0.16.1 drops their outputs with names that it imports from there."""
@@ -50,7 +51,7 @@ def check_layout(args: Namespace) -> None:
 
 def _divides(what: str, amount: int, by: str, size: int) -> None:
     if amount % size:
-        flags = f"--{what.replace('_', '-')} {amount} is no multiple of --{by.replace('_', '-')} {size}"
+        flags = f"{flag_named(what)} {amount} is no multiple of {flag_named(by)} {size}"
         raise OptionError(flags)
 
 
@@ -151,5 +152,5 @@ def _check_recompute(args: Namespace) -> None:
         return
     missing = [f for f in ("recompute_method", "recompute_num_layers") if getattr(args, f) is None]
     if missing:
-        names = " and ".join("--" + name.replace("_", "-") for name in missing)
+        names = " and ".join(flag_named(name) for name in missing)
         raise OptionError(f"--recompute-granularity full needs {names}")

@@ -97,7 +97,7 @@ def check_adapters(
     if not differing:
         return
     flags = " ".join(
-        f"--lora-{name.replace('_', '-')} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+        f"{flag_named(f'lora_{name}')} {' '.join(map(str, value)) if isinstance(value, list) else value}"
         for name, value in differing.items()
     )
     raise OptionError(f"{directory} holds {'other ' if own else ''}adapters: go on with {flags}")

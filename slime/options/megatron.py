@@ -16,6 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from slime.options.installed import PendingFlags
 from slime.options.megatron_names import DEFAULTS, DEST_OF, FLAGS, HIDDEN
+from slime.options.schema import flag_named
 
 PACKAGE = "megatron-core"
 READER = "import sys; from slime.options.megatron import write_fields; write_fields(sys.argv[1])"
@@ -67,7 +68,7 @@ def _record(field: dataclasses.Field[Any], doc: str) -> dict[str, Any] | None:
         default = default.name
     elif kind == "dtype":
         default = next((short for short, long in _DTYPES.items() if str(default) == f"torch.{long}"), None)
-    flags = ["--" + field.name.replace("_", "-")]
+    flags = [flag_named(field.name)]
     return {
         "flags": flags,
         "field": field.name,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.options.patterns import layer_pattern
+from slime.options.schema import flag_named
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ FLAGS: tuple[Flag, ...] = (
     _switch("--post-self-attn-layernorm", "post_self_attn_layernorm", "A norm after attention (GLM-4)."),
     _switch("--post-mlp-layernorm", "post_mlp_layernorm", "A norm after the MLP (GLM-4)."),
     *(
-        Flag(f"--{name.replace('_', '-')}", name, f"{help}: N, or a list such as [0]*3+[1]*89.", layer_pattern)
+        Flag(flag_named(name), name, f"{help}: N, or a list such as [0]*3+[1]*89.", layer_pattern)
         for name, help in (
             ("moe_layer_freq", "Which layers have experts"),
             ("linear_attention_freq", "Which layers have linear attention"),

@@ -13,6 +13,7 @@ from slime.options.checkpoint import has_checkpoint, is_torch_dist
 from slime.options.errors import OptionError
 from slime.options.megatron_names import FLAGS
 from slime.options.patterns import written_pattern
+from slime.options.schema import flag_named
 
 OTHER_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "*.h5", "*.onnx"]
 """Weights that neither engines nor trainers read: a hub repository may hold them beside the safetensors."""
@@ -183,12 +184,9 @@ def _flag_of(name: str, value: Any, given: dict[str, Any]) -> str:
     if name == "rope_scaling_factor" and "rotary_scaling_factor" in given:  # see `take_rotary_factor`
         return "--rotary-scaling-factor"
     if value is False:
-        return next((flag.name for flag in FLAGS if flag.dest == name and flag.const is False), f"--no-{_dashed(name)}")
-    return f"--{_dashed(name)}"
-
-
-def _dashed(name: str) -> str:
-    return name.replace("_", "-")
+        switches = (flag.name for flag in FLAGS if flag.dest == name and flag.const is False)
+        return next(switches, flag_named(f"no_{name}"))
+    return flag_named(name)
 
 
 def _shown(value: Any) -> str:

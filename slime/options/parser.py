@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from slime.options.schema import flag_named
 from slime.options.unavailable import explain_flag, explain_value, unavailable_flags
 
 
@@ -82,7 +83,7 @@ class StrictParser(argparse.ArgumentParser):
         Raises:
             ValueError: a flag without a value was given one, or the other way round.
         """
-        by_flag = self._option_string_actions.get("--" + key.replace("_", "-"))
+        by_flag = self._option_string_actions.get(flag_named(key))
         actions = self.actions_by_dest().get(key) or ([by_flag] if by_flag else None)
         if actions is None or value is None:
             return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from slime.options.errors import OptionError
+from slime.options.schema import flag_named
 
 OPTIMIZERS = ("adam", "sgd")
 
@@ -25,7 +26,7 @@ def check_training(args: Namespace, given: set[str]) -> None:
     for name in _NOT_COMPUTED:
         value = getattr(args, name)
         if any(value) if isinstance(value, list) else value:
-            flag = "--" + name.replace("_", "-")
+            flag = flag_named(name)
             shown = flag if value is True else f"{flag} {value}"
             raise OptionError(f"{shown} is not available yet in this version")
     _check_optimizer(args, given)

@@ -14,6 +14,7 @@ from slime.options.eval_datasets import CONFIG, PAIRS, EvalDataset, data_file, e
 from slime.options.export_rules import check_exports
 from slime.options.reward_model import derive_reward_model
 from slime.options.rollout import DEFAULT_ROLLOUT, SFT_ROLLOUT
+from slime.options.schema import flag_named
 from slime.options.training import critic_options, warmup_and_decay_steps
 
 ENGINE_KEEPS = 6
@@ -254,7 +255,7 @@ def _sampling(args: Namespace) -> None:
     """Sampling parameters that engines refuse."""
     for name in ("rollout_top_k", "eval_top_k"):
         if getattr(args, name) == 0:
-            raise OptionError(f"--{name.replace('_', '-')} must be -1 (all) or at least 1, not 0")
+            raise OptionError(f"{flag_named(name)} must be -1 (all) or at least 1, not 0")
     least, most = args.eval_min_new_tokens, args.eval_max_response_len or args.rollout_max_response_len
     if least is not None and most is not None and least > most:
         raise OptionError(f"--eval-min-new-tokens {least} is more than the {most} tokens of an evaluation's response")
@@ -293,7 +294,7 @@ def _reward_key(args: Namespace, name: str, rm_type: str | None, where: str) -> 
     key, keys = getattr(args, name), " or ".join(DAPO_REWARDS)
     if rm_type in ("dapo", "boxed_dapo") and key not in DAPO_REWARDS:
         given = "is missing" if key is None else f"{key} is no number in its reward"
-        raise OptionError(f"{where}: --{name.replace('_', '-')} {given}, use {keys}")
+        raise OptionError(f"{where}: {flag_named(name)} {given}, use {keys}")
 
 
 def _need_no_label(rm_type: str | None, problem: str) -> None:
@@ -306,7 +307,7 @@ def _offload(args: Namespace) -> None:
     """Memory changes hands where trainers and engines share slots, and only there."""
     for name in ("offload_train", "offload_rollout"):
         if getattr(args, name) and args.placement != "colocate":
-            raise OptionError(f"--{name.replace('_', '-')} needs --colocate: nobody else wants that memory")
+            raise OptionError(f"{flag_named(name)} needs --colocate: nobody else wants that memory")
 
 
 def _weight_update(args: Namespace) -> None:

@@ -20,6 +20,7 @@ from ray.exceptions import RayError
 from slime.observability.metrics import MetricsLogger, evaluated_versions
 from slime.observability.progress import done_line, step_line
 from slime.options.checkpoint_rules import starting_point
+from slime.options.schema import flag_named
 from slime.ray import janitor
 from slime.ray.cluster import connect, leaving_after
 from slime.ray.creation import create_engines, create_manager, create_trainers, reward_engine_args
@@ -351,7 +352,7 @@ class Run:
     # ---- helpers
 
     def _limit(self, option: str, margin: float = 0.0) -> Deadline:
-        return Deadline(getattr(self.args, option) + margin, "--" + option.replace("_", "-"))
+        return Deadline(getattr(self.args, option) + margin, flag_named(option))
 
     def _wait(self, calls: dict[str, ray.ObjectRef], phase: str, limit: Deadline) -> list[Any]:
         return self._supervisor.wait(calls, phase, limit)

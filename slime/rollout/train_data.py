@@ -13,6 +13,7 @@ from slime.algorithms.rewards import normalize_rewards, rollout_rewards
 from slime.batching.columns import train_batches
 from slime.batching.flops import DecoderShape, LatentShape, forward_flops
 from slime.batching.schedule import build_schedule
+from slime.options.schema import flag_named
 from slime.rollout.conversion import FLAG as CONVERSION
 from slime.rollout.conversion import Converted, convert
 from slime.rollout.metrics import length_stats
@@ -246,7 +247,7 @@ def _rollout_log_probs(args: Namespace, samples: list[Sample]) -> Ragged | None:
     missing = [i for i, s in enumerate(samples) if s.rollout_log_probs is None]
     needed_by = [name for name in _NEEDS_ENGINE if getattr(args, name)]
     if missing and needed_by:
-        flag = "--" + needed_by[0].replace("_", "-")
+        flag = flag_named(needed_by[0])
         raise ValueError(f"{_name(missing[0], samples[missing[0]])}: no rollout_log_probs, which {flag} needs")
     if len(missing) == len(samples):
         return None

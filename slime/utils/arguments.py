@@ -35,7 +35,7 @@ from slime.options.next_tokens import check_heads, check_heads_training
 from slime.options.parser import HelpAction, StrictParser, flag_values
 from slime.options.reward_model import find_reward_model, reward_engine_flags
 from slime.options.rollout import GROUP_REWARD_NAMES, EngineOptions, RewardOptions, RolloutOptions
-from slime.options.schema import add_options, flag_of, hook_fields
+from slime.options.schema import add_options, flag_named, flag_of, hook_fields
 from slime.options.tracking import TrackingOptions
 from slime.options.training import check_training
 from slime.options.unavailable import explain_flag
@@ -192,7 +192,7 @@ def _parse_yaml(parser: StrictParser, values: dict[str, Any]) -> dict[str, Any]:
     words: list[str] = []
     plain: dict[str, Any] = {}
     for key, value in values.items():
-        reason = explain_flag("--" + key.replace("_", "-"))
+        reason = explain_flag(flag_named(key))
         if reason is not None:
             raise OptionError(f"--custom-config-path: {reason}")
         try:

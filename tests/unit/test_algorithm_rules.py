@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from slime.options.errors import OptionError
+from slime.options.schema import flag_named
 from slime.options.training import critic_options, warmup_and_decay_steps
 from slime.options.validate import check_schedule
 from slime.utils.arguments import parse_args
@@ -151,7 +152,7 @@ def test_what_options_imply(words: str, derived: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("name", "function"), HOOKS.items())
 def test_functions_in_a_bare_file(name: str, function: str, directory: Path) -> None:
-    args = parse_args([*command(), f"--{name.replace('_', '-')}", "functions.py"])
+    args = parse_args([*command(), flag_named(name), "functions.py"])
     assert getattr(args, name) == f"{directory}/functions.py:{function}"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from slime.options.schema import flag_named
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.failure_log import FailureLog
@@ -199,9 +200,7 @@ def test_hook_of_a_batch_that_hangs_is_named(flag: str, make_args: Args, use: Us
     use(FakeClient())
     hook = hook_file(tmp_path, "import asyncio\nasync def hang(args, samples):\n    await asyncio.sleep(60)\n")
     args = make_args(rollout_timeout=0.5, **{flag: f"{hook}:hang"})
-    expected = (
-        rf"rollout 0: .*waiting for --{flag.replace('_', '-')} .*:hang for \d s.*within 0.5 s \(--rollout-timeout\)"
-    )
+    expected = rf"rollout 0: .*waiting for {flag_named(flag)} .*:hang for \d s.*within 0.5 s \(--rollout-timeout\)"
     with pytest.raises(TimeoutError, match=expected):
         rollout(args)
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slime.options.schema import flag_named
 from slime.rollout.train_data import to_columns, to_train_batches
 from slime.utils.errors import BadInputError, HookError
 from slime.utils.types import Ragged, Sample, Status, TrainBatch
@@ -195,6 +196,6 @@ def test_log_probs_that_an_option_needs(option: str) -> None:
     samples = make_samples()
     for sample in samples:
         sample.rollout_log_probs = None
-    flag = "--" + option.replace("_", "-")
+    flag = flag_named(option)
     with pytest.raises(ValueError, match=re.escape(f"no rollout_log_probs, which {flag} needs")):
         to_columns(make_args(**{option: True}), samples)

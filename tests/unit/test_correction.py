@@ -14,6 +14,7 @@ from torch import Tensor
 from slime.backends.megatron.batch import MicroBatch
 from slime.backends.megatron.correction import corrected
 from slime.backends.megatron.loss import policy_loss, reduce_tokens
+from slime.options.schema import flag_named
 from slime.utils.types import TrainBatch
 from tests.algorithm_options import algorithm_options
 from tests.micro_batches import Rows, engine_rows, fresh_rows, near, numbers, packed, put, same, take
@@ -181,7 +182,7 @@ def test_samples_without_the_engines_log_probs(flag: str) -> None:
     args = algorithm_options(**{flag: True})
     micro_batch = packed(fresh_rows(with_engine=False))[0]
     column = torch.zeros(micro_batch.mask.shape)
-    with pytest.raises(ValueError, match=f"--{flag.replace('_', '-')} needs the engine's log-probs"):
+    with pytest.raises(ValueError, match=f"{flag_named(flag)} needs the engine's log-probs"):
         corrected(args, micro_batch, column, column)
 
 

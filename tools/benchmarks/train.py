@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from slime.options.schema import flag_named
 from slime.utils import device
 from tools.benchmarks.report import BenchError, Report, make_model
 
@@ -44,7 +45,7 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     if report.out_of_time("training", 60.0):
         return
     result, log = options.scratch / "train.json", options.log_dir / "train.log"
-    sizes = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in _SIZES]
+    sizes = [f"{flag_named(name)}={getattr(options, name)}" for name in _SIZES]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.gpus)]
     command += ["--module", "tools.benchmarks.train", "--model", str(make_model(options)), "--result", str(result)]
     command += [*sizes, *(["--profile"] if options.profile else []), "--flags", *options.flags]

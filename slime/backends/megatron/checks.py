@@ -7,6 +7,7 @@ import math
 from argparse import Namespace
 
 from slime.backends.megatron.learner import TrainingError
+from slime.options.schema import flag_named
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ def _check_mismatch(args: Namespace, where: str, difference: float) -> None:
     advice = ["lower --max-weight-staleness" if args.asynchronous else "look at their precision and kernels"]
     given = [name for name in ("use_tis", "use_rs", "use_rollout_logprobs") if getattr(args, name)]
     if given:
-        advice.append(f"raise --mismatch-threshold: --{given[0].replace('_', '-')} corrects for it")
+        advice.append(f"raise --mismatch-threshold: {flag_named(given[0])} corrects for it")
     else:
         advice.append("correct for it by --use-tis")
     message = (
