@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ CHATML = (
 )
 
 
-def write_tokenizer(directory: Path, chat_template: str | None = CHATML) -> None:
-    """A Hugging Face tokenizer of which every byte is one token."""
+def write_tokenizer(directory: Path, chat_template: str | None = CHATML, merges: Sequence[str] = ()) -> None:
+    """A Hugging Face tokenizer of which every byte is one token, and each of the pairs ``merges`` another."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    known = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *merges]
+    pairs = [(first, second) for first, second in merges]
+    tokenizer = Tokenizer(models.BPE(vocab={text: i for i, text in enumerate(known)}, merges=pairs))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])

@@ -32,6 +32,10 @@ class StandInEngine:
         """Texts that are given in turn."""
         self.aborts = 0
         """So many of the next requests are interrupted after three tokens, as by a weight update."""
+        self.splits = False
+        """Whether answers have tokens that the tokenizer does not make of their text, as models' responses may."""
+        self.num_split = 0
+        """So many tokens were split for that."""
         self.made: dict[float, int] = {}
         """The token of every log-prob that was given."""
         self.finishes: list[str] = []
@@ -47,6 +51,7 @@ class StandInEngine:
     def begin(self, args: Namespace) -> None:
         """Forget earlier requests, and serve those of a rollout with these options."""
         self.made, self.finishes, self.aborts = {}, [], 0
+        self.splits, self.num_split = False, 0
         self._turns = itertools.count()
         self._tokenizer_of = args.hf_checkpoint
         args.sglang_router_ip, args.sglang_router_port = "127.0.0.1", self.port
@@ -92,6 +97,9 @@ class StandInEngine:
         tokenizer = load_tokenizer(self._tokenizer_of)
         answer = self.answers[next(self._turns) % len(self.answers)]
         tokens = tokenizer(answer, add_special_tokens=False)["input_ids"]
+        if self.splits:
+            whole, tokens = tokens, split_tokens(tokenizer, tokens)
+            self.num_split += len(tokens) - len(whole)
         if tokenizer.eos_token_id is not None:
             tokens.append(tokenizer.eos_token_id)
         if self.aborts:
@@ -99,3 +107,14 @@ class StandInEngine:
             return tokens[:3], "abort"
         room = params.get("max_new_tokens")
         return (tokens, "stop") if room is None or len(tokens) <= room else (tokens[:room], "length")
+
+
+def split_tokens(tokenizer: Any, tokens: list[int]) -> list[int]:
+    """Other tokens of the same text: each as two where the vocabulary has the parts; added tokens stay whole."""
+    known, added = tokenizer.get_vocab(), set(tokenizer.get_added_vocab())
+    split: list[int] = []
+    for token, name in zip(tokens, tokenizer.convert_ids_to_tokens(tokens), strict=True):
+        cuts = range(1, 1 if name in added else len(name))
+        cut = next((i for i in cuts if name[:i] in known and name[i:] in known), None)
+        split += [token] if cut is None else [known[name[:cut]], known[name[cut:]]]
+    return split if tokenizer.decode(split) == tokenizer.decode(tokens) else tokens

@@ -27,6 +27,8 @@ from tests.plugin_contracts.engine import ANSWERS
 from tests.small_rollout import small_rollout, write_tokenizer
 
 PROMPTS = 8
+_MERGES = ("th", "he", "in", "er", "an", "on", "at", "en", "es", "ou")
+"""Tokens of two letters: without one, text could only be tokenised in one way."""
 _TRAINER = {
     "placement": "colocate",
     "micro_batch_size": 1,
@@ -50,7 +52,7 @@ def directory() -> Path:
     """Where the tokenizer, the prompts and what functions write are; it goes when the process ends."""
     path = Path(tempfile.mkdtemp(prefix="slime-contracts-"))
     atexit.register(shutil.rmtree, path, ignore_errors=True)
-    write_tokenizer(path / "tokenizer")
+    write_tokenizer(path / "tokenizer", merges=_MERGES)
     rows = [
         {"prompt": f"What is {i} + 1?", "label": str(i + 1), "metadata": {"number": i, "rm_type": "random"}}
         for i in range(PROMPTS)

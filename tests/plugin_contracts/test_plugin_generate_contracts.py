@@ -11,6 +11,7 @@ import asyncio
 import copy
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from slime.rollout.sglang_rollout import generate_and_rm
 from slime.rollout.train_data import to_train_batches
 from slime.rollout.under_way import under_way
 from slime.utils.types import Group, Sample, Status
-from tests.plugin_contracts.contract import Contract, NotMeantError, Subject
+from tests.plugin_contracts.contract import BrokenError, Contract, NotMeantError, Subject, problem_of
 from tests.plugin_contracts.running import cases, main, run_case, words_of
 from tests.plugin_contracts.setting import eval_params, make_source
 
@@ -33,6 +34,12 @@ _EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 _APPEND = (
     "append the engine's tokens by sample.append_response_tokens(args, tokens=..., log_probs=..., meta_info=...), and "
     "what a tool says by trainable=False; text is never tokenised again"
+)
+
+_SPLIT = "where the engine's tokens are not those that its tokenizer makes of their text"
+_KEEP = (
+    "take the reply's tokens as they are, each with its log-prob: pairs of meta_info['output_token_logprobs'] are "
+    "(log-prob, token, text); do not tokenise the reply's text again, which may give other tokens"
 )
 
 
@@ -56,25 +63,50 @@ def check_engine_tokens(subject: Subject) -> None:
     """Every trained token is one that the engine generated, with its log-prob"""
     (group,) = make_source(subject.args).get_samples(1)
     samples = flatten_samples([_generated(subject, group[0])])
-    made = subject.engine.made
-    if not made:
+    if not subject.engine.made:
         raise NotMeantError("it sent no request to the engine")
     if any(sample.rollout_log_probs is None for sample in samples):
         subject.notes.append("samples have no rollout_log_probs: --use-tis and the checks of the engine need them")
+    for problem in _not_the_engines(subject, samples):
+        raise BrokenError(problem, _APPEND)
+
+
+def check_split_tokens(subject: Subject) -> None:
+    """Tokens stay the engine's where their text would be tokenised otherwise"""
+    args, engine = subject.args, subject.engine
+    (group,) = make_source(args).get_samples(1)
+    _generated(subject, group[0])  # what fails here fails whatever the tokens are
+    engine.begin(args)
+    engine.splits = True
+    (group,) = make_source(args).get_samples(1)
+    try:
+        samples = flatten_samples([_generated(subject, group[0])])
+        problem = next(_not_the_engines(subject, samples), "")
+    except Exception as error:
+        if not engine.num_split:
+            raise
+        raise BrokenError(f"{_SPLIT}: {problem_of(subject, error)}", _KEEP) from error
+    if not engine.num_split:
+        raise NotMeantError("no token of what the engine answered can be split in two")
+    subject.must(not problem, f"{_SPLIT}: {problem}", _KEEP)
+
+
+def _not_the_engines(subject: Subject, samples: list[Sample]) -> Iterator[str]:
+    """What is wrong with each trained token that the engine did not generate, or not with its log-prob."""
+    made = subject.engine.made
     for sample in samples:
         tokens = sample.tokens[len(sample.tokens) - sample.response_length :]
         mask = sample.loss_mask or [1] * sample.response_length
         log_probs: list[float | None] = list(sample.rollout_log_probs or [None] * sample.response_length)
         for position, (token, trained, log_prob) in enumerate(zip(tokens, mask, log_probs, strict=True)):
-            if not trained:
-                continue
             known = token in made.values() if log_prob is None else made.get(log_prob) == token
+            if known or not trained:
+                continue
             at = f"response token {position} of {sample.response_length}"
             if log_prob is not None and log_prob in made:
-                problem = f"{at} is {token}, and the engine's token of its log-prob is {made[log_prob]}"
+                yield f"{at} is {token}, and the engine's token of its log-prob is {made[log_prob]}"
             else:
-                problem = f"{at} ({token}, log-prob {log_prob}) is trained on, and the engine did not generate it"
-            subject.must(known, problem, _APPEND)
+                yield f"{at} ({token}, log-prob {log_prob}) is trained on, and the engine did not generate it"
 
 
 def check_group(subject: Subject) -> None:
@@ -173,7 +205,10 @@ CONTRACTS = (
         ),
         "generate the response to sample.prompt (or after sample.tokens), write it into the sample by "
         "append_response_tokens, and return the sample, or a list of the samples that you cut it into",
-        (check_sample, check_engine_tokens, check_group, check_evaluation, check_interruption, check_truncation),
+        (
+            *(check_sample, check_engine_tokens, check_split_tokens, check_group, check_evaluation),
+            *(check_interruption, check_truncation),
+        ),
     ),
 )
 

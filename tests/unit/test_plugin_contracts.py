@@ -32,6 +32,13 @@ FILES = {
 }
 CONTRACTS = {contract.flag: contract for contracts in FILES.values() for contract in contracts}
 _ONE_TURN = "from slime.rollout.sglang_rollout import generate\n"
+_AGAIN = (
+    _ONE_TURN + "from slime.rollout.tokenizer import load_tokenizer\n"
+    "async def f(args, sample, p):\n    s = await generate(args, sample, p)\n"
+    "    tokenizer, response, log_probs = load_tokenizer(args.hf_checkpoint), s.tokens, s.rollout_log_probs\n"
+    "    s.reset_response()\n    s.status = s.Status.COMPLETED\n"
+    "    tokens = tokenizer(tokenizer.decode(response[len(s.tokens):]), add_special_tokens=False)['input_ids']\n"
+)
 _GROUPS = (
     "from slime.data import Sample\n"
     "def groups(args, source):\n"
@@ -101,6 +108,22 @@ MISTAKES: list[tuple[str, str, str]] = [
         _ONE_TURN + "async def f(args, sample, p):\n    s = await generate(args, sample, p)\n"
         "    s.append_response_tokens(tokens=[1], log_probs=[-99.0])\n    return s",
         r"\(1, log-prob -99.0\) is trained on, and the engine did not generate it",
+    ),
+    (
+        "--custom-generate-function-path",
+        _AGAIN + "    s.append_response_tokens(tokens=tokens, log_probs=log_probs[:len(tokens)])\n    return s",
+        r"where the engine's tokens are not those .* of their text: response token 1 of \d+ is \d+, and the engine's "
+        r"token of its log-prob is \d+\n.*do not tokenise the reply's text again",
+    ),
+    (
+        "--custom-generate-function-path",
+        _AGAIN + "    s.tokens, s.response_length = s.tokens + tokens, len(tokens)\n    return s",
+        r"of their text: response token 1 of \d+ \(\d+, log-prob None\) is trained on, and the engine did not",
+    ),
+    (
+        "--custom-generate-function-path",
+        _AGAIN + "    s.append_response_tokens(tokens=tokens, log_probs=log_probs)\n    return s",
+        r"of their text: .*\d+ trainable tokens need as many log-probs, got \d+\n.*do not tokenise[\s\S]*in f\n",
     ),
     (
         "--custom-generate-function-path",
