@@ -59,7 +59,8 @@ class MetricsLogger:
 def evaluated_versions(args: argparse.Namespace) -> set[int]:
     """The weight versions that a run's directory has evaluations of."""
     versions = set()
-    for line in _lines(args).read_text().splitlines():
+    file = _lines(args)
+    for line in file.read_text().splitlines() if file.exists() else ():
         with contextlib.suppress(ValueError):  # half a line, of a host that went down
             versions.add(json.loads(line).get("eval/step"))
     return versions - {None}

@@ -28,7 +28,7 @@ def load_release(args: Namespace, warnings: list[str]) -> None:
     args.load, args.ref_load = None, args.load
 
 
-def derive_checkpoints(args: Namespace, warnings: list[str]) -> None:
+def derive_checkpoints(args: Namespace) -> None:
     """Where the run reads and writes; `load_release` comes before.
 
     Raises:
@@ -38,7 +38,7 @@ def derive_checkpoints(args: Namespace, warnings: list[str]) -> None:
     _paths(args)
     _places(args)
     if args.placement != "rollout_only":
-        _saved_models(args, _load_directory(args, warnings))
+        _saved_models(args, _load_directory(args))
 
 
 def starting_point(args: Namespace) -> str:
@@ -95,7 +95,7 @@ def _places(args: Namespace) -> None:
             raise OptionError(f"{flag} {path}: no directory can be made in {what}: {error.strerror}") from None
 
 
-def _load_directory(args: Namespace, warnings: list[str]) -> Path | None:
+def _load_directory(args: Namespace) -> Path | None:
     """What ``--load`` must hold: checkpoints of an earlier run, of which this is the latest, or nothing where this run
     saves there."""
     if args.load is None:
@@ -105,9 +105,6 @@ def _load_directory(args: Namespace, warnings: list[str]) -> Path | None:
     if found is not None:
         if not is_torch_dist(found[0]):
             raise OptionError(f"--load {directory}: {found[0].name} is no whole checkpoint (no metadata.json in it)")
-        if args.num_rollout is not None and found[1] + 1 >= args.num_rollout:
-            done = f"{found[1] + 1} of --num-rollout {args.num_rollout} rollouts"
-            warnings.append(f"--load {directory} holds a run that is over, {done}: nothing is left to train")
         return found[0]
     if (directory / "config.json").is_file():
         raise OptionError(

@@ -41,7 +41,7 @@ def derive_all(args: Namespace, warnings: list[str]) -> None:
     _sampling(args)
     _rewards(args)
     derive_reward_model(args, warnings)
-    derive_checkpoints(args, warnings)
+    derive_checkpoints(args)
     derive_templates(args)
     check_exports(args)
     check_profile(args)

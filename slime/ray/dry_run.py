@@ -7,6 +7,7 @@ import argparse
 from slime.options.checkpoint_rules import starting_point
 from slime.options.errors import OptionError
 from slime.options.validate import check_schedule
+from slime.ray.due import check_remaining
 from slime.ray.placement import describe_placement
 from slime.ray.rollout_manager import make_data_source, num_rollout
 from slime.ray.supervision import LOAD_DATA, InputError
@@ -23,6 +24,7 @@ def dry_run(args: argparse.Namespace) -> None:
 
     Raises:
         InputError: a data file or row that cannot be read.
+        NothingLeftError: the run is over already.
     """
     print(describe(args))
     print(describe_placement(args))
@@ -33,6 +35,7 @@ def dry_run(args: argparse.Namespace) -> None:
             print(f"evaluation: {name}, {count} prompts")
         if args.load_debug_rollout_data:
             check_recorded(args)
+            check_remaining(args)
             print(_OK)
             return
         source = make_data_source(args)
@@ -44,4 +47,5 @@ def dry_run(args: argparse.Namespace) -> None:
         f"{getattr(source, name, 0)} {what}" for name, what in (("num_bad", "bad"), ("num_too_long", "too long"))
     ]
     print(f"data: {len(source)} prompts ({', '.join(left_out)} left out), {args.num_rollout} rollouts")
+    check_remaining(args)
     print(_OK)

@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from slime.observability.metrics import MetricsLogger, evaluated_versions
+from slime.observability.metrics import MetricsLogger
 from slime.observability.progress import done_line, step_line
 from slime.options.checkpoint_rules import starting_point
 from slime.options.schema import flag_named
@@ -25,6 +25,7 @@ from slime.ray import janitor
 from slime.ray.cluster import connect, leaving_after
 from slime.ray.creation import create_engines, create_manager, create_trainers, reward_engine_args
 from slime.ray.dry_run import dry_run
+from slime.ray.due import NothingLeftError, check_remaining, is_due, scores_start
 from slime.ray.engines import Engines
 from slime.ray.placement import Placement, core_shortage, place, slot_counts
 from slime.ray.supervision import LOAD_DATA, RESTORE_DATA, Deadline, RunError, Supervisor
@@ -98,7 +99,11 @@ class Run:
             self._stop()
 
     def start(self) -> None:
-        """Start data source, engines, router and trainers, in parallel where they do not need each other."""
+        """Start data source, engines, router and trainers, in parallel where they do not need each other.
+
+        Raises:
+            NothingLeftError: the run is over already.
+        """
         args, began = self.args, time.monotonic()
         print(f"run directory: {args.run_dir}; loading the data", flush=True)
         if begins := starting_point(args):
@@ -109,6 +114,7 @@ class Run:
         self._supervisor.watch("the rollout manager", self._manager)
         loaded = {"the rollout manager": self._manager.load_data.remote()}
         (args.num_rollout,) = self._wait(loaded, LOAD_DATA, self._limit("data_load_timeout"))
+        check_remaining(args)  # again: --num-epoch has become a number of rollouts
         Path(args.run_dir, "config.yaml").write_text(describe(args))
         self._placement = place(args)
         trainers, slots = len(self._placement.train), len(self._placement.rollout + self._placement.reward)
@@ -315,12 +321,7 @@ class Run:
 
     def scores_its_start(self) -> bool:
         """Whether the weights that the run starts from are to be scored; not again those at which it is resumed."""
-        args = self.args
-        if not args.eval_interval or args.skip_eval_before_train:
-            return False
-        if args.start_rollout_id == 0:
-            return True
-        return args.start_rollout_id not in evaluated_versions(args)
+        return scores_start(self.args, self.args.start_rollout_id)
 
     def save(self, rollout_id: int) -> None:
         """Write a checkpoint, an HF directory and adapters, whichever is asked for."""
@@ -373,8 +374,11 @@ def run_driver(train: Callable[[argparse.Namespace], None], args: argparse.Names
         if args.dry_run:
             dry_run(args)
         else:
+            check_remaining(args)
             train(args)
             print(done_line(args), flush=True)
+    except NothingLeftError as over:
+        print(over, flush=True)
     except RunError as error:
         print(f"{_program()}: error: {error}", file=sys.stderr)
         sys.exit(error.exit_status)
@@ -384,14 +388,6 @@ def run_driver(train: Callable[[argparse.Namespace], None], args: argparse.Names
 
 def _program() -> str:
     return Path(sys.argv[0]).name
-
-
-def is_due(rollout_id: int, interval: int | None, last: int | None = None) -> bool:
-    """Whether something done every ``interval`` rollouts (None: never) is due after ``rollout_id``.
-
-    With ``last``, the number of rollouts of the run, it is also due after the run's last one.
-    """
-    return rollout_id + 1 == last or (interval is not None and (rollout_id + 1) % interval == 0)
 
 
 def _exit_on_sigterm(signum: int, frame: FrameType | None) -> None:

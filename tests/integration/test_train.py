@@ -145,6 +145,18 @@ def test_checkpoints_are_complete_and_load_in_transformers(colocated: Path) -> N
     assert any(not torch.equal(first[name], last[name]) for name in first)
 
 
+def test_a_run_that_is_over_starts_neither_engine_nor_trainer(workspace: Path, colocated: Path) -> None:
+    """Its rollouts come from ``--num-epoch``, so that it must read its data to know."""
+    logged = (colocated / "metrics.jsonl").read_text()
+    line = flags(workspace, colocated, load=str(colocated), num_rollout=None, num_epoch=1)
+    _run(line, workspace / "over.log")
+    said = (workspace / "over.log").read_text()
+    over = f"the checkpoint in {colocated} is after rollout 3 of 3: nothing is left to do"
+    assert said.splitlines()[-1] == f"{over}; a larger --num-rollout goes on"
+    assert "starting" not in said
+    assert (colocated / "metrics.jsonl").read_text() == logged
+
+
 def _samples(run_dir: Path, rollout_id: int) -> list[tuple[list[int], str]]:
     data = torch.load(run_dir / f"samples_{rollout_id}.pt", weights_only=True)
     return [(s["tokens"], s["label"]) for s in data["samples"]]

@@ -88,15 +88,18 @@ def test_bad_row_is_one_line_with_status_2(
     assert "data: 1 prompts (1 bad," in capsys.readouterr().out
 
 
-def test_what_would_fail_hours_later(
+def test_what_would_fail_or_end_when_the_run_starts(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Adapters that the checkpoint has others of, and a place to save that is a file."""
+    """A run that is over, adapters that the checkpoint has others of, and a place to save that is a file."""
     row = json.dumps(GOOD) + "\n"
     write_checkpoint(tmp_path / "ckpt", "0", {"adapters": {"rank": 8, "alpha": 16.0, "target_modules": ["q_proj"]}})
     lora = ["--load", str(tmp_path / "ckpt"), "--lora-target-modules", "q_proj", "--lora-rank"]
     assert _dry_run(model, row, monkeypatch, *lora, "8") == 0
     assert "ok: the run can start" in capsys.readouterr().out
+    assert _dry_run(model, row, monkeypatch, *lora, "8", "--num-rollout", "1") == 0
+    over = f"the checkpoint in {tmp_path / 'ckpt'} is after rollout 1 of 1: nothing is left to do; a larger"
+    assert capsys.readouterr().out.splitlines()[-1] == f"{over} --num-rollout goes on"
     file = str(model / "config.json")
     for words, expected in (([*lora, "4"], "go on with --lora-rank 8"), (["--save", file], "is no directory")):
         assert _dry_run(model, row, monkeypatch, *words) == 2

@@ -1,0 +1,49 @@
+"""What a run has to do: every so many rollouts, at its start, and whether anything at all."""
+
+from __future__ import annotations
+
+import argparse
+
+from slime.observability.metrics import evaluated_versions
+from slime.options.checkpoint import find_checkpoint
+
+
+class NothingLeftError(Exception):
+    """The run is over already, as the message says: no failure, and the driver ends with status 0."""
+
+
+def is_due(rollout_id: int, interval: int | None, last: int | None = None) -> bool:
+    """Whether something done every ``interval`` rollouts (None: never) is due after ``rollout_id``.
+
+    With ``last``, the number of rollouts of the run, it is also due after the run's last one.
+    """
+    return rollout_id + 1 == last or (interval is not None and (rollout_id + 1) % interval == 0)
+
+
+def scores_start(args: argparse.Namespace, start: int) -> bool:
+    """Whether the weights that a run starts from, trained on ``start`` rollouts, are to be scored; not again those at
+    which it is resumed."""
+    if not args.eval_interval or args.skip_eval_before_train:
+        return False
+    return start == 0 or start not in evaluated_versions(args)
+
+
+def check_remaining(args: argparse.Namespace) -> None:
+    """Find out that a run is over before anything is started for it.
+
+    A run that only evaluates (``--num-rollout 0``) and one whose first rollout is given (``--start-rollout-id``) are
+    never over, nor is one whose number of rollouts is not known yet.
+
+    Raises:
+        NothingLeftError: the checkpoint in ``--load`` is after the last rollout, and its weights are not to be scored.
+    """
+    trains = args.placement != "rollout_only" and args.num_rollout and args.start_rollout_id is None
+    found = find_checkpoint(args.load) if trains and args.load else None
+    if found is None:
+        return
+    done = found[1] + 1
+    if done >= args.num_rollout and not scores_start(args, done):
+        raise NothingLeftError(
+            f"the checkpoint in {args.load} is after rollout {done} of {args.num_rollout}: nothing is left to do; a "
+            "larger --num-rollout goes on"
+        )

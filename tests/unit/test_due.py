@@ -1,0 +1,119 @@
+"""A run that is over ends before anything is started for it; one that has something left does not."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.ray import run as drivers
+from slime.ray.due import NothingLeftError
+from slime.utils.arguments import parse_args
+from tests.command_line import command, write_checkpoint, write_model, write_rows
+
+NUM_GPUS = 0
+OVER = "the checkpoint in {load} is after rollout 3 of 3: nothing is left to do; a larger --num-rollout goes on\n"
+EVALUATES = "--eval-interval 2 --eval-prompt-data add data.jsonl"
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory of a test: a model, prompt data, and the checkpoint after three rollouts."""
+    write_model(tmp_path / "model")
+    write_rows(tmp_path / "data.jsonl")
+    write_checkpoint(tmp_path / "ckpt", "2", {})
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def begun(words: str, without: str = "") -> bool:
+    """Whether `run_driver` calls a driver's loop with these flags."""
+    calls: list[Namespace] = []
+
+    def train(args: Namespace) -> None:
+        args.num_rollout, args.start_rollout_id = 3, 3
+        calls.append(args)
+
+    drivers.run_driver(train, parse_args(command(f"--run-dir run {words}", without)))
+    return bool(calls)
+
+
+def evaluated(directory: Path, version: int) -> None:
+    """Have the run's directory say that these weights were scored."""
+    (directory / "run").mkdir(exist_ok=True)
+    (directory / "run" / "metrics.jsonl").write_text(json.dumps({"eval/step": version, "eval/add": 0.5}) + "\n")
+
+
+@pytest.mark.parametrize("words", ["", f"{EVALUATES} --skip-eval-before-train"])
+def test_a_run_that_is_over_says_so_and_ends(words: str, directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not begun(f"--load ckpt {words}")
+    assert capsys.readouterr().out == OVER.format(load=directory / "ckpt")
+    assert not (directory / "run").exists()
+
+
+def test_weights_are_scored_once_before_a_run_is_over(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"--load ckpt {EVALUATES}"
+    assert begun(words), "nothing was scored"
+    evaluated(directory, 2)
+    assert begun(words), "other weights were scored"
+    evaluated(directory, 3)
+    capsys.readouterr()
+    assert not begun(words)
+    assert capsys.readouterr().out == OVER.format(load=directory / "ckpt")
+
+
+@pytest.mark.parametrize(
+    ("words", "without"),
+    [
+        ("--load ckpt --num-rollout 4", "--num-rollout"),
+        ("--load ckpt --num-rollout 0", "--num-rollout"),
+        ("--load ckpt --num-epoch 1", "--num-rollout"),
+        ("--load ckpt --start-rollout-id 1", ""),
+        ("--load ckpt --debug-rollout-only", ""),
+        ("--load new --save new", ""),
+        ("", ""),
+    ],
+)
+def test_a_run_with_something_left_begins(words: str, without: str) -> None:
+    assert begun(words, without)
+
+
+class _Manager:
+    """Stands in for the rollout manager and for what waits for it: the prompts make so many rollouts."""
+
+    def __init__(self, num_rollout: int) -> None:
+        self.load_data = self
+        self.num_rollout = num_rollout
+
+    def remote(self) -> int:
+        return self.num_rollout
+
+    def watch(self, who: str, actor: Any) -> None:
+        pass
+
+    def wait(self, calls: dict[str, int], phase: str, limit: Any) -> list[int]:
+        return list(calls.values())
+
+
+class _PlacedError(Exception):
+    """Where a run that is not over has come to."""
+
+
+def _place(args: Namespace) -> None:
+    raise _PlacedError
+
+
+def test_epochs_are_counted_before_anything_is_placed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = parse_args(command("--load ckpt --run-dir run --num-epoch 1", "--num-rollout"))
+    (directory / "run").mkdir()
+    monkeypatch.setattr(drivers, "place", _place)
+    for num_rollout, ends in ((3, NothingLeftError), (4, _PlacedError)):
+        manager = _Manager(num_rollout)
+        monkeypatch.setattr(drivers, "create_manager", lambda *_, made=manager: made)
+        run = drivers.Run(Namespace(**vars(args)))
+        run._supervisor = manager  # type: ignore[assignment]
+        with pytest.raises(ends):
+            run.start()
