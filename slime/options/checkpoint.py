@@ -64,13 +64,15 @@ def find_checkpoint(load_dir: str | Path) -> tuple[Path, int] | None:
 class SavedModel:
     """What a torch_dist checkpoint says of the model in it."""
 
+    directory: Path
+    """Where it is."""
     adapters: dict[str, Any] | None = None
     """That it holds; None of one that holds a whole model."""
     heads: bool = False
     """Whether it has trained heads for further tokens."""
 
 
-def saved_model(directory: str | Path) -> SavedModel:
+def saved_model(directory: Path) -> SavedModel:
     """Read what a torch_dist checkpoint says of its model.
 
     Megatron-LM's own have types in this file that only Megatron can read, and neither adapters nor trained heads.
@@ -78,10 +80,10 @@ def saved_model(directory: str | Path) -> SavedModel:
     import torch
 
     try:
-        common = torch.load(Path(directory, "common.pt"), map_location="cpu", weights_only=True)
+        common = torch.load(directory / "common.pt", map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError):
-        return SavedModel()
-    return SavedModel(common.get("adapters"), bool(common.get("heads")))
+        return SavedModel(directory)
+    return SavedModel(directory, common.get("adapters"), bool(common.get("heads")))
 
 
 @dataclass

@@ -8,7 +8,7 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-from slime.options.checkpoint import LATEST, find_checkpoint, is_release, is_torch_dist, saved_model
+from slime.options.checkpoint import LATEST, SavedModel, find_checkpoint, is_release, is_torch_dist, saved_model
 from slime.options.errors import OptionError
 from slime.options.lora import Modules, check_adapters, described
 from slime.options.next_tokens import check_saved_heads
@@ -28,8 +28,11 @@ def load_release(args: Namespace, warnings: list[str]) -> None:
     args.load, args.ref_load = None, args.load
 
 
-def derive_checkpoints(args: Namespace) -> None:
+def derive_checkpoints(args: Namespace) -> SavedModel | None:
     """Where the run reads and writes; `load_release` comes before.
+
+    Returns:
+        What the checkpoint that ``--load`` goes on from says of its model; None where there is none.
 
     Raises:
         OptionError: a place is none, or does not hold what the run would look for in it.
@@ -37,8 +40,7 @@ def derive_checkpoints(args: Namespace) -> None:
     _run_directory(args)
     _paths(args)
     _places(args)
-    if args.placement != "rollout_only":
-        _saved_models(args, _load_directory(args))
+    return _saved_models(args, _load_directory(args)) if args.placement != "rollout_only" else None
 
 
 def starting_point(args: Namespace) -> str:
@@ -124,34 +126,35 @@ def _load_directory(args: Namespace) -> Path | None:
     return None
 
 
-def _saved_models(args: Namespace, latest: Path | None) -> None:
+def _saved_models(args: Namespace, latest: Path | None) -> SavedModel | None:
     """Refuse checkpoints of other heads than the run's, and adapters in the place of a model.
 
     Args:
-        latest: the checkpoint that ``--load`` goes on from.
+        latest: the checkpoint that ``--load`` goes on from; what it says is returned.
     """
-    if latest is not None:
-        check_saved_heads(f"--load {latest}", saved_model(latest).heads, args.enable_mtp_training)
+    resumed = saved_model(latest) if latest is not None else None
+    if resumed is not None:
+        check_saved_heads(f"--load {latest}", resumed.heads, args.enable_mtp_training)
     if args.ref_load is not None:
         found = _found("--ref-load", args.ref_load)
-        if saved_model(found[0] if found else args.ref_load).adapters is not None:
+        if saved_model(found[0] if found else Path(args.ref_load)).adapters is not None:
             raise OptionError(f"--ref-load {args.ref_load} holds adapters and no model: name the model they belong to")
+    return resumed
 
 
-def check_saved_adapters(args: Namespace, modules: Modules) -> None:
+def check_saved_adapters(args: Namespace, resumed: SavedModel | None, modules: Modules) -> None:
     """Refuse to go on from other adapters than the run's.
 
     Args:
-        args: after `derive_checkpoints`.
+        resumed: what `derive_checkpoints` returned.
         modules: of the model.
 
     Raises:
         OptionError: the latest checkpoint in ``--load`` holds other adapters.
     """
-    found = find_checkpoint(args.load) if args.load else None
-    if found is not None:
+    if resumed is not None:
         own = described(args.lora_rank, args.lora_alpha, args.lora_target_modules) if args.lora_rank else None
-        check_adapters(f"--load {found[0]}", saved_model(found[0]).adapters, own, modules)
+        check_adapters(f"--load {resumed.directory}", resumed.adapters, own, modules)
 
 
 def _found(flag: str, directory: str) -> tuple[Path, int] | None:

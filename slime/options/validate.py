@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from slime.options.algorithm_rules import derive_algorithm
+from slime.options.checkpoint import SavedModel
 from slime.options.checkpoint_rules import derive_checkpoints, load_release
 from slime.options.debug_rules import check_profile, derive_subsample, derive_templates
 from slime.options.errors import OptionError
@@ -26,8 +27,11 @@ NEEDS_LABEL = ("math", "dapo", "deepscaler", "f1")
 _OWN_SOURCES = "slime.rollout.data_source."
 
 
-def derive_all(args: Namespace, warnings: list[str]) -> None:
-    """Everything that needs neither the model's config nor a user's code; warnings are appended to the list."""
+def derive_all(args: Namespace, warnings: list[str]) -> SavedModel | None:
+    """Everything that needs neither the model's config nor a user's code; warnings are appended to the list.
+
+    Returns what `derive_checkpoints` does.
+    """
     _precision(args)
     _debug_modes(args)
     load_release(args, warnings)
@@ -41,12 +45,13 @@ def derive_all(args: Namespace, warnings: list[str]) -> None:
     _sampling(args)
     _rewards(args)
     derive_reward_model(args, warnings)
-    derive_checkpoints(args)
+    resumed = derive_checkpoints(args)
     derive_templates(args)
     check_exports(args)
     check_profile(args)
     _offload(args)
     _weight_update(args)
+    return resumed
 
 
 def limit_prompts(args: Namespace) -> None:

@@ -16,7 +16,7 @@ from slime.options import megatron, sglang
 from slime.options.algorithm import AlgorithmOptions, CorrectionOptions, CriticOptions
 from slime.options.asynchronous import AsyncOptions, derive_async
 from slime.options.calls import Call, form_of
-from slime.options.checkpoint import CheckpointOptions
+from slime.options.checkpoint import CheckpointOptions, SavedModel
 from slime.options.checkpoint_rules import check_saved_adapters
 from slime.options.cluster import ClusterOptions, DeadlineOptions, WeightUpdateOptions
 from slime.options.collection import check_collection
@@ -216,7 +216,7 @@ def _resolve(args: argparse.Namespace, given: set[str], asynchronous: bool) -> l
     _load_hooks(args, given)
     derive_lora(args)
     args.asynchronous = asynchronous
-    derive_all(args, warnings)
+    resumed = derive_all(args, warnings)
     derive_async(args, given, warnings)
     check_collection(args, given)
     args.eval_datasets = [_with_hooks(dataset) for dataset in args.eval_datasets]
@@ -234,7 +234,7 @@ def _resolve(args: argparse.Namespace, given: set[str], asynchronous: bool) -> l
     if args.placement != "rollout_only":
         check_training(args, given)
         check_layout(args)
-        _check_lora(args)
+        _check_lora(args, resumed)
     settle_lora_sync(args, given, warnings)
     return warnings
 
@@ -258,16 +258,16 @@ def take_shape(args: argparse.Namespace, given: set[str], warnings: list[str]) -
     check_heads(args, shape["mtp_num_layers"] or 0, config.model_type, trainable_heads())
 
 
-def _check_lora(args: argparse.Namespace) -> None:
+def _check_lora(args: argparse.Namespace, resumed: SavedModel | None) -> None:
     """Refuse adapters on layers that the model does not have, or that the trainer has none for, or other than saved."""
     if args.lora_rank is None:
-        check_saved_adapters(args, set)
+        check_saved_adapters(args, resumed, set)
         return
     from slime.models import adapters, family_of, hf_config, weight_shape
 
     config, targets = hf_config(args.hf_checkpoint), args.lora_target_modules
     family, shape = family_of(config), weight_shape(config)
-    check_saved_adapters(args, partial(adapters.targeted_modules, family, shape))
+    check_saved_adapters(args, resumed, partial(adapters.targeted_modules, family, shape))
     every = adapters.linear_rows(family, shape)
     for target in targets:
         if not any(any(adapters.targeted_sources(row, [target])) for row in every):

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from slime.options import checkpoint_rules
+from slime.options.checkpoint import SavedModel
 from slime.options.checkpoint_rules import starting_point
 from slime.utils.arguments import parse_args
 from tests.command_line import QWEN3, command, failure, write_checkpoint, write_model, write_rows
@@ -79,6 +81,15 @@ def test_a_run_may_load_what_a_conversion_wrote(directory: Path, capsys: pytest.
         args = parse_args(command(words))
         assert (args.load, args.ref_load) == (None, str(directory / "converted"))
         assert "warning: --load converted holds weights only" in capsys.readouterr().err
+
+
+def test_a_checkpoint_is_read_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a slow file system that is what a start waits for."""
+    write_checkpoint(directory / "ckpt", "1", {})
+    read: list[Path] = []
+    monkeypatch.setattr(checkpoint_rules, "saved_model", lambda path: read.append(path) or SavedModel(path))
+    parse_args(command("--load ckpt"))
+    assert read == [directory / "ckpt" / "iter_0000001"]
 
 
 def test_a_fresh_run_may_load_from_where_it_saves(capsys: pytest.CaptureFixture[str]) -> None:
