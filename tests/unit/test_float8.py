@@ -28,6 +28,8 @@ from slime.weights.float8 import Float8Blocks
 from slime.weights.hf_directory import HFDirectoryWriter
 from tests.parallel import tiny
 
+Buckets = Iterator[NamedTensors]
+
 NUM_GPUS = 0
 
 BLOCK = (24, 20)
@@ -55,7 +57,7 @@ def trained(directory: Path) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in stored.items() if not name.startswith(carried)}
 
 
-def in_buckets(tensors: dict[str, Tensor], limit: int) -> Iterator[NamedTensors]:
+def in_buckets(tensors: dict[str, Tensor], limit: int) -> Buckets:
     """As export gives them: one buffer a bucket."""
     bucket: NamedTensors = []
     for name, tensor in tensors.items():
@@ -136,26 +138,37 @@ def test_what_is_written_for_engines_is_a_checkpoint_in_float8(origins: Path, tm
         assert all(torch.equal(found[name][:,], wanted[name][:,]) for name in wanted)
 
 
-def test_a_training_rank_pushes_what_its_engines_hold(origins: Path) -> None:
-    published: list[NamedTensors] = []
+@pytest.mark.parametrize("own_experts", [False, True])
+def test_a_training_rank_pushes_what_its_engines_hold(own_experts: bool, origins: Path) -> None:
+    """In float8 too, and with its own experts alone all of them once more for the check."""
+    published: list[str] = []
+    checked: list[str] = []
 
     class Publisher:
-        def publish(self, version: int, buckets: Iterator[NamedTensors], gone: list[str]) -> dict[str, float]:
-            published.extend(buckets)
+        def publish(self, version: int, buckets: Buckets, gone: list[str], whole: Buckets | None) -> dict[str, float]:
+            published.extend(name for bucket in buckets for name, _ in bucket)
+            checked.extend(name for bucket in whole or () for name, _ in bucket)
             return {"seconds": 1.0, "paused_seconds": 1.0, "bytes": 1.0}
 
     weights = trained(origins / "qwen3_moe")
-    for checkpoint, count in (
-        ("qwen3_moe", len(weights)),
-        ("qwen3_moe_fp8", len(expected_names(origins / "qwen3_moe_fp8"))),
-    ):
+
+    def export_buckets(version: int, *, own_experts: bool) -> Buckets:
+        pushed = {name: tensor for name, tensor in weights.items() if not own_experts or ".experts.0." not in name}
+        return in_buckets(pushed, 20_000)
+
+    for checkpoint in ("qwen3_moe", "qwen3_moe_fp8"):
+        names = set(weights) if checkpoint == "qwen3_moe" else expected_names(origins / checkpoint)
         actor = object.__new__(TrainActor)
-        actor._trainer = Namespace(export_buckets=lambda version: in_buckets(weights, 20_000))
+        actor._trainer = Namespace(export_buckets=export_buckets)
         actor._publisher = Publisher()
         actor._float8 = Float8Blocks.of(origins / checkpoint)
+        actor._own_experts, actor._args = own_experts, Namespace(check_weight_update_equal=True)
         published.clear()
+        checked.clear()
         actor.publish(1, [])
-        assert sum(map(len, published)) == count
+        own = {name for name in names if not own_experts or ".experts.0." not in name}
+        assert sorted(published) == sorted(own)
+        assert sorted(checked) == (sorted(names) if own_experts else [])
 
 
 # ---- what goes together
