@@ -43,7 +43,10 @@ launch() {
 _check_nodes() { # A dry run may be of the whole run, without a node's own variables.
    [[ $NUM_NODES =~ ^[1-9][0-9]*$ ]] || _die "NUM_NODES=$NUM_NODES is no whole number from 1"
    [ "$NUM_NODES" -gt 1 ] && [ -z "${RAY_ADDRESS:-}" ] || return 0
-   [ "${DRY_RUN:-0}" = 0 ] || [ -n "${NODE_RANK:-}" ] || return 0
+   if [ "${DRY_RUN:-0}" != 0 ] && [ -z "${NODE_RANK:-}" ]; then
+      printf "launch: a run on $NUM_NODES nodes needs NODE_RANK and MASTER_ADDR on each of them\n" >&2
+      return 0
+   fi
    [ -n "${NODE_RANK:-}" ] || _die "NUM_NODES=$NUM_NODES needs NODE_RANK, from 0 to $((NUM_NODES - 1))"
    [[ $NODE_RANK =~ ^(0|[1-9][0-9]*)$ ]] && [ "$NODE_RANK" -lt "$NUM_NODES" ] ||
       _die "NODE_RANK=$NODE_RANK is no node of NUM_NODES=$NUM_NODES: from 0 to $((NUM_NODES - 1))"

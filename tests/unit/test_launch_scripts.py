@@ -268,6 +268,8 @@ def test_nodes_that_are_none_are_one_line_in_a_dry_run_too(
 def test_a_run_on_several_nodes_is_checked_without_them(files: Path, tmp_path: Path, variables: dict[str, str]) -> None:
     ran, (words,) = run(RUN, files, tmp_path / "record", PROMPT_DATA="x", DRY_RUN="1", NUM_NODES="2", **variables)
     assert (ran.returncode, words[-1]) == (0, "--dry-run")
+    told = "a run on 2 nodes needs NODE_RANK and MASTER_ADDR on each of them" in ran.stderr
+    assert told == variables.keys().isdisjoint(("NODE_RANK", "RAY_ADDRESS"))
 
 
 @pytest.fixture

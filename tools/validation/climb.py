@@ -150,7 +150,10 @@ def limitations(setting: Setting, options: argparse.Namespace) -> list[str]:
     """What the levels that ran do not show."""
     texts = [_LIMITATIONS[number] for number in options.levels if number in _LIMITATIONS]
     if setting.dummy:
-        texts.append("random weights: construction and mechanics of training, not the published weights")
+        texts.append(
+            "random weights, not quantized, no heads for further tokens: construction and mechanics of training, not "
+            "the published weights"
+        )
     if options.tiny:
         texts.append("small sizes: nothing about memory or speed of the published ones")
     if not setting.on_gpus:
