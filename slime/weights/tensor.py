@@ -31,8 +31,10 @@ _ALIGNMENT = 16
 _EXPERTS_IN_ORDER: dict[str, Any] = {
     **{"sglang_pp_size": 1, "sglang_moe_dp_size": 1, "sglang_ep_num_redundant_experts": 0},
     **{"sglang_enable_eplb": False, "sglang_init_expert_location": "trivial"},
+    **{"sglang_max_ep_size": None, "sglang_dwdp_size": 1},
 }
-"""Flags of engines by which the first rank has the first experts, and so on: their defaults."""
+"""Flags of engines, so far as the installed SGLang has them, by which the first rank has the first experts, and so on:
+their defaults."""
 
 
 class SharedBuffer:
@@ -92,7 +94,7 @@ def own_experts_do(args: Namespace, engines: list[EngineAddress]) -> bool:
     placed = {"sglang_ep_size": size} | _EXPERTS_IN_ORDER
     if size == 1 or args.update_weight_transport != "tensor" or args.lora_sync == "adapter":
         return False
-    if any(getattr(args, name) != value for name, value in placed.items()):
+    if any(getattr(args, name, value) != value for name, value in placed.items()):
         return False
     # A rank of an engine computes with the experts that it counts itself among the first, second, ... to have.
     theirs = [rank * size // engine.num_gpus for engine in engines for rank in range(engine.num_gpus)]

@@ -42,6 +42,8 @@ PAIRS = {"expert_model_parallel_size": 2, "sglang_ep_size": 2}
         ([4], {"sglang_ep_num_redundant_experts": 4}, False),
         ([4], {"sglang_enable_eplb": True}, False),
         ([4], {"sglang_init_expert_location": "placement.json"}, False),
+        ([4], {"sglang_max_ep_size": 8}, False),
+        ([4], {"sglang_dwdp_size": 4}, False),
     ],
 )
 def test_engines_that_place_experts_as_trainers_do(engines: list[int], changes: dict[str, Any], expected: bool) -> None:
