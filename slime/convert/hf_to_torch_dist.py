@@ -41,6 +41,7 @@ from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
 )
 
 from slime.backends.megatron.checkpoint import begin_directory, commit_directory, model_state  # noqa: E402
+from slime.backends.megatron.fit import built_shape, check_hf  # noqa: E402
 from slime.backends.megatron.model import build_model  # noqa: E402
 from slime.backends.megatron.weights_io import check_names, global_weights  # noqa: E402
 from slime.convert.running import Progress, check_room  # noqa: E402
@@ -113,8 +114,10 @@ def joined_ranks() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def parts_of_model(args: Namespace) -> tuple[list[Part], list[ShardedObject]]:
+def parts_of_model(args: Namespace) -> tuple[list[Part], list[ShardedObject], list[Any]]:
     """What Megatron stores of the model, in the model's order: pieces of tensors, and objects that hold no weights.
+
+    The third is the model, of fake tensors.
 
     Raises:
         BadInputError: the model has weights that no table of `slime.models` knows.
@@ -132,7 +135,7 @@ def parts_of_model(args: Namespace) -> tuple[list[Part], list[ShardedObject]]:
             tensors += _parts(entry, sources)
         elif isinstance(entry, ShardedObject):
             objects.append(entry)
-    return tensors, objects
+    return tensors, objects, chunks
 
 
 _Sources = dict[int, list[tuple[str, Tensor]]]
@@ -246,15 +249,17 @@ def convert(args: Namespace, save: Path) -> None:
         save: the directory of checkpoints.
 
     Raises:
-        BadInputError: the weights do not fit config.json, or there is no room for the checkpoint.
+        ValueError: the weights do not fit config.json or the model of the flags.
+        BadInputError: there is no room for the checkpoint.
     """
     hf_dir = Path(args.hf_checkpoint)
     config = hf_config(hf_dir)
-    family, shape = family_of(config), weight_shape(config, with_heads=args.enable_mtp_training)
-    parts, objects = parts_of_model(args)
+    family, shape = family_of(config), built_shape(weight_shape(config, with_heads=args.enable_mtp_training), args)
+    parts, objects, chunks = parts_of_model(args)
     rank, final = dist.get_rank(), save.absolute() / RELEASE
     with HFWeights(hf_dir) as weights:
         check_names(family, shape, weights, hf_dir, family.untrained(config, shape))
+        check_hf(hf_dir, weights, chunks, dict(global_weights(chunks)), family, shape)
         reader = _Reader(weights, family, shape)
         dtypes = reader.dtypes(parts)
         sizes = [prod(part.size) * dtypes[part.key].itemsize for part in parts]

@@ -22,7 +22,7 @@ from slime.convert.hf_files import Spec, stored_specs
 from slime.convert.running import Write, check_output, run_all, some, written_model
 from slime.convert.stored import StoredTensors
 from slime.models import Family, Shape, family_of, hf_config, weight_shape
-from slime.models.family import HEADS_PREFIX
+from slime.models.family import HEADS_PREFIX, MODEL_PREFIXES
 from slime.options.checkpoint import LATEST, checkpoint_directory, has_checkpoint, is_torch_dist, latest_name
 from slime.utils.block_scaled import SCALE_END
 from slime.utils.errors import BadInputError
@@ -42,8 +42,6 @@ _FUSED_NORMS = {
 
 
 _ADAPTERS = ".lora."
-_MODEL = ("decoder.", "embedding.", "output_layer.", HEADS_PREFIX)
-"""How keys of a model begin; others are of its optimizer."""
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OF_THE_VOCABULARY = (_EMBEDDING, "output_layer.weight")
 """Whose rows may be padded."""
@@ -201,7 +199,7 @@ def unused(stored: StoredTensors, places: Iterable[Location]) -> Iterator[str]:
     for place in places:
         used.setdefault(place.key, set()).add(place.index)
     for key in stored:
-        if not key.startswith(_MODEL) or key.endswith("._extra_state"):
+        if not key.startswith(MODEL_PREFIXES) or key.endswith("._extra_state"):
             continue
         indices = used.get(key, set())
         leading = len(next(iter(indices), ()))

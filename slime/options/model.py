@@ -146,7 +146,7 @@ def apply_shape(args: Namespace, shape: dict[str, Any], given: set[str], warning
         warnings: gets the mismatches with ``--allow-config-mismatch``.
 
     Raises:
-        OptionError: a flag contradicts config.json.
+        OptionError: a flag contradicts config.json, or another.
     """
     own = {name: getattr(args, name, None) for name in given}
     if own.get("mtp_num_layers") == 0 and not args.enable_mtp_training:
@@ -160,6 +160,12 @@ def apply_shape(args: Namespace, shape: dict[str, Any], given: set[str], warning
         if not args.allow_config_mismatch:
             raise OptionError(f"{message}; drop the flags, or keep them with --allow-config-mismatch")
         warnings.append(message)
+    pattern = getattr(args, "moe_layer_freq", None)
+    if isinstance(pattern, list) and len(pattern) != args.num_layers:
+        raise OptionError(
+            f"--num-layers is {args.num_layers}, and --moe-layer-freq, which {args.hf_checkpoint}/config.json gives "
+            f"where no flag does, is of {len(pattern)} layers: drop the flags, or let both say the same"
+        )
 
 
 def contradictions(given: dict[str, Any], shape: dict[str, Any]) -> dict[str, str]:

@@ -110,5 +110,5 @@ def convert(rank: int, model: str) -> None:
         with pytest.raises(ValueError, match="has no heads for further tokens, which --enable-mtp-training trains"):
             load_weights(others, str(model_dir.parent / "without"))
         deeper = build_model(rollouts.arguments(model_dir, num_layers=9, moe_layer_freq=1))
-        with pytest.raises(ValueError, match=r"has no model\.layers\.\d\..*, which the model of the flags needs"):
+        with pytest.raises(ValueError, match=r"it has 9 layers, config\.json \d; .*it has also decoder\.layers\.\d"):
             weights_io.load_hf(deeper, model_dir)

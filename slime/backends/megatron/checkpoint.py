@@ -31,6 +31,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from slime.backends.megatron import lora
+from slime.backends.megatron.fit import check_torch_dist
 from slime.backends.megatron.head import VALUE_HEAD_KEY
 from slime.backends.megatron.model import has_heads
 from slime.backends.megatron.optimizer import parts_of
@@ -39,6 +40,7 @@ from slime.options.checkpoint import LATEST, checkpoint_directory
 from slime.options.export_rules import EXPORT_MARK
 from slime.options.next_tokens import check_saved_heads
 from slime.utils import aside, device
+from slime.utils.errors import BadInputError
 
 logger = logging.getLogger(__name__)
 
@@ -110,9 +112,13 @@ def load_model(directory: str | Path, model_chunks: Sequence[Any]) -> None:
     """Read the weights only, whatever parallel layout they were saved from; collective.
 
     The value head of a critic, which an actor's checkpoint lacks, keeps its initial weight.
+
+    Raises:
+        ValueError: it holds another model's weights, or heads on one side only.
     """
     present = dist_checkpointing.load_tensors_metadata(str(directory))
     _check_heads(directory, any(key.startswith(HEADS_PREFIX) for key in present), has_heads(model_chunks))
+    check_torch_dist(directory, present, model_state(model_chunks), model_chunks)
     state = model_state(model_chunks)
     for chunk_state in state.values():
         for name in [name for name, tensor in chunk_state.items() if _is_value_head(tensor)]:
@@ -134,7 +140,7 @@ def load_state(
 
     Raises:
         ValueError: the state of a distributed optimizer for one that is not, or the other way round; or other adapters,
-            or heads on one side only.
+            or heads on one side only; or of another model.
     """
     saved = dist_checkpointing.load_common_state_dict(str(directory))
     lora.check_saved(directory, saved.get("adapters"), model_chunks)
@@ -142,6 +148,9 @@ def load_state(
     if saved["distributed_optimizer"] != _is_distributed(optimizer):
         flag = "--use-distributed-optimizer" if saved["distributed_optimizer"] else "--no-use-distributed-optimizer"
         raise ValueError(f"{directory} was saved with {flag}, and its optimizer state can only be loaded with it")
+    if lora.described(model_chunks) is None:
+        present = dist_checkpointing.load_tensors_metadata(str(directory))
+        check_torch_dist(directory, present, model_state(model_chunks), model_chunks)
     state = model_state(model_chunks)
     state["optimizer"] = _optimizer_state(optimizer, state, is_loading=True)
     same_layout = saved["layout"] == _layout()
@@ -198,9 +207,9 @@ def model_state(model_chunks: Sequence[Any]) -> dict[str, Any]:
 
 
 def _check_heads(directory: str | Path, found: bool, wanted: bool) -> None:
-    """Raise ValueError where a checkpoint lacks the heads that the model trains; warn where it has more."""
+    """Raise BadInputError where a checkpoint lacks the heads that the model trains; warn where it has more."""
     if wanted and not found:
-        raise ValueError(
+        raise BadInputError(
             f"{directory} has no heads for further tokens, which --enable-mtp-training trains: convert the model with "
             "this flag"
         )

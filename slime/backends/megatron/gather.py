@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ class _Owner:
 
 _Held = tuple[_Owner, tuple[int, ...]]
 """Owner and shape of a shard."""
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
@@ -84,11 +86,11 @@ class Gatherer:
             expert_rank = parallel_state.get_expert_model_parallel_rank() if is_expert else 0
             stage = parallel_state.get_pipeline_model_parallel_rank()
             where[name] = _Owner(is_expert, stage, expert_rank, parameter.dtype), tuple(parameter.shape)
-        for group in (
+        where = union(
+            where,
             parallel_state.get_expert_model_parallel_group(),
             parallel_state.get_pipeline_model_parallel_group(),
-        ):
-            where = _merge(where, group)
+        )
         entries = [self._entry(name, *where[name]) for name in family.parameters(shape) if name in where]
         if own_experts:
             own_rank = parallel_state.get_expert_model_parallel_rank()
@@ -98,11 +100,9 @@ class Gatherer:
         )
 
     def _entry(self, name: str, owner: _Owner, local_shape: tuple[int, ...]) -> _Entry:
-        shards = [torch.empty(local_shape, device="meta")] * _tensor_group(owner).size()
-        hf = self.family.join(name, shards, self.shape)
         row, index = self.family.row(name)
         unit = (row.together, *map(str, index)) if row.together else (name,)
-        return _Entry(name, owner, local_shape, tuple((n, tuple(t.shape)) for n, t in hf), unit)
+        return _Entry(name, owner, local_shape, hf_shapes(self.family, self.shape, name, local_shape), unit)
 
     def buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """Full tensors by Hugging Face name (collective); the same on every rank, or of each its own experts in place
@@ -134,7 +134,7 @@ class Gatherer:
 
     def _fill(self, tensors: list[tuple[str, Tensor]], owner: _Owner, entries: list[_Entry]) -> None:
         """Gather the shards over tensor-parallel ranks, all in one collective, and put them where they belong."""
-        group = _tensor_group(owner)
+        group = _tensor_group(is_expert=owner.is_expert)
         local = torch.cat([self._read(entry.name).flatten() for entry in entries])
         shards = local[None]
         if group.size() > 1:
@@ -149,19 +149,32 @@ class Gatherer:
             offset += entry.local_numel
 
 
-def _tensor_group(owner: _Owner) -> dist.ProcessGroup:
-    if owner.is_expert:
+def hf_shapes(
+    family: Family, shape: Shape, name: str, local_shape: tuple[int, ...]
+) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The names and shapes of the Hugging Face tensors that a parameter is written to.
+
+    Args:
+        local_shape: of one tensor-parallel shard.
+    """
+    shards = [torch.empty(local_shape, device="meta")] * _tensor_group(is_expert=".experts." in name).size()
+    return tuple((hf, tuple(tensor.shape)) for hf, tensor in family.join(name, shards, shape))
+
+
+def _tensor_group(*, is_expert: bool) -> dist.ProcessGroup:
+    if is_expert:
         return parallel_state.get_expert_tensor_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()
 
 
-def _merge(own: dict[str, _Held], group: dist.ProcessGroup) -> dict[str, _Held]:
-    """The union over the group; where several ranks hold a name, the first one's value."""
-    if group.size() == 1:
-        return own
-    gathered: list[dict[str, _Held]] = [{} for _ in range(group.size())]
-    dist.all_gather_object(gathered, own, group=group)
-    return {name: value for part in reversed(gathered) for name, value in part.items()}
+def union(own: dict[str, _Value], *groups: dist.ProcessGroup) -> dict[str, _Value]:
+    """The union over one group after the other; where several ranks hold a name, the first one's value."""
+    for group in groups:
+        if group.size() > 1:
+            gathered: list[dict[str, _Value]] = [{} for _ in range(group.size())]
+            dist.all_gather_object(gathered, own, group=group)
+            own = {name: value for part in reversed(gathered) for name, value in part.items()}
+    return own
 
 
 def _broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:

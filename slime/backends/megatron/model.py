@@ -176,6 +176,7 @@ def _build_stage(args: Namespace, role: str, config: TransformerConfig, vp_stage
             model.output_layer = ValueHead(config, model.pg_collection.tp, args.seed)
         else:
             model.output_layer = LanguageHead(model.output_layer)
+    model.unpadded_vocab_size = args.vocab_size
     model.next_token_heads = args.mtp_num_layers if args.enable_mtp_training and role == "actor" else 0
     if model.post_process and model.next_token_heads:
         next_tokens.attach(model, args)

@@ -29,6 +29,7 @@ from megatron.core import parallel_state  # noqa: E402
 from slime.backends.megatron import checkpoint, checks, hooks, lora, model_hooks, weights_io  # noqa: E402
 from slime.backends.megatron.advantages import set_advantages  # noqa: E402
 from slime.backends.megatron.batch import MicroBatch, PackLayout, pack  # noqa: E402
+from slime.backends.megatron.fit import built_shape  # noqa: E402
 from slime.backends.megatron.head import logits  # noqa: E402
 from slime.backends.megatron.learner import REFERENCE, Learner, Output, TrainingError  # noqa: E402
 from slime.backends.megatron.log_probs import token_terms  # noqa: E402
@@ -64,7 +65,8 @@ class MegatronTrainer:
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.dp_size = parallel_state.get_data_parallel_world_size()
         config = hf_config(args.hf_checkpoint)
-        self.family, self.shape = family_of(config), weight_shape(config, with_heads=args.enable_mtp_training)
+        self.family = family_of(config)
+        self.shape = built_shape(weight_shape(config, with_heads=args.enable_mtp_training), args)
         found = find_checkpoint(args.load) if args.load else None
         self.start_rollout_id, self.resumed_from = 0, None
         if found is not None:

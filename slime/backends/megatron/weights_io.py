@@ -16,12 +16,14 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from slime.backends.megatron import lora
+from slime.backends.megatron.fit import built_shape, check_hf
 from slime.backends.megatron.gather import Gatherer
 from slime.backends.megatron.head import ValueHead
 from slime.backends.megatron.model import has_heads, unwrap
 from slime.backends.megatron.names import EXPERTS, expert_name, global_namer, local_experts
 from slime.models import Family, Shape, family_of, hf_config, weight_shape
 from slime.models.adapters import adapter_family, is_adapter_name, module_names, peft_config
+from slime.utils.errors import BadInputError
 from slime.utils.hf_reader import HFWeights, tensors_that_begin, whole
 from slime.utils.hf_writer import HFWriter, save_tensors
 
@@ -84,7 +86,7 @@ def _global(
 def check_names(
     family: Family, shape: Shape, names: Iterable[str], directory: Path, carried: tuple[str, ...] = ()
 ) -> None:
-    """Raise ValueError listing the tensors that a checkpoint lacks or has too many, but for what it may carry."""
+    """Raise BadInputError listing the tensors that a checkpoint lacks or has too many, but for what it may carry."""
     found = set(names)
     wanted = {source for name in family.parameters(shape) for source in family.sources(name, shape)}
     extra = {name for name in found - wanted if not (_IGNORED_EXTRA.search(name) or name.startswith(carried))}
@@ -96,28 +98,32 @@ def check_names(
         if some
     ]
     if problems:
-        raise ValueError(f"{directory}: weights do not fit config.json; {'; '.join(problems)}")
+        raise BadInputError(f"{directory}: weights do not fit config.json; {'; '.join(problems)}")
 
 
 @torch.no_grad()
 def load_hf(chunks: Sequence[torch.nn.Module], hf_dir: str | Path) -> None:
-    """Fill the model's weights from a Hugging Face directory; each rank reads only the slices that it holds.
+    """Fill the model's weights from a Hugging Face directory; collective. Each rank reads only slices that it holds.
 
     Raises:
         FileNotFoundError: no safetensors files.
-        ValueError: missing, unexpected or wrongly shaped tensors, by name.
+        ValueError: missing, unexpected or wrongly shaped tensors, by name; or a model of other layers or experts.
     """
     directory = Path(hf_dir)
     config = hf_config(directory)
-    family, shape = family_of(config), weight_shape(config, with_heads=has_heads(chunks))
+    family, shape = family_of(config), _shape_of(chunks, config)
+    parameters = dict(global_weights(chunks))
     with HFWeights(directory) as weights:
         check_names(family, shape, weights, directory, family.untrained(config, shape))
-        for name, tensor in global_weights(chunks):
+        check_hf(directory, weights, chunks, parameters, family, shape)
+        for name, tensor in parameters.items():
             rank = _shard_rank(name)
-            try:
-                tensor.copy_(family.shard(name, weights.__getitem__, shape, tuple(tensor.shape), rank))
-            except KeyError as error:  # only of flags that contradict config.json (--allow-config-mismatch)
-                raise ValueError(f"{directory} has no {error.args[0]}, which the model of the flags needs") from error
+            tensor.copy_(family.shard(name, weights.__getitem__, shape, tuple(tensor.shape), rank))
+
+
+def _shape_of(chunks: Sequence[torch.nn.Module], config: Any) -> Shape:
+    """What config.json means, cut as the model cuts it."""
+    return built_shape(weight_shape(config, with_heads=has_heads(chunks)), unwrap(chunks[0]).config)
 
 
 def _shard_rank(name: str) -> int:
@@ -163,8 +169,7 @@ def save_hf(chunks: Sequence[torch.nn.Module], directory: str | Path, origin_hf_
     """
     target, origin = Path(directory), Path(origin_hf_dir)
     config, with_heads = hf_config(origin), has_heads(chunks)
-    shape = weight_shape(config, with_heads=with_heads)
-    buckets = export_hf_buckets(chunks, family_of(config), shape, _SHARD_BYTES)
+    buckets = export_hf_buckets(chunks, family_of(config), _shape_of(chunks, config), _SHARD_BYTES)
     if dist.get_rank() == 0:
         write_hf(buckets, target, origin, with_heads=with_heads)
     else:
