@@ -150,9 +150,11 @@ def write(options: argparse.Namespace) -> int:
     """Write model and tokenizer to ``options.output``; returns the number of parameters that were written.
 
     Raises:
-        ValueError: a shape that does not work, or an output directory that has something in it.
+        ValueError: a shape that does not work, or an output directory that must not be replaced.
     """
     from transformers.utils import logging
+
+    from slime.convert.hf_files import other_than_a_model
 
     check(options)
     logging.disable_progress_bar()
@@ -161,8 +163,11 @@ def write(options: argparse.Namespace) -> int:
         raise ValueError(f"{output} is no directory")
     if reason := aside.why_not_replaced(output):
         raise ValueError(reason)
-    if output.is_dir() and any(output.iterdir()) and not options.overwrite:
-        raise ValueError(f"{output} is not empty; pass --overwrite to replace it")
+    if output.is_dir() and any(output.iterdir()):
+        if not options.overwrite:
+            raise ValueError(f"{output} is not empty; pass --overwrite to replace it")
+        if other := other_than_a_model(output):
+            raise ValueError(f"{output} has other things in it than a model ({other}): name another output")
     # Of a published size only bytes have names: a response of random weights is read by nobody.
     tokenizer = make_tokenizer(options.vocab_size if options.like is None else _SMALLEST_VOCABULARY)
     config = make_config(options, tokenizer)
@@ -243,7 +248,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--like", choices=sorted(PUBLISHED), help="this model's shape in bfloat16, without weights; no other shape flag"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace what is in the output directory")
+    parser.add_argument("--overwrite", action="store_true", help="replace a model that is there, and nothing else")
     options = parser.parse_args(argv)
     if options.like is None:
         return argparse.Namespace(**{**DEFAULTS, **vars(options)})

@@ -35,7 +35,9 @@ class ConversionOptions:
 
     hf_checkpoint: str | None = option(None, "Model to convert: a directory in Hugging Face's format, or a hub id.")
     save: str | None = option(None, "Directory for the checkpoint, to name by --ref-load or --load of train.py.")
-    force: bool = option(False, "Replace a checkpoint that an earlier conversion wrote there.")
+    force: bool = option(
+        False, "Replace a checkpoint that an earlier conversion wrote there, if nothing else is in it."
+    )
     custom_model_provider_path: str | None = option(
         None,
         "As of train.py: function (pre_process, post_process, vp_stage=None) -> GPTModel.",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime.options.export_rules import EXPORT_MARK
 from slime.utils.errors import BadInputError
 from slime.utils.hf_reader import opened, tensor_files
 from slime.utils.hf_writer import INDEX_NAME, complete, file_name, write_index
@@ -35,6 +38,16 @@ _DTYPES = {
 }
 """And their names in the safetensors format."""
 _DTYPE_OF = {name: dtype for dtype, name in _DTYPES.items()}
+_OF_A_MODEL = (
+    *("config.json", "configuration.json", "generation_config.json", "model.safetensors", INDEX_NAME),
+    *("model-[0-9]*-of-[0-9]*.safetensors", "README.md", "LICENSE*", "NOTICE*", ".gitattributes", EXPORT_MARK),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("vocab.txt", "merges.txt", "tokenizer.model", "tiktoken.model", "spiece.model", "*.tiktoken"),
+    *("chat_template.json", "chat_template.jinja"),
+    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
+    *("configuration_*.py", "modeling_*.py", "modular_*.py", "tokenization_*.py", "processing_*.py"),
+)
+"""The files of published models, and of what ``--save-hf`` writes."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +150,25 @@ class HFOutput:
         for descriptor in self._files:
             os.close(descriptor)
         self._files = []
+
+
+def other_than_a_model(directory: Path, origins: Sequence[Path] = ()) -> str:
+    """The first thing in a directory that a new model in its place would take away for good; empty where there is none.
+
+    Files with the names that models have are of the model, and so are those that lie in one of ``origins`` too, byte
+    for byte: conversions copy a model's other files. Directories are not.
+    """
+    if not (directory / "config.json").is_file():
+        return "no config.json"
+    for path in sorted(directory.iterdir()):
+        if path.is_dir():
+            return f"{path.name}/"
+        if not any(fnmatchcase(path.name, name) for name in _OF_A_MODEL) and not any(
+            (origin / path.name).is_file() and filecmp.cmp(path, origin / path.name, shallow=False)
+            for origin in origins
+        ):
+            return path.name
+    return ""
 
 
 def stored_specs(directory: Path) -> dict[str, Spec]:

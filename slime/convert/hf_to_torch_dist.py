@@ -53,6 +53,7 @@ from slime.utils.hf_reader import HFWeights, kept_dtype  # noqa: E402
 
 _DEADLINE = timedelta(hours=6)
 """Until the slowest rank has written its share."""
+_OF_A_CHECKPOINT = (".metadata", "metadata.json", "common.pt", "*.distcp")
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,9 @@ def check_target(save: Path, *, force: bool) -> None:
         return
     if not (present == {final} or is_release(save)):
         raise BadInputError(f"--save {save} has other things in it than an earlier conversion: name another directory")
+    inside = sorted(final.iterdir()) if final.is_dir() else []
+    if other := next((path for path in inside if not any(map(path.match, _OF_A_CHECKPOINT))), None):
+        raise BadInputError(f"--save {save}: {other} is of no earlier conversion: name another directory")
     if not force:
         unnamed = "" if latest in present else f", or write {RELEASE} into {latest} to take what is there"
         raise BadInputError(f"--save {save} holds a checkpoint already; pass --force to replace it{unnamed}")

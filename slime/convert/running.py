@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from tqdm import tqdm
 
-from slime.convert.hf_files import HFOutput, Spec
+from slime.convert.hf_files import HFOutput, Spec, other_than_a_model
 from slime.utils import aside
 from slime.utils.errors import BadInputError
 
@@ -99,7 +99,11 @@ def memory() -> int:
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
     """``--force``, ``--chunk-size`` and ``--workers``."""
-    parser.add_argument("--force", action="store_true", help="replace an existing output")
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="replace a model that is there already; a directory that has anything else in it is refused",
+    )
     parser.add_argument(
         "--chunk-size", type=byte_count, default=byte_count("5GiB"), help="largest safetensors file; default: 5GiB"
     )
@@ -132,7 +136,9 @@ def amount(count: int) -> str:
 
 
 def check_output(output: Path, sources: Sequence[Path], *, force: bool) -> None:
-    """Refuse sources that are not there, and an output directory that has something in it or is, or holds, one of them.
+    """Refuse sources that are not there, and an output that is, or holds, one of them, or has something in it.
+
+    With ``force`` it may be a model, and nothing else.
 
     Raises:
         BadInputError: there is nothing to read, or it must not be written to.
@@ -148,8 +154,8 @@ def check_output(output: Path, sources: Sequence[Path], *, force: bool) -> None:
         return
     if not force:
         raise BadInputError(f"{output} is there already; pass --force to replace it")
-    if not (output / "config.json").is_file():
-        raise BadInputError(f"{output} has other things in it than a model: name another output")
+    if other := other_than_a_model(output, sources):
+        raise BadInputError(f"{output} has other things in it than a model ({other}): name another output")
 
 
 def check_room(output: Path, needed: int) -> None:

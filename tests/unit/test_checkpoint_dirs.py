@@ -152,6 +152,14 @@ def test_other_adapters_than_the_checkpoints_are_named() -> None:
         (("iter_0000007",), "7", True, "has other things in it"),
         (("release", "notes"), None, True, "has other things in it"),
         (("notes",), None, True, "has other things in it"),
+        (("release", "release/0.distcp"), "release", True, ""),
+        (
+            ("release", "release/0.distcp", "release/notes"),
+            "release",
+            True,
+            "release/notes is of no earlier conversion",
+        ),
+        (("release", "release/notes"), None, True, "release/notes is of no earlier conversion"),
     ],
 )
 def test_where_a_conversion_may_write(

@@ -209,6 +209,8 @@ def test_a_directory_with_files_is_kept_unless_asked(tmp_path: Path, capsys: pyt
     (tmp_path / "precious").write_text("mine")
     assert make_tiny_model.main([str(tmp_path)]) == 2
     assert "is not empty; pass --overwrite" in capsys.readouterr().err
+    assert make_tiny_model.main([str(tmp_path), "--overwrite"]) == 2
+    assert "has other things in it than a model (no config.json)" in capsys.readouterr().err
     assert (tmp_path / "precious").read_text() == "mine"
 
 
