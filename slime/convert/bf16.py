@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slime.convert.hf_files import Spec
+from slime.convert.hf_files import Spec, check_config
 from slime.convert.running import check_output, run_all, written_model
 from slime.utils.errors import BadInputError
 from slime.utils.hf_reader import HFWeights, kept_dtype, whole
@@ -25,8 +25,7 @@ def convert(source: Path, output: Path, *, shard_bytes: int, workers: int, force
         ValueError: tensors that are quantized in another way.
     """
     check_output(output, [source], force=force)
-    if not (source / "config.json").is_file():
-        raise BadInputError(f"{source} is no Hugging Face directory: there is no config.json in it")
+    check_config(source)
     with HFWeights(source) as weights:
         if not weights.is_quantized:
             raise BadInputError(f"{source} is not in float8: its config.json has no quantization_config")

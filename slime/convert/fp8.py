@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from slime.convert.hf_files import Spec, natural, stored_specs
+from slime.convert.hf_files import Spec, check_config, natural, stored_specs
 from slime.convert.running import check_output, run_all, written_model
 from slime.utils.block_scaled import FP8, SCALE_END, is_linear, num_blocks, quantise
 from slime.utils.errors import BadInputError
@@ -49,8 +49,7 @@ def convert(source: Path, output: Path, *, block: tuple[int, int], shard_bytes: 
         BadInputError: there is nothing to quantise, weights are not finite, or there is no room for the output.
     """
     check_output(output, [source], force=force)
-    if not (source / "config.json").is_file():
-        raise BadInputError(f"{source} is no Hugging Face directory: there is no config.json in it")
+    check_config(source)
     originals, file_of = stored_specs(source), tensor_files(source)
     if any(name.endswith(SCALE_END) or spec.dtype.itemsize == 1 for name, spec in originals.items()):
         raise BadInputError(f"{source} is quantised already")

@@ -21,6 +21,7 @@ from slime.options.export_rules import EXPORT_MARK
 from slime.utils.errors import BadInputError
 from slime.utils.hf_reader import opened, tensor_files
 from slime.utils.hf_writer import INDEX_NAME, complete, file_name, write_index
+from slime.utils.json_file import read_object
 
 _DTYPES = {
     torch.float64: "F64",
@@ -150,6 +151,17 @@ class HFOutput:
         for descriptor in self._files:
             os.close(descriptor)
         self._files = []
+
+
+def check_config(directory: Path) -> None:
+    """Refuse a directory whose config.json is missing or damaged, before anything is made of its weights.
+
+    Raises:
+        BadInputError: it is.
+    """
+    if not (directory / "config.json").is_file():
+        raise BadInputError(f"{directory} is no Hugging Face directory: there is no config.json in it")
+    read_object(directory / "config.json")
 
 
 def other_than_a_model(directory: Path, origins: Sequence[Path] = ()) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
@@ -34,10 +33,10 @@ class StoredTensors:
         self._reader = FileSystemReader(directory)
         try:
             metadata = self._reader.read_metadata()
-        except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError) as error:
+            self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+            self._place_of, every = metadata.storage_data, metadata.state_dict_metadata.items()
+        except Exception as error:  # a damaged pickle may raise any, or hold anything
             raise BadInputError(f"{directory / METADATA} cannot be read: {error}") from error
-        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
-        every = metadata.state_dict_metadata.items()
         self._tensors = {key: entry for key, entry in every if isinstance(entry, TensorStorageMetadata)}
 
     def __contains__(self, key: object) -> bool:
@@ -74,11 +73,22 @@ class StoredTensors:
         if sum(prod(item.lengths) for item in items) != prod(sizes):
             raise BadInputError(f"{self.directory}: the stored pieces of {key} do not make up the whole of it")
         target = torch.empty(sizes, dtype=self.dtype(key))
-        try:
-            self._reader.read_data(LoadPlan(items), _Into(target)).wait()
-        except (OSError, EOFError, RuntimeError, AssertionError, KeyError, pickle.UnpicklingError) as error:
-            raise BadInputError(f"{self.directory}: cannot read {key}: {error}") from error
+        for item in items:
+            self._read_piece(item, target)
         return target
+
+    def _read_piece(self, item: ReadItem, target: Tensor) -> None:
+        key, place = item.storage_index.fqn, self._place_of.get(item.storage_index)
+        if place is None:
+            raise BadInputError(f"{self.directory / METADATA} does not say where a piece of {key} is")
+        file = self.directory / place.relative_path
+        try:
+            self._reader.read_data(LoadPlan([item]), _Into(target)).wait()
+        except Exception as error:  # of the file system, of the zip archive, or of the pickle in it
+            reason = str(error).partition(". ")[0] or type(error).__name__
+            if file.is_file() and file.stat().st_size < place.offset + place.length:
+                reason = "the file is cut short"
+            raise BadInputError(f"{file}: cannot read {key}: {reason}") from error
 
 
 class _Into(DefaultLoadPlanner):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from slime.convert.dcp_to_hf import places
-from slime.convert.hf_files import Spec, stored_specs
+from slime.convert.hf_files import Spec, check_config, stored_specs
 from slime.convert.running import Write, check_output, run_all, some, written_model
 from slime.convert.stored import StoredTensors
 from slime.models import Family, Shape, family_of, hf_config, weight_shape
@@ -105,6 +105,7 @@ def convert(
             room for the output.
     """
     check_output(output, [source, origin], force=force)
+    check_config(origin)
     stored = StoredTensors(find_checkpoint(source))
     config = hf_config(origin)
     with_heads = any(key.startswith(HEADS_PREFIX) for key in stored)

@@ -35,7 +35,10 @@ def hf_config(directory: str | Path) -> Any:
 
     if Path(directory).is_dir() and not Path(directory, "config.json").is_file():
         raise FileNotFoundError(f"{directory}: there is no config.json in it")
-    values, _ = PreTrainedConfig.get_config_dict(directory)
+    try:
+        values, _ = PreTrainedConfig.get_config_dict(directory)
+    except TypeError as error:  # it takes what the file holds for an object
+        raise ValueError(f"the config.json of {directory} should hold an object {{...}}") from error
     given = values.get("model_type")
     kind = given if given in CONFIG_MAPPING else _family(given).model_types[0]
     try:

@@ -6,7 +6,6 @@ A weight W [n, k] becomes e4m3 values Q and a float32 scale for every block of, 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from slime.utils.json_file import read_object
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
@@ -120,7 +121,7 @@ def block_sizes(directory: Path) -> tuple[int, ...] | None:
     Raises:
         ValueError: tensors that are quantized in another way.
     """
-    config = json.loads((directory / "config.json").read_text())
+    config = read_object(directory / "config.json")
     quantization: dict[str, Any] | None = config.get("quantization_config")
     if not quantization:
         return None

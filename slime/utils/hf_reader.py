@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor
 from slime.utils.block_scaled import SCALE_END, BlockScaled, block_sizes
 from slime.utils.errors import BadInputError
 from slime.utils.hf_writer import INDEX_NAME
+from slime.utils.json_file import read_object
 
 
 def tensor_files(directory: Path) -> dict[str, str]:
@@ -22,11 +22,13 @@ def tensor_files(directory: Path) -> dict[str, str]:
 
     Raises:
         FileNotFoundError: neither an index nor a single safetensors file, or a file of the index is missing.
-        BadInputError: the single file is damaged.
+        BadInputError: the index or the single file is damaged.
     """
     index = directory / INDEX_NAME
     if index.is_file():
-        files = json.loads(index.read_text())["weight_map"]
+        files = read_object(index).get("weight_map")
+        if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
+            raise BadInputError(f"{index} is damaged: its weight_map should say which file each tensor is in")
         missing = sorted({file for file in files.values() if not (directory / file).is_file()})
         if missing:
             raise FileNotFoundError(f"{index} names files that are not there: {', '.join(missing)}")

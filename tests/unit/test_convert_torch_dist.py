@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -97,14 +98,24 @@ def test_a_part_of_a_tensor(tmp_path: Path) -> None:
 
 
 def test_a_damaged_checkpoint(tmp_path: Path) -> None:
+    """Always the file is named, also where torch gives no cause."""
     stored = save_stacked(tmp_path, x=torch.zeros(1000))
     (data,) = tmp_path.glob("*.distcp")
-    data.write_bytes(data.read_bytes()[:500])
-    with pytest.raises(BadInputError, match="cannot read x"):
+    whole = data.read_bytes()
+    for size in (0, 100, 500, len(whole) - 1):
+        data.write_bytes(whole[:size])
+        with pytest.raises(BadInputError, match=rf"/{data.name}: cannot read x: the file is cut short$"):
+            stored.read("x")
+    data.write_bytes(b"?" * len(whole))
+    with pytest.raises(BadInputError, match=rf"/{data.name}: cannot read x: .+"):
         stored.read("x")
-    (tmp_path / ".metadata").write_bytes(b"\x80\x04")
-    with pytest.raises(BadInputError, match="metadata cannot be read"):
-        StoredTensors(tmp_path)
+    data.unlink()
+    with pytest.raises(BadInputError, match=rf"/{data.name}: cannot read x: .*No such file"):
+        stored.read("x")
+    for text in (b"\x80\x04", b"", b"\x80\xff", pickle.dumps([])):
+        (tmp_path / ".metadata").write_bytes(text)
+        with pytest.raises(BadInputError, match=r"/\.metadata cannot be read: .+"):
+            StoredTensors(tmp_path)
 
 
 def test_which_torch_dist_checkpoint(tmp_path: Path) -> None:

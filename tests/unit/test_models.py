@@ -354,3 +354,6 @@ def test_unknown_parameter_and_wrong_shape_are_named() -> None:
 def test_a_directory_without_a_config(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"there is no config\.json in it"):
         hf_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"the config\.json of .* should hold an object"):
+        hf_config(tmp_path)
