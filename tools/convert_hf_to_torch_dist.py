@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         with hf_to_torch_dist.joined_ranks():
             hf_to_torch_dist.convert(args, Path(args.save))
 
-    return running.main("convert_hf_to_torch_dist.py", convert, Path(args.save))
+    return running.main("convert_hf_to_torch_dist.py", convert, Path(args.save), several_ranks=True)
 
 
 if __name__ == "__main__":

@@ -43,8 +43,10 @@ class _Terminated(KeyboardInterrupt):
     """SIGTERM, which is to be cleaned up after as Ctrl-C is."""
 
 
-def main(name: str, convert: Callable[[], None], output: Path) -> int:
+def main(name: str, convert: Callable[[], None], output: Path, *, several_ranks: bool = False) -> int:
     """Run a program's conversion to ``output``; its exit status.
+
+    One that is not for ``several_ranks`` refuses to start as one of them: all would write the same files.
 
     Errors of the input are one line and status 2, those of the machine, such as a full disk, one line and status 1; an
     interrupt is one line, and 130 by SIGINT or 143 by SIGTERM. Of several ranks, the first says that it was interrupted
@@ -66,6 +68,10 @@ def main(name: str, convert: Callable[[], None], output: Path) -> int:
         signal.signal(signal.SIGTERM, interrupt)
         if before[signal.SIGINT] is signal.default_int_handler:  # else it is to be ignored
             signal.signal(signal.SIGINT, interrupt)
+        if not several_ranks and (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
+            raise BadInputError(
+                f"this is one process with threads, and WORLD_SIZE is {ranks}: start it without torchrun"
+            )
         convert()
     except (KeyboardInterrupt, RuntimeError) as error:
         # torch holds an interrupt back while a rank writes, which then fails because the others have ended by theirs.

@@ -50,6 +50,26 @@ def test_outputs_that_are_refused(models: Callable[[str], Path], tmp_path: Path,
 
 
 @pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        *[(name, ("input-dir", "origin-hf-dir", "output-dir")) for name in ("torch_dist_to_hf", "fsdp_to_hf")],
+        *[(name, ("model-dir", "save-dir")) for name in ("hf_to_fp8", "fp8_to_bf16")],
+    ],
+)
+def test_programs_of_one_process_do_not_start_as_ranks(
+    name: str, flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Before anything else: all would write to the same place."""
+    tool, words = load(f"convert_{name}"), [f"--{flag}={tmp_path}" for flag in flags]
+    for ranks, problem in (("2", "WORLD_SIZE is 2: start it without torchrun"), ("1", "would replace")):
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+        assert tool.main(words) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"convert_{name}.py: error: ")
+        assert problem in line
+
+
+@pytest.mark.parametrize(
     ("name", "shown"),
     [
         *[(name, name) for name in ("notes.txt", "mine.json", "train.py", "best.safetensors", "training_args.bin")],
