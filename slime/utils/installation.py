@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
 import sys
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +16,8 @@ _NEEDED = ("numpy", "torch", "transformers", "ray", "yaml")
 def check_installation(program: str | None = None) -> None:
     """End the program, with one line, where it runs in a python that slime is not installed for.
 
-    From then on Ctrl-C that nobody handles, such as one while the program imports, is one line and status 130.
+    From then on Ctrl-C that nobody handles, such as one while the program imports, is one line and status 130; of
+    several ranks, the first says it.
 
     Args:
         program: what the line begins with; by default the running program.
@@ -36,5 +39,7 @@ def _one_line_if_interrupted(kind: type[BaseException], error: BaseException, tr
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
         return
-    print(f"{Path(sys.argv[0]).name}: interrupted", file=sys.stderr)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun passes on what its ranks have had from the terminal
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{Path(sys.argv[0]).name}: interrupted", file=sys.stderr)
     sys.exit(130)

@@ -183,13 +183,24 @@ def test_a_python_without_slime_is_told_in_one_line(program: str) -> None:
     assert "bash scripts/install.sh" in line
 
 
-def test_ctrl_c_while_a_program_imports_is_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("program", "imported", "rank", "line"),
+    [
+        ("make_tiny_model.py", "transformers", "0", "make_tiny_model.py: interrupted\n"),
+        ("convert_hf_to_torch_dist.py", "torch", "0", "convert_hf_to_torch_dist.py: interrupted\n"),
+        ("convert_hf_to_torch_dist.py", "torch", "1", ""),
+    ],
+)
+def test_ctrl_c_while_a_program_imports_is_one_line(
+    program: str, imported: str, rank: str, line: str, tmp_path: Path
+) -> None:
+    """Of several ranks, that of the first."""
     heeded = "signal.signal(signal.SIGINT, signal.default_int_handler)"  # a shell's background jobs ignore it
-    (tmp_path / "transformers.py").write_text(f"import os, signal\n{heeded}\nos.kill(os.getpid(), signal.SIGINT)\n")
-    path = f"{tmp_path}{os.pathsep}{ROOT}"
-    command = [sys.executable, str(ROOT / "tools" / "make_tiny_model.py"), str(tmp_path / "model")]
-    result = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=60)
-    assert (result.returncode, result.stderr) == (130, "make_tiny_model.py: interrupted\n")
+    (tmp_path / f"{imported}.py").write_text(f"import os, signal\n{heeded}\nos.kill(os.getpid(), signal.SIGINT)\n")
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "RANK": rank}
+    command = [sys.executable, str(ROOT / "tools" / program), str(tmp_path / "model")]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (130, line)
     assert not (tmp_path / "model").exists()
 
 
