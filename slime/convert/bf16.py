@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slime.convert.hf_files import Spec, check_config
+from slime.convert.hf_files import Spec, check_config, warn_of_tensors
 from slime.convert.running import check_output, run_all, written_model
 from slime.utils.errors import BadInputError
 from slime.utils.hf_reader import HFWeights, kept_dtype, whole
@@ -29,6 +29,7 @@ def convert(source: Path, output: Path, *, shard_bytes: int, workers: int, force
     with HFWeights(source) as weights:
         if not weights.is_quantized:
             raise BadInputError(f"{source} is not in float8: its config.json has no quantization_config")
+        warn_of_tensors(source, weights)
         # This opens every file too, so that threads only read.
         specs = {name: Spec(tuple(weights[name].shape), kept_dtype(weights[name])) for name in weights}
         with written_model("fp8 to bf16", output, specs, shard_bytes, source) as write:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from slime.convert.hf_files import Spec, check_config, natural, stored_specs
+from slime.convert.hf_files import Spec, check_config, natural, stored_specs, warn_of_tensors
 from slime.convert.running import check_output, run_all, written_model
 from slime.utils.block_scaled import FP8, SCALE_END, is_linear, num_blocks, quantise
 from slime.utils.errors import BadInputError
@@ -56,6 +56,7 @@ def convert(source: Path, output: Path, *, block: tuple[int, int], shard_bytes: 
     chosen = {name for name, spec in originals.items() if is_quantised(name, spec)}
     if not chosen:
         raise BadInputError(f"{source} has no matrices of linear layers (*.layers.*.weight)")
+    warn_of_tensors(source, originals)
     specs = dict(originals)
     for name in chosen:
         shape = originals[name].shape

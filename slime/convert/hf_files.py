@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import filecmp
 import json
+import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
@@ -17,11 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime.models import family_of, hf_config, weight_shape
+from slime.models.names import check_names
 from slime.options.export_rules import EXPORT_MARK
 from slime.utils.errors import BadInputError
 from slime.utils.hf_reader import opened, tensor_files
 from slime.utils.hf_writer import INDEX_NAME, complete, file_name, write_index
 from slime.utils.json_file import read_object
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = {
     torch.float64: "F64",
@@ -162,6 +167,23 @@ def check_config(directory: Path) -> None:
     if not (directory / "config.json").is_file():
         raise BadInputError(f"{directory} is no Hugging Face directory: there is no config.json in it")
     read_object(directory / "config.json")
+
+
+def warn_of_tensors(directory: Path, names: Iterable[str]) -> None:
+    """Say what a directory's tensors lack of the model of its config.json, or have besides.
+
+    That is no error: a conversion that copies tensors also serves models that end otherwise, such as reward models. Of
+    models that are in no table of `slime.models` it is not known.
+    """
+    try:
+        config = hf_config(directory)
+        family, shape = family_of(config), weight_shape(config)
+    except ValueError:
+        return
+    try:
+        check_names(family, shape, names, directory, family.untrained(config, shape))
+    except ValueError as error:
+        logger.warning("warning: %s; the output will be the same", error)
 
 
 def other_than_a_model(directory: Path, origins: Sequence[Path] = ()) -> str:

@@ -186,3 +186,28 @@ def test_damaged_json_is_one_line_that_names_the_file(
         (line,) = capsys.readouterr().err.splitlines()
         assert f"error: {model / name} is damaged: " in line
         assert problem in line
+
+
+def test_a_model_that_lacks_a_tensor_is_copied_with_a_warning(
+    models: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of one that does not, or that is in no table, nothing is said."""
+    model, name = tmp_path / "model", "model.layers.0.mlp.down_proj.weight"
+    shutil.copytree(models("qwen3"), model)
+    tensors, config = load_file(model / "model.safetensors"), json.loads((model / "config.json").read_text())
+    save_file({each: tensor for each, tensor in tensors.items() if each != name}, model / "model.safetensors")
+    for changes, tool, source, output in (
+        ({}, fp8_tool, "model", "fp8"),
+        ({}, bf16_tool, "fp8", "bf16"),
+        ({"model_type": "other"}, fp8_tool, "model", "other"),
+    ):
+        if changes:
+            (model / "config.json").write_text(json.dumps({**config, **changes}))
+        caplog.clear()
+        assert tool.main(["--model-dir", str(tmp_path / source), "--save-dir", str(tmp_path / output)]) == 0
+        warnings = [line for line in caplog.messages if "warning" in line]
+        expected = f"warning: {tmp_path / source}: weights do not fit config.json; missing: {name}; the output will"
+        assert [line.startswith(expected) for line in warnings] == ([] if changes else [True])
+    caplog.clear()
+    assert fp8_tool.main(["--model-dir", str(models("qwen3")), "--save-dir", str(tmp_path / "whole")]) == 0
+    assert "warning" not in caplog.text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
@@ -23,11 +22,11 @@ from slime.backends.megatron.model import has_heads, unwrap
 from slime.backends.megatron.names import EXPERTS, expert_name, global_namer, local_experts
 from slime.models import Family, Shape, family_of, hf_config, weight_shape
 from slime.models.adapters import adapter_family, is_adapter_name, module_names, peft_config
+from slime.models.names import check_names
 from slime.utils.errors import BadInputError
 from slime.utils.hf_reader import HFWeights, tensors_that_begin, whole
 from slime.utils.hf_writer import HFWriter, save_tensors
 
-_IGNORED_EXTRA = re.compile(r"\.rotary_emb\.inv_freq$")
 _SHARD_BYTES = 4 * 2**30
 
 
@@ -83,24 +82,6 @@ def _global(
                 yield expert_name(name, number), expert
 
 
-def check_names(
-    family: Family, shape: Shape, names: Iterable[str], directory: Path, carried: tuple[str, ...] = ()
-) -> None:
-    """Raise BadInputError listing the tensors that a checkpoint lacks or has too many, but for what it may carry."""
-    found = set(names)
-    wanted = {source for name in family.parameters(shape) for source in family.sources(name, shape)}
-    extra = {name for name in found - wanted if not (_IGNORED_EXTRA.search(name) or name.startswith(carried))}
-    if shape.tied:
-        extra.discard("lm_head.weight")
-    problems = [
-        f"{title}: {', '.join(sorted(some)[:10])}{f' and {len(some) - 10} more' if len(some) > 10 else ''}"
-        for title, some in (("missing", wanted - found), ("unexpected", extra))
-        if some
-    ]
-    if problems:
-        raise BadInputError(f"{directory}: weights do not fit config.json; {'; '.join(problems)}")
-
-
 @torch.no_grad()
 def load_hf(chunks: Sequence[torch.nn.Module], hf_dir: str | Path) -> None:
     """Fill the model's weights from a Hugging Face directory; collective. Each rank reads only slices that it holds.
@@ -114,7 +95,10 @@ def load_hf(chunks: Sequence[torch.nn.Module], hf_dir: str | Path) -> None:
     family, shape = family_of(config), _shape_of(chunks, config)
     parameters = dict(global_weights(chunks))
     with HFWeights(directory) as weights:
-        check_names(family, shape, weights, directory, family.untrained(config, shape))
+        try:
+            check_names(family, shape, weights, directory, family.untrained(config, shape))
+        except ValueError as error:
+            raise BadInputError(str(error)) from None
         check_hf(directory, weights, chunks, parameters, family, shape)
         for name, tensor in parameters.items():
             rank = _shard_rank(name)
