@@ -6,12 +6,14 @@ import json
 import re
 from argparse import Namespace
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from slime.models import family_of, hf_config, weight_shape
 from slime.options.checkpoint import LATEST
 from slime.utils.arguments import parse_args
 
@@ -74,10 +76,30 @@ BASE = {
 
 
 def write_model(directory: Path, config: dict[str, object] = QWEN3) -> None:
-    """A Hugging Face directory, of which options read the configuration only."""
-    directory.mkdir()
+    """A Hugging Face directory, of which options read the configuration and what files say is in them."""
+    directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
-    (directory / "model.safetensors").touch()
+    write_headers(directory)
+
+
+def write_headers(directory: Path) -> None:
+    """A safetensors file with the tensors that config.json means: a header, and a hole for the numbers.
+
+    Only the embedding has its shape.
+    """
+    config = hf_config(directory)
+    family, shape = family_of(config), weight_shape(config, with_heads=True)
+    names = {source for name in family.parameters(shape) for source in family.sources(name, shape)}
+    sizes = {name: [1] for name in sorted(names)}
+    sizes["model.embed_tokens.weight"] = [shape.vocab_size, config.hidden_size]
+    entries, end = {}, 0
+    for name, size in sizes.items():
+        begin, end = end, end + 2 * prod(size)
+        entries[name] = {"dtype": "BF16", "shape": size, "data_offsets": [begin, end]}
+    header = json.dumps(entries).encode()
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + end)
 
 
 def write_checkpoint(directory: Path, name: str, common: dict[str, Any]) -> None:

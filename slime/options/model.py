@@ -55,9 +55,14 @@ def check_weights(args: Namespace) -> None:
         raise OptionError(f"--ref-load {source}: there are neither *.safetensors nor a checkpoint in it")
     resumes = args.load is not None and has_checkpoint(args.load)
     trainer_reads = trains and source is None and not resumes
-    engine_reads = args.num_engines > 0 and getattr(args, "sglang_load_format", "auto") in ("auto", "safetensors")
-    if (trainer_reads or engine_reads) and not has_weights(args.hf_checkpoint):
+    if (trainer_reads or engines_read_weights(args)) and not has_weights(args.hf_checkpoint):
         raise OptionError(f"--hf-checkpoint {args.hf_checkpoint}: there are no *.safetensors in it")
+
+
+def engines_read_weights(args: Namespace) -> bool:
+    """Whether engines start from the safetensors of ``--hf-checkpoint``."""
+    formats = ("auto", "safetensors")
+    return args.num_engines > 0 and not args.random_weights and getattr(args, "sglang_load_format", "auto") in formats
 
 
 def check_quantization(args: Namespace) -> None:

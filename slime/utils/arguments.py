@@ -236,6 +236,7 @@ def _resolve(args: argparse.Namespace, given: set[str], asynchronous: bool) -> l
         check_layout(args)
         _check_lora(args, resumed)
     settle_lora_sync(args, given, warnings)
+    _check_weight_files(args, resumed, downloaded=is_local or not args.dry_run)
     return warnings
 
 
@@ -285,6 +286,12 @@ def _check_lora(args: argparse.Namespace, resumed: SavedModel | None) -> None:
         raise OptionError("--moe-shared-expert-overlap cannot be used with --lora-rank: drop it")
     if args.moe_router_bias_update_rate:
         raise OptionError("--moe-router-bias-update-rate changes what --lora-rank freezes: drop it")
+
+
+def _check_weight_files(args: argparse.Namespace, resumed: SavedModel | None, *, downloaded: bool) -> None:
+    from slime.utils.weight_check import check_weight_files
+
+    check_weight_files(args, resumed, downloaded=downloaded)
 
 
 def _check_evaluation(args: argparse.Namespace, given: set[str]) -> None:

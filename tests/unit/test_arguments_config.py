@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import shipped
-from tests.command_line import QWEN3, Fails, Parse
+from tests.command_line import QWEN3, Fails, Parse, write_model
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def test_rotary_factor_of_llama_scripts(parse: Parse, directory: Path, fails: Fa
     rope = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     rope |= {"original_max_position_embeddings": 8192}
     llama = QWEN3 | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_scaling": rope}
-    (directory / "model" / "config.json").write_text(json.dumps(llama))
+    write_model(directory / "model", llama)
     assert parse("--use-rope-scaling --rotary-scaling-factor 32.0").rope_scaling_factor == 32.0
     assert "--rotary-scaling-factor is 8.0, config.json means 32.0" in fails("--rotary-scaling-factor 8")
 
@@ -77,7 +77,7 @@ def test_latent_attention_comes_from_the_config(parse: Parse, directory: Path, f
         **{"moe_intermediate_size": 64, "first_k_dense_replace": 1},
     }
     del kimi["head_dim"]
-    (directory / "model" / "config.json").write_text(json.dumps(kimi))
+    write_model(directory / "model", kimi)
     flags = "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 12 --qk-pos-emb-head-dim 8 "
     flags += "--v-head-dim 10 --kv-channels 64 --rotary-scaling-factor 32.0 --mscale 1.0 --mscale-all-dim 1.0"
     for words in ("", flags):
@@ -86,7 +86,7 @@ def test_latent_attention_comes_from_the_config(parse: Parse, directory: Path, f
         assert (args.rope_type, args.rotary_scaling_factor, args.original_max_position_embeddings) == ("yarn", 32.0, 64)
         assert (args.beta_fast, args.mscale_all_dim, args.qk_layernorm) == (1.0, 1.0, True)
     assert "--q-lora-rank is 25, config.json means 24" in fails("--q-lora-rank 25")
-    (directory / "model" / "config.json").write_text(json.dumps(kimi | {"q_lora_rank": None, "rope_scaling": None}))
+    write_model(directory / "model", kimi | {"q_lora_rank": None, "rope_scaling": None})
     args = parse("--multi-latent-attention --rotary-scaling-factor 1 --mscale 1.0 --mscale-all-dim 1.0")
     assert (args.q_lora_rank, args.rope_type) == (None, "rope")
     assert "--q-lora-rank is 25, config.json means none" in fails("--q-lora-rank 25")
@@ -102,9 +102,9 @@ def test_engines_do_not_take_weights_for_quantized_ones(parse: Parse, directory:
         blocks | {"activation_scheme": "static"},
         blocks | {"fmt": "e5m2"},
     ):
-        (directory / "model" / "config.json").write_text(json.dumps(QWEN3 | {"quantization_config": other}))
+        write_model(directory / "model", QWEN3 | {"quantization_config": other})
         assert "weights are pushed in one: quant_method fp8, fmt e4m3, activation_scheme dynamic" in fails("--bf16")
-        assert not parse(trains_only, "--colocate").pushes_float8
+        assert not parse(f"{trains_only} --random-weights", "--colocate").pushes_float8
         assert not parse("--debug-rollout-only --rollout-num-gpus 2", "--colocate").pushes_float8
 
 
@@ -117,7 +117,7 @@ def test_engines_take_weights_in_blocks_of_float8(parse: Parse, directory: Path,
     assert not parse("--bf16").pushes_float8
     assert "--sglang-quantization fp8: engines hold the weights that are pushed" in fails("--sglang-quantization fp8")
     blocks = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-    (directory / "model" / "config.json").write_text(json.dumps(QWEN3 | {"quantization_config": blocks}))
+    write_model(directory / "model", QWEN3 | {"quantization_config": blocks})
     assert parse("--bf16").pushes_float8
     assert parse("--bf16 --sglang-quantization fp8").pushes_float8
     assert "engines do not compute in float32: drop --fp32" in fails("--fp32")

@@ -63,8 +63,7 @@ def test_what_is_no_checkpoint_and_no_place(
 
 def test_weights_are_asked_for_only_where_they_are_read(directory: Path) -> None:
     (directory / "model" / "model.safetensors").unlink()
-    (directory / "ref").mkdir()
-    (directory / "ref" / "model.safetensors").touch()
+    write_model(directory / "ref")
     replay = "--load-debug-rollout-data dump/{rollout_id}.pt"
     parse_args(command("--debug-rollout-only --sglang-load-format dummy"))
     assert parse_args(command(f"{replay} --ref-load ref")).ref_load == str(directory / "ref")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import re
 from argparse import Namespace
@@ -187,7 +186,7 @@ def test_an_interval_of_expert_layers_is_a_pattern(parse: Parse, directory: Path
     step, layers = (1, 4) if every == 1 else (every, 6)
     config = MOE | {"decoder_sparse_step": 1, "num_hidden_layers": layers}
     config["mlp_only_layers"] = [layer for layer in range(layers) if layer % step]
-    (directory / "moe" / "config.json").write_text(json.dumps(config))
+    write_model(directory / "moe", config)
     args = parse(f"--hf-checkpoint moe --moe-layer-freq {every}")
     assert args.moe_layer_freq == [int(layer % every == 0) for layer in range(layers)]
 

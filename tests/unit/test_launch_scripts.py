@@ -19,6 +19,7 @@ from slime.ray.dry_run import dry_run
 from slime.utils.arguments import parse_args
 from slime.utils.http_utils import PortReservation
 from tests import shipped
+from tests.command_line import write_headers
 from tests.documents import DOCS
 from tests.small_rollout import write_tokenizer
 
@@ -74,12 +75,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def checkpoint(files: Path, name: str) -> Path:
-    """A Hugging Face directory with the model's config.json, a tokenizer, and weights that nobody reads."""
+    """A Hugging Face directory with the model's config.json, a tokenizer, and a file that says which weights it has."""
     directory = files / name
     if not directory.is_dir():
         shutil.copytree(files / "tokenizer", directory)
         shutil.copy(shipped.CONFIGS / name / "config.json", directory / "config.json")
-        (directory / "model.safetensors").touch()
+        write_headers(directory)
     return directory
 
 

@@ -1,0 +1,175 @@
+"""Weights that could not be loaded, or are another model's: one line as flags are read, for dry runs and others."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slime.utils import hf_headers
+from slime.utils.arguments import parse_args
+from slime.utils.hf_writer import INDEX_NAME
+from tests.command_line import command, failure, write_headers, write_rows
+from tests.parallel import tiny
+
+NUM_GPUS = 0
+
+LAYER = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models in several files: ``model``; a wider one, ``wide``; and one of another family, ``moe``."""
+    root = tmp_path_factory.mktemp("models")
+    wide = tiny.config("qwen3")
+    wide.hidden_size = 96
+    models = {"model": tiny.model("qwen3"), "wide": tiny.random_model("qwen3", wide), "moe": tiny.model("qwen3_moe")}
+    for name, model in models.items():
+        model.save_pretrained(root / name, max_shard_size="100KB")
+        assert len(list((root / name).glob("*.safetensors"))) > 2
+    return root
+
+
+@pytest.fixture
+def directory(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(root, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(root / "model", tmp_path / "bad")
+    write_rows(tmp_path / "data.jsonl")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def file_of(name: str) -> Path:
+    """The file of ``bad`` that has a tensor."""
+    return Path("bad", json.loads(Path("bad", INDEX_NAME).read_text())["weight_map"][name])
+
+
+def change_index(change: Callable[[dict[str, str]], object]) -> None:
+    index = json.loads(Path("bad", INDEX_NAME).read_text())
+    change(index["weight_map"])
+    Path("bad", INDEX_NAME).write_text(json.dumps(index))
+
+
+def to_float8(*, scale: tuple[int, ...] | None, config: bool = True) -> None:
+    """One tensor of ``bad``, with scales of that shape."""
+    file = file_of(LAYER)
+    tensors = load_file(file)
+    tensors[LAYER] = tensors[LAYER].to(torch.float8_e4m3fn)
+    if scale:
+        tensors[f"{LAYER}_scale_inv"] = torch.ones(scale)
+        change_index(lambda files: files.update({f"{LAYER}_scale_inv": file.name}))
+    save_file(tensors, file)
+    if config:
+        values = json.loads(Path("bad", "config.json").read_text())
+        values["quantization_config"] = {
+            **{"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"},
+            "weight_block_size": [32, 32],
+        }
+        Path("bad", "config.json").write_text(json.dumps(values))
+
+
+def without_the_tensor() -> None:
+    file = file_of(LAYER)
+    tensors = load_file(file)
+    del tensors[LAYER]
+    save_file(tensors, file)
+
+
+def without_an_index() -> None:
+    Path("bad", INDEX_NAME).unlink()
+
+
+DAMAGES: dict[str, tuple[Callable[[], Any], str]] = {
+    "missing file": (lambda: file_of(LAYER).unlink(), f"safetensors is not there, and {INDEX_NAME} names"),
+    "truncated": (lambda: file_of(LAYER).write_bytes(file_of(LAYER).read_bytes()[:-4]), "is not whole: it has"),
+    "longer": (lambda: file_of(LAYER).write_bytes(file_of(LAYER).read_bytes() + b"1234"), "is not whole: it has"),
+    "half a header": (lambda: file_of(LAYER).write_bytes(file_of(LAYER).read_bytes()[:50]), "is damaged: it does not"),
+    "empty": (lambda: file_of(LAYER).write_bytes(b""), "safetensors is empty: copy or download it again"),
+    "pointer": (
+        lambda: file_of(LAYER).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
+        "is a git-LFS pointer and no weights: run git lfs pull there",
+    ),
+    "no JSON": (lambda: file_of(LAYER).write_bytes(b"\5" + b"\0" * 7 + b"hello"), "is damaged: it does not begin with"),
+    "not in the file": (without_the_tensor, f"has {LAYER} in model-0"),
+    "not in the index": (lambda: change_index(lambda files: files.pop(LAYER)), f"fit config.json; missing: {LAYER}:"),
+    "one too many": (lambda: change_index(lambda files: files.update(x=files[LAYER])), "has x in model-0"),
+    "bad index": (lambda: Path("bad", INDEX_NAME).write_text("[]"), f"{INDEX_NAME} is damaged: it has no weight_map"),
+    "no index": (without_an_index, f"there is no {INDEX_NAME} and no model.safetensors in it"),
+    "no scale": (lambda: to_float8(scale=None), f"{LAYER} is in float8, and there is no {LAYER}_scale_inv"),
+    "no blocks": (lambda: to_float8(scale=(2, 4), config=False), "is in float8, and config.json no quantization_conf"),
+    "other scale": (lambda: to_float8(scale=(1, 1)), f"{LAYER}_scale_inv is [1, 1], and blocks of [32, 32] make ["),
+    "other width": (lambda: shutil.copy("wide/config.json", "bad/config.json"), "embed_tokens.weight is ["),
+    "other family": (lambda: shutil.copy("moe/config.json", "bad/config.json"), "config.json; missing: model.layers"),
+}  # fmt: skip
+OF_FILES = (
+    *("missing file", "truncated", "longer", "empty", "pointer", "no JSON"),
+    *("not in the file", "one too many", "bad index"),
+)
+
+
+@pytest.mark.parametrize("flag", ["--hf-checkpoint", "--ref-load"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_directory_that_trainers_could_not_load(
+    directory: Path, capsys: pytest.CaptureFixture[str], damage: str, flag: str
+) -> None:
+    do, expected = DAMAGES[damage]
+    do()
+    said = failure(capsys, f"{flag} bad", "--fp32")
+    assert said.startswith(f"{flag} {directory / 'bad'}: "), said
+    assert expected in said
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_engines_alone_need_whole_files(directory: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
+    """Tensors may be others: engines know formats that trainers do not."""
+    DAMAGES[damage][0]()
+    words = "--hf-checkpoint bad --debug-rollout-only --rollout-num-gpus 1"
+    if damage in OF_FILES:
+        assert DAMAGES[damage][1] in failure(capsys, words, "--colocate")
+    elif "half" not in damage and "other" not in damage:
+        parse_args(command(words, "--colocate"))
+    parse_args(command(f"{words} --sglang-load-format dummy", "--colocate"))
+
+
+def test_what_is_not_read_is_not_checked(directory: Path) -> None:
+    file_of(LAYER).write_bytes(b"")
+    parse_args(command("--random-weights --hf-checkpoint bad"))
+    parse_args(command("--random-weights --ref-load bad"))
+    parse_args(command("--load-debug-rollout-data x/{rollout_id}.pt --hf-checkpoint bad --ref-load model"))
+
+
+@pytest.mark.parametrize("words", ["", "--ref-load model"])
+def test_each_file_is_opened_once(directory: Path, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+    opened: list[str] = []
+    read = hf_headers._read
+    monkeypatch.setattr(hf_headers, "_read", lambda file, *more: opened.append(file.name) or read(file, *more))
+    parse_args(command(words))
+    assert sorted(opened) == sorted(path.name for path in Path("model").glob("*.safetensors"))
+
+
+def test_a_single_file_has_other_files_beside_it(directory: Path) -> None:
+    """Which trainers do not read."""
+    shutil.rmtree("bad")
+    tiny.model("qwen3").save_pretrained("bad")
+    Path("bad", "consolidated.safetensors").write_bytes(b"other")
+    parse_args(command("--hf-checkpoint bad"))
+
+
+def test_a_reference_of_another_model(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = f"--ref-load {directory}/wide is another model's: hidden_size is 96 by its config.json, and 64 by that of"
+    assert failure(capsys, "--ref-load wide").startswith(other)
+    assert "/moe is another model's: " in failure(capsys, "--ref-load moe")
+    values = json.loads(Path("model", "config.json").read_text())
+    Path("bad", "config.json").write_text(json.dumps(values | {"model_type": "llama"}))
+    for path in [*Path("bad").glob("*.safetensors"), Path("bad", INDEX_NAME)]:
+        path.unlink()
+    write_headers(Path("bad"))
+    said = failure(capsys, "--ref-load bad")
+    assert "another model's (llama): it has nothing for decoder.layers.0.self_attention.k_layernorm.weight" in said
+    parse_args(command("--ref-load bad --allow-config-mismatch"))
