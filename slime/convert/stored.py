@@ -45,6 +45,14 @@ class StoredTensors:
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
 
+    def lacking_files(self) -> list[str]:
+        """The files of its tensors that are not there, or end before a tensor does."""
+        ends: dict[str, int] = {}
+        for place in self._reader.storage_data.values():
+            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+        files = {name: self.directory / name for name in sorted(ends)}
+        return [name for name, file in files.items() if not file.is_file() or file.stat().st_size < ends[name]]
+
     def shape(self, key: str) -> tuple[int, ...]:
         """Of the whole tensor."""
         return tuple(self._tensors[key].size)

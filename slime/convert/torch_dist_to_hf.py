@@ -124,7 +124,7 @@ def convert(
             "it another model's?"
         )
     tasks = list(plan(stored, located))
-    specs = _specs(stored, tasks, family, shape)
+    specs = specs_of(stored, tasks, family, shape)
     _check_config(specs, origin, config, shape)
     copied = _carried(origin, family.untrained(config, shape))
     copied |= _taken_from_origin(specs, origin, missing, shape, add_missing, copied)
@@ -235,8 +235,12 @@ def plan(stored: StoredTensors, located: Mapping[str, Location]) -> Iterator[Tas
         yield Task(key, offsets, (*counts, *size[leading:]), leading, tuple(name for name, _ in members))
 
 
-def _specs(stored: StoredTensors, tasks: list[Task], family: Family, shape: Shape) -> dict[str, Spec]:
-    """What will be written."""
+def specs_of(stored: StoredTensors, tasks: list[Task], family: Family, shape: Shape) -> dict[str, Spec]:
+    """The Hugging Face tensors that the tasks make.
+
+    Raises:
+        BadInputError: the stored parameters do not have the shapes of the model's rules.
+    """
     specs: dict[str, Spec] = {}
     for task in tasks:
         meta = torch.empty(task.shape, dtype=stored.dtype(task.key), device="meta")

@@ -1,15 +1,19 @@
-"""Whether a run can load the weights that it starts from: by headers, before anything starts."""
+"""Whether a run can load the weights that it starts from: by headers and metadata, before anything starts."""
 
 from __future__ import annotations
 
 import os
+import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slime.models import family_of, hf_config, shape_from_hf, weight_shape
+from slime.models import Family, family_of, hf_config, shape_from_hf, weight_shape
+from slime.models.adapters import adapter_family, targeted_sources
+from slime.models.family import HEADS_PREFIX, Row
 from slime.models.names import check_names
 from slime.options.checkpoint import SavedModel, find_checkpoint, is_torch_dist
 from slime.options.errors import OptionError
@@ -18,6 +22,9 @@ from slime.utils.block_scaled import SCALE_END, block_sizes, num_blocks
 from slime.utils.errors import BadInputError
 from slime.utils.hf_headers import Header, read_headers
 from slime.utils.hf_writer import INDEX_NAME
+
+if TYPE_CHECKING:
+    from slime.convert.stored import StoredTensors
 
 Headers = Mapping[str, Header]
 
@@ -28,6 +35,9 @@ _SIZES = (
 )
 """What of a model's shape decides the shapes of its weights; those of the vocabulary's rows may differ."""
 _EMBEDDING = "model.embed_tokens.weight"
+_OF_THE_VOCABULARY = (_EMBEDDING, "lm_head.weight")
+_ADAPTER = ".lora."
+_MODEL = ("decoder.", "embedding.", "output_layer.", HEADS_PREFIX)
 _ANOTHER = "is it another model's?"
 
 
@@ -47,18 +57,41 @@ def check_weight_files(args: Namespace, resumed: SavedModel | None, *, downloade
     starts = starts and not args.random_weights
     own, ref = Path(args.hf_checkpoint), args.ref_load
     from_own = ref is None or os.path.realpath(ref) == os.path.realpath(own)
+    headers: Headers = {}
     if downloaded and has_weights(args.hf_checkpoint):
         if starts and from_own:
-            _hf_weights("--hf-checkpoint", own, args)
+            headers = _hf_weights("--hf-checkpoint", own, args)
         elif engines_read_weights(args):
             with _named("--hf-checkpoint", own):
-                read_headers(own)
+                headers = read_headers(own)
+    if not trains:
+        return
+    model = _Model.of(args, headers)
     if starts and not from_own:
         found = find_checkpoint(ref)
         directory = found[0] if found else Path(ref)
-        if not is_torch_dist(directory):
+        if is_torch_dist(directory):
+            _check_stored("--ref-load", directory, args, model)
+        else:
             _hf_weights("--ref-load", directory, args)
             _check_same_model(directory, args)
+    if resumed is not None:
+        _check_stored("--load", resumed.directory, args, model)
+
+
+@dataclass(frozen=True)
+class _Model:
+    """The model of a run."""
+
+    config: Any
+    family: Family
+    headers: Headers
+    """Of ``--hf-checkpoint``, as far as they were read."""
+
+    @classmethod
+    def of(cls, args: Namespace, headers: Headers) -> _Model:
+        config = hf_config(args.hf_checkpoint)
+        return cls(config, family_of(config), headers)
 
 
 @contextmanager
@@ -131,6 +164,82 @@ def _check_same_model(directory: Path, args: Namespace) -> None:
             f"--ref-load {directory} is another model's ({config.model_type}): it has nothing for "
             f"{_some(wanted - found)} of --hf-checkpoint {args.hf_checkpoint} ({own.model_type})"
         )
+
+
+# ---- torch_dist checkpoints
+
+
+def _check_stored(flag: str, directory: Path, args: Namespace, model: _Model) -> None:
+    """Whether a torch_dist checkpoint is whole and holds the run's model, or the run's adapters of it."""
+    if not any(directory.glob("*.distcp")):
+        return  # of another format, which loading knows or refuses
+    from slime.convert.stored import METADATA, StoredTensors
+
+    with _named(flag, directory):
+        if not (directory / METADATA).is_file():
+            raise BadInputError(f"there is no {METADATA} in it, which a copy may have left out as a hidden file")
+        stored = StoredTensors(directory)
+        if lacking := stored.lacking_files():
+            raise BadInputError(f"files are missing or not whole: {_some(lacking)}: copy the checkpoint again")
+        if args.allow_config_mismatch:
+            return
+        if args.lora_rank is not None and flag == "--load":
+            _check_stored_adapters(stored, args, model)
+        else:
+            _check_stored_model(stored, args, model)
+
+
+def _check_stored_model(stored: StoredTensors, args: Namespace, model: _Model) -> None:
+    from slime.convert.torch_dist_to_hf import locate_all, plan, specs_of, unused
+
+    family, has_heads = model.family, any(key.startswith(HEADS_PREFIX) for key in stored)
+    shape = weight_shape(model.config, with_heads=has_heads)
+    located, missing = locate_all(stored, family, shape)
+    if missing:
+        raise BadInputError(f"it lacks {_some(missing)} of --hf-checkpoint {args.hf_checkpoint}: {_ANOTHER}")
+    if left := list(unused(stored, located.values())):
+        raise BadInputError(
+            f"it holds what the model of --hf-checkpoint {args.hf_checkpoint} has no place for: {_some(left)}: "
+            f"{_ANOTHER}"
+        )
+    specs = specs_of(stored, list(plan(stored, located)), family, shape)
+    for name, spec in specs.items():
+        meant: tuple[int, ...] = model.headers[name].shape if name in model.headers else spec.shape
+        if name == _EMBEDDING:
+            meant = (spec.shape[0], args.hidden_size)
+        if spec.shape[1:] != meant[1:] or (name not in _OF_THE_VOCABULARY and spec.shape[0] != meant[0]):
+            raise BadInputError(
+                f"its {name} is {list(spec.shape)}, that of --hf-checkpoint {args.hf_checkpoint} {list(meant)}: "
+                f"{_ANOTHER}"
+            )
+
+
+def _check_stored_adapters(stored: StoredTensors, args: Namespace, model: _Model) -> None:
+    family, shape = model.family, weight_shape(model.config)
+    rows: dict[str, tuple[Row, list[str]]] = {}
+    for name in adapter_family(family, args.lora_target_modules).parameters(shape):
+        base = f"{name.rpartition(_ADAPTER)[0]}.weight"
+        rows[re.sub(r"\.experts\.\d+\.", ".experts.", name)] = family.row(base)[0], family.sources(base, shape)
+    found = {key for key in stored if _ADAPTER in key and key.startswith(_MODEL)}
+    lacking, left = rows.keys() - found, found - rows.keys()
+    for what, keys in (("lacks adapters", lacking), ("holds adapters that are not", left)):
+        if keys:
+            raise BadInputError(
+                f"it {what} of the model of --hf-checkpoint {args.hf_checkpoint}: {_some(keys)}: {_ANOTHER}"
+            )
+    for key, (row, sources) in rows.items():
+        if any(source not in model.headers for source in sources):
+            continue
+        shapes = [model.headers[source].shape for source in sources]
+        is_first = key.endswith("a")
+        extent = shapes[0][1] if is_first else sum(shape[0] for shape in shapes)
+        wanted = [sum(targeted_sources(row, args.lora_target_modules)) * args.lora_rank, extent]
+        wanted = wanted if is_first else [extent, args.lora_rank]
+        if list(stored.shape(key)[-2:]) != wanted:
+            raise BadInputError(
+                f"its {key} is {list(stored.shape(key)[-2:])}, and the model of --hf-checkpoint {args.hf_checkpoint} "
+                f"has {wanted}: {_ANOTHER}"
+            )
 
 
 def _some(names: Any) -> str:

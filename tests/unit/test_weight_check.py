@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed import checkpoint as dcp
 
+from slime.models import family_of, hf_config, weight_shape
+from slime.models.adapters import adapter_family, targeted_sources
+from slime.options.checkpoint import LATEST
 from slime.utils import hf_headers
 from slime.utils.arguments import parse_args
 from slime.utils.hf_writer import INDEX_NAME
@@ -20,6 +24,8 @@ from tests.parallel import tiny
 
 NUM_GPUS = 0
 
+TARGETS = ("q_proj", "down_proj")
+LORA = f"--lora-rank 4 --lora-target-modules {' '.join(TARGETS)}"
 LAYER = "model.layers.1.mlp.down_proj.weight"
 
 
@@ -142,6 +148,8 @@ def test_what_is_not_read_is_not_checked(directory: Path) -> None:
     parse_args(command("--random-weights --hf-checkpoint bad"))
     parse_args(command("--random-weights --ref-load bad"))
     parse_args(command("--load-debug-rollout-data x/{rollout_id}.pt --hf-checkpoint bad --ref-load model"))
+    save_model("model", "ckpt/iter_0000001")
+    parse_args(command("--load ckpt --ref-load bad"))
 
 
 @pytest.mark.parametrize("words", ["", "--ref-load model"])
@@ -173,3 +181,114 @@ def test_a_reference_of_another_model(directory: Path, capsys: pytest.CaptureFix
     said = failure(capsys, "--ref-load bad")
     assert "another model's (llama): it has nothing for decoder.layers.0.self_attention.k_layernorm.weight" in said
     parse_args(command("--ref-load bad --allow-config-mismatch"))
+
+
+# ---- torch_dist checkpoints
+
+
+def save(tensors: dict[str, torch.Tensor], directory: str, **common: Any) -> None:
+    """A checkpoint, and beside it the file that names it."""
+    path = Path(directory)
+    dcp.save(tensors, checkpoint_id=path)
+    torch.save(common, path / "common.pt")
+    (path / "metadata.json").write_text("{}")
+    (path.parent / LATEST).write_text(path.name.removeprefix("iter_").lstrip("0"))
+
+
+def save_model(model: str, directory: str, **more: torch.Tensor) -> None:
+    """A torch_dist checkpoint of a model."""
+    config = hf_config(model)
+    family, shape = family_of(config), weight_shape(config)
+    found = {name: t for path in Path(model).glob("*.safetensors") for name, t in load_file(path).items()}
+    tensors: dict[str, torch.Tensor] = {}
+    for name in family.parameters(shape):
+        parts = [found[source] for source in family.sources(name, shape)]
+        size = (sum(len(part) for part in parts), *parts[0].shape[1:])
+        tensors[name] = family.shard(name, found.__getitem__, shape, size, 0)
+    experts: dict[str, list[torch.Tensor]] = {}
+    for name in [name for name in tensors if ".experts." in name]:
+        before, _, after = name.partition(".experts.")
+        experts.setdefault(f"{before}.experts.experts.{after.partition('.')[2]}", []).append(tensors.pop(name))
+    stacked = {name: torch.stack(several) for name, several in experts.items()}
+    save(tensors | stacked | {"optimizer.x": torch.ones(1)} | more, directory)
+
+
+def save_adapters(model: str, directory: str, *without: str) -> None:
+    """A checkpoint of adapters of a model."""
+    config = hf_config(model)
+    family, shape = family_of(config), weight_shape(config)
+    found = {name: t for path in Path(model).glob("*.safetensors") for name, t in load_file(path).items()}
+    tensors = {}
+    for name in adapter_family(family, TARGETS).parameters(shape):
+        base = f"{name.rpartition('.lora.')[0]}.weight"
+        row, sources = family.row(base)[0], [found[source] for source in family.sources(base, shape)]
+        first = (4 * sum(targeted_sources(row, TARGETS)), sources[0].shape[1])
+        size = first if name.endswith(".a") else (sum(len(source) for source in sources), 4)
+        if name not in without:
+            tensors[name] = torch.zeros(size)
+    save(tensors, directory, adapters={"rank": 4, "alpha": 8.0, "target_modules": sorted(TARGETS)})
+
+
+@pytest.mark.parametrize("model", ["model", "moe"])
+def test_own_checkpoints_are_taken(directory: Path, model: str) -> None:
+    save_model(model, "ckpt/iter_0000001")
+    for words in ("--ref-load ckpt", "--ref-load ckpt/iter_0000001", "--load ckpt"):
+        parse_args(command(f"--hf-checkpoint {model} {words}"))
+    words = LORA.replace(" down_proj", "") if model == "moe" else LORA
+    if model == "model":
+        save_adapters(model, "adapters/iter_0000001")
+        parse_args(command(f"--hf-checkpoint {model} --load adapters {words}"))
+        parse_args(command(f"--hf-checkpoint {model} --load adapters --ref-load ckpt {words}"))
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("wide", "64]: is it another model's?"),
+        ("moe", "it lacks model.layers.0.mlp.down_proj.weight, "),
+    ],
+)
+@pytest.mark.parametrize("flag", ["--ref-load", "--load"])
+def test_checkpoints_of_another_model(
+    directory: Path, capsys: pytest.CaptureFixture[str], model: str, expected: str, flag: str
+) -> None:
+    save_model(model, "ckpt/iter_0000001")
+    said = failure(capsys, f"{flag} ckpt")
+    assert said.startswith(f"{flag} {directory}/ckpt/iter_0000001: "), said
+    assert expected in said
+    assert "is it another model's?" in said
+
+
+def test_checkpoints_of_more_layers(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = "decoder.layers.9.self_attention.linear_proj.weight"
+    save_model("model", "ckpt/iter_0000001", **{more: torch.ones(64, 96)})
+    said = failure(capsys, "--load ckpt")
+    assert f"has no place for: {more}: is it another model's?" in said
+
+
+@pytest.mark.parametrize(
+    ("model", "without", "expected"),
+    [
+        ("wide", (), "and the model of --hf-checkpoint {directory}/model has [4, 64]: is it another model's?"),
+        ("moe", (), "it lacks adapters of the model of --hf-checkpoint {directory}/model: decoder.layers.0.mlp."),
+        ("model", ("decoder.layers.2.mlp.linear_fc2.lora.b",), ": decoder.layers.2.mlp.linear_fc2.lora.b: is it anot"),
+    ],
+)  # fmt: skip
+def test_adapters_of_another_model(
+    directory: Path, capsys: pytest.CaptureFixture[str], model: str, without: tuple[str, ...], expected: str
+) -> None:
+    save_adapters(model, "ckpt/iter_0000001", *without)
+    said = failure(capsys, f"--load ckpt {LORA}")
+    assert said.startswith(f"--load {directory}/ckpt/iter_0000001: "), said
+    assert expected.replace("{directory}", str(directory)) in said
+
+
+def test_checkpoints_that_are_not_whole(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_model("model", "ckpt/iter_0000001")
+    (file,) = Path("ckpt", "iter_0000001").glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:-1000])
+    assert f"files are missing or not whole: {file.name}: copy" in failure(capsys, "--load ckpt")
+    Path("ckpt", "iter_0000001", ".metadata").write_bytes(b"x")
+    assert ".metadata cannot be read" in failure(capsys, "--load ckpt")
+    Path("ckpt", "iter_0000001", ".metadata").unlink()
+    assert "there is no .metadata in it, which a copy may have left out" in failure(capsys, "--ref-load ckpt")
