@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.models import Family, family_of, hf_config, shape_from_hf, weight_shape
 from slime.models.adapters import adapter_family, targeted_sources
-from slime.models.family import HEADS_PREFIX, Row
+from slime.models.family import HEADS_PREFIX, MODEL_PREFIXES, Row
 from slime.models.names import check_names
 from slime.options.checkpoint import SavedModel, find_checkpoint, is_torch_dist
 from slime.options.errors import OptionError
@@ -37,7 +37,6 @@ _SIZES = (
 _EMBEDDING = "model.embed_tokens.weight"
 _OF_THE_VOCABULARY = (_EMBEDDING, "lm_head.weight")
 _ADAPTER = ".lora."
-_MODEL = ("decoder.", "embedding.", "output_layer.", HEADS_PREFIX)
 _ANOTHER = "is it another model's?"
 
 
@@ -220,7 +219,7 @@ def _check_stored_adapters(stored: StoredTensors, args: Namespace, model: _Model
     for name in adapter_family(family, args.lora_target_modules).parameters(shape):
         base = f"{name.rpartition(_ADAPTER)[0]}.weight"
         rows[re.sub(r"\.experts\.\d+\.", ".experts.", name)] = family.row(base)[0], family.sources(base, shape)
-    found = {key for key in stored if _ADAPTER in key and key.startswith(_MODEL)}
+    found = {key for key in stored if _ADAPTER in key and key.startswith(MODEL_PREFIXES)}
     lacking, left = rows.keys() - found, found - rows.keys()
     for what, keys in (("lacks adapters", lacking), ("holds adapters that are not", left)):
         if keys:
