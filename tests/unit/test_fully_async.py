@@ -194,12 +194,15 @@ def test_a_crashed_group_goes_back_and_is_generated_again(make_args: Args, use: 
 
     use(FakeClient(crash_once))
     args, source = make(make_args)
-    taken: list[int | None] = []
-    for rollout_id in range(3):
+    trained: Counter[int | None] = Counter()
+    for rollout_id in range(40):
         engine.push(rollout_id)
-        taken += groups_of(take(args, rollout_id, source))
+        trained.update(groups_of(take(args, rollout_id, source)))
+        if trained[2]:
+            break
     assert crashed
-    assert 2 in taken
+    assert trained[2] == 1, "it comes back when its thread has put it back, however busy the machine is"
+    assert set(trained.values()) == {1}
 
 
 def test_what_always_crashes_ends_the_run_and_leaves_all_prompts_in_the_source(make_args: Args, use: Use) -> None:
