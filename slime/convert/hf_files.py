@@ -8,7 +8,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
@@ -22,7 +22,8 @@ from slime.models import family_of, hf_config, weight_shape
 from slime.models.names import check_names
 from slime.options.export_rules import EXPORT_MARK
 from slime.utils.errors import BadInputError
-from slime.utils.hf_reader import opened, tensor_files
+from slime.utils.hf_headers import read_headers
+from slime.utils.hf_reader import tensor_files
 from slime.utils.hf_writer import INDEX_NAME, complete, file_name, write_index
 from slime.utils.json_file import read_object
 
@@ -210,21 +211,10 @@ def stored_specs(directory: Path) -> dict[str, Spec]:
 
     Raises:
         FileNotFoundError: neither an index nor a single safetensors file, or a file of the index is missing.
-        BadInputError: a file that is damaged, or that lacks tensors of the index.
+        BadInputError: a file that is damaged or not whole, or that lacks tensors of the index.
     """
-    file_of = tensor_files(directory)
-    return {name: spec for file in sorted(set(file_of.values())) for name, spec in _headers(directory, file, file_of)}
-
-
-def _headers(directory: Path, file: str, file_of: Mapping[str, str]) -> Iterator[tuple[str, Spec]]:
-    """The tensors that the index has in a file."""
-    with opened(directory / file) as handle:
-        present = set(handle.keys())
-        for name in (name for name, own in file_of.items() if own == file):
-            if name not in present:
-                raise BadInputError(f"{directory / INDEX_NAME} has {name} in {file}, which it is not in")
-            part = handle.get_slice(name)
-            yield name, Spec(tuple(part.get_shape()), _DTYPE_OF[part.get_dtype()])
+    tensor_files(directory)
+    return {name: Spec(header.shape, _DTYPE_OF[header.dtype]) for name, header in read_headers(directory).items()}
 
 
 def cut_into_shards(specs: Mapping[str, Spec], shard_bytes: int) -> list[list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import json
 import os
 import re
 from argparse import Namespace
@@ -14,7 +15,8 @@ from slime.options.errors import OptionError
 from slime.options.schema import flag_named
 
 EXPORT_MARK = "slime_export.json"
-"""A file in every directory that ``--save-hf`` or ``--save-lora`` wrote: a later export may replace such a one."""
+"""A file in every directory that ``--save-hf`` or ``--save-lora`` wrote, with the names of the others, which a later
+export may replace."""
 _EXPORTS = ("save_hf", "save_lora")
 _OTHERS = ("hf_checkpoint", "ref_load", "load", "save", "critic_load", "critic_save", "run_dir", "prompt_data")
 
@@ -35,11 +37,26 @@ def check_exports(args: Namespace) -> None:
             if any(taken.fullmatch(str(each)) for each in (place, *place.parents)):
                 raise OptionError(f"{flag} {path} would replace {place} ({whose}): name a directory of its own")
         for found in map(Path, glob.glob("".join("*" if part is None else glob.escape(part) for part in parts))):
-            if found.is_dir() and any(found.iterdir()) and not (found / EXPORT_MARK).is_file():
+            if found.is_dir() and (other := _other_than_an_export(found)):
                 raise OptionError(
-                    f"{flag} {path}: {found} has other things in it than an earlier export (no {EXPORT_MARK} in it), "
-                    "which would be lost: name another directory, or remove it"
+                    f"{flag} {path}: {found} has other things in it than an earlier export ({other}), which would be "
+                    "lost: name another directory, or remove it"
                 )
+
+
+def mark_export(directory: Path, hf_checkpoint: str) -> None:
+    """Write the mark of an export into its directory, when all else is there."""
+    mark = {"hf_checkpoint": hf_checkpoint, "files": sorted(path.name for path in directory.iterdir())}
+    (directory / EXPORT_MARK).write_text(json.dumps(mark, indent=1))
+
+
+def _other_than_an_export(directory: Path) -> str:
+    """The first thing in a directory that no export has put there; empty where there is none."""
+    try:
+        own = {EXPORT_MARK, *json.loads((directory / EXPORT_MARK).read_bytes())["files"]}
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        own = set()
+    return min({path.name for path in directory.iterdir()} - own, default="")
 
 
 def _parts(path: str) -> list[str | None]:

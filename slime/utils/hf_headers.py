@@ -9,6 +9,7 @@ from typing import Any
 
 from slime.utils.errors import BadInputError
 from slime.utils.hf_writer import INDEX_NAME
+from slime.utils.json_file import read_object
 
 _LARGEST_HEADER = 100_000_000
 """Bytes, as in the safetensors library."""
@@ -37,7 +38,7 @@ def read_headers(directory: Path) -> dict[str, Header]:
     if not index.is_file():
         files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
         return {name: header for file in files for name, header in _read(file).items()}
-    file_of = _weight_map(index)
+    file_of = weight_map(index)
     headers = {file: _read(directory / file, f", and {INDEX_NAME} names it") for file in sorted(set(file_of.values()))}
     for name, file in file_of.items():
         if name not in headers[file]:
@@ -45,14 +46,16 @@ def read_headers(directory: Path) -> dict[str, Header]:
     return {name: headers[file][name] for name, file in file_of.items()}
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        file_of = json.loads(index.read_bytes())["weight_map"]
-        if isinstance(file_of, dict) and all(isinstance(file, str) for file in file_of.values()):
-            return file_of
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise BadInputError(f"{index} is damaged: it has no weight_map: {_AGAIN}")
+def weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> file name, as an index has it.
+
+    Raises:
+        BadInputError: it is damaged.
+    """
+    file_of = read_object(index).get("weight_map")
+    if not isinstance(file_of, dict) or not file_of or not all(isinstance(file, str) for file in file_of.values()):
+        raise BadInputError(f"{index} is damaged: its weight_map should say which file each tensor is in: {_AGAIN}")
+    return file_of
 
 
 def _read(file: Path, named: str = "") -> dict[str, Header]:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from slime.utils.block_scaled import SCALE_END, BlockScaled, block_sizes
 from slime.utils.errors import BadInputError
+from slime.utils.hf_headers import weight_map
 from slime.utils.hf_writer import INDEX_NAME
-from slime.utils.json_file import read_object
 
 
 def tensor_files(directory: Path) -> dict[str, str]:
@@ -26,9 +26,7 @@ def tensor_files(directory: Path) -> dict[str, str]:
     """
     index = directory / INDEX_NAME
     if index.is_file():
-        files = read_object(index).get("weight_map")
-        if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
-            raise BadInputError(f"{index} is damaged: its weight_map should say which file each tensor is in")
+        files = weight_map(index)
         missing = sorted({file for file in files.values() if not (directory / file).is_file()})
         if missing:
             raise FileNotFoundError(f"{index} names files that are not there: {', '.join(missing)}")

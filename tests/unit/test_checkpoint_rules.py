@@ -10,6 +10,7 @@ import pytest
 from slime.options import checkpoint_rules
 from slime.options.checkpoint import SavedModel
 from slime.options.checkpoint_rules import starting_point
+from slime.options.export_rules import mark_export
 from slime.utils.arguments import parse_args
 from tests.command_line import QWEN3, command, failure, write_checkpoint, write_model, write_rows
 
@@ -162,5 +163,21 @@ def test_exports_replace_their_own_kind(directory: Path, words: str) -> None:
     for name in ("hf", "ckpt/hf_3"):
         (directory / name).mkdir(parents=True)
         (directory / name / "model.safetensors").touch()
-        (directory / name / "slime_export.json").touch()
+        mark_export(directory / name, "model")
     parse_args(command(words))
+
+
+@pytest.mark.parametrize("damage", [None, "", "[]", '{"files": 1}', "{}"])
+def test_what_came_into_an_export_later_is_not_replaced(
+    capsys: pytest.CaptureFixture[str], directory: Path, damage: str | None
+) -> None:
+    (directory / "hf").mkdir()
+    (directory / "hf" / "model.safetensors").touch()
+    mark_export(directory / "hf", "model")
+    parse_args(command("--save-hf hf"))
+    if damage is None:
+        (directory / "hf" / "notes").mkdir()
+    else:
+        (directory / "hf" / "slime_export.json").write_text(damage)
+    other = "model.safetensors" if damage is not None else "notes"
+    assert f"other things in it than an earlier export ({other})" in failure(capsys, "--save-hf hf")

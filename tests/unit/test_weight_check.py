@@ -105,7 +105,7 @@ DAMAGES: dict[str, tuple[Callable[[], Any], str]] = {
     "not in the file": (without_the_tensor, f"has {LAYER} in model-0"),
     "not in the index": (lambda: change_index(lambda files: files.pop(LAYER)), f"fit config.json; missing: {LAYER}:"),
     "one too many": (lambda: change_index(lambda files: files.update(x=files[LAYER])), "has x in model-0"),
-    "bad index": (lambda: Path("bad", INDEX_NAME).write_text("[]"), f"{INDEX_NAME} is damaged: it has no weight_map"),
+    "bad index": (lambda: Path("bad", INDEX_NAME).write_text("[]"), "is damaged: it should hold an object"),
     "no index": (without_an_index, f"there is no {INDEX_NAME} and no model.safetensors in it"),
     "no scale": (lambda: to_float8(scale=None), f"{LAYER} is in float8, and there is no {LAYER}_scale_inv"),
     "no blocks": (lambda: to_float8(scale=(2, 4), config=False), "is in float8, and config.json no quantization_conf"),

@@ -7,7 +7,6 @@ saves leaves the one before in place.
 
 from __future__ import annotations
 
-import json
 import logging
 import queue
 import random
@@ -37,7 +36,7 @@ from slime.backends.megatron.model import has_heads
 from slime.backends.megatron.optimizer import parts_of
 from slime.models.family import HEADS_PREFIX
 from slime.options.checkpoint import LATEST, checkpoint_directory
-from slime.options.export_rules import EXPORT_MARK
+from slime.options.export_rules import mark_export
 from slime.options.next_tokens import check_saved_heads
 from slime.utils import aside, device
 from slime.utils.errors import BadInputError
@@ -82,8 +81,9 @@ def commit_directory(final: Path) -> None:
 
 def commit_export(final: Path, hf_checkpoint: str) -> None:
     """`commit_directory` of what is for others to load, with the mark by which a later export may replace it."""
+    _barrier()
     if _is_first_rank():
-        (aside.unfinished(final) / EXPORT_MARK).write_text(json.dumps({"hf_checkpoint": str(hf_checkpoint)}))
+        mark_export(aside.unfinished(final), str(hf_checkpoint))
     commit_directory(final)
 
 
