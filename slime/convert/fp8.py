@@ -12,7 +12,8 @@ from slime.convert.hf_files import Spec, check_config, natural, stored_specs, wa
 from slime.convert.running import check_output, run_all, written_model
 from slime.utils.block_scaled import FP8, SCALE_END, is_linear, num_blocks, quantise
 from slime.utils.errors import BadInputError
-from slime.utils.hf_reader import opened, tensor_files
+from slime.utils.hf_headers import read_headers
+from slime.utils.hf_reader import opened
 
 
 def is_quantised(name: str, spec: Spec) -> bool:
@@ -50,7 +51,7 @@ def convert(source: Path, output: Path, *, block: tuple[int, int], shard_bytes: 
     """
     check_output(output, [source], force=force)
     check_config(source)
-    originals, file_of = stored_specs(source), tensor_files(source)
+    originals, headers = stored_specs(source), read_headers(source)
     if any(name.endswith(SCALE_END) or spec.dtype.itemsize == 1 for name, spec in originals.items()):
         raise BadInputError(f"{source} is quantised already")
     chosen = {name for name, spec in originals.items() if is_quantised(name, spec)}
@@ -65,13 +66,13 @@ def convert(source: Path, output: Path, *, block: tuple[int, int], shard_bytes: 
     with written_model("hf to fp8", output, specs, shard_bytes, source, changes) as write:
 
         def do(name: str) -> None:
-            with opened(source / file_of[name]) as handle:
+            with opened(source / headers[name].file) as handle:
                 tensor = handle.get_tensor(name)
             if name not in chosen:
                 write(name, tensor)
                 return
             if not tensor.isfinite().all():
-                raise BadInputError(f"{source / file_of[name]}: {name} has entries that are not finite")
+                raise BadInputError(f"{source / headers[name].file}: {name} has entries that are not finite")
             values, scales = quantise(tensor, block)
             write(name, values)
             write(name + SCALE_END, scales)

@@ -23,7 +23,6 @@ from slime.models.names import check_names
 from slime.options.export_rules import EXPORT_MARK
 from slime.utils.errors import BadInputError
 from slime.utils.hf_headers import read_headers
-from slime.utils.hf_reader import tensor_files
 from slime.utils.hf_writer import INDEX_NAME, complete, file_name, write_index
 from slime.utils.json_file import read_object
 
@@ -36,6 +35,7 @@ _DTYPES = {
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",
@@ -150,6 +150,7 @@ class HFOutput:
         if len(set(self._file_of.values())) > 1:
             write_index(self._directory, self._file_of, bytes_of.total())
         complete(self._directory, origin, bytes_of)
+        (self._directory / EXPORT_MARK).unlink(missing_ok=True)  # of the origin: this is no export of a run
         _change_config(self._directory / "config.json", changes or {})
 
     def close(self) -> None:
@@ -210,11 +211,13 @@ def stored_specs(directory: Path) -> dict[str, Spec]:
     """The tensors of a Hugging Face directory, by the headers of its files.
 
     Raises:
-        FileNotFoundError: neither an index nor a single safetensors file, or a file of the index is missing.
-        BadInputError: a file that is damaged or not whole, or that lacks tensors of the index.
+        BadInputError: as `read_headers`, or a tensor of a type that no model has.
     """
-    tensor_files(directory)
-    return {name: Spec(header.shape, _DTYPE_OF[header.dtype]) for name, header in read_headers(directory).items()}
+    headers = read_headers(directory)
+    for name, header in headers.items():
+        if header.dtype not in _DTYPE_OF:
+            raise BadInputError(f"{directory / header.file}: {name} is of type {header.dtype}, which is not known here")
+    return {name: Spec(header.shape, _DTYPE_OF[header.dtype]) for name, header in headers.items()}
 
 
 def cut_into_shards(specs: Mapping[str, Spec], shard_bytes: int) -> list[list[str]]:

@@ -68,10 +68,10 @@ def main(name: str, convert: Callable[[], None], output: Path, *, several_ranks:
         signal.signal(signal.SIGTERM, interrupt)
         if before[signal.SIGINT] is signal.default_int_handler:  # else it is to be ignored
             signal.signal(signal.SIGINT, interrupt)
-        if not several_ranks and (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
-            raise BadInputError(
-                f"this is one process with threads, and WORLD_SIZE is {ranks}: start it without torchrun"
-            )
+        # WORLD_SIZE alone says nothing: cluster operators set it in every container.
+        ranks = os.environ.get("WORLD_SIZE", "1") if "TORCHELASTIC_RUN_ID" in os.environ else "1"
+        if ranks != "1" and not several_ranks:
+            raise BadInputError(f"this is one process with threads, and torchrun starts {ranks}: start it without")
         convert()
     except (KeyboardInterrupt, RuntimeError) as error:
         # torch holds an interrupt back while a rank writes, which then fails because the others have ended by theirs.

@@ -48,7 +48,7 @@ class StoredTensors:
     def lacking_files(self) -> list[str]:
         """The files of its tensors that are not there, or end before a tensor does."""
         ends: dict[str, int] = {}
-        for place in self._reader.storage_data.values():
+        for place in self._place_of.values():
             ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
         files = {name: self.directory / name for name in sorted(ends)}
         return [name for name, file in files.items() if not file.is_file() or file.stat().st_size < ends[name]]

@@ -16,7 +16,8 @@ from torch import Tensor
 
 HEADS_PREFIX = "mtp."
 """How Megatron's names of the parameters of heads for further tokens begin, in the model and in checkpoints."""
-MODEL_PREFIXES = ("decoder.", "embedding.", "output_layer.", HEADS_PREFIX)
+OUTPUT_PREFIX = "output_layer."
+MODEL_PREFIXES = ("decoder.", "embedding.", OUTPUT_PREFIX, HEADS_PREFIX)
 """How keys of a model begin in checkpoints; others are of its optimizer."""
 
 

@@ -10,7 +10,9 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from string import Formatter
+from typing import Any
 
+from slime.options.checkpoint import find_checkpoint
 from slime.options.errors import OptionError
 from slime.options.schema import flag_named
 
@@ -37,26 +39,50 @@ def check_exports(args: Namespace) -> None:
             if any(taken.fullmatch(str(each)) for each in (place, *place.parents)):
                 raise OptionError(f"{flag} {path} would replace {place} ({whose}): name a directory of its own")
         for found in map(Path, glob.glob("".join("*" if part is None else glob.escape(part) for part in parts))):
-            if found.is_dir() and (other := _other_than_an_export(found)):
+            if found.is_dir() and not _is_past(found, args, path) and (other := _other_than_an_export(found)):
                 raise OptionError(
                     f"{flag} {path}: {found} has other things in it than an earlier export ({other}), which would be "
                     "lost: name another directory, or remove it"
                 )
 
 
-def mark_export(directory: Path, hf_checkpoint: str) -> None:
-    """Write the mark of an export into its directory, when all else is there."""
-    mark = {"hf_checkpoint": hf_checkpoint, "files": sorted(path.name for path in directory.iterdir())}
+def _is_past(directory: Path, args: Namespace, path: str) -> bool:
+    """Whether a directory is an export of a rollout before those of this run, which will not be written again."""
+    rollout_id, resumed = _mark(directory).get("rollout_id"), find_checkpoint(args.load) if args.load else None
+    first = args.start_rollout_id or (resumed[1] + 1 if resumed else 0)
+    return (
+        isinstance(rollout_id, int)
+        and rollout_id < first
+        and directory == Path(os.path.realpath(path.format(rollout_id=rollout_id)))
+        and path.format(rollout_id=first) != path.format(rollout_id=rollout_id)
+    )
+
+
+def mark_export(directory: Path, hf_checkpoint: str, rollout_id: int) -> None:
+    """Write the mark of the export after a rollout into its directory, when all else is there."""
+    files = sorted(path.name for path in directory.iterdir())
+    mark = {"hf_checkpoint": hf_checkpoint, "rollout_id": rollout_id, "files": files}
     (directory / EXPORT_MARK).write_text(json.dumps(mark, indent=1))
+
+
+def is_export(directory: str | Path, rollout_id: int) -> bool:
+    """Whether a directory is the export after a rollout."""
+    return _mark(directory).get("rollout_id") == rollout_id
 
 
 def _other_than_an_export(directory: Path) -> str:
     """The first thing in a directory that no export has put there; empty where there is none."""
-    try:
-        own = {EXPORT_MARK, *json.loads((directory / EXPORT_MARK).read_bytes())["files"]}
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        own = set()
+    own = {EXPORT_MARK, *map(str, _mark(directory).get("files", ()))}
     return min({path.name for path in directory.iterdir()} - own, default="")
+
+
+def _mark(directory: str | Path) -> dict[str, Any]:
+    """What the mark of an export says; nothing where there is none, or one that no export wrote."""
+    try:
+        mark = json.loads(Path(directory, EXPORT_MARK).read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return mark if isinstance(mark, dict) and isinstance(mark.get("files"), list) else {}
 
 
 def _parts(path: str) -> list[str | None]:

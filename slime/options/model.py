@@ -54,9 +54,16 @@ def check_weights(args: Namespace) -> None:
     if source is not None and not (has_weights(source) or has_checkpoint(source) or is_torch_dist(source)):
         raise OptionError(f"--ref-load {source}: there are neither *.safetensors nor a checkpoint in it")
     resumes = args.load is not None and has_checkpoint(args.load)
-    trainer_reads = trains and source is None and not resumes
+    trainer_reads = source is None and trains_from_weights(args, resumes=resumes)
     if (trainer_reads or engines_read_weights(args)) and not has_weights(args.hf_checkpoint):
         raise OptionError(f"--hf-checkpoint {args.hf_checkpoint}: there are no *.safetensors in it")
+
+
+def trains_from_weights(args: Namespace, *, resumes: bool) -> bool:
+    """Whether trainers read the weights of ``--ref-load`` or ``--hf-checkpoint``; those of a run that is resumed do for
+    the reference, and for what adapters are added to."""
+    starts = not resumes or args.needs_reference or args.lora_rank is not None
+    return args.placement != "rollout_only" and not args.random_weights and starts
 
 
 def engines_read_weights(args: Namespace) -> bool:

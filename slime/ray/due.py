@@ -6,6 +6,7 @@ import argparse
 
 from slime.observability.metrics import evaluated_versions
 from slime.options.checkpoint import find_checkpoint
+from slime.options.export_rules import is_export
 
 
 class NothingLeftError(Exception):
@@ -28,6 +29,18 @@ def scores_start(args: argparse.Namespace, start: int) -> bool:
     return start == 0 or start not in evaluated_versions(args)
 
 
+def missing_exports(args: argparse.Namespace, start: int) -> dict[str, str]:
+    """What a run that is resumed after its last rollout was to export of it, and has not: option -> directory.
+
+    They were asked for later, or it ended between the checkpoint and them.
+    """
+    if not args.load or start < args.num_rollout or args.start_rollout_id not in (None, start):
+        return {}
+    places = {name: getattr(args, name) for name in ("save_hf", "save_lora")}
+    named = {name: place.format(rollout_id=start - 1) for name, place in places.items() if place}
+    return {name: place for name, place in named.items() if not is_export(place, start - 1)}
+
+
 def check_remaining(args: argparse.Namespace) -> None:
     """Find out that a run is over before anything is started for it.
 
@@ -35,14 +48,15 @@ def check_remaining(args: argparse.Namespace) -> None:
     never over, nor is one whose number of rollouts is not known yet.
 
     Raises:
-        NothingLeftError: the checkpoint in ``--load`` is after the last rollout, and its weights are not to be scored.
+        NothingLeftError: the checkpoint in ``--load`` is after the last rollout, its weights are not to be scored, and
+            the exports that are asked for are there.
     """
     trains = args.placement != "rollout_only" and args.num_rollout and args.start_rollout_id is None
     found = find_checkpoint(args.load) if trains and args.load else None
     if found is None:
         return
     done = found[1] + 1
-    if done >= args.num_rollout and not scores_start(args, done):
+    if done >= args.num_rollout and not scores_start(args, done) and not missing_exports(args, done):
         raise NothingLeftError(
             f"the checkpoint in {args.load} is after rollout {done} of {args.num_rollout}: nothing is left to do; a "
             "larger --num-rollout goes on"

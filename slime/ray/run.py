@@ -25,7 +25,7 @@ from slime.ray import janitor
 from slime.ray.cluster import connect, leaving_after
 from slime.ray.creation import create_engines, create_manager, create_trainers, reward_engine_args
 from slime.ray.dry_run import dry_run
-from slime.ray.due import NothingLeftError, check_remaining, is_due, scores_start
+from slime.ray.due import NothingLeftError, check_remaining, is_due, missing_exports, scores_start
 from slime.ray.engines import Engines
 from slime.ray.placement import Placement, core_shortage, place, slot_counts
 from slime.ray.supervision import LOAD_DATA, RESTORE_DATA, Deadline, RunError, Supervisor
@@ -199,6 +199,7 @@ class Run:
             restored = {"the rollout manager": self._manager.restore.remote(first - 1, state)}
             self._wait(restored, RESTORE_DATA, limit)
             self._optimizer_steps = state["optimizer_steps"]
+            self._export(first - 1, missing_exports(args, first), "export what is missing")
 
     def _connect_trainers(self, urls: list[str], keys: tuple[str, str] | None) -> None:
         args = self.args
@@ -339,10 +340,14 @@ class Run:
                 for rank, actor in enumerate(self._trainers)
             }
             self._wait(calls, phase, limit)
-        for name, directory in (("save_hf", args.save_hf), ("save_lora", args.save_lora)):
-            if directory:
-                self._all_trainers(name, phase, limit, directory.format(rollout_id=rollout_id))
+        places = {"save_hf": args.save_hf, "save_lora": args.save_lora}
+        named = {name: place.format(rollout_id=rollout_id) for name, place in places.items() if place}
+        self._export(rollout_id, named, phase)
         self._log({"perf/save_model_time": time.monotonic() - started}, "rollout/step", rollout_id)
+
+    def _export(self, rollout_id: int, places: dict[str, str], phase: str) -> None:
+        for name, directory in places.items():
+            self._all_trainers(name, phase, self._limit("checkpoint_timeout"), directory, rollout_id)
 
     def end_step(self, rollout_id: int) -> None:
         """Print the step's line."""

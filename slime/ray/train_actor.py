@@ -126,13 +126,13 @@ class TrainActor:
             commit_save(self._args.critic_save, rollout_id)
         commit_save(self._args.save, rollout_id)
 
-    def save_hf(self, directory: str) -> None:
-        """Write the present weights as a Hugging Face directory."""
-        self._trainer.save_hf(directory)
+    def save_hf(self, directory: str, rollout_id: int) -> None:
+        """Write the present weights, those after a rollout, as a Hugging Face directory."""
+        self._trainer.save_hf(directory, rollout_id)
 
-    def save_lora(self, directory: str) -> None:
-        """Write the present adapters in PEFT's format."""
-        self._trainer.save_lora(directory)
+    def save_lora(self, directory: str, rollout_id: int) -> None:
+        """Write the present adapters, those after a rollout, in PEFT's format."""
+        self._trainer.save_lora(directory, rollout_id)
 
     def stop(self) -> None:
         """Leave the transport's process groups."""

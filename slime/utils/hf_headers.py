@@ -24,21 +24,25 @@ class Header:
     dtype: str
     """As the safetensors format names it."""
     shape: tuple[int, ...]
+    file: str
+    """Which it is in, by its name in the directory."""
 
 
 def read_headers(directory: Path) -> dict[str, Header]:
-    """Tensor name -> its header, of the files that a trainer or an engine reads; each is opened once.
-
-    These are the files of the index; without one, model.safetensors, else all safetensors files.
+    """Tensor name -> its header, of the files that a trainer reads: those of the index, or model.safetensors.
 
     Raises:
-        BadInputError: a file is missing, damaged or not whole, or lacks a tensor that the index has in it.
+        BadInputError: there is neither, a file is missing, damaged or not whole, or lacks a tensor that the index has
+            in it.
     """
     index, single = directory / INDEX_NAME, directory / "model.safetensors"
     if not index.is_file():
-        files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
-        return {name: header for file in files for name, header in _read(file).items()}
-    file_of = weight_map(index)
+        if not single.is_file():
+            raise BadInputError(
+                f"{directory}: there is no {INDEX_NAME} and no {single.name} in it: copy or download them too"
+            )
+        return _read(single)
+    file_of = _weight_map(index)
     headers = {file: _read(directory / file, f", and {INDEX_NAME} names it") for file in sorted(set(file_of.values()))}
     for name, file in file_of.items():
         if name not in headers[file]:
@@ -46,12 +50,14 @@ def read_headers(directory: Path) -> dict[str, Header]:
     return {name: headers[file][name] for name, file in file_of.items()}
 
 
-def weight_map(index: Path) -> dict[str, str]:
-    """Tensor name -> file name, as an index has it.
+def read_engine_headers(directory: Path) -> dict[str, Header]:
+    """`read_headers` of the files that an engine reads: without an index, of all safetensors files."""
+    if (directory / INDEX_NAME).is_file():
+        return read_headers(directory)
+    return {name: header for file in sorted(directory.glob("*.safetensors")) for name, header in _read(file).items()}
 
-    Raises:
-        BadInputError: it is damaged.
-    """
+
+def _weight_map(index: Path) -> dict[str, str]:
     file_of = read_object(index).get("weight_map")
     if not isinstance(file_of, dict) or not file_of or not all(isinstance(file, str) for file in file_of.values()):
         raise BadInputError(f"{index} is damaged: its weight_map should say which file each tensor is in: {_AGAIN}")
@@ -74,7 +80,7 @@ def _read(file: Path, named: str = "") -> dict[str, Header]:
     try:
         entries: dict[str, Any] = json.loads(text[:length])
         entries.pop("__metadata__", None)
-        headers = {name: Header(entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items()}
+        headers = {name: Header(entry["dtype"], tuple(entry["shape"]), file.name) for name, entry in entries.items()}
         whole = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):
         begins = "it does not begin with the header of a safetensors file"

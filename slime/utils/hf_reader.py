@@ -13,29 +13,7 @@ from torch import Tensor
 
 from slime.utils.block_scaled import SCALE_END, BlockScaled, block_sizes
 from slime.utils.errors import BadInputError
-from slime.utils.hf_headers import weight_map
-from slime.utils.hf_writer import INDEX_NAME
-
-
-def tensor_files(directory: Path) -> dict[str, str]:
-    """Tensor name -> file name.
-
-    Raises:
-        FileNotFoundError: neither an index nor a single safetensors file, or a file of the index is missing.
-        BadInputError: the index or the single file is damaged.
-    """
-    index = directory / INDEX_NAME
-    if index.is_file():
-        files = weight_map(index)
-        missing = sorted({file for file in files.values() if not (directory / file).is_file()})
-        if missing:
-            raise FileNotFoundError(f"{index} names files that are not there: {', '.join(missing)}")
-        return files
-    single = directory / "model.safetensors"
-    if not single.is_file():
-        raise FileNotFoundError(f"{directory} has no {INDEX_NAME} and no model.safetensors")
-    with opened(single) as handle:
-        return dict.fromkeys(handle.keys(), single.name)
+from slime.utils.hf_headers import read_headers
 
 
 def opened(file: Path) -> Any:
@@ -70,7 +48,7 @@ class HFWeights:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.file_of = tensor_files(directory)
+        self.file_of = {name: header.file for name, header in read_headers(directory).items()}
         self._stack = ExitStack()
         self._handles: dict[str, Any] = {}
         self._block = block_sizes(directory)

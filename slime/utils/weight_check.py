@@ -17,11 +17,10 @@ from slime.models.family import HEADS_PREFIX, MODEL_PREFIXES, Row
 from slime.models.names import check_names
 from slime.options.checkpoint import SavedModel, find_checkpoint, is_torch_dist
 from slime.options.errors import OptionError
-from slime.options.model import engines_read_weights, has_weights
+from slime.options.model import engines_read_weights, has_weights, trains_from_weights
 from slime.utils.block_scaled import SCALE_END, block_sizes, num_blocks
 from slime.utils.errors import BadInputError
-from slime.utils.hf_headers import Header, read_headers
-from slime.utils.hf_writer import INDEX_NAME
+from slime.utils.hf_headers import Header, read_engine_headers, read_headers
 
 if TYPE_CHECKING:
     from slime.convert.stored import StoredTensors
@@ -29,11 +28,12 @@ if TYPE_CHECKING:
 Headers = Mapping[str, Header]
 
 _SIZES = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("vocab_size", "untie_embeddings_and_output_weights", "num_layers", "hidden_size", "ffn_hidden_size"),
+    *("num_attention_heads", "num_query_groups", "kv_channels"),
     *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
     *("num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_layer_freq"),
 )
-"""What of a model's shape decides the shapes of its weights; those of the vocabulary's rows may differ."""
+"""What of a model's shape decides the shapes of its weights."""
 _EMBEDDING = "model.embed_tokens.weight"
 _OF_THE_VOCABULARY = (_EMBEDDING, "lm_head.weight")
 _ADAPTER = ".lora."
@@ -51,9 +51,7 @@ def check_weight_files(args: Namespace, resumed: SavedModel | None, *, downloade
     Raises:
         OptionError: naming the flag, and the file or the tensor.
     """
-    trains = args.placement != "rollout_only"
-    starts = trains and (resumed is None or args.needs_reference or args.lora_rank is not None)
-    starts = starts and not args.random_weights
+    starts = trains_from_weights(args, resumes=resumed is not None)
     own, ref = Path(args.hf_checkpoint), args.ref_load
     from_own = ref is None or os.path.realpath(ref) == os.path.realpath(own)
     headers: Headers = {}
@@ -62,8 +60,8 @@ def check_weight_files(args: Namespace, resumed: SavedModel | None, *, downloade
             headers = _hf_weights("--hf-checkpoint", own, args)
         elif engines_read_weights(args):
             with _named("--hf-checkpoint", own):
-                headers = read_headers(own)
-    if not trains:
+                headers = read_engine_headers(own)
+    if args.placement == "rollout_only":
         return
     model = _Model.of(args, headers)
     if starts and not from_own:
@@ -71,6 +69,8 @@ def check_weight_files(args: Namespace, resumed: SavedModel | None, *, downloade
         directory = found[0] if found else Path(ref)
         if is_torch_dist(directory):
             _check_stored("--ref-load", directory, args, model)
+        elif found:
+            raise OptionError(f"--ref-load {directory}: this checkpoint is not in the torch_dist format")
         else:
             _hf_weights("--ref-load", directory, args)
             _check_same_model(directory, args)
@@ -109,8 +109,6 @@ def _named(flag: str, directory: Path) -> Iterator[None]:
 def _hf_weights(flag: str, directory: Path, args: Namespace) -> Headers:
     """The headers of a directory that trainers load, after checking that they can."""
     with _named(flag, directory):
-        if not (directory / INDEX_NAME).is_file() and not (directory / "model.safetensors").is_file():
-            raise BadInputError(f"there is no {INDEX_NAME} and no model.safetensors in it: copy or download them too")
         headers = read_headers(directory)
         config = hf_config(directory)
         family, shape = family_of(config), weight_shape(config, with_heads=args.enable_mtp_training)
@@ -120,7 +118,7 @@ def _hf_weights(flag: str, directory: Path, args: Namespace) -> Headers:
         except ValueError as error:
             raise BadInputError(f"{error}: {_ANOTHER} or was a file left out?") from error
         size, rows = shape_from_hf(config)["hidden_size"], headers[_EMBEDDING].shape
-        if len(rows) != 2 or rows[0] < shape.vocab_size or rows[1] != size:
+        if len(rows) != 2 or rows[0] != shape.vocab_size or rows[1] != size:
             raise BadInputError(
                 f"{_EMBEDDING} is {list(rows)}, and config.json means {[shape.vocab_size, size]}: {_ANOTHER}"
             )
@@ -130,7 +128,7 @@ def _hf_weights(flag: str, directory: Path, args: Namespace) -> Headers:
 def _without_scales(headers: Headers, block: tuple[int, ...] | None) -> list[str]:
     """The names of tensors, of which those in float8 are read together with their scales."""
     for name, header in headers.items():
-        if not header.dtype.startswith("F8_"):
+        if not header.dtype.startswith("F8_") or name.endswith(SCALE_END):
             continue
         scales = headers.get(name + SCALE_END)
         if block is None or scales is None:
@@ -150,19 +148,21 @@ def _check_same_model(directory: Path, args: Namespace) -> None:
         return
     config, own = hf_config(directory), hf_config(args.hf_checkpoint)
     shapes = shape_from_hf(config), shape_from_hf(own)
+    no_dense_layer = all(all(shape.get("moe_layer_freq") or [0]) for shape in shapes)
     for name in _SIZES:
         theirs, ours = (shape.get(name) or 0 for shape in shapes)
-        if theirs != ours:
+        if theirs != ours and not (name == "ffn_hidden_size" and no_dense_layer):
             raise OptionError(
                 f"--ref-load {directory} is another model's: {name} is {theirs} by its config.json, and {ours} by that "
                 f"of --hf-checkpoint {args.hf_checkpoint}"
             )
     wanted, found = (set(family_of(c).parameters(weight_shape(c))) for c in (own, config))
-    if wanted - found:
-        raise OptionError(
-            f"--ref-load {directory} is another model's ({config.model_type}): it has nothing for "
-            f"{_some(wanted - found)} of --hf-checkpoint {args.hf_checkpoint} ({own.model_type})"
-        )
+    for what, names in (("it has nothing for", wanted - found), ("there is no place for its", found - wanted)):
+        if names:
+            raise OptionError(
+                f"--ref-load {directory} is another model's ({config.model_type}): {what} {_some(names)} of "
+                f"--hf-checkpoint {args.hf_checkpoint} ({own.model_type})"
+            )
 
 
 # ---- torch_dist checkpoints
@@ -170,13 +170,15 @@ def _check_same_model(directory: Path, args: Namespace) -> None:
 
 def _check_stored(flag: str, directory: Path, args: Namespace, model: _Model) -> None:
     """Whether a torch_dist checkpoint is whole and holds the run's model, or the run's adapters of it."""
-    if not any(directory.glob("*.distcp")):
-        return  # of another format, which loading knows or refuses
     from slime.convert.stored import METADATA, StoredTensors
 
     with _named(flag, directory):
         if not (directory / METADATA).is_file():
+            if not any(directory.glob("*.distcp")):
+                return  # of another format, which loading knows or refuses
             raise BadInputError(f"there is no {METADATA} in it, which a copy may have left out as a hidden file")
+        if not (directory / "common.pt").is_file():
+            raise BadInputError("there is no common.pt in it: copy the checkpoint again")
         stored = StoredTensors(directory)
         if lacking := stored.lacking_files():
             raise BadInputError(f"files are missing or not whole: {_some(lacking)}: copy the checkpoint again")
@@ -192,6 +194,10 @@ def _check_stored_model(stored: StoredTensors, args: Namespace, model: _Model) -
     from slime.convert.torch_dist_to_hf import locate_all, plan, specs_of, unused
 
     family, has_heads = model.family, any(key.startswith(HEADS_PREFIX) for key in stored)
+    if args.enable_mtp_training and not has_heads:
+        raise BadInputError(
+            "it has no heads for further tokens, which --enable-mtp-training trains: convert the model with this flag"
+        )
     shape = weight_shape(model.config, with_heads=has_heads)
     located, missing = locate_all(stored, family, shape)
     if missing:

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from slime.utils.block_scaled import SCALE_END, block_sizes, is_linear, quantise
-from slime.utils.hf_reader import tensor_files
+from slime.utils.hf_headers import read_headers
 from slime.utils.hf_writer import NamedTensors
 
 
@@ -35,7 +35,7 @@ class Float8Blocks:
         if block is None:
             return None
         if any(checkpoint.glob("*.safetensors")):
-            stored = tensor_files(checkpoint)
+            stored = read_headers(checkpoint)
             return cls(block, frozenset(name for name in stored if name + SCALE_END in stored))
         config = json.loads((checkpoint / "config.json").read_text())["quantization_config"]
         kept = config.get("ignored_layers") or config.get("modules_to_not_convert") or ()

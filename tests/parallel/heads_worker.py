@@ -123,7 +123,7 @@ class Rank:
 
     def check_saved(self, trainer: MegatronTrainer, weights: dict[str, Tensor]) -> None:
         """The trained heads, and not those that they began as."""
-        trainer.save_hf(str(self.work / "hf"))
+        trainer.save_hf(str(self.work / "hf"), 0)
         before, saved = (dict(stored_tensors(directory)) for directory in (self.model_dir, self.work / "hf"))
         assert saved.keys() == before.keys()
         for name, tensor in saved.items():

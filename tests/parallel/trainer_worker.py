@@ -213,8 +213,8 @@ class Rank:
         assert all(torch.equal(t, after[n]) for n, t in gathering.weights(trainer).items())
         assert not all(torch.equal(t, before[n]) for n, t in after.items())
         target = self.work / "hf"
-        trainer.save_hf(str(target))
-        trainer.save_hf(str(target))
+        trainer.save_hf(str(target), 0)
+        trainer.save_hf(str(target), 0)
         assert sorted(p.name for p in self.work.glob("*hf*")) == ["hf"]
 
 

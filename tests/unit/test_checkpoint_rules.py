@@ -163,8 +163,25 @@ def test_exports_replace_their_own_kind(directory: Path, words: str) -> None:
     for name in ("hf", "ckpt/hf_3"):
         (directory / name).mkdir(parents=True)
         (directory / name / "model.safetensors").touch()
-        mark_export(directory / name, "model")
+        mark_export(directory / name, "model", 3)
     parse_args(command(words))
+
+
+def test_exports_of_earlier_rollouts_may_have_notes(capsys: pytest.CaptureFixture[str], directory: Path) -> None:
+    write_checkpoint(directory / "ckpt", "5", {})
+    for rollout_id in (2, 7):
+        export = directory / f"hf_{rollout_id}"
+        export.mkdir()
+        mark_export(export, "model", rollout_id)
+        (export / "scores.json").touch()
+        words = "--load ckpt --save-hf hf_{rollout_id}"
+        if rollout_id == 2:
+            parse_args(command(words))
+        else:
+            assert f"{export} has other things in it than an earlier export (scores.json)" in failure(capsys, words)
+    (directory / "hf_2").rename(directory / "hf_8")
+    (directory / "hf_7" / "scores.json").unlink()
+    assert "hf_8 has other things" in failure(capsys, words), "it is in the place of one to come"
 
 
 @pytest.mark.parametrize("damage", [None, "", "[]", '{"files": 1}', "{}"])
@@ -173,7 +190,7 @@ def test_what_came_into_an_export_later_is_not_replaced(
 ) -> None:
     (directory / "hf").mkdir()
     (directory / "hf" / "model.safetensors").touch()
-    mark_export(directory / "hf", "model")
+    mark_export(directory / "hf", "model", 3)
     parse_args(command("--save-hf hf"))
     if damage is None:
         (directory / "hf" / "notes").mkdir()

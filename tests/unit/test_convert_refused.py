@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
 
 from slime.convert import fp8
+from slime.options.export_rules import mark_export
 from slime.utils.errors import BadInputError
 from tests.parallel import tiny
 from tests.unit.test_convert import SETTINGS, fp8_tool, fsdp_tool, torch_dist_tool
@@ -61,8 +62,14 @@ def test_programs_of_one_process_do_not_start_as_ranks(
 ) -> None:
     """Before anything else: all would write to the same place."""
     tool, words = load(f"convert_{name}"), [f"--{flag}={tmp_path}" for flag in flags]
-    for ranks, problem in (("2", "WORLD_SIZE is 2: start it without torchrun"), ("1", "would replace")):
+    cases = (
+        ("2", "run", "torchrun starts 2: start it without"),
+        ("1", "run", "would replace"),
+        ("2", "", "would replace"),
+    )
+    for ranks, run_id, problem in cases:
         monkeypatch.setenv("WORLD_SIZE", ranks)
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id) if run_id else monkeypatch.delenv("TORCHELASTIC_RUN_ID")
         assert tool.main(words) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"convert_{name}.py: error: ")
@@ -107,8 +114,10 @@ def test_published_models_and_copies_of_the_origins_files_are_replaced(
     model, output = tmp_path / "model", tmp_path / "out"
     shutil.copytree(models("qwen3"), model)
     (model / "questions.json").write_text("{}")
+    mark_export(model, "origin", 3)
     words = ["--model-dir", str(model), "--save-dir", str(output), "--force", "--chunk-size", "100kB"]
     assert fp8_tool.main(words) == 0
+    assert not (output / "slime_export.json").exists(), "this is no run's export"
     for name in ("README.md", "LICENSE-MODEL", "merges.txt", "tokenizer.model", "slime_export.json", "modeling_x.py"):
         (output / name).write_text(name)
     assert (output / "model.safetensors.index.json").is_file()
@@ -138,11 +147,13 @@ def test_bad_models(models: Callable[[str], Path], tmp_path: Path, monkeypatch: 
     refused(BadInputError, f"{name} has entries that are not finite")
     (model / "model.safetensors").write_bytes(b"12345678")
     refused(BadInputError, "is damaged")
+    (model / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    refused(BadInputError, "is a git-LFS pointer and no weights")
     (model / "model.safetensors").unlink()
-    refused(FileNotFoundError, "has no model.safetensors.index.json and no model.safetensors")
+    refused(BadInputError, "there is no model.safetensors.index.json and no model.safetensors in it")
     index = {"weight_map": dict.fromkeys(tensors, "model-00001-of-00002.safetensors")}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    refused(FileNotFoundError, "names files that are not there: model-00001-of-00002.safetensors")
+    refused(BadInputError, "model-00001-of-00002.safetensors is not there, and model.safetensors.index.json names it")
     save_file({"x": torch.zeros(1)}, model / "model-00001-of-00002.safetensors")
     refused(BadInputError, "which it is not in")
     (model / "config.json").unlink()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from slime.options.export_rules import mark_export
 from slime.ray import run as drivers
 from slime.ray.due import NothingLeftError
 from slime.utils.arguments import parse_args
@@ -63,6 +64,20 @@ def test_weights_are_scored_once_before_a_run_is_over(directory: Path, capsys: p
     capsys.readouterr()
     assert not begun(words)
     assert capsys.readouterr().out == OVER.format(load=directory / "ckpt")
+
+
+@pytest.mark.parametrize("place", ["hf", "hf_{rollout_id}"])
+def test_a_run_is_not_over_without_its_last_export(directory: Path, place: str) -> None:
+    """Asked for later, or the run ended between the checkpoint and it."""
+    words = f"--load ckpt --save-hf {place}"
+    assert begun(words)
+    export = directory / place.format(rollout_id=2)
+    export.mkdir()
+    mark_export(export, "model", 1)
+    assert begun(words), "this is that of an earlier rollout"
+    (export / "slime_export.json").unlink()
+    mark_export(export, "model", 2)
+    assert not begun(words)
 
 
 @pytest.mark.parametrize(

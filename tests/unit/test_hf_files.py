@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from slime.backends.megatron.weights_io import write_hf
 from slime.models import family_of, hf_config, weight_shape
 from slime.models.names import check_names
+from slime.utils.errors import BadInputError
 from slime.utils.hf_reader import HFWeights
 from slime.weights.equality import expected_names
 from tests.parallel import tiny
@@ -137,10 +138,12 @@ def test_mimo_is_read_as_qwen2_and_keeps_its_further_layers(tmp_path: Path) -> N
 
 
 def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"has no model\.safetensors\.index\.json and no model\.safetensors"):
+    with pytest.raises(BadInputError, match=r"is no model\.safetensors\.index\.json and no model\.safetensors in it"):
         HFWeights(tmp_path)
     save_file({"a": torch.zeros(1)}, tmp_path / "one.safetensors")
     index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(FileNotFoundError, match=r"files that are not there: two\.safetensors"):
+    with pytest.raises(
+        BadInputError, match=r"two\.safetensors is not there, and model\.safetensors\.index\.json names it"
+    ):
         HFWeights(tmp_path)

@@ -18,6 +18,7 @@ from slime.models.adapters import adapter_family, targeted_sources
 from slime.options.checkpoint import LATEST
 from slime.utils import hf_headers
 from slime.utils.arguments import parse_args
+from slime.utils.hf_headers import read_headers
 from slime.utils.hf_writer import INDEX_NAME
 from tests.command_line import command, failure, write_headers, write_rows
 from tests.parallel import tiny
@@ -62,13 +63,13 @@ def change_index(change: Callable[[dict[str, str]], object]) -> None:
     Path("bad", INDEX_NAME).write_text(json.dumps(index))
 
 
-def to_float8(*, scale: tuple[int, ...] | None, config: bool = True) -> None:
+def to_float8(*, scale: tuple[int, ...] | None, config: bool = True, scales_in: torch.dtype = torch.float32) -> None:
     """One tensor of ``bad``, with scales of that shape."""
     file = file_of(LAYER)
     tensors = load_file(file)
     tensors[LAYER] = tensors[LAYER].to(torch.float8_e4m3fn)
     if scale:
-        tensors[f"{LAYER}_scale_inv"] = torch.ones(scale)
+        tensors[f"{LAYER}_scale_inv"] = torch.ones(scale).to(scales_in)
         change_index(lambda files: files.update({f"{LAYER}_scale_inv": file.name}))
     save_file(tensors, file)
     if config:
@@ -131,6 +132,13 @@ def test_a_directory_that_trainers_could_not_load(
     assert expected in said
 
 
+@pytest.mark.parametrize("scales_in", [torch.float32, torch.float8_e8m0fnu])
+def test_float8_with_its_scales(directory: Path, scales_in: torch.dtype) -> None:
+    shape = read_headers(Path("bad"))[LAYER].shape
+    to_float8(scale=tuple(-(-size // 32) for size in shape), scales_in=scales_in)
+    parse_args(command("--ref-load bad", "--fp32"))
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_engines_alone_need_whole_files(directory: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
     """Tensors may be others: engines know formats that trainers do not."""
@@ -181,6 +189,25 @@ def test_a_reference_of_another_model(directory: Path, capsys: pytest.CaptureFix
     said = failure(capsys, "--ref-load bad")
     assert "another model's (llama): it has nothing for decoder.layers.0.self_attention.k_layernorm.weight" in said
     parse_args(command("--ref-load bad --allow-config-mismatch"))
+    said = failure(capsys, "--hf-checkpoint bad --ref-load model")
+    assert "there is no place for its decoder.layers.0.self_attention.k_layernorm.weight" in said
+    for change, other in (({"vocab_size": 128}, "vocab_size is 128"), ({"tie_word_embeddings": True}, "untie_embeddi")):
+        Path("bad", "config.json").write_text(json.dumps(values | change))
+        for path in Path("bad").glob("*.safetensors"):
+            path.unlink()
+        write_headers(Path("bad"))
+        assert f"--ref-load {directory}/bad is another model's: {other}" in failure(capsys, "--ref-load bad")
+
+
+def test_sizes_that_no_weight_has_may_differ(directory: Path) -> None:
+    """Of the dense layers in a model whose layers all have experts."""
+    values = json.loads(Path("moe", "config.json").read_text())
+    for name, size in (("one", 96), ("other", 80)):
+        Path(name).mkdir()
+        changed = values | {"mlp_only_layers": [], "intermediate_size": size}
+        Path(name, "config.json").write_text(json.dumps(changed))
+        write_headers(Path(name))
+    parse_args(command("--hf-checkpoint one --ref-load other"))
 
 
 # ---- torch_dist checkpoints
@@ -292,3 +319,32 @@ def test_checkpoints_that_are_not_whole(directory: Path, capsys: pytest.CaptureF
     assert ".metadata cannot be read" in failure(capsys, "--load ckpt")
     Path("ckpt", "iter_0000001", ".metadata").unlink()
     assert "there is no .metadata in it, which a copy may have left out" in failure(capsys, "--ref-load ckpt")
+
+
+@pytest.mark.parametrize("flag", ["--ref-load", "--load"])
+def test_checkpoints_without_some_file(directory: Path, capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    save_model("model", "ckpt/iter_0000001")
+    (file,) = Path("ckpt", "iter_0000001").glob("*.distcp")
+    file.unlink()
+    assert f"files are missing or not whole: {file.name}: copy" in failure(capsys, f"{flag} ckpt")
+    shutil.rmtree("ckpt/iter_0000001")
+    save_model("model", "ckpt/iter_0000001")
+    Path("ckpt", "iter_0000001", "common.pt").unlink()
+    assert "there is no common.pt in it" in failure(capsys, f"{flag} ckpt")
+
+
+def test_checkpoints_of_other_formats(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = Path("legacy", "iter_0000007", "mp_rank_00")
+    ranks.mkdir(parents=True)
+    (ranks / "model_optim_rng.pt").touch()
+    Path("legacy", LATEST).write_text("7")
+    expected = f"--ref-load {directory}/legacy/iter_0000007: this checkpoint is not in the torch_dist format"
+    assert expected in failure(capsys, "--ref-load legacy")
+
+
+def test_adapters_need_the_weights_that_they_are_added_to(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_adapters("model", "ckpt/iter_0000001")
+    for path in [*Path("bad").glob("*.safetensors"), Path("bad", INDEX_NAME)]:
+        path.unlink()
+    words = f"--load ckpt --hf-checkpoint bad --sglang-load-format dummy {LORA}"
+    assert "there are no *.safetensors in it" in failure(capsys, words)

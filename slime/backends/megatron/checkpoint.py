@@ -79,11 +79,10 @@ def commit_directory(final: Path) -> None:
     _barrier()
 
 
-def commit_export(final: Path, hf_checkpoint: str) -> None:
-    """`commit_directory` of what is for others to load, with the mark by which a later export may replace it."""
-    _barrier()
+def commit_export(final: Path, hf_checkpoint: str, rollout_id: int) -> None:
+    """`commit_directory` of what the first rank wrote for others to load, with the mark of an export."""
     if _is_first_rank():
-        mark_export(aside.unfinished(final), str(hf_checkpoint))
+        mark_export(aside.unfinished(final), str(hf_checkpoint), rollout_id)
     commit_directory(final)
 
 

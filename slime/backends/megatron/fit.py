@@ -23,12 +23,11 @@ from slime.backends.megatron.gather import hf_shapes, union
 from slime.backends.megatron.head import VALUE_HEAD_KEY, ValueHead
 from slime.backends.megatron.model import has_heads, unwrap
 from slime.models import Family, Shape
-from slime.models.family import HEADS_PREFIX, MODEL_PREFIXES
+from slime.models.family import HEADS_PREFIX, MODEL_PREFIXES, OUTPUT_PREFIX
 from slime.utils.errors import BadInputError
 from slime.utils.hf_reader import HFWeights
 
 _ADVICE = "drop the flags that contradict config.json, or train from random weights (--random-weights of train.py)"
-_OUTPUT = "output_layer."
 
 
 def built_shape(shape: Shape, built: Namespace | TransformerConfig) -> Shape:
@@ -92,7 +91,7 @@ def _check_names(
             + _ADVICE
         )
     wanted = dict.fromkeys(family.parameters(shape))
-    lacking = [name for name in wanted if name not in held and not name.startswith(_OUTPUT)]
+    lacking = [name for name in wanted if name not in held and not name.startswith(OUTPUT_PREFIX)]
     more = [name for name in held if name not in wanted]
     if not lacking and not more:
         return
@@ -129,8 +128,9 @@ def check_torch_dist(
     """
     apply_factories(state)
     own = {entry.key: entry for entry in nested_values(state) if isinstance(entry, ShardedTensor)}
-    own.pop(VALUE_HEAD_KEY, None)
     for key, entry in own.items():
+        if key == VALUE_HEAD_KEY:
+            continue
         if key not in present:
             raise BadInputError(f"{directory} has no {key}, which the model of the flags has; {_ADVICE}")
         found, wanted = tuple(present[key].global_shape), tuple(entry.global_shape)
@@ -140,14 +140,14 @@ def check_torch_dist(
         if found != wanted:
             raise BadInputError(_other_shape(directory, key, found, wanted))
     held = union(dict.fromkeys(own, 0), parallel_state.get_pipeline_model_parallel_group())
-    unused = () if has_heads(chunks) else (HEADS_PREFIX,)
-    # A critic has a value head instead, whichever stage it is on.
+    # A critic has a value head instead of the output layer, on the last stage.
+    unused = [HEADS_PREFIX] * (not has_heads(chunks)) + [OUTPUT_PREFIX] * (VALUE_HEAD_KEY in held)
     more = [
         key
         for key in present
         if key.startswith(MODEL_PREFIXES)
         and key not in held
-        and not key.startswith((*unused, _OUTPUT))
+        and not key.startswith(tuple(unused))
         and not key.endswith("._extra_state")
     ]
     if more:

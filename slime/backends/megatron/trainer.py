@@ -319,17 +319,18 @@ class MegatronTrainer:
         assert self._critic is not None
         self._critic.save(directory)
 
-    def save_hf(self, directory: str) -> None:
-        """Write the actor as a Hugging Face directory, complete or not at all; what is there is replaced."""
+    def save_hf(self, directory: str, rollout_id: int) -> None:
+        """Write the actor, as it is after a rollout, as a Hugging Face directory, complete or not at all; what is there
+        is replaced."""
         unfinished = checkpoint.begin_directory(Path(directory))
         weights_io.save_hf(self.model_chunks, unfinished, self.args.hf_checkpoint)
-        checkpoint.commit_export(Path(directory), self.args.hf_checkpoint)
+        checkpoint.commit_export(Path(directory), self.args.hf_checkpoint, rollout_id)
 
-    def save_lora(self, directory: str) -> None:
-        """Write the actor's adapters as PEFT reads them, complete or not at all; what is there is replaced."""
+    def save_lora(self, directory: str, rollout_id: int) -> None:
+        """Write the actor's adapters in the same way, as PEFT reads them."""
         unfinished = checkpoint.begin_directory(Path(directory))
         weights_io.save_adapters(self.model_chunks, self.family, self.shape, self.args, unfinished)
-        checkpoint.commit_export(Path(directory), self.args.hf_checkpoint)
+        checkpoint.commit_export(Path(directory), self.args.hf_checkpoint, rollout_id)
 
 
 def _make_critic(args: Namespace, source: str, resumed_rollout: int | None) -> Learner:

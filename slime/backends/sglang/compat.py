@@ -28,6 +28,7 @@ _STAND_INS = ("triton", "torchvision", "sgl_kernel")
 """Packages that SGLang imports at its top but calls on GPUs only. Goes when SGLang guards these imports."""
 
 _LORA_FLAGS = frozenset({"--enable-lora", "--lora-paths"})
+_EXPERT_FLAGS = frozenset({"--ep-size", "--ep", "--expert-parallel-size"})
 _FLOAT32_ROUTERS = {"glm4_moe": "Glm4MoeGate", "glm4_moe_lite": "Glm4MoeLiteGate"}
 """By ``model_type``, which is their module's name too."""
 _LOW_32_BITS = 0xFFFFFFFF
@@ -57,7 +58,7 @@ def install(flags: Sequence[str] = ()) -> None:
     _allow_sampling_seeds()
     if "kv_lora_rank" in _model_config(flags):
         _attend_to_latents()
-    if "--ep-size" in flags:
+    if not _EXPERT_FLAGS.isdisjoint(flags):
         _leave_out_absent_experts()
 
 
