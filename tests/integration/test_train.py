@@ -235,6 +235,14 @@ def test_resume_after_a_killed_driver_equals_the_uninterrupted_run(workspace: Pa
     assert latest.read_text().strip() == str(_ROLLOUTS - 1)
     assert_equals_uninterrupted(run_dir, colocated, resumed_at)
 
+    late = run_dir / "asked_for_later"
+    _run([*line, "--save-hf", str(late)], workspace / "late.log")
+    files = [directory / "model.safetensors" for directory in (colocated / f"hf_{_ROLLOUTS - 1}", late)]
+    expected, found = map(load_file, files)
+    assert all(torch.allclose(found[name], tensor, atol=1e-6) for name, tensor in expected.items())
+    _run([*line, "--save-hf", str(late)], workspace / "over.log")
+    assert "nothing is left to do" in (workspace / "over.log").read_text()
+
 
 @pytest.mark.full
 def test_disaggregated_run_with_two_trainers(workspace: Path) -> None:
