@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -101,6 +101,24 @@ def check_adapters(
         for name, value in differing.items()
     )
     raise OptionError(f"{directory} holds {'other ' if own else ''}adapters: go on with {flags}")
+
+
+def check_base(directory: str | Path, saved: Mapping[str, str] | None, own: Mapping[str, str] | None) -> None:
+    """Compare the base of a checkpoint's adapters with the run's; None where there are no adapters.
+
+    Args:
+        saved: ``sha256`` of the base's values, and the ``source`` that it was read from.
+        own: the same.
+
+    Raises:
+        OptionError: they have other values.
+    """
+    if saved is not None and own is not None and saved["sha256"] != own["sha256"]:
+        raise OptionError(
+            f"{directory} holds adapters of {saved['source']}, and the base of this run, {own['source']}, has other "
+            "weights: name the adapters' own by --hf-checkpoint or --ref-load, or start new adapters without --load "
+            "(what --save-hf wrote has the adapters in it already)"
+        )
 
 
 def settle_lora_sync(args: Namespace, given: Set[str], warnings: list[str]) -> None:

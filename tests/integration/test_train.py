@@ -259,7 +259,9 @@ def test_adapters_alone_give_the_engine_the_trainers_log_probs(workspace: Path) 
     run_dir = workspace / "adapters"
     adapters: dict[str, Value] = {"lora_rank": 4, "lora_sync": "adapter", "ref_load": None, "lr": "2e-2"}
     asked: dict[str, Value] = {"check_weight_update_equal": True, "save_lora": str(run_dir / "adapters")}
-    _run(flags(workspace, run_dir, **adapters, **asked), workspace / "adapters.log")
+    merged = str(run_dir / "merged")
+    line = flags(workspace, run_dir, save=str(run_dir), save_hf=merged, **adapters, **asked)
+    _run(line, workspace / "adapters.log")
     differences = series(run_dir, "train/train_rollout_logprob_abs_diff")
     assert len(differences) == _ROLLOUTS
     assert max(differences) < 1e-4
@@ -268,6 +270,14 @@ def test_adapters_alone_give_the_engine_the_trainers_log_probs(workspace: Path) 
     saved = load_file(run_dir / "adapters" / "adapter_model.safetensors")
     pushed = series(run_dir, "perf/update_weights_wire_bytes")
     assert pushed == [sum(tensor.nbytes for tensor in saved.values())] * (_ROLLOUTS + 1)
+
+    twice = flags(workspace, run_dir, load=str(run_dir), hf_checkpoint=merged, num_rollout=_ROLLOUTS + 1, **adapters)
+    with TrainProcess(twice, workspace / "twice.log") as process:
+        assert process.wait(RUN_S) == 1, process.tail()
+        process.assert_no_process_left()
+    assert "Traceback" not in process.tail()
+    problem = rf"iter_\d+ holds adapters of {workspace}/model \(float32\), and the base of this run, {merged} "
+    assert re.search(problem, process.tail().splitlines()[-1])
 
 
 @pytest.mark.full

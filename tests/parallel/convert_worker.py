@@ -19,7 +19,9 @@ from slime.convert.arguments import parse_model_args
 from megatron.core import parallel_state  # isort: skip
 
 from slime.backends.megatron import model, parallel
+from slime.backends.megatron.base import fingerprint
 from slime.backends.megatron.learner import load_weights
+from slime.models import family_of, hf_config, weight_shape
 from tests.parallel import tiny
 from tests.parallel.worker import check_export, check_logits_and_gradients
 
@@ -41,7 +43,9 @@ def main(work: Path, directories: list[Path]) -> None:
             chunks = model.build_model(tiny.arguments(directory, **LAYOUT))
             load_weights(chunks, str(work / directory.name))
             check_export(chunks, directory, work / "saved" / directory.name)
-            report[directory.name] = check_logits_and_gradients(chunks, directory)
+            config = hf_config(directory)
+            base = fingerprint(chunks, family_of(config), weight_shape(config))
+            report[directory.name] = *check_logits_and_gradients(chunks, directory), base
         (work / f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from slime.models import family_of, hf_config
 from tests.parallel import tiny
 
 RANK, ALPHA = 4, 6.0
@@ -73,6 +76,18 @@ def is_for_peft(base: Path, directory: Path) -> bool:
     """
     has_experts = "num_experts_per_tok" in json.loads((base / "config.json").read_text())
     return not has_experts or not any(".mlp." in name for name in load_file(directory / "adapter_model.safetensors"))
+
+
+def fingerprint(base: Path) -> str:
+    """`slime.backends.megatron.base.fingerprint`, of the files of a model."""
+    config = hf_config(base)
+    carried, found = family_of(config).carried(config), {}
+    for name, tensor in load_file(base / "model.safetensors").items():
+        if not name.startswith(carried):
+            bits = tensor.float().numpy().view(np.int32).astype(np.int64)
+            rows = bits.sum(1) if bits.ndim > 1 else bits
+            found[name] = hashlib.sha256(rows.tobytes()).hexdigest()
+    return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()
 
 
 def saved_error(base: Path, directory: Path) -> float:

@@ -23,6 +23,7 @@ from safetensors.torch import load_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from slime.backends.megatron import lora, model, parallel, weights_io  # noqa: E402
+from slime.backends.megatron.base import fingerprint  # noqa: E402
 from slime.models import family_of, weight_shape  # noqa: E402
 from slime.models import hf_config as read_config  # noqa: E402
 from slime.models.adapters import adapter_family, is_adapter_name  # noqa: E402
@@ -75,6 +76,7 @@ class Case:
         assert all(not tensor.any() for name, tensor in fresh.items() if ".lora_B." in name)
         report = {"first": float(sum(t.double().abs().sum() for n, t in fresh.items() if ".lora_A." in n))}
         self.fill()
+        self.fingerprint = fingerprint(self.chunks, self.family, self.shape)
         stored = load_file(self.adapters / "adapter_model.safetensors")
         report["adapters"] = _difference(self.exported(), stored)
         weights_io.save_adapters(self.chunks, self.family, self.shape, self.options, saved)
@@ -100,11 +102,12 @@ def _difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 
 def main(layout: dict[str, Any], work: Path, targets: tuple[str, ...], pairs: list[tuple[Path, Path]]) -> None:
     parallel.initialize_distributed(tiny.arguments(pairs[0][0], **layout))
-    report = {}
+    report: dict[str, dict[str, Any]] = {}
     for base, adapters in pairs:
         saved = adapters / "saved"
         saved.mkdir(exist_ok=True)
-        report[base.name] = Case(layout, targets, base, adapters).check(saved)
+        case = Case(layout, targets, base, adapters)
+        report[base.name] = {**case.check(saved), "base": case.fingerprint}
     (work / f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
     dist.destroy_process_group()
 

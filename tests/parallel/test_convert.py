@@ -24,7 +24,7 @@ from slime.convert import bf16, dcp_to_hf, fp8, torch_dist_to_hf
 from slime.convert.hf_files import stored_specs
 from slime.convert.stored import StoredTensors
 from slime.options.checkpoint import LATEST, has_checkpoint
-from tests.parallel import tiny
+from tests.parallel import lora_reference, tiny
 from tests.parallel.conftest import ROOT, torchrun
 from tests.ranks import run_ranks
 
@@ -55,8 +55,9 @@ def work(tmp_path_factory: pytest.TempPathFactory, models: Callable[[str], Path]
 def test_there_and_back(kind: str, work: Path, models: Callable[[str], Path], tmp_path: Path) -> None:
     model, output = models(kind), tmp_path / "hf"
     for rank in range(2):
-        logits, _ = json.loads((work / f"rank{rank}.json").read_text())[kind]
+        logits, _, base = json.loads((work / f"rank{rank}.json").read_text())[kind]
         assert logits < 1e-4
+        assert base == lora_reference.fingerprint(model)
     assert (work / kind / LATEST).read_text() == "release"
     torch_dist_to_hf.convert(work / kind, output, model, **SETTINGS)
     for file in ("model.safetensors", "config.json", "generation_config.json"):

@@ -72,6 +72,7 @@ def test_layout(
         for kind, report in json.loads((tmp_path / f"rank{rank}.json").read_text()).items():
             assert report["adapters"] == 0.0, kind
             assert report["merged"] < 1e-6, kind
+            assert report["base"] == lora_reference.fingerprint(models(kind)), "it has no adapters, nor a layout"
             assert report["logits"] < 1e-4, kind
             assert report["gradients"] < 1e-5, kind
             known = first_weights.setdefault(f"{kind} {targets}", report["first"])

@@ -49,7 +49,8 @@ EVERYWHERE = ("grpo", "sft")
 FAST = ("distopt", "one")
 EXTRA = {
     "one": ("cut_in_three", "static", "resume", "reload_other", "reference", "nan", "mismatch", "hooks", "profile"),
-    "distopt": ("resume", "nan"),
+    "distopt": ("resume", "nan", "other_base"),
+    "tp2": ("resume", "other_base"),
     "vpp2": ("resume", "hooks"),
     "cp2": ("resume", "hooks"),
 }

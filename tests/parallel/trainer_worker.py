@@ -27,6 +27,7 @@ from megatron.core import parallel_state  # noqa: E402
 from slime.backends.megatron import checkpoint, parallel  # noqa: E402
 from slime.backends.megatron import trainer as trainer_module  # noqa: E402
 from slime.backends.megatron.trainer import MegatronTrainer, TrainingError  # noqa: E402
+from slime.options.errors import OptionError  # noqa: E402
 from slime.ray.train_actor import TrainActor  # noqa: E402
 from slime.utils.errors import BadInputError  # noqa: E402
 from slime.utils.types import TrainBatch  # noqa: E402
@@ -136,6 +137,27 @@ class Rank:
         trainer = MegatronTrainer(self.arguments(case))
         self.write(f"{name}_first", [], gathering.adapters(trainer))
         self.write(name, self.train(trainer, case, 0, case.rollouts), gathering.adapters(trainer))
+
+    def other_base(self) -> None:
+        """Adapters go on with the values that they were trained on, wherever these are, and with no others."""
+        case, saved = CASES["lora"], self.work / "adapters"
+        trainer = MegatronTrainer(self.arguments(case, save=str(saved)))
+        self.train(trainer, case, 0, 1)
+        self.save(trainer, 0)
+        merged, same = self.work / "merged", self.model_dir / ".." / self.model_dir.name
+        trainer.save_hf(str(merged))
+        again = MegatronTrainer(self.arguments(case, load=str(saved), ref_load=str(same)))
+        assert again.start_rollout_id == 1
+        random = {"random_weights": True}
+        for other, name in (({"ref_load": str(merged)}, merged), (random, "random weights of --seed 1234 and the l")):
+            with pytest.raises(OptionError, match=f"holds adapters of {self.model_dir} .float32., .* run, {name}"):
+                MegatronTrainer(self.arguments(case, load=str(saved), **other))
+        trainer = MegatronTrainer(self.arguments(case, save=str(saved), **random))
+        self.train(trainer, case, 1, 2)
+        self.save(trainer, 1)
+        assert MegatronTrainer(self.arguments(case, load=str(saved), **random)).start_rollout_id == 2
+        with pytest.raises(OptionError, match=r"of random weights of --seed 1234 .* random weights of --seed 1235 "):
+            MegatronTrainer(self.arguments(case, load=str(saved), seed=1235, **random))
 
     def nan(self) -> None:
         """A step that is not finite stops with its place, on every rank."""

@@ -17,7 +17,8 @@ from slime.backends.megatron.checkpoint import (
 )
 from slime.convert.hf_to_torch_dist import check_target
 from slime.options.checkpoint import LATEST, find_checkpoint, is_release, is_torch_dist
-from slime.options.lora import check_adapters
+from slime.options.errors import OptionError
+from slime.options.lora import check_adapters, check_base
 from slime.utils.errors import BadInputError
 from tests.algorithm_options import algorithm_options
 
@@ -137,6 +138,15 @@ def test_other_adapters_than_the_checkpoints_are_named() -> None:
     check_adapters("iter_0000001", saved, dict(saved), modules)
     check_adapters("iter_0000001", saved, {**saved, "target_modules": ["all"]}, modules)
     check_adapters("iter_0000001", {**saved, "target_modules": ["all"]}, saved, modules)
+
+
+def test_both_bases_of_adapters_are_named_where_they_differ() -> None:
+    saved, other = {"source": "/a", "sha256": "1"}, {"source": "/b", "sha256": "2"}
+    expected = "iter_0000001 holds adapters of /a, and the base of this run, /b, has other weights: name .* start new"
+    with pytest.raises(OptionError, match=expected):
+        check_base("iter_0000001", saved, other)
+    check_base("iter_0000001", saved, {**other, "sha256": "1"})
+    check_base("iter_0000001", None, None)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from slime.backends.megatron import lora
+from slime.backends.megatron import base, lora
 from slime.backends.megatron.fit import check_torch_dist
 from slime.backends.megatron.head import VALUE_HEAD_KEY
 from slime.backends.megatron.model import has_heads
@@ -103,6 +103,7 @@ def save_state(
     state["layout"] = _layout()
     state["distributed_optimizer"] = _is_distributed(optimizer)
     state["adapters"] = lora.described(model_chunks)
+    state["base"] = base.described(model_chunks)
     state["heads"] = has_heads(model_chunks)
     dist_checkpointing.save(state, directory)
 
@@ -139,10 +140,11 @@ def load_state(
 
     Raises:
         ValueError: the state of a distributed optimizer for one that is not, or the other way round; or other adapters,
-            or heads on one side only; or of another model.
+            or those of another base, or heads on one side only; or of another model.
     """
     saved = dist_checkpointing.load_common_state_dict(str(directory))
     lora.check_saved(directory, saved.get("adapters"), model_chunks)
+    base.check_saved(directory, saved.get("base"), model_chunks)
     check_saved_heads(directory, bool(saved.get("heads")), has_heads(model_chunks))
     if saved["distributed_optimizer"] != _is_distributed(optimizer):
         flag = "--use-distributed-optimizer" if saved["distributed_optimizer"] else "--no-use-distributed-optimizer"

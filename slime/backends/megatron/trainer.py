@@ -7,7 +7,6 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ compat.install()  # before anything imports megatron.core
 
 from megatron.core import parallel_state  # noqa: E402
 
-from slime.backends.megatron import checkpoint, checks, hooks, lora, model_hooks, weights_io  # noqa: E402
+from slime.backends.megatron import base, checkpoint, checks, hooks, lora, model_hooks, weights_io  # noqa: E402
 from slime.backends.megatron.advantages import set_advantages  # noqa: E402
 from slime.backends.megatron.batch import MicroBatch, PackLayout, pack  # noqa: E402
 from slime.backends.megatron.fit import built_shape  # noqa: E402
@@ -75,7 +74,7 @@ class MegatronTrainer:
         self._memory = MemoryLog()
         self._kept_versions: list[int] = []
         with self._memory.phase("start"):
-            self._actor = Learner(args, "actor", source, found[0] if found else None, self._adapt())
+            self._actor = Learner(args, "actor", source, found[0] if found else None, self._adapt(source))
             self.model_chunks = self._actor.model_chunks
             self._critic = _make_critic(args, source, found[1] if found else None) if args.use_critic else None
         self._layout = PackLayout(
@@ -88,13 +87,19 @@ class MegatronTrainer:
             device=device.current_device(),
         )
 
-    def _adapt(self) -> Callable[[list[Any]], None] | None:
-        """What puts the adapters of the options on the actor."""
+    def _adapt(self, source: str) -> Callable[[list[Any]], None] | None:
+        """What puts the adapters of the options on the actor, whose weights are from ``source``."""
         args = self.args
         if args.lora_rank is None:
             return None
         settings = lora.LoraSettings(args.lora_rank, args.lora_alpha, tuple(args.lora_target_modules), args.seed)
-        return partial(lora.attach, family=self.family, shape=self.shape, settings=settings)
+        begins = f"random weights of --seed {args.seed} and the layout" if args.random_weights else source
+
+        def adapt(chunks: list[Any]) -> None:
+            base.note(chunks, self.family, self.shape, f"{begins} ({args.params_dtype})")
+            lora.attach(chunks, self.family, self.shape, settings)
+
+        return adapt
 
     # ---- device memory
 
