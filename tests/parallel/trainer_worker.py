@@ -126,7 +126,7 @@ class Rank:
     def reload_other(self, other: Path) -> None:
         """Go on from what another layout saved, with a distributed optimizer or without as it had."""
         distributed = torch.load(other / "checkpoint" / "iter_0000001" / "common.pt")["distributed_optimizer"]
-        with pytest.raises(ValueError, match=f"was saved with {DISTRIBUTED[distributed]}"):
+        with pytest.raises(BadInputError, match=f"was saved with {DISTRIBUTED[distributed]}"):
             self.reload(other / "checkpoint", use_distributed_optimizer=not distributed)
         trainer = self.reload(other / "checkpoint", use_distributed_optimizer=distributed)
         self.write("reloaded", self.train(trainer, CASES["resume"], 2, 4), gathering.weights(trainer))

@@ -148,7 +148,7 @@ def load_state(
     check_saved_heads(directory, bool(saved.get("heads")), has_heads(model_chunks))
     if saved["distributed_optimizer"] != _is_distributed(optimizer):
         flag = "--use-distributed-optimizer" if saved["distributed_optimizer"] else "--no-use-distributed-optimizer"
-        raise ValueError(f"{directory} was saved with {flag}, and its optimizer state can only be loaded with it")
+        raise BadInputError(f"{directory} was saved with {flag}, and its optimizer state can only be loaded with it")
     if lora.described(model_chunks) is None:
         present = dist_checkpointing.load_tensors_metadata(str(directory))
         check_torch_dist(directory, present, model_state(model_chunks), model_chunks)
