@@ -17,6 +17,8 @@ from torch import Tensor
 HEADS_PREFIX = "mtp."
 """How Megatron's names of the parameters of heads for further tokens begin, in the model and in checkpoints."""
 OUTPUT_PREFIX = "output_layer."
+VALUE_HEAD_KEY = "value_head.weight"
+"""A critic's head in checkpoints: not the language head's name, which an actor's checkpoint holds in another shape."""
 MODEL_PREFIXES = ("decoder.", "embedding.", OUTPUT_PREFIX, HEADS_PREFIX)
 """How keys of a model begin in checkpoints; others are of its optimizer."""
 

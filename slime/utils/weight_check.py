@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from slime.models import Family, family_of, hf_config, shape_from_hf, weight_shape
 from slime.models.adapters import adapter_family, targeted_sources
-from slime.models.family import HEADS_PREFIX, MODEL_PREFIXES, Row
+from slime.models.family import HEADS_PREFIX, MODEL_PREFIXES, VALUE_HEAD_KEY, Row
 from slime.models.names import check_names
-from slime.options.checkpoint import SavedModel, find_checkpoint, is_torch_dist
+from slime.options.checkpoint import LATEST, SavedModel, find_checkpoint, is_torch_dist
 from slime.options.errors import OptionError
 from slime.options.model import engines_read_weights, has_weights, trains_from_weights
 from slime.utils.block_scaled import SCALE_END, block_sizes, num_blocks
@@ -35,8 +35,10 @@ _SIZES = (
 )
 """What of a model's shape decides the shapes of its weights."""
 _EMBEDDING = "model.embed_tokens.weight"
-_OF_THE_VOCABULARY = (_EMBEDDING, "lm_head.weight")
+_OUTPUT = "lm_head.weight"
+_OF_THE_VOCABULARY = (_EMBEDDING, _OUTPUT)
 _ADAPTER = ".lora."
+_CRITIC = "--critic-load"
 _ANOTHER = "is it another model's?"
 
 
@@ -57,7 +59,7 @@ def check_weight_files(args: Namespace, resumed: SavedModel | None, *, downloade
     headers: Headers = {}
     if downloaded and has_weights(args.hf_checkpoint):
         if starts and from_own:
-            headers = _hf_weights("--hf-checkpoint", own, args)
+            headers = _hf_weights("--hf-checkpoint", own, args, with_heads=args.enable_mtp_training)
         elif engines_read_weights(args):
             with _named("--hf-checkpoint", own):
                 headers = read_engine_headers(own)
@@ -65,17 +67,11 @@ def check_weight_files(args: Namespace, resumed: SavedModel | None, *, downloade
         return
     model = _Model.of(args, headers)
     if starts and not from_own:
-        found = find_checkpoint(ref)
-        directory = found[0] if found else Path(ref)
-        if is_torch_dist(directory):
-            _check_stored("--ref-load", directory, args, model)
-        elif found:
-            raise OptionError(f"--ref-load {directory}: this checkpoint is not in the torch_dist format")
-        else:
-            _hf_weights("--ref-load", directory, args)
-            _check_same_model(directory, args)
+        _check_source("--ref-load", ref, args, model, with_heads=args.enable_mtp_training)
     if resumed is not None:
         _check_stored("--load", resumed.directory, args, model)
+    if args.use_critic:
+        _check_critic(args, resumed, model)
 
 
 @dataclass(frozen=True)
@@ -103,15 +99,46 @@ def _named(flag: str, directory: Path) -> Iterator[None]:
         raise OptionError(f"{flag} {directory}: {reason}") from error
 
 
+def _check_source(flag: str, place: str, args: Namespace, model: _Model, *, with_heads: bool) -> None:
+    """Weights to start from other than those of ``--hf-checkpoint``."""
+    with _named(flag, Path(place)):
+        found = find_checkpoint(place)
+    directory = found[0] if found else Path(place)
+    if is_torch_dist(directory):
+        _check_stored(flag, directory, args, model)
+    elif found:
+        raise OptionError(f"{flag} {directory}: this checkpoint is not in the torch_dist format")
+    elif not (directory / "config.json").is_file():
+        raise OptionError(f"{flag} {place}: there is no checkpoint (no {LATEST}) and no model (no config.json) in it")
+    else:
+        _hf_weights(flag, directory, args, with_heads=with_heads)
+        _check_same_model(flag, directory, args)
+
+
+def _check_critic(args: Namespace, resumed: SavedModel | None, model: _Model) -> None:
+    """The checkpoint of the critic that goes on with the actor's, or what a given ``--critic-load`` starts it from."""
+    if resumed is None:
+        if args.critic_source is not None and not args.random_weights:
+            _check_source(_CRITIC, args.critic_source, args, model, with_heads=False)
+        return
+    directory = Path(args.critic_load, resumed.directory.name)
+    if not is_torch_dist(directory):
+        raise OptionError(
+            f"--load goes on from {resumed.directory}, and {_CRITIC} {args.critic_load} has no whole {directory.name}: "
+            "name the directory with the critic's checkpoints of that run"
+        )
+    _check_stored(_CRITIC, directory, args, model, resumes=True)
+
+
 # ---- Hugging Face directories
 
 
-def _hf_weights(flag: str, directory: Path, args: Namespace) -> Headers:
+def _hf_weights(flag: str, directory: Path, args: Namespace, *, with_heads: bool) -> Headers:
     """The headers of a directory that trainers load, after checking that they can."""
     with _named(flag, directory):
         headers = read_headers(directory)
         config = hf_config(directory)
-        family, shape = family_of(config), weight_shape(config, with_heads=args.enable_mtp_training)
+        family, shape = family_of(config), weight_shape(config, with_heads=with_heads)
         names = _without_scales(headers, block_sizes(directory))
         try:
             check_names(family, shape, names, directory, family.untrained(config, shape))
@@ -142,7 +169,7 @@ def _without_scales(headers: Headers, block: tuple[int, ...] | None) -> list[str
     return [name for name in headers if block is None or not name.endswith(SCALE_END)]
 
 
-def _check_same_model(directory: Path, args: Namespace) -> None:
+def _check_same_model(flag: str, directory: Path, args: Namespace) -> None:
     """Compare the model that a Hugging Face directory's config.json means with the run's."""
     if args.allow_config_mismatch:
         return
@@ -153,14 +180,14 @@ def _check_same_model(directory: Path, args: Namespace) -> None:
         theirs, ours = (shape.get(name) or 0 for shape in shapes)
         if theirs != ours and not (name == "ffn_hidden_size" and no_dense_layer):
             raise OptionError(
-                f"--ref-load {directory} is another model's: {name} is {theirs} by its config.json, and {ours} by that "
+                f"{flag} {directory} is another model's: {name} is {theirs} by its config.json, and {ours} by that "
                 f"of --hf-checkpoint {args.hf_checkpoint}"
             )
     wanted, found = (set(family_of(c).parameters(weight_shape(c))) for c in (own, config))
     for what, names in (("it has nothing for", wanted - found), ("there is no place for its", found - wanted)):
         if names:
             raise OptionError(
-                f"--ref-load {directory} is another model's ({config.model_type}): {what} {_some(names)} of "
+                f"{flag} {directory} is another model's ({config.model_type}): {what} {_some(names)} of "
                 f"--hf-checkpoint {args.hf_checkpoint} ({own.model_type})"
             )
 
@@ -168,8 +195,12 @@ def _check_same_model(directory: Path, args: Namespace) -> None:
 # ---- torch_dist checkpoints
 
 
-def _check_stored(flag: str, directory: Path, args: Namespace, model: _Model) -> None:
-    """Whether a torch_dist checkpoint is whole and holds the run's model, or the run's adapters of it."""
+def _check_stored(flag: str, directory: Path, args: Namespace, model: _Model, *, resumes: bool = False) -> None:
+    """Whether a torch_dist checkpoint is whole and holds the run's model, or the run's adapters of it.
+
+    Args:
+        resumes: whether ``--critic-load`` goes on from it, which then must be a critic's.
+    """
     from slime.convert.stored import METADATA, StoredTensors
 
     with _named(flag, directory):
@@ -182,25 +213,28 @@ def _check_stored(flag: str, directory: Path, args: Namespace, model: _Model) ->
         stored = StoredTensors(directory)
         if lacking := stored.lacking_files():
             raise BadInputError(f"files are missing or not whole: {_some(lacking)}: copy the checkpoint again")
+        is_critic = VALUE_HEAD_KEY in stored and flag == _CRITIC
+        if resumes and not is_critic:
+            raise BadInputError(f"it has no {VALUE_HEAD_KEY}, as a critic's checkpoint has: is it the actor's?")
         if args.allow_config_mismatch:
             return
+        if args.enable_mtp_training and flag != _CRITIC and not any(key.startswith(HEADS_PREFIX) for key in stored):
+            raise BadInputError(
+                "it has no heads for further tokens, which --enable-mtp-training trains: convert the model with it"
+            )
         if args.lora_rank is not None and flag == "--load":
             _check_stored_adapters(stored, args, model)
         else:
-            _check_stored_model(stored, args, model)
+            _check_stored_model(stored, args, model, is_critic=is_critic)
 
 
-def _check_stored_model(stored: StoredTensors, args: Namespace, model: _Model) -> None:
+def _check_stored_model(stored: StoredTensors, args: Namespace, model: _Model, *, is_critic: bool) -> None:
     from slime.convert.torch_dist_to_hf import locate_all, plan, specs_of, unused
 
     family, has_heads = model.family, any(key.startswith(HEADS_PREFIX) for key in stored)
-    if args.enable_mtp_training and not has_heads:
-        raise BadInputError(
-            "it has no heads for further tokens, which --enable-mtp-training trains: convert the model with this flag"
-        )
     shape = weight_shape(model.config, with_heads=has_heads)
     located, missing = locate_all(stored, family, shape)
-    if missing:
+    if missing := [name for name in missing if not (is_critic and name == _OUTPUT)]:
         raise BadInputError(f"it lacks {_some(missing)} of --hf-checkpoint {args.hf_checkpoint}: {_ANOTHER}")
     if left := list(unused(stored, located.values())):
         raise BadInputError(

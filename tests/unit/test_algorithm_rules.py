@@ -249,14 +249,14 @@ def test_critic_directories(directory: Path) -> None:
     assert (args.critic_load, args.critic_save, args.critic_source) == (None, None, None)
 
 
-def test_a_critic_that_a_dead_run_left_is_no_source(directory: Path) -> None:
+def test_a_critic_that_a_dead_run_left_is_no_source(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (directory / "ckpt" / "critic" / "iter_0000000").mkdir(parents=True)
     for given in ("", "--critic-load ckpt/critic"):
         args = parse_args(command(f"{PPO} --load ckpt --save ckpt {given}"))
         assert args.critic_load == f"{directory}/ckpt/critic"
         assert args.critic_source is None
-    args = parse_args(command(f"{PPO} --critic-load ckpt/critic"))
-    assert args.critic_source == f"{directory}/ckpt/critic"
+    expected = "ckpt/critic: there is no checkpoint (no latest_checkpointed_iteration.txt) and no model (no config.json"
+    assert expected in failure(capsys, f"{PPO} --critic-load ckpt/critic")
 
 
 def test_schedules_count_the_rollouts_that_a_model_learns_from() -> None:

@@ -227,7 +227,7 @@ def critic(directory: Path, name: str, options: dict[str, Any]) -> dict[str, Any
     from megatron.core import dist_checkpointing
 
     from slime.backends.megatron import checkpoint
-    from slime.backends.megatron.head import VALUE_HEAD_KEY
+    from slime.models.family import VALUE_HEAD_KEY
     from slime.options.checkpoint import find_checkpoint
 
     args = rollouts.arguments(

@@ -15,6 +15,7 @@ from torch.distributed import checkpoint as dcp
 
 from slime.models import family_of, hf_config, weight_shape
 from slime.models.adapters import adapter_family, targeted_sources
+from slime.models.family import VALUE_HEAD_KEY
 from slime.options.checkpoint import LATEST
 from slime.utils import hf_headers
 from slime.utils.arguments import parse_args
@@ -222,7 +223,7 @@ def save(tensors: dict[str, torch.Tensor], directory: str, **common: Any) -> Non
     (path.parent / LATEST).write_text(path.name.removeprefix("iter_").lstrip("0"))
 
 
-def save_model(model: str, directory: str, **more: torch.Tensor) -> None:
+def save_model(model: str, directory: str, without: str = "", **more: torch.Tensor) -> None:
     """A torch_dist checkpoint of a model."""
     config = hf_config(model)
     family, shape = family_of(config), weight_shape(config)
@@ -237,6 +238,7 @@ def save_model(model: str, directory: str, **more: torch.Tensor) -> None:
         before, _, after = name.partition(".experts.")
         experts.setdefault(f"{before}.experts.experts.{after.partition('.')[2]}", []).append(tensors.pop(name))
     stacked = {name: torch.stack(several) for name, several in experts.items()}
+    tensors.pop(without, None)
     save(tensors | stacked | {"optimizer.x": torch.ones(1)} | more, directory)
 
 
@@ -291,6 +293,54 @@ def test_checkpoints_of_more_layers(directory: Path, capsys: pytest.CaptureFixtu
     save_model("model", "ckpt/iter_0000001", **{more: torch.ones(64, 96)})
     said = failure(capsys, "--load ckpt")
     assert f"has no place for: {more}: is it another model's?" in said
+
+
+PPO = "--advantage-estimator ppo"
+
+
+def save_critic(model: str, directory: str) -> None:
+    """A checkpoint of a critic: with a value head in the place of the output layer."""
+    save_model(model, directory, without="output_layer.weight", **{VALUE_HEAD_KEY: torch.ones(1, 64)})
+
+
+@pytest.mark.parametrize("model", ["model", "moe"])
+def test_what_a_critic_may_start_or_go_on_from(directory: Path, model: str) -> None:
+    save_model(model, "ckpt/iter_0000001")
+    save_critic(model, "ckpt/critic/iter_0000001")
+    save_critic(model, "moved/iter_0000001")
+    resumed = (f"{PPO} --load ckpt", f"{PPO} --load ckpt --critic-load moved")
+    for words in (*resumed, *(f"{PPO} --critic-load {name}" for name in ("moved", "ckpt", model))):
+        parse_args(command(f"--hf-checkpoint {model} {words}"))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            "--load ckpt",
+            "--load goes on from {directory}/ckpt/iter_0000001, and --critic-load {directory}/ckpt/critic",
+        ),
+        ("--load ckpt --critic-load later", "/later has no whole iter_0000001: name the directory with the critic's c"),
+        ("--load ckpt --critic-load ckpt", "/ckpt/iter_0000001: it has no value_head.weight, as a critic's checkpoint"),
+        ("--load ckpt --critic-load other", "--critic-load {directory}/other/iter_0000001: it lacks model.layers.0.ml"),
+        ("--critic-load other", "--critic-load {directory}/other/iter_0000001: it lacks model.layers.0.mlp.down_proj."),
+        ("--critic-load moe", "--critic-load {directory}/moe is another model's"),
+        ("--critic-load empty", "--critic-load {directory}/empty: there is no checkpoint (no latest_checkpointed_iter"),
+        ("--critic-load lost", "--critic-load {directory}/lost: latest_checkpointed_iteration.txt names iter_000"),
+        ("--ref-load later", "--ref-load {directory}/later/iter_0000002: it lacks lm_head.weight of --hf-checkpoint "),
+    ],
+)
+def test_critics_of_another_run_or_model(
+    directory: Path, capsys: pytest.CaptureFixture[str], words: str, expected: str
+) -> None:
+    save_model("model", "ckpt/iter_0000001")
+    save_critic("model", "later/iter_0000002")
+    save_critic("moe", "other/iter_0000001")
+    Path("empty").mkdir()
+    Path("lost").mkdir()
+    Path("lost", LATEST).write_text("1")
+    said = failure(capsys, f"{PPO} {words}")
+    assert expected.replace("{directory}", str(directory)) in said
 
 
 @pytest.mark.parametrize(

@@ -31,10 +31,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from slime.backends.megatron import base, lora
 from slime.backends.megatron.fit import check_torch_dist
-from slime.backends.megatron.head import VALUE_HEAD_KEY
 from slime.backends.megatron.model import has_heads
 from slime.backends.megatron.optimizer import parts_of
-from slime.models.family import HEADS_PREFIX
+from slime.models.family import HEADS_PREFIX, VALUE_HEAD_KEY
 from slime.options.checkpoint import LATEST, checkpoint_directory
 from slime.options.export_rules import mark_export
 from slime.options.next_tokens import check_saved_heads

@@ -20,10 +20,10 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from slime.backends.megatron.gather import hf_shapes, union
-from slime.backends.megatron.head import VALUE_HEAD_KEY, ValueHead
+from slime.backends.megatron.head import ValueHead
 from slime.backends.megatron.model import has_heads, unwrap
 from slime.models import Family, Shape
-from slime.models.family import HEADS_PREFIX, MODEL_PREFIXES, OUTPUT_PREFIX
+from slime.models.family import HEADS_PREFIX, MODEL_PREFIXES, OUTPUT_PREFIX, VALUE_HEAD_KEY
 from slime.utils.errors import BadInputError
 from slime.utils.hf_reader import HFWeights
 

@@ -22,8 +22,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-VALUE_HEAD_KEY = "value_head.weight"
-"""In checkpoints: not the language head's name, which an actor's checkpoint holds in another shape."""
+from slime.models.family import VALUE_HEAD_KEY
 
 
 class LanguageHead(ColumnParallelLinear):

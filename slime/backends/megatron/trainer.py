@@ -339,21 +339,11 @@ class MegatronTrainer:
 
 
 def _make_critic(args: Namespace, source: str, resumed_rollout: int | None) -> Learner:
-    """The critic with its own rate, schedule and checkpoints, resumed at the actor's rollout where that is.
-
-    Raises:
-        FileNotFoundError: the actor resumes from a rollout of which there is no checkpoint of the critic.
-    """
+    """The critic with its own rate, schedule and checkpoints, resumed at the actor's rollout where that is."""
     own = critic_options(args)
     if resumed_rollout is None:
         return Learner(own, "critic", args.critic_source or source, None)
-    directory = checkpoint_directory(args.critic_load, resumed_rollout)
-    if not directory.is_dir():
-        raise FileNotFoundError(
-            f"the actor resumes after rollout {resumed_rollout}, and --critic-load {args.critic_load} has no "
-            f"{directory.name}: name the directory with the critic's checkpoints of that run"
-        )
-    return Learner(own, "critic", source, directory)
+    return Learner(own, "critic", source, checkpoint_directory(args.critic_load, resumed_rollout))
 
 
 def _version_name(version: int) -> str:
