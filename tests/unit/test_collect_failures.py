@@ -44,6 +44,7 @@ def test_slow_judge_and_tool_do_not_hold_up_a_rollout_that_has_enough(
     make_args: Args, use: Use, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     Engine(monkeypatch, longest=10**6)
+    monkeypatch.setattr("slime.rollout.pool._ABORT_S", 200.0)
     client = use(FakeClient())
     hook = hook_file(
         tmp_path,
@@ -69,11 +70,12 @@ def test_slow_judge_and_tool_do_not_hold_up_a_rollout_that_has_enough(
         custom_rm_path=f"{hook}:rm",
         over_sampling_batch_size=6,
         sglang_server_concurrency=1,
+        rollout_timeout=200.0,
     )
     source = RolloutDataSourceWithBuffer(args)
     started = time.monotonic()
     output = rollout(args, 0, source)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 100
     assert indices(output.samples) == [2, 3, 4, 5], "a tool that hangs holds no place among the requests"
     assert client.most_running == 1
     tool, judge = source.buffer
@@ -143,11 +145,14 @@ def test_reward_that_hangs_fails_its_sample(make_args: Args, use: Use, tmp_path:
     hook = hook_file(
         tmp_path,
         "import asyncio\n"
+        "from tests.waiting import skip\n"
         "async def rm(args, sample):\n"
-        "    await asyncio.sleep(60 if sample.index == 0 else 0)\n"
+        "    if sample.index == 0:\n"
+        "        skip(args.reward_timeout)\n"
+        "        await asyncio.sleep(60)\n"
         "    return 1\n",
     )
-    args = make_args(custom_rm_path=f"{hook}:rm", reward_timeout=1.0)
+    args = make_args(custom_rm_path=f"{hook}:rm", rollout_timeout=200.0)
     source = RolloutDataSourceWithBuffer(args)
     assert indices(rollout(args, 0, source).samples) == [1, 2, 3, 4]
     assert source.num_dropped == {"reward_timeout": 1}
@@ -198,9 +203,16 @@ def test_judges_that_hang_in_threads_stop_nobody_else(
 @pytest.mark.parametrize("flag", ["dynamic_sampling_filter_path", "rollout_sample_filter_path"])
 def test_hook_of_a_batch_that_hangs_is_named(flag: str, make_args: Args, use: Use, tmp_path: Path) -> None:
     use(FakeClient())
-    hook = hook_file(tmp_path, "import asyncio\nasync def hang(args, samples):\n    await asyncio.sleep(60)\n")
-    args = make_args(rollout_timeout=0.5, **{flag: f"{hook}:hang"})
-    expected = rf"rollout 0: .*waiting for {flag_named(flag)} .*:hang for \d s.*within 0.5 s \(--rollout-timeout\)"
+    hook = hook_file(
+        tmp_path,
+        "import asyncio\n"
+        "from tests.waiting import skip\n"
+        "async def hang(args, samples):\n"
+        "    skip(args.rollout_timeout)\n"
+        "    await asyncio.sleep(60)\n",
+    )
+    args = make_args(**{flag: f"{hook}:hang"})
+    expected = rf"rollout 0: .*waiting for {flag_named(flag)} .*:hang for \d+ s.*within 20 s \(--rollout-timeout\)"
     with pytest.raises(TimeoutError, match=expected):
         rollout(args)
 
@@ -269,11 +281,18 @@ def test_generate_function_that_hangs_fails_its_sample(make_args: Args, use: Use
         tmp_path,
         "import asyncio\n"
         "from slime.rollout.sglang_rollout import generate as ask\n"
+        "from tests.waiting import skip\n"
+        "done = []\n"
         "async def generate(args, sample, params):\n"
-        "    if sample.group_index == 1: await asyncio.sleep(60)\n"
-        "    return await ask(args, sample, params)\n",
+        "    if sample.group_index == 1:\n"
+        "        while len(done) < 6: await asyncio.sleep(0.01)\n"
+        "        skip(args.generate_timeout)\n"
+        "        await asyncio.sleep(60)\n"
+        "    sample = await ask(args, sample, params)\n"
+        "    done.append(sample.index)\n"
+        "    return sample\n",
     )
-    args = make_args(custom_generate_function_path=f"{hook}:generate", generate_timeout=1.0)
+    args = make_args(custom_generate_function_path=f"{hook}:generate", generate_timeout=10.0, rollout_timeout=200.0)
     source = RolloutDataSourceWithBuffer(args)
     assert indices(rollout(args, 0, source).samples) == [0, 2, 3, 4]
     assert source.num_dropped == {"generate_timeout": 1}

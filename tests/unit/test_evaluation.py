@@ -16,6 +16,7 @@ from slime.rollout.evaluation import eval_metrics
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.types import Sample
 from tests.fake_client import FakeClient, hook_file, reply
+from tests.waiting import skip
 
 NUM_GPUS = 0
 
@@ -129,9 +130,13 @@ def test_every_dataset_has_its_own_settings(
 def test_a_late_evaluation_names_the_weights(
     rollout_args: Args, use: Callable[..., FakeClient], write_jsonl: Any
 ) -> None:
-    use(FakeClient(lambda *_: asyncio.sleep(60)))
+    async def never() -> None:
+        skip(args.rollout_timeout)
+        await asyncio.sleep(60)
+
+    use(FakeClient(lambda *_: never()))
     path = write_jsonl([{"prompt": "x", "label": "1"}])
-    args = with_sets(rollout_args(rm_type="f1", rollout_timeout=0.2), ("e", path))
+    args = with_sets(rollout_args(rm_type="f1"), ("e", path))
     with pytest.raises(TimeoutError, match=r"evaluation of weight version 6: 0 of 1 samples finished"):
         generate_rollout(args, 6, None, evaluation=True)
 

@@ -24,6 +24,7 @@ from slime.rollout.versions import staleness
 from slime.utils.errors import SettingError
 from slime.utils.types import Sample
 from tests.fake_client import FakeClient, hook_file, reply
+from tests.waiting import skip, wait_for
 
 NUM_GPUS = 0
 
@@ -31,11 +32,20 @@ Args = Callable[..., Namespace]
 Use = Callable[..., FakeClient]
 
 
+async def end_everything() -> None:
+    """End what is under way on this loop."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 @pytest.fixture(autouse=True)
 def own_loop() -> Iterator[None]:
-    """A loop for each test, since a stream goes on for as long as its loop."""
+    """A loop for each test, on which no stream is left: it would hear of the next test's pushes, in another thread."""
     background_loop.cache_clear()
     yield
+    background_loop().run(end_everything(), timeout=60, what="end the stream")
     background_loop.cache_clear()
 
 
@@ -49,7 +59,7 @@ class Engine:
     def push(self, version: int) -> None:
         self.version = version
         for hold in (True, False):
-            background_loop().run(hold_requests(hold, None if hold else version), timeout=5, what="push")
+            background_loop().run(hold_requests(hold, None if hold else version), timeout=60, what="push")
 
     async def __call__(self, number: int, input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
         version = self.version
@@ -84,7 +94,7 @@ def test_it_goes_on_between_rollouts_and_a_slow_group_holds_up_none(make_args: A
     for rollout_id in range(4):
         engine.push(rollout_id)
         trained.update(groups_of(take(args, rollout_id, source)))
-        assert source.num_in_flight() >= args.rollout_batch_size, "others are generated while the trainer trains"
+        wait_for(lambda: source.num_in_flight() >= args.rollout_batch_size, "others are generated meanwhile")
     assert 1 not in trained
     engine.released = True
     for rollout_id in range(4, 30):
@@ -106,8 +116,9 @@ def test_outstanding_groups_are_bounded_by_staleness(make_args: Args, use: Use) 
     for rollout_id in range(3):
         engine.push(rollout_id)
         take(args, rollout_id, source)
+        wait_for(lambda: source.num_in_flight() == args.rollout_batch_size, "one rollout more than the trainer has")
         time.sleep(0.3)
-        assert source.num_in_flight() <= args.rollout_batch_size, "what the trainer has, and one rollout more"
+        assert source.num_in_flight() == args.rollout_batch_size
 
 
 def test_a_group_whose_filter_is_cancelled_comes_back(make_args: Args, use: Use, tmp_path: Path) -> None:
@@ -136,9 +147,7 @@ def test_a_group_whose_filter_is_cancelled_comes_back(make_args: Args, use: Use,
         if draws == 2:
             from slime.utils.misc import load_module
 
-            deadline = time.monotonic() + 30
-            while not load_module(str(hook)).filtering.is_set() and time.monotonic() < deadline:
-                time.sleep(0.01)
+            wait_for(load_module(str(hook)).filtering.is_set, "the filter of the sixth group is called")
             raise OSError("no more prompts")
         return draw(num_samples)
 
@@ -226,7 +235,7 @@ def test_failure_ends_the_waiting_rollout_at_once_with_its_cause(make_args: Args
 
     use(SlowToClose(Engine()))
     hook = hook_file(tmp_path, "def rm(args, sample): raise OSError('no judge')\n")
-    args, source = make(make_args, custom_rm_path=f"{hook}:rm", on_sample_error="stop")
+    args, source = make(make_args, custom_rm_path=f"{hook}:rm", on_sample_error="stop", rollout_timeout=200.0)
     started = time.monotonic()
     with pytest.raises(HookError, match="no judge"):
         generate_rollout_fully_async(args, 0, source)
@@ -254,9 +263,16 @@ def test_counters_are_of_each_rollout_and_nothing_is_begun_for_the_end(
 
 
 def test_deadline_says_what_it_waits_for(make_args: Args, use: Use) -> None:
-    use(FakeClient(Engine(slow=tuple(range(200)))))
-    args, source = make(make_args, rollout_timeout=0.3)
-    expected = r"rollout 5: 0 of 8 samples finished; waiting for sample \d+ \(generating .* within 0.3 s \(--rollout-ti"
+    engine = Engine(slow=tuple(range(200)))
+
+    async def never(number: int, input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        if number == 8:
+            skip(1000)
+        return await engine(number, input_ids, params)
+
+    use(FakeClient(never))
+    args, source = make(make_args)
+    expected = r"rollout 5: 0 of 8 samples finished; waiting for sample \d+ \(generating .* within 20 s \(--rollout-ti"
     with pytest.raises(TimeoutError, match=expected):
         generate_rollout_fully_async(args, 5, source)
 

@@ -120,10 +120,10 @@ def test_blocked_loop_is_noticed(
 ) -> None:
     monkeypatch.setattr("slime.rollout.loop._GRACE_S", 0.2)
     use(FakeClient())
-    hook = hook_file(tmp_path, "import time\nasync def generate(args, sample, params):\n    time.sleep(2)  # blocks\n")
-    args = make_args(custom_generate_function_path=str(hook), rollout_timeout=0.2)
+    hook = hook_file(tmp_path, "import time\nasync def generate(args, sample, params):\n    time.sleep(99)  # blocks\n")
+    args = make_args(custom_generate_function_path=str(hook), rollout_timeout=3.0)
     loop = background_loop()
-    with pytest.raises(TimeoutError, match=r"the event loop is blocked here:[\s\S]*time.sleep\(2\)"):
+    with pytest.raises(TimeoutError, match=r"the event loop is blocked here:[\s\S]*time.sleep\(99\)"):
         rollout(args)
     assert background_loop() is not loop
     assert len(rollout(make_args()).samples) == 4

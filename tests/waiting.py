@@ -1,0 +1,26 @@
+"""Waiting for what other threads and processes do, however busy the machine is, and for no deadline at all."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+
+def wait_for(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
+    """Poll until ``condition()`` is true; AssertionError that names ``what`` after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        time.sleep(0.02)
+
+
+def skip(seconds: float) -> None:
+    """Put the clock of the running event loop forward, so that deadlines within ``seconds`` pass now.
+
+    A test that shows what a deadline says calls it where the work has come to a stop: a deadline that is short enough
+    to be waited for passes on a slow machine before the work has come there.
+    """
+    loop = asyncio.get_running_loop()
+    clock = loop.time
+    loop.time = lambda: clock() + seconds  # type: ignore[method-assign]
