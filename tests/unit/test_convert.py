@@ -244,7 +244,7 @@ def test_killed_in_the_middle(models: Callable[[str], Path], tmp_path: Path) -> 
     """Nothing is under the output's name; the next conversion removes what was written."""
     words = ["--model-dir", str(models("qwen3")), "--save-dir", str(tmp_path / "out")]
     command = [sys.executable, "-c", DIES.format(root=str(TOOLS.parent)), *words]
-    killed = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ})
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ})
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert [path.name for path in tmp_path.iterdir()] == [".out.tmp"]
     assert not (tmp_path / ".out.tmp" / "config.json").exists()

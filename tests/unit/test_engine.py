@@ -227,10 +227,10 @@ TWO_CHILDREN = """
 import signal, subprocess
 from slime.backends.sglang import compat
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # a shell's background jobs ignore it; SGLang has a handler
-first, second = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
+first, second = (subprocess.Popen(["sleep", "300"]) for _ in range(2))
 second.kill()
 compat.end_with_any_of([first.pid, second.pid])
-first.wait(10)
+first.wait(60)
 """
 
 

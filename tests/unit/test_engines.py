@@ -249,7 +249,7 @@ def test_the_data_side_forgets_an_engine() -> None:
     async def capacity() -> int:
         return _gates[asyncio.get_running_loop()]._capacity
 
-    assert background_loop().run(capacity(), timeout=5, what="the bound on requests") == 8
+    assert background_loop().run(capacity(), timeout=60, what="the bound on requests") == 8
 
 
 def test_the_death_of_the_only_engine_is_told_as_it_is() -> None:

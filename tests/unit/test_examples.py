@@ -262,7 +262,7 @@ def test_a_failing_search_server_ends_nothing(make_args: Args, use: Use, failure
 
     async def answer(request: web.Request) -> web.Response:
         if failure == "hangs":
-            await asyncio.sleep(60)
+            await asyncio.sleep(200)
         bodies = {"status 500": "broken", "no passages": '{"result": []}', "no JSON": "<html>"}
         return web.Response(text=bodies[failure], status=500 if failure == "status 500" else 200)
 
@@ -275,7 +275,7 @@ def test_a_failing_search_server_ends_nothing(make_args: Args, use: Use, failure
 
     started = time.monotonic()
     sample = asyncio.run(run())
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 100
     assert f"<information>{search.FAILED}</information>" in sample.response
     assert (sample.metadata["search_errors"], sample.remove_sample) == (1, True)
     assert (sample.status, len(client.requests)) == (Status.COMPLETED, 2)
@@ -533,7 +533,7 @@ def test_demonstrations_train_the_models_words_only(make_args: Args) -> None:
 def test_data_are_the_seeds_and_held_out_problems_are(name: str, tmp_path: Path) -> None:
     for directory in ("a", "b"):
         command = [sys.executable, "-m", f"examples.{name}.make_data", str(tmp_path / directory), "--seed", "5"]
-        subprocess.run(command, check=True, cwd=ROOT, timeout=60)
+        subprocess.run(command, check=True, cwd=ROOT, timeout=300)
     files = sorted(path.name for path in (tmp_path / "a").iterdir())
     assert {"eval.jsonl", "sft.jsonl", "train.jsonl"} <= set(files)
     assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files)

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from tests import shipped
 from tests.command_line import write_headers
 from tests.documents import DOCS
 from tests.small_rollout import write_tokenizer
+from tests.waiting import wait_for
 
 NUM_GPUS = 0
 
@@ -47,12 +47,12 @@ if "start" in words:
     if "--head" in words:
         import socket
         server = socket.create_server(("127.0.0.1", int(words[words.index("--port") + 1])))
-    time.sleep(60)
+    time.sleep(300)
 if os.environ.get("RECORDER_TRAINS") and "train.py" in words[0]:
     if os.environ["RECORDER_TRAINS"] == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         open(os.environ["RECORD"] + ".deaf", "w").close()
-    time.sleep(60)
+    time.sleep(300)
 """
 """In place of python3: writes down its arguments, and as `ray start` stays, with a port that answers."""
 
@@ -97,7 +97,7 @@ def test_model_scripts_pass_dry_run(name: str, files: Path, capsys: pytest.Captu
     expand = 'source "$1"; printf "%s\\n" "${MODEL_ARGS[@]}" "${CKPT_ARGS[@]}"'
     command = ["bash", "-euc", expand, "bash", str(shipped.SCRIPTS / f"{name}.sh")]
     environment = {"HF_CHECKPOINT": str(checkpoint(files, name))}
-    words = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True, env=environment).stdout
+    words = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, env=environment).stdout
     check([*words.split(), *MINIMAL.split(), "--prompt-data", str(files / "prompts.jsonl")], capsys, tmp_path)
 
 
@@ -107,7 +107,7 @@ def run(
     """Run a script with the recorder as its python; every command that it would have run."""
     kept = {"PATH": os.environ["PATH"], "PYTHON": str(files / "python"), "RECORD": str(record)}
     ran = subprocess.run(
-        ["bash", str(SCRIPTS / script), *words], capture_output=True, text=True, timeout=60, env=kept | variables
+        ["bash", str(SCRIPTS / script), *words], capture_output=True, text=True, timeout=300, env=kept | variables
     )
     return ran, recorded(record)
 
@@ -218,7 +218,7 @@ def test_a_job_server_is_asked_before_a_job_is_submitted(answer: str, tmp_path: 
             with client:
                 assert client.recv(1000).startswith(b"GET /api/version ")
                 client.sendall(answer.encode())
-            out, said = script.communicate(timeout=60)
+            out, said = script.communicate(timeout=300)
         finally:
             script.kill()
     if "401" in answer:
@@ -301,12 +301,9 @@ def test_the_first_node_passes_failures_and_signals_on(files: Path, tmp_path: Pa
     kept = {"PATH": os.environ["PATH"], "PYTHON": str(files / "python"), "RECORD": str(record), "RECORDER_TRAINS": "1"}
     script = subprocess.Popen(["bash", str(SCRIPTS / RUN)], env=kept | nodes | {"NODE_RANK": "0"})
     try:
-        deadline = time.monotonic() + 60
-        while len(recorded(record)) < 3:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_for(lambda: len(recorded(record)) >= 3, "the run is started")
         script.send_signal(signal.SIGTERM)
-        assert script.wait(30) == 143
+        assert script.wait(60) == 143
     finally:
         script.kill()
     assert not processes_of(files)
@@ -319,12 +316,9 @@ def test_what_does_not_end_is_killed(files: Path, tmp_path: Path, nodes: dict[st
     command = ["bash", str(SCRIPTS / RUN)]
     script = subprocess.Popen(command, env=kept | nodes | more, stderr=subprocess.PIPE, text=True)
     try:
-        deadline = time.monotonic() + 60
-        while not Path(f"{record}.deaf").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_for(Path(f"{record}.deaf").exists, "the run is started, and deaf")
         script.send_signal(signal.SIGTERM)
-        _, said = script.communicate(timeout=30)
+        _, said = script.communicate(timeout=300)
     finally:
         script.kill()
     assert script.returncode == 143
@@ -346,7 +340,7 @@ def test_without_an_installation_no_ray_is_started_or_asked(
     (tmp_path / "python").chmod(0o755)
     environment = {"PATH": os.environ["PATH"], "PYTHON": str(tmp_path / "python"), **nodes, **where}
     command = ["bash", str(SCRIPTS / RUN)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert ran.returncode == 2
     (line,) = ran.stderr.splitlines()
     assert message in line
@@ -362,7 +356,7 @@ def test_other_nodes_wait_for_the_first_and_join_it(files: Path, tmp_path: Path,
         _, (words,) = run(RUN, files, tmp_path / "record", NODE_RANK="1", RECORDER_FAILS=address, **nodes)
     finally:
         head.kill()
-        head.wait(30)
+        head.wait(60)
     assert words == ["-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", "--address", address]
 
 
@@ -389,7 +383,7 @@ def test_a_token_is_sent_where_there_is_one(variables: dict[str, str], mode: str
     (tmp_path / "python").chmod(0o755)
     program = f"source {SCRIPTS}/launch.sh; launch train.py"
     environment = {"PATH": os.environ["PATH"], "PYTHON": str(tmp_path / "python"), "HOME": str(tmp_path), **variables}
-    ran = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=30, env=environment)
+    ran = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=300, env=environment)
     assert ran.stdout == f"mode={mode}\n"
 
 
@@ -400,7 +394,7 @@ def test_the_page_names_every_run_and_shows_a_script_that_works(page: str, files
     (own,) = (block for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) if "launch train.py" in block)
     environment = {"PATH": os.environ["PATH"], "PYTHON": str(files / "python"), "RECORD": str(tmp_path / "record")}
     command = ["bash", "-c", own, "bash", "--seed", "7"]
-    subprocess.run(command, timeout=30, check=True, env=environment, cwd=shipped.ROOT)
+    subprocess.run(command, timeout=300, check=True, env=environment, cwd=shipped.ROOT)
     (words,) = recorded(tmp_path / "record")
     assert words[-2:] == ["--seed", "7"]
     assert {"--num-layers", "--hf-checkpoint", "--save", "--rm-type"} <= set(words)

@@ -63,7 +63,7 @@ ARCHITECTURES = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | MODEL_FOR_IMAGE_TEXT_TO_TEXT
 def bash(program: str, **variables: str) -> list[str]:
     """The words that a program prints."""
     command = ["env", "-i", *(f"{name}={value}" for name, value in variables.items())]
-    ran = subprocess.run([*command, "bash", "-euc", program], capture_output=True, text=True, timeout=30, check=True)
+    ran = subprocess.run([*command, "bash", "-euc", program], capture_output=True, text=True, timeout=300, check=True)
     return ran.stdout.split("\n")[:-1]
 
 

@@ -309,14 +309,14 @@ def test_every_function_path_has_a_contract_and_a_mistake() -> None:
 
 def test_a_function_that_hangs_is_left_behind(tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
-    mine.write_text("import time\ndef f(args, rollout_id, source):\n    time.sleep(8)\n    return []\n")
-    words = ["--rollout-function-path", f"{mine}:f", "--contract-timeout", "0.3"]
+    mine.write_text("import time\ndef f(args, rollout_id, source):\n    time.sleep(200)\n    return []\n")
+    words = ["--rollout-function-path", f"{mine}:f", "--contract-timeout", "3"]
     started = time.monotonic()
     case = cases(FILES["rollout"], words)[1]
     outcome, text, _ = verdict(case, words)
     assert outcome == "BROKEN"
-    assert time.monotonic() - started < 6
-    assert "did not end within 0.3 s (--contract-timeout); it is at line 3: time.sleep(8)" in text
+    assert time.monotonic() - started < 100
+    assert "did not end within 3 s (--contract-timeout); it is at line 3: time.sleep(200)" in text
 
 
 def test_what_the_function_reads_of_the_command_line(tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from slime.backends.sglang.process import ServerProcess
+from tests.waiting import wait_for
 
 # A server with a child in a session of its own, whose own child is an orphan in yet another session. With `stubborn`
 # every one of them ignores TERM. Each writes its pid beside the others.
@@ -54,15 +54,8 @@ while True: time.sleep(1)
 """
 
 
-def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.02)
-
-
 def tree_pids(directory: Path) -> list[int]:
-    wait_for(lambda: all((directory / name).exists() for name in NAMES), 20, f"all of {NAMES} started")
+    wait_for(lambda: all((directory / name).exists() for name in NAMES), f"all of {NAMES} started")
     return [int((directory / name).read_text()) for name in NAMES]
 
 
@@ -75,9 +68,8 @@ def alive(pid: int) -> bool:
 
 @pytest.fixture
 def server(tmp_path: Path) -> ServerProcess:
-    return ServerProcess(
-        [sys.executable, "-c", TREE, str(tmp_path), "obedient"], os.environ, tmp_path / "log", secrets=("s3cret",)
-    )
+    command = [sys.executable, "-c", TREE, str(tmp_path), "obedient"]
+    return ServerProcess(command, os.environ, tmp_path / "log", secrets=("s3cret",), grace=200.0)
 
 
 def start_owner(directory: Path, kind: str) -> tuple[subprocess.Popen[bytes], list[int]]:
@@ -95,7 +87,7 @@ def test_stop_ends_every_process_and_may_be_repeated(server: ServerProcess, tmp_
     assert server.poll() is None
     started = time.monotonic()
     server.stop()
-    assert time.monotonic() - started < 5, "an obedient tree needs no KILL"
+    assert time.monotonic() - started < 100, "an obedient tree needs no KILL"
     assert not [pid for pid in pids if alive(pid)]
     assert server.poll() == 128 + signal.SIGTERM
     server.stop()
@@ -104,7 +96,7 @@ def test_stop_ends_every_process_and_may_be_repeated(server: ServerProcess, tmp_
 def test_tail_strikes_out_secrets(server: ServerProcess, tmp_path: Path) -> None:
     server.start()
     tree_pids(tmp_path)
-    wait_for(lambda: "hello" in server.tail(), 5, "the server's line in the log")
+    wait_for(lambda: "hello" in server.tail(), "the server's line in the log")
     server.stop()
     assert server.tail() == "hello from the server, the key is ***\n"
 
@@ -113,25 +105,25 @@ def test_tail_strikes_out_secrets(server: ServerProcess, tmp_path: Path) -> None
 def test_tree_ends_with_its_owner(tmp_path: Path, signum: int) -> None:
     owner, pids = start_owner(tmp_path, "obedient")
     owner.send_signal(signum)
-    owner.wait(10)
-    wait_for(lambda: not any(map(alive, pids)), 10, "the tree ended")
+    owner.wait(60)
+    wait_for(lambda: not any(map(alive, pids)), "the tree ended")
 
 
 def test_tree_that_ignores_term_is_killed(tmp_path: Path) -> None:
     owner, pids = start_owner(tmp_path, "stubborn")
     owner.kill()
-    owner.wait(10)
-    wait_for(lambda: not any(map(alive, pids)), 20, "the stubborn tree was killed")
+    owner.wait(60)
+    wait_for(lambda: not any(map(alive, pids)), "the stubborn tree was killed")
 
 
 def test_owner_with_a_forked_child_that_keeps_the_pipe_open(tmp_path: Path) -> None:
     owner, pids = start_owner(tmp_path / "forked", "obedient")
-    wait_for(lambda: len(psutil.Process(owner.pid).children()) == 2, 10, "the owner forked")
+    wait_for(lambda: len(psutil.Process(owner.pid).children()) == 2, "the owner forked")
     (fork,) = (p for p in psutil.Process(owner.pid).children() if "supervisor" not in " ".join(p.cmdline()))
     try:
         owner.kill()
-        owner.wait(10)
-        wait_for(lambda: not any(map(alive, pids)), 10, "the tree ended although a fork holds the pipe")
+        owner.wait(60)
+        wait_for(lambda: not any(map(alive, pids)), "the tree ended although a fork holds the pipe")
         assert fork.is_running()
     finally:
         fork.kill()
@@ -143,7 +135,7 @@ def test_server_dies_with_a_killed_supervisor(server: ServerProcess, tmp_path: P
     assert server.pid is not None
     os.kill(server.pid, signal.SIGKILL)
     try:
-        wait_for(lambda: not alive(pids[0]), 5, "the server itself ended")
+        wait_for(lambda: not alive(pids[0]), "the server itself ended")
         assert server.poll() == -signal.SIGKILL
     finally:
         for pid in pids[1:]:
@@ -168,7 +160,7 @@ def test_exit_status_and_leftovers_of_a_server_that_ends_by_itself(tmp_path: Pat
     )
     server = ServerProcess([sys.executable, "-c", code], os.environ, tmp_path / "log")
     server.start()
-    wait_for(lambda: server.poll() is not None, 10, "the supervisor ended")
+    wait_for(lambda: server.poll() is not None, "the supervisor ended")
     assert server.poll() == 7
     assert server.tail() == "boom\n"
     assert not alive(int((tmp_path / "pid").read_text()))
@@ -195,12 +187,15 @@ def test_scratch_files_go_with_their_server_and_nobody_elses(killed: bool, tmp_p
         [sys.executable, "-c", MAPPING, prefix], os.environ, tmp_path / "log", grace=2.0, scratch=prefix
     )
     server.start()
-    wait_for(closed.exists, 20, "the server mapped its file")
+    wait_for(closed.exists, "the server mapped its file")
     if killed:
-        time.sleep(2.5)  # the supervisor looks every second
-        (process,) = psutil.Process(server.pid).children()
+        supervisor = psutil.Process(server.pid)
+        waits = supervisor.num_ctx_switches().voluntary
+        # It looks between two waits. The present one may have begun, and one more may be another's than its loop's.
+        wait_for(lambda: supervisor.num_ctx_switches().voluntary >= waits + 3, "the supervisor has looked")
+        (process,) = supervisor.children()
         process.kill()
-        wait_for(lambda: server.poll() is not None, 20, "the supervisor ended")
+        wait_for(lambda: server.poll() is not None, "the supervisor ended")
     assert mine.exists() != killed
     server.stop()
     assert [path.exists() for path in (mine, others, closed)] == [False, True, True]

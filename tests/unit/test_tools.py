@@ -118,7 +118,7 @@ def test_a_link_in_a_results_place_is_not_followed(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("tool", ["make_tiny_model.py", "make_arithmetic_data.py"])
 def test_help_needs_no_engine(tool: str) -> None:
-    done = subprocess.run([sys.executable, TOOLS / tool, "--help"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, TOOLS / tool, "--help"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0
     assert "--seed" in done.stdout
 

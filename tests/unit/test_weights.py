@@ -117,7 +117,7 @@ def publisher(origin: Path, tmp_path: Path) -> DiskPublisher:
         update_weight_disk_keep_files=False,
         check_weight_update_equal=False,
         asynchronous=False,
-        weight_update_timeout=10.0,
+        weight_update_timeout=100.0,
         hf_checkpoint=str(origin),
         custom_update_weight_post_write_path=None,
         random_weights=False,
@@ -157,7 +157,7 @@ _WHOLE += ["end_weight_update", "set_weight_version", "continue_"]
 @pytest.mark.parametrize("phase", ["pause", "update_weights_from_tensor", "set_weight_version", "continue_"])
 def test_a_push_that_loses_an_engine_is_made_again_as_a_whole(phase: str, tmp_path: Path) -> None:
     args = Namespace(
-        run_dir=str(tmp_path), check_weight_update_equal=False, asynchronous=False, weight_update_timeout=10.0
+        run_dir=str(tmp_path), check_weight_update_equal=False, asynchronous=False, weight_update_timeout=100.0
     )
     engines = [EngineAddress(f"http://e{rank}", 1 + rank) for rank in range(3)]
     publisher = TensorPublisher(args, 0, engines)
@@ -188,13 +188,13 @@ def test_a_push_that_loses_an_engine_is_made_again_as_a_whole(phase: str, tmp_pa
 
 
 def test_payloads_keep_to_their_slots_when_an_engine_before_them_is_gone() -> None:
-    args = Namespace(weight_update_timeout=10.0)
+    args = Namespace(weight_update_timeout=100.0)
     publisher = TensorPublisher(args, 0, [EngineAddress(f"http://e{rank}", 2) for rank in range(3)])
     got: dict[str, Any] = {}
     publisher.controls = [  # type: ignore[assignment]
         Namespace(url=f"http://e{r}", update_weights_from_tensor=functools.partial(got.setdefault, r)) for r in (0, 2)
     ]
-    publisher._deadline = time.monotonic() + 10
+    publisher._deadline = time.monotonic() + 100
     publisher._deliver([], [f"slot {slot}" for slot in range(6)])()
     assert got == {0: ["slot 0", "slot 1"], 2: ["slot 4", "slot 5"]}
 
@@ -202,7 +202,7 @@ def test_payloads_keep_to_their_slots_when_an_engine_before_them_is_gone() -> No
 def test_nothing_is_shared_for_an_engine_that_is_gone() -> None:
     """torch would keep a GPU's memory, of which nobody opens the handle, until the trainer ends."""
     engines = [EngineAddress(f"http://e{rank}", 2) for rank in range(2)]
-    publishers = [TensorPublisher(Namespace(weight_update_timeout=10.0), rank, engines) for rank in range(5)]
+    publishers = [TensorPublisher(Namespace(weight_update_timeout=100.0), rank, engines) for rank in range(5)]
     bucket = [("a", torch.ones(2))]
     assert [publisher._stage(bucket)[0] is not None for publisher in publishers] == [True] * 4 + [False]
     for publisher in publishers:
@@ -221,14 +221,14 @@ def test_others_are_waited_for_before_what_they_read_is_given_up() -> None:
         raise EngineError("connection reset")
 
     with pytest.raises(EngineError, match="push: connection reset"):
-        call_all({"slow": slow, "dies": dies}, 10, "push", settle=True)
+        call_all({"slow": slow, "dies": dies}, 100, "push", settle=True)
     assert ended == ["slow"]
     started = time.monotonic()
     with pytest.raises(EngineError, match="push: connection reset"):
-        call_all({"hangs": lambda: time.sleep(5), "dies": dies}, 0.3, "push", settle=True)
+        call_all({"hangs": lambda: time.sleep(200), "dies": dies}, 2, "push", settle=True)
     with pytest.raises(EngineError, match="push: connection reset"):
-        call_all({"hangs": lambda: time.sleep(5), "dies": dies}, 10, "push")
-    assert time.monotonic() - started < 4
+        call_all({"hangs": lambda: time.sleep(200), "dies": dies}, 200, "push")
+    assert time.monotonic() - started < 100
 
 
 def versions(tmp_path: Path) -> list[str]:
@@ -332,7 +332,7 @@ def test_the_group_meets_at_the_trainers_address(
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     if master is not None:
         monkeypatch.setitem(os.environ, "MASTER_ADDR", master)
-    args = Namespace(weight_update_timeout=10.0)
+    args = Namespace(weight_update_timeout=100.0)
     publisher = DistributedPublisher(args, 0, [EngineAddress(f"http://{engine_host}:1", 1)])
     with pytest.raises(Reserved, match=expected):
         publisher.connect()
@@ -351,15 +351,15 @@ def test_a_broadcast_that_waits_for_the_engine_is_no_deadlock(monkeypatch: pytes
             sent.append(True)
 
     def broadcast(*_: Any, **__: Any) -> Broadcast:
-        assert engine_joined.wait(5), "the engine was not asked to join"
+        assert engine_joined.wait(60), "the engine was not asked to join"
         return Broadcast()
 
     sent: list[bool] = []
     monkeypatch.setattr(distributed.dist, "broadcast", broadcast)
-    publisher = DistributedPublisher(Namespace(weight_update_timeout=10.0), 0, [])
+    publisher = DistributedPublisher(Namespace(weight_update_timeout=100.0), 0, [])
     publisher.controls = [Joining()]  # type: ignore[list-item]
     publisher._group = object()  # type: ignore[assignment]
-    publisher._deadline = time.monotonic() + 10
+    publisher._deadline = time.monotonic() + 100
     publisher._deliver([("weight", torch.ones(3))], None)()
     assert sent == [True]
 
@@ -379,7 +379,7 @@ def test_a_group_with_a_dead_member_is_left_and_made_anew(monkeypatch: pytest.Mo
     left: list[Any] = []
     monkeypatch.setattr(distributed, "join_as_sender", lambda *_: Group())
     monkeypatch.setattr(distributed.dist, "destroy_process_group", lambda group: None)
-    args = Namespace(weight_update_timeout=10.0, check_weight_update_equal=False, asynchronous=False)
+    args = Namespace(weight_update_timeout=100.0, check_weight_update_equal=False, asynchronous=False)
     publisher = DistributedPublisher(args, 0, [EngineAddress(f"http://127.0.0.{r}:1", 1 + r) for r in range(3)])
     publisher.controls = [Member(engine.url) for engine in publisher.engines]  # type: ignore[misc]
     monkeypatch.setattr(publisher, "_send", lambda flat, timeout: None)

@@ -42,7 +42,7 @@ class Gate:
             self._count += 1
             self._changed.notify_all()
 
-    def wait(self, count: int, timeout: float = 10.0) -> bool:
+    def wait(self, count: int, timeout: float = 60.0) -> bool:
         with self._changed:
             return self._changed.wait_for(lambda: self._count >= count, timeout)
 
@@ -85,7 +85,7 @@ class LoadingEngine:
 
 
 def make(transport: str, monkeypatch: pytest.MonkeyPatch, load: Callable[[int, Any], None]) -> WeightPublisher:
-    args = Namespace(weight_update_timeout=30.0, check_weight_update_equal=False, asynchronous=False)
+    args = Namespace(weight_update_timeout=200.0, check_weight_update_equal=False, asynchronous=False)
     kinds: dict[str, type[WeightPublisher]] = {"tensor": TensorPublisher, "distributed": DistributedPublisher}
     publisher = kinds[transport](args, 0, [EngineAddress(URL, 1)])
     publisher.controls = [LoadingEngine(load)]  # type: ignore[list-item]
@@ -159,7 +159,7 @@ class Reader:
 
 
 def test_a_buffer_is_not_written_while_an_engine_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    reader = Reader(monkeypatch, ahead=1, patience=10.0)
+    reader = Reader(monkeypatch, ahead=1, patience=60.0)
     reader.publisher.publish(1, buckets())
     assert reader.met == [True] * BUCKETS
     assert reader.changed == []
@@ -221,12 +221,12 @@ def test_a_gather_that_fails_leaves_no_engine_reading(transport: str, monkeypatc
 
 
 def test_an_engine_that_hangs_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    publisher = make("tensor", monkeypatch, lambda *_: time.sleep(20))
-    publisher.timeout = 0.5
+    publisher = make("tensor", monkeypatch, lambda *_: time.sleep(200))
+    publisher.timeout = 2.0
     started = time.monotonic()
     with pytest.raises(EngineError, match=rf"push: no answer within \d s .* from {URL}"):
         publisher.publish(1, buckets())
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 100
 
 
 @pytest.mark.parametrize("transport", ["tensor", "distributed"])
