@@ -61,14 +61,11 @@ class Stream:
         self._next = 0
         """The rollout that takes the next groups."""
         self._taken = time.monotonic()
+        self.ended = False
+        """Whether an error has ended it, and a rollout has raised that: what happens between rollouts is the next's."""
         # A context of its own: what it draws belongs to no rollout until one takes it.
         self._task = asyncio.get_running_loop().create_task(self._generate(), context=contextvars.Context())
         self._task.add_done_callback(lambda _: asyncio.ensure_future(self._tell()))
-
-    @property
-    def ended(self) -> bool:
-        """Whether an error has ended it."""
-        return self._task.done()
 
     async def rollout(self, rollout_id: int) -> RolloutFnTrainOutput:
         """Wait for the groups of a rollout and take them; raises as `generate_rollout_fully_async` does."""
@@ -103,6 +100,7 @@ class Stream:
                 await self._pool.return_stale(lambda sample: (staleness(sample, self._next) or 0) > limit)
             async with self._changed:
                 if self._task.done():
+                    self.ended = True
                     self._task.result()
                 if self._pool and self._state and len(self._pool.kept) >= self._args.rollout_batch_size:
                     return self._pool, self._state

@@ -160,6 +160,26 @@ def test_a_group_whose_filter_is_cancelled_comes_back(make_args: Args, use: Use,
     assert source.num_in_flight() == 0
 
 
+def test_a_failure_while_no_rollout_waits_is_the_next_ones(make_args: Args, use: Use) -> None:
+    engine = Engine()
+    client = use(FakeClient(engine))
+    args, source = make(make_args)
+    draw, draws = source.get_samples, iter([True, False, True, True])
+
+    def fails_once(num_samples: int) -> list[Any]:
+        if not next(draws):
+            raise OSError("no more prompts")
+        return draw(num_samples)
+
+    source.get_samples = fails_once  # type: ignore[method-assign]
+    take(args, 0, source)
+    engine.push(1)
+    wait_for(lambda: client.closed, "the stream has ended")
+    with pytest.raises(HookError, match="no more prompts"):
+        take(args, 1, source)
+    take(args, 1, source)
+
+
 def test_filter_hooks_and_failures(make_args: Args, use: Use, tmp_path: Path) -> None:
     use(FakeClient(Engine()))
     hook = hook_file(
