@@ -22,6 +22,7 @@ from slime.backends.sglang.client import EngineControl, EngineError, GenerateCli
 from slime.backends.sglang.engine import Engine
 from slime.utils.http_utils import RequestError, post
 from tests.integration.tiny import KEYS, Service, engine_args, log_probs_of, processes_of
+from tests.waiting import wait_for
 
 NUM_GPUS = 0
 
@@ -99,32 +100,35 @@ def test_post_of_a_hook_reaches_the_router_with_its_key(service: Service) -> Non
     assert asyncio.run(run())["meta_info"]["completion_tokens"] == 2
 
 
-def test_pause_aborts_with_partial_tokens_and_continue_serves_again(service: Service) -> None:
+def paused_reply(service: Service) -> dict[str, Any]:
+    """What a request of 450 tokens gets when the engine pauses while it runs; the engine goes on afterwards."""
     replies: list[dict[str, Any]] = []
+    headers = {"Authorization": f"Bearer {KEYS[0]}"}
 
     def long_request() -> None:
-        body = {
-            "input_ids": [5, 6, 7],
-            "sampling_params": {"max_new_tokens": 450, "ignore_eos": True},
-            "return_logprob": True,
-        }
-        headers = {"Authorization": f"Bearer {KEYS[0]}"}
+        sampling = {"max_new_tokens": 450, "ignore_eos": True}
+        body = {"input_ids": [5, 6, 7], "sampling_params": sampling, "return_logprob": True}
         replies.append(requests.post(f"{service.engine.url}/generate", json=body, headers=headers, timeout=60).json())
+
+    def runs() -> bool:
+        loads = requests.get(f"{service.engine.url}/v1/loads?include=core", headers=headers, timeout=30).json()["loads"]
+        return bool(loads[0]["num_running_reqs"] or replies)
 
     thread = threading.Thread(target=long_request)
     thread.start()
-    loads = f"{service.engine.url}/v1/loads?include=core"
-    deadline = time.monotonic() + 20
-    while not requests.get(loads, headers={"Authorization": f"Bearer {KEYS[0]}"}, timeout=10).json()["loads"][0][
-        "num_running_reqs"
-    ]:
-        assert time.monotonic() < deadline, "the request never ran"
+    wait_for(runs, "the request runs")
     service.control.pause()
     service.control.flush_cache()
-    thread.join(30)
+    thread.join(60)
     service.control.continue_()
     (reply,) = replies
-    assert reply["meta_info"]["finish_reason"]["type"] == "abort"
+    return reply
+
+
+def test_pause_aborts_with_partial_tokens_and_continue_serves_again(service: Service) -> None:
+    tries = (paused_reply(service) for _ in range(5))  # on a busy machine it may be over when the pause comes
+    reply = next((reply for reply in tries if reply["meta_info"]["finish_reason"]["type"] == "abort"), None)
+    assert reply is not None, "none was aborted"
     assert 0 < len(reply["output_ids"]) < 450
     assert len(reply["meta_info"]["output_token_logprobs"]) == len(reply["output_ids"])
     assert generate_all(service, [[5, 6]], [1])[0]["meta_info"]["finish_reason"]["type"] == "length"
@@ -141,7 +145,7 @@ def test_capabilities_and_health(service: Service) -> None:
 
 
 def test_an_engine_that_is_not_there_does_not_get_registered(service: Service) -> None:
-    service.router.wait_registered([service.engine.url], timeout=1)
+    service.router.wait_registered([service.engine.url], timeout=60)
     with pytest.raises(EngineError, match=r"had not registered http://127\.0\.0\.1:9 after 1 s"):
         service.router.wait_registered(["http://127.0.0.1:9"], timeout=1)
 
@@ -181,6 +185,6 @@ def test_sigkill_of_the_owner_leaves_no_process_of_a_real_server(tiny_model_dir:
             tree = psutil.Process(owner.pid).children(recursive=True)
     finally:
         owner.send_signal(signal.SIGKILL)
-        owner.wait(10)
-    _, alive = psutil.wait_procs(tree, timeout=30)
+        owner.wait(60)
+    _, alive = psutil.wait_procs(tree, timeout=100)
     assert not alive

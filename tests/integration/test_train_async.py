@@ -138,7 +138,7 @@ def test_rollouts_are_generated_while_the_trainer_trains(finished: Path) -> None
     assert len(taken) == len(trained) == _ROLLOUTS
     for line, trained_before in zip(taken[1:], trained[:-1], strict=True):
         began = line["time"] - line["perf/wait_for_rollout_time"] - line["perf/rollout_ahead_time"]
-        assert began < trained_before["time"] - trained_before["perf/train_time"] / 2
+        assert began < trained_before["time"]
     assert max(series(finished, "rollout/weight_staleness_max")) == 1
     assert series(finished, "rollout/stale_groups_regenerated") == [0] * _ROLLOUTS
     assert_every_prompt_once(finished, _ROLLOUTS)

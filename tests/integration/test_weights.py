@@ -197,7 +197,7 @@ def test_a_refusal_is_an_error_at_once_and_the_engine_goes_on(
     started = time.monotonic()
     with pytest.raises(EngineError, match=rf"weight update to version {version} .*push: engine {service.engine.url}"):
         publisher.publish(version, counted())
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < publisher.timeout - 10
     assert len(drained) == len(buckets), "other ranks wait in the collectives of every bucket"
     publisher = publish("distributed")
     publisher.publish(next(_versions), buckets_of(model))
@@ -229,7 +229,7 @@ def test_a_dead_engine_is_an_error_at_once(service: Service, transport: str) -> 
         started = time.monotonic()
         with pytest.raises(EngineError, match=url):
             connect_and_publish(publisher)
-        assert time.monotonic() - started < 20
+        assert time.monotonic() - started < args.weight_update_timeout - 10
         publisher.close()
 
 
@@ -336,11 +336,15 @@ def test_an_engine_that_hangs_is_an_error_at_the_deadline(service: Service, publ
     publisher.timeout = 3.0
     scheduler = next(p for p in processes_of(service) if "scheduler" in " ".join(p.cmdline()))
     os.kill(scheduler.pid, signal.SIGSTOP)
-    threading.Timer(6.0, os.kill, (scheduler.pid, signal.SIGCONT)).start()
-    started = time.monotonic()
-    with pytest.raises(EngineError, match=rf"no answer within \d s .* from {service.engine.url}"):
-        publisher.publish(next(_versions), [[("model.norm.weight", torch.ones(64))]])
-    assert time.monotonic() - started < 20
+    goes_on = threading.Timer(100.0, os.kill, (scheduler.pid, signal.SIGCONT))
+    goes_on.start()
+    try:
+        with pytest.raises(EngineError, match=rf"no answer within \d s .* from {service.engine.url}"):
+            publisher.publish(next(_versions), [[("model.norm.weight", torch.ones(64))]])
+        assert goes_on.is_alive(), "the deadline ends it, not the engine"
+    finally:
+        goes_on.cancel()
+        os.kill(scheduler.pid, signal.SIGCONT)
     deadline = time.monotonic() + 60
     while True:
         service.control.continue_()
