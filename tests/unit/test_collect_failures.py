@@ -182,9 +182,15 @@ def test_judges_that_hang_in_threads_stop_nobody_else(
     use(FakeClient())
     hook = hook_file(
         tmp_path,
-        "import time\n"
+        "import itertools, time\n"
+        "from slime.rollout.loop import background_loop\n"
+        "from tests.waiting import skip\n"
+        "hanging = itertools.count(1)\n"
         "def rm(args, sample):\n"
-        "    time.sleep(20 if sample.group_index < 4 else 0.05)\n"
+        "    if sample.group_index < 4:\n"
+        "        if next(hanging) in (4, 8):  # they have all threads\n"
+        "            background_loop().soon(skip, args.reward_timeout)\n"
+        "        time.sleep(200)\n"
         "    return 1\n"
         "def keep(args, samples): return True\n",
     )
@@ -192,8 +198,8 @@ def test_judges_that_hang_in_threads_stop_nobody_else(
         custom_rm_path=f"{hook}:rm",
         dynamic_sampling_filter_path=f"{hook}:keep",
         on_sample_error="drop",
-        reward_timeout=2.0,
         rollout_batch_size=6,
+        rollout_timeout=200.0,
     )
     source = RolloutDataSourceWithBuffer(args)
     assert indices(rollout(args, 0, source).samples) == [4, 5, 6, 7, 8, 9]
