@@ -114,7 +114,7 @@ def run_rank(rank: int, port: int, addresses: list[EngineAddress], seeds: list[i
     args = argparse.Namespace(
         update_weight_transport="tensor",
         lora_sync="merged",
-        weight_update_timeout=30.0,
+        weight_update_timeout=200.0,
         check_weight_update_equal=False,
         asynchronous=False,
     )

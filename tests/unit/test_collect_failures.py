@@ -179,7 +179,6 @@ def test_judges_that_hang_in_threads_stop_nobody_else(
 ) -> None:
     monkeypatch.setattr("slime.rollout.hooks._THREADS", 4)
     monkeypatch.setattr("slime.rollout.hooks._places", {})
-    use(FakeClient())
     hook = hook_file(
         tmp_path,
         "import itertools, time\n"
@@ -188,7 +187,9 @@ def test_judges_that_hang_in_threads_stop_nobody_else(
         "hanging = itertools.count(1)\n"
         "def rm(args, sample):\n"
         "    if sample.group_index < 4:\n"
-        "        if next(hanging) in (4, 8):  # they have all threads\n"
+        "        if next(hanging) in (4, 8):  # they have all threads, and the others soon wait for one\n"
+        "            while args.client.running or len(args.client.requests) < 12: time.sleep(0.01)\n"
+        "            time.sleep(0.1)\n"
         "            background_loop().soon(skip, args.reward_timeout)\n"
         "        time.sleep(200)\n"
         "    return 1\n"
@@ -201,6 +202,7 @@ def test_judges_that_hang_in_threads_stop_nobody_else(
         rollout_batch_size=6,
         rollout_timeout=200.0,
     )
+    args.client = use(FakeClient())
     source = RolloutDataSourceWithBuffer(args)
     assert indices(rollout(args, 0, source).samples) == [4, 5, 6, 7, 8, 9]
     assert source.num_dropped == {"reward_timeout": 4}, "waiting for a thread is not the judge's time"

@@ -87,7 +87,7 @@ def test_a_signal_to_our_process_group_does_not_reach_a_local_ray(monkeypatch: p
     finally:
         for process in started:
             process.kill()
-            process.wait(10)
+            process.wait(60)
 
 
 @pytest.mark.parametrize(

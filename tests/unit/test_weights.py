@@ -225,7 +225,7 @@ def test_others_are_waited_for_before_what_they_read_is_given_up() -> None:
     assert ended == ["slow"]
     started = time.monotonic()
     with pytest.raises(EngineError, match="push: connection reset"):
-        call_all({"hangs": lambda: time.sleep(200), "dies": dies}, 2, "push", settle=True)
+        call_all({"hangs": lambda: time.sleep(200), "dies": dies}, 5, "push", settle=True)
     with pytest.raises(EngineError, match="push: connection reset"):
         call_all({"hangs": lambda: time.sleep(200), "dies": dies}, 200, "push")
     assert time.monotonic() - started < 100

@@ -222,7 +222,13 @@ def test_a_gather_that_fails_leaves_no_engine_reading(transport: str, monkeypatc
 
 def test_an_engine_that_hangs_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     publisher = make("tensor", monkeypatch, lambda *_: time.sleep(200))
-    publisher.timeout = 2.0
+    stage = publisher._stage
+
+    def late(bucket: NamedTensors) -> Any:
+        publisher._deadline = time.monotonic() + 0.5
+        return stage(bucket)
+
+    monkeypatch.setattr(publisher, "_stage", late)
     started = time.monotonic()
     with pytest.raises(EngineError, match=rf"push: no answer within \d s .* from {URL}"):
         publisher.publish(1, buckets())
