@@ -355,8 +355,9 @@ def test_a_reserved_port_is_taken_until_released_and_never_reserved_twice() -> N
 def test_reserved_ports_are_free_on_every_address_and_in_a_row() -> None:
     with socket.socket() as somebody:
         free = PortReservation("127.0.0.1")
-        free.close()
+        free.release()
         somebody.bind(("127.0.0.2", free.port))
+        free.close()
         block = PortReservation("127.0.0.1", 7)
         after = PortReservation("127.0.0.1")
         ports = range(block.port, block.port + 7)

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -274,10 +275,13 @@ def test_a_run_on_several_nodes_is_checked_without_them(files: Path, tmp_path: P
 
 
 @pytest.fixture
-def nodes() -> dict[str, str]:
-    reservation = PortReservation("127.0.0.1")
+def nodes() -> Iterator[dict[str, str]]:
+    reservation = PortReservation(
+        "127.0.0.1"
+    )  # until the end: engines of other tests, too, take the first that is free
     reservation.release()
-    return {"PROMPT_DATA": "x", "NUM_NODES": "2", "MASTER_ADDR": "127.0.0.1", "RAY_PORT": str(reservation.port)}
+    yield {"PROMPT_DATA": "x", "NUM_NODES": "2", "MASTER_ADDR": "127.0.0.1", "RAY_PORT": str(reservation.port)}
+    reservation.close()
 
 
 def test_the_first_node_trains_and_its_ray_ends_with_the_run(

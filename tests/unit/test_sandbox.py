@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import time
@@ -139,16 +140,20 @@ def test_cancelling_ends_the_program(jail: bool) -> None:
 
 def sandboxes() -> list[psutil.Process]:
     """Live processes of sandboxes that this process started."""
-    children = psutil.Process().children(recursive=True)
-    return [p for p in children if p.status() != psutil.STATUS_ZOMBIE and "sandbox_child.py" in " ".join(p.cmdline())]
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE and "sandbox_child.py" in " ".join(process.cmdline()):
+                found.append(process)
+    return found
 
 
 def test_what_is_possible_inside(jail: bool) -> None:
-    found = asyncio.run(probe(Limits(jail=jail)))
+    found = asyncio.run(probe(Limits(wall_s=60.0, jail=jail)))
     always = ("start a process", "start a thread", "take 1 GiB of memory")
     assert not any(found[name] for name in (PROBES if jail else always)), found
     if jail:
-        assert "etc" not in asyncio.run(run_python("import os; print(os.listdir('/'))", Limits())).output
+        assert "etc" not in asyncio.run(run_python("import os; print(os.listdir('/'))", Limits(wall_s=60.0))).output
     else:
         assert found["read /etc/passwd"], "the probes themselves work"
 
@@ -158,4 +163,4 @@ def test_a_sandbox_that_cannot_be_made_is_no_result(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(tool_sandbox, "_CHILD", Path("/nonexistent.py"))
     with pytest.raises(SandboxError, match="did not start"):
-        asyncio.run(run_python("print(1)", Limits()))
+        asyncio.run(run_python("print(1)", Limits(wall_s=60.0)))
