@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
-TIMEOUT = 300.0
+TIMEOUT = 600.0
 """Seconds; importing torch on a busy machine takes many of them."""
 
 _KILLED_S = 10.0

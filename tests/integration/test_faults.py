@@ -181,7 +181,7 @@ def test_a_run_goes_on_with_one_engine_and_ends_without_any(workspace: Path) -> 
         assert_went_on_without(log, run_dir, 1)
         assert max(series(run_dir, "train/train_rollout_logprob_abs_diff")) < 1e-4
         kill_mid_rollout(process, run_dir, 0)
-        assert process.wait(60) == 1, process.tail()
+        assert process.wait(RUN_S) == 1, process.tail()
         process.assert_no_process_left()
     (error,) = [text for text in log.read_text().splitlines() if text.startswith("train.py: error:")]
     assert "no engine is left, engine 1 and engine 0 died" in error

@@ -22,7 +22,7 @@ from tests.integration.tiny import KEYS, engine_args, write_tiny_model
 NUM_GPUS = 0
 pytestmark = pytest.mark.integration
 
-_DEADLINE_S = 240
+_DEADLINE_S = 600
 _SMALL: dict[str, Any] = {
     **{"vocab_size": 258, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False},

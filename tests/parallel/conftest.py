@@ -16,7 +16,7 @@ from slime.utils import device
 from tests.parallel import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT = 240.0
+TIMEOUT = 600.0
 """Seconds for one torchrun."""
 
 Run = Callable[[int, dict[str, Any], list[str]], dict[str, list[float]]]

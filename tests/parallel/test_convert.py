@@ -37,7 +37,7 @@ KINDS = [
 FLOAT8 = "deepseek_v3_fp8"
 TOOL, BACK = (ROOT / "tools" / f"convert_{name}.py" for name in ("hf_to_torch_dist", "torch_dist_to_hf"))
 SETTINGS: dict[str, Any] = {"shard_bytes": 2**30, "workers": 2, "force": False}
-DEADLINE = 240.0
+DEADLINE = 600.0
 """Seconds for one program."""
 
 

@@ -19,7 +19,7 @@ ANSWERS = (
     "<think>One and one.</think> The answer is \\boxed{2}.",
     "<think>Let me guess.</think> The answer is \\boxed{3}.",
 )
-_START_S = 10.0
+_START_S = 60.0
 _STEP = 2.0**-16
 """Between log-probs: exact in float32 too."""
 

@@ -123,7 +123,7 @@ def test_reductions_over_rows() -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two context-parallel ranks make of the checks."""
     directory = tmp_path_factory.mktemp("ranks")
-    run_ranks(run_rank, (str(directory),), RANKS, timeout=300.0)
+    run_ranks(run_rank, (str(directory),), RANKS)
     return [torch.load(directory / f"rank{rank}.pt", weights_only=False) for rank in range(RANKS)]
 
 
