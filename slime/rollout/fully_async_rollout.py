@@ -23,6 +23,7 @@ from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.state import RolloutState, rollout_state
 from slime.rollout.versions import forget_listener, on_push, pushed_version, staleness
 from slime.utils.errors import DeadlineError
+from slime.utils.types import Sample
 
 
 def generate_rollout_fully_async(
@@ -94,10 +95,13 @@ class Stream:
 
     async def _until_enough(self) -> tuple[Pool, RolloutState]:
         """Wait for as many groups as a rollout has; those that have become too old go back, to be generated anew."""
-        limit = self._args.max_weight_staleness
+
+        def is_stale(sample: Sample) -> bool:
+            return (staleness(sample, self._next) or 0) > self._args.max_weight_staleness
+
         while True:
-            if self._pool is not None:
-                await self._pool.return_stale(lambda sample: (staleness(sample, self._next) or 0) > limit)
+            if self._pool is not None and await self._pool.return_stale(is_stale):
+                await self._tell()  # there is room for others, which may be all that is left to wait for
             async with self._changed:
                 if self._task.done():
                     self.ended = True

@@ -175,15 +175,16 @@ class Pool:
         self.num_failed = 0
         return [results for _, results in sorted(taken, key=lambda entry: entry[0])]
 
-    async def return_stale(self, is_stale: Callable[[Sample], bool]) -> None:
-        """Put kept groups with a stale sample back into the data source, to be generated anew."""
+    async def return_stale(self, is_stale: Callable[[Sample], bool]) -> bool:
+        """Put kept groups with a stale sample back into the data source, to be generated anew; whether any are."""
         stale = [entry for entry in self.kept if any(map(is_stale, flatten_samples(entry[1])))]
         if not stale:
-            return
+            return False
         self.kept = [entry for entry in self.kept if entry not in stale]
         self.num_stale += len(stale)
         prompts = [as_prompts(self._source, flatten_samples(results)) for _, results in stale]
         await in_own_thread(put_back, self._source, prompts)
+        return True
 
     async def end(self) -> dict[str, float]:
         """End what is under way, and put it and what was kept besides back into the data source; how much it was."""

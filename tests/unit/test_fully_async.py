@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from argparse import Namespace
 from collections import Counter
@@ -119,6 +120,33 @@ def test_outstanding_groups_are_bounded_by_staleness(make_args: Args, use: Use) 
         wait_for(lambda: source.num_in_flight() == args.rollout_batch_size, "one rollout more than the trainer has")
         time.sleep(0.3)
         assert source.num_in_flight() == args.rollout_batch_size
+
+
+def test_room_that_a_stale_group_leaves_is_filled_while_a_rollout_waits(make_args: Args, use: Use) -> None:
+    """Weights are pushed after every second rollout: until then only as many groups may be begun as a rollout has."""
+    engine, asked = Engine(slow=(8, 9)), Counter[int]()
+
+    async def noted(number: int, input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        asked[len(input_ids) - 1] += 1
+        return await engine(number, input_ids, params)
+
+    def slowly(groups: list[Any]) -> None:
+        time.sleep(0.3)  # who fills the room waits for more of it before the rollout waits again
+        put_back(groups)
+
+    use(FakeClient(noted))
+    args, source = make(make_args)
+    for rollout_id in range(2):
+        take(args, rollout_id, source)
+    wait_for(lambda: asked[8] == asked[9] == 2, "two groups are begun by weights that are too old for them")
+    engine.push(2)
+    take(args, 2, source)
+    put_back, source.add_samples = source.add_samples, slowly  # type: ignore[method-assign]
+    for late, slow in ((0.5, (9,)), (2.0, ())):
+        threading.Timer(late, setattr, (engine, "slow", slow)).start()
+    output = take(args, 3, source)
+    assert not engine.slow, "the rollout has waited for both"
+    assert all((staleness(s, 3) or 0) <= 1 for s in flatten_samples(output.samples))
 
 
 def test_a_group_whose_filter_is_cancelled_comes_back(make_args: Args, use: Use, tmp_path: Path) -> None:
