@@ -105,6 +105,8 @@ def example_args(service: Service, model: Path, module: ModuleType) -> Namespace
             "hf_checkpoint": str(model),
             "num_engines": 1,
             "max_turns": 3,
+            "tool_timeout": 60.0,
+            "search_timeout": 60.0,
             "rollout_max_response_len": 300,
             "rollout_max_context_len": 500,
             "sglang_router_ip": "127.0.0.1",

@@ -90,10 +90,13 @@ def test_partial_responses_go_on_and_their_log_probs_are_the_models(
     served: Namespace, tiny_model_dir: Path, asynchronous: bool
 ) -> None:
     served.over_sampling_batch_size, served.partial_rollout, served.asynchronous = 6, True, asynchronous
-    source = RolloutDataSourceWithBuffer(served)
-    first = train_on(served, 0, source)
+    for _ in range(5):  # on a busy machine the long ones may be over when they are to be ended
+        source = RolloutDataSourceWithBuffer(served)
+        first = train_on(served, 0, source)
+        partial = flatten_samples(source.buffer)
+        if all(s.status is Status.ABORTED for s in partial):
+            break
     assert groups_of(first) == [0, 1, 3, 4]
-    partial = flatten_samples(source.buffer)
     assert [s.group_index for s in partial] == [2, 2, 5, 5]
     assert all(s.status is Status.ABORTED and 0 < s.response_length < _LONG for s in partial)
     had = {s.index: (s.response_length, list(s.tokens)) for s in partial}
