@@ -28,7 +28,7 @@ from slime.ray.dry_run import dry_run
 from slime.ray.due import NothingLeftError, check_remaining, is_due, missing_exports, scores_start
 from slime.ray.engines import Engines
 from slime.ray.placement import Placement, core_shortage, place, slot_counts
-from slime.ray.supervision import LOAD_DATA, RESTORE_DATA, Deadline, RunError, Supervisor
+from slime.ray.supervision import LOAD_DATA, RESTORE_DATA, START_TRAINERS, Deadline, RunError, Supervisor
 from slime.ray.turns import Turns
 from slime.utils.arguments import describe
 from slime.weights import EngineAddress
@@ -189,12 +189,12 @@ class Run:
             return
         served = {"trainer 0": self._trainers[0].serve_rendezvous.remote()}
         limit = self._limit("checkpoint_timeout")
-        (master,) = self._wait(served, "start trainers", limit)
-        answers = self._all_trainers("start", "start trainers", limit, master, args.num_rollout)
+        (master,) = self._wait(served, START_TRAINERS, limit)
+        answers = self._all_trainers("start", START_TRAINERS, limit, master, args.num_rollout)
         first, self._dp_size, state = answers[0]
         if args.start_rollout_id is None:
             args.start_rollout_id = first
-        self._dp_ranks = self._all_trainers("dp_rank", "start trainers", _CONTROL)
+        self._dp_ranks = self._all_trainers("dp_rank", START_TRAINERS, _CONTROL)
         if state is not None:
             restored = {"the rollout manager": self._manager.restore.remote(first - 1, state)}
             self._wait(restored, RESTORE_DATA, limit)

@@ -16,6 +16,9 @@ from slime.utils.errors import BadInputError, SlimeError
 
 LOAD_DATA = "load data"
 RESTORE_DATA = "restore the data source"
+START_TRAINERS = "start trainers"
+_READS_INPUT = (LOAD_DATA, RESTORE_DATA, START_TRAINERS)
+"""Phases in which what the user gave is read for the first time."""
 _POLL_S = 1.0
 _BLAME_S = 5.0
 _BLAME_ENGINE_S = 20.0
@@ -123,7 +126,7 @@ class Supervisor:
 
     def _failure(self, error: RayError | None, who: str, phase: str) -> RunError:
         if isinstance(error, RayTaskError):
-            is_input = phase in (LOAD_DATA, RESTORE_DATA) and isinstance(error.cause, (BadInputError, OptionError))
+            is_input = phase in _READS_INPUT and isinstance(error.cause, (BadInputError, OptionError))
             kind = InputError if is_input else RunError
             return kind(f"{phase}: {who} failed (weight version {self.version}): {_reason(error)}")
         if isinstance(error, RayActorError):

@@ -273,7 +273,7 @@ def test_adapters_alone_give_the_engine_the_trainers_log_probs(workspace: Path) 
 
     twice = flags(workspace, run_dir, load=str(run_dir), hf_checkpoint=merged, num_rollout=_ROLLOUTS + 1, **adapters)
     with TrainProcess(twice, workspace / "twice.log") as process:
-        assert process.wait(RUN_S) == 1, process.tail()
+        assert process.wait(RUN_S) == 2, process.tail()
         process.assert_no_process_left()
     assert "Traceback" not in process.tail()
     problem = rf"iter_\d+ holds adapters of {workspace}/model \(float32\), and the base of this run, {merged} "

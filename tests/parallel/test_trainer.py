@@ -48,8 +48,19 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 EVERYWHERE = ("grpo", "sft")
 FAST = ("distopt", "one")
 EXTRA = {
-    "one": ("cut_in_three", "static", "resume", "reload_other", "reference", "nan", "mismatch", "hooks", "profile"),
-    "distopt": ("resume", "nan", "other_base"),
+    "one": (
+        "cut_in_three",
+        "static",
+        "resume",
+        "reload_other",
+        "reference",
+        "nan",
+        "mismatch",
+        "hooks",
+        "profile",
+        "unstepped",
+    ),
+    "distopt": ("resume", "nan", "other_base", "unstepped"),
     "tp2": ("resume", "other_base"),
     "vpp2": ("resume", "hooks"),
     "cp2": ("resume", "hooks"),

@@ -127,6 +127,20 @@ class Rank:
         trainer = self.reload(other / "checkpoint", use_distributed_optimizer=distributed)
         self.write("reloaded", self.train(trainer, CASES["resume"], 2, 4), gathering.weights(trainer))
 
+    def unstepped(self) -> None:
+        """Go on from a checkpoint of before the actor's first step."""
+        case, saved = CASES["resume"], self.work / "unstepped"
+        trainer = MegatronTrainer(self.arguments(case, save=str(saved)))
+        self.train(trainer, case, 0, 1)
+        self.save(trainer, 0)
+        again = MegatronTrainer(self.arguments(case, load=str(saved)))
+        assert again.start_rollout_id == 1
+        expected, found = (self.train(each, case, 1, 3) for each in (trainer, again))
+        for mine, theirs in zip(expected, found, strict=True):
+            assert mine["train/grad_norm"] == theirs["train/grad_norm"]
+        weights = gathering.weights(again)
+        assert all(torch.equal(weights[name], tensor) for name, tensor in gathering.weights(trainer).items())
+
     def lora(self, name: str) -> None:
         """Adapters, and beside what they become what they were at first."""
         case = CASES[name]
@@ -141,7 +155,7 @@ class Rank:
         self.train(trainer, case, 0, 1)
         self.save(trainer, 0)
         merged, same = self.work / "merged", self.model_dir / ".." / self.model_dir.name
-        trainer.save_hf(str(merged))
+        trainer.save_hf(str(merged), 0)
         again = MegatronTrainer(self.arguments(case, load=str(saved), ref_load=str(same)))
         assert again.start_rollout_id == 1
         random = {"random_weights": True}

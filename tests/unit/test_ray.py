@@ -251,6 +251,7 @@ def test_a_bug_is_shown_with_the_end_of_its_traceback(kind: Callable[[str], Exce
         (BadInputError("row 3"), LOAD_DATA, InputError),
         (OptionError("--lr"), LOAD_DATA, InputError),
         (BadInputError("another class"), supervision.RESTORE_DATA, InputError),
+        (OptionError("other adapters"), supervision.START_TRAINERS, InputError),
         (BadInputError("row 3"), "rollout 3", RunError),
         (ValueError("a bug"), LOAD_DATA, RunError),
     ],

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
@@ -42,7 +41,7 @@ def make_optimizer(args: Namespace, chunks: list[DistributedDataParallel]) -> Me
             part.init_state_fn = _no_state
         if isinstance(part.optimizer, (torch.optim.Adam, torch.optim.SGD)):
             _fuse(part.optimizer)
-        if isinstance(part.optimizer, torch.optim.Adam) and isinstance(part, DistributedOptimizer):
+        if isinstance(part.optimizer, torch.optim.Adam):
             _allocate(part.optimizer)
     return optimizer
 
@@ -89,7 +88,15 @@ def _fuse(optimizer: torch.optim.Adam | torch.optim.SGD) -> None:
 
 
 def _allocate(adam: torch.optim.Adam) -> None:
-    """Create the state that the first step would: megatron-core 0.16 cannot load a distributed one without."""
+    """Create the state that the first step would, which megatron-core 0.16 loads only where it was saved.
+
+    It saves the number of steps unless that is 0.
+    """
+
+    def with_steps(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, "state": {key: {"step": torch.zeros(()), **own} for key, own in state["state"].items()}}
+
+    adam.register_load_state_dict_pre_hook(with_steps)
     for group in adam.param_groups:
         for parameter in group["params"]:
             adam.state[parameter] = {
