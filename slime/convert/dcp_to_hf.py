@@ -11,10 +11,10 @@ from pathlib import Path
 from torch import Tensor
 
 from slime.convert.hf_files import Spec, check_config, stored_specs
-from slime.convert.running import check_output, run_all, some, written_model
+from slime.convert.running import check_output, run_all, written_model
 from slime.convert.stored import METADATA, StoredTensors
 from slime.models import hf_config
-from slime.utils.errors import BadInputError
+from slime.utils.errors import BadInputError, some
 
 _EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
 _FUSED = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "down_proj": ("down_proj", None)}

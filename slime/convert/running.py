@@ -276,8 +276,3 @@ def run_all(tasks: Iterable[Task], do: Callable[[Task], None], workers: int) -> 
         if failed is not None:
             pool.shutdown(wait=True, cancel_futures=True)
             failed.result()
-
-
-def some(names: Sequence[str]) -> str:
-    """The first few of many names, for a message."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

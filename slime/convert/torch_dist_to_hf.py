@@ -19,13 +19,13 @@ import torch
 
 from slime.convert.dcp_to_hf import places
 from slime.convert.hf_files import Spec, check_config, stored_specs
-from slime.convert.running import Write, check_output, run_all, some, written_model
+from slime.convert.running import Write, check_output, run_all, written_model
 from slime.convert.stored import StoredTensors
 from slime.models import Family, Shape, family_of, hf_config, weight_shape
 from slime.models.family import HEADS_PREFIX, MODEL_PREFIXES
 from slime.options.checkpoint import LATEST, checkpoint_directory, has_checkpoint, is_torch_dist, latest_name
 from slime.utils.block_scaled import SCALE_END
-from slime.utils.errors import BadInputError
+from slime.utils.errors import BadInputError, some
 from slime.utils.hf_reader import HFWeights, kept_dtype, tensors_that_begin, whole
 
 logger = logging.getLogger(__name__)

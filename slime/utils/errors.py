@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+_SHOWN = 3
+
 
 class SlimeError(Exception):
     """Base class: the message alone tells a user what failed, where, and with which flag to help it."""
@@ -21,3 +25,10 @@ class DeadlineError(SlimeError, TimeoutError):
 
 class HookError(SlimeError):
     """A user's function failed; the message names its flag and path, and holds its own traceback."""
+
+
+def some(names: Iterable[str]) -> str:
+    """The first few of many names, sorted, for a message."""
+    several = sorted(names)
+    shown = ", ".join(several[:_SHOWN])
+    return f"{shown} and {len(several) - _SHOWN} more" if len(several) > _SHOWN else shown

@@ -19,7 +19,7 @@ from slime.options.checkpoint import LATEST, SavedModel, find_checkpoint, is_tor
 from slime.options.errors import OptionError
 from slime.options.model import engines_read_weights, has_weights, trains_from_weights
 from slime.utils.block_scaled import SCALE_END, block_sizes, num_blocks
-from slime.utils.errors import BadInputError
+from slime.utils.errors import BadInputError, some
 from slime.utils.hf_headers import Header, read_engine_headers, read_headers
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def _check_same_model(flag: str, directory: Path, args: Namespace) -> None:
     for what, names in (("it has nothing for", wanted - found), ("there is no place for its", found - wanted)):
         if names:
             raise OptionError(
-                f"{flag} {directory} is another model's ({config.model_type}): {what} {_some(names)} of "
+                f"{flag} {directory} is another model's ({config.model_type}): {what} {some(names)} of "
                 f"--hf-checkpoint {args.hf_checkpoint} ({own.model_type})"
             )
 
@@ -212,7 +212,7 @@ def _check_stored(flag: str, directory: Path, args: Namespace, model: _Model, *,
             raise BadInputError("there is no common.pt in it: copy the checkpoint again")
         stored = StoredTensors(directory)
         if lacking := stored.lacking_files():
-            raise BadInputError(f"files are missing or not whole: {_some(lacking)}: copy the checkpoint again")
+            raise BadInputError(f"files are missing or not whole: {some(lacking)}: copy the checkpoint again")
         is_critic = VALUE_HEAD_KEY in stored and flag == _CRITIC
         if resumes and not is_critic:
             raise BadInputError(f"it has no {VALUE_HEAD_KEY}, as a critic's checkpoint has: is it the actor's?")
@@ -235,10 +235,10 @@ def _check_stored_model(stored: StoredTensors, args: Namespace, model: _Model, *
     shape = weight_shape(model.config, with_heads=has_heads)
     located, missing = locate_all(stored, family, shape)
     if missing := [name for name in missing if not (is_critic and name == _OUTPUT)]:
-        raise BadInputError(f"it lacks {_some(missing)} of --hf-checkpoint {args.hf_checkpoint}: {_ANOTHER}")
+        raise BadInputError(f"it lacks {some(missing)} of --hf-checkpoint {args.hf_checkpoint}: {_ANOTHER}")
     if left := list(unused(stored, located.values())):
         raise BadInputError(
-            f"it holds what the model of --hf-checkpoint {args.hf_checkpoint} has no place for: {_some(left)}: "
+            f"it holds what the model of --hf-checkpoint {args.hf_checkpoint} has no place for: {some(left)}: "
             f"{_ANOTHER}"
         )
     specs = specs_of(stored, list(plan(stored, located)), family, shape)
@@ -264,7 +264,7 @@ def _check_stored_adapters(stored: StoredTensors, args: Namespace, model: _Model
     for what, keys in (("lacks adapters", lacking), ("holds adapters that are not", left)):
         if keys:
             raise BadInputError(
-                f"it {what} of the model of --hf-checkpoint {args.hf_checkpoint}: {_some(keys)}: {_ANOTHER}"
+                f"it {what} of the model of --hf-checkpoint {args.hf_checkpoint}: {some(keys)}: {_ANOTHER}"
             )
     for key, (row, sources) in rows.items():
         if any(source not in model.headers for source in sources):
@@ -279,8 +279,3 @@ def _check_stored_adapters(stored: StoredTensors, args: Namespace, model: _Model
                 f"its {key} is {list(stored.shape(key)[-2:])}, and the model of --hf-checkpoint {args.hf_checkpoint} "
                 f"has {wanted}: {_ANOTHER}"
             )
-
-
-def _some(names: Any) -> str:
-    several = sorted(names)
-    return ", ".join(several[:3]) + (f" and {len(several) - 3} more" if len(several) > 3 else "")

@@ -13,6 +13,7 @@ import torch
 
 from slime.backends.sglang.client import EngineControl, EngineError
 from slime.models import family_of, hf_config
+from slime.utils.errors import some
 from slime.weights.hf_directory import (
     HFDirectoryWriter,
     NamedTensors,
@@ -21,8 +22,6 @@ from slime.weights.hf_directory import (
     stored_tensors,
     weights_directory,
 )
-
-_NAMES_IN_ERROR = 10
 
 
 class EqualityCheck:
@@ -60,12 +59,12 @@ class EqualityCheck:
         """
         missing = expected_names(self._template) - self._digests.keys()
         if missing:
-            raise EngineError(f"check equal: tensors of {self._template} that were not pushed: {_some(missing)}")
+            raise EngineError(f"check equal: tensors of {self._template} that were not pushed: {some(missing)}")
         directory, how = self._writer.commit(), self._load_format
         stored = {name: digest(tensor) for name, tensor in stored_tensors(directory)}
         if stored != self._digests:
             differing = {name for name in self._digests if stored.get(name) != self._digests[name]}
-            raise EngineError(f"check equal: {directory} does not hold the trainer's bytes of {_some(differing)}")
+            raise EngineError(f"check equal: {directory} does not hold the trainer's bytes of {some(differing)}")
         pushed = each_engine("check equal: digest", lambda control: control.weight_checksums())
         each_engine("check equal: load", lambda control: control.update_weights_from_disk(str(directory), how))
         expected = each_engine("check equal: digest again", lambda control: control.weight_checksums())
@@ -96,7 +95,7 @@ def _differences(url: str, pushed: list[dict[str, str]], expected: list[dict[str
     for rank, (ours, theirs) in enumerate(zip(pushed, expected, strict=True)):
         differing = {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)}
         if differing:
-            found.append(f"engine {url} rank {rank}: {_some(differing)}")
+            found.append(f"engine {url} rank {rank}: {some(differing)}")
     return found
 
 
@@ -104,8 +103,3 @@ def digest(tensor: torch.Tensor) -> str:
     """SHA-256 of a tensor's bytes."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(flat.numpy().data).hexdigest()
-
-
-def _some(names: set[str]) -> str:
-    shown = ", ".join(sorted(names)[:_NAMES_IN_ERROR])
-    return f"{shown} and {len(names) - _NAMES_IN_ERROR} more" if len(names) > _NAMES_IN_ERROR else shown

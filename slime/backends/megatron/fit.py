@@ -24,7 +24,7 @@ from slime.backends.megatron.head import ValueHead
 from slime.backends.megatron.model import has_heads, unwrap
 from slime.models import Family, Shape
 from slime.models.family import HEADS_PREFIX, MODEL_PREFIXES, OUTPUT_PREFIX, VALUE_HEAD_KEY
-from slime.utils.errors import BadInputError
+from slime.utils.errors import BadInputError, some
 from slime.utils.hf_reader import HFWeights
 
 _ADVICE = "drop the flags that contradict config.json, or train from random weights (--random-weights of train.py)"
@@ -101,9 +101,9 @@ def _check_names(
     )
     problems = [f"it has {built} {what}, config.json {meant}" for what, built, meant in counts if built != meant]
     if lacking:
-        problems.append("it lacks " + _some([source for name in lacking for source in family.sources(name, shape)]))
+        problems.append("it lacks " + some([source for name in lacking for source in family.sources(name, shape)]))
     if more:
-        problems.append(f"it has also {_some(more)}")
+        problems.append(f"it has also {some(more)}")
     raise BadInputError(
         f"{directory}: the model of the flags is not that of config.json: {'; '.join(problems)}; {_ADVICE}"
     )
@@ -151,14 +151,10 @@ def check_torch_dist(
         and not key.endswith("._extra_state")
     ]
     if more:
-        raise BadInputError(f"{directory} has {_some(more)}, which the model of the flags lacks; {_ADVICE}")
+        raise BadInputError(f"{directory} has {some(more)}, which the model of the flags lacks; {_ADVICE}")
 
 
 def _other_shape(directory: str | Path, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> str:
     return (
         f"{directory}: {name} is {list(found)}, and {list(wanted)} in the model of config.json and the flags; {_ADVICE}"
     )
-
-
-def _some(names: Sequence[str]) -> str:
-    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
