@@ -42,7 +42,7 @@ def check_exports(args: Namespace) -> None:
             if found.is_dir() and not _is_past(found, args, path) and (other := _other_than_an_export(found)):
                 raise OptionError(
                     f"{flag} {path}: {found} has other things in it than an earlier export ({other}), which would be "
-                    "lost: name another directory, or remove it"
+                    "lost: name another directory, or move that away"
                 )
 
 
@@ -58,16 +58,22 @@ def _is_past(directory: Path, args: Namespace, path: str) -> bool:
     )
 
 
-def mark_export(directory: Path, hf_checkpoint: str, rollout_id: int) -> None:
-    """Write the mark of the export after a rollout into its directory, when all else is there."""
+def mark_export(directory: Path, args: Namespace, rollout_id: int) -> None:
+    """Write the mark of a run's export after a rollout into its directory, when all else is there."""
     files = sorted(path.name for path in directory.iterdir())
-    mark = {"hf_checkpoint": hf_checkpoint, "rollout_id": rollout_id, "files": files}
-    (directory / EXPORT_MARK).write_text(json.dumps(mark, indent=1))
+    (directory / EXPORT_MARK).write_text(json.dumps(_origin(args, rollout_id) | {"files": files}, indent=1))
 
 
-def is_export(directory: str | Path, rollout_id: int) -> bool:
-    """Whether a directory is the export after a rollout."""
-    return _mark(directory).get("rollout_id") == rollout_id
+def is_export(directory: str | Path, args: Namespace, rollout_id: int) -> bool:
+    """Whether a directory is a run's export after a rollout, and whole."""
+    mark = _mark(directory)
+    files = map(str, mark.pop("files", [None]))
+    return mark == _origin(args, rollout_id) and all(Path(directory, file).exists() for file in files)
+
+
+def _origin(args: Namespace, rollout_id: int) -> dict[str, Any]:
+    """Which weights an export is of. A run that writes no checkpoints goes on with those that it was resumed from."""
+    return {"hf_checkpoint": args.hf_checkpoint, "checkpoints": args.save or args.load, "rollout_id": rollout_id}
 
 
 def _other_than_an_export(directory: Path) -> str:

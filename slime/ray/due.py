@@ -38,7 +38,7 @@ def missing_exports(args: argparse.Namespace, start: int) -> dict[str, str]:
         return {}
     places = {name: getattr(args, name) for name in ("save_hf", "save_lora")}
     named = {name: place.format(rollout_id=start - 1) for name, place in places.items() if place}
-    return {name: place for name, place in named.items() if not is_export(place, start - 1)}
+    return {name: place for name, place in named.items() if not is_export(place, args, start - 1)}
 
 
 def check_remaining(args: argparse.Namespace) -> None:

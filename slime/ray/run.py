@@ -8,6 +8,7 @@ import logging
 import secrets
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -72,7 +73,7 @@ class Run:
     # ---- life
 
     def __enter__(self) -> Run:
-        signal.signal(signal.SIGTERM, _exit_on_sigterm)
+        signal.signal(signal.SIGTERM, _end)
         args = self.args
         Path(args.run_dir, "logs").mkdir(parents=True, exist_ok=True)
         if shortage := core_shortage(args):
@@ -81,7 +82,7 @@ class Run:
             self._metrics = MetricsLogger(args)
             self._janitor = connect(slot_counts(args)[0])
             # Again: Ray has put its own in the place of ours.
-            signal.signal(signal.SIGTERM, _exit_on_sigterm)
+            signal.signal(signal.SIGTERM, _end)
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
@@ -94,8 +95,7 @@ class Run:
         seconds = _STOP_S + _SHUTDOWN_S
         line = f"{_program()}: interrupted: stopping engines and trainers (up to {seconds:.0f} s)"
         print(line, file=sys.stderr, flush=True)
-        status = getattr(error, "code", 130)
-        with leaving_after(seconds, status if isinstance(status, int) else 1):
+        with leaving_after(seconds, _status(error)):
             self._stop()
 
     def start(self) -> None:
@@ -199,7 +199,10 @@ class Run:
             restored = {"the rollout manager": self._manager.restore.remote(first - 1, state)}
             self._wait(restored, RESTORE_DATA, limit)
             self._optimizer_steps = state["optimizer_steps"]
-            self._export(first - 1, missing_exports(args, first), "export what is missing")
+            if missing := missing_exports(args, first):
+                self._export(first - 1, missing, "export what is missing")
+                places = " and ".join(missing.values())
+                print(f"nothing is left to train; wrote {places}, missing after rollout {first}", flush=True)
 
     def _connect_trainers(self, urls: list[str], keys: tuple[str, str] | None) -> None:
         args = self.args
@@ -387,16 +390,28 @@ def run_driver(train: Callable[[argparse.Namespace], None], args: argparse.Names
     except RunError as error:
         print(f"{_program()}: error: {error}", file=sys.stderr)
         sys.exit(error.exit_status)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except KeyboardInterrupt as error:
+        sys.exit(_status(error))
 
 
 def _program() -> str:
     return Path(sys.argv[0]).name
 
 
-def _exit_on_sigterm(signum: int, frame: FrameType | None) -> None:
-    sys.exit(128 + signum)
+_terminated = threading.Event()
+"""By SIGTERM. Kept here, as where Ray waits it makes a handler's SystemExit one with status 1, and of classes of
+KeyboardInterrupt the plain one."""
+
+
+def _end(signum: int, frame: FrameType | None) -> None:
+    _terminated.set()
+    raise KeyboardInterrupt
+
+
+def _status(error: KeyboardInterrupt | SystemExit) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + (signal.SIGTERM if _terminated.is_set() else signal.SIGINT)
+    return error.code if isinstance(error.code, int) else 1
 
 
 __all__ = ["Run", "RunError", "is_due", "run_driver"]

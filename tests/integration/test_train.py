@@ -445,6 +445,30 @@ def test_a_signal_to_end_leaves_no_process(workspace: Path, signum: signal.Signa
         process.assert_no_process_left(30)
 
 
+def test_sigterm_while_ray_waits_has_its_status(tmp_path: Path) -> None:
+    """Where the exceptions of handlers do not come out as they were raised."""
+    program = tmp_path / "waits.py"
+    program.write_text(
+        """
+import os, signal, threading, time
+from argparse import Namespace
+import ray
+from slime.ray import run
+
+def wait(args):
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    ray.wait([ray.remote(lambda: time.sleep(60)).remote()], timeout=60)
+
+ray.init(num_cpus=1, include_dashboard=False)
+signal.signal(signal.SIGTERM, run._end)
+run.run_driver(wait, Namespace(dry_run=False, load=None, placement="rollout_only"))
+"""
+    )
+    with (tmp_path / "log").open("w") as log:
+        ended = subprocess.run([sys.executable, program], stdout=log, stderr=log, timeout=RUN_S, check=False)
+    assert ended.returncode == 128 + signal.SIGTERM, (tmp_path / "log").read_text()
+
+
 @pytest.mark.full
 def test_a_signal_while_ray_starts_leaves_no_process(workspace: Path) -> None:
     with TrainProcess(flags(workspace, workspace / "early"), workspace / "early.log") as process:

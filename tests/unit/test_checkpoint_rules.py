@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from slime.options.checkpoint_rules import starting_point
 from slime.options.export_rules import mark_export
 from slime.utils.arguments import parse_args
 from tests.command_line import QWEN3, command, failure, write_checkpoint, write_model, write_rows
+
+MARKED = Namespace(hf_checkpoint="model", save="ckpt", load=None)
 
 
 @pytest.fixture(autouse=True)
@@ -163,7 +166,7 @@ def test_exports_replace_their_own_kind(directory: Path, words: str) -> None:
     for name in ("hf", "ckpt/hf_3"):
         (directory / name).mkdir(parents=True)
         (directory / name / "model.safetensors").touch()
-        mark_export(directory / name, "model", 3)
+        mark_export(directory / name, MARKED, 3)
     parse_args(command(words))
 
 
@@ -172,7 +175,7 @@ def test_exports_of_earlier_rollouts_may_have_notes(capsys: pytest.CaptureFixtur
     for rollout_id in (2, 7):
         export = directory / f"hf_{rollout_id}"
         export.mkdir()
-        mark_export(export, "model", rollout_id)
+        mark_export(export, MARKED, rollout_id)
         (export / "scores.json").touch()
         words = "--load ckpt --save-hf hf_{rollout_id}"
         if rollout_id == 2:
@@ -190,7 +193,7 @@ def test_what_came_into_an_export_later_is_not_replaced(
 ) -> None:
     (directory / "hf").mkdir()
     (directory / "hf" / "model.safetensors").touch()
-    mark_export(directory / "hf", "model", 3)
+    mark_export(directory / "hf", MARKED, 3)
     parse_args(command("--save-hf hf"))
     if damage is None:
         (directory / "hf" / "notes").mkdir()

@@ -114,7 +114,7 @@ def test_published_models_and_copies_of_the_origins_files_are_replaced(
     model, output = tmp_path / "model", tmp_path / "out"
     shutil.copytree(models("qwen3"), model)
     (model / "questions.json").write_text("{}")
-    mark_export(model, "origin", 3)
+    mark_export(model, argparse.Namespace(hf_checkpoint="origin", save="ckpt", load=None), 3)
     words = ["--model-dir", str(model), "--save-dir", str(output), "--force", "--chunk-size", "100kB"]
     assert fp8_tool.main(words) == 0
     assert not (output / "slime_export.json").exists(), "this is no run's export"

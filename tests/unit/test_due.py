@@ -72,12 +72,17 @@ def test_a_run_is_not_over_without_its_last_export(directory: Path, place: str) 
     words = f"--load ckpt --save-hf {place}"
     assert begun(words)
     export = directory / place.format(rollout_id=2)
+    args = parse_args(command(f"--run-dir run {words}"))
     export.mkdir()
-    mark_export(export, "model", 1)
-    assert begun(words), "this is that of an earlier rollout"
-    (export / "slime_export.json").unlink()
-    mark_export(export, "model", 2)
+    (export / "model.safetensors").touch()
+    others = Namespace(**{**vars(args), "load": str(directory / "others")})
+    for run, rollout_id in ((args, 1), (others, 2)):
+        mark_export(export, run, rollout_id)
+        assert begun(words), "this is that of an earlier rollout, or another run's"
+    mark_export(export, args, 2)
     assert not begun(words)
+    (export / "model.safetensors").unlink()
+    assert begun(words)
 
 
 @pytest.mark.parametrize(

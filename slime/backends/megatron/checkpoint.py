@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import random
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -78,10 +79,10 @@ def commit_directory(final: Path) -> None:
     _barrier()
 
 
-def commit_export(final: Path, hf_checkpoint: str, rollout_id: int) -> None:
+def commit_export(final: Path, args: Namespace, rollout_id: int) -> None:
     """`commit_directory` of what the first rank wrote for others to load, with the mark of an export."""
     if _is_first_rank():
-        mark_export(aside.unfinished(final), str(hf_checkpoint), rollout_id)
+        mark_export(aside.unfinished(final), args, rollout_id)
     commit_directory(final)
 
 

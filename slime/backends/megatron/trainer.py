@@ -329,13 +329,13 @@ class MegatronTrainer:
         is replaced."""
         unfinished = checkpoint.begin_directory(Path(directory))
         weights_io.save_hf(self.model_chunks, unfinished, self.args.hf_checkpoint)
-        checkpoint.commit_export(Path(directory), self.args.hf_checkpoint, rollout_id)
+        checkpoint.commit_export(Path(directory), self.args, rollout_id)
 
     def save_lora(self, directory: str, rollout_id: int) -> None:
         """Write the actor's adapters in the same way, as PEFT reads them."""
         unfinished = checkpoint.begin_directory(Path(directory))
         weights_io.save_adapters(self.model_chunks, self.family, self.shape, self.args, unfinished)
-        checkpoint.commit_export(Path(directory), self.args.hf_checkpoint, rollout_id)
+        checkpoint.commit_export(Path(directory), self.args, rollout_id)
 
 
 def _make_critic(args: Namespace, source: str, resumed_rollout: int | None) -> Learner:
