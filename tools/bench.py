@@ -42,6 +42,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     for name, (_, text) in CASES.items():
         case = subcommands.add_parser(name, help=text, description=text)
         case.add_argument("--model", choices=sorted(PUBLISHED), default="qwen3-1.7b", help="default: %(default)s")
+        case.add_argument("--num-layers", type=int, help="where all of the model's do not fit; default: all")
         case.add_argument("--gpus", type=int, default=1, help="default: %(default)s")
         case.add_argument("--budget-s", type=float, default=600.0, help="seconds for all of it; default: %(default)s")
         case.add_argument("--output", type=Path, help="append the JSON lines to this file too")

@@ -9,6 +9,7 @@ The same arguments and seed give the same files.
 With ``--like`` it has the shape of a published model, and no weights: for ``train.py --random-weights``.
 
     python tools/make_tiny_model.py outputs/qwen3-4b --like qwen3-4b
+    python tools/make_tiny_model.py outputs/a-quarter --like qwen3-30b-a3b --num-layers 12
 """
 
 from __future__ import annotations
@@ -246,16 +247,18 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, help=f"of the weights; default: {DEFAULTS['seed']}", **given)
     parser.add_argument(
-        "--like", choices=sorted(PUBLISHED), help="this model's shape in bfloat16, without weights; no other shape flag"
+        "--like",
+        choices=sorted(PUBLISHED),
+        help="this model's shape in bfloat16, without weights; --num-layers may differ",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a model that is there, and nothing else")
     options = parser.parse_args(argv)
     if options.like is None:
         return argparse.Namespace(**{**DEFAULTS, **vars(options)})
-    also = [flag_named(name) for name in DEFAULTS if name in options]
+    also = [flag_named(name) for name in DEFAULTS if name in options and name != "num_layers"]
     if also:
         parser.error(f"--like {options.like} says the whole shape and has no weights: drop it or {', '.join(also)}")
-    return argparse.Namespace(**{**DEFAULTS, **vars(options), **PUBLISHED[options.like], "dtype": "bfloat16"})
+    return argparse.Namespace(**{**DEFAULTS, **PUBLISHED[options.like], "dtype": "bfloat16", **vars(options)})
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -68,11 +68,20 @@ def test_colocated_sleeps_wakes_and_resumes(workspace: Path, record_property: Re
     assert sorted(set(steps)) == [0, 1, 2]
 
 
-def test_engines_that_sleep_keep_the_weights_below_adapters(workspace: Path, record_property: Record) -> None:
-    adapters: dict[str, Value] = {"lora_rank": 8, "lora_sync": "adapter", "ref_load": None}
-    run_dir = run(workspace, "adapters", num_rollout=3, **adapters, **_LARGE_CACHE)
+def test_adapters_above_weights_that_sleep_and_on_a_resume(workspace: Path, record_property: Record) -> None:
+    """Sleeping engines keep the weights below adapters; a resume is on these weights, not on the merged ones."""
+    saved: dict[str, Value] = {"save": str(workspace / "adapters-saved"), "save_hf": str(workspace / "merged")}
+    adapters: dict[str, Value] = {"lora_rank": 8, "lora_sync": "adapter", "ref_load": None, **saved, **_LARGE_CACHE}
+    run_dir = run(workspace, "adapters", num_rollout=2, **adapters)
+    adapters["load"] = saved["save"]
+    run(workspace, "adapters", num_rollout=3, **adapters)
     check(run_dir, 3, record_property)
     assert max(series(run_dir, "perf/asleep_gib")) <= ASLEEP_GIB
+    adapters |= {"hf_checkpoint": saved["save_hf"], "save_hf": None, "num_rollout": 4}
+    line = flags(workspace, workspace / "refused", **{**_ENGINE, **adapters})
+    with TrainProcess(line, workspace / "refused.log") as process:
+        assert process.wait(RUN_S) == 2, process.tail()
+    assert f"the base of this run, {saved['save_hf']}" in process.tail()
 
 
 @pytest.mark.gpus(2)

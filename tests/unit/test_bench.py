@@ -19,6 +19,7 @@ from tools.benchmarks.report import Report
         ["step"],
         ["async", "--gpus", "2", "--budget-s", "300"],
         ["train", "--model", "qwen3-4b", "--profile", "--flags=--recompute-granularity full --seed 3"],
+        ["train", "--model", "qwen3-30b-a3b", "--num-layers", "12"],
     ],
 )
 def test_the_command_of_a_figure_measures_the_same(words: list[str], tmp_path: Path) -> None:

@@ -260,11 +260,22 @@ def test_published_shapes_are_those_of_the_shipped_configs(tmp_path: Path) -> No
         assert shape_from_hf(hf_config(tmp_path / name)) == published, name
 
 
+def test_a_published_shape_with_fewer_layers(tmp_path: Path) -> None:
+    from slime.models import hf_config, shape_from_hf
+
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    assert make_tiny_model.main([str(whole), "--like", "qwen3-30b-a3b"]) == 0
+    assert make_tiny_model.main([str(part), "--like", "qwen3-30b-a3b", "--num-layers", "12"]) == 0
+    published, shorter = (shape_from_hf(hf_config(directory)) for directory in (whole, part))
+    assert (published["num_layers"], shorter["num_layers"]) == (48, 12)
+    assert {name for name in published if published[name] != shorter[name]} == {"num_layers", "moe_layer_freq"}
+
+
 def test_a_published_shape_and_a_size_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:
-        make_tiny_model.main([str(tmp_path / "out"), "--like", "qwen3-4b", "--num-layers", "2", "--seed", "1"])
+        make_tiny_model.main([str(tmp_path / "out"), "--like", "qwen3-4b", "--hidden-size", "64", "--seed", "1"])
     assert done.value.code == 2
-    error = "--like qwen3-4b says the whole shape and has no weights: drop it or --num-layers, --seed"
+    error = "--like qwen3-4b says the whole shape and has no weights: drop it or --hidden-size, --seed"
     assert f"error: {error}\n" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 

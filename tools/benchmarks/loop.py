@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tools.benchmarks.report import BenchError, Report, make_model
+from tools.benchmarks.report import BenchError, Report, make_model, name_of
 
 ROOT = Path(__file__).resolve().parents[2]
 WARM_UP = 2
@@ -128,7 +128,7 @@ def measure_step(options: argparse.Namespace, report: Report) -> None:
     step = median(lines, "perf/step_time")
     parts = {text: round(value, 4) for key, text in SPANS.items() if (value := median(lines, key))}
     tokens = median(lines, "rollout/total_lengths") * median(lines, "rollout/num_samples")
-    model, gpus = options.model, options.gpus
+    model, gpus = name_of(options), options.gpus
     report.add("step", model, gpus, step, "s", parts=parts)
     report.add("step, tokens", model, gpus, tokens / step / gpus, "tok/s/GPU")
     rest = [
@@ -177,12 +177,13 @@ def measure_async(options: argparse.Namespace, report: Report) -> None:
         words.append("--long-tail")
         lines = run(options, run_dir.name, words, script)
         rates[name] = _tokens_per_second(lines)
-        report.add(f"{name}, long tail", options.model, options.gpus, rates[name], "tok/s")
+        report.add(f"{name}, long tail", name_of(options), options.gpus, rates[name], "tok/s")
         if name == "synchronous, apart":
             _add_refit(lines, "refit, NCCL", options, report)
     staleness = max((line.get("rollout/weight_staleness_max", 0.0) for line in lines), default=0.0)
     ratio = rates.pop("asynchronous") / max(rates.values())
-    report.add("async / better synchronous", options.model, options.gpus, ratio, "", at_least=1.5, staleness=staleness)
+    case, model = "async / better synchronous", name_of(options)
+    report.add(case, model, options.gpus, ratio, "", at_least=1.5, staleness=staleness)
 
 
 def _tokens_per_second(lines: list[dict[str, Any]]) -> float:
@@ -198,7 +199,7 @@ def _add_refit(lines: list[dict[str, Any]], case: str, options: argparse.Namespa
     at_most = _NCCL_REFIT_S if case.endswith("NCCL") else _REFIT_S.get(options.model, _DENSE_REFIT_S)
     seconds = median(lines, "perf/update_weights_paused_time")
     gigabytes = median(lines, "perf/update_weights_wire_bytes") / 1e9
-    report.add(case, options.model, options.gpus, seconds, "s", at_most=at_most, gigabytes=round(gigabytes, 2))
+    report.add(case, name_of(options), options.gpus, seconds, "s", at_most=at_most, gigabytes=round(gigabytes, 2))
 
 
 def measure_sleep_wake(options: argparse.Namespace, report: Report) -> None:
@@ -211,6 +212,6 @@ def measure_sleep_wake(options: argparse.Namespace, report: Report) -> None:
 def _add_sleep_wake(lines: list[dict[str, Any]], options: argparse.Namespace, report: Report) -> None:
     names = ("sleep_trainers", "wake_trainers", "release_engines", "resume_engines")
     parts = {name: median(lines, f"perf/{name}_time") for name in names}
-    report.add("sleep and wake", options.model, options.gpus, sum(parts.values()), "s", at_most=2.0, parts=parts)
+    report.add("sleep and wake", name_of(options), options.gpus, sum(parts.values()), "s", at_most=2.0, parts=parts)
     asleep = median(lines, "perf/asleep_gib")
-    report.add("memory while both sleep", options.model, options.gpus, asleep, "GiB", at_most=6.0)
+    report.add("memory while both sleep", name_of(options), options.gpus, asleep, "GiB", at_most=6.0)

@@ -73,11 +73,11 @@ class Report:
 
     def table(self, stream: TextIO = sys.stdout) -> None:
         """All figures, one line each."""
-        print(f"\n{'case':<34} {'model':<14} {'GPUs':>4} {'value':>12} {'unit':<10} {'to reach':>9}", file=stream)
+        print(f"\n{'case':<34} {'model':<24} {'GPUs':>4} {'value':>12} {'unit':<10} {'to reach':>9}", file=stream)
         for row in self.rows:
             target = "" if row["target"] is None else f"{row['target']:g} {'yes' if row['met'] else 'NO'}"
             print(
-                f"{row['case']:<34} {row['model']:<14} {row['gpus']:>4} {row['value']:>12.4g} {row['unit']:<10} "
+                f"{row['case']:<34} {row['model']:<24} {row['gpus']:>4} {row['value']:>12.4g} {row['unit']:<10} "
                 f"{target:>9}",
                 file=stream,
             )
@@ -85,7 +85,13 @@ class Report:
 
 def make_model(options: argparse.Namespace) -> Path:
     """The directory of ``options.model``'s shape, written at the first call."""
-    directory = options.scratch / options.model
+    directory = options.scratch / "model"
     if not directory.is_dir():
-        make_tiny_model.write(make_tiny_model.parse([str(directory), "--like", options.model]))
+        layers = [] if options.num_layers is None else ["--num-layers", str(options.num_layers)]
+        make_tiny_model.write(make_tiny_model.parse([str(directory), "--like", options.model, *layers]))
     return Path(directory)
+
+
+def name_of(options: argparse.Namespace) -> str:
+    """What figures call the model: one with other layers than the published has another name."""
+    return str(options.model) if options.num_layers is None else f"{options.model}, {options.num_layers} layers"

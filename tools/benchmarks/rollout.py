@@ -21,7 +21,7 @@ from slime.utils.arguments import parse_args
 from slime.utils.types import Group
 from tools.benchmarks.lengths import length_of
 from tools.benchmarks.loop import arguments
-from tools.benchmarks.report import Report
+from tools.benchmarks.report import Report, name_of
 
 RUNS = 3
 _PROMPTS, _SAMPLES = 64, 8
@@ -51,9 +51,10 @@ def measure(options: argparse.Namespace, report: Report) -> None:
         router.stop()
         engine.stop()
     details = {"concurrent": _PROMPTS * _SAMPLES, "response": _RESPONSE, "runs": [round(r, 4) for r in ratios]}
-    report.add("rollout path / bare client", options.model, 1, statistics.median(ratios), "", at_least=0.97, **details)
-    report.add("rollout path", options.model, 1, statistics.median(ours), "tok/s")
-    report.add("bare client", options.model, 1, statistics.median(bare), "tok/s")
+    model = name_of(options)
+    report.add("rollout path / bare client", model, 1, statistics.median(ratios), "", at_least=0.97, **details)
+    report.add("rollout path", model, 1, statistics.median(ours), "tok/s")
+    report.add("bare client", model, 1, statistics.median(bare), "tok/s")
 
 
 async def _alternate(args: argparse.Namespace, url: str) -> tuple[list[float], list[float], list[float]]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from slime.options.schema import flag_named
 from slime.utils import device
-from tools.benchmarks.report import BenchError, Report, make_model
+from tools.benchmarks.report import BenchError, Report, make_model, name_of
 
 ROOT = Path(__file__).resolve().parents[2]
 _SLACK = 64
@@ -56,9 +56,9 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     if status:
         raise BenchError(f"training ended with status {status}:\n{log.read_text()[-3000:]}")
     found = json.loads(result.read_text())
-    model, gpus = options.model, options.gpus
+    model, gpus = name_of(options), options.gpus
     details = {name: found[name] for name in ("tokens", "micro_batches", "step_s", "memory", "phases")}
-    at_least = 0.25 if model.endswith("a3b") else 0.42
+    at_least = 0.25 if options.model.endswith("a3b") else 0.42
     report.add("train, MFU", model, gpus, found["mfu"], "", at_least=at_least, formula=MFU_FORMULA, **details)
     report.add("train, tokens", model, gpus, found["tokens_per_s_per_gpu"], "tok/s/GPU")
     report.add("train, asleep", model, gpus, found["asleep_gib"], "GiB", at_most=3.0)
