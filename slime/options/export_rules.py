@@ -23,6 +23,12 @@ _EXPORTS = ("save_hf", "save_lora")
 _OTHERS = ("hf_checkpoint", "ref_load", "load", "save", "critic_load", "critic_save", "run_dir", "prompt_data")
 
 
+def exports_after(args: Namespace, rollout_id: int) -> dict[str, str]:
+    """The exports that are asked for after a rollout: option -> directory."""
+    places = {name: getattr(args, name) for name in _EXPORTS}
+    return {name: place.format(rollout_id=rollout_id) for name, place in places.items() if place}
+
+
 def check_exports(args: Namespace) -> None:
     """Refuse exports that would take something else away; `derive_checkpoints` and `derive_templates` come before.
 

@@ -6,7 +6,7 @@ import argparse
 
 from slime.observability.metrics import evaluated_versions
 from slime.options.checkpoint import find_checkpoint
-from slime.options.export_rules import is_export
+from slime.options.export_rules import exports_after, is_export
 
 
 class NothingLeftError(Exception):
@@ -36,9 +36,8 @@ def missing_exports(args: argparse.Namespace, start: int) -> dict[str, str]:
     """
     if not args.load or start < args.num_rollout or args.start_rollout_id not in (None, start):
         return {}
-    places = {name: getattr(args, name) for name in ("save_hf", "save_lora")}
-    named = {name: place.format(rollout_id=start - 1) for name, place in places.items() if place}
-    return {name: place for name, place in named.items() if not is_export(place, args, start - 1)}
+    asked = exports_after(args, start - 1)
+    return {name: place for name, place in asked.items() if not is_export(place, args, start - 1)}
 
 
 def check_remaining(args: argparse.Namespace) -> None:

@@ -21,6 +21,7 @@ from ray.exceptions import RayError
 from slime.observability.metrics import MetricsLogger
 from slime.observability.progress import done_line, step_line
 from slime.options.checkpoint_rules import starting_point
+from slime.options.export_rules import exports_after
 from slime.options.schema import flag_named
 from slime.ray import janitor
 from slime.ray.cluster import connect, leaving_after
@@ -343,9 +344,7 @@ class Run:
                 for rank, actor in enumerate(self._trainers)
             }
             self._wait(calls, phase, limit)
-        places = {"save_hf": args.save_hf, "save_lora": args.save_lora}
-        named = {name: place.format(rollout_id=rollout_id) for name, place in places.items() if place}
-        self._export(rollout_id, named, phase)
+        self._export(rollout_id, exports_after(args, rollout_id), phase)
         self._log({"perf/save_model_time": time.monotonic() - started}, "rollout/step", rollout_id)
 
     def _export(self, rollout_id: int, places: dict[str, str], phase: str) -> None:
