@@ -32,30 +32,37 @@ def exports_after(args: Namespace, rollout_id: int) -> dict[str, str]:
 def check_exports(args: Namespace) -> None:
     """Refuse exports that would take something else away; `derive_checkpoints` and `derive_templates` come before.
 
+    A run without trainers writes none.
+
     Raises:
         OptionError: a directory that is, or holds, another place of the run, or that has something else in it.
     """
-    for name in _EXPORTS:
-        path = getattr(args, name)
-        if path is None:
-            continue
+    paths = {name: path for name in _EXPORTS if (path := getattr(args, name)) is not None}
+    if not paths or args.placement == "rollout_only":
+        return
+    first = _first_rollout(args)
+    for name, path in paths.items():
         flag, parts = flag_named(name), _parts(path)
         taken = re.compile("".join("[^/]*" if part is None else re.escape(part) for part in parts))
         for whose, place in _other_places(args, name):
             if any(taken.fullmatch(str(each)) for each in (place, *place.parents)):
                 raise OptionError(f"{flag} {path} would replace {place} ({whose}): name a directory of its own")
         for found in map(Path, glob.glob("".join("*" if part is None else glob.escape(part) for part in parts))):
-            if found.is_dir() and not _is_past(found, args, path) and (other := _other_than_an_export(found)):
+            if found.is_dir() and not _is_past(found, path, first) and (other := _other_than_an_export(found)):
                 raise OptionError(
                     f"{flag} {path}: {found} has other things in it than an earlier export ({other}), which would be "
                     "lost: name another directory, or move that away"
                 )
 
 
-def _is_past(directory: Path, args: Namespace, path: str) -> bool:
-    """Whether a directory is an export of a rollout before those of this run, which will not be written again."""
-    rollout_id, resumed = _mark(directory).get("rollout_id"), find_checkpoint(args.load) if args.load else None
-    first = args.start_rollout_id or (resumed[1] + 1 if resumed else 0)
+def _first_rollout(args: Namespace) -> int:
+    resumed = find_checkpoint(args.load) if args.load else None
+    return args.start_rollout_id or (resumed[1] + 1 if resumed else 0)
+
+
+def _is_past(directory: Path, path: str, first: int) -> bool:
+    """Whether a directory is an export of a rollout before ``first``, which will not be written again."""
+    rollout_id = _mark(directory).get("rollout_id")
     return (
         isinstance(rollout_id, int)
         and rollout_id < first

@@ -187,6 +187,15 @@ def test_exports_of_earlier_rollouts_may_have_notes(capsys: pytest.CaptureFixtur
     assert "hf_8 has other things" in failure(capsys, words), "it is in the place of one to come"
 
 
+def test_a_run_without_trainers_replaces_no_export(directory: Path) -> None:
+    """And does not look into the checkpoints that it will not resume from."""
+    write_checkpoint(directory / "gone", "4", {})
+    (directory / "gone" / "iter_0000004").rename(directory / "gone" / "iter_0000003")
+    (directory / "hf").mkdir()
+    (directory / "hf" / "thesis.txt").write_text("mine")
+    parse_args(command("--debug-rollout-only --load gone --save-hf hf"))
+
+
 @pytest.mark.parametrize("damage", [None, "", "[]", '{"files": 1}', "{}"])
 def test_what_came_into_an_export_later_is_not_replaced(
     capsys: pytest.CaptureFixture[str], directory: Path, damage: str | None
