@@ -56,8 +56,10 @@ def check_exports(args: Namespace) -> None:
 
 
 def _first_rollout(args: Namespace) -> int:
+    if args.start_rollout_id is not None:
+        return int(args.start_rollout_id)
     resumed = find_checkpoint(args.load) if args.load else None
-    return args.start_rollout_id or (resumed[1] + 1 if resumed else 0)
+    return resumed[1] + 1 if resumed else 0
 
 
 def _is_past(directory: Path, path: str, first: int) -> bool:

@@ -180,6 +180,8 @@ def test_exports_of_earlier_rollouts_may_have_notes(capsys: pytest.CaptureFixtur
         words = "--load ckpt --save-hf hf_{rollout_id}"
         if rollout_id == 2:
             parse_args(command(words))
+            again = failure(capsys, f"{words} --start-rollout-id 0")
+            assert f"{export} has other things in it" in again, "it will be written again"
         else:
             assert f"{export} has other things in it than an earlier export (scores.json)" in failure(capsys, words)
     (directory / "hf_2").rename(directory / "hf_8")
