@@ -22,7 +22,7 @@ from slime.models import family_of, hf_config, weight_shape
 from slime.models.names import check_names
 from slime.options.export_rules import EXPORT_MARK
 from slime.utils.errors import BadInputError
-from slime.utils.hf_headers import read_headers
+from slime.utils.hf_headers import Header, read_headers
 from slime.utils.hf_writer import INDEX_NAME, complete, file_name, write_index
 from slime.utils.json_file import read_object
 
@@ -213,7 +213,15 @@ def stored_specs(directory: Path) -> dict[str, Spec]:
     Raises:
         BadInputError: as `read_headers`, or a tensor of a type that no model has.
     """
-    headers = read_headers(directory)
+    return specs_of_headers(directory, read_headers(directory))
+
+
+def specs_of_headers(directory: Path, headers: Mapping[str, Header]) -> dict[str, Spec]:
+    """The tensors that a directory's headers say.
+
+    Raises:
+        BadInputError: a tensor of a type that no model has.
+    """
     for name, header in headers.items():
         if header.dtype not in _DTYPE_OF:
             raise BadInputError(f"{directory / header.file}: {name} is of type {header.dtype}, which is not known here")
