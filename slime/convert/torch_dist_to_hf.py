@@ -22,7 +22,7 @@ from slime.convert.hf_files import Spec, check_config, stored_specs
 from slime.convert.running import Write, check_output, run_all, written_model
 from slime.convert.stored import StoredTensors
 from slime.models import Family, Shape, family_of, hf_config, weight_shape
-from slime.models.family import HEADS_PREFIX, MODEL_PREFIXES
+from slime.models.family import ADAPTER_MARK, MODEL_PREFIXES, holds_heads
 from slime.options.checkpoint import LATEST, checkpoint_directory, has_checkpoint, is_torch_dist, latest_name
 from slime.utils.block_scaled import SCALE_END
 from slime.utils.errors import BadInputError, some
@@ -41,7 +41,6 @@ _FUSED_NORMS = {
 """megatron-core may store norms under the names that Transformer Engine gives them, as a part of the layer after."""
 
 
-_ADAPTERS = ".lora."
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OF_THE_VOCABULARY = (_EMBEDDING, "output_layer.weight")
 """Whose rows may be padded."""
@@ -108,11 +107,11 @@ def convert(
     check_config(origin)
     stored = StoredTensors(find_checkpoint(source))
     config = hf_config(origin)
-    with_heads = any(key.startswith(HEADS_PREFIX) for key in stored)
+    with_heads = holds_heads(stored)
     family, shape = family_of(config), weight_shape(config, with_heads=with_heads)
     if vocab_size is not None:
         shape = dataclasses.replace(shape, vocab_size=vocab_size)
-    if any(_ADAPTERS in key for key in stored):
+    if any(ADAPTER_MARK in key for key in stored):
         raise BadInputError(
             f"{stored.directory} holds low-rank adapters and no model: resume from it by --load of train.py with "
             "--save-hf (merged weights) or --save-lora (the adapters)"

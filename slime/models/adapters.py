@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from slime.models.family import Family, Piece, Row, Rule, Shape, whole
+from slime.models.family import ADAPTER_MARK, Family, Piece, Row, Rule, Shape, whole
 
 ALL_LINEAR = "all-linear"
 """The target that stands for every matrix of attention, MLP and experts."""
@@ -104,7 +104,7 @@ def is_adapter_name(name: str, targets: Collection[str]) -> bool:
 
 
 def _adapter_rows(row: Row, targets: Collection[str]) -> tuple[Row, Row]:
-    megatron = row.megatron.removesuffix("weight") + "lora."
+    megatron = row.megatron.removesuffix(".weight") + ADAPTER_MARK
     chosen = targeted_sources(row, targets)
     first = tuple(_peft(source, _FIRST) for source, is_targeted in zip(row.hf, chosen, strict=True) if is_targeted)
     second = tuple(_peft(source, _SECOND) for source in row.hf)

@@ -7,7 +7,7 @@ exporting all follow from that list.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,11 +16,18 @@ from torch import Tensor
 
 HEADS_PREFIX = "mtp."
 """How Megatron's names of the parameters of heads for further tokens begin, in the model and in checkpoints."""
+ADAPTER_MARK = ".lora."
+"""In Megatron's names of the parameters of adapters, after the name of the layer that they are beside."""
 OUTPUT_PREFIX = "output_layer."
 VALUE_HEAD_KEY = "value_head.weight"
 """A critic's head in checkpoints: not the language head's name, which an actor's checkpoint holds in another shape."""
 MODEL_PREFIXES = ("decoder.", "embedding.", OUTPUT_PREFIX, HEADS_PREFIX)
 """How keys of a model begin in checkpoints; others are of its optimizer."""
+
+
+def holds_heads(keys: Iterable[str]) -> bool:
+    """Whether a checkpoint of these keys has heads for further tokens."""
+    return any(key.startswith(HEADS_PREFIX) for key in keys)
 
 
 class Source(Protocol):

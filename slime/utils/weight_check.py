@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.models import Family, family_of, hf_config, shape_from_hf, weight_shape
 from slime.models.adapters import adapter_family, targeted_sources
-from slime.models.family import HEADS_PREFIX, MODEL_PREFIXES, VALUE_HEAD_KEY, Row
+from slime.models.family import ADAPTER_MARK, MODEL_PREFIXES, VALUE_HEAD_KEY, Row, holds_heads
 from slime.models.names import check_names
 from slime.options.checkpoint import LATEST, SavedModel, find_checkpoint, is_torch_dist
 from slime.options.errors import OptionError
@@ -37,7 +37,6 @@ _SIZES = (
 _EMBEDDING = "model.embed_tokens.weight"
 _OUTPUT = "lm_head.weight"
 _OF_THE_VOCABULARY = (_EMBEDDING, _OUTPUT)
-_ADAPTER = ".lora."
 _CRITIC = "--critic-load"
 _ANOTHER = "is it another model's?"
 
@@ -218,7 +217,7 @@ def _check_stored(flag: str, directory: Path, args: Namespace, model: _Model, *,
             raise BadInputError(f"it has no {VALUE_HEAD_KEY}, as a critic's checkpoint has: is it the actor's?")
         if args.allow_config_mismatch:
             return
-        if args.enable_mtp_training and flag != _CRITIC and not any(key.startswith(HEADS_PREFIX) for key in stored):
+        if args.enable_mtp_training and flag != _CRITIC and not holds_heads(stored):
             raise BadInputError(
                 "it has no heads for further tokens, which --enable-mtp-training trains: convert the model with it"
             )
@@ -231,7 +230,7 @@ def _check_stored(flag: str, directory: Path, args: Namespace, model: _Model, *,
 def _check_stored_model(stored: StoredTensors, args: Namespace, model: _Model, *, is_critic: bool) -> None:
     from slime.convert.torch_dist_to_hf import locate_all, plan, specs_of, unused
 
-    family, has_heads = model.family, any(key.startswith(HEADS_PREFIX) for key in stored)
+    family, has_heads = model.family, holds_heads(stored)
     shape = weight_shape(model.config, with_heads=has_heads)
     located, missing = locate_all(stored, family, shape)
     if missing := [name for name in missing if not (is_critic and name == _OUTPUT)]:
@@ -257,9 +256,9 @@ def _check_stored_adapters(stored: StoredTensors, args: Namespace, model: _Model
     family, shape = model.family, weight_shape(model.config)
     rows: dict[str, tuple[Row, list[str]]] = {}
     for name in adapter_family(family, args.lora_target_modules).parameters(shape):
-        base = f"{name.rpartition(_ADAPTER)[0]}.weight"
+        base = f"{name.rpartition(ADAPTER_MARK)[0]}.weight"
         rows[re.sub(r"\.experts\.\d+\.", ".experts.", name)] = family.row(base)[0], family.sources(base, shape)
-    found = {key for key in stored if _ADAPTER in key and key.startswith(MODEL_PREFIXES)}
+    found = {key for key in stored if ADAPTER_MARK in key and key.startswith(MODEL_PREFIXES)}
     lacking, left = rows.keys() - found, found - rows.keys()
     for what, keys in (("lacks adapters", lacking), ("holds adapters that are not", left)):
         if keys:

@@ -27,6 +27,7 @@ from slime.backends.megatron.base import fingerprint  # noqa: E402
 from slime.models import family_of, weight_shape  # noqa: E402
 from slime.models import hf_config as read_config  # noqa: E402
 from slime.models.adapters import adapter_family, is_adapter_name  # noqa: E402
+from slime.models.family import ADAPTER_MARK  # noqa: E402
 from tests.parallel import tiny  # noqa: E402
 from tests.parallel.lora_reference import ALPHA, RANK  # noqa: E402
 from tests.parallel.worker import exported, pass_through  # noqa: E402
@@ -84,7 +85,7 @@ class Case:
         wanted = {name: tensor for name, tensor in merged.items() if not name.startswith(carried)}
         report["merged"] = _difference(dict(exported(self.chunks, self.base, 10_000)), wanted)
         trained = {name for chunk in self.chunks for name, p in chunk.named_parameters() if p.requires_grad}
-        assert all(lora.MARK in name for name in trained)
+        assert all(ADAPTER_MARK in name for name in trained)
         report["logits"] = pass_through(self.chunks, load_file(self.adapters / "reference.safetensors"))
         gradients = weights_io.global_parameters(self.chunks, lambda p: getattr(p, "main_grad", p), of_adapters=True)
         for (_, tensor), (_, gradient) in zip(

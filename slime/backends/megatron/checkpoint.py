@@ -34,7 +34,7 @@ from slime.backends.megatron import base, lora
 from slime.backends.megatron.fit import check_torch_dist
 from slime.backends.megatron.model import has_heads
 from slime.backends.megatron.optimizer import parts_of
-from slime.models.family import HEADS_PREFIX, VALUE_HEAD_KEY
+from slime.models.family import VALUE_HEAD_KEY, holds_heads
 from slime.options.checkpoint import LATEST, checkpoint_directory
 from slime.options.export_rules import mark_export
 from slime.options.next_tokens import check_saved_heads
@@ -117,7 +117,7 @@ def load_model(directory: str | Path, model_chunks: Sequence[Any]) -> None:
         ValueError: it holds another model's weights, or heads on one side only.
     """
     present = dist_checkpointing.load_tensors_metadata(str(directory))
-    _check_heads(directory, any(key.startswith(HEADS_PREFIX) for key in present), has_heads(model_chunks))
+    _check_heads(directory, holds_heads(present), has_heads(model_chunks))
     check_torch_dist(directory, present, model_state(model_chunks), model_chunks)
     state = model_state(model_chunks)
     for chunk_state in state.values():

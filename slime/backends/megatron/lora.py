@@ -37,13 +37,11 @@ from slime.backends.megatron.latent_attention import ReplicatedLinear
 from slime.backends.megatron.names import expert_name, global_namer, local_experts
 from slime.models import Family, Shape
 from slime.models.adapters import row_sources, targeted_modules, targeted_sources
-from slime.models.family import Row, fused_gate_up, gate_up
+from slime.models.family import ADAPTER_MARK, Row, fused_gate_up, gate_up
 from slime.options import lora as options
 from slime.utils import device
 
 Exchange = Callable[[Tensor], Tensor]
-MARK = ".lora."
-"""In the names of adapters' parameters."""
 
 
 @dataclass(frozen=True)
@@ -279,8 +277,8 @@ def sharded_state(chunk: torch.nn.Module) -> dict[str, Any]:
     state = {}
     for name, adapter in adapters(chunk):
         for which, parameter in (("a", adapter.a), ("b", adapter.b)):
-            sharded = _sharded(f"{global_name(name)}{MARK}{which}", parameter, adapter, adapter.cuts(which))
-            state[f"{name}{MARK}{which}"] = sharded
+            sharded = _sharded(f"{global_name(name)}{ADAPTER_MARK}{which}", parameter, adapter, adapter.cuts(which))
+            state[f"{name}{ADAPTER_MARK}{which}"] = sharded
     return state
 
 

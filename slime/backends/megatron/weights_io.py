@@ -22,6 +22,7 @@ from slime.backends.megatron.model import has_heads, unwrap
 from slime.backends.megatron.names import EXPERTS, expert_name, global_namer, local_experts
 from slime.models import Family, Shape, family_of, hf_config, weight_shape
 from slime.models.adapters import adapter_family, is_adapter_name, module_names, peft_config
+from slime.models.family import ADAPTER_MARK
 from slime.models.names import check_names
 from slime.utils.errors import BadInputError
 from slime.utils.hf_reader import HFWeights, tensors_that_begin, whole
@@ -56,7 +57,7 @@ def global_parameters(
         lambda model: (
             (name, pick(parameter))
             for name, parameter in model.named_parameters()
-            if (lora.MARK in name) == of_adapters
+            if (ADAPTER_MARK in name) == of_adapters
         ),
     )
 
