@@ -16,7 +16,11 @@ from slime.options.schema import flag_named
 
 
 def load_release(args: Namespace, warnings: list[str]) -> None:
-    """A ``--load`` that a conversion wrote has weights to start from and no run to continue."""
+    """A ``--load`` that a conversion wrote has weights to start from and no run to continue.
+
+    Sets ``args.ref_load_flag``, by which the user gave them.
+    """
+    args.ref_load_flag = flag_named("ref_load")
     if args.load is None or not is_release(os.path.expanduser(args.load)):
         return
     if args.ref_load is not None and os.path.realpath(args.ref_load) != os.path.realpath(args.load):
@@ -25,6 +29,8 @@ def load_release(args: Namespace, warnings: list[str]) -> None:
         )
     _found("--load", os.path.expanduser(args.load))
     warnings.append(f"--load {args.load} holds weights only, and no run to go on with: it is taken as --ref-load")
+    if args.ref_load is None:
+        args.ref_load_flag = "--load"
     args.load, args.ref_load = None, args.load
 
 
@@ -114,10 +120,8 @@ def _load_directory(args: Namespace) -> Path | None:
             "by --ref-load"
         )
     if is_torch_dist(directory):
-        raise OptionError(
-            f"--load {directory} is one checkpoint: name the directory above it to resume, or start from its weights "
-            "by --ref-load"
-        )
+        or_start = "" if saved_model(directory).adapters else ", or start from its weights by --ref-load"
+        raise OptionError(f"--load {directory} is one checkpoint: name the directory above it to resume{or_start}")
     if args.save is None or os.path.realpath(args.save) != os.path.realpath(directory):
         raise OptionError(
             f"--load {directory}: there is no checkpoint in it (no {LATEST}); drop it to start fresh, or let --save "
@@ -136,9 +140,11 @@ def _saved_models(args: Namespace, latest: Path | None) -> SavedModel | None:
     if resumed is not None:
         check_saved_heads(f"--load {latest}", resumed.heads, args.enable_mtp_training)
     if args.ref_load is not None:
-        found = _found("--ref-load", args.ref_load)
+        found = _found(args.ref_load_flag, args.ref_load)
         if saved_model(found[0] if found else Path(args.ref_load)).adapters is not None:
-            raise OptionError(f"--ref-load {args.ref_load} holds adapters and no model: name the model they belong to")
+            raise OptionError(
+                f"{args.ref_load_flag} {args.ref_load} holds adapters and no model: name the model they belong to"
+            )
     return resumed
 
 

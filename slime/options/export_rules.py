@@ -117,4 +117,5 @@ def _other_places(args: Namespace, export: str) -> Iterator[tuple[str, Path]]:
     for name in (*_OTHERS, *_EXPORTS):
         place = getattr(args, name)
         if place is not None and name != export:
-            yield flag_named(name), Path(os.path.realpath(os.path.expanduser(place)))
+            flag = args.ref_load_flag if name == "ref_load" else flag_named(name)
+            yield flag, Path(os.path.realpath(os.path.expanduser(place)))

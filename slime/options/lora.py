@@ -157,9 +157,8 @@ def _against_adapter_sync(args: Namespace, given: Set[str]) -> Iterator[tuple[st
     if args.placement == "rollout_only":
         yield "--debug-rollout-only", "there is no trainer whose adapters engines could have"
     if args.ref_load is not None and os.path.realpath(args.ref_load) != os.path.realpath(args.hf_checkpoint):
-        name = "--ref-load" if "ref_load" in given else "--load"
         yield (
-            f"{name} {args.ref_load}",
+            f"{args.ref_load_flag} {args.ref_load}",
             ("adapters would be added to engines' own weights, those of --hf-checkpoint: name these weights there"),
         )
     if args.random_weights:

@@ -66,9 +66,9 @@ def check_weight_files(args: Namespace, resumed: SavedModel | None, *, downloade
         return
     model = _Model.of(args, headers)
     if starts and not from_own:
-        _check_source("--ref-load", ref, args, model, with_heads=args.enable_mtp_training)
+        _check_source(args.ref_load_flag, ref, args, model, with_heads=args.enable_mtp_training)
     if resumed is not None:
-        _check_stored("--load", resumed.directory, args, model)
+        _check_stored("--load", resumed.directory, args, model, resumes=True)
     if args.use_critic:
         _check_critic(args, resumed, model)
 
@@ -198,7 +198,7 @@ def _check_stored(flag: str, directory: Path, args: Namespace, model: _Model, *,
     """Whether a torch_dist checkpoint is whole and holds the run's model, or the run's adapters of it.
 
     Args:
-        resumes: whether ``--critic-load`` goes on from it, which then must be a critic's.
+        resumes: whether the run goes on from it: with ``--critic-load`` it must then be a critic's.
     """
     from slime.convert.stored import METADATA, StoredTensors
 
@@ -213,7 +213,7 @@ def _check_stored(flag: str, directory: Path, args: Namespace, model: _Model, *,
         if lacking := stored.lacking_files():
             raise BadInputError(f"files are missing or not whole: {some(lacking)}: copy the checkpoint again")
         is_critic = VALUE_HEAD_KEY in stored and flag == _CRITIC
-        if resumes and not is_critic:
+        if resumes and flag == _CRITIC and not is_critic:
             raise BadInputError(f"it has no {VALUE_HEAD_KEY}, as a critic's checkpoint has: is it the actor's?")
         if args.allow_config_mismatch:
             return
@@ -221,7 +221,7 @@ def _check_stored(flag: str, directory: Path, args: Namespace, model: _Model, *,
             raise BadInputError(
                 "it has no heads for further tokens, which --enable-mtp-training trains: convert the model with it"
             )
-        if args.lora_rank is not None and flag == "--load":
+        if args.lora_rank is not None and resumes and flag != _CRITIC:
             _check_stored_adapters(stored, args, model)
         else:
             _check_stored_model(stored, args, model, is_critic=is_critic)

@@ -43,7 +43,11 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--save link/ckpt", "/link/ckpt: {directory}/link is a link to elsewhere, which is not there"),
         ("--save /proc/x", "--save /proc/x: no directory can be made in /proc: "),
         ("--run-dir /proc", "--run-dir /proc: no directory can be made in it: "),
-        ("--load torch_dist", "torch_dist is one checkpoint: name the directory above it"),
+        ("--load torch_dist", "torch_dist is one checkpoint: name the directory above it to resume, or start from its"),
+        ("--load of_adapters/iter_0000002", "iter_0000002 is one checkpoint: name the directory above it to resume$"),
+        ("--load foreign", "--load {directory}/foreign holds adapters and no model: name the model they belong to"),
+        ("--load kept --save-hf kept", "would replace {directory}/kept (--load): name a directory of its own"),
+        ("--ref-load kept --save-hf kept", "would replace {directory}/kept (--ref-load): name a directory of its own"),
         ("--load converted --ref-load model", "--load converted holds weights to start from"),
         ("--ref-load bare", "--ref-load {directory}/bare: there are neither *.safetensors nor a checkpoint"),
     ],
@@ -58,11 +62,14 @@ def test_what_is_no_checkpoint_and_no_place(
     (directory / "converted" / "latest_checkpointed_iteration.txt").write_text("release")
     write_checkpoint(directory / "broken", "3", {})
     (directory / "broken" / "iter_0000003" / "metadata.json").unlink()
+    for name, step in (("of_adapters", "2"), ("foreign", "release")):
+        write_checkpoint(directory / name, step, {"adapters": {"rank": 8, "alpha": 16.0, "target_modules": ["q_proj"]}})
+    write_checkpoint(directory / "kept", "release", {})
     write_checkpoint(directory / "gone", "4", {})
     (directory / "gone" / "iter_0000004").rename(directory / "gone" / "iter_0000003")
     (directory / "bare").mkdir()
     (directory / "bare" / "config.json").write_text(json.dumps(QWEN3))
-    assert expected.replace("{directory}", str(directory)) in failure(capsys, words)
+    assert expected.replace("{directory}", str(directory)) in f"{failure(capsys, words)}$"
 
 
 def test_weights_are_asked_for_only_where_they_are_read(directory: Path) -> None:

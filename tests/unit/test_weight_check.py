@@ -383,6 +383,21 @@ def test_checkpoints_without_some_file(directory: Path, capsys: pytest.CaptureFi
     assert "there is no common.pt in it" in failure(capsys, f"{flag} ckpt")
 
 
+def test_weights_to_start_from_are_called_by_the_flag_that_was_given(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model("model", "converted/release")
+    Path("converted", LATEST).write_text("release")
+    for words in ("", LORA):
+        parse_args(command(f"--load converted {words}"))
+        (file,) = Path("converted", "release").glob("*.distcp")
+        file.rename("away")
+        for flag in ("--load", "--ref-load"):
+            said = failure(capsys, f"{flag} converted {words}")
+            assert said.startswith(f"{flag} {directory}/converted/release: files are missing or not whole: ")
+        Path("away").rename(file)
+
+
 def test_checkpoints_of_other_formats(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ranks = Path("legacy", "iter_0000007", "mp_rank_00")
     ranks.mkdir(parents=True)
