@@ -43,20 +43,19 @@ def missing_exports(args: argparse.Namespace, start: int) -> dict[str, str]:
 def check_remaining(args: argparse.Namespace) -> None:
     """Find out that a run is over before anything is started for it.
 
-    A run that only evaluates (``--num-rollout 0``) and one whose first rollout is given (``--start-rollout-id``) are
-    never over, nor is one whose number of rollouts is not known yet.
+    A run that only evaluates (``--num-rollout 0``) is never over, nor is one whose number of rollouts is not known yet.
 
     Raises:
-        NothingLeftError: the checkpoint in ``--load`` is after the last rollout, its weights are not to be scored, and
-            the exports that are asked for are there.
+        NothingLeftError: the checkpoint in ``--load``, or ``--start-rollout-id``, is after the last rollout, the
+            weights there are not to be scored, and the exports that are asked for are there.
     """
-    trains = args.placement != "rollout_only" and args.num_rollout and args.start_rollout_id is None
-    found = find_checkpoint(args.load) if trains and args.load else None
-    if found is None:
+    if not args.num_rollout:
         return
-    done = found[1] + 1
-    if done >= args.num_rollout and not scores_start(args, done) and not missing_exports(args, done):
-        raise NothingLeftError(
-            f"the checkpoint in {args.load} is after rollout {done} of {args.num_rollout}: nothing is left to do; a "
-            "larger --num-rollout goes on"
-        )
+    found = find_checkpoint(args.load) if args.load and args.placement != "rollout_only" else None
+    done = found[1] + 1 if found else 0
+    first, why = done, f"the checkpoint in {args.load} is after rollout {done} of {args.num_rollout}"
+    if args.start_rollout_id is not None:
+        first = args.start_rollout_id
+        why = f"--start-rollout-id {first}, counted from 0, is after the last of {args.num_rollout} rollouts"
+    if first >= args.num_rollout and not scores_start(args, first) and not missing_exports(args, done):
+        raise NothingLeftError(f"{why}: nothing is left to do; a larger --num-rollout goes on")

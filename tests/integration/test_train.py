@@ -461,7 +461,7 @@ def wait(args):
 
 ray.init(num_cpus=1, include_dashboard=False)
 signal.signal(signal.SIGTERM, run._end)
-run.run_driver(wait, Namespace(dry_run=False, load=None, placement="rollout_only"))
+run.run_driver(wait, Namespace(dry_run=False, num_rollout=None))
 """
     )
     with (tmp_path / "log").open("w") as log:

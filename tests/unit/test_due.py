@@ -55,6 +55,21 @@ def test_a_run_that_is_over_says_so_and_ends(words: str, directory: Path, capsys
     assert not (directory / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("first", "words"),
+    [(3, ""), (3, "--load ckpt"), (4, "--load ckpt --save-hf hf"), (3, "--save-hf hf"), (3, "--debug-rollout-only")],
+)
+def test_a_run_that_starts_after_its_last_rollout_is_over(
+    first: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A resumed one writes what is missing after its checkpoint's rollout, and after no other."""
+    assert not begun(f"--start-rollout-id {first} {words}")
+    assert capsys.readouterr().out == (
+        f"--start-rollout-id {first}, counted from 0, is after the last of 3 rollouts: nothing is left to do; a larger "
+        "--num-rollout goes on\n"
+    )
+
+
 def test_weights_are_scored_once_before_a_run_is_over(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = f"--load ckpt {EVALUATES}"
     assert begun(words), "nothing was scored"
@@ -92,6 +107,10 @@ def test_a_run_is_not_over_without_its_last_export(directory: Path, place: str) 
         ("--load ckpt --num-rollout 0", "--num-rollout"),
         ("--load ckpt --num-epoch 1", "--num-rollout"),
         ("--load ckpt --start-rollout-id 1", ""),
+        ("--start-rollout-id 2", ""),
+        ("--load ckpt --start-rollout-id 3 --save-hf hf", ""),
+        (f"--start-rollout-id 3 {EVALUATES}", ""),
+        ("--start-rollout-id 3 --num-epoch 1", "--num-rollout"),
         ("--load ckpt --debug-rollout-only", ""),
         ("--load new --save new", ""),
         ("", ""),
