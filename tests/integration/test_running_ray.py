@@ -15,7 +15,8 @@ import pytest
 
 from slime.utils.http_utils import PortReservation
 from tests.integration.harness import ROOT, TrainProcess, series
-from tests.integration.test_train import RUN_S, assert_death_ends_the_run, flags, make_workspace
+from tests.integration.test_train import RUN_S, flags, make_workspace
+from tests.integration.test_train_ends import assert_death_ends_the_run
 
 NUM_GPUS = 0
 pytestmark = [pytest.mark.integration, pytest.mark.full]
