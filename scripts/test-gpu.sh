@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What the GPUs of this host allow of tests/gpu, and the layouts of tests/parallel over NCCL; a table at the end.
+# What the GPUs of this host allow of tests/gpu, and the layouts of tests/parallel over NCCL: first the cases of one
+# GPU, each GPU with a case of its own, then those of several, two at a time. A table ends each half.
 #
 #   bash scripts/test-gpu.sh            # in the environment that scripts/install.sh cuda made
 #   bash scripts/test-gpu.sh -k layout  # further words go to pytest
@@ -9,12 +10,30 @@ if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
     sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
     exit 0
 fi
-python3 - <<'CHECK'
+gpus=$(python3 - <<'CHECK'
+import os
 import sys
 import torch
 if not torch.cuda.is_available():
     sys.exit("test-gpu: error: torch sees no GPU on this host; scripts/test.sh is for hosts without")
-print(f"test-gpu: {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, torch {torch.__version__}")
+count = torch.cuda.device_count()
+print(f"test-gpu: {count} x {torch.cuda.get_device_name(0)}, torch {torch.__version__}", file=sys.stderr)
+print(*(os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(","))
 CHECK
+)
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}" TOKENIZERS_PARALLELISM=false RAY_USAGE_STATS_ENABLED=0
-python3 -m pytest -q -m "not full" --durations=0 --durations-min=5 tests/gpu tests/parallel/test_rl_layouts.py "$@"
+NO_TESTS=5 # pytest's status where -k leaves nothing
+ran=false failed=false
+
+cases() { # AT_ONCE MARKERS WORDS...
+    local at_once=$1 markers=$2 status=0
+    shift 2
+    python3 -m pytest -q -n "$at_once" -m "not full and ($markers)" --durations=0 --durations-min=5 "$@" || status=$?
+    [ "$status" = "$NO_TESTS" ] || ran=true
+    [ "$status" = 0 ] || [ "$status" = "$NO_TESTS" ] || failed=true
+}
+
+SLIME_TEST_GPUS=$gpus cases "$(wc -w <<<"$gpus")" "not gpus" tests/gpu "$@"
+cases 2 "gpus or not gpu" tests/gpu tests/parallel/test_rl_layouts.py "$@"
+"$ran" || exit "$NO_TESTS"
+! "$failed"

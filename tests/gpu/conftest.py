@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,13 @@ import torch.distributed as dist
 
 from slime.utils import device
 from tests.integration.test_train import make_workspace
+
+
+def pytest_configure() -> None:
+    """Give a worker of `scripts/test-gpu.sh` one GPU for itself, before anything looks for GPUs."""
+    gpus, worker = os.environ.get("SLIME_TEST_GPUS", "").split(), os.environ.get("PYTEST_XDIST_WORKER")
+    if gpus and worker is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker.removeprefix("gw")) % len(gpus)]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
