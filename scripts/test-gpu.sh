@@ -18,22 +18,23 @@ if not torch.cuda.is_available():
     sys.exit("test-gpu: error: torch sees no GPU on this host; scripts/test.sh is for hosts without")
 count = torch.cuda.device_count()
 print(f"test-gpu: {count} x {torch.cuda.get_device_name(0)}, torch {torch.__version__}", file=sys.stderr)
-print(*(os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(","))
+print(*(os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")[:count])
 CHECK
 )
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}" TOKENIZERS_PARALLELISM=false RAY_USAGE_STATS_ENABLED=0
-NO_TESTS=5 # pytest's status where -k leaves nothing
+INTERRUPTED=2 NO_TESTS=5 # pytest's status after Ctrl-C or -x, and where -k leaves nothing
 ran=false failed=false
 
 cases() { # AT_ONCE MARKERS WORDS...
     local at_once=$1 markers=$2 status=0
     shift 2
     python3 -m pytest -q -n "$at_once" -m "not full and ($markers)" --durations=0 --durations-min=5 "$@" || status=$?
+    [ "$status" != "$INTERRUPTED" ] || exit "$status"
     [ "$status" = "$NO_TESTS" ] || ran=true
     [ "$status" = 0 ] || [ "$status" = "$NO_TESTS" ] || failed=true
 }
 
 SLIME_TEST_GPUS=$gpus cases "$(wc -w <<<"$gpus")" "not gpus" tests/gpu "$@"
-cases 2 "gpus or not gpu" tests/gpu tests/parallel/test_rl_layouts.py "$@"
+cases 2 "gpus or not gpu" --dist loadfile tests/gpu tests/parallel/test_rl_layouts.py "$@"
 "$ran" || exit "$NO_TESTS"
 ! "$failed"

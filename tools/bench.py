@@ -71,7 +71,8 @@ def command_of(options: argparse.Namespace) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Exit status 0 when everything that was begun was measured, 1 otherwise."""
     options = parse(argv)
-    report = Report(command_of(options), time.monotonic() + options.budget_s, options.output)
+    deadline, whole = time.monotonic() + options.budget_s, options.num_layers is None
+    report = Report(command_of(options), deadline, options.output, whole)
     with tempfile.TemporaryDirectory() as scratch:
         options.scratch = Path(scratch)
         options.log_dir = (options.log_dir or options.scratch).resolve()

@@ -18,10 +18,10 @@ from slime.options.schema import flag_named
 def load_release(args: Namespace, warnings: list[str]) -> None:
     """A ``--load`` that a conversion wrote has weights to start from and no run to continue.
 
-    Sets ``args.ref_load_flag``, by which the user gave them.
+    Sets ``args.ref_load_flag``, by which the user gave them, or None.
     """
-    args.ref_load_flag = flag_named("ref_load")
-    if args.load is None or not is_release(os.path.expanduser(args.load)):
+    args.ref_load_flag = None if args.ref_load is None else flag_named("ref_load")
+    if args.load is None or args.debug_rollout_only or not is_release(os.path.expanduser(args.load)):
         return
     if args.ref_load is not None and os.path.realpath(args.ref_load) != os.path.realpath(args.load):
         raise OptionError(
@@ -60,7 +60,7 @@ def starting_point(args: Namespace) -> str:
     if args.random_weights:
         return f"{first}training starts from random weights (--random-weights)"
     if args.ref_load:
-        return f"{first}training starts from {args.ref_load} (--ref-load)"
+        return f"{first}training starts from {args.ref_load} ({args.ref_load_flag})"
     return f"{first}training starts from {args.hf_checkpoint} (--hf-checkpoint)"
 
 

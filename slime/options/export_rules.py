@@ -48,7 +48,7 @@ def check_exports(args: Namespace) -> None:
             if any(taken.fullmatch(str(each)) for each in (place, *place.parents)):
                 raise OptionError(f"{flag} {path} would replace {place} ({whose}): name a directory of its own")
         for found in map(Path, glob.glob("".join("*" if part is None else glob.escape(part) for part in parts))):
-            if found.is_dir() and not _is_past(found, path, first) and (other := _other_than_an_export(found)):
+            if found.is_dir() and not _is_past(found, args, path, first) and (other := _other_than_an_export(found)):
                 raise OptionError(
                     f"{flag} {path}: {found} has other things in it than an earlier export ({other}), which would be "
                     "lost: name another directory, or move that away"
@@ -62,12 +62,17 @@ def _first_rollout(args: Namespace) -> int:
     return resumed[1] + 1 if resumed else 0
 
 
-def _is_past(directory: Path, path: str, first: int) -> bool:
-    """Whether a directory is an export of a rollout before ``first``, which will not be written again."""
-    rollout_id = _mark(directory).get("rollout_id")
+def _is_past(directory: Path, args: Namespace, path: str, first: int) -> bool:
+    """Whether a directory is an export of a rollout before ``first``, which will not be written again: the last of
+    these is, where it is not whole or another run's (`slime.ray.due.missing_exports`)."""
+    mark, model = _mark(directory), os.path.expanduser(args.hf_checkpoint)
+    rollout_id = mark.get("rollout_id")
+    # A hub id may not be on disk yet: it is taken for the mark's.
+    model = os.path.realpath(model) if os.path.isdir(model) else mark.get("hf_checkpoint")
+    own = Namespace(**vars(args) | {"hf_checkpoint": model})
     return (
         isinstance(rollout_id, int)
-        and rollout_id < first
+        and (rollout_id < first - 1 or (rollout_id == first - 1 and is_export(directory, own, rollout_id)))
         and directory == Path(os.path.realpath(path.format(rollout_id=rollout_id)))
         and path.format(rollout_id=first) != path.format(rollout_id=rollout_id)
     )

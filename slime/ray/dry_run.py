@@ -34,8 +34,8 @@ def dry_run(args: argparse.Namespace) -> None:
         for name, count in load_eval_prompts(args).items():
             print(f"evaluation: {name}, {count} prompts")
         if args.load_debug_rollout_data:
-            check_recorded(args)
             check_remaining(args)
+            check_recorded(args)
             print(_OK)
             return
         source = make_data_source(args)

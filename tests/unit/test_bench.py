@@ -39,3 +39,6 @@ def test_a_figure_says_whether_it_is_reached(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [(row["target"], row["met"]) for row in rows] == [(0.1, True), (0.42, False), (None, None)]
     assert rows[2]["parts"] == {"generation": 1.0}
+    part = Report("command", math.inf, whole_model=False)
+    part.add("refit", "qwen3-4b, 2 layers", 1, 0.05, "s", at_most=0.1)
+    assert (part.rows[0]["target"], part.rows[0]["met"]) == (None, None)

@@ -115,7 +115,7 @@ def test_a_fresh_run_may_load_from_where_it_saves(capsys: pytest.CaptureFixture[
         ("--ref-load ref", "training starts from {directory}/ref (--ref-load)"),
         ("--random-weights", "training starts from random weights (--random-weights)"),
         ("--random-weights --ref-load ref", "training starts from random weights (--random-weights)"),
-        ("--load converted", "training starts from {directory}/converted (--ref-load)"),
+        ("--load converted", "training starts from {directory}/converted (--load)"),
         ("--load ckpt --ref-load ref", "training goes on from {directory}/ckpt/iter_0000001 (--load)"),
         ("--load ckpt --random-weights", "training goes on from {directory}/ckpt/iter_0000001 (--load)"),
         (
@@ -129,6 +129,7 @@ def test_a_fresh_run_may_load_from_where_it_saves(capsys: pytest.CaptureFixture[
             "(--random-weights)",
         ),
         ("--debug-rollout-only --ref-load ref", ""),
+        ("--debug-rollout-only --load converted --ref-load ref", ""),
     ],
 )
 def test_a_run_says_from_which_weights_it_starts(directory: Path, words: str, expected: str) -> None:
@@ -194,6 +195,22 @@ def test_exports_of_earlier_rollouts_may_have_notes(capsys: pytest.CaptureFixtur
     (directory / "hf_2").rename(directory / "hf_8")
     (directory / "hf_7" / "scores.json").unlink()
     assert "hf_8 has other things" in failure(capsys, words), "it is in the place of one to come"
+
+
+def test_a_last_export_that_will_be_written_again_has_no_notes(
+    capsys: pytest.CaptureFixture[str], directory: Path
+) -> None:
+    """That of another run, or one whose files are gone, is missing for a run that is over."""
+    write_checkpoint(directory / "ckpt", "5", {})
+    words, last = "--load ckpt --save-hf hf_{rollout_id}", directory / "hf_5"
+    last.mkdir()
+    mark_export(last, parse_args(command(words)), 5)
+    (last / "scores.json").touch()
+    parse_args(command(words))
+    (last / "scores.json").unlink()
+    mark_export(last, MARKED, 5)
+    (last / "scores.json").touch()
+    assert "hf_5 has other things in it than an earlier export (scores.json)" in failure(capsys, words)
 
 
 def test_a_run_without_trainers_replaces_no_export(directory: Path) -> None:

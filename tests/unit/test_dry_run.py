@@ -110,6 +110,10 @@ def test_what_would_fail_or_end_when_the_run_starts(
 def test_recorded_rollouts_that_are_not_there(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A run that is over would not look for them."""
     replay = ["--load-debug-rollout-data", str(model.parent / "none_{rollout_id}.pt")]
     assert _dry_run(model, json.dumps(GOOD) + "\n", monkeypatch, *replay) == 2
     assert "error: load data: --load-debug-rollout-data: there is no file" in capsys.readouterr().err
+    over = ["--num-rollout", "1", "--start-rollout-id", "1"]
+    assert _dry_run(model, json.dumps(GOOD) + "\n", monkeypatch, *replay, *over) == 0
+    assert "nothing is left to do" in capsys.readouterr().out

@@ -25,7 +25,7 @@ from slime.utils.arguments import parse_args
 from slime.weights import EngineAddress, make_publisher
 from slime.weights.adapter import AdapterPublisher
 from slime.weights.hf_directory import NamedTensors
-from tests.command_line import LATENT, QWEN3, command, failure, write_model, write_rows
+from tests.command_line import LATENT, QWEN3, command, failure, write_checkpoint, write_model, write_rows
 from tests.unit.test_input_errors import MOE
 
 NUM_GPUS = 0
@@ -39,6 +39,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_model(tmp_path / "model")
     write_model(tmp_path / "other")
     write_model(tmp_path / "moe", MOE)
+    write_checkpoint(tmp_path / "converted", "release", {})
     write_rows(tmp_path / "data.jsonl")
     (tmp_path / "own_requests.py").write_text("async def generate(args, sample, sampling_params): return sample\n")
     dataset = {"name": "d", "path": "data.jsonl", "custom_generate_function_path": "own_requests.py"}
@@ -95,6 +96,14 @@ def test_what_cannot_be(directory: Path, capsys: pytest.CaptureFixture[str], fla
     error = failure(capsys, f"{ADAPTER_SYNC} {flags}")
     assert message in error
     assert "use --lora-sync merged" in error
+
+
+def test_other_weights_are_named_by_the_flag_that_gave_them(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flag in ("--load", "--ref-load"):
+        error = failure(capsys, f"{ADAPTER_SYNC} {flag} converted")
+        assert f"{flag} {directory}/converted cannot be used with --lora-sync adapter" in error
 
 
 def test_without_adapters_there_are_none_to_push(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

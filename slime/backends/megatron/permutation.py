@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
@@ -108,10 +109,12 @@ def _added(rows: Tensor, rows_of_token: Tensor) -> Tensor:
 
 
 def forget_tokens(model_chunks: Iterable[torch.nn.Module]) -> None:
-    """Let go of the last micro-batch's routing, which every layer's dispatcher keeps until the next one.
+    """Let go of what Megatron keeps of the last micro-batch until the next one, which would not sleep with the rest.
 
-    It is bytes for each expert of each token in every layer, and would not sleep with the rest.
+    That is the routing, bytes for each expert of each token in every layer's dispatcher, and the hidden states that
+    sequence parallelism gathers.
     """
+    parallel_state.get_global_memory_buffer().buffer.clear()
     for chunk in model_chunks:
         for layer in chunk.modules():
             if isinstance(layer, MoELayer):
