@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -184,6 +185,18 @@ class Row:
             index = (shape.num_layers + index[0], *index[1:])
         return [hf.format(*index) for hf in self.hf]
 
+    def targets(self, shape: Shape, index: tuple[int, ...]) -> list[str]:
+        """The Hugging Face names that a layer and expert is written to; none for a tied output layer."""
+        return [] if shape.tied and self.if_tied else self.sources(shape, index)
+
+    def in_order(self, shape: Shape, local_shape: Sequence[int]) -> bool:
+        """Whether a shard that is all of its parameter holds the Hugging Face tensors one after the other."""
+        extent = local_shape[self.pieces_dim]
+        pieces = self.rule(shape, extent, 0)
+        places = [(piece.source, piece.start) for piece in pieces]
+        complete = sum(piece.stop - piece.start for piece in pieces) == extent
+        return complete and places == sorted(places) and (self.pieces_dim == 0 or len(pieces) == 1)
+
 
 def _none(config: Any) -> tuple[str, ...]:
     return ()
@@ -233,10 +246,10 @@ class Family:
         """
         parts = name.split(".")
         template = ".".join("{}" if part.isdigit() else part for part in parts)
-        for row in self._rows():
-            if row.megatron == template:
-                return row, tuple(int(part) for part in parts if part.isdigit())
-        raise KeyError(f"no row for the Megatron parameter {name} in the table of {', '.join(self.model_types)}")
+        row = self._by_template.get(template)
+        if row is None:
+            raise KeyError(f"no row for the Megatron parameter {name} in the table of {', '.join(self.model_types)}")
+        return row, tuple(int(part) for part in parts if part.isdigit())
 
     def parameters(self, shape: Shape) -> Iterator[str]:
         """Every global Megatron parameter name of a model, always in the same order."""
@@ -247,6 +260,11 @@ class Family:
     def _rows(self) -> tuple[Row, ...]:
         return self.rows + (self.heads.rows if self.heads else ())
 
+    @cached_property
+    def _by_template(self) -> dict[str, Row]:
+        """Of rows with one name, the first."""
+        return {row.megatron: row for row in reversed(self._rows())}
+
     def sources(self, name: str, shape: Shape) -> list[str]:
         """The Hugging Face tensors that ``name`` is read from."""
         row, index = self.row(name)
@@ -256,8 +274,8 @@ class Family:
 
     def hf_names(self, name: str, shape: Shape) -> list[str]:
         """The Hugging Face tensors that ``name`` is written to; none for a tied output layer."""
-        row, _ = self.row(name)
-        return [] if shape.tied and row.if_tied else self.sources(name, shape)
+        row, index = self.row(name)
+        return row.targets(shape, index)
 
     def shard(
         self,
@@ -297,9 +315,9 @@ class Family:
 
         Works on meta tensors too. The result may be views of the shards.
         """
-        row, _ = self.row(name)
+        row, index = self.row(name)
         dim = row.pieces_dim
-        names = self.hf_names(name, shape)
+        names = row.targets(shape, index)
         parts: list[list[tuple[int, Tensor]]] = [[] for _ in names]
         for rank, shard in enumerate(shards if row.dim is not None else shards[:1]):
             offset = 0

@@ -11,14 +11,16 @@ import functools
 import io
 import os
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from itertools import groupby
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from slime.backends.sglang.client import EngineControl
 from slime.utils import device
@@ -79,6 +81,26 @@ def flat_layout(bucket: NamedTensors) -> tuple[list[SimpleNamespace], int]:
             )
         )
     return layout, end
+
+
+def flat_parts(layout: list[SimpleNamespace], bucket: NamedTensors) -> Iterator[tuple[int, Tensor]]:
+    """What to copy into the flat buffer, as bytes, and where each part begins.
+
+    Tensors that already lie in memory as they will in the buffer are one part. Most of a bucket does: thousands of
+    copies would take the host longer than the device.
+    """
+
+    def shift(placed: tuple[SimpleNamespace, Tensor]) -> tuple[int, int]:
+        place, tensor = placed
+        return tensor.untyped_storage().data_ptr(), tensor.data_ptr() - place.start_idx
+
+    contiguous = (tensor.detach().contiguous() for _, tensor in bucket)
+    for _, part in groupby(zip(layout, contiguous, strict=True), shift):
+        placed = list(part)
+        (first, tensor), (last, _) = placed[0], placed[-1]
+        view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        start, nbytes = tensor.storage_offset() * tensor.itemsize, last.end_idx - first.start_idx
+        yield first.start_idx, view.set_(tensor.untyped_storage(), start, (nbytes,), (1,))
 
 
 def own_experts_do(args: Namespace, engines: list[EngineAddress]) -> bool:
@@ -156,8 +178,8 @@ class TensorPublisher(WeightPublisher):
             buffer = self._buffers[0] = None  # the smaller one goes first: on a GPU there may be no room for both
             buffer = self._buffers[0] = SharedBuffer(size)
         flat = buffer.tensor
-        for place, (_, tensor) in zip(layout, bucket, strict=True):
-            flat[place.start_idx : place.end_idx].copy_(tensor.detach().reshape(-1).view(torch.uint8))
+        for start, part in flat_parts(layout, bucket):
+            flat[start : start + part.numel()].copy_(part)
         device.synchronize()
         return serialize({"flattened_tensor": flat, "metadata": layout}, buffer.reduce)
 

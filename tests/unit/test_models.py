@@ -68,6 +68,26 @@ def test_round_trip_is_exact(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
+def test_what_is_in_order_is_its_tensors_one_after_the_other(kind: str) -> None:
+    """Of a whole parameter, experts above all; padding, and pieces that change places or lie side by side, are not."""
+    family, shape, tensors = checkpoint(kind)
+    for name in family.parameters(shape):
+        parameter = whole(family, name, tensors, shape)
+        joined = [tensor.flatten() for _, tensor in family.join(name, [parameter], shape)]
+        in_order = bool(joined) and torch.equal(torch.cat(joined), parameter.flatten())
+        row, _ = family.row(name)
+        assert row.in_order(shape, tuple(parameter.shape)) is (in_order or not joined), name
+        assert in_order or ".experts." not in name
+
+
+def test_a_padded_vocabulary_is_not_in_order() -> None:
+    family, shape, _ = checkpoint("qwen3")
+    row, _ = family.row("output_layer.weight")
+    assert row.in_order(shape, (131, 32))
+    assert not row.in_order(shape, (136, 32))
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
 @pytest.mark.parametrize("size", [2, 4])
 def test_shards_join_to_what_they_were_cut_from(kind: str, size: int) -> None:
     """Four ranks are more than the two query groups, and 131 words are padded."""

@@ -22,7 +22,7 @@ from slime.weights.distributed import DistributedPublisher
 from slime.weights.engines import EngineAddress
 from slime.weights.float8 import Float8Blocks
 from slime.weights.publisher import WeightPublisher
-from slime.weights.tensor import SharedBuffer, TensorPublisher
+from slime.weights.tensor import SharedBuffer, TensorPublisher, flat_layout, flat_parts
 
 NUM_GPUS = 0
 
@@ -274,3 +274,23 @@ def test_no_buffer_stays_after_a_push(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         gc.enable()
     assert len(made) >= 2
+
+
+def test_what_lies_in_memory_as_in_the_buffer_is_copied_at_once() -> None:
+    """Views of one tensor that leave no room or the same room between them; nothing else."""
+    values = torch.randn(200)
+    line = [("a", values[:16].view(4, 4)), ("b", values[16:19]), ("c", values[20:28]), ("d", values[28:32].int())]
+    apart = [("e", values[40:48]), ("f", values[32:40]), ("g", values[50:58]), ("h", values[60:76].view(4, 4).t())]
+    others = [("i", values[76:80]), ("j", torch.randn(3, requires_grad=True)), ("k", values[0]), ("l", values[:0])]
+    bucket = line + apart + others
+    layout, size = flat_layout(bucket)
+    flat, starts = torch.zeros(size, dtype=torch.uint8), []
+    for start, part in flat_parts(layout, bucket):
+        starts.append(start)
+        flat[start : start + part.numel()].copy_(part)
+    for place, (name, tensor) in zip(layout, bucket, strict=True):
+        found = flat[place.start_idx : place.end_idx].view(place.dtype).reshape(place.shape)
+        assert torch.equal(found, tensor), name
+    begins = [place.name for place in layout if place.start_idx in starts]
+    assert begins[:2] == ["a", "d"], "a, b and c are one part"
+    assert begins[2:8] == ["e", "f", "g", "h", "i", "j"]

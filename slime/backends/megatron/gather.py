@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -44,6 +45,8 @@ class _Entry:
     """Of one tensor-parallel shard."""
     hf: tuple[tuple[str, tuple[int, ...]], ...]
     """Names and shapes of the Hugging Face tensors that it becomes."""
+    in_order: bool
+    """`Row.in_order`."""
     unit: tuple[str, ...]
     """What shares it goes into one bucket: `Row.together` and the layer, or the name alone."""
 
@@ -80,21 +83,23 @@ class Gatherer:
         """
         self.family, self.shape, self._read = family, shape, read or parameters.__getitem__
         self._own_experts = own_experts
-        where: dict[str, _Held] = {}
-        for name, parameter in parameters.items():
-            is_expert = ".experts." in name
-            expert_rank = parallel_state.get_expert_model_parallel_rank() if is_expert else 0
-            stage = parallel_state.get_pipeline_model_parallel_rank()
-            where[name] = _Owner(is_expert, stage, expert_rank, parameter.dtype), tuple(parameter.shape)
-        where = union(
-            where,
+        self._forms: dict[tuple[str, tuple[int, ...]], tuple[list[tuple[int, ...]], bool]] = {}
+        experts, stages = (
             parallel_state.get_expert_model_parallel_group(),
             parallel_state.get_pipeline_model_parallel_group(),
         )
+
+        @functools.cache  # one object of each kind, which is pickled once
+        def owner(is_expert: bool, dtype: torch.dtype) -> _Owner:
+            return _Owner(is_expert, stages.rank(), experts.rank() if is_expert else 0, dtype)
+
+        where: dict[str, _Held] = {
+            name: (owner(".experts." in name, parameter.dtype), tuple(parameter.shape))
+            for name, parameter in parameters.items()
+        }
+        # The ranks of one pipeline have the same expert-parallel rank.
+        where = union(where, *([] if own_experts else [experts]), stages)
         entries = [self._entry(name, *where[name]) for name in family.parameters(shape) if name in where]
-        if own_experts:
-            own_rank = parallel_state.get_expert_model_parallel_rank()
-            entries = [e for e in entries if not e.owner.is_expert or e.owner.expert_rank == own_rank]
         self.entries = _units_together(
             sorted((e for e in entries if e.hf), key=lambda e: (e.owner.is_expert, e.owner.stage, e.owner.expert_rank))
         )
@@ -102,7 +107,13 @@ class Gatherer:
     def _entry(self, name: str, owner: _Owner, local_shape: tuple[int, ...]) -> _Entry:
         row, index = self.family.row(name)
         unit = (row.together, *map(str, index)) if row.together else (name,)
-        return _Entry(name, owner, local_shape, hf_shapes(self.family, self.shape, name, local_shape), unit)
+        form = row.megatron, local_shape  # a row's layers and experts differ by name alone
+        if form not in self._forms:
+            shapes = [shape for _, shape in hf_shapes(self.family, self.shape, name, local_shape)]
+            self._forms[form] = shapes, row.in_order(self.shape, local_shape)
+        shapes, in_order = self._forms[form]
+        hf = tuple(zip(row.targets(self.shape, index), shapes, strict=True))
+        return _Entry(name, owner, local_shape, hf, in_order, unit)
 
     def buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """Full tensors by Hugging Face name (collective); the same on every rank, or of each its own experts in place
@@ -115,31 +126,29 @@ class Gatherer:
 
     @torch.no_grad()
     def _segment(self, owner: _Owner, entries: list[_Entry]) -> list[tuple[str, Tensor]]:
-        numel = sum(entry.hf_numel for entry in entries)
-        full = torch.empty(numel, dtype=owner.dtype, device=device.current_device())
-        tensors: list[tuple[str, Tensor]] = []
-        offset = 0
-        for entry in entries:
-            for name, shape in entry.hf:
-                tensors.append((name, full[offset : offset + prod(shape)].view(shape)))
-                offset += prod(shape)
+        places = [place for entry in entries for place in entry.hf]
+        sizes = [prod(shape) for _, shape in places]
+        full = torch.empty(sum(sizes), dtype=owner.dtype, device=device.current_device())
+        parts = zip(places, full.split(sizes), strict=True)
+        tensors = [(name, part.view(shape)) for (name, shape), part in parts]
         if owner.stage == parallel_state.get_pipeline_model_parallel_rank():
             experts = parallel_state.get_expert_model_parallel_group()
             if not owner.is_expert or owner.expert_rank == experts.rank():
-                self._fill(tensors, owner, entries)
+                self._fill(full, tensors, owner, entries)
             if owner.is_expert and not self._own_experts:
                 _broadcast(full, owner.expert_rank, experts)
         _broadcast(full, owner.stage, parallel_state.get_pipeline_model_parallel_group())
         return tensors
 
-    def _fill(self, tensors: list[tuple[str, Tensor]], owner: _Owner, entries: list[_Entry]) -> None:
+    def _fill(self, full: Tensor, tensors: list[tuple[str, Tensor]], owner: _Owner, entries: list[_Entry]) -> None:
         """Gather the shards over tensor-parallel ranks, all in one collective, and put them where they belong."""
         group = _tensor_group(is_expert=owner.is_expert)
+        if group.size() == 1:
+            torch.cat([tensor.flatten() for entry in entries for tensor in self._whole(entry)], out=full)
+            return
         local = torch.cat([self._read(entry.name).flatten() for entry in entries])
-        shards = local[None]
-        if group.size() > 1:
-            shards = local.new_empty(group.size(), local.numel())
-            dist.all_gather_into_tensor(shards.view(-1), local, group=group)
+        shards = local.new_empty(group.size(), local.numel())
+        dist.all_gather_into_tensor(shards.view(-1), local, group=group)
         targets = iter(tensors)
         offset = 0
         for entry in entries:
@@ -147,6 +156,13 @@ class Gatherer:
             for _, tensor in self.family.join(entry.name, parts, self.shape):
                 next(targets)[1].copy_(tensor)
             offset += entry.local_numel
+
+    def _whole(self, entry: _Entry) -> list[Tensor]:
+        """A parameter that nothing cuts as tensors that, one after the other, are its Hugging Face tensors."""
+        parameter = self._read(entry.name)
+        if entry.in_order:
+            return [parameter]
+        return [tensor for _, tensor in self.family.join(entry.name, [parameter], self.shape)]
 
 
 def hf_shapes(

@@ -43,6 +43,9 @@ from slime.utils import device
 
 Exchange = Callable[[Tensor], Tensor]
 
+_MERGED_NUMEL = 2**26
+"""How many numbers of a layer's experts are merged at once: 256 MiB, which are float32 meanwhile."""
+
 
 @dataclass(frozen=True)
 class LoraSettings:
@@ -104,10 +107,11 @@ class Adapter(torch.nn.Module):
         """Whether tensor parallelism cuts matrix ``a`` or ``b``, along `cut`."""
         return self.cut == {"a": 1, "b": 0}[which]
 
-    def delta(self, expert: int | None = None) -> Tensor:
-        """Float32, of the matrix's own shape: what, added to it, does the same."""
-        a, b = (self.a, self.b) if expert is None else (self.a[expert], self.b[expert])
-        return _wide(b.detach().float(), self.own) @ a.detach().float() * self.scale
+    def merged(self, weight: Tensor, experts: slice = slice(None)) -> Tensor:
+        """The layer's matrix with what does the same added to it; of experts, those asked for. Its type stays."""
+        a, b = self.a.detach()[experts], self.b.detach()[experts]
+        delta = (_wide(b.float(), self.own) @ a.float()).mul_(self.scale)
+        return delta.add_(weight.detach()[experts]).to(weight.dtype)
 
 
 def _wide(b: Tensor, own: Tensor | None) -> Tensor:
@@ -247,25 +251,37 @@ def _mark(adapter: Adapter, module: Any) -> None:
 def merging(parameters: Mapping[str, Tensor], chunks: Sequence[torch.nn.Module]) -> Callable[[str], Tensor]:
     """Global name -> the parameter with what its adapter adds, of the same shape and type, made when it is asked for.
 
-    Any other parameter is itself.
+    Any other parameter is itself. Experts are made several at once, which are kept until others are asked for.
     """
-    deltas: dict[str, Callable[[], Tensor]] = {}
+    made: dict[str, Callable[[], dict[str, Tensor]]] = {}
     for chunk in chunks:
-        global_name = global_namer(chunk)
+        global_name, experts = global_namer(chunk), local_experts(chunk)
         for name, adapter in adapters(chunk):
-            weight = f"{global_name(name)}.weight"
+            weight, matrix = f"{global_name(name)}.weight", cast(Tensor, chunk.get_submodule(name).weight)
             if adapter.a.dim() == 2:
-                deltas[weight] = adapter.delta
-            else:
-                deltas |= {
-                    expert_name(weight, n): partial(adapter.delta, i) for i, n in enumerate(local_experts(chunk))
-                }
+                made[weight] = partial(_merged, [weight], adapter, matrix)
+                continue
+            at_once = max(1, _MERGED_NUMEL // matrix[0].numel())
+            for part in (slice(first, first + at_once) for first in range(0, len(experts), at_once)):
+                names = [expert_name(weight, number) for number in experts[part]]
+                made |= dict.fromkeys(names, partial(_merged, names, adapter, matrix, part))
+    kept: dict[str, Tensor] = {}
 
     def read(name: str) -> Tensor:
-        parameter = parameters[name]
-        return (parameter.float() + deltas[name]()).to(parameter.dtype) if name in deltas else parameter
+        nonlocal kept
+        if name not in made:
+            return parameters[name]
+        if name not in kept:
+            kept = {}  # which are gone before the next are made
+            kept = made[name]()
+        return kept[name]
 
     return read
+
+
+def _merged(names: list[str], adapter: Adapter, weight: Tensor, experts: slice | None = None) -> dict[str, Tensor]:
+    tensors = [adapter.merged(weight)] if experts is None else adapter.merged(weight, experts)
+    return dict(zip(names, tensors, strict=True))
 
 
 # ---- checkpoints
