@@ -47,11 +47,11 @@ def sglang_model(checkpoint: Path) -> Any:
     config = ModelConfig.from_server_args(args)
     initialize_dp_attention(args, config)
     model_class, _ = ModelRegistry.resolve_model_cls(config.hf_config.architectures)
-    quantization = json.loads((checkpoint / "config.json").read_text())["quantization_config"]
+    quantization = json.loads((checkpoint / "config.json").read_text()).get("quantization_config")
     torch.set_default_dtype(torch.bfloat16)
 
     def build() -> Any:
-        model = model_class(config.hf_config, quant_config=Fp8Config.from_config(quantization))
+        model = model_class(config.hf_config, quant_config=quantization and Fp8Config.from_config(quantization))
         model.load_weights(list(tensors_of(checkpoint).items()))
         return model
 

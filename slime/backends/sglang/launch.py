@@ -44,6 +44,7 @@ def _register_configs() -> None:
 # not `main`.
 compat.install(sys.argv[1:])
 compat.route_by_present_weights(sys.argv[1:])
+compat.find_experts_in_turn(sys.argv[1:])
 _register_configs()
 _strike_keys_from_log()
 if FLOAT8_VARIABLE in os.environ:
