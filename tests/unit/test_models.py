@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from slime.models import Family, family_of, hf_config, shape_from_hf, weight_shape
-from slime.models.family import Shape
+from slime.models.family import Row, Shape, gate_up
 from tests.command_line import QWEN3
 from tests.parallel import tiny
 
@@ -80,11 +80,13 @@ def test_what_is_in_order_is_its_tensors_one_after_the_other(kind: str) -> None:
         assert in_order or ".experts." not in name
 
 
-def test_a_padded_vocabulary_is_not_in_order() -> None:
+def test_padding_and_columns_side_by_side_are_not_in_order() -> None:
     family, shape, _ = checkpoint("qwen3")
     row, _ = family.row("output_layer.weight")
     assert row.in_order(shape, (131, 32))
     assert not row.in_order(shape, (136, 32))
+    assert Row("rows", ("a", "b"), gate_up, dim=0).in_order(shape, (8, 8))
+    assert not Row("columns", ("a", "b"), gate_up, dim=1).in_order(shape, (8, 8))
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
