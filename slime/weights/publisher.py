@@ -109,7 +109,7 @@ class WeightPublisher:
                 have a rank's own experts.
 
         Returns:
-            ``seconds`` in all, ``paused_seconds`` of them without generation, ``bytes`` to each rank of an engine.
+            ``paused_seconds`` without generation, ``bytes`` to each rank of an engine.
 
         Raises:
             ValueError: a version that does not grow.
@@ -149,7 +149,7 @@ class WeightPublisher:
         self._version = version
         end = time.monotonic()
         paused = update.paused_at or start
-        return {"seconds": end - start, "paused_seconds": end - paused, "bytes": float(update.nbytes)}
+        return {"paused_seconds": end - paused, "bytes": float(update.nbytes)}
 
     def close(self) -> None:
         """Leave the transport; may be called again, and with engines that are gone."""

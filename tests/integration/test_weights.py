@@ -112,7 +112,7 @@ def test_the_engine_computes_with_the_new_weights(
         assert service.control.weight_version() == str(version)
         assert engine_log_prob_error(service, model) < 1e-4
         assert figures["bytes"] == sum(t.nbytes for t in model.state_dict().values())
-        assert 0 < figures["paused_seconds"] <= figures["seconds"] < 30
+        assert 0 < figures["paused_seconds"] < 30
         print(f"{transport}: {figures}")
 
 

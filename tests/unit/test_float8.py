@@ -148,7 +148,7 @@ def test_a_training_rank_pushes_what_its_engines_hold(own_experts: bool, origins
         def publish(self, version: int, buckets: Buckets, gone: list[str], whole: Buckets | None) -> dict[str, float]:
             published.extend(name for bucket in buckets for name, _ in bucket)
             checked.extend(name for bucket in whole or () for name, _ in bucket)
-            return {"seconds": 1.0, "paused_seconds": 1.0, "bytes": 1.0}
+            return {"paused_seconds": 1.0, "bytes": 1.0}
 
     weights = trained(origins / "qwen3_moe")
 
