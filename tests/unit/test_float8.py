@@ -184,7 +184,7 @@ def entries(config: Path) -> list[gather._Entry]:
         if "mlp" in name:
             continue
         unit = (row.together, *map(str, index)) if row.together else (name,)
-        made.append(gather._Entry(name, owner, (10, 10), ((name, (10, 10)),), unit))
+        made.append(gather._Entry(name, owner, (10, 10), ((name, (10, 10)),), in_order=True, unit=unit))
     return made
 
 
