@@ -12,7 +12,7 @@ from pathlib import Path
 from string import Formatter
 from typing import Any
 
-from slime.options.checkpoint import find_checkpoint
+from slime.options.checkpoint import rollouts_done
 from slime.options.errors import OptionError
 from slime.options.schema import flag_named
 
@@ -40,7 +40,7 @@ def check_exports(args: Namespace) -> None:
     paths = {name: path for name in _EXPORTS if (path := getattr(args, name)) is not None}
     if not paths or args.placement == "rollout_only":
         return
-    first = _first_rollout(args)
+    first = rollouts_done(args.load) if args.start_rollout_id is None else args.start_rollout_id
     for name, path in paths.items():
         flag, parts = flag_named(name), _parts(path)
         taken = re.compile("".join("[^/]*" if part is None else re.escape(part) for part in parts))
@@ -53,13 +53,6 @@ def check_exports(args: Namespace) -> None:
                     f"{flag} {path}: {found} has other things in it than an earlier export ({other}), which would be "
                     "lost: name another directory, or move that away"
                 )
-
-
-def _first_rollout(args: Namespace) -> int:
-    if args.start_rollout_id is not None:
-        return int(args.start_rollout_id)
-    resumed = find_checkpoint(args.load) if args.load else None
-    return resumed[1] + 1 if resumed else 0
 
 
 def _is_past(directory: Path, args: Namespace, path: str, first: int) -> bool:

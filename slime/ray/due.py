@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from slime.observability.metrics import evaluated_versions
-from slime.options.checkpoint import find_checkpoint
+from slime.options.checkpoint import rollouts_done
 from slime.options.export_rules import exports_after, is_export
 
 
@@ -51,11 +51,11 @@ def check_remaining(args: argparse.Namespace) -> None:
     """
     if not args.num_rollout:
         return
-    found = find_checkpoint(args.load) if args.load and args.placement != "rollout_only" else None
-    done = found[1] + 1 if found else 0
-    first, why = done, f"the checkpoint in {args.load} is after rollout {done} of {args.num_rollout}"
+    done = 0 if args.placement == "rollout_only" else rollouts_done(args.load)
+    first = done if args.start_rollout_id is None else args.start_rollout_id
+    if first < args.num_rollout or scores_start(args, first) or missing_exports(args, done):
+        return
+    why = f"the checkpoint in {args.load} is after rollout {done} of {args.num_rollout}"
     if args.start_rollout_id is not None:
-        first = args.start_rollout_id
         why = f"--start-rollout-id {first}, counted from 0, is after the last of {args.num_rollout} rollouts"
-    if first >= args.num_rollout and not scores_start(args, first) and not missing_exports(args, done):
-        raise NothingLeftError(f"{why}: nothing is left to do; a larger --num-rollout goes on")
+    raise NothingLeftError(f"{why}: nothing is left to do; a larger --num-rollout goes on")

@@ -55,12 +55,8 @@ class _Entry:
         return prod(self.local_shape)
 
     @property
-    def hf_numel(self) -> int:
-        return sum(prod(shape) for _, shape in self.hf)
-
-    @property
     def hf_bytes(self) -> int:
-        return self.hf_numel * self.owner.dtype.itemsize
+        return sum(prod(shape) for _, shape in self.hf) * self.owner.dtype.itemsize
 
 
 class Gatherer:
