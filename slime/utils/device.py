@@ -54,6 +54,21 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def to_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Start copying to host memory; what is returned waits for the copy, not for what is queued after it."""
+    copy = tensor.to("cpu", non_blocking=True)
+    if not tensor.is_cuda:
+        return lambda: copy
+    done = torch.cuda.Event()
+    done.record()
+
+    def wait() -> torch.Tensor:
+        done.synchronize()
+        return copy
+
+    return wait
+
+
 @contextlib.contextmanager
 def beside() -> Iterator[None]:
     """Within: device work runs after what was queued before, and beside what is queued afterwards, until `rejoin`."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
 
 from slime.utils import device
+from tests.parallel import test_dispatch
 from tests.unit import test_experts as on_cpu
 from tests.unit import test_norm, test_optimizer
 
@@ -150,3 +152,46 @@ def test_tokens_to_experts_and_back(dtype: torch.dtype) -> None:
             )
             results.append([rows, of_rows, index, out, own.grad, own_probs.grad])
         assert all(torch.equal(a.cpu(), b) for a, b in zip(*results, strict=True))
+
+
+def test_dispatcher_waits_for_its_counts_only(megatron: None) -> None:
+    """Of one rank, both passes: every other wait is an error. What returns is each token times its experts."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import TransformerConfig
+
+    from slime.backends.megatron.dispatch import OncePerRank
+
+    tokens, experts, topk, where = 300, 16, 4, device.current_device()
+    groups = ProcessGroupCollection.use_mpu_process_groups(["ep", "expt_tp", "tp_ep"])
+    config = TransformerConfig(
+        num_layers=1, hidden_size=64, num_attention_heads=1, num_moe_experts=experts, moe_router_topk=topk
+    )
+    dispatcher = OncePerRank(config, groups)
+    chosen = torch.zeros(tokens, experts, dtype=torch.bool, device=where)
+    chosen.scatter_(1, torch.rand(tokens, experts, device=where).topk(topk).indices, True)
+    hidden = torch.randn(tokens, 1, 64, device=where, requires_grad=True)
+    probs = chosen.float().requires_grad_()
+
+    def both_passes() -> torch.Tensor:
+        sent = dispatcher.dispatch_preprocess(hidden, chosen, probs)
+        rows, _, of_rows = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(*sent))
+        back = dispatcher.token_combine(dispatcher.combine_preprocess(rows * of_rows[:, None]))
+        output = dispatcher.combine_postprocess(back)
+        output.sum().backward()
+        return output
+
+    both_passes()  # compiles, and makes NCCL's communicator
+    device.synchronize()
+    accelerator = torch.get_device_module(where)
+    accelerator.set_sync_debug_mode("error")
+    try:
+        output = both_passes()
+    finally:
+        accelerator.set_sync_debug_mode("default")
+    torch.testing.assert_close(output, topk * hidden)
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_dispatcher_is_megatrons(tensor: int, tmp_path: Path) -> None:
+    test_dispatch.test_same_as_megatron(2, tensor, 2, tmp_path)

@@ -24,7 +24,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from slime.backends.megatron import next_tokens
+from slime.backends.megatron import dispatch, next_tokens
 from slime.backends.megatron.attention import PackedAttention
 from slime.backends.megatron.experts import Experts
 from slime.backends.megatron.head import LanguageHead, ValueHead
@@ -180,6 +180,7 @@ def _build_stage(args: Namespace, role: str, config: TransformerConfig, vp_stage
     model.next_token_heads = args.mtp_num_layers if args.enable_mtp_training and role == "actor" else 0
     if model.post_process and model.next_token_heads:
         next_tokens.attach(model, args)
+    dispatch.attach(model)
     if not config.perform_initialization:
         _mark_cut_weights(model)
     return model.to(device.current_device())

@@ -1,4 +1,4 @@
-"""Tokens to the rows that experts compute and back, in the place of two functions of Megatron's token dispatcher.
+"""Tokens to the rows that experts compute and back: for `dispatch`, and in the place of two functions of Megatron's.
 
 On a GPU Megatron's add up a token's experts by atomic additions, in an order that differs from run to run and rounding
 after each: a second pass does not give the first one's log-probs, and the ratio of an on-policy step is not 1. Here
@@ -15,6 +15,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
 from slime.utils import device
@@ -50,7 +51,7 @@ def permute(
     token_of_row: Any = chosen % len(tokens)
     # `unpermute` gets nothing else of what was found here.
     token_of_row.rows_of_token = token_of_row.argsort(stable=True).view(len(tokens), -1)
-    rows = _ToRows.apply(tokens, token_of_row, token_of_row.rows_of_token)
+    rows = to_rows(tokens, token_of_row, token_of_row.rows_of_token)
     return rows, probs.t().reshape(-1).gather(0, chosen), token_of_row
 
 
@@ -72,7 +73,22 @@ def unpermute(
                 permuted_tokens, sorted_indices, restore_shape, probs, routing_map, fused, drop_and_pad
             ),
         )
-    return cast(Tensor, _ToTokens.apply(permuted_tokens, sorted_indices, rows_of_token))
+    return to_tokens(permuted_tokens, sorted_indices, rows_of_token)
+
+
+def to_rows(tokens: Tensor, token_of_row: Tensor, rows_of_token: Tensor) -> Tensor:
+    """A copy of its token for each row: [t, h] -> [rows, h]; the gradient of a token is the sum of its rows'.
+
+    Args:
+        token_of_row: int64 [rows]
+        rows_of_token: int64 [t, k], in the order in which they are added up; -1 in the place of those that it lacks.
+    """
+    return cast(Tensor, _ToRows.apply(tokens, token_of_row, rows_of_token))
+
+
+def to_tokens(rows: Tensor, token_of_row: Tensor, rows_of_token: Tensor) -> Tensor:
+    """The sum of each token's rows, rounded once: [rows, h] -> [t, h]; the indices as for `to_rows`."""
+    return cast(Tensor, _ToTokens.apply(rows, token_of_row, rows_of_token))
 
 
 class _ToRows(torch.autograd.Function):
@@ -102,9 +118,14 @@ class _ToTokens(torch.autograd.Function):
 def _added(rows: Tensor, rows_of_token: Tensor) -> Tensor:
     """[rows, h] and [t, k] -> [t, h]; sums of 16-bit rows are float32."""
     wide = torch.promote_types(rows.dtype, torch.float32)
-    total = rows[rows_of_token[:, 0]].to(wide)
+
+    def rows_number(i: int) -> Tensor:
+        row = rows_of_token[:, i]
+        return torch.where((row >= 0)[:, None], rows[row.clamp(min=0)], 0).to(wide)
+
+    total = rows_number(0)
     for i in range(1, rows_of_token.size(1)):
-        total = total + rows[rows_of_token[:, i]]
+        total = total + rows_number(i)
     return total.to(rows.dtype)
 
 
@@ -117,5 +138,5 @@ def forget_tokens(model_chunks: Iterable[torch.nn.Module]) -> None:
     parallel_state.get_global_memory_buffer().buffer.clear()
     for chunk in model_chunks:
         for layer in chunk.modules():
-            if isinstance(layer, MoELayer):
+            if isinstance(layer, MoELayer) and isinstance(layer.token_dispatcher, MoEAlltoAllTokenDispatcher):
                 vars(layer.token_dispatcher).update(_OF_TOKENS)
