@@ -37,23 +37,33 @@ from slime.backends.megatron.experts import Experts  # noqa: E402
 from slime.utils import device  # noqa: E402
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--experts", type=int, default=128, help="experts of this rank")
+def add_shape(parser: argparse.ArgumentParser, whose: str) -> None:
+    """Options for the tokens and experts of ``whose``, and for the form of what is printed."""
+    parser.add_argument("--experts", type=int, default=128, help=f"experts of {whose}")
     parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--ffn", type=int, default=768, help="width of one expert")
     parser.add_argument("--topk", type=int, default=8, help="experts of a token")
-    parser.add_argument("--tokens", type=int, default=16_384)
+    parser.add_argument("--tokens", type=int, default=16_384, help="of each rank")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--runs", type=int, default=10, help="timed runs, after three that are not; the median counts")
     parser.add_argument("--json", action="store_true", help="JSON lines instead of the table")
+
+
+def parse_shape(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """The options, once they make sense; else the parser's error."""
     args = parser.parse_args(argv)
-    for name in ("experts", "hidden", "ffn", "topk", "tokens", "runs"):
+    for name in {"experts", "hidden", "ffn", "topk", "tokens", "runs"} & vars(args).keys():
         if getattr(args, name) < 1:
             parser.error(f"--{name}: must be at least 1, not {getattr(args, name)}")
     if args.topk > args.experts:
         parser.error(f"--topk {args.topk} is more than --experts {args.experts}")
     return args
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_shape(parser, "this rank")
+    parser.add_argument("--ffn", type=int, default=768, help="width of one expert")
+    return parse_shape(parser, argv)
 
 
 def both(args: argparse.Namespace) -> dict[str, torch.nn.Module]:
