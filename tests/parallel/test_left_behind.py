@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,17 +19,26 @@ _SMALL = 1024
 """Bytes; counts of each expert's tokens are fewer."""
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("qwen3_moe", 1), ("deepseek_v3", 1), ("qwen3", 2)])
-def test_a_step_leaves_nothing_of_its_tokens(kind: str, ranks: int, tmp_path: Path) -> None:
-    """Of two ranks under tensor and sequence parallelism."""
+_LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "experts": ("qwen3_moe", 1, {}),
+    "latent attention": ("deepseek_v3", 1, {}),
+    "tensor and sequence": ("qwen3", 2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "expert": ("qwen3_moe", 2, {"expert_model_parallel_size": 2}),
+}
+"""Model, ranks and how it is cut over them."""
+
+
+@pytest.mark.parametrize("name", _LAYOUTS)
+def test_a_step_leaves_nothing_of_its_tokens(name: str, tmp_path: Path) -> None:
+    kind, ranks, layout = _LAYOUTS[name]
     tiny.save(kind, tmp_path / "model")
     reservation = PortReservation("127.0.0.1")
     reservation.release()
-    run_ranks(run_rank, (reservation.port, ranks, str(tmp_path / "model")), ranks)
+    run_ranks(run_rank, (reservation.port, ranks, layout, str(tmp_path / "model")), ranks)
     reservation.close()
 
 
-def run_rank(rank: int, port: int, ranks: int, model_dir: str) -> None:
+def run_rank(rank: int, port: int, ranks: int, layout: dict[str, Any], model_dir: str) -> None:
     from slime.backends.megatron import compat
 
     compat.install()
@@ -38,15 +48,15 @@ def run_rank(rank: int, port: int, ranks: int, model_dir: str) -> None:
 
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    layout = {"tensor_model_parallel_size": ranks, "sequence_parallel": ranks > 1}
     trainer = MegatronTrainer(rollouts.arguments(Path(model_dir), **layout))
+    data_ranks = ranks // layout.get("tensor_model_parallel_size", 1)
     gc.collect()
     gc.disable()  # what only the collector would find counts: it may come much later
     present = []
     for rollout_id in range(2):
-        (batch,) = rollouts.batches(rollouts.columns(rollout_id), 1, 2)
-        trainer.train(rollout_id, batch)
-        del batch
+        batches = rollouts.batches(rollouts.columns(rollout_id), data_ranks, 2)
+        trainer.train(rollout_id, batches[rank % data_ranks])
+        del batches
         present.append(large_tensors())
         assert not parallel_state.get_global_memory_buffer().buffer
     first, second = present
