@@ -54,6 +54,12 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def finish() -> None:
+    """Wait for what was queued here; work of `beside` goes on."""
+    if is_cuda():
+        torch.cuda.current_stream().synchronize()
+
+
 def to_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Start copying to host memory; what is returned waits for the copy, not for what is queued after it."""
     copy = tensor.to("cpu", non_blocking=True)
