@@ -1,17 +1,25 @@
-"""Names that are given to megatron-core, which takes any."""
+"""What megatron-core does with process groups, on which their number of channels depends."""
 
 from __future__ import annotations
 
 import inspect
 import re
+from argparse import Namespace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
 
 from slime.backends.megatron import compat
 
 compat.install()
 
 from megatron.core import parallel_state  # noqa: E402
+from megatron.core.pipeline_parallel import p2p_communication  # noqa: E402
 
-from slime.backends.megatron.parallel import SMALL_GROUPS  # noqa: E402
+from slime.backends.megatron.parallel import SMALL_GROUPS, sends_activations_over_all  # noqa: E402
 
 NUM_GPUS = 0
 
@@ -20,3 +28,27 @@ def test_small_groups_are_names_of_megatrons_groups() -> None:
     known = set(re.findall(r'get_nccl_options\("(\w+)"', inspect.getsource(parallel_state)))
     assert set(SMALL_GROUPS) <= known
     assert "tp" in known - set(SMALL_GROUPS)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_activations_over_all_ranks(interleaved: bool, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`transformer_config` batches sends and receives where stages are not interleaved."""
+    used = []
+
+    def call(tensor: torch.Tensor, dst: int = 0, src: int = 0, group: Any = None) -> None:
+        used.append(group)
+
+    for name in ("isend", "irecv"):
+        monkeypatch.setattr(dist, name, call)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(dist, "P2POp", lambda op, tensor, peer, group: op(tensor, group=group))
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda ops: ops)
+    group, tensor = SimpleNamespace(size=lambda: stages, rank=lambda: 0), torch.zeros(1)
+    tensors = {f"tensor_{verb}_{where}": tensor for verb in ("send", "recv") for where in ("prev", "next")}
+    communicate = p2p_communication._p2p_ops if interleaved else p2p_communication._batched_p2p_ops
+    communicate(**tensors, group=group, prev_pipeline_rank=stages - 1, next_pipeline_rank=1)
+    assert group in used
+    args = Namespace(pipeline_model_parallel_size=stages)
+    args.virtual_pipeline_model_parallel_size = 2 if interleaved else None
+    assert sends_activations_over_all(args) == any(other is not group for other in used)

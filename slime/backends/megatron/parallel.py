@@ -19,7 +19,8 @@ from megatron.core import parallel_state, tensor_parallel
 from slime.utils import device
 
 SMALL_GROUPS = ("mp", "tp_cp", "tp_dp", "tp_dp_cp", "tp_ep_mp", "tp_ep_pp", "intra_dist_opt_instance")
-"""Megatron's names of the groups over which only counts, norms and flags go, as they do over all ranks.
+"""Megatron's names of the groups over which only counts, norms and flags go, as they do over all ranks but where
+`sends_activations_over_all`.
 
 NCCL has buffers for each channel of a group, which do not sleep: 0.9 GiB of each of two GPUs with all channels, 0.03
 with one, which reduces 20 GB/s.
@@ -41,7 +42,7 @@ def initialize_distributed(args: Namespace) -> None:
         rank=rank,
         world_size=world_size,
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
-        pg_options=_one_channel() if device.is_cuda() else None,
+        pg_options=_one_channel() if device.is_cuda() and not sends_activations_over_all(args) else None,
     )
     with _settings_of_groups() as settings:
         parallel_state.initialize_model_parallel(
@@ -55,6 +56,14 @@ def initialize_distributed(args: Namespace) -> None:
             nccl_communicator_config_path=settings,
         )
     set_seeds(args.seed)
+
+
+def sends_activations_over_all(args: Namespace) -> bool:
+    """Whether Megatron uses the group of all ranks for one of the two directions between a pipeline's stages.
+
+    It does where there are two and no batches of sends and receives, which is where they are interleaved.
+    """
+    return args.pipeline_model_parallel_size == 2 and args.virtual_pipeline_model_parallel_size is not None
 
 
 def _one_channel() -> dist.ProcessGroupNCCL.Options:
