@@ -216,7 +216,8 @@ def main(argv: list[str] | None = None) -> None:
     if dist.get_rank() == 0:
         want, got = outputs
         report(args, results, float((got - want).abs().max() / want.abs().max()))
-        print("\n".join(tables), file=sys.stderr)
+        for table in tables:
+            print(table, file=sys.stderr)
     dist.destroy_process_group()
 
 

@@ -51,9 +51,9 @@ def add_shape(parser: argparse.ArgumentParser, whose: str) -> None:
 def parse_shape(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
     """The options, once they make sense; else the parser's error."""
     args = parser.parse_args(argv)
-    for name in {"experts", "hidden", "ffn", "topk", "tokens", "runs"} & vars(args).keys():
-        if getattr(args, name) < 1:
-            parser.error(f"--{name}: must be at least 1, not {getattr(args, name)}")
+    for name, value in vars(args).items():
+        if name in ("experts", "hidden", "ffn", "topk", "tokens", "runs") and value < 1:
+            parser.error(f"--{name}: must be at least 1, not {value}")
     if args.topk > args.experts:
         parser.error(f"--topk {args.topk} is more than --experts {args.experts}")
     return args

@@ -64,6 +64,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         **{"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
         **{"moe_shared_expert_intermediate_size": FFN, "moe_router_topk": LOCAL + 2},
     },
+    "groups": {
+        **{"moe_router_score_function": "sigmoid", "moe_router_topk": 2},
+        **{"moe_router_num_groups": 4, "moe_router_group_topk": 2},
+    },
+    "one expert": {"moe_router_topk": 1},
     "recomputed": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
 }
 

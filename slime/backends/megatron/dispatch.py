@@ -77,7 +77,7 @@ class Copies:
 
 
 def numbered(goes: Tensor, most: int) -> Tensor:
-    """The numbers of each token's rows: bool [t, places], of which no row has more than ``most`` set -> [t, most].
+    """The numbers of each token's rows: bool [t, places], no more than ``most`` of a token set -> int64 [t, most].
 
     Rows are numbered in order of places, then of tokens. A token's are in order of places; -1 follows where it has
     fewer. The number of rows need not be known.
