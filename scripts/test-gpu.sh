@@ -3,12 +3,18 @@
 # GPU, each GPU with a case of its own, then those of several, two at a time. A table ends each half.
 #
 #   bash scripts/test-gpu.sh            # in the environment that scripts/install.sh cuda made
+#   bash scripts/test-gpu.sh --full     # every case, not one per mechanism
 #   bash scripts/test-gpu.sh -k layout  # further words go to pytest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
     sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
     exit 0
+fi
+tier="not full"
+if [ "${1:-}" = --full ]; then
+    tier="full or not full"
+    shift
 fi
 gpus=$(python3 - <<'CHECK'
 import os
@@ -28,13 +34,14 @@ ran=false failed=false
 cases() { # AT_ONCE MARKERS WORDS...
     local at_once=$1 markers=$2 status=0
     shift 2
-    python3 -m pytest -q -n "$at_once" -m "not full and ($markers)" --durations=0 --durations-min=5 "$@" || status=$?
+    python3 -m pytest -q -n "$at_once" -m "($tier) and ($markers)" --durations=0 --durations-min=5 "$@" || status=$?
     [ "$status" != "$INTERRUPTED" ] || exit "$status"
     [ "$status" = "$NO_TESTS" ] || ran=true
     [ "$status" = 0 ] || [ "$status" = "$NO_TESTS" ] || failed=true
 }
 
-SLIME_TEST_GPUS=$gpus cases "$(wc -w <<<"$gpus")" "not gpus" tests/gpu "$@"
+# Chunks of one: cases take from a second to minutes.
+SLIME_TEST_GPUS=$gpus cases "$(wc -w <<<"$gpus")" "not gpus" --maxschedchunk 1 tests/gpu "$@"
 cases 2 "gpus or not gpu" --dist loadfile tests/gpu tests/parallel/test_rl_layouts.py "$@"
 "$ran" || exit "$NO_TESTS"
 ! "$failed"

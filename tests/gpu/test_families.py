@@ -45,7 +45,11 @@ def write_model(name: str, tokenizer: Path, directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3-30B-A3B", "glm4.5-106B-A12B", "glm4.7-30B-A3B", "deepseek-v3", "moonlight", "kimi-k2"]
+    "name",
+    [
+        *("qwen3-30B-A3B", "glm4.5-106B-A12B", "glm4.7-30B-A3B", "deepseek-v3"),
+        *(pytest.param(like_deepseek_v3, marks=pytest.mark.full) for like_deepseek_v3 in ("moonlight", "kimi-k2")),
+    ],
 )
 def test_experts_and_latent_attention_agree_with_the_engine(
     name: str, workspace: Path, tmp_path: Path, record_property: Record
