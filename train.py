@@ -9,7 +9,9 @@ from slime.utils.installation import check_installation
 
 check_installation()
 
-from slime.ray.run import Run, is_due, run_driver  # noqa: E402
+from slime.ray.driver import run_driver  # noqa: E402
+from slime.ray.due import is_due  # noqa: E402
+from slime.ray.run import Run  # noqa: E402
 from slime.utils.arguments import parse_args  # noqa: E402
 
 

@@ -6,28 +6,25 @@ import argparse
 import contextlib
 import logging
 import secrets
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
 from slime.observability.metrics import MetricsLogger
-from slime.observability.progress import done_line, step_line
+from slime.observability.progress import step_line
 from slime.options.checkpoint_rules import starting_point
 from slime.options.export_rules import exports_after
 from slime.options.schema import flag_named
 from slime.ray import janitor
 from slime.ray.cluster import connect, leaving_after
 from slime.ray.creation import create_engines, create_manager, create_trainers, reward_engine_args
-from slime.ray.dry_run import dry_run
-from slime.ray.due import NothingLeftError, check_remaining, is_due, missing_exports, scores_start
+from slime.ray.driver import exit_status, interrupt_on_sigterm, program
+from slime.ray.due import check_remaining, missing_exports, scores_start
 from slime.ray.engines import Engines
 from slime.ray.placement import Placement, core_shortage, place, slot_counts
 from slime.ray.supervision import LOAD_DATA, RESTORE_DATA, START_TRAINERS, Deadline, RunError, Supervisor
@@ -74,16 +71,16 @@ class Run:
     # ---- life
 
     def __enter__(self) -> Run:
-        signal.signal(signal.SIGTERM, _end)
+        interrupt_on_sigterm()
         args = self.args
         Path(args.run_dir, "logs").mkdir(parents=True, exist_ok=True)
         if shortage := core_shortage(args):
-            print(f"{_program()}: warning: {shortage}", file=sys.stderr, flush=True)
+            print(f"{program()}: warning: {shortage}", file=sys.stderr, flush=True)
         try:
             self._metrics = MetricsLogger(args)
             self._janitor = connect(slot_counts(args)[0])
             # Again: Ray has put its own in the place of ours.
-            signal.signal(signal.SIGTERM, _end)
+            interrupt_on_sigterm()
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
@@ -94,9 +91,9 @@ class Run:
             self._stop()
             return
         seconds = _STOP_S + _SHUTDOWN_S
-        line = f"{_program()}: interrupted: stopping engines and trainers (up to {seconds:.0f} s)"
+        line = f"{program()}: interrupted: stopping engines and trainers (up to {seconds:.0f} s)"
         print(line, file=sys.stderr, flush=True)
-        with leaving_after(seconds, _status(error)):
+        with leaving_after(seconds, exit_status(error)):
             self._stop()
 
     def start(self) -> None:
@@ -373,44 +370,3 @@ class Run:
         assert self._metrics is not None
         self._step = self._step | metrics
         self._metrics.log(metrics, step_key, step)
-
-
-def run_driver(train: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:
-    """Run a driver's loop, or only check it with ``--dry-run``; an error is one line and the process's exit status."""
-    try:
-        if args.dry_run:
-            dry_run(args)
-        else:
-            check_remaining(args)
-            train(args)
-            print(done_line(args), flush=True)
-    except NothingLeftError as over:
-        print(over, flush=True)
-    except RunError as error:
-        print(f"{_program()}: error: {error}", file=sys.stderr)
-        sys.exit(error.exit_status)
-    except KeyboardInterrupt as error:
-        sys.exit(_status(error))
-
-
-def _program() -> str:
-    return Path(sys.argv[0]).name
-
-
-_terminated = threading.Event()
-"""By SIGTERM. Kept here, as where Ray waits it makes a handler's SystemExit one with status 1, and of classes of
-KeyboardInterrupt the plain one."""
-
-
-def _end(signum: int, frame: FrameType | None) -> None:
-    _terminated.set()
-    raise KeyboardInterrupt
-
-
-def _status(error: KeyboardInterrupt | SystemExit) -> int:
-    if isinstance(error, KeyboardInterrupt):
-        return 128 + (signal.SIGTERM if _terminated.is_set() else signal.SIGINT)
-    return error.code if isinstance(error.code, int) else 1
-
-
-__all__ = ["Run", "RunError", "is_due", "run_driver"]

@@ -101,15 +101,15 @@ def test_sigterm_while_ray_waits_has_its_status(tmp_path: Path) -> None:
 import os, signal, threading, time
 from argparse import Namespace
 import ray
-from slime.ray import run
+from slime.ray import driver
 
 def wait(args):
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
     ray.wait([ray.remote(lambda: time.sleep(60)).remote()], timeout=60)
 
 ray.init(num_cpus=1, include_dashboard=False)
-signal.signal(signal.SIGTERM, run._end)
-run.run_driver(wait, Namespace(dry_run=False, num_rollout=None))
+driver.interrupt_on_sigterm()
+driver.run_driver(wait, Namespace(dry_run=False, num_rollout=None))
 """
     )
     with (tmp_path / "log").open("w") as log:

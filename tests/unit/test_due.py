@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from slime.options.export_rules import mark_export
-from slime.ray import run as drivers
+from slime.ray import run as whole_run
+from slime.ray.driver import run_driver
 from slime.ray.due import NothingLeftError
 from slime.utils.arguments import parse_args
 from tests.command_line import command, write_checkpoint, write_model, write_rows
@@ -38,7 +39,7 @@ def begun(words: str, without: str = "") -> bool:
         args.num_rollout, args.start_rollout_id = 3, 3
         calls.append(args)
 
-    drivers.run_driver(train, parse_args(command(f"--run-dir run {words}", without)))
+    run_driver(train, parse_args(command(f"--run-dir run {words}", without)))
     return bool(calls)
 
 
@@ -148,11 +149,11 @@ def _place(args: Namespace) -> None:
 def test_epochs_are_counted_before_anything_is_placed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = parse_args(command("--load ckpt --run-dir run --num-epoch 1", "--num-rollout"))
     (directory / "run").mkdir()
-    monkeypatch.setattr(drivers, "place", _place)
+    monkeypatch.setattr(whole_run, "place", _place)
     for num_rollout, ends in ((3, NothingLeftError), (4, _PlacedError)):
         manager = _Manager(num_rollout)
-        monkeypatch.setattr(drivers, "create_manager", lambda *_, made=manager: made)
-        run = drivers.Run(Namespace(**vars(args)))
+        monkeypatch.setattr(whole_run, "create_manager", lambda *_, made=manager: made)
+        run = whole_run.Run(Namespace(**vars(args)))
         run._supervisor = manager  # type: ignore[assignment]
         with pytest.raises(ends):
             run.start()

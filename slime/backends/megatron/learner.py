@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
 from slime.backends.megatron import checkpoint, weights_io
@@ -28,7 +31,6 @@ from slime.backends.megatron.optimizer import (
     state_tensors,
     wrap_data_parallel,
 )
-from slime.backends.megatron.permutation import forget_tokens
 from slime.backends.megatron.sleep import SleepingTensors
 from slime.backends.megatron.weight_sets import WeightSets
 from slime.options.checkpoint import find_checkpoint, is_torch_dist
@@ -39,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 Output = Callable[..., Any]
 """What becomes of a micro-batch and the model's output on the last pipeline stage."""
+_OF_TOKENS = dict.fromkeys(("probs", "routing_map", "reversed_local_input_permutation_mapping"))
+"""What of Megatron's all-to-all dispatcher has a row for each token."""
 CURRENT = "current"
 REFERENCE = "ref"
 
@@ -207,7 +211,7 @@ class Learner:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
-        forget_tokens(self.model_chunks)
+        _forget_tokens(self.model_chunks)
         return results
 
     def _connect_schedule(self) -> None:
@@ -267,3 +271,16 @@ def _loss_for_schedule(loss: Output, micro_batch: MicroBatch, result: Tensor) ->
 def _finalize_gradients(model: list[Any], num_tokens: Any, **options: Any) -> None:
     """Sum gradients over all ranks; token weights made the loss a mean, so nothing is divided."""
     finalize_model_grads(model, None, **options)
+
+
+def _forget_tokens(model_chunks: list[torch.nn.Module]) -> None:
+    """Let go of what Megatron keeps of the last micro-batch until the next one, which would not sleep with the rest.
+
+    That is the routing, bytes for each expert of each token in every layer's dispatcher, and the hidden states that
+    sequence parallelism gathers.
+    """
+    parallel_state.get_global_memory_buffer().buffer.clear()
+    for chunk in model_chunks:
+        for layer in chunk.modules():
+            if isinstance(layer, MoELayer) and isinstance(layer.token_dispatcher, MoEAlltoAllTokenDispatcher):
+                vars(layer.token_dispatcher).update(_OF_TOKENS)

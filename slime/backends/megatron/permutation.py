@@ -8,20 +8,14 @@ to count rows whose number is known.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
 from slime.utils import device
 
-_OF_TOKENS = dict.fromkeys(("probs", "routing_map", "reversed_local_input_permutation_mapping"))
-"""What of Megatron's all-to-all dispatcher has a row for each token."""
 _megatron_permute, _megatron_unpermute = moe_utils.permute, moe_utils.unpermute
 
 
@@ -127,16 +121,3 @@ def _added(rows: Tensor, rows_of_token: Tensor) -> Tensor:
     for i in range(1, rows_of_token.size(1)):
         total = total + rows_number(i)
     return total.to(rows.dtype)
-
-
-def forget_tokens(model_chunks: Iterable[torch.nn.Module]) -> None:
-    """Let go of what Megatron keeps of the last micro-batch until the next one, which would not sleep with the rest.
-
-    That is the routing, bytes for each expert of each token in every layer's dispatcher, and the hidden states that
-    sequence parallelism gathers.
-    """
-    parallel_state.get_global_memory_buffer().buffer.clear()
-    for chunk in model_chunks:
-        for layer in chunk.modules():
-            if isinstance(layer, MoELayer) and isinstance(layer.token_dispatcher, MoEAlltoAllTokenDispatcher):
-                vars(layer.token_dispatcher).update(_OF_TOKENS)

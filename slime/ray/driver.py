@@ -1,0 +1,60 @@
+"""A driver as a process: its loop, what an error or a signal makes of it, and its exit status."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from slime.observability.progress import done_line
+from slime.ray.dry_run import dry_run
+from slime.ray.due import NothingLeftError, check_remaining
+from slime.ray.supervision import RunError
+
+_terminated = threading.Event()
+"""By SIGTERM. Kept here, as where Ray waits it makes a handler's SystemExit one with status 1, and of classes of
+KeyboardInterrupt the plain one."""
+
+
+def run_driver(train: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:
+    """Run a driver's loop, or only check it with ``--dry-run``; an error is one line and the process's exit status."""
+    try:
+        if args.dry_run:
+            dry_run(args)
+        else:
+            check_remaining(args)
+            train(args)
+            print(done_line(args), flush=True)
+    except NothingLeftError as over:
+        print(over, flush=True)
+    except RunError as error:
+        print(f"{program()}: error: {error}", file=sys.stderr)
+        sys.exit(error.exit_status)
+    except KeyboardInterrupt as error:
+        sys.exit(exit_status(error))
+
+
+def program() -> str:
+    """What messages call the driver."""
+    return Path(sys.argv[0]).name
+
+
+def interrupt_on_sigterm() -> None:
+    """Have SIGTERM end what the main thread does as Ctrl-C does, with a status of its own."""
+    signal.signal(signal.SIGTERM, _interrupt)
+
+
+def exit_status(error: KeyboardInterrupt | SystemExit) -> int:
+    """128 and the signal's number, or what the program left with."""
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + (signal.SIGTERM if _terminated.is_set() else signal.SIGINT)
+    return error.code if isinstance(error.code, int) else 1
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    _terminated.set()
+    raise KeyboardInterrupt
