@@ -64,6 +64,10 @@ class EngineActor:
         self._engine = plan.on(0, _OtherActors(plan) if len(plan.nodes) > 1 else None)
         self._started: Future[None] = Future()
 
+    def prepare(self) -> None:
+        """Start the server as far as it takes no GPU memory, if the engine is on one node; returns at once."""
+        self._engine.prepare()
+
     def start(self) -> str:
         """Start the server, on every node of the engine; its URL once it is ready."""
         try:

@@ -42,14 +42,15 @@ class Engines:
         self._deaths: dict[int, _Death] = {}
         self._told: set[int] = set()
 
-    def start(self, actors: list[Any]) -> dict[str, ray.ObjectRef]:
-        """Watch the engines and start their servers; the calls whose answers are their URLs."""
+    def watch(self, actors: list[Any]) -> None:
+        """Take these for the run's engines, by rank."""
         self._actors = dict(enumerate(actors))
-        starts = {}
         for rank, actor in self._actors.items():
             self._supervisor.watch(_name(rank), actor, self._survivor(rank))
-            starts[_name(rank)] = actor.start.remote()
-        return starts
+
+    def begin(self, method: str) -> dict[str, ray.ObjectRef]:
+        """Call a method of each, by name."""
+        return {_name(rank): getattr(actor, method).remote() for rank, actor in self._actors.items()}
 
     def survive(self, urls: list[str], manager: Any) -> None:
         """From now on go on without an engine that dies, as long as there is another.

@@ -52,7 +52,7 @@ class Run:
         self.args = args
         self._supervisor = Supervisor()
         self._engines = Engines(args, self._supervisor)
-        self._reward_engines: list[Any] = []
+        self._reward_engines: dict[str, Any] = {}
         self._trainers: list[Any] = []
         self._manager: Any = None
         self._placement: Placement | None = None
@@ -127,13 +127,16 @@ class Run:
         if self._placement.rollout:
             opened = self._manager.open_routers.remote(bool(self._placement.reward))
             self._supervisor.expect("the rollout manager", opened, _START_ROUTER)
+        self._create_engines(self._placement, keys)
         if args.colocate and self._placement.on_gpus:
             # One after the other: an engine takes a share of the GPU memory that it finds free.
+            for name, prepared in self._each_engine("prepare").items():
+                self._supervisor.expect(name, prepared, "prepare engines")
             self._start_trainers()
             self._turns.trainers_started()
-            engine_starts = self._start_engines(keys)
+            engine_starts = self._each_engine("start")
         else:
-            engine_starts = self._start_engines(keys)
+            engine_starts = self._each_engine("start")
             self._start_trainers()
             self._turns.trainers_started()
         urls = self._supervisor.wait(engine_starts, "start engines", self._limit("engine_start_timeout", _MARGIN_S))
@@ -164,17 +167,19 @@ class Run:
 
         return Turns(trainers, engines, offload_train=args.offload_train, offload_rollout=args.offload_rollout)
 
-    def _start_engines(self, keys: tuple[str, str] | None) -> dict[str, ray.ObjectRef]:
-        args, placement = self.args, self._placement
-        assert placement is not None
-        starts = self._engines.start(list(create_engines(args, placement, placement.rollout, keys, "engine").values()))
+    def _create_engines(self, placement: Placement, keys: tuple[str, str] | None) -> None:
+        args = self.args
+        self._engines.watch(list(create_engines(args, placement, placement.rollout, keys, "engine").values()))
         if placement.reward:
             rewarders = create_engines(reward_engine_args(args), placement, placement.reward, keys, "reward engine")
-            self._reward_engines = list(rewarders.values())
+            self._reward_engines = rewarders
             for name, actor in rewarders.items():
                 self._supervisor.watch(name, actor)
-                starts[name] = actor.start.remote()
-        return starts
+
+    def _each_engine(self, method: str) -> dict[str, ray.ObjectRef]:
+        """Call a method of all engines, by name; the reward model's come last."""
+        rewarders = {name: getattr(actor, method).remote() for name, actor in self._reward_engines.items()}
+        return self._engines.begin(method) | rewarders
 
     def _start_trainers(self) -> None:
         args = self.args
@@ -211,7 +216,7 @@ class Run:
 
     def _stop(self) -> None:
         """Orderly where it works, by force where it does not; the servers' supervisors see to the rest."""
-        actors = (*self._trainers, *self._engines.living, *self._reward_engines, self._manager)
+        actors = (*self._trainers, *self._engines.living, *self._reward_engines.values(), self._manager)
         calls = [actor.stop.remote() for actor in actors if actor is not None]
         if calls:
             with contextlib.suppress(RayError):

@@ -29,6 +29,7 @@ def service(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     engine = Engine(args, 0, "127.0.0.1", KEYS, run_dir / "engine_0.log", None)
     router = Router(args, "127.0.0.1", KEYS, run_dir / "router.log")
     try:
+        engine.prepare()  # as where trainers start first
         engine.start()
         router.start()
         router.add(engine.url)

@@ -151,8 +151,14 @@ def test_an_engine_that_is_not_there_does_not_get_registered(service: Service) -
 
 
 def test_an_engine_that_cannot_start_says_why_at_once(tmp_path: Path) -> None:
+    """Prepared before, it imports and then waits for its start."""
     args = engine_args(tmp_path / "nothing-here", tmp_path)
-    engine = Engine(args, 3, "127.0.0.1", KEYS, tmp_path / "engine_3.log", None)
+    log = tmp_path / "engine_3.log"
+    engine = Engine(args, 3, "127.0.0.1", KEYS, log, None)
+    engine.prepare()
+    wait_for(lambda: "imported; goes on" in log.read_text(), "the server has imported", 120)
+    assert engine.poll() is None
+    assert "nothing-here" not in log.read_text()
     started = time.monotonic()
     with pytest.raises(EngineError, match=r"engine 3 at .* ended with status \d+[\s\S]*nothing-here") as caught:
         engine.start()

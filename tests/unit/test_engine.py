@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from argparse import Namespace
@@ -14,6 +15,7 @@ import pytest
 
 from slime.backends.sglang import engine as engine_module
 from slime.backends.sglang.engine import End, Engine, EngineError
+from slime.backends.sglang.process import HELD_VARIABLE
 from slime.ray import creation, placement
 from slime.ray.engine_actor import EnginePlan
 from slime.ray.placement import Placement, Slot
@@ -26,11 +28,18 @@ class FakeProcess:
     """A server that ends at once, as one does whose port is taken."""
 
     commands: ClassVar[list[list[str]]] = []
+    held: ClassVar[list[bool]] = []
+    """Of each, whether it waits now."""
 
     status: ClassVar[int | None] = 1
 
     def __init__(self, command: list[str], env: dict[str, str], log_path: Path, **options: Any) -> None:
         self.commands.append(command)
+        self.held.append(HELD_VARIABLE in env)
+
+    def let_go(self) -> None:
+        assert self.held.pop()
+        self.held.append(False)
 
     def start(self) -> None:
         pass
@@ -92,6 +101,24 @@ def test_every_attempt_has_ports_of_its_own(tmp_path: Path, monkeypatch: pytest.
     ports = [flag(command, name) for command in FakeProcess.commands for name in ("--port", "--nccl-port")]
     assert len(ports) == 6
     assert len(set(ports)) == 6
+
+
+def test_a_prepared_server_has_its_ports_and_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until `start`; further attempts wait for nothing."""
+    monkeypatch.setattr(engine_module, "ServerProcess", FakeProcess)
+    monkeypatch.setattr(FakeProcess, "commands", commands := [])
+    monkeypatch.setattr(FakeProcess, "held", held := [])
+    engine = make_engine(tmp_path)
+    engine.prepare()
+    assert held == [True]
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", int(flag(commands[0], "--port"))))
+    with pytest.raises(EngineError, match="Address already in use"):
+        engine.start()
+    assert held == [False] * 3
+    across = make_engine(tmp_path, ranks=4, num_nodes=2)
+    across.prepare()
+    assert len(commands) == 3
 
 
 def test_dp_attention_gets_a_block_of_ports(tmp_path: Path) -> None:

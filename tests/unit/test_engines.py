@@ -100,7 +100,8 @@ class Cluster:
         self.engines = Engines(Namespace(run_dir="run"), self.supervisor)
         self.actors = [Actor(rank, start=f"http://e{rank}", sleep=rank) for rank in range(count)]
         self.manager, self.trainer = Actor(8), Actor(9)
-        urls = self.supervisor.wait(self.engines.start(self.actors), "start", _LIMIT)
+        self.engines.watch(self.actors)
+        urls = self.supervisor.wait(self.engines.begin("start"), "start", _LIMIT)
         if serving:
             self.engines.survive(urls, self.manager)
         self.supervisor.watch("the rollout manager", self.manager)

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slime.backends.sglang.process import ServerProcess
+from slime.backends.sglang.process import HELD_VARIABLE, ServerProcess
 from tests.waiting import wait_for
 
 # A server with a child in a session of its own, whose own child is an orphan in yet another session. With `stubborn`
@@ -91,6 +91,27 @@ def test_stop_ends_every_process_and_may_be_repeated(server: ServerProcess, tmp_
     assert not [pid for pid in pids if alive(pid)]
     assert server.poll() == 128 + signal.SIGTERM
     server.stop()
+
+
+def test_a_held_server_waits_for_a_line(tmp_path: Path) -> None:
+    """`let_go` sends it; to one that has ended meanwhile it is nothing."""
+    waits = "import sys; print('waits', flush=True); sys.stdin.readline(); print('goes on')"
+    held, ended = (
+        ServerProcess([sys.executable, "-c", code], {**os.environ, HELD_VARIABLE: "1"}, tmp_path / name)
+        for name, code in (("held", waits), ("ended", "raise SystemExit(3)"))
+    )
+    held.start()
+    ended.start()
+    wait_for(lambda: "waits" in held.tail(), "it waits")
+    wait_for(lambda: ended.poll() == 3, "it has ended")
+    assert held.poll() is None
+    assert "goes on" not in held.tail()
+    held.let_go()
+    ended.let_go()
+    wait_for(lambda: held.poll() == 0, "it has ended")
+    assert held.tail() == "waits\ngoes on\n"
+    held.stop()
+    ended.stop()
 
 
 def test_tail_strikes_out_secrets(server: ServerProcess, tmp_path: Path) -> None:

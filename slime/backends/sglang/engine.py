@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Protocol
 
 from slime.backends.sglang.client import EngineControl, EngineError
-from slime.backends.sglang.process import ADMIN_KEY_VARIABLE, FLOAT8_VARIABLE, GENERATE_KEY_VARIABLE, ServerProcess
+from slime.backends.sglang.process import (
+    ADMIN_KEY_VARIABLE,
+    FLOAT8_VARIABLE,
+    GENERATE_KEY_VARIABLE,
+    HELD_VARIABLE,
+    ServerProcess,
+)
 from slime.backends.sglang.server import End, Server
 from slime.utils.http_utils import host_port, http_url
 
@@ -100,6 +106,16 @@ class Engine(Server):
         self._node, self._num_nodes, self._others = node, num_nodes, others
         self._api_keys = api_keys
         self._cuda_devices = cuda_devices
+        self._prepared = False
+
+    def prepare(self) -> None:
+        """Start the server of an engine on one node as far as it takes no GPU memory; returns at once.
+
+        It imports, which takes a while, and then waits for `start`.
+        """
+        if self._num_nodes == 1:
+            self._prepared = True
+            self.join(self._meeting_point())
 
     def start(self) -> None:
         """Start the engine, from its first node; returns when it is ready on all.
@@ -126,8 +142,11 @@ class Engine(Server):
         serving, collective = self._reserve(), self._reserve()
         self.url = http_url(self._host, serving)
         command, environment = self._command(serving, collective, meeting), self._environment()
+        if self._prepared:
+            environment[HELD_VARIABLE] = "1"
         self._launch(
-            ServerProcess(command, environment, self._log_path, secrets=self._api_keys or (), scratch=_SCRATCH)
+            ServerProcess(command, environment, self._log_path, secrets=self._api_keys or (), scratch=_SCRATCH),
+            held=self._prepared,
         )
 
     def end(self) -> End | None:
@@ -152,11 +171,18 @@ class Engine(Server):
                 self._others.stop()
 
     def _start_once(self) -> None:
+        if self._prepared:
+            self._prepared = False
+            self._let_go()
+        else:
+            self._join_with_others()
+        self._wait_until(self.control(timeout=5.0).health, "answered", self._args.engine_start_timeout)
+
+    def _join_with_others(self) -> None:
         meeting = self._meeting_point()
         self.join(meeting)
         if self._others is not None and meeting is not None:
             self._others.start(meeting)
-        self._wait_until(self.control(timeout=5.0).health, "answered", self._args.engine_start_timeout)
 
     def _meeting_point(self) -> str | None:
         """Where the engine's processes meet, if SGLang is to be told."""

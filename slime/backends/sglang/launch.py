@@ -7,6 +7,7 @@ where SGLang prints them.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 
 from slime.backends.sglang import compat
 from slime.backends.sglang.float8 import refuse_other_layouts
-from slime.backends.sglang.process import ADMIN_KEY_VARIABLE, FLOAT8_VARIABLE, GENERATE_KEY_VARIABLE
+from slime.backends.sglang.process import ADMIN_KEY_VARIABLE, FLOAT8_VARIABLE, GENERATE_KEY_VARIABLE, HELD_VARIABLE
 from slime.utils.http_utils import redact
 
 
@@ -59,6 +60,10 @@ def main() -> None:
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
+    if HELD_VARIABLE in os.environ:
+        importlib.import_module("sglang.srt.entrypoints.http_server")  # which `run_server` imports, and takes longest
+        print("imported; goes on when the trainers have taken their memory", flush=True)
+        sys.stdin.readline()
     flags = sys.argv[1:]
     if "--enable-lora" in flags:
         compat.unload_adapters_at_once()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from slime.utils.http_utils import redact
 GENERATE_KEY_VARIABLE = "SLIME_ENGINE_API_KEY"
 ADMIN_KEY_VARIABLE = "SLIME_ENGINE_ADMIN_API_KEY"
 FLOAT8_VARIABLE = "SLIME_ENGINE_TAKES_FLOAT8"
+HELD_VARIABLE = "SLIME_ENGINE_WAITS_FOR_A_LINE"
+"""The server imports, and goes on after a line of its standard input."""
 _AFTER_KILL_S = 15.0
 
 
@@ -51,6 +54,7 @@ class ServerProcess:
         self._grace = grace
         self._scratch = scratch
         self._supervisor: subprocess.Popen[bytes] | None = None
+        self._held = HELD_VARIABLE in env
         self._owner_end: int | None = None
 
     def start(self) -> None:
@@ -66,7 +70,7 @@ class ServerProcess:
                 self._supervisor = subprocess.Popen(
                     [*supervisor, *options, "--", *self._command],
                     env=self._env,
-                    stdin=subprocess.DEVNULL,
+                    stdin=subprocess.PIPE if self._held else subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     pass_fds=(supervisor_end,),
@@ -74,6 +78,14 @@ class ServerProcess:
                 )
         finally:
             os.close(supervisor_end)
+
+    def let_go(self) -> None:
+        """Have a server whose environment holds it go on; one that has ended is left to `poll`."""
+        assert self._supervisor is not None
+        assert self._supervisor.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._supervisor.stdin.write(b"\n")
+            self._supervisor.stdin.close()
 
     @property
     def pid(self) -> int | None:

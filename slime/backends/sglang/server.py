@@ -71,11 +71,21 @@ class Server:
         self._ports.append(reservation)
         return reservation.port
 
-    def _launch(self, process: ServerProcess) -> None:
+    def _launch(self, process: ServerProcess, *, held: bool = False) -> None:
+        """Start a process; one that is held listens after `_let_go` only."""
         self._process, self._ended = process, None
+        if not held:
+            self._release_ports()
+        process.start()
+
+    def _let_go(self) -> None:
+        assert self._process is not None
+        self._release_ports()
+        self._process.let_go()
+
+    def _release_ports(self) -> None:
         for reservation in self._ports:
             reservation.release()
-        process.start()
 
     def _wait_until(self, done: Callable[[], bool], what: str, timeout: float) -> None:
         deadline = time.monotonic() + timeout

@@ -80,7 +80,7 @@ class Supervisor:
     def run(self, command: list[str]) -> int:
         """Run ``command`` until it ends or its owner does; its exit status, 128 + n if signal n ended it."""
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
+        server = subprocess.Popen(command, preexec_fn=_die_with_parent)
         self._server = server.pid
         while self._status is None and not self._stop_asked and not self._owner_is_gone():
             self._wait(_OWNER_CHECK_S)
