@@ -8,7 +8,16 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-from slime.options.checkpoint import LATEST, SavedModel, find_checkpoint, is_release, is_torch_dist, saved_model
+from slime.options.checkpoint import (
+    LATEST,
+    SavedModel,
+    find_checkpoint,
+    has_checkpoint,
+    is_release,
+    is_torch_dist,
+    latest_name,
+    saved_model,
+)
 from slime.options.errors import OptionError
 from slime.options.lora import Modules, check_adapters, described
 from slime.options.next_tokens import check_saved_heads
@@ -46,7 +55,10 @@ def derive_checkpoints(args: Namespace) -> SavedModel | None:
     _run_directory(args)
     _paths(args)
     _places(args)
-    return _saved_models(args, _load_directory(args)) if args.placement != "rollout_only" else None
+    if args.placement == "rollout_only":
+        return None
+    _other_runs_checkpoints(args)
+    return _saved_models(args, _load_directory(args))
 
 
 def starting_point(args: Namespace) -> str:
@@ -101,6 +113,18 @@ def _places(args: Namespace) -> None:
             tempfile.TemporaryDirectory(prefix=".slime-", dir=nearest).cleanup()
         except OSError as error:
             raise OptionError(f"{flag} {path}: no directory can be made in {what}: {error.strerror}") from None
+
+
+def _other_runs_checkpoints(args: Namespace) -> None:
+    """Refuse to save among the checkpoints of a run that this one does not continue: it would begin their numbers anew,
+    overwrite some and call its own the latest."""
+    if args.save is None or not has_checkpoint(args.save) or is_release(args.save):
+        return
+    if args.load is None or os.path.realpath(args.load) != os.path.realpath(args.save):
+        raise OptionError(
+            f"--save {args.save} has checkpoints of another run, the latest of rollout {latest_name(args.save)}: go "
+            f"on with that run by --load {args.save}, or save to another directory"
+        )
 
 
 def _load_directory(args: Namespace) -> Path | None:

@@ -48,6 +48,8 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--load foreign", "--load {directory}/foreign holds adapters and no model: name the model they belong to"),
         ("--load kept --save-hf kept", "would replace {directory}/kept (--load): name a directory of its own"),
         ("--ref-load kept --save-hf kept", "would replace {directory}/kept (--ref-load): name a directory of its own"),
+        ("--save ended", "--save {directory}/ended has checkpoints of another run, the latest of rollout 3: go on"),
+        ("--load torch_dist --save ended", "go on with that run by --load {directory}/ended, or save to another"),
         ("--load converted --ref-load model", "--load converted holds weights to start from"),
         ("--ref-load bare", "--ref-load {directory}/bare: there are neither *.safetensors nor a checkpoint"),
     ],
@@ -65,6 +67,7 @@ def test_what_is_no_checkpoint_and_no_place(
     for name, step in (("of_adapters", "2"), ("foreign", "release")):
         write_checkpoint(directory / name, step, {"adapters": {"rank": 8, "alpha": 16.0, "target_modules": ["q_proj"]}})
     write_checkpoint(directory / "kept", "release", {})
+    write_checkpoint(directory / "ended", "3", {})
     write_checkpoint(directory / "gone", "4", {})
     (directory / "gone" / "iter_0000004").rename(directory / "gone" / "iter_0000003")
     (directory / "bare").mkdir()
@@ -106,6 +109,14 @@ def test_a_fresh_run_may_load_from_where_it_saves(capsys: pytest.CaptureFixture[
     parse_args(command("--load ckpt --save ckpt/"))
     assert "warning" not in capsys.readouterr().err
     parse_args(command("--load ckpt --debug-rollout-only"))
+
+
+def test_a_run_may_save_where_it_goes_on_and_beside_converted_weights(directory: Path) -> None:
+    write_checkpoint(directory / "ckpt", "3", {})
+    write_checkpoint(directory / "converted", "release", {})
+    (directory / "link").symlink_to("ckpt")
+    for words in ("--load ckpt --save link", "--save ckpt --debug-rollout-only", "--save converted"):
+        parse_args(command(words))
 
 
 @pytest.mark.parametrize(
