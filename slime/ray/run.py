@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import os
 import secrets
 import sys
 import time
@@ -21,6 +22,7 @@ from slime.options.checkpoint_rules import starting_point
 from slime.options.export_rules import exports_after
 from slime.options.schema import flag_named
 from slime.ray import janitor
+from slime.ray.claims import claim
 from slime.ray.cluster import connect, leaving_after
 from slime.ray.creation import create_engines, create_manager, create_trainers, reward_engine_args
 from slime.ray.driver import exit_status, interrupt_on_sigterm, program
@@ -57,6 +59,7 @@ class Run:
         self._manager: Any = None
         self._placement: Placement | None = None
         self._metrics: MetricsLogger | None = None
+        self._claims: list[int] = []
         self._janitor: int | None = None
         self._rollouts: dict[int, tuple[ray.ObjectRef, float]] = {}
         """Those under way or waiting, and when they were begun."""
@@ -73,10 +76,12 @@ class Run:
     def __enter__(self) -> Run:
         interrupt_on_sigterm()
         args = self.args
-        Path(args.run_dir, "logs").mkdir(parents=True, exist_ok=True)
         if shortage := core_shortage(args):
             print(f"{program()}: warning: {shortage}", file=sys.stderr, flush=True)
         try:
+            for directory in sorted({os.path.realpath(each) for each in (args.run_dir, args.save) if each}):
+                self._claims.append(claim(directory))
+            Path(args.run_dir, "logs").mkdir(exist_ok=True)
             self._metrics = MetricsLogger(args)
             self._janitor = connect(slot_counts(args)[0])
             # Again: Ray has put its own in the place of ours.
@@ -229,6 +234,8 @@ class Run:
         ray.shutdown()
         if self._janitor is not None:
             janitor.dismiss(self._janitor)
+        for held in self._claims:
+            os.close(held)
 
     # ---- the loop's verbs
 
