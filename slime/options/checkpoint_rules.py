@@ -118,13 +118,16 @@ def _places(args: Namespace) -> None:
 def _other_runs_checkpoints(args: Namespace) -> None:
     """Refuse to save among the checkpoints of a run that this one does not continue: it would begin their numbers anew,
     overwrite some and call its own the latest."""
-    if args.save is None or not has_checkpoint(args.save) or is_release(args.save):
+    if args.save is None or _saves_where_it_loads(args) or not has_checkpoint(args.save) or is_release(args.save):
         return
-    if args.load is None or os.path.realpath(args.load) != os.path.realpath(args.save):
-        raise OptionError(
-            f"--save {args.save} has checkpoints of another run, the latest of rollout {latest_name(args.save)}: go "
-            f"on with that run by --load {args.save}, or save to another directory"
-        )
+    raise OptionError(
+        f"--save {args.save} has checkpoints of another run, the latest of rollout {latest_name(args.save)}: go "
+        f"on with that run by --load {args.save}, or save to another directory"
+    )
+
+
+def _saves_where_it_loads(args: Namespace) -> bool:
+    return None not in (args.load, args.save) and os.path.realpath(args.load) == os.path.realpath(args.save)
 
 
 def _load_directory(args: Namespace) -> Path | None:
@@ -146,7 +149,7 @@ def _load_directory(args: Namespace) -> Path | None:
     if is_torch_dist(directory):
         or_start = "" if saved_model(directory).adapters else ", or start from its weights by --ref-load"
         raise OptionError(f"--load {directory} is one checkpoint: name the directory above it to resume{or_start}")
-    if args.save is None or os.path.realpath(args.save) != os.path.realpath(directory):
+    if not _saves_where_it_loads(args):
         raise OptionError(
             f"--load {directory}: there is no checkpoint in it (no {LATEST}); drop it to start fresh, or let --save "
             "name the same directory"

@@ -48,9 +48,13 @@ class Engines:
         for rank, actor in self._actors.items():
             self._supervisor.watch(_name(rank), actor, self._survivor(rank))
 
-    def begin(self, method: str) -> dict[str, ray.ObjectRef]:
-        """Call a method of each, by name."""
-        return {_name(rank): getattr(actor, method).remote() for rank, actor in self._actors.items()}
+    def begin(self, method: str, *values: Any) -> dict[str, ray.ObjectRef]:
+        """Call a method of all that live, by name."""
+        return {
+            _name(rank): getattr(actor, method).remote(*values)
+            for rank, actor in self._actors.items()
+            if rank not in self._deaths
+        }
 
     def survive(self, urls: list[str], manager: Any) -> None:
         """From now on go on without an engine that dies, as long as there is another.
@@ -72,12 +76,7 @@ class Engines:
 
     def call(self, phase: str, method: str, limit: Deadline, *values: Any) -> list[Any]:
         """The answers of all that live when the call is over."""
-        calls = {
-            _name(rank): getattr(actor, method).remote(*values)
-            for rank, actor in self._actors.items()
-            if rank not in self._deaths
-        }
-        return self._supervisor.wait(calls, phase, limit)
+        return self._supervisor.wait(self.begin(method, *values), phase, limit)
 
     def push(self, version: int, publish: Callable[[list[str]], dict[str, float]]) -> dict[str, float]:
         """Push weights to those that live, and say once of each other that it was skipped.

@@ -15,7 +15,6 @@ import pytest
 
 from slime.backends.sglang import engine as engine_module
 from slime.backends.sglang.engine import End, Engine, EngineError
-from slime.backends.sglang.process import HELD_VARIABLE
 from slime.ray import creation, placement
 from slime.ray.engine_actor import EnginePlan
 from slime.ray.placement import Placement, Slot
@@ -28,18 +27,20 @@ class FakeProcess:
     """A server that ends at once, as one does whose port is taken."""
 
     commands: ClassVar[list[list[str]]] = []
-    held: ClassVar[list[bool]] = []
-    """Of each, whether it waits now."""
+    made: ClassVar[list[FakeProcess]] = []
 
     status: ClassVar[int | None] = 1
 
-    def __init__(self, command: list[str], env: dict[str, str], log_path: Path, **options: Any) -> None:
+    def __init__(
+        self, command: list[str], env: dict[str, str], log_path: Path, secrets: Any = (), held: bool = False, **_: Any
+    ) -> None:
         self.commands.append(command)
-        self.held.append(HELD_VARIABLE in env)
+        self.made.append(self)
+        self.held = held
 
     def let_go(self) -> None:
-        assert self.held.pop()
-        self.held.append(False)
+        assert self.held
+        self.held = False
 
     def start(self) -> None:
         pass
@@ -107,15 +108,15 @@ def test_a_prepared_server_has_its_ports_and_waits(tmp_path: Path, monkeypatch: 
     """Until `start`; further attempts wait for nothing."""
     monkeypatch.setattr(engine_module, "ServerProcess", FakeProcess)
     monkeypatch.setattr(FakeProcess, "commands", commands := [])
-    monkeypatch.setattr(FakeProcess, "held", held := [])
+    monkeypatch.setattr(FakeProcess, "made", made := [])
     engine = make_engine(tmp_path)
     engine.prepare()
-    assert held == [True]
+    assert [process.held for process in made] == [True]
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("127.0.0.1", int(flag(commands[0], "--port"))))
     with pytest.raises(EngineError, match="Address already in use"):
         engine.start()
-    assert held == [False] * 3
+    assert [process.held for process in made] == [False] * 3
     across = make_engine(tmp_path, ranks=4, num_nodes=2)
     across.prepare()
     assert len(commands) == 3

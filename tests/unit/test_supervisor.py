@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slime.backends.sglang.process import HELD_VARIABLE, ServerProcess
+from slime.backends.sglang.process import ServerProcess
 from tests.waiting import wait_for
 
 # A server with a child in a session of its own, whose own child is an orphan in yet another session. With `stubborn`
@@ -97,7 +97,7 @@ def test_a_held_server_waits_for_a_line(tmp_path: Path) -> None:
     """`let_go` sends it; to one that has ended meanwhile it is nothing."""
     waits = "import sys; print('waits', flush=True); sys.stdin.readline(); print('goes on')"
     held, ended = (
-        ServerProcess([sys.executable, "-c", code], {**os.environ, HELD_VARIABLE: "1"}, tmp_path / name)
+        ServerProcess([sys.executable, "-c", code], os.environ, tmp_path / name, held=True)
         for name, code in (("held", waits), ("ended", "raise SystemExit(3)"))
     )
     held.start()

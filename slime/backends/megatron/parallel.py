@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +43,7 @@ def initialize_distributed(args: Namespace) -> None:
         rank=rank,
         world_size=world_size,
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
-        pg_options=_one_channel() if device.is_cuda() and not sends_activations_over_all(args) else None,
+        pg_options=_options_of_all(args),
     )
     with _settings_of_groups() as settings:
         parallel_state.initialize_model_parallel(
@@ -66,11 +67,11 @@ def sends_activations_over_all(args: Namespace) -> bool:
     return args.pipeline_model_parallel_size == 2 and args.virtual_pipeline_model_parallel_size is not None
 
 
-def _one_channel() -> dist.ProcessGroupNCCL.Options:
-    options = dist.ProcessGroupNCCL.Options()
-    for name, value in _ONE_CHANNEL.items():
-        setattr(options.config, name, value)
-    return options
+def _options_of_all(args: Namespace) -> Any:
+    """NCCL's of the group of all ranks, as Megatron makes them of `_settings_of_groups` for its own."""
+    if not device.is_cuda() or sends_activations_over_all(args):
+        return None
+    return parallel_state.get_nccl_options("all", {"all": _ONE_CHANNEL})
 
 
 @contextmanager

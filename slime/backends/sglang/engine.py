@@ -10,13 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from slime.backends.sglang.client import EngineControl, EngineError
-from slime.backends.sglang.process import (
-    ADMIN_KEY_VARIABLE,
-    FLOAT8_VARIABLE,
-    GENERATE_KEY_VARIABLE,
-    HELD_VARIABLE,
-    ServerProcess,
-)
+from slime.backends.sglang.process import ADMIN_KEY_VARIABLE, FLOAT8_VARIABLE, GENERATE_KEY_VARIABLE, ServerProcess
 from slime.backends.sglang.server import End, Server
 from slime.utils.http_utils import host_port, http_url
 
@@ -106,7 +100,6 @@ class Engine(Server):
         self._node, self._num_nodes, self._others = node, num_nodes, others
         self._api_keys = api_keys
         self._cuda_devices = cuda_devices
-        self._prepared = False
 
     def prepare(self) -> None:
         """Start the server of an engine on one node as far as it takes no GPU memory; returns at once.
@@ -114,8 +107,7 @@ class Engine(Server):
         It imports, which takes a while, and then waits for `start`.
         """
         if self._num_nodes == 1:
-            self._prepared = True
-            self.join(self._meeting_point())
+            self._join(self._meeting_point(), held=True)
 
     def start(self) -> None:
         """Start the engine, from its first node; returns when it is ready on all.
@@ -139,15 +131,14 @@ class Engine(Server):
 
     def join(self, meeting: str | None) -> None:
         """Start the server of this node alone, to meet those of others at ``meeting``; returns at once."""
+        self._join(meeting, held=False)
+
+    def _join(self, meeting: str | None, *, held: bool) -> None:
         serving, collective = self._reserve(), self._reserve()
         self.url = http_url(self._host, serving)
         command, environment = self._command(serving, collective, meeting), self._environment()
-        if self._prepared:
-            environment[HELD_VARIABLE] = "1"
-        self._launch(
-            ServerProcess(command, environment, self._log_path, secrets=self._api_keys or (), scratch=_SCRATCH),
-            held=self._prepared,
-        )
+        secrets = self._api_keys or ()
+        self._launch(ServerProcess(command, environment, self._log_path, secrets, scratch=_SCRATCH, held=held))
 
     def end(self) -> End | None:
         """The engine's end, which that of any of its servers is; None while it runs. The first to end comes first."""
@@ -171,8 +162,7 @@ class Engine(Server):
                 self._others.stop()
 
     def _start_once(self) -> None:
-        if self._prepared:
-            self._prepared = False
+        if self._process is not None and self._process.held:
             self._let_go()
         else:
             self._join_with_others()

@@ -36,6 +36,7 @@ class ServerProcess:
         secrets: tuple[str, ...] = (),
         grace: float = 10.0,
         scratch: str | None = None,
+        held: bool = False,
     ) -> None:
         """
         Args:
@@ -46,6 +47,7 @@ class ServerProcess:
             grace: seconds that the server has to end in order before it is killed.
             scratch: prefix of paths; files of such paths that the server maps into memory are removed when it has
                 ended, nobody else's.
+            held: the server only imports until `let_go`.
         """
         self._command = command
         self._env = {**env, "PYTHONPATH": _with_our_package(env.get("PYTHONPATH", ""))}
@@ -54,7 +56,9 @@ class ServerProcess:
         self._grace = grace
         self._scratch = scratch
         self._supervisor: subprocess.Popen[bytes] | None = None
-        self._held = HELD_VARIABLE in env
+        self.held = held
+        if held:
+            self._env[HELD_VARIABLE] = "1"
         self._owner_end: int | None = None
 
     def start(self) -> None:
@@ -70,7 +74,7 @@ class ServerProcess:
                 self._supervisor = subprocess.Popen(
                     [*supervisor, *options, "--", *self._command],
                     env=self._env,
-                    stdin=subprocess.PIPE if self._held else subprocess.DEVNULL,
+                    stdin=subprocess.PIPE if self.held else subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     pass_fds=(supervisor_end,),
@@ -80,7 +84,8 @@ class ServerProcess:
             os.close(supervisor_end)
 
     def let_go(self) -> None:
-        """Have a server whose environment holds it go on; one that has ended is left to `poll`."""
+        """Have a server that is held go on; one that has ended is left to `poll`."""
+        self.held = False
         assert self._supervisor is not None
         assert self._supervisor.stdin is not None
         with contextlib.suppress(BrokenPipeError):

@@ -71,10 +71,10 @@ class Server:
         self._ports.append(reservation)
         return reservation.port
 
-    def _launch(self, process: ServerProcess, *, held: bool = False) -> None:
+    def _launch(self, process: ServerProcess) -> None:
         """Start a process; one that is held listens after `_let_go` only."""
         self._process, self._ended = process, None
-        if not held:
+        if not process.held:
             self._release_ports()
         process.start()
 
