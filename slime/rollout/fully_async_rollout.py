@@ -61,6 +61,8 @@ class Stream:
         """Whatever rollouts and room depend on: groups that are done or taken, new weights, the end."""
         self._next = 0
         """The rollout that takes the next groups."""
+        self._version = 0
+        """The engines' weights are as new as this, also where no driver tells of pushes."""
         self._taken = time.monotonic()
         self.ended = False
         """Whether an error has ended it, and a rollout has raised that: what happens between rollouts is the next's."""
@@ -71,7 +73,8 @@ class Stream:
     async def rollout(self, rollout_id: int) -> RolloutFnTrainOutput:
         """Wait for the groups of a rollout and take them; raises as `generate_rollout_fully_async` does."""
         args, started = self._args, time.monotonic()
-        self._next = rollout_id
+        # A rollout is only begun when the engines' weights are new enough for it; the one after it may have to wait.
+        self._next, self._version = rollout_id, rollout_id - args.max_weight_staleness
         await self._tell()
         try:
             async with asyncio.timeout(args.rollout_timeout):
@@ -144,8 +147,7 @@ class Stream:
         A group that is begun now has the weights that were pushed last and is taken by rollout ``_next`` or, behind as
         many others as a rollout has, by the one after it; ``--max-weight-staleness`` says by which at the latest.
         """
-        # A rollout is only begun when the engines' weights are new enough for it.
-        version = max(pushed_version(), self._next - self._args.max_weight_staleness)
+        version = max(pushed_version(), self._version)
         rollouts = version + self._args.max_weight_staleness - self._next + 1
         return self._args.rollout_batch_size * min(rollouts, self._args.num_rollout - self._next)
 

@@ -122,9 +122,25 @@ def test_outstanding_groups_are_bounded_by_staleness(make_args: Args, use: Use) 
         assert source.num_in_flight() == args.rollout_batch_size
 
 
+def test_nothing_is_begun_that_is_too_old_when_it_is_taken(make_args: Args, use: Use) -> None:
+    """Weights are pushed after every second rollout: the third may only use those of the push before it."""
+    engine = Engine()
+    use(FakeClient(engine))
+    args, source = make(make_args)
+    stale = []
+    for rollout_id in range(6):
+        if rollout_id % 2 == 0:
+            engine.push(rollout_id)
+        stale.append((take(args, rollout_id, source).metrics or {})["rollout/stale_groups_returned"])
+        if rollout_id % 2 == 1:
+            time.sleep(0.3)
+            assert source.num_in_flight() == 0
+    assert set(stale) == {0}
+
+
 def test_room_that_a_stale_group_leaves_is_filled_while_a_rollout_waits(make_args: Args, use: Use) -> None:
-    """Weights are pushed after every second rollout: until then only as many groups may be begun as a rollout has."""
-    engine, asked = Engine(slow=(8, 9)), Counter[int]()
+    """Weights are pushed after two rollouts: before it only as many groups may be begun as a rollout has."""
+    engine, asked = Engine(slow=(4, 5)), Counter[int]()
 
     async def noted(number: int, input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
         asked[len(input_ids) - 1] += 1
@@ -136,13 +152,13 @@ def test_room_that_a_stale_group_leaves_is_filled_while_a_rollout_waits(make_arg
 
     use(FakeClient(noted))
     args, source = make(make_args)
-    for rollout_id in range(2):
+    take(args, 0, source)
+    wait_for(lambda: asked[4] == asked[5] == 2, "two groups are begun, and take longer than they may")
+    for rollout_id in (1, 2):
+        engine.push(rollout_id)
         take(args, rollout_id, source)
-    wait_for(lambda: asked[8] == asked[9] == 2, "two groups are begun by weights that are too old for them")
-    engine.push(2)
-    take(args, 2, source)
     put_back, source.add_samples = source.add_samples, slowly  # type: ignore[method-assign]
-    for late, slow in ((0.5, (9,)), (2.0, ())):
+    for late, slow in ((0.5, (4,)), (2.0, ())):
         threading.Timer(late, setattr, (engine, "slow", slow)).start()
     output = take(args, 3, source)
     assert not engine.slow, "the rollout has waited for both"
