@@ -330,6 +330,25 @@ def keep_cache_scales() -> None:
     updater._import_static_state = bring_back
 
 
+def sleep_when_all_do(flags: Sequence[str]) -> None:
+    """Let an engine answer that it has given its memory back when all of its ranks have; in every process of a server.
+
+    The first one answers, and SGLang waits for the others before the weights go, not after. Goes when it waits after.
+    Of the server's flags, one says whether it sleeps at all.
+    """
+    if "--enable-memory-saver" not in flags:
+        return
+    module: Any = importlib.import_module("sglang.srt.managers.scheduler_components.weight_updater")
+    release = module.SchedulerWeightUpdaterManager.release_memory_occupation
+
+    def release_together(updater: Any, request: Any) -> Any:
+        answer = release(updater, request)
+        torch.distributed.barrier(updater.tp_cpu_group)
+        return answer
+
+    module.SchedulerWeightUpdaterManager.release_memory_occupation = release_together
+
+
 def route_by_present_weights(flags: Sequence[str]) -> None:
     """Let GLM's routers compute with the weights that they have now; in every process of a server.
 

@@ -46,6 +46,7 @@ def _register_configs() -> None:
 compat.install(sys.argv[1:])
 compat.route_by_present_weights(sys.argv[1:])
 compat.find_experts_in_turn(sys.argv[1:])
+compat.sleep_when_all_do(sys.argv[1:])
 _register_configs()
 _strike_keys_from_log()
 if FLOAT8_VARIABLE in os.environ:
