@@ -7,6 +7,7 @@ from argparse import Namespace
 from dataclasses import fields
 
 from slime.options.algorithm import CorrectionOptions
+from slime.options.checkpoint import same_place
 from slime.options.errors import OptionError
 from slime.options.rollout import DEFAULT_ROLLOUT, SFT_ROLLOUT
 from slime.options.schema import flag_named
@@ -142,7 +143,7 @@ def _derive_critic(args: Namespace) -> None:
     for name, base in (("critic_load", args.load), ("critic_save", args.save)):
         path = getattr(args, name) or (base and os.path.join(base, "critic"))
         setattr(args, name, path and os.path.abspath(os.path.expanduser(path)))
-    if args.critic_save and args.save and os.path.realpath(args.critic_save) == os.path.realpath(args.save):
+    if same_place(args.critic_save, args.save):
         raise OptionError(f"--critic-save {args.critic_save} is --save: actor and critic would overwrite each other")
     args.critic_source = _critic_source(args) if given else None
 
@@ -154,7 +155,7 @@ def _critic_source(args: Namespace) -> str | None:
     that ended between its first checkpoint's two parts.
     """
     load, save = args.critic_load, args.critic_save
-    if args.load is not None and save is not None and os.path.realpath(load) == os.path.realpath(save):
+    if args.load is not None and same_place(load, save):
         return None
     if not os.path.isdir(load):
         raise OptionError(f"--critic-load {load}: there is no such directory")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,13 @@ LATEST = "latest_checkpointed_iteration.txt"
 """The file of a checkpoint directory that names the last checkpoint in it."""
 RELEASE = "release"
 """What `LATEST` says, and the name of the checkpoint, where it is weights to start from and no state of a run."""
+
+
+def same_place(one: str | Path | None, other: str | Path | None) -> bool:
+    """Whether two paths lead to one place, by links and ``~`` too; it need not be there. None leads nowhere."""
+    if one is None or other is None:
+        return False
+    return os.path.realpath(os.path.expanduser(one)) == os.path.realpath(os.path.expanduser(other))
 
 
 def has_checkpoint(directory: str | Path) -> bool:

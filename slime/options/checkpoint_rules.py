@@ -16,6 +16,7 @@ from slime.options.checkpoint import (
     is_release,
     is_torch_dist,
     latest_name,
+    same_place,
     saved_model,
 )
 from slime.options.errors import OptionError
@@ -32,7 +33,7 @@ def load_release(args: Namespace, warnings: list[str]) -> None:
     args.ref_load_flag = None if args.ref_load is None else flag_named("ref_load")
     if args.load is None or args.debug_rollout_only or not is_release(os.path.expanduser(args.load)):
         return
-    if args.ref_load is not None and os.path.realpath(args.ref_load) != os.path.realpath(args.load):
+    if args.ref_load is not None and not same_place(args.ref_load, args.load):
         raise OptionError(
             f"--load {args.load} holds weights to start from, and so does --ref-load {args.ref_load}: drop one"
         )
@@ -118,16 +119,12 @@ def _places(args: Namespace) -> None:
 def _other_runs_checkpoints(args: Namespace) -> None:
     """Refuse to save among the checkpoints of a run that this one does not continue: it would begin their numbers anew,
     overwrite some and call its own the latest."""
-    if args.save is None or _saves_where_it_loads(args) or not has_checkpoint(args.save) or is_release(args.save):
+    if args.save is None or same_place(args.load, args.save) or not has_checkpoint(args.save) or is_release(args.save):
         return
     raise OptionError(
         f"--save {args.save} has checkpoints of another run, the latest of rollout {latest_name(args.save)}: go "
         f"on with that run by --load {args.save}, or save to another directory"
     )
-
-
-def _saves_where_it_loads(args: Namespace) -> bool:
-    return None not in (args.load, args.save) and os.path.realpath(args.load) == os.path.realpath(args.save)
 
 
 def _load_directory(args: Namespace) -> Path | None:
@@ -149,7 +146,7 @@ def _load_directory(args: Namespace) -> Path | None:
     if is_torch_dist(directory):
         or_start = "" if saved_model(directory).adapters else ", or start from its weights by --ref-load"
         raise OptionError(f"--load {directory} is one checkpoint: name the directory above it to resume{or_start}")
-    if not _saves_where_it_loads(args):
+    if not same_place(args.load, args.save):
         raise OptionError(
             f"--load {directory}: there is no checkpoint in it (no {LATEST}); drop it to start fresh, or let --save "
             "name the same directory"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from slime.options.checkpoint import same_place
 from slime.options.errors import OptionError
 from slime.options.schema import flag_named, option
 
@@ -156,7 +156,7 @@ def _against_adapter_sync(args: Namespace, given: Set[str]) -> Iterator[tuple[st
     """(what the user has chosen, why it does not go together), the first way out included."""
     if args.placement == "rollout_only":
         yield "--debug-rollout-only", "there is no trainer whose adapters engines could have"
-    if args.ref_load is not None and os.path.realpath(args.ref_load) != os.path.realpath(args.hf_checkpoint):
+    if args.ref_load is not None and not same_place(args.ref_load, args.hf_checkpoint):
         yield (
             f"{args.ref_load_flag} {args.ref_load}",
             ("adapters would be added to engines' own weights, those of --hf-checkpoint: name these weights there"),

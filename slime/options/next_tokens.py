@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
 from collections.abc import Set
 from pathlib import Path
 
+from slime.options.checkpoint import same_place
 from slime.options.errors import OptionError
 
 FLAG = "--enable-mtp-training"
@@ -78,7 +78,7 @@ def check_heads_training(args: Namespace, given: Set[str], warnings: list[str]) 
     if not args.num_engines or (algorithm or "").upper() not in _DRAFTS_BY_HEADS:
         return
     draft = getattr(args, "sglang_speculative_draft_model_path", None)
-    if draft is not None and os.path.realpath(os.path.expanduser(draft)) != os.path.realpath(args.hf_checkpoint):
+    if draft is not None and not same_place(draft, args.hf_checkpoint):
         warnings.append(
             f"--sglang-speculative-draft-model-path {draft} is not --hf-checkpoint {args.hf_checkpoint}: engines are "
             f"not given the heads that {FLAG} trains"

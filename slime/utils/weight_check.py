@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -15,7 +14,7 @@ from slime.models import Family, family_of, hf_config, shape_from_hf, weight_sha
 from slime.models.adapters import adapter_family, targeted_sources
 from slime.models.family import ADAPTER_MARK, MODEL_PREFIXES, VALUE_HEAD_KEY, Row, holds_heads
 from slime.models.names import check_names
-from slime.options.checkpoint import LATEST, SavedModel, find_checkpoint, is_torch_dist
+from slime.options.checkpoint import LATEST, SavedModel, find_checkpoint, is_torch_dist, same_place
 from slime.options.errors import OptionError
 from slime.options.model import engines_read_weights, has_weights, trains_from_weights
 from slime.utils.block_scaled import SCALE_END, block_sizes, num_blocks
@@ -54,7 +53,7 @@ def check_weight_files(args: Namespace, resumed: SavedModel | None, *, downloade
     """
     starts = trains_from_weights(args, resumes=resumed is not None)
     own, ref = Path(args.hf_checkpoint), args.ref_load
-    from_own = ref is None or os.path.realpath(ref) == os.path.realpath(own)
+    from_own = ref is None or same_place(ref, own)
     headers: Headers = {}
     if downloaded and has_weights(args.hf_checkpoint):
         if starts and from_own:

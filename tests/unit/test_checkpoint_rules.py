@@ -87,13 +87,21 @@ def test_weights_are_asked_for_only_where_they_are_read(directory: Path) -> None
     parse_args(command(f"{replay} --load ckpt"))
 
 
-def test_a_run_may_load_what_a_conversion_wrote(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_may_load_what_a_conversion_wrote(
+    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Then it starts from these weights, and there is nothing to resume."""
     write_checkpoint(directory / "converted", "release", {})
-    for words in ("--load converted", "--load converted --ref-load converted/", "--load converted --use-kl-loss"):
-        args = parse_args(command(words))
+    monkeypatch.setenv("HOME", str(directory))
+    for load, others in (
+        ("converted", ""),
+        ("converted", "--ref-load converted/"),
+        ("converted", "--use-kl-loss"),
+        ("~/converted", "--ref-load converted"),
+    ):
+        args = parse_args(command(f"--load {load} {others}"))
         assert (args.load, args.ref_load) == (None, str(directory / "converted"))
-        assert "warning: --load converted holds weights only" in capsys.readouterr().err
+        assert f"warning: --load {load} holds weights only" in capsys.readouterr().err
 
 
 def test_a_checkpoint_is_read_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
