@@ -47,7 +47,8 @@ def gathered(trainer: MegatronTrainer, learner: Learner, prefix: str, pick: Pick
     """All weights, or ``pick`` of all parameters, as this rank gathers them."""
     chunks = learner.model_chunks
     tensors_of = weights_io.global_weights(chunks) if pick is None else weights_io.global_parameters(chunks, pick)
-    buckets = Gatherer(dict(tensors_of), trainer.family, trainer.shape).buckets(2**30)
+    parameters = dict(tensors_of)
+    buckets = Gatherer(parameters, trainer.family, trainer.shape).buckets(2**30, parameters.__getitem__)
     tensors = {prefix + name: tensor.clone() for bucket in buckets for name, tensor in bucket}
     if prefix == CRITIC:
         tensors[VALUE_HEAD] = _value_head(learner, pick or torch.Tensor.detach)

@@ -10,6 +10,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ compat.install()
 
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 
-from slime.backends.megatron import checkpoint, head, next_tokens, parallel  # noqa: E402
+from slime.backends.megatron import checkpoint, gather, head, next_tokens, parallel, weights_io  # noqa: E402
 from slime.backends.megatron import trainer as trainer_module  # noqa: E402
 from slime.backends.megatron.batch import MicroBatch  # noqa: E402
 from slime.backends.megatron.trainer import MegatronTrainer  # noqa: E402
@@ -118,8 +119,19 @@ class Rank:
         pushed = {name: tensor.clone() for bucket in trainer.export_buckets(1) for name, tensor in bucket}
         assert pushed.keys() == weights.keys()
         assert all(torch.equal(tensor, weights[name]) for name, tensor in pushed.items())
+        self.check_pushed_again(trainer, weights)
         trainer.args.pushes_heads = False
         assert {name for bucket in trainer.export_buckets(1) for name, _ in bucket} == trunk
+
+    def check_pushed_again(self, trainer: MegatronTrainer, weights: dict[str, Tensor]) -> None:
+        """The values that are there then, by what the ranks have agreed on the first time."""
+        own = [tensor for _, tensor in weights_io.global_weights(trainer.model_chunks)]
+        torch._foreach_neg_(own)
+        with mock.patch.object(gather, "union", side_effect=AssertionError("ranks ask each other again")):
+            pushed = {name: tensor.clone() for bucket in trainer.export_buckets(2) for name, tensor in bucket}
+        torch._foreach_neg_(own)
+        assert pushed.keys() == weights.keys()
+        assert all(torch.equal(tensor, -weights[name]) for name, tensor in pushed.items())
 
     def check_saved(self, trainer: MegatronTrainer, weights: dict[str, Tensor]) -> None:
         """The trained heads, and not those that they began as."""

@@ -57,7 +57,7 @@ def fingerprint(chunks: Sequence[torch.nn.Module], family: Family, shape: Shape)
     """
     sums = {name: _row_sums(tensor) for name, tensor in global_weights(chunks)}
     found = {}
-    for bucket in Gatherer(sums, family, shape).buckets(_BUCKET_BYTES):
+    for bucket in Gatherer(sums, family, shape).buckets(_BUCKET_BYTES, sums.__getitem__):
         for name, tensor in bucket:
             # Of a matrix that is cut along its rows, each rank gives a column of partial sums.
             rows = tensor.sum(1) if tensor.dim() > 1 else tensor

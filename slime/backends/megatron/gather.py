@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -32,6 +32,8 @@ class _Owner:
 
 _Held = tuple[_Owner, tuple[int, ...]]
 """Owner and shape of a shard."""
+_Read = Callable[[str], Tensor]
+"""What is gathered of a name, of the parameter's shape and type."""
 _Value = TypeVar("_Value")
 
 
@@ -60,25 +62,20 @@ class _Entry:
 
 
 class Gatherer:
-    """Gathers a model; constructing it agrees with the other ranks on who holds what (collective)."""
+    """Gathers a model; constructing it agrees with the other ranks on who holds what (collective).
+
+    It keeps no tensor: as long as names, shapes and the layout stay, it gathers whatever values there are.
+    """
 
     def __init__(
-        self,
-        parameters: dict[str, Tensor],
-        family: Family,
-        shape: Shape,
-        read: Callable[[str], Tensor] | None = None,
-        *,
-        own_experts: bool = False,
+        self, parameters: Mapping[str, Tensor], family: Family, shape: Shape, *, own_experts: bool = False
     ) -> None:
         """
         Args:
             parameters: this rank's, by global name.
-            read: what is gathered of a name, of the parameter's shape and type; the parameter by default.
             own_experts: leave out the experts of other expert-parallel ranks.
         """
-        self.family, self.shape, self._read = family, shape, read or parameters.__getitem__
-        self._own_experts = own_experts
+        self.family, self.shape, self._own_experts = family, shape, own_experts
         self._forms: dict[tuple[str, tuple[int, ...]], tuple[list[tuple[int, ...]], bool]] = {}
         experts, stages = (
             parallel_state.get_expert_model_parallel_group(),
@@ -111,17 +108,17 @@ class Gatherer:
         hf = tuple(zip(row.targets(self.shape, index), shapes, strict=True))
         return _Entry(name, owner, local_shape, hf, in_order, unit)
 
-    def buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    def buckets(self, bucket_bytes: int, read: _Read) -> Iterator[list[tuple[str, Tensor]]]:
         """Full tensors by Hugging Face name (collective); the same on every rank, or of each its own experts in place
         of as many others."""
         for bucket in _cut(self.entries, bucket_bytes):
             tensors: list[tuple[str, Tensor]] = []
             for owner, segment in groupby(bucket, key=lambda entry: entry.owner):
-                tensors += self._segment(owner, list(segment))
+                tensors += self._segment(owner, list(segment), read)
             yield tensors
 
     @torch.no_grad()
-    def _segment(self, owner: _Owner, entries: list[_Entry]) -> list[tuple[str, Tensor]]:
+    def _segment(self, owner: _Owner, entries: list[_Entry], read: _Read) -> list[tuple[str, Tensor]]:
         places = [place for entry in entries for place in entry.hf]
         sizes = [prod(shape) for _, shape in places]
         full = torch.empty(sum(sizes), dtype=owner.dtype, device=device.current_device())
@@ -130,19 +127,21 @@ class Gatherer:
         if owner.stage == parallel_state.get_pipeline_model_parallel_rank():
             experts = parallel_state.get_expert_model_parallel_group()
             if not owner.is_expert or owner.expert_rank == experts.rank():
-                self._fill(full, tensors, owner, entries)
+                self._fill(full, tensors, owner, entries, read)
             if owner.is_expert and not self._own_experts:
                 _broadcast(full, owner.expert_rank, experts)
         _broadcast(full, owner.stage, parallel_state.get_pipeline_model_parallel_group())
         return tensors
 
-    def _fill(self, full: Tensor, tensors: list[tuple[str, Tensor]], owner: _Owner, entries: list[_Entry]) -> None:
+    def _fill(
+        self, full: Tensor, tensors: list[tuple[str, Tensor]], owner: _Owner, entries: list[_Entry], read: _Read
+    ) -> None:
         """Gather the shards over tensor-parallel ranks, all in one collective, and put them where they belong."""
         group = _tensor_group(is_expert=owner.is_expert)
         if group.size() == 1:
-            torch.cat([tensor.flatten() for entry in entries for tensor in self._whole(entry)], out=full)
+            torch.cat([tensor.flatten() for entry in entries for tensor in self._whole(entry, read)], out=full)
             return
-        local = torch.cat([self._read(entry.name).flatten() for entry in entries])
+        local = torch.cat([read(entry.name).flatten() for entry in entries])
         shards = local.new_empty(group.size(), local.numel())
         dist.all_gather_into_tensor(shards.view(-1), local, group=group)
         targets = iter(tensors)
@@ -153,9 +152,9 @@ class Gatherer:
                 next(targets)[1].copy_(tensor)
             offset += entry.local_numel
 
-    def _whole(self, entry: _Entry) -> list[Tensor]:
+    def _whole(self, entry: _Entry, read: _Read) -> list[Tensor]:
         """A parameter that nothing cuts as tensors that, one after the other, are its Hugging Face tensors."""
-        parameter = self._read(entry.name)
+        parameter = read(entry.name)
         if entry.in_order:
             return [parameter]
         return [tensor for _, tensor in self.family.join(entry.name, [parameter], self.shape)]

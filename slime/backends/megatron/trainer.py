@@ -73,6 +73,7 @@ class MegatronTrainer:
         source = args.ref_load or args.hf_checkpoint
         self._memory = MemoryLog()
         self._kept_versions: list[int] = []
+        self._gatherers: weights_io.Gatherers = {}
         with self._memory.phase("start"):
             self._actor = Learner(args, "actor", source, found[0] if found else None, self._adapt(source))
             self.model_chunks = self._actor.model_chunks
@@ -313,7 +314,7 @@ class MegatronTrainer:
         model, size = (self.model_chunks, self.family, shape), self.args.update_weight_buffer_size
         if self.args.lora_sync == "adapter":
             return weights_io.export_adapter_buckets(*model, self.args.lora_target_modules, size)
-        return weights_io.export_hf_buckets(*model, size, own_experts=own_experts)
+        return weights_io.export_hf_buckets(*model, size, own_experts=own_experts, gatherers=self._gatherers)
 
     def save(self, directory: str) -> None:
         """Write everything that the actor continues from into an existing empty directory."""

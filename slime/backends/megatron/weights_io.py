@@ -30,6 +30,9 @@ from slime.utils.hf_writer import HFWriter, save_tensors
 
 _SHARD_BYTES = 4 * 2**30
 
+Gatherers = dict[tuple[Shape, bool], Gatherer]
+"""Those of one model, by what is gathered of it."""
+
 
 def global_weights(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """`global_parameters`, and the buffers that are a model's weights too: a router's biases."""
@@ -118,7 +121,13 @@ def _shard_rank(name: str) -> int:
 
 
 def export_hf_buckets(
-    chunks: Sequence[torch.nn.Module], family: Family, shape: Shape, bucket_bytes: int, *, own_experts: bool = False
+    chunks: Sequence[torch.nn.Module],
+    family: Family,
+    shape: Shape,
+    bucket_bytes: int,
+    *,
+    own_experts: bool = False,
+    gatherers: Gatherers | None = None,
 ) -> Iterator[list[tuple[str, Tensor]]]:
     """The whole model as Hugging Face tensors, in buckets of at most ``bucket_bytes`` (or one tensor, if larger, or
     what `Row.together` keeps together).
@@ -129,10 +138,13 @@ def export_hf_buckets(
 
     Args:
         own_experts: without those of other expert-parallel ranks, which are then not gathered; each rank has as many.
+        gatherers: of this model, from earlier calls; one that is not there is made and kept.
     """
-    parameters = dict(global_weights(chunks))
-    merged = lora.merging(parameters, chunks)
-    return Gatherer(parameters, family, shape, merged, own_experts=own_experts).buckets(bucket_bytes)
+    parameters, key = dict(global_weights(chunks)), (shape, own_experts)
+    gatherers = {} if gatherers is None else gatherers
+    if key not in gatherers:
+        gatherers[key] = Gatherer(parameters, family, shape, own_experts=own_experts)
+    return gatherers[key].buckets(bucket_bytes, lora.merging(parameters, chunks))
 
 
 def export_adapter_buckets(
@@ -143,7 +155,7 @@ def export_adapter_buckets(
     Among them, for sources that are not targeted of layers that are, second matrices of nothing but 0.
     """
     parameters = dict(global_parameters(chunks, of_adapters=True))
-    return Gatherer(parameters, adapter_family(family, targets), shape).buckets(bucket_bytes)
+    return Gatherer(parameters, adapter_family(family, targets), shape).buckets(bucket_bytes, parameters.__getitem__)
 
 
 def save_hf(chunks: Sequence[torch.nn.Module], directory: str | Path, origin_hf_dir: str | Path) -> None:
