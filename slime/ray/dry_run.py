@@ -26,26 +26,35 @@ def dry_run(args: argparse.Namespace) -> None:
         InputError: a data file or row that cannot be read.
         NothingLeftError: the run is over already.
     """
+    # First: below the hundreds of lines of the configuration an error would not be found.
+    found = _check(args)
     print(describe(args))
     print(describe_placement(args))
-    if begins := starting_point(args):
-        print(begins)
+    for warning in args.option_warnings:  # again: those lines have driven them from the screen
+        print(f"warning: {warning}")
+    print(*found, _OK, sep="\n")
+
+
+def _check(args: argparse.Namespace) -> list[str]:
+    """What there is to say of checkpoints and data, in lines; the number of rollouts becomes known.
+
+    Raises as `dry_run` does.
+    """
+    lines = [begins] if (begins := starting_point(args)) else []
     try:
-        for name, count in load_eval_prompts(args).items():
-            print(f"evaluation: {name}, {count} prompts")
+        lines += [f"evaluation: {name}, {count} prompts" for name, count in load_eval_prompts(args).items()]
         if args.load_debug_rollout_data:
             check_remaining(args)
             check_recorded(args)
-            print(_OK)
-            return
+            return lines
         source = make_data_source(args)
         args.num_rollout = num_rollout(args, source)
         check_schedule(args)
     except (BadInputError, OptionError) as error:
         raise InputError(f"{LOAD_DATA}: {error}") from None
+    check_remaining(args)
     left_out = [
         f"{getattr(source, name, 0)} {what}" for name, what in (("num_bad", "bad"), ("num_too_long", "too long"))
     ]
-    print(f"data: {len(source)} prompts ({', '.join(left_out)} left out), {args.num_rollout} rollouts")
-    check_remaining(args)
-    print(_OK)
+    lines.append(f"data: {len(source)} prompts ({', '.join(left_out)} left out), {args.num_rollout} rollouts")
+    return lines

@@ -85,12 +85,12 @@ def parse_args(argv: Sequence[str] | None = None, *, asynchronous: bool = False)
         defaults, given = _parse(parser, words)
         args = argparse.Namespace(**(defaults | given))
         args.rm_sglang_cli = reward_engine_flags(parser, args.rm_sglang_args)
-        warnings = _resolve(args, set(given), asynchronous)
+        args.option_warnings = _resolve(args, set(given), asynchronous)
     except (OptionError, InstalledFlagsError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:
         parser.exit(130)
-    for warning in warnings:
+    for warning in args.option_warnings:
         print(f"{parser.prog}: warning: {warning}", file=sys.stderr)
     return args
 

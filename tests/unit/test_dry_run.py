@@ -51,6 +51,18 @@ def test_prints_configuration_placement_and_data(
     assert not (model.parent / "run").exists()
 
 
+def test_warnings_follow_the_configuration(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--colocate", "--rollout-num-gpus", "8"]
+    assert _dry_run(model, json.dumps(GOOD) + "\n", monkeypatch, *flags) == 0
+    out, err = capsys.readouterr()
+    (warning,) = err.splitlines()
+    said = "warning: --rollout-num-gpus 8 is ignored with --colocate: generation uses the 2 training slots"
+    assert warning == f"train.py: {said}"
+    assert said in out.partition("\nplacement: ")[2].splitlines()
+
+
 def test_evaluation_files_are_read_too(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,8 +93,9 @@ def test_bad_row_is_one_line_with_status_2(
     expected: tuple[str, ...],
 ) -> None:
     assert _dry_run(model, f"{json.dumps(GOOD)}\n{row}\n", monkeypatch) == 2
-    error = capsys.readouterr().err.strip().splitlines()
-    assert len(error) == 1, error
+    out, err = capsys.readouterr()
+    error = err.strip().splitlines()
+    assert (len(error), out) == (1, ""), "an error is not looked for below the configuration"
     assert all(word in error[0] for word in expected), error[0]
     assert _dry_run(model, f"{json.dumps(GOOD)}\n{row}\n", monkeypatch, "--skip-bad-rows") == 0
     assert "data: 1 prompts (1 bad," in capsys.readouterr().out
