@@ -40,21 +40,26 @@ def _check(args: argparse.Namespace) -> list[str]:
 
     Raises as `dry_run` does.
     """
-    lines = [begins] if (begins := starting_point(args)) else []
     try:
-        lines += [f"evaluation: {name}, {count} prompts" for name, count in load_eval_prompts(args).items()]
-        if args.load_debug_rollout_data:
-            check_remaining(args)
-            check_recorded(args)
-            return lines
-        source = make_data_source(args)
-        args.num_rollout = num_rollout(args, source)
-        check_schedule(args)
+        evaluations = [f"evaluation: {name}, {count} prompts" for name, count in load_eval_prompts(args).items()]
+        data = _check_recorded(args) if args.load_debug_rollout_data else _check_prompts(args)
     except (BadInputError, OptionError) as error:
         raise InputError(f"{LOAD_DATA}: {error}") from None
-    check_remaining(args)
+    return [line for line in (starting_point(args), *evaluations, *data) if line]
+
+
+def _check_recorded(args: argparse.Namespace) -> list[str]:
+    left = check_remaining(args)
+    check_recorded(args)
+    return [left]
+
+
+def _check_prompts(args: argparse.Namespace) -> list[str]:
+    source = make_data_source(args)
+    args.num_rollout = num_rollout(args, source)
+    check_schedule(args)
     left_out = [
         f"{getattr(source, name, 0)} {what}" for name, what in (("num_bad", "bad"), ("num_too_long", "too long"))
     ]
-    lines.append(f"data: {len(source)} prompts ({', '.join(left_out)} left out), {args.num_rollout} rollouts")
-    return lines
+    data = f"data: {len(source)} prompts ({', '.join(left_out)} left out), {args.num_rollout} rollouts"
+    return [data, check_remaining(args)]

@@ -40,22 +40,30 @@ def missing_exports(args: argparse.Namespace, start: int) -> dict[str, str]:
     return {name: place for name, place in asked.items() if not is_export(place, args, start - 1)}
 
 
-def check_remaining(args: argparse.Namespace) -> None:
+def check_remaining(args: argparse.Namespace) -> str:
     """Find out that a run is over before anything is started for it.
 
     A run that only evaluates (``--num-rollout 0``) is never over, nor is one whose number of rollouts is not known yet.
+
+    Returns:
+        A line that says what is left of a run that has no rollout left; empty where there are some.
 
     Raises:
         NothingLeftError: the checkpoint in ``--load``, or ``--start-rollout-id``, is after the last rollout, the
             weights there are not to be scored, and the exports that are asked for are there.
     """
     if not args.num_rollout:
-        return
+        return ""
     done = 0 if args.placement == "rollout_only" else rollouts_done(args.load)
     first = done if args.start_rollout_id is None else args.start_rollout_id
-    if first < args.num_rollout or scores_start(args, first) or missing_exports(args, done):
-        return
+    if first < args.num_rollout:
+        return ""
     why = f"the checkpoint in {args.load} is after rollout {done} of {args.num_rollout}"
     if args.start_rollout_id is not None:
         why = f"--start-rollout-id {first}, counted from 0, is after the last of {args.num_rollout} rollouts"
-    raise NothingLeftError(f"{why}: nothing is left to do; a larger --num-rollout goes on")
+    more = "a larger --num-rollout goes on"
+    left = ["these weights are scored"] if scores_start(args, first) else []
+    left += ["exports that are missing are written"] if missing_exports(args, done) else []
+    if not left:
+        raise NothingLeftError(f"{why}: nothing is left to do; {more}")
+    return f"{why}: no rollout is left, only {' and '.join(left)}; {more}"

@@ -117,7 +117,8 @@ class Run:
         self._supervisor.watch("the rollout manager", self._manager)
         loaded = {"the rollout manager": self._manager.load_data.remote()}
         (args.num_rollout,) = self._wait(loaded, LOAD_DATA, self._limit("data_load_timeout"))
-        check_remaining(args)  # again: --num-epoch has become a number of rollouts
+        if left := check_remaining(args):  # again: --num-epoch has become a number of rollouts
+            print(left, flush=True)
         Path(args.run_dir, "config.yaml").write_text(describe(args))
         self._placement = place(args)
         trainers, slots = len(self._placement.train), len(self._placement.rollout + self._placement.reward)

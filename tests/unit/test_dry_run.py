@@ -113,6 +113,10 @@ def test_what_would_fail_or_end_when_the_run_starts(
     assert _dry_run(model, row, monkeypatch, *lora, "8", "--num-rollout", "1") == 0
     over = f"the checkpoint in {tmp_path / 'ckpt'} is after rollout 1 of 1: nothing is left to do; a larger"
     assert capsys.readouterr().out.splitlines()[-1] == f"{over} --num-rollout goes on"
+    assert (
+        _dry_run(model, row, monkeypatch, *lora, "8", "--num-rollout", "1", "--save-lora", str(tmp_path / "new")) == 0
+    )
+    assert "only exports that are missing are written; a larger --num-rollout goes on\nok:" in capsys.readouterr().out
     file = str(model / "config.json")
     for words, expected in (([*lora, "4"], "go on with --lora-rank 8"), (["--save", file], "is no directory")):
         assert _dry_run(model, row, monkeypatch, *words) == 2

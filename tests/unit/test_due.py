@@ -12,7 +12,7 @@ import pytest
 from slime.options.export_rules import mark_export
 from slime.ray import run as whole_run
 from slime.ray.driver import run_driver
-from slime.ray.due import NothingLeftError
+from slime.ray.due import NothingLeftError, check_remaining
 from slime.utils.arguments import parse_args
 from tests.command_line import command, write_checkpoint, write_model, write_rows
 
@@ -82,6 +82,21 @@ def test_weights_are_scored_once_before_a_run_is_over(directory: Path, capsys: p
     assert capsys.readouterr().out == OVER.format(load=directory / "ckpt")
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (EVALUATES, "these weights are scored"),
+        ("--save-hf hf", "exports that are missing are written"),
+        (f"{EVALUATES} --save-hf hf", "these weights are scored and exports that are missing are written"),
+        ("--start-rollout-id 2", None),
+    ],
+)
+def test_what_a_run_without_rollouts_does_is_said_first(directory: Path, words: str, expected: str | None) -> None:
+    line = OVER.format(load=directory / "ckpt").replace("nothing is left to do", f"no rollout is left, only {expected}")
+    said = check_remaining(parse_args(command(f"--run-dir run --load ckpt {words}")))
+    assert said == (line.strip() if expected else "")
+
+
 @pytest.mark.parametrize("place", ["hf", "hf_{rollout_id}"])
 def test_a_run_is_not_over_without_its_last_export(directory: Path, place: str) -> None:
     """Asked for later, or the run ended between the checkpoint and it."""
@@ -146,14 +161,25 @@ def _place(args: Namespace) -> None:
     raise _PlacedError
 
 
-def test_epochs_are_counted_before_anything_is_placed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    args = parse_args(command("--load ckpt --run-dir run --num-epoch 1", "--num-rollout"))
+@pytest.mark.parametrize(
+    ("words", "num_rollout", "ends"),
+    [("", 3, NothingLeftError), ("", 4, _PlacedError), ("--save-hf hf", 3, _PlacedError)],
+)
+def test_epochs_are_counted_before_anything_is_placed(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: str,
+    num_rollout: int,
+    ends: type[Exception],
+) -> None:
+    args = parse_args(command(f"--load ckpt --run-dir run --num-epoch 1 {words}", "--num-rollout"))
     (directory / "run").mkdir()
     monkeypatch.setattr(whole_run, "place", _place)
-    for num_rollout, ends in ((3, NothingLeftError), (4, _PlacedError)):
-        manager = _Manager(num_rollout)
-        monkeypatch.setattr(whole_run, "create_manager", lambda *_, made=manager: made)
-        run = whole_run.Run(Namespace(**vars(args)))
-        run._supervisor = manager  # type: ignore[assignment]
-        with pytest.raises(ends):
-            run.start()
+    manager = _Manager(num_rollout)
+    monkeypatch.setattr(whole_run, "create_manager", lambda *_: manager)
+    run = whole_run.Run(args)
+    run._supervisor = manager  # type: ignore[assignment]
+    with pytest.raises(ends):
+        run.start()
+    assert ("rollout 3 of 3: no rollout is left, only exports" in capsys.readouterr().out) == bool(words)
