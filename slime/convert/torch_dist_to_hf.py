@@ -106,6 +106,7 @@ def convert(
     check_output(output, [source, origin], force=force)
     check_config(origin)
     stored = StoredTensors(find_checkpoint(source))
+    logger.info("reading %s", stored.directory)
     config = hf_config(origin)
     with_heads = holds_heads(stored)
     family, shape = family_of(config), weight_shape(config, with_heads=with_heads)

@@ -168,11 +168,15 @@ def torch_dist(models: Callable[[str], Path], tmp_path: Path) -> Path:
     return directory
 
 
-def test_torch_dist_to_hf(torch_dist: Path, models: Callable[[str], Path], tmp_path: Path) -> None:
+def test_torch_dist_to_hf(
+    torch_dist: Path, models: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """In one file the same bytes; in several the same tensors, with an index; and everything that a model needs."""
     origin = models("qwen3_tied")
-    words = ["--input-dir", torch_dist, "--origin-hf-dir", origin, "--output-dir"]
+    (tmp_path / LATEST).write_text("3")
+    words = ["--input-dir", tmp_path, "--origin-hf-dir", origin, "--output-dir"]
     assert torch_dist_tool.main([*map(str, words), str(tmp_path / "one")]) == 0
+    assert f"reading {torch_dist}" in caplog.messages
     assert (tmp_path / "one/model.safetensors").read_bytes() == (origin / "model.safetensors").read_bytes()
     assert torch_dist_tool.main([*map(str, words), str(tmp_path / "many"), "--chunk-size", "100kB"]) == 0
     files = sorted((tmp_path / "many").glob("*.safetensors"))
