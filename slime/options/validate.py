@@ -62,12 +62,11 @@ def limit_prompts(args: Namespace) -> None:
     Raises:
         OptionError: an engine's context that has no room for a prompt.
     """
-    engine = _smallest(args.max_position_embeddings, getattr(args, "sglang_context_length", None))
-    usable = None if engine is None else engine - ENGINE_KEEPS
+    usable = usable_context(args)
     if usable is not None and usable < 2 and args.num_engines:
         raise OptionError(
-            f"an engine's context of {engine} tokens (--sglang-context-length, config.json) leaves no room: "
-            f"sglang keeps {ENGINE_KEEPS} of them"
+            f"an engine's context of {usable + ENGINE_KEEPS} tokens (--sglang-context-length, config.json) leaves no "
+            f"room: sglang keeps {ENGINE_KEEPS} of them"
         )
     given = args.rollout_max_prompt_len
     args.eval_max_context_len = _smallest(args.eval_max_context_len or args.rollout_max_context_len, usable)
@@ -75,6 +74,12 @@ def limit_prompts(args: Namespace) -> None:
         args.rollout_max_context_len = _smallest(args.rollout_max_context_len, usable)
     args.eval_max_prompt_len = _smallest(args.eval_max_prompt_len or given, _less_one(args.eval_max_context_len))
     args.rollout_max_prompt_len = _smallest(given, _less_one(args.rollout_max_context_len))
+
+
+def usable_context(args: Namespace) -> int | None:
+    """Tokens that prompt and response may have together in an engine; None where the model's shape sets no limit."""
+    engine = _smallest(args.max_position_embeddings, getattr(args, "sglang_context_length", None))
+    return None if engine is None else engine - ENGINE_KEEPS
 
 
 def check_schedule(args: Namespace) -> None:

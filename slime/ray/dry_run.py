@@ -11,6 +11,7 @@ from slime.ray.due import check_remaining
 from slime.ray.placement import describe_placement
 from slime.ray.rollout_manager import make_data_source, num_rollout
 from slime.ray.supervision import LOAD_DATA, InputError
+from slime.rollout.data_warnings import data_warnings
 from slime.rollout.debug_data import check_recorded
 from slime.rollout.evaluation import load_eval_prompts
 from slime.utils.arguments import describe
@@ -62,4 +63,5 @@ def _check_prompts(args: argparse.Namespace) -> list[str]:
         f"{getattr(source, name, 0)} {what}" for name, what in (("num_bad", "bad"), ("num_too_long", "too long"))
     ]
     data = f"data: {len(source)} prompts ({', '.join(left_out)} left out), {args.num_rollout} rollouts"
-    return [data, check_remaining(args)]
+    left = check_remaining(args)
+    return [data, *(f"warning: {warning}" for warning in data_warnings(args, source)), left]

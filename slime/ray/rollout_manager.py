@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import inspect
+import logging
 import math
 import os
 import time
@@ -19,6 +20,7 @@ from slime.ray.cluster import enter_actor, serving_host
 from slime.rollout.abort import forget_engine, register_engines
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, flatten_samples
 from slime.rollout.data_source import DataSource, RolloutDataSource
+from slime.rollout.data_warnings import data_warnings
 from slime.rollout.debug_data import check_recorded, load_samples, save_samples
 from slime.rollout.evaluation import eval_metrics, load_eval_prompts
 from slime.rollout.gate import hold_requests, shared_gate
@@ -37,6 +39,8 @@ from slime.utils import http_utils
 from slime.utils.errors import BadInputError, SlimeError
 from slime.utils.misc import load_function
 from slime.utils.types import Group, Sample
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
 ROLLOUTS, EVALUATION, ROUTERS = "rollouts", "evaluation", "routers"
@@ -73,6 +77,8 @@ class RolloutManager:
         self._data_source = make_data_source(self._args)
         self._args.num_rollout = num_rollout(self._args, self._data_source)
         check_schedule(self._args)
+        for warning in data_warnings(self._args, self._data_source):
+            logger.warning(warning)
         return self._args.num_rollout
 
     @ray.method(concurrency_group=ROUTERS)

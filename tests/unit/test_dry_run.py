@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 import train
+from slime.ray.rollout_manager import RolloutManager
+from slime.utils.arguments import parse_args
 from tests.command_line import write_checkpoint
 from tools import make_tiny_model
 
@@ -22,12 +24,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _dry_run(model: Path, rows: str, monkeypatch: pytest.MonkeyPatch, *more: str) -> int:
+def _dry_run(model: Path, rows: str, monkeypatch: pytest.MonkeyPatch, *more: str, chat: bool = True) -> int:
     data = model.parent / "data.jsonl"
     data.write_text(rows)
     run_dir = ["--run-dir", str(model.parent / "run")]
     batch = ["--num-rollout", "3", "--rollout-batch-size", "2", "--n-samples-per-prompt", "4", *run_dir]
-    keys = ["--input-key", "prompt", "--label-key", "label", "--apply-chat-template", "--rm-type", "math"]
+    keys = ["--input-key", "prompt", "--label-key", "label", "--rm-type", "math"] + ["--apply-chat-template"] * chat
     placement = ["--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "1", "--rollout-max-response-len", "8"]
     files = ["--hf-checkpoint", str(model), "--prompt-data", str(data)]
     monkeypatch.setattr(sys, "argv", ["train.py", "--dry-run", "--fp32", *files, *batch, *keys, *placement, *more])
@@ -61,6 +63,43 @@ def test_warnings_follow_the_configuration(
     said = "warning: --rollout-num-gpus 8 is ignored with --colocate: generation uses the 2 training slots"
     assert warning == f"train.py: {said}"
     assert said in out.partition("\nplacement: ")[2].splitlines()
+
+
+_FEW = "is more than the 5 prompts of --prompt-data: a rollout repeats prompts"
+_LONG = "--rollout-max-response-len 2041"
+_CUT = f"{_LONG} is more than an engine's context leaves to {{}} of 5 prompts: prompt and response end at {{}} tokens"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", None),
+        ("--rollout-batch-size 5", None),
+        ("--rollout-batch-size 6", f"--rollout-batch-size 6 {_FEW}"),
+        ("--over-sampling-batch-size 6", f"--over-sampling-batch-size 6 {_FEW}"),
+        ("--rollout-batch-size 6 --num-rollout 0 --debug-rollout-only", None),
+        (_LONG, _CUT.format(3, 2042)),
+        (f"{_LONG} --rollout-max-context-len 100", None),
+        (f"{_LONG} --sglang-context-length 1k", _CUT.format(5, 994)),
+        (f"{_LONG} --loss-type sft_loss", None),
+    ],
+)
+def test_what_options_make_of_the_prompts_is_warned_of(
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    words: str,
+    expected: str | None,
+) -> None:
+    """In a run too. Of the context of 2048 an engine keeps 6, which leaves room for the prompts of one token only."""
+    rows = "".join(json.dumps({"prompt": text, "label": "2"}) + "\n" for text in ("1", "1", "1+", "1+", "1+"))
+    assert _dry_run(model, rows, monkeypatch, *words.split(), chat=False) == 0
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: --")]
+    assert len(warnings) == (expected is not None), warnings
+    assert all(warning.startswith(f"warning: {expected}") for warning in warnings)
+    RolloutManager(parse_args(), None).load_data()
+    assert [f"warning: {message}" for message in caplog.messages] == warnings
 
 
 def test_evaluation_files_are_read_too(
