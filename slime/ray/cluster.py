@@ -40,6 +40,9 @@ def connect(slots: int) -> int | None:
     Raises:
         RunError: the running Ray could not be joined, or a local one not be started.
     """
+    if not (sys.stdout.isatty() and sys.stderr.isatty()):
+        # Ray colours the prefix of workers' lines, which this process prints, in files too.
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": True}
     address = os.environ.get("RAY_ADDRESS")
     if address and address != "local":

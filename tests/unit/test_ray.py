@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -15,7 +16,7 @@ from typing import Any, ClassVar
 
 import pytest
 import ray
-from ray._private import services
+from ray._private import services, worker
 from ray.exceptions import RayTaskError
 
 from slime.backends.sglang.client import EngineError
@@ -58,6 +59,27 @@ def test_a_local_ray_counts_no_gpu_that_torch_cannot_use(
     monkeypatch.setattr(cluster.janitor, "start", lambda: 0)
     cluster.connect(2)
     assert given.get("num_gpus") == expected
+
+
+@pytest.mark.parametrize(
+    ("terminals", "given", "coloured"),
+    [({"stdout", "stderr"}, None, True), ({"stdout"}, None, False), ({"stderr"}, None, False), (set(), "1", True)],
+)
+def test_prefixes_of_workers_lines_are_coloured_on_a_terminal_only(
+    terminals: set[str], given: str | None, coloured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_COLOR_PREFIX", given or "")
+    if given is None:
+        monkeypatch.delenv("RAY_COLOR_PREFIX")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "init", lambda **options: None)
+    monkeypatch.setattr(cluster.janitor, "start", lambda: 0)
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(getattr(sys, name), "isatty", lambda name=name: name in terminals)
+    cluster.connect(2)
+    printed = io.StringIO()
+    worker.print_worker_logs({"pid": "7", "lines": ["a line"]}, printed)
+    assert ("\x1b" in printed.getvalue()) == coloured
 
 
 def test_a_local_ray_that_does_not_start_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
