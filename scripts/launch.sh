@@ -29,7 +29,7 @@ launch() {
       _check_job_server
       _use_token
       # A job starts in the directory of the Ray.
-      exec "$PYTHON" -m ray.scripts.scripts job submit --runtime-env-json "${RUNTIME_ENV_JSON:-$runtime_env}" \
+      exec "$PYTHON" "$SLIME_DIR/tools/submit_job.py" --runtime-env-json "${RUNTIME_ENV_JSON:-$runtime_env}" \
          -- env "--chdir=$PWD" "${command[@]}"
    elif [ "$NUM_NODES" -gt 1 ] && [ -z "${RAY_ADDRESS:-}" ]; then
       _check_installation

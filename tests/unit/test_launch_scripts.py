@@ -199,8 +199,8 @@ def test_a_job_server_gets_the_run_as_a_job(files: Path, tmp_path: Path) -> None
     server = {"RAY_ADDRESS": "http://127.0.0.1:8265", "PROMPT_DATA": "x"}
     _, (words,) = run(RUN, files, tmp_path / "record", **server)
     where = ["--", "env", f"--chdir={os.getcwd()}", str(files / "python"), f"{shipped.ROOT}/train.py"]
-    assert words[:6] == ["-m", "ray.scripts.scripts", "job", "submit", "--runtime-env-json", "{}"]
-    assert words[6:11] == where
+    assert words[:3] == [f"{shipped.ROOT}/tools/submit_job.py", "--runtime-env-json", "{}"]
+    assert words[3:8] == where
 
 
 @pytest.mark.parametrize("answer", ["", "no HTTP", "HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\n\r\n"])
