@@ -62,8 +62,8 @@ def check_remaining(args: argparse.Namespace) -> str:
     if args.start_rollout_id is not None:
         why = f"--start-rollout-id {first}, counted from 0, is after the last of {args.num_rollout} rollouts"
     more = "a larger --num-rollout goes on"
-    left = ["these weights are scored"] if scores_start(args, first) else []
-    left += ["exports that are missing are written"] if missing_exports(args, done) else []
+    left = ["scoring these weights"] if scores_start(args, first) else []
+    left += ["writing the exports that are missing"] if missing_exports(args, done) else []
     if not left:
         raise NothingLeftError(f"{why}: nothing is left to do; {more}")
-    return f"{why}: no rollout is left, only {' and '.join(left)}; {more}"
+    return f"{why}: nothing is left but {' and '.join(left)}; {more}"

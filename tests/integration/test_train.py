@@ -248,7 +248,7 @@ def test_resume_after_a_killed_driver_equals_the_uninterrupted_run(workspace: Pa
 
     late = run_dir / "asked_for_later"
     _run([*line, "--save-hf", str(late)], workspace / "late.log")
-    assert "no rollout is left, only exports that are missing are written" in (workspace / "late.log").read_text()
+    assert "nothing is left but writing the exports that are missing" in (workspace / "late.log").read_text()
     files = [directory / "model.safetensors" for directory in (colocated / f"hf_{_ROLLOUTS - 1}", late)]
     expected, found = map(load_file, files)
     assert all(torch.allclose(found[name], tensor, atol=1e-6) for name, tensor in expected.items())

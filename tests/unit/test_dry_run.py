@@ -155,7 +155,10 @@ def test_what_would_fail_or_end_when_the_run_starts(
     assert (
         _dry_run(model, row, monkeypatch, *lora, "8", "--num-rollout", "1", "--save-lora", str(tmp_path / "new")) == 0
     )
-    assert "only exports that are missing are written; a larger --num-rollout goes on\nok:" in capsys.readouterr().out
+    assert (
+        "nothing is left but writing the exports that are missing; a larger --num-rollout goes on\nok:"
+        in capsys.readouterr().out
+    )
     file = str(model / "config.json")
     for words, expected in (([*lora, "4"], "go on with --lora-rank 8"), (["--save", file], "is no directory")):
         assert _dry_run(model, row, monkeypatch, *words) == 2

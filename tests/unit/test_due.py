@@ -85,14 +85,14 @@ def test_weights_are_scored_once_before_a_run_is_over(directory: Path, capsys: p
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (EVALUATES, "these weights are scored"),
-        ("--save-hf hf", "exports that are missing are written"),
-        (f"{EVALUATES} --save-hf hf", "these weights are scored and exports that are missing are written"),
+        (EVALUATES, "scoring these weights"),
+        ("--save-hf hf", "writing the exports that are missing"),
+        (f"{EVALUATES} --save-hf hf", "scoring these weights and writing the exports that are missing"),
         ("--start-rollout-id 2", None),
     ],
 )
 def test_what_a_run_without_rollouts_does_is_said_first(directory: Path, words: str, expected: str | None) -> None:
-    line = OVER.format(load=directory / "ckpt").replace("nothing is left to do", f"no rollout is left, only {expected}")
+    line = OVER.format(load=directory / "ckpt").replace("nothing is left to do", f"nothing is left but {expected}")
     said = check_remaining(parse_args(command(f"--run-dir run --load ckpt {words}")))
     assert said == (line.strip() if expected else "")
 
@@ -182,4 +182,4 @@ def test_epochs_are_counted_before_anything_is_placed(
     run._supervisor = manager  # type: ignore[assignment]
     with pytest.raises(ends):
         run.start()
-    assert ("rollout 3 of 3: no rollout is left, only exports" in capsys.readouterr().out) == bool(words)
+    assert ("rollout 3 of 3: nothing is left but writing" in capsys.readouterr().out) == bool(words)
