@@ -99,7 +99,8 @@ def test_what_options_make_of_the_prompts_is_warned_of(
     assert len(warnings) == (expected is not None), warnings
     assert all(warning.startswith(f"warning: {expected}") for warning in warnings)
     RolloutManager(parse_args(), None).load_data()
-    assert [f"warning: {message}" for message in caplog.messages] == warnings
+    logged = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert [f"warning: {message}" for message in logged] == warnings
 
 
 def test_evaluation_files_are_read_too(
