@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -41,7 +43,9 @@ def ray_head(workspace: Path) -> Iterator[dict[str, str]]:
     ray = Path(sys.executable).with_name("ray")
     command = [str(ray), "start", "--head", "--block", "--num-cpus=2", f"--node-ip-address={_HOST}"]
     command += [f"--port={numbers['gcs']}", f"--dashboard-port={numbers['dashboard']}", f"--dashboard-host={_HOST}"]
-    command += [f"--ray-client-server-port={numbers['client']}", f"--temp-dir={workspace}/r", "--disable-usage-stats"]
+    # Of its own: with that of a test, paths of the dashboard's sockets may be longer than the 107 characters that fit.
+    directory = tempfile.mkdtemp(prefix="ray")
+    command += [f"--ray-client-server-port={numbers['client']}", f"--temp-dir={directory}", "--disable-usage-stats"]
     # Its default is taken where another Ray runs, and a node whose agent does not listen takes no job.
     command += [f"--dashboard-agent-listen-port={numbers['agent']}"]
     with open(workspace / "head.log", "w") as log:
@@ -60,6 +64,7 @@ def ray_head(workspace: Path) -> Iterator[dict[str, str]]:
     finally:
         head.terminate()
         head.wait(60)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _agents_of(head: int) -> int:
