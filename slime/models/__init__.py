@@ -5,7 +5,6 @@ A new family is one file with its table and one entry in `FAMILIES`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,8 @@ __all__ = [
 ]
 
 
-def hf_config(directory: str | Path, changes: Mapping[str, Any] | None = None) -> Any:
+def hf_config(directory: str | Path) -> Any:
     """The config of a Hugging Face directory, by a class of transformers: code that lies beside it is never run.
-
-    Args:
-        changes: entries that are others than in the file.
 
     Raises:
         ValueError: its ``model_type`` is in no table, or it lacks what transformers asks of it.
@@ -46,7 +42,7 @@ def hf_config(directory: str | Path, changes: Mapping[str, Any] | None = None) -
     given = values.get("model_type")
     kind = given if given in CONFIG_MAPPING else _family(given).model_types[0]
     try:
-        return CONFIG_MAPPING[kind].from_dict({**values, **(changes or {}), "model_type": kind})
+        return CONFIG_MAPPING[kind].from_dict({**values, "model_type": kind})
     except KeyError as error:  # of a scaling of positions that lacks something
         raise ValueError(f"the config.json of {directory}: {error.args[0]}") from error
     except Exception as error:  # of transformers' own checks: values of other types, or that contradict each other

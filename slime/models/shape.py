@@ -30,8 +30,6 @@ _ABSENT: dict[str, Any] = {
     "glu_linear_offset": 0.0,
 }
 """What Megatron can build or compute and a Llama-like decoder does not have."""
-_LAYER_LISTS = ("layer_types", "mlp_layer_types")
-"""Entries of config.json that are lists with an item for each layer."""
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The constants that megatron-core's ``use_rope_scaling`` has built in."""
 
@@ -224,16 +222,6 @@ def _refuse_unsupported(config: Any, *biases: str) -> None:
     for flag in biases:
         if getattr(config, flag, False):
             raise ValueError(f"{config.model_type} with {flag}=true is not supported")
-
-
-def other_layers(config: Any, num_layers: int) -> dict[str, Any]:
-    """What config.json would say otherwise if the model had so many layers: its first ones, and more like its last."""
-    if num_layers == config.num_hidden_layers:
-        return {}
-    kinds = {name: getattr(config, name, None) for name in _LAYER_LISTS}
-    return {"num_hidden_layers": num_layers} | {
-        name: [*own, *own[-1:] * (num_layers - len(own))][:num_layers] for name, own in kinds.items() if own
-    }
 
 
 def rule_shape(args: dict[str, Any]) -> Shape:

@@ -60,7 +60,6 @@ def reward_engine_args(args: argparse.Namespace) -> argparse.Namespace:
         "random_weights": False,
         "lora_sync": "merged",
         "pushes_float8": False,
-        "config_changes": {},
     }
     return argparse.Namespace(**vars(args) | own)
 

@@ -243,13 +243,10 @@ def _resolve(args: argparse.Namespace, given: set[str], asynchronous: bool) -> l
 def take_shape(args: argparse.Namespace, given: set[str], warnings: list[str]) -> None:
     """Take the model's shape from its config.json, which says too what heads there are to train.
 
-    Sets ``args.config_changes``: what config.json would say otherwise of the model, for engines and exports.
-
     Raises:
         OptionError: it cannot be read, or flags contradict it.
     """
     from slime.models import hf_config, shape_from_hf, trainable_heads
-    from slime.models.shape import other_layers
 
     take_rotary_factor(args, given)
     try:
@@ -259,7 +256,6 @@ def take_shape(args: argparse.Namespace, given: set[str], warnings: list[str]) -
         reason = " ".join(str(error).split())
         raise OptionError(f"--hf-checkpoint {args.hf_checkpoint}: {reason}") from error
     apply_shape(args, shape, given, warnings)
-    args.config_changes = other_layers(config, args.num_layers)
     check_heads(args, shape["mtp_num_layers"] or 0, config.model_type, trainable_heads())
 
 

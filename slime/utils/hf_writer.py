@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -23,16 +21,14 @@ _INDEX_END = ".index.json"
 class HFWriter:
     """Writes into a directory; it is a complete model after `finish`, so write aside and rename it then."""
 
-    def __init__(self, directory: Path, origin: Path, changes: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, directory: Path, origin: Path) -> None:
         """
         Args:
             directory: an existing empty one.
             origin: the Hugging Face directory whose other files (config, tokenizer) belong to the weights.
-            changes: entries of config.json that are others than there.
         """
         self._directory = directory
         self._origin = origin
-        self._changes = dict(changes or {})
         self._parts: list[list[str]] = []
         self._bytes_of: Counter[torch.dtype] = Counter()
 
@@ -55,7 +51,6 @@ class HFWriter:
         if count > 1:
             write_index(self._directory, file_of, self._bytes_of.total())
         complete(self._directory, self._origin, self._bytes_of)
-        _change(self._directory / "config.json", self._changes)
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
@@ -103,12 +98,7 @@ def _set_dtype(config_file: Path, dtype: str) -> None:
     """The files hold what was trained, which need not be the origin's type and is not quantized."""
     config = json.loads(config_file.read_text())
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    _change(config_file, {key: dtype}, without="quantization_config")
-
-
-def _change(config_file: Path, changes: Mapping[str, Any], without: str | None = None) -> None:
-    """Give entries of a JSON file other values; one that says all that already stays as it is to the byte."""
-    config = json.loads(config_file.read_text())
-    changed = {name: value for name, value in (config | changes).items() if name != without}
+    changed = {**config, key: dtype}
+    changed.pop("quantization_config", None)
     if changed != config:
         config_file.write_text(json.dumps(changed, indent=2) + "\n")

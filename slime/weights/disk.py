@@ -30,8 +30,7 @@ class DiskPublisher(WeightPublisher):
         self._previous: Path | None = None
 
     def _prepare(self, version: int) -> None:
-        directory, origin = self._root / f"weight_v{version:06d}", Path(self.args.hf_checkpoint)
-        self._writer = HFDirectoryWriter(directory, origin, self.args.config_changes)
+        self._writer = HFDirectoryWriter(self._root / f"weight_v{version:06d}", Path(self.args.hf_checkpoint))
 
     def _deliver(self, bucket: NamedTensors, staged: Any) -> None:
         # Not beside the next gather: engines do not wait for it, they generate meanwhile.

@@ -40,8 +40,6 @@ class EqualityCheck:
         self._load_format = load_format(args)
         self._parent = weights_directory(args)
         self._writer = HFDirectoryWriter(self._parent / f"check_v{version:06d}", self._template)
-        # A checkpoint of other layers than the run's does not say which tensors are pushed.
-        self._expected = set() if args.config_changes else expected_names(self._template)
         self._digests: dict[str, str] = {}
 
     def add(self, bucket: NamedTensors) -> None:
@@ -59,7 +57,7 @@ class EqualityCheck:
         Raises:
             EngineError: naming the tensors that were not pushed, or engine, rank and parameters that differ.
         """
-        missing = self._expected - self._digests.keys()
+        missing = expected_names(self._template) - self._digests.keys()
         if missing:
             raise EngineError(f"check equal: tensors of {self._template} that were not pushed: {some(missing)}")
         directory, how = self._writer.commit(), self._load_format

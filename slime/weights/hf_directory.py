@@ -6,9 +6,8 @@ import hashlib
 import shutil
 import socket
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -22,16 +21,15 @@ __all__ = ["HFDirectoryWriter", "NamedTensors", "load_format", "stored_names", "
 class HFDirectoryWriter(HFWriter):
     """A `HFWriter` that writes aside; `commit` renames its directory into place."""
 
-    def __init__(self, directory: Path, template: Path, changes: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, directory: Path, template: Path) -> None:
         """
         Args:
             directory: where it shall be; replaced if it is there.
             template: a Hugging Face directory whose other files (config, tokenizer) are copied.
-            changes: entries of config.json that are others than there.
         """
         self._final = directory
         self._committed = False
-        super().__init__(aside.begin_directory(directory), template, changes)
+        super().__init__(aside.begin_directory(directory), template)
 
     def commit(self) -> Path:
         """Complete the directory and move it into place; its path."""

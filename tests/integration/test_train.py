@@ -120,18 +120,6 @@ def _run(line: list[str], log: Path) -> None:
         process.assert_no_process_left()
 
 
-@pytest.mark.full
-def test_engines_and_exports_have_the_layers_of_the_flags(workspace: Path) -> None:
-    """Random weights, and more layers than config.json says."""
-    run_dir = workspace / "layers"
-    changes: dict[str, Value] = {"random_weights": True, "num_layers": 5, "allow_config_mismatch": True}
-    changes |= {"num_rollout": 2, "check_weight_update_equal": True}
-    _run(flags(workspace, run_dir, save_hf=str(run_dir / "hf"), **changes), workspace / "layers.log")
-    assert max(series(run_dir, "train/train_rollout_logprob_abs_diff")) < 1e-4
-    _, found = AutoModelForCausalLM.from_pretrained(run_dir / "hf", output_loading_info=True)
-    assert not any(found.values()), found
-
-
 def test_colocated_run_trains_and_agrees_with_the_engine(colocated: Path) -> None:
     differences = series(colocated, "train/train_rollout_logprob_abs_diff")
     assert len(differences) == _ROLLOUTS

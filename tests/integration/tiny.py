@@ -37,7 +37,6 @@ def engine_args(hf_checkpoint: Path, run_dir: Path, **changes: Any) -> argparse.
         "update_weight_transport": "tensor",
         "asynchronous": False,
         "pushes_float8": False,
-        "config_changes": {},
     }
     assert set(changes) <= set(values), set(changes) - set(values)
     return argparse.Namespace(**(values | changes))

@@ -247,7 +247,6 @@ def arguments(directory: Path, **options: Any) -> Namespace:
             "rotary_seq_len_interpolation_factor": None,
             "enable_mtp_training": False,
             "pushes_heads": False,
-            "config_changes": {},
             **shape_from_hf(hf_config(directory)),
             **options,
         }

@@ -55,12 +55,6 @@ def test_config_mismatch(parse: Parse, fails: Fails, capsys: pytest.CaptureFixtu
     assert "--hidden-size" not in warning
 
 
-def test_other_layers_than_those_of_the_config(parse: Parse) -> None:
-    assert parse().config_changes == {}
-    args = parse("--num-layers 3 --random-weights --allow-config-mismatch")
-    assert args.config_changes == {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
-
-
 def test_rotary_factor_of_llama_scripts(parse: Parse, directory: Path, fails: Fails) -> None:
     rope = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     rope |= {"original_max_position_embeddings": 8192}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -87,7 +86,6 @@ def make_engine(tmp_path: Path, *sglang_cli: str, ranks: int = 1, **nodes: Any) 
         lora_sync="merged",
         offload_rollout=False,
         pushes_float8=False,
-        config_changes={},
     )
     return Engine(args, 0, "127.0.0.1", None, tmp_path / "log", None, **nodes)
 
@@ -244,13 +242,6 @@ def test_what_an_engine_drafts_by_outlives_its_sleep(
     command = engine._command(1, 2)
     assert ("--enable-draft-weights-cpu-backup" in command) == keeps
     assert ("--enable-memory-saver" in command) == sleeps
-
-
-def test_a_server_has_the_layers_of_the_trainers(tmp_path: Path) -> None:
-    engine = make_engine(tmp_path)
-    assert "--json-model-override-args" not in engine._command(1, 2)
-    engine._args.config_changes = {"num_hidden_layers": 3}
-    assert json.loads(flag(engine._command(1, 2), "--json-model-override-args")) == {"num_hidden_layers": 3}
 
 
 def test_a_server_knows_that_it_will_be_pushed_float8(tmp_path: Path) -> None:

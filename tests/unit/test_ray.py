@@ -189,12 +189,11 @@ def test_the_reward_model_has_the_last_slots_to_itself(kind: str, expected: list
 def test_engines_of_the_reward_model_serve_it_and_never_sleep() -> None:
     args = Namespace(hf_checkpoint="m", rollout_num_gpus_per_engine=4, sglang_cli=["--x"], offload_rollout=True)
     args.random_weights, args.pushes_float8, args.seed = True, True, 7
-    args.config_changes = {"num_hidden_layers": 3}
     args.rm_model_path, args.rm_num_gpus_per_engine, args.rm_sglang_cli = "judge", 1, ["--context-length", "64"]
     own = creation.reward_engine_args(args)
     assert (own.hf_checkpoint, own.rollout_num_gpus_per_engine, own.seed) == ("judge", 1, 7)
     assert (own.sglang_cli, own.offload_rollout, own.random_weights) == (["--context-length", "64"], False, False)
-    assert (own.pushes_float8, own.config_changes) == (False, {})
+    assert not own.pushes_float8
     assert args.hf_checkpoint == "m"
 
 

@@ -121,7 +121,6 @@ def publisher(origin: Path, tmp_path: Path) -> DiskPublisher:
         hf_checkpoint=str(origin),
         custom_update_weight_post_write_path=None,
         random_weights=False,
-        config_changes={},
     )
     publisher = DiskPublisher(args, 0, [])
     publisher.controls = [FakeControl()]  # type: ignore[list-item]

@@ -63,7 +63,7 @@ class MegatronTrainer:
         model_hooks.after_init(args)
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.dp_size = parallel_state.get_data_parallel_world_size()
-        config = hf_config(args.hf_checkpoint, args.config_changes)
+        config = hf_config(args.hf_checkpoint)
         self.family = family_of(config)
         self.shape = built_shape(weight_shape(config, with_heads=args.enable_mtp_training), args)
         found = find_checkpoint(args.load) if args.load else None
@@ -329,7 +329,7 @@ class MegatronTrainer:
         """Write the actor, as it is after a rollout, as a Hugging Face directory, complete or not at all; what is there
         is replaced."""
         unfinished = checkpoint.begin_directory(Path(directory))
-        weights_io.save_hf(self.model_chunks, unfinished, self.args.hf_checkpoint, self.args.config_changes)
+        weights_io.save_hf(self.model_chunks, unfinished, self.args.hf_checkpoint)
         checkpoint.commit_export(Path(directory), self.args, rollout_id)
 
     def save_lora(self, directory: str, rollout_id: int) -> None:

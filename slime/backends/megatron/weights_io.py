@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -158,25 +158,17 @@ def export_adapter_buckets(
     return Gatherer(parameters, adapter_family(family, targets), shape).buckets(bucket_bytes, parameters.__getitem__)
 
 
-def save_hf(
-    chunks: Sequence[torch.nn.Module],
-    directory: str | Path,
-    origin_hf_dir: str | Path,
-    changes: Mapping[str, Any] | None = None,
-) -> None:
+def save_hf(chunks: Sequence[torch.nn.Module], directory: str | Path, origin_hf_dir: str | Path) -> None:
     """Write the model as a Hugging Face directory: sharded safetensors and the origin's config and tokenizer files.
 
     Collective; rank 0 writes, one file at a time, into the existing directory ``directory``. The caller makes the
     directory visible under its final name afterwards.
-
-    Args:
-        changes: entries of config.json that are others than in the origin: the model's layers.
     """
     target, origin = Path(directory), Path(origin_hf_dir)
-    config, with_heads = hf_config(origin, changes), has_heads(chunks)
+    config, with_heads = hf_config(origin), has_heads(chunks)
     buckets = export_hf_buckets(chunks, family_of(config), _shape_of(chunks, config), _SHARD_BYTES)
     if dist.get_rank() == 0:
-        write_hf(buckets, target, origin, with_heads=with_heads, changes=changes)
+        write_hf(buckets, target, origin, with_heads=with_heads)
     else:
         for _ in buckets:
             pass
@@ -201,21 +193,15 @@ def save_adapters(
 
 
 def write_hf(
-    buckets: Iterable[list[tuple[str, Tensor]]],
-    target: Path,
-    origin: Path,
-    *,
-    with_heads: bool = False,
-    changes: Mapping[str, Any] | None = None,
+    buckets: Iterable[list[tuple[str, Tensor]]], target: Path, origin: Path, *, with_heads: bool = False
 ) -> None:
     """Write buckets of tensors, one safetensors file each, and what else makes a Hugging Face directory.
 
     Args:
         with_heads: heads for further tokens are among the buckets, and not taken from the origin.
-        changes: as of `save_hf`; what the origin has beside a model of other layers is left there.
     """
-    writer = HFWriter(target, origin, changes)
-    for bucket in chain(buckets, () if changes else _carried(origin, with_heads=with_heads)):
+    writer = HFWriter(target, origin)
+    for bucket in chain(buckets, _carried(origin, with_heads=with_heads)):
         writer.add(bucket)
     writer.finish()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -206,8 +205,6 @@ class Engine(Server):
             flags += self._adapter_flags()
         if args.random_weights:
             flags += ["--load-format", "dummy"]
-        if args.config_changes:
-            flags += ["--json-model-override-args", json.dumps(args.config_changes)]
         if meeting is not None:
             flags += ["--dist-init-addr", meeting]
         if self._num_nodes > 1:
