@@ -169,6 +169,8 @@ def apply_shape(args: Namespace, shape: dict[str, Any], given: set[str], warning
             setattr(args, name, value)
     if mismatches:
         message = f"flags contradict {args.hf_checkpoint}/config.json: {'; '.join(mismatches.values())}"
+        if getattr(args, "random_weights", False):  # nothing would be loaded that does not fit
+            raise OptionError(f"{message}; drop the flags: --random-weights makes the model that config.json describes")
         if not args.allow_config_mismatch:
             raise OptionError(f"{message}; drop the flags, or keep them with --allow-config-mismatch")
         warnings.append(message)

@@ -55,6 +55,12 @@ def test_config_mismatch(parse: Parse, fails: Fails, capsys: pytest.CaptureFixtu
     assert "--hidden-size" not in warning
 
 
+def test_random_weights_are_of_the_model_that_engines_have(parse: Parse, fails: Fails) -> None:
+    line = fails("--random-weights --num-layers 3 --allow-config-mismatch")
+    assert "--num-layers is 3, config.json means 4; drop the flags" in line
+    assert parse("--random-weights --num-layers 4").num_layers == 4
+
+
 def test_rotary_factor_of_llama_scripts(parse: Parse, directory: Path, fails: Fails) -> None:
     rope = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     rope |= {"original_max_position_embeddings": 8192}
