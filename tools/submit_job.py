@@ -1,33 +1,150 @@
-"""Submit a job to the Ray whose job server RAY_ADDRESS names, as `ray job submit` does; scripts/launch.sh calls this.
+"""Submit a job to the Ray whose job server RAY_ADDRESS names, and follow its log; scripts/launch.sh calls this.
 
 RAY_ADDRESS=http://10.0.0.1:8265 python tools/submit_job.py -- python3 train.py ...
 
-What the server answers instead of taking the job is one line, not a traceback, and files get no colours.
+As `ray job submit` does, but whatever goes wrong is one line: what was asked, what came of it, what to do.
 """
 
 from __future__ import annotations
 
+import argparse
+import asyncio
+import json
+import logging
 import os
+import secrets
+import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
-_NO_AGENT = "No available agent"
-_HINT = (
-    ": its dashboard agent, the last part of a Ray to start, is not there yet, or could not start; dashboard_agent.log "
+import aiohttp
+import requests
+from ray.exceptions import AuthenticationError, RayError
+from ray.job_submission import JobStatus, JobSubmissionClient
+from ray.runtime_env import RuntimeEnv
+
+_FAILURES = (RayError, requests.RequestException, aiohttp.ClientError, ConnectionError, RuntimeError)
+"""What Ray's client raises for answers that it cannot use, and where there is none."""
+_TOKEN = (
+    "give it the token of that Ray, by RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, and "
+    "RAY_AUTH_MODE=token (which launch sets where there is one)"
+)
+_AGENT = (
+    "its dashboard agent, the last part of a Ray to start, is not there yet, or could not start; dashboard_agent.log "
     "among its logs says why, and where a port is taken `ray start --head --dashboard-agent-listen-port PORT` helps"
 )
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Ends the process, with status 0 where the job succeeded and 1 where it failed or was not taken."""
-    from ray.scripts.scripts import cli
-
-    colour = ["--log-color", "auto" if sys.stdout.isatty() else "false"]
+    """Ends the process: status 0 where the job succeeded, 2 for bad input, 1 for everything else."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runtime-env-json", default="{}", help="the job's runtime environment, a JSON object")
+    parser.add_argument("command", nargs="+", help="what the job runs")
+    args = parser.parse_args(argv)
+    logging.getLogger("ray.dashboard.modules.job.sdk").setLevel(logging.WARNING)  # it tells of every end of a log
+    if not _address():
+        parser.error("RAY_ADDRESS, the address of a job server, is missing")
+    runtime_env = _object("RUNTIME_ENV_JSON", args.runtime_env_json)
+    with _bad_input("RUNTIME_ENV_JSON"):
+        RuntimeEnv(**runtime_env)  # checks it
+    headers = _object("RAY_JOB_HEADERS", os.environ.get("RAY_JOB_HEADERS") or "{}")
+    with _told("GET /api/version", "is that Ray still there, and the address right?"):
+        client = JobSubmissionClient(headers=headers)
+    job = f"raysubmit_{secrets.token_hex(8)}"  # our own, so that it is known where the answer is lost
+    taken = f"whether the job was taken after all, {_ray_job('status', job)} says"
+    with _bad_input("RUNTIME_ENV_JSON"), _told("POST /api/jobs/", taken):
+        client.submit_job(entrypoint=shlex.join(args.command), submission_id=job, runtime_env=runtime_env)
+    print(f"launch: submitted as job {job}; {_ray_job('stop', job)} stops it", file=sys.stderr, flush=True)
     try:
-        cli(["job", "submit", *colour, *(sys.argv[1:] if argv is None else argv)], prog_name="ray")
-    except RuntimeError as error:
-        why = str(error).strip().splitlines()[-1].rstrip(".")  # of a traceback of the server's, what matters
-        hint = _HINT if _NO_AGENT in why else ""
-        sys.exit(f"launch: error: RAY_ADDRESS={os.environ.get('RAY_ADDRESS')}: the job server answered: {why}{hint}")
+        sys.exit(_follow(client, job))
+    except KeyboardInterrupt:
+        _fail(f"interrupted: job {job} goes on; {_ray_job('stop', job)} stops it", 130)
+
+
+def _object(name: str, text: str) -> dict[str, Any]:
+    with _bad_input(name):
+        value = json.loads(text)
+        if not isinstance(value, dict):
+            raise ValueError("it is no JSON object")
+        return value
+
+
+@contextmanager
+def _bad_input(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        _fail(f"{name} cannot be used: {' '.join(str(error).split())}", 2)
+
+
+@contextmanager
+def _told(asked: str, advice: str) -> Iterator[None]:
+    """Turn what the client raises into one line, which ends with ``advice`` unless better is known."""
+    try:
+        yield
+    except (*_FAILURES, KeyError) as error:
+        why = _line(error)
+        if isinstance(error, AuthenticationError):
+            advice = _TOKEN
+        elif isinstance(error, (requests.JSONDecodeError, KeyError)):
+            why, advice = f"an answer that is none of a Ray's job server ({why})", "correct the address"
+        elif isinstance(error, RuntimeError):  # an answer, which says no
+            advice = _AGENT if "No available agent" in why else "dashboard.log among the logs of that Ray may say more"
+        _fail(f"RAY_ADDRESS={_address()}: {asked}: {why}: {advice}", 1)
+
+
+def _line(error: Exception) -> str:
+    """What an exception says; of a traceback of the server's, and of Ray's page on tokens, the line that matters."""
+    if isinstance(error, AuthenticationError):
+        return error.message.splitlines()[0].partition(". ")[0].rstrip(": ")
+    lines = str(error).strip(". :\n").splitlines() or [type(error).__name__]
+    return lines[0] if len(lines) == 1 else f"{lines[0].partition(': ')[0]}: {lines[-1].strip()}"
+
+
+def _follow(client: JobSubmissionClient, job: str) -> int:
+    """Print the job's log until the job has ended, and return our exit status."""
+    try:
+        asyncio.run(_print_log(client, job))
+        info = client.get_job_info(job)
+    except _FAILURES as error:
+        _lose(job, _line(error))
+    if not info.status.is_terminal():
+        _lose(job, f"it ended while the job is {info.status}")
+    # After the reason come the last lines of the log, again.
+    why = f": {info.message.splitlines()[0].partition(', last available logs')[0]}" if info.message else ""
+    print(f"launch: job {job} {info.status.lower()}{why}", file=sys.stderr)
+    return 0 if info.status == JobStatus.SUCCEEDED else 1
+
+
+async def _print_log(client: JobSubmissionClient, job: str) -> None:
+    async for lines in client.tail_job_logs(job):
+        print(lines, end="", flush=True)
+
+
+def _lose(job: str, why: str) -> NoReturn:
+    _fail(
+        f"RAY_ADDRESS={_address()}: the log of job {job} is lost ({why}), the job was taken and may still run: "
+        f"{_ray_job('status', job)} says, {_ray_job('logs --follow', job)} goes on with its log, "
+        f"{_ray_job('stop', job)} stops it",
+        1,
+    )
+
+
+def _ray_job(verb: str, job: str) -> str:
+    """A command that works in the user's shell, where launch.sh's variables are not."""
+    token = "RAY_AUTH_MODE=token " if os.environ.get("RAY_AUTH_MODE") == "token" else ""
+    return f"`{token}ray job {verb} --address {_address()} {job}`"
+
+
+def _address() -> str:
+    return os.environ.get("RAY_ADDRESS", "")
+
+
+def _fail(message: str, status: int) -> NoReturn:
+    print(f"launch: error: {message}", file=sys.stderr)
+    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""tools/submit_job.py: what a job server answers that does not take a job."""
+"""tools/submit_job.py: what goes wrong between a job and its server, with a stand-in for the server."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import os
 import subprocess
@@ -9,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 import ray
@@ -17,29 +20,70 @@ from tests import shipped
 
 NUM_GPUS = 0
 
+VERSION = json.dumps({"version": "4", "ray_version": ray.__version__, "ray_commit": ""})
+CUT = 0
+"""In place of a status: the connection is closed without an answer."""
+Answer = tuple[int, str]
+NO_TOKEN, NOT_THE_TOKEN = "Unauthorized: Missing authentication token", "Forbidden: Invalid authentication token"
+TOKEN_HINT = "give it the token of that Ray, by RAY_AUTH_TOKEN, "
+
 
 class _JobServer(BaseHTTPRequestHandler):
-    """Has the version of a Ray, and answers a job with the server's ``refusal``."""
+    """Answers as its server is told: asked for its version, given a job, asked for its log and what became of it."""
 
     server: _Server
 
     def do_GET(self) -> None:
-        self._answer(200, json.dumps({"version": "4", "ray_version": ray.__version__, "ray_commit": ""}))
+        if self.path == "/api/version":
+            self._answer(*self.server.version)
+        elif self.path.endswith("/logs/tail"):
+            self._print_log()
+        else:
+            self._answer(*self.server.info)
 
     def do_POST(self) -> None:
-        self._answer(500, self.server.refusal)
+        self.server.given = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        status, text = self.server.taken
+        self._answer(status, text.replace("JOB", self.server.given["submission_id"]))
 
     def _answer(self, status: int, text: str) -> None:
+        if status == CUT:
+            self.close_connection = True
+            return
         self.send_response(status)
         self.end_headers()
         self.wfile.write(text.encode())
+
+    def _print_log(self) -> None:
+        """One WebSocket message, and the end of the connection: closed, or with a ``log_status`` of CUT just gone."""
+        if self.server.log_status not in (CUT, 200):
+            self._answer(self.server.log_status, "")
+            return
+        key = self.headers["Sec-WebSocket-Key"] + "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
+        self.send_response(101)
+        self.send_header("Upgrade", "websocket")
+        self.send_header("Connection", "Upgrade")
+        self.send_header("Sec-WebSocket-Accept", base64.b64encode(hashlib.sha1(key.encode()).digest()).decode())
+        self.end_headers()
+        self.wfile.write(b"\x81\x05step\n")
+        if self.server.log_status == 200:
+            self.wfile.write(b"\x88\x02\x03\xe8")
+        self.close_connection = True
 
     def log_message(self, *words: object) -> None:
         pass
 
 
 class _Server(HTTPServer):
-    refusal = ""
+    version: Answer = (200, VERSION)
+    taken: Answer = (200, '{"job_id": "JOB", "submission_id": "JOB"}')
+    log_status = 200
+    info: Answer = (200, '{"type": "SUBMISSION", "entrypoint": "true", "status": "SUCCEEDED"}')
+    given: dict[str, object] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
 
 
 @pytest.fixture
@@ -52,24 +96,137 @@ def server() -> Iterator[_Server]:
         thread.join(60)
 
 
+def submit(server: _Server, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """What comes of a job, with no word more on stdout than the job's log."""
+    command = [sys.executable, str(shipped.ROOT / "tools/submit_job.py"), *flags, "--", "echo", "--a b"]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")} | variables
+    environment["RAY_ADDRESS"] = server.address
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+
+
+def refused(server: _Server, status: int = 1, *flags: str, **variables: str) -> str:
+    """The one line that is printed, without what all such lines begin with."""
+    ran = submit(server, *flags, **variables)
+    assert (ran.returncode, ran.stdout) == (status, ""), ran.stderr
+    (line,) = ran.stderr.splitlines()
+    assert line.startswith("launch: error: ")
+    return line.removeprefix("launch: error: ").removeprefix(f"RAY_ADDRESS={server.address}: ")
+
+
+def test_a_token_that_is_not_there_is_one_line(server: _Server, tmp_path: Path) -> None:
+    line = refused(server, HOME=str(tmp_path), RAY_AUTH_MODE="token")
+    expected = "Token authentication is enabled but Ray couldn't find an authentication token"
+    assert line.startswith(f"GET /api/version: {expected}: {TOKEN_HINT}")
+
+
 @pytest.mark.parametrize(
-    ("refusal", "expected"),
+    ("answer", "expected"),
+    [
+        ((401, NO_TOKEN), f"Authentication required: {NO_TOKEN}: {TOKEN_HINT}"),
+        ((401, ""), f"Authentication required: {TOKEN_HINT}"),
+        ((403, NOT_THE_TOKEN), f"Authentication failed: {NOT_THE_TOKEN}: {TOKEN_HINT}"),
+        ((500, ""), "500 Server Error: Internal Server Error for url: "),
+        ((404, ""), "Version check returned 404. "),
+        ((CUT, ""), "Failed to connect to Ray at address: "),
+        ((200, "<html>\nhello\n</html>"), "an answer that is none of a Ray's job server (Expecting value: "),
+        ((200, '{"version": "0.5"}'), "an answer that is none of a Ray's job server ('ray_version'): correct the addr"),
+    ],
+)
+def test_a_server_that_does_not_tell_its_version_is_one_line(server: _Server, answer: Answer, expected: str) -> None:
+    server.version = answer
+    assert refused(server).startswith(f"GET /api/version: {expected}")
+    assert server.given is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
     [
         (
-            "No available agent to submit job, please try again later.",
+            (500, "No available agent to submit job, please try again later."),
             "Request failed with status code 500: No available agent to submit job, please try again later: its "
             "dashboard agent, the last part",
         ),
-        ("Traceback (most recent call last):\n  File ...\nOSError: no route to host", "OSError: no route to host\n"),
+        (
+            (500, "Traceback (most recent call last):\n  File ...\nOSError: no route to host"),
+            "Request failed with status code 500: OSError: no route to host: dashboard.log ",
+        ),
+        ((500, ""), "Request failed with status code 500: dashboard.log among the logs of that Ray may say more"),
+        ((403, NOT_THE_TOKEN), f"Authentication failed: {NOT_THE_TOKEN}: {TOKEN_HINT}"),
+        ((200, "taken"), "an answer that is none of a Ray's job server (Expecting value: "),
     ],
 )
-def test_a_job_that_is_not_taken_is_one_line(server: _Server, refusal: str, expected: str) -> None:
-    server.refusal = refusal
-    address = f"http://127.0.0.1:{server.server_port}"
-    command = [sys.executable, str(shipped.ROOT / "tools/submit_job.py"), "--", "true"]
-    environment = os.environ | {"RAY_ADDRESS": address}
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert ran.returncode == 1
-    (line,) = [line for line in ran.stderr.splitlines(keepends=True) if " INFO " not in line]
-    assert line.startswith(f"launch: error: RAY_ADDRESS={address}: the job server answered: {expected}")
+def test_a_job_that_is_not_taken_is_one_line(server: _Server, answer: Answer, expected: str) -> None:
+    server.taken = answer
+    assert refused(server).startswith(f"POST /api/jobs/: {expected}")
+
+
+def test_a_connection_that_is_cut_leaves_open_whether_the_job_was_taken(server: _Server) -> None:
+    server.taken = CUT, ""
+    line = refused(server)
+    assert server.given is not None
+    job = server.given["submission_id"]
+    assert line.startswith("POST /api/jobs/: ('Connection aborted.', ")
+    expected = f": whether the job was taken after all, `ray job status --address {server.address} {job}` says"
+    assert line.endswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"x', "Unterminated string starting at: line 1 column 2 (char 1)"),
+        ("[1]", "it is no JSON object"),
+        ('{"env_vars": {"A": 1}}', "runtime_env['env_vars'] "),
+        ('{"working_dir": "/nowhere"}', "/nowhere is not a valid path"),
+    ],
+)
+def test_a_bad_runtime_environment_is_bad_input(server: _Server, text: str, expected: str) -> None:
+    line = refused(server, 2, "--runtime-env-json", text)
+    assert line.startswith(f"RUNTIME_ENV_JSON cannot be used: {expected}")
+    assert server.given is None
+
+
+def test_a_runtime_environment_that_cannot_be_sent_is_bad_input(server: _Server, tmp_path: Path) -> None:
+    text = json.dumps({"py_modules": [str(tmp_path / "nowhere")]})
+    assert refused(server, 2, "--runtime-env-json", text).startswith("RUNTIME_ENV_JSON cannot be used: ")
+    assert server.given is None
+
+
+@pytest.mark.parametrize(
+    ("log_status", "info", "mode", "why"),
+    [
+        (CUT, _Server.info, "", "WebSocket connection closed unexpectedly with close code 1006"),
+        (500, _Server.info, "token", "500, message="),
+        (200, (CUT, ""), "", "('Connection aborted.', "),
+        (200, (500, ""), "", "Request failed with status code 500"),
+        (200, (200, _Server.info[1].replace("SUCCEEDED", "RUNNING")), "", "it ended while the job is RUNNING"),
+    ],
+)
+def test_a_lost_log_is_not_a_lost_job(server: _Server, log_status: int, info: Answer, mode: str, why: str) -> None:
+    server.log_status, server.info = log_status, info
+    ran = submit(server, **({"RAY_AUTH_MODE": mode, "RAY_AUTH_TOKEN": "x" * 32} if mode else {}))
+    assert server.given is not None
+    job = server.given["submission_id"]
+    assert (ran.returncode, ran.stdout) == (1, "" if log_status == 500 else "step\n")
+    _, line = ran.stderr.splitlines()
+    assert line.startswith(f"launch: error: RAY_ADDRESS={server.address}: the log of job {job} is lost ({why}")
+    assert "), the job was taken and may still run: " in line
+    ray_job = "`RAY_AUTH_MODE=token ray job" if mode else "`ray job"
+    for verb in ("status", "logs --follow", "stop"):
+        assert f"{ray_job} {verb} --address {server.address} {job}` " in line
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "expected"),
+    [("SUCCEEDED", "Job", 0), ("FAILED", "exit code 3, last available logs (x):\nlog", 1), ("STOPPED", None, 1)],
+)
+def test_a_job_ends_as_its_server_says(server: _Server, status: str, message: str | None, expected: int) -> None:
+    server.info = 200, json.dumps({**json.loads(_Server.info[1]), "status": status, "message": message})
+    ran = submit(server, "--runtime-env-json", '{"env_vars": {"A": "1"}}')
+    assert (ran.returncode, ran.stdout) == (expected, "step\n")
+    given = server.given or {}
+    assert (given["entrypoint"], given["runtime_env"]) == ("echo '--a b'", {"env_vars": {"A": "1"}})
+    submitted, ended = ran.stderr.splitlines()
+    job = given["submission_id"]
+    assert submitted == f"launch: submitted as job {job}; `ray job stop --address {server.address} {job}` stops it"
+    assert ended == f"launch: job {job} {status.lower()}" + (f": {message.partition(',')[0]}" if message else "")
     assert "\x1b" not in ran.stdout + ran.stderr
