@@ -33,15 +33,20 @@ def check_collection(args: Namespace, given: set[str]) -> None:
             )
     if args.disable_rollout_global_dataset:
         _check_no_dataset(args)
-    if args.rollout_function_path.startswith(FULLY_ASYNC) and not args.asynchronous:
+    if args.rollout_function_path.startswith(FULLY_ASYNC):
+        _check_fully_async(args)
+
+
+def _check_fully_async(args: Namespace) -> None:
+    name = f"--rollout-function-path {args.rollout_function_path}"
+    if not args.asynchronous:
+        raise OptionError(f"{name} generates while the trainer trains: use train_async.py")
+    if args.max_weight_staleness < 1:
+        raise OptionError(f"{name} generates ahead: give --max-weight-staleness 1 or more")
+    if args.over_sampling_batch_size is not None:
         raise OptionError(
-            f"--rollout-function-path {args.rollout_function_path} generates while the trainer trains: use "
-            "train_async.py"
-        )
-    if args.rollout_function_path.startswith(FULLY_ASYNC) and args.max_weight_staleness < 1:
-        raise OptionError(
-            f"--rollout-function-path {args.rollout_function_path} generates ahead: give --max-weight-staleness 1 or "
-            "more"
+            f"{name} always has as many groups under way as --max-weight-staleness allows, and would not heed "
+            "--over-sampling-batch-size: drop it"
         )
 
 

@@ -11,6 +11,8 @@ from tests.command_line import command, failure, write_model, write_rows
 
 NUM_GPUS = 0
 
+FULLY_ASYNC = "--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+
 
 @pytest.fixture(autouse=True)
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,6 +55,7 @@ def test_engines_without_slots_are_not_advised_to_share(capsys: pytest.CaptureFi
 )
 def test_train_py_refuses_what_it_cannot_do(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert failure(capsys, words).startswith(f"{words.split()[0]} is of train_async.py: train.py pushes weights")
+    assert failure(capsys, FULLY_ASYNC) == f"{FULLY_ASYNC} generates while the trainer trains: use train_async.py"
 
 
 def test_a_push_is_due_before_samples_are_too_old(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,6 +74,8 @@ def test_a_push_is_due_before_samples_are_too_old(capsys: pytest.CaptureFixture[
         ("--update-weights-interval 0", "must be at least 1"),
         ("--async-buffer-size -1", "must be at least 0"),
         ("--max-weight-staleness -1", "must be at least 0"),
+        (f"{FULLY_ASYNC} --max-weight-staleness 0", f"{FULLY_ASYNC} generates ahead: give --max-weight-staleness 1"),
+        (f"{FULLY_ASYNC} --over-sampling-batch-size 8", "would not heed --over-sampling-batch-size: drop it"),
     ],
 )
 def test_what_cannot_be(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
