@@ -1,0 +1,45 @@
+"""What every process of a server mends of SGLang before it begins: slime/backends/sglang/launch.py calls it all."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from slime.backends.sglang.process import FLOAT8_VARIABLE, GENERATE_KEY_VARIABLE
+
+NUM_GPUS = 0
+
+PROCESS = """
+import slime.backends.sglang.launch  # as in a scheduler, which runs the module again, but not its main
+import json, logging, sys
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.managers.scheduler_components import weight_updater
+from sglang.srt.models.glm4_moe import Glm4MoeGate
+from transformers import CONFIG_MAPPING
+
+def mended(function):
+    return function.__module__ == "slime.backends.sglang.compat"
+
+logged = logging.getLogRecordFactory()("name", logging.INFO, "path", 1, "api_key=a-key", (), None)
+print(json.dumps({
+    "sleep_when_all_do": mended(weight_updater.SchedulerWeightUpdaterManager.release_memory_occupation),
+    "route_by_present_weights": mended(Glm4MoeGate.forward),
+    "find_experts_in_turn": mended(FusedMoE.make_expert_params_mapping),
+    "keep_cache_scales": mended(weight_updater._export_static_state),
+    "register_configs": "mimo" in CONFIG_MAPPING,
+    "strike_keys_from_log": logged.getMessage() == "api_key=***",
+}))
+"""
+
+
+def test_every_process_of_a_server_has_the_fixes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "glm4_moe", "n_routed_experts": 4}))
+    command = [sys.executable, "-c", PROCESS, "--model-path", str(tmp_path), "--enable-memory-saver"]
+    environment = os.environ | {FLOAT8_VARIABLE: "1", GENERATE_KEY_VARIABLE: "a-key"}
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert ran.returncode == 0, ran.stderr
+    mended = json.loads(ran.stdout.splitlines()[-1])
+    assert [name for name, done in mended.items() if not done] == []
