@@ -203,6 +203,12 @@ def _engines(args: Namespace) -> None:
             f"--sglang-dp-size {copies} needs --sglang-enable-dp-attention; copies of the whole model are engines of "
             f"their own: {copies} times the slots, --rollout-num-gpus-per-engine each"
         )
+    stages = getattr(args, "sglang_pp_size", None) or 1
+    if stages > 1:
+        raise OptionError(
+            f"--sglang-pp-size {stages} cannot be used: an engine's --rollout-num-gpus-per-engine slots are all "
+            f"tensor-parallel ranks, and {stages} pipeline stages would take {stages} times as many; drop it"
+        )
 
 
 def _batches(args: Namespace) -> None:

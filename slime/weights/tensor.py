@@ -31,7 +31,7 @@ from slime.weights.publisher import Wait, WeightPublisher, trainer_world_size
 _ALIGNMENT = 16
 """Bytes; a view of the flat buffer as any dtype must start at a multiple of that dtype's size."""
 _EXPERTS_IN_ORDER: dict[str, Any] = {
-    **{"sglang_pp_size": 1, "sglang_moe_dp_size": 1, "sglang_ep_num_redundant_experts": 0},
+    **{"sglang_moe_dp_size": 1, "sglang_ep_num_redundant_experts": 0},
     **{"sglang_enable_eplb": False, "sglang_init_expert_location": "trivial"},
     **{"sglang_max_ep_size": None, "sglang_dwdp_size": 1},
 }

@@ -90,6 +90,11 @@ def test_conversations_are_not_cut_but_their_evaluation_is(parse: Parse) -> None
         ("--rm-type boxed_math", "--label-key", "--label-key is missing: --rm-type boxed_math compares"),
         (f"{SFT} {EVAL}", "--label-key", "--eval-label-key is missing: --rm-type math compares"),
         ("--sglang-dp-size 2", "", "--sglang-dp-size 2 needs --sglang-enable-dp-attention; copies of the whole model"),
+        (
+            "--sglang-pipeline-parallel-size 2",
+            "",
+            "--sglang-pp-size 2 cannot be used: an engine's --rollout-num-gpus-per",
+        ),
         ("--sglang-context-length 7", "", "an engine's context of 7 tokens"),
         ("--rm-type dapo", "", "--rm-type dapo: --reward-key is missing, use score or acc"),
         ("--rm-type boxed_dapo --reward-key pred", "", "--reward-key pred is no number in its reward, use score or"),

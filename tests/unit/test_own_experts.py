@@ -15,7 +15,7 @@ from tests.unit.test_weights import Dying
 
 OPTIONS: dict[str, Any] = {
     **{"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1, "update_weight_transport": "tensor"},
-    **{"lora_sync": "merged", "sglang_ep_size": 4, "sglang_pp_size": 1, "sglang_moe_dp_size": 1},
+    **{"lora_sync": "merged", "sglang_ep_size": 4, "sglang_moe_dp_size": 1},
     **{"sglang_ep_num_redundant_experts": 0, "sglang_enable_eplb": False, "sglang_init_expert_location": "trivial"},
 }
 PAIRS = {"expert_model_parallel_size": 2, "sglang_ep_size": 2}
@@ -37,7 +37,6 @@ PAIRS = {"expert_model_parallel_size": 2, "sglang_ep_size": 2}
         ([4], {"expert_model_parallel_size": 1, "sglang_ep_size": 1}, False),
         ([4], {"update_weight_transport": "distributed"}, False),
         ([4], {"lora_sync": "adapter"}, False),
-        ([4], {"sglang_pp_size": 2}, False),
         ([4], {"sglang_moe_dp_size": 2}, False),
         ([4], {"sglang_ep_num_redundant_experts": 4}, False),
         ([4], {"sglang_enable_eplb": True}, False),

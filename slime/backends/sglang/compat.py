@@ -331,10 +331,10 @@ def keep_cache_scales() -> None:
 
 
 def sleep_when_all_do(flags: Sequence[str]) -> None:
-    """Let an engine answer that it has given its memory back when all of its ranks have; in every process of a server.
+    """Let an engine say that it has given its memory back when its tensor-parallel ranks have; in all its processes.
 
     The first one answers, and SGLang waits for the others before the weights go, not after. Goes when it waits after.
-    Of the server's flags, one says whether it sleeps at all.
+    slime's engines have no ranks but those. Of the server's flags, one says whether it sleeps at all.
     """
     if "--enable-memory-saver" not in flags:
         return
