@@ -11,7 +11,7 @@ import torch
 from slime.weights import EngineAddress
 from slime.weights.hf_directory import NamedTensors
 from slime.weights.tensor import TensorPublisher, own_experts_do
-from tests.unit.test_weights import Dying
+from tests.fake_control import Dying
 
 OPTIONS: dict[str, Any] = {
     **{"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1, "update_weight_transport": "tensor"},

@@ -1,0 +1,59 @@
+"""Stand-ins for an engine that weights are pushed to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from slime.backends.sglang.client import EngineError
+
+
+class FakeControl:
+    """An engine that takes everything, unless told to refuse to load."""
+
+    url = "http://127.0.0.1:1"
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
+        self.version = ""
+        self.refuses = False
+        self.formats: list[str | None] = []
+
+    def update_weights_from_disk(self, path: str, load_format: str | None) -> None:
+        assert Path(path, "model.safetensors").is_file()
+        self.formats.append(load_format)
+        if self.refuses:
+            raise EngineError("refused")
+        self.loaded.append(path)
+
+    def set_weight_version(self, version: str) -> None:
+        self.version = version
+
+    def weight_version(self) -> str:
+        return self.version
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
+class Dying(FakeControl):
+    """An engine that notes the order of its calls and dies in the one it is told."""
+
+    def __init__(self, url: str, dies_in: str = "") -> None:
+        super().__init__()
+        self.url = url
+        self.calls: list[str] = []
+        self._dies_in = dies_in
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("_") or name in ("url", "calls", "version", "loaded", "refuses", "weight_version"):
+            return object.__getattribute__(self, name)
+
+        def call(*args: Any, **kwargs: Any) -> None:
+            self.calls.append(name)
+            if name == self._dies_in:
+                raise EngineError(f"engine {self.url}: connection reset")
+            if name == "set_weight_version":
+                self.version = args[0]
+
+        return call

@@ -1,0 +1,179 @@
+"""The Ray that a run starts or joins, and how its slots are placed."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import socket
+import sys
+from argparse import Namespace
+from typing import Any
+
+import pytest
+import ray
+from ray._private import services, worker
+
+from slime.ray import cluster, placement
+from slime.ray.placement import Slot, describe_placement
+from slime.ray.supervision import InputError, RunError
+
+NUM_GPUS = 0
+
+
+def test_switches_of_the_host_reach_workers_and_secrets_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed = {"NCCL_SOCKET_IFNAME": "eth7", "NCCL_IB_HCA": "mlx5", "GLOO_SOCKET_IFNAME": "eth7", "SGLANG_X_TOKENS": "1"}
+    kept = {"CUDA_VISIBLE_DEVICES": "3", "HF_TOKEN": "secret", "SGLANG_API_KEY": "secret", "SOMETHING": "else"}
+    for name, value in (passed | kept).items():
+        monkeypatch.setenv(name, value)
+    variables = cluster.actor_environment({"NCCL_IB_HCA": "mine"})["env_vars"]
+    assert passed | {"NCCL_IB_HCA": "mine"} == {name: variables.get(name) for name in passed}
+    assert not kept.keys() & variables.keys()
+    assert variables["NCCL_CUMEM_ENABLE"] == "0", "as in SGLang's servers"
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
+    assert cluster.actor_environment()["env_vars"]["NCCL_CUMEM_ENABLE"] == "1"
+
+
+@pytest.mark.parametrize(("is_cuda", "expected"), [(False, 0), (True, None)])
+def test_a_local_ray_counts_no_gpu_that_torch_cannot_use(
+    is_cuda: bool, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cluster.device, "is_cuda", lambda: is_cuda)
+    monkeypatch.setattr(ray, "init", lambda **options: given.update(options))
+    monkeypatch.setattr(cluster.janitor, "start", lambda: 0)
+    cluster.connect(2)
+    assert given.get("num_gpus") == expected
+
+
+@pytest.mark.parametrize(
+    ("terminals", "given", "coloured"),
+    [({"stdout", "stderr"}, None, True), ({"stdout"}, None, False), ({"stderr"}, None, False), (set(), "1", True)],
+)
+def test_prefixes_of_workers_lines_are_coloured_on_a_terminal_only(
+    terminals: set[str], given: str | None, coloured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_COLOR_PREFIX", given or "")
+    if given is None:
+        monkeypatch.delenv("RAY_COLOR_PREFIX")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "init", lambda **options: None)
+    monkeypatch.setattr(cluster.janitor, "start", lambda: 0)
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(getattr(sys, name), "isatty", lambda name=name: name in terminals)
+    cluster.connect(2)
+    printed = io.StringIO()
+    worker.print_worker_logs({"pid": "7", "lines": ["a line"]}, printed)
+    assert ("\x1b" in printed.getvalue()) == coloured
+
+
+def test_a_local_ray_that_does_not_start_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**options: Any) -> None:
+        raise Exception("The current node timed out during startup.\nThis could happen.")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(cluster.janitor, "start", lambda: 0)
+    with pytest.raises(RunError, match=r"^start a local Ray: The current node .*This could happen. A machine that is"):
+        cluster.connect(2)
+
+
+def test_a_signal_to_our_process_group_does_not_reach_a_local_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+
+    def init(**options: Any) -> None:
+        started.append(services.start_ray_process(["sleep", "60"], "raylet", fate_share=True).process)
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(cluster.janitor, "start", lambda: 0)
+    cluster.connect(2)
+    init()
+    try:
+        assert [os.getpgid(process.pid) == os.getpgid(0) for process in started] == [False, True]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        (
+            "http://127.0.0.1:8265",
+            "RAY_ADDRESS=http://127.0.0.1:8265: a Ray is joined from one of its hosts, by the HOST:PORT",
+        ),
+        ("127.0.0.1:{port}", "connect to Ray: RAY_ADDRESS=127.0.0.1:{port} has not answered in 3 s: is it running?"),
+        ("nonsense", "connect to Ray: RAY_ADDRESS=nonsense: "),
+    ],
+)
+def test_a_ray_that_is_not_there_is_told_in_one_line(
+    address: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing listens, and where something else does: `ray.init` would wait for minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        monkeypatch.setenv("RAY_ADDRESS", address.format(port=port))
+        monkeypatch.setattr(cluster, "_ANSWER_S", 3.0 if "{" in address else 60.0)
+        with pytest.raises(RunError) as raised:
+            cluster.connect(2)
+    assert str(raised.value).startswith(message.format(port=port))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("cores", "is_cuda", "address", "expected"),
+    [
+        (2, False, None, "8 slots share the 2 cores of this host, which has no GPU: fewer may well be faster "),
+        (8, False, None, None),
+        (2, True, None, None),
+        (2, False, "10.0.0.1:6379", None),
+    ],
+)
+def test_more_slots_than_cores_are_warned_of(
+    cores: int, is_cuda: bool, address: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(placement.device, "is_cuda", lambda: is_cuda)
+    monkeypatch.setenv("RAY_ADDRESS", address or "")
+    args = Namespace(placement="colocate", actor_num_gpus=8, rollout_num_gpus=8, actor_num_gpus_per_node=8)
+    args.rollout_num_gpus_per_engine = args.rm_num_gpus_per_engine = 1
+    args.rm_num_gpus, args.num_gpus_per_node = 0, 8
+    warning = placement.core_shortage(args)
+    assert warning == (expected and expected + "(--actor-num-gpus-per-node 8)")
+    if warning:
+        assert describe_placement(args).endswith(f"warning: {warning}")
+        args.placement, args.actor_num_gpus, args.rollout_num_gpus = "disaggregate", 1, 4
+        assert str(placement.core_shortage(args)).startswith("5 slots share the 2 cores")
+        assert str(placement.core_shortage(args)).endswith("--rollout-num-gpus 4)")
+        args.rm_num_gpus = 2
+        assert str(placement.core_shortage(args)).startswith("7 slots share the 2 cores")
+        assert str(placement.core_shortage(args)).endswith("--rollout-num-gpus 4, --rm-num-gpus 2)")
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("colocate", ["training rank 0, engine 0", "training rank 1, engine 0"]),
+        ("disaggregate", ["training rank 0", "training rank 1", "engine 0", "engine 0"]),
+        ("rollout_only", ["engine 0", "engine 0"]),
+    ],
+)
+def test_the_reward_model_has_the_last_slots_to_itself(kind: str, expected: list[str]) -> None:
+    args = Namespace(placement=kind, actor_num_gpus=2, rollout_num_gpus=2, rollout_num_gpus_per_engine=2)
+    args.actor_num_gpus_per_node, args.rm_num_gpus, args.rm_num_gpus_per_engine = 2, 2, 1
+    args.num_gpus_per_node = 2
+    lines = [line for line in describe_placement(args).splitlines() if line.startswith("  slot")]
+    users = [line.split(": ")[1] for line in lines]
+    assert users == [*expected, "reward engine 0", "reward engine 1"]
+    args.num_gpus_per_node = 1
+    assert re.findall(r"\bengine 0 node \d", describe_placement(args)) == ["engine 0 node 0", "engine 0 node 1"]
+
+
+def test_servers_without_keys_stay_on_the_drivers_host() -> None:
+    here, there = Slot(0, "10.0.0.1", None), Slot(1, "10.0.0.2", None)
+    placement._check_loopback([here, here], "10.0.0.1")
+    with pytest.raises(InputError, match=r"--no-api-keys .* slots on 10\.0\.0\.2, not only .* host 10\.0\.0\.1"):
+        placement._check_loopback([here, there], "10.0.0.1")
