@@ -6,12 +6,14 @@ import base64
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -66,6 +68,7 @@ class _JobServer(BaseHTTPRequestHandler):
         self.send_header("Sec-WebSocket-Accept", base64.b64encode(hashlib.sha1(key.encode()).digest()).decode())
         self.end_headers()
         self.wfile.write(b"\x81\x05step\n")
+        self.server.logged.wait(60)
         if self.server.log_status == 200:
             self.wfile.write(b"\x88\x02\x03\xe8")
         self.close_connection = True
@@ -80,6 +83,12 @@ class _Server(HTTPServer):
     log_status = 200
     info: Answer = (200, '{"type": "SUBMISSION", "entrypoint": "true", "status": "SUCCEEDED"}')
     given: dict[str, object] | None = None
+
+    def __init__(self, *words: Any) -> None:
+        super().__init__(*words)
+        self.logged = threading.Event()
+        """The job's log ends when it is set."""
+        self.logged.set()
 
     @property
     def address(self) -> str:
@@ -96,12 +105,19 @@ def server() -> Iterator[_Server]:
         thread.join(60)
 
 
+def words_of(*flags: str) -> list[str]:
+    return [sys.executable, str(shipped.ROOT / "tools/submit_job.py"), *flags, "--", "echo", "--a b"]
+
+
+def environment_of(server: _Server, **variables: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    return kept | variables | {"RAY_ADDRESS": server.address}
+
+
 def submit(server: _Server, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """What comes of a job, with no word more on stdout than the job's log."""
-    command = [sys.executable, str(shipped.ROOT / "tools/submit_job.py"), *flags, "--", "echo", "--a b"]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")} | variables
-    environment["RAY_ADDRESS"] = server.address
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    """What comes of a job."""
+    environment = environment_of(server, **variables)
+    return subprocess.run(words_of(*flags), capture_output=True, text=True, timeout=300, env=environment)
 
 
 def refused(server: _Server, status: int = 1, *flags: str, **variables: str) -> str:
@@ -230,3 +246,27 @@ def test_a_job_ends_as_its_server_says(server: _Server, status: str, message: st
     assert submitted == f"launch: submitted as job {job}; `ray job stop --address {server.address} {job}` stops it"
     assert ended == f"launch: job {job} {status.lower()}" + (f": {message.partition(',')[0]}" if message else "")
     assert "\x1b" not in ran.stdout + ran.stderr
+
+
+def test_an_interrupt_leaves_the_job_and_says_so(server: _Server) -> None:
+    server.logged.clear()
+    process = subprocess.Popen(
+        words_of(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment_of(server),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "step\n"
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        server.logged.set()
+    job = (server.given or {})["submission_id"]
+    stop = f"`ray job stop --address {server.address} {job}` stops it"
+    assert said.splitlines()[1:] == [f"launch: error: interrupted: job {job} goes on; {stop}"]
+    assert process.returncode == 130
