@@ -53,7 +53,7 @@ _check_nodes() { # A dry run may be of the whole run, without a node's own varia
    [ -n "${MASTER_ADDR:-}" ] || _die "NUM_NODES=$NUM_NODES needs MASTER_ADDR, the address of node 0"
 }
 
-_check_job_server() { # `ray job submit` needs a hundred lines to say it; a server that wants a token has answered
+_check_job_server() { # Ray's client has no deadline for its answer; a server that wants a token has answered
    local why
    why=$("$PYTHON" -c 'import requests, sys; requests.get(sys.argv[1], timeout=10)' "${RAY_ADDRESS%/}/api/version" 2>&1) &&
       return

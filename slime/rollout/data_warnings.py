@@ -31,8 +31,10 @@ def _responses_cut(args: Namespace, dataset: PromptDataset) -> Iterator[str]:
     longest, room = args.rollout_max_response_len, usable_context(args)
     if longest is None or room is None or not args.num_engines or args.loss_type == "sft_loss":
         return
+    if args.rollout_max_context_len != room:
+        return
     cut = sum(longest > room - (0 if row.tokens is None else len(row.tokens)) for row in dataset.rows)
-    if cut and args.rollout_max_context_len == room:
+    if cut:
         yield (
             f"--rollout-max-response-len {longest} is more than an engine's context leaves to {cut} of {len(dataset)} "
             f"prompts: prompt and response end at {room} tokens together, which max_position_embeddings of config.json "

@@ -55,7 +55,7 @@ def test_a_job_server_gets_the_run_as_a_job(files: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("answer", ["", "no HTTP", "HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\n\r\n"])
 def test_a_job_server_is_asked_before_a_job_is_submitted(answer: str, tmp_path: Path) -> None:
-    """One that wants a token has answered; `ray job submit` gives it the token."""
+    """One that wants a token has answered; tools/submit_job.py gives it the token."""
     (tmp_path / "python").write_text(f'#!/bin/bash\n[ "$1" = -c ] && exec {sys.executable} "$@"\necho submitted\n')
     (tmp_path / "python").chmod(0o755)
     with socket.create_server(("127.0.0.1", 0)) as server:
