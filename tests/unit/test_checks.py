@@ -27,7 +27,7 @@ DIFFERENCE = "train/train_rollout_logprob_abs_diff"
 
 
 def options(**changes: Any) -> Namespace:
-    return algorithm_options(**{"ci_test": True, "vocab_size": 300, **changes})
+    return algorithm_options(**{"ci_test": True, "vocab_size": 300, "params_dtype": "float32", **changes})
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -64,6 +64,29 @@ def test_what_is_exactly_0_on_the_first_step(name: str, value: float) -> None:
     with pytest.raises(TrainingError, match=f"{name} is {value}, not exactly 0 on the first step"):
         check_step(options(), "here", metrics, is_first=True)
     check_step(options(), "here", metrics, is_first=False)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("name", "rounded", "wrong", "changes"),
+    [
+        ("train/ppo_kl", -1e-4, -6e-4, {}),
+        ("train/kl_loss", 4e-7, 8e-6, {"kl_loss_type": "low_var_kl"}),
+        ("train/kl_loss", 4e-7, 8e-6, {"kl_loss_type": "k2"}),
+        ("train/kl_loss", 1e-4, 6e-4, {"kl_loss_type": "k1"}),
+        ("train/kl_loss", 4e-7, math.nan, {"kl_loss_type": "k3"}),
+        ("rollout/ref_log_probs", -1.5001, -1.5006, {}),
+        ("rollout/ref_log_probs", -1.5001, math.nan, {}),
+        ("train/pg_clipfrac", 0.0, 1e-4, {}),
+    ],
+)
+def test_single_tokens_may_round_otherwise_in_16_bits(
+    dtype: str, name: str, rounded: float, wrong: float, changes: dict[str, str]
+) -> None:
+    args = options(params_dtype=dtype, **changes)
+    check_step(args, "here", GOOD | {name: rounded}, is_first=True)
+    with pytest.raises(TrainingError, match=name):
+        check_step(args, "here", GOOD | {name: wrong}, is_first=True)
 
 
 def test_the_engines_log_probs_as_behaviour_are_not_on_policy() -> None:

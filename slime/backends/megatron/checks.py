@@ -12,6 +12,11 @@ from slime.options.schema import flag_named
 logger = logging.getLogger(__name__)
 
 _DIFFERENCE = "train/train_rollout_logprob_abs_diff"
+_ROUNDING = 5e-4
+"""What single tokens that round otherwise in one of two 16-bit passes may move a mean log-prob by. On GPUs three of some
+150 first steps had such tokens, apart by 0.006 to 0.008 (docs/benchmarks.md)."""
+_ROUNDING_KL = 2e-6
+"""And an estimate of KL divergence, which is of the square of that. All tokens rounded otherwise make it 8e-6."""
 
 
 def check_step(args: Namespace, where: str, metrics: dict[str, float], *, is_first: bool) -> None:
@@ -34,7 +39,12 @@ def check_step(args: Namespace, where: str, metrics: dict[str, float], *, is_fir
     ]
     ours, reference = metrics.get("rollout/log_probs"), metrics.get("rollout/ref_log_probs")
     at_reference = is_first and not (args.ci_disable_kl_checker or args.use_rollout_logprobs)
-    if at_reference and None not in (ours, reference) and ours != reference:
+    if (
+        at_reference
+        and ours is not None
+        and reference is not None
+        and not abs(ours - reference) <= _rounding(args, _ROUNDING)
+    ):
         wrong.append(f"rollout/log_probs is {ours}, not the rollout/ref_log_probs {reference} of the first step")
     if wrong:
         raise TrainingError(f"--ci-test: {where}: {'; '.join(wrong)}")
@@ -50,11 +60,22 @@ def _ranges(args: Namespace, is_first: bool) -> dict[str, tuple[float, float, st
     if is_first or not args.asynchronous:  # later samples of an asynchronous run may come from other weights
         ranges[_DIFFERENCE] = (0.0, threshold, f"at most {threshold}")
     if is_first and not args.use_rollout_logprobs:
-        on_policy = (0.0, 0.0, "exactly 0 on the first step, which is on policy")
-        ranges |= {"train/ppo_kl": on_policy, "train/pg_clipfrac": on_policy}
+        where = "on the first step, which is on policy"
+        ranges |= {"train/ppo_kl": _zero(args, _ROUNDING, where), "train/pg_clipfrac": (0.0, 0.0, f"exactly 0 {where}")}
     if is_first and not args.ci_disable_kl_checker:
-        ranges["train/kl_loss"] = (0.0, 0.0, "exactly 0 on the first step, which is at the reference")
+        bound = _ROUNDING if args.kl_loss_type == "k1" else _ROUNDING_KL
+        ranges["train/kl_loss"] = _zero(args, bound, "on the first step, which is at the reference")
     return ranges
+
+
+def _zero(args: Namespace, bound: float, where: str) -> tuple[float, float, str]:
+    bound = _rounding(args, bound)
+    return -bound, bound, f"within {bound} of 0 {where}" if bound else f"exactly 0 {where}"
+
+
+def _rounding(args: Namespace, bound: float) -> float:
+    """``bound`` where the model computes in a 16-bit type; in float32 nothing may differ."""
+    return 0.0 if args.params_dtype == "float32" else bound
 
 
 def _check_mismatch(args: Namespace, where: str, difference: float) -> None:
