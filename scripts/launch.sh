@@ -26,7 +26,6 @@ launch() {
    elif [[ ${RAY_ADDRESS:-} == http*://* ]]; then
       "$PYTHON" -c 'import ray' 2> /dev/null || _die "$PYTHON has no Ray, by which a job is submitted: install" \
          "ray[default], or set PYTHON to one that has it"
-      _check_job_server
       _use_token
       # A job starts in the directory of the Ray.
       exec "$PYTHON" "$SLIME_DIR/tools/submit_job.py" --runtime-env-json "${RUNTIME_ENV_JSON:-$runtime_env}" \
@@ -51,15 +50,6 @@ _check_nodes() { # A dry run may be of the whole run, without a node's own varia
    [[ $NODE_RANK =~ ^(0|[1-9][0-9]*)$ ]] && [ "$NODE_RANK" -lt "$NUM_NODES" ] ||
       _die "NODE_RANK=$NODE_RANK is no node of NUM_NODES=$NUM_NODES: from 0 to $((NUM_NODES - 1))"
    [ -n "${MASTER_ADDR:-}" ] || _die "NUM_NODES=$NUM_NODES needs MASTER_ADDR, the address of node 0"
-}
-
-_check_job_server() { # Ray's client has no deadline for its answer; a server that wants a token has answered
-   local why
-   why=$("$PYTHON" -c 'import requests, sys; requests.get(sys.argv[1], timeout=10)' "${RAY_ADDRESS%/}/api/version" 2>&1) &&
-      return
-   why=${why##*$'\n'} why=${why%%:*}
-   _die "RAY_ADDRESS=$RAY_ADDRESS: no job server of a Ray answers there (${why##*.}): start that Ray with its dashboard," \
-      "correct the address, or unset it to start a Ray for this run alone"
 }
 
 _use_token() { # A Ray that is started where there is a token asks for it, and gets it from those in this mode only.

@@ -27,6 +27,8 @@ from ray.runtime_env import RuntimeEnv
 
 _FAILURES = (RayError, requests.RequestException, aiohttp.ClientError, ConnectionError, RuntimeError)
 """What Ray's client raises for answers that it cannot use, and where there is none."""
+_VERSION_S, _REQUEST_S = 10, 60
+"""Seconds that a server may be silent; it looks for the agent that takes a job for 10 s itself."""
 _TOKEN = (
     "give it the token of that Ray, by RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, and "
     "RAY_AUTH_MODE=token (which launch sets where there is one)"
@@ -49,9 +51,7 @@ def main(argv: list[str] | None = None) -> None:
     runtime_env = _object("RUNTIME_ENV_JSON", args.runtime_env_json)
     with _bad_input("RUNTIME_ENV_JSON"):
         RuntimeEnv(**runtime_env)  # checks it
-    headers = _object("RAY_JOB_HEADERS", os.environ.get("RAY_JOB_HEADERS") or "{}")
-    with _told("GET /api/version", "is that Ray still there, and the address right?"):
-        client = JobSubmissionClient(headers=headers)
+    client = _connect()
     job = f"raysubmit_{secrets.token_hex(8)}"  # our own, so that it is known where the answer is lost
     taken = f"whether the job was taken after all, {_ray_job('status', job)} says"
     with _bad_input("RUNTIME_ENV_JSON"), _told("POST /api/jobs/", taken):
@@ -61,6 +61,14 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(_follow(client, job))
     except KeyboardInterrupt:
         _fail(f"interrupted: job {job} goes on; {_ray_job('stop', job)} stops it", 130)
+
+
+class _Client(JobSubmissionClient):
+    """Ray's client with a deadline for its requests, of which it has none; made, it has asked for the version."""
+
+    def _do_request(self, method: str, endpoint: str, **kwargs: Any) -> requests.Response:
+        kwargs["timeout"] = _VERSION_S if endpoint == "/api/version" else _REQUEST_S
+        return super()._do_request(method, endpoint, **kwargs)
 
 
 def _object(name: str, text: str) -> dict[str, Any]:
@@ -79,16 +87,35 @@ def _bad_input(name: str) -> Iterator[None]:
         _fail(f"{name} cannot be used: {' '.join(str(error).split())}", 2)
 
 
+def _connect() -> JobSubmissionClient:
+    """A client of the job server at RAY_ADDRESS, which has told its version."""
+    headers = _object("RAY_JOB_HEADERS", os.environ.get("RAY_JOB_HEADERS") or "{}")
+    os.environ.pop("RAY_API_SERVER_ADDRESS", None)  # Ray's client would prefer it
+    asked = f"RAY_ADDRESS={_address()}: GET /api/version"
+    try:
+        return _Client(headers=headers)
+    except AuthenticationError as error:
+        _fail(f"{asked}: {_line(error)}: {_TOKEN}", 1)
+    except requests.exceptions.InvalidHeader as error:
+        _fail(f"RAY_JOB_HEADERS cannot be used: {_line(error)}", 2)
+    except (*_FAILURES, KeyError, TypeError, ValueError) as error:  # the last three: an answer of something else
+        _fail(
+            f"{asked}: no job server of a Ray answers there ({_line(error)}): start that Ray with its dashboard, "
+            "correct the address, or unset it to start a Ray for this run alone",
+            2,
+        )
+
+
 @contextmanager
 def _told(asked: str, advice: str) -> Iterator[None]:
     """Turn what the client raises into one line, which ends with ``advice`` unless better is known."""
     try:
         yield
-    except (*_FAILURES, KeyError) as error:
+    except _FAILURES as error:
         why = _line(error)
         if isinstance(error, AuthenticationError):
             advice = _TOKEN
-        elif isinstance(error, (requests.JSONDecodeError, KeyError)):
+        elif isinstance(error, requests.JSONDecodeError):
             why, advice = f"an answer that is none of a Ray's job server ({why})", "correct the address"
         elif isinstance(error, RuntimeError):  # an answer, which says no
             advice = _AGENT if "No available agent" in why else "dashboard.log among the logs of that Ray may say more"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -51,34 +50,6 @@ def test_a_job_server_gets_the_run_as_a_job(files: Path, tmp_path: Path) -> None
     where = ["--", "env", f"--chdir={os.getcwd()}", str(files / "python"), f"{shipped.ROOT}/train.py"]
     assert words[:3] == [f"{shipped.ROOT}/tools/submit_job.py", "--runtime-env-json", "{}"]
     assert words[3:8] == where
-
-
-@pytest.mark.parametrize("answer", ["", "no HTTP", "HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\n\r\n"])
-def test_a_job_server_is_asked_before_a_job_is_submitted(answer: str, tmp_path: Path) -> None:
-    """One that wants a token has answered; tools/submit_job.py gives it the token."""
-    (tmp_path / "python").write_text(f'#!/bin/bash\n[ "$1" = -c ] && exec {sys.executable} "$@"\necho submitted\n')
-    (tmp_path / "python").chmod(0o755)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(60)
-        address = f"http://127.0.0.1:{server.getsockname()[1]}"
-        variables = {"PATH": os.environ["PATH"], "PYTHON": str(tmp_path / "python"), "PROMPT_DATA": "x"}
-        command = ["env", f"RAY_ADDRESS={address}", "bash", str(SCRIPTS / RUN)]
-        script = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables)
-        try:
-            client, _ = server.accept()
-            with client:
-                assert client.recv(1000).startswith(b"GET /api/version ")
-                client.sendall(answer.encode())
-            out, said = script.communicate(timeout=300)
-        finally:
-            script.kill()
-    if "401" in answer:
-        assert (script.returncode, out, said) == (0, "submitted\n", "")
-        return
-    assert (script.returncode, out) == (2, "")
-    (line,) = said.splitlines()
-    expected = "no job server of a Ray answers there (ConnectionError): start that Ray"
-    assert line.startswith(f"launch: error: RAY_ADDRESS={address}: {expected}")
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,13 @@ import pytest
 import ray
 
 from tests import shipped
+from tools import submit_job
 
 NUM_GPUS = 0
 
 VERSION = json.dumps({"version": "4", "ray_version": ray.__version__, "ray_commit": ""})
-CUT = 0
-"""In place of a status: the connection is closed without an answer."""
+CUT, SILENT = 0, -1
+"""In place of a status: the connection is closed without an answer; it stays, without one, until the log has ended."""
 Answer = tuple[int, str]
 NO_TOKEN, NOT_THE_TOKEN = "Unauthorized: Missing authentication token", "Forbidden: Invalid authentication token"
 TOKEN_HINT = "give it the token of that Ray, by RAY_AUTH_TOKEN, "
@@ -49,7 +50,8 @@ class _JobServer(BaseHTTPRequestHandler):
         self._answer(status, text.replace("JOB", self.server.given["submission_id"]))
 
     def _answer(self, status: int, text: str) -> None:
-        if status == CUT:
+        if status in (CUT, SILENT):
+            self.server.logged.wait(60 if status == SILENT else 0)
             self.close_connection = True
             return
         self.send_response(status)
@@ -141,17 +143,73 @@ def test_a_token_that_is_not_there_is_one_line(server: _Server, tmp_path: Path) 
         ((401, NO_TOKEN), f"Authentication required: {NO_TOKEN}: {TOKEN_HINT}"),
         ((401, ""), f"Authentication required: {TOKEN_HINT}"),
         ((403, NOT_THE_TOKEN), f"Authentication failed: {NOT_THE_TOKEN}: {TOKEN_HINT}"),
-        ((500, ""), "500 Server Error: Internal Server Error for url: "),
-        ((404, ""), "Version check returned 404. "),
-        ((CUT, ""), "Failed to connect to Ray at address: "),
-        ((200, "<html>\nhello\n</html>"), "an answer that is none of a Ray's job server (Expecting value: "),
-        ((200, '{"version": "0.5"}'), "an answer that is none of a Ray's job server ('ray_version'): correct the addr"),
     ],
 )
-def test_a_server_that_does_not_tell_its_version_is_one_line(server: _Server, answer: Answer, expected: str) -> None:
+def test_a_server_that_wants_another_token_is_one_line(server: _Server, answer: Answer, expected: str) -> None:
     server.version = answer
     assert refused(server).startswith(f"GET /api/version: {expected}")
     assert server.given is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ((500, ""), "500 Server Error: Internal Server Error for url: "),
+        ((404, ""), "Version check returned 404. "),
+        ((CUT, ""), "Failed to connect to Ray at address: "),
+        ((200, "<html>\nhello\n</html>"), "Expecting value: "),
+        ((200, '{"version": "0.5"}'), "'ray_version'"),
+        ((200, "[]"), "list indices must be integers"),
+        ((200, '{"ray_version": "new"}'), "Invalid version: 'new'"),
+    ],
+)
+def test_an_address_of_no_job_server_is_bad_input(server: _Server, answer: Answer, expected: str) -> None:
+    server.version = answer
+    line = refused(server, 2)
+    assert line.startswith(f"GET /api/version: no job server of a Ray answers there ({expected}")
+    advice = "): start that Ray with its dashboard, correct the address, or unset it to start a Ray for this run alone"
+    assert line.endswith(advice)
+    assert server.given is None
+
+
+@pytest.mark.parametrize(
+    ("silent", "deadline", "status", "expected"),
+    [
+        ("version", "_VERSION_S", 2, "GET /api/version: no job server of a Ray answers there (HTTP"),
+        ("taken", "_REQUEST_S", 1, "POST /api/jobs/: HTTP"),
+    ],
+)
+def test_a_silent_server_is_not_waited_for_forever(
+    server: _Server,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    silent: str,
+    deadline: str,
+    status: int,
+    expected: str,
+) -> None:
+    setattr(server, silent, (SILENT, ""))
+    server.logged.clear()
+    monkeypatch.setattr(submit_job, deadline, 0.5)
+    monkeypatch.setenv("RAY_ADDRESS", server.address)
+    with pytest.raises(SystemExit) as ended:
+        submit_job.main(["--", "true"])
+    server.logged.set()
+    assert ended.value.code == status
+    said = capsys.readouterr().err
+    assert said.startswith(f"launch: error: RAY_ADDRESS={server.address}: {expected}")
+    assert "Read timed out. (read timeout=0.5)" in said
+
+
+def test_the_address_is_that_of_the_launch(server: _Server) -> None:
+    server.version = 404, ""
+    line = refused(server, 2, RAY_API_SERVER_ADDRESS="http://127.0.0.1:1")
+    assert "(Version check returned 404. " in line
+
+
+@pytest.mark.parametrize("text", ['{"x', "[1]", '{"A": 1}'])
+def test_bad_headers_are_bad_input(server: _Server, text: str) -> None:
+    assert refused(server, 2, RAY_JOB_HEADERS=text).startswith("RAY_JOB_HEADERS cannot be used: ")
 
 
 @pytest.mark.parametrize(
