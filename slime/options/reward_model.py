@@ -12,7 +12,7 @@ from typing import Any
 from slime.options.errors import OptionError
 from slime.options.model import has_weights, model_directory
 from slime.options.parser import StrictParser
-from slime.options.sglang import PassThrough, command_line
+from slime.options.sglang import PassThrough, check_ranks, command_line
 
 _FLAG = "--rm-sglang-args"
 
@@ -65,7 +65,8 @@ def reward_engine_flags(parser: StrictParser, values: Mapping[str, Any] | None) 
     """The words of an SGLang command line that ``--rm-sglang-args`` means, checked like ``--sglang-`` flags.
 
     Raises:
-        OptionError: an entry that is no flag of the installed SGLang, or a value that it does not take.
+        OptionError: an entry that is no flag of the installed SGLang, a value that it does not take, or one by which
+            an engine would take more slots than it has.
     """
     actions = (a for a in parser._actions if isinstance(a, PassThrough) and a.words == "sglang_words")
     known = {action.dest.removeprefix("sglang_") for action in actions}
@@ -82,5 +83,9 @@ def reward_engine_flags(parser: StrictParser, values: Mapping[str, Any] | None) 
             words += parser.tokens_of(f"sglang_{name}", json.dumps(value) if isinstance(value, dict) else value) or []
         except ValueError as error:
             raise OptionError(f"{_FLAG}: {error}") from error
-    passed: dict[str, list[str]] = parser.parse_set(words).get("sglang_words", {})
-    return command_line(passed)
+    given = parser.parse_set(words)
+    try:
+        check_ranks(given, "", "--rm-num-gpus-per-engine")
+    except OptionError as error:
+        raise OptionError(f"{_FLAG}: {error}") from error
+    return command_line(given.get("sglang_words", {}))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.options.errors import OptionError
 from slime.options.installed import PendingFlags
 
 ENGINE_PACKAGE = "sglang"
@@ -163,3 +164,29 @@ def _add(parser: argparse.ArgumentParser, group: Any, record: dict[str, Any], pr
 def command_line(words: dict[str, list[str]]) -> list[str]:
     """The gathered words as one argument list."""
     return [word for passed in words.values() for word in passed]
+
+
+def check_ranks(values: Mapping[str, Any], prefix: str, width: str) -> None:
+    """An engine's slots are the tensor-parallel ranks of one model, and it has no other ranks.
+
+    Args:
+        values: what is set for the engine, by attribute (``sglang_dp_size``).
+        prefix: what stands before a flag of SGLang's.
+        width: the flag that says how many slots it has.
+
+    Raises:
+        OptionError: copies of the model, or pipeline stages, which would take slots that it does not have.
+    """
+    copies = values.get("sglang_dp_size") or 1
+    if copies > 1 and not values.get("sglang_enable_dp_attention"):
+        # SGLang 0.5.17 gives all of them the one --nccl-port that it is started with, too.
+        raise OptionError(
+            f"{prefix}dp-size {copies} needs {prefix}enable-dp-attention; copies of the whole model are engines of "
+            f"their own: {copies} times the slots, {width} each"
+        )
+    stages = values.get("sglang_pp_size") or 1
+    if stages > 1:
+        raise OptionError(
+            f"{prefix}pp-size {stages} cannot be used: an engine's {width} slots are all tensor-parallel "
+            f"ranks, and {stages} pipeline stages would take {stages} times as many; drop it"
+        )

@@ -16,6 +16,7 @@ from slime.options.export_rules import check_exports
 from slime.options.reward_model import derive_reward_model
 from slime.options.rollout import DEFAULT_ROLLOUT, SFT_ROLLOUT
 from slime.options.schema import flag_named
+from slime.options.sglang import check_ranks
 from slime.options.training import critic_options, warmup_and_decay_steps
 
 ENGINE_KEEPS = 6
@@ -195,20 +196,7 @@ def _engines(args: Namespace) -> None:
             f"{args.rollout_num_gpus} rollout slots are no multiple of --rollout-num-gpus-per-engine {per_engine}"
         )
     args.num_engines = args.rollout_num_gpus // per_engine
-    copies = getattr(args, "sglang_dp_size", None) or 1
-    if copies > 1 and not getattr(args, "sglang_enable_dp_attention", False):
-        # Each copy would take as many GPUs again, beyond the engine's slots, and SGLang 0.5.17 gives all of them the
-        # one --nccl-port that it is started with.
-        raise OptionError(
-            f"--sglang-dp-size {copies} needs --sglang-enable-dp-attention; copies of the whole model are engines of "
-            f"their own: {copies} times the slots, --rollout-num-gpus-per-engine each"
-        )
-    stages = getattr(args, "sglang_pp_size", None) or 1
-    if stages > 1:
-        raise OptionError(
-            f"--sglang-pp-size {stages} cannot be used: an engine's --rollout-num-gpus-per-engine slots are all "
-            f"tensor-parallel ranks, and {stages} pipeline stages would take {stages} times as many; drop it"
-        )
+    check_ranks(vars(args), "--sglang-", "--rollout-num-gpus-per-engine")
 
 
 def _batches(args: Namespace) -> None:

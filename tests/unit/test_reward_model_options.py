@@ -77,11 +77,25 @@ def test_it_has_slots_and_flags_of_its_own(tmp_path: Path) -> None:
             f'{SERVED} --rm-sglang-args {{"disable_radix_cache":3}}',
             "--rm-sglang-args: sglang_disable_radix_cache: 3 is",
         ),
+        (
+            f'{SERVED} --rm-sglang-args {{"dp_size":2}}',
+            "--rm-sglang-args: dp-size 2 needs enable-dp-attention; copies of the whole model are engines",
+        ),
+        (
+            f'{SERVED} --rm-sglang-args {{"pp-size":"2"}}',
+            "--rm-sglang-args: pp-size 2 cannot be used: an engine's --rm-num-gpus-per-engine slots are all tensor-par",
+        ),
         ("--custom-rm-path judging.py:other", "judging.py:other: it is called as (args, sample, **kwargs) or as"),
     ],
 )
 def test_what_cannot_be_is_one_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in failure(capsys, words)
+
+
+def test_attention_that_is_split_by_data_takes_no_other_slots() -> None:
+    given = '{"dp_size":2,"enable_dp_attention":true,"pp_size":1}'
+    args = parse(f"{SERVED} --rm-num-gpus-per-engine 2 --rm-sglang-args {given}")
+    assert args.rm_sglang_cli == ["--dp-size", "2", "--enable-dp-attention", "--pp-size", "1"]
 
 
 def test_a_model_without_weights_or_without_a_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
