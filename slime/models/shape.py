@@ -32,6 +32,8 @@ _ABSENT: dict[str, Any] = {
 """What Megatron can build or compute and a Llama-like decoder does not have."""
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The constants that megatron-core's ``use_rope_scaling`` has built in."""
+_LENGTHS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
+"""Where a config may say how long a sequence can be; the first that it has counts."""
 
 
 def decoder_args(
@@ -104,6 +106,21 @@ def _rope(config: Any) -> tuple[dict[str, Any], str, dict[str, Any]]:
         "rotary_percent": float(percent),
     }
     return rope, kind, args
+
+
+def context_length(config: Any) -> int:
+    """Tokens of the longest context that SGLang serves a model with, by its Hugging Face config.
+
+    A scaling of the positions lengthens it, where the config does not say what length it starts from: then
+    ``max_position_embeddings`` is the scaled one. This is `get_context_length` of SGLang 0.5.17, in
+    sglang/srt/utils/hf_transformers/common.py.
+    """
+    rope = getattr(config, "rope_scaling", None) or {}
+    lengthened = "original_max_position_embeddings" not in rope and rope.get("rope_type") != "llama3"
+    factor = rope.get("factor", 1) if lengthened else 1
+    lengths = (getattr(config, name, None) for name in _LENGTHS)
+    longest = next((length for length in lengths if length is not None), None)
+    return 2048 if longest is None else int(factor * longest)
 
 
 def latent_args(config: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ PACKAGES = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transfo
 DERIVED = (
     *("placement", "actor_num_gpus", "num_engines", "world_size", "data_parallel_size", "train_iters"),
     *("params_dtype", "use_critic", "needs_reference", "reward_baseline", "reward_std", "eval_datasets", "launch_dir"),
-    *("pushes_float8", "ref_load_flag", "option_warnings"),
+    *("model_context", "pushes_float8", "ref_load_flag", "option_warnings"),
 )
 
 

@@ -58,13 +58,13 @@ def derive_all(args: Namespace, warnings: list[str]) -> SavedModel | None:
 def limit_prompts(args: Namespace) -> None:
     """Lower contexts to what an engine takes, and prompts to what leaves room for one response token.
 
-    Needs the model's shape. Supervised prompts are conversations, which only flags limit.
+    Needs the model's config. Supervised prompts are conversations, which only flags limit.
 
     Raises:
         OptionError: an engine's context that has no room for a prompt.
     """
     usable = usable_context(args)
-    if usable is not None and usable < 2 and args.num_engines:
+    if usable < 2 and args.num_engines:
         raise OptionError(
             f"an engine's context of {usable + ENGINE_KEEPS} tokens (--sglang-context-length, config.json) leaves no "
             f"room: sglang keeps {ENGINE_KEEPS} of them"
@@ -77,10 +77,10 @@ def limit_prompts(args: Namespace) -> None:
     args.rollout_max_prompt_len = _smallest(given, _less_one(args.rollout_max_context_len))
 
 
-def usable_context(args: Namespace) -> int | None:
-    """Tokens that prompt and response may have together in an engine; None where the model's shape sets no limit."""
-    engine = _smallest(args.max_position_embeddings, getattr(args, "sglang_context_length", None))
-    return None if engine is None else engine - ENGINE_KEEPS
+def usable_context(args: Namespace) -> int:
+    """Tokens that prompt and response may have together in an engine."""
+    lengths = (args.model_context, getattr(args, "sglang_context_length", None))
+    return min(length for length in lengths if length is not None) - ENGINE_KEEPS
 
 
 def check_schedule(args: Namespace) -> None:

@@ -29,7 +29,7 @@ def _repeated_prompts(args: Namespace, dataset: PromptDataset) -> Iterator[str]:
 def _responses_cut(args: Namespace, dataset: PromptDataset) -> Iterator[str]:
     """Where the engine's context, not a limit that the user gave, ends responses."""
     longest, room = args.rollout_max_response_len, usable_context(args)
-    if longest is None or room is None or not args.num_engines or args.loss_type == "sft_loss":
+    if longest is None or not args.num_engines or args.loss_type == "sft_loss":
         return
     if args.rollout_max_context_len != room:
         return
@@ -37,6 +37,6 @@ def _responses_cut(args: Namespace, dataset: PromptDataset) -> Iterator[str]:
     if cut:
         yield (
             f"--rollout-max-response-len {longest} is more than an engine's context leaves to {cut} of {len(dataset)} "
-            f"prompts: prompt and response end at {room} tokens together, which max_position_embeddings of config.json "
-            "and --sglang-context-length decide"
+            f"prompts: prompt and response end at {room} tokens together, which config.json (max_position_embeddings, "
+            "rope_scaling) and --sglang-context-length decide"
         )

@@ -241,12 +241,12 @@ def _resolve(args: argparse.Namespace, given: set[str], asynchronous: bool) -> l
 
 
 def take_shape(args: argparse.Namespace, given: set[str], warnings: list[str]) -> None:
-    """Take the model's shape from its config.json, which says too what heads there are to train.
+    """Take the model's shape from its config.json, which says too how long a context is and what heads can be trained.
 
     Raises:
         OptionError: it cannot be read, or flags contradict it.
     """
-    from slime.models import hf_config, shape_from_hf, trainable_heads
+    from slime.models import context_length, hf_config, shape_from_hf, trainable_heads
 
     take_rotary_factor(args, given)
     try:
@@ -256,6 +256,7 @@ def take_shape(args: argparse.Namespace, given: set[str], warnings: list[str]) -
         reason = " ".join(str(error).split())
         raise OptionError(f"--hf-checkpoint {args.hf_checkpoint}: {reason}") from error
     apply_shape(args, shape, given, warnings)
+    args.model_context = context_length(config)
     check_heads(args, shape["mtp_num_layers"] or 0, config.model_type, trainable_heads())
 
 
