@@ -77,6 +77,10 @@ _print() { # one flag a line
 
 _on_nodes() {
    local timeout=${NODES_TIMEOUT:-600} words ray=("$PYTHON" -m ray.scripts.scripts start --block --disable-usage-stats)
+   if ! { [ -t 1 ] && [ -t 2 ]; }; then # Ray colours files too
+      ray+=(--log-color false)
+      export RAY_COLOR_PREFIX=${RAY_COLOR_PREFIX:-0}
+   fi
    : "${RAY_PORT:=6379}"
    read -ra words <<<"${RAY_START_ARGS:-}"
    _use_token

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -182,7 +184,30 @@ def test_other_nodes_wait_for_the_first_and_join_it(files: Path, tmp_path: Path,
     finally:
         head.kill()
         head.wait(60)
-    assert words == ["-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", "--address", address]
+    start = ["-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", "--log-color", "false"]
+    assert words == [*start, "--address", address]
+
+
+@pytest.mark.parametrize(
+    ("redirection", "flag", "prefix"),
+    [("", "", ""), ("2> error.log", " --log-color false", "0"), ("> out.log", " --log-color false", "0")],
+)
+def test_a_ray_that_is_started_colours_terminals_only(redirection: str, flag: str, prefix: str, tmp_path: Path) -> None:
+    (tmp_path / "python").write_text('#!/bin/bash\n[ "$1" = -c ] || echo "$@ $RAY_COLOR_PREFIX" > words\n')
+    (tmp_path / "python").chmod(0o755)
+    terminal, end = pty.openpty()
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        port = str(head.getsockname()[1])
+        program = f"source {SCRIPTS}/launch.sh; launch train.py {redirection}"
+        variables = {"NUM_NODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "RAY_PORT": port}
+        variables |= {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHON": str(tmp_path / "python")}
+        command = ["bash", "-c", program]
+        ran = subprocess.run(command, stdout=end, stderr=end, timeout=300, env=variables, cwd=tmp_path)
+    os.close(terminal)
+    os.close(end)
+    assert ran.returncode == 0
+    start = f"-m ray.scripts.scripts start --block --disable-usage-stats{flag} --address 127.0.0.1:{port}"
+    assert (tmp_path / "words").read_text() == f"{start} {prefix}\n"
 
 
 def processes_of(files: Path) -> list[str]:
