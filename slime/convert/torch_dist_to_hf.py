@@ -112,18 +112,7 @@ def convert(
     family, shape = family_of(config), weight_shape(config, with_heads=with_heads)
     if vocab_size is not None:
         shape = dataclasses.replace(shape, vocab_size=vocab_size)
-    if any(ADAPTER_MARK in key for key in stored):
-        raise BadInputError(
-            f"{stored.directory} holds low-rank adapters and no model: resume from it by --load of train.py with "
-            "--save-hf (merged weights) or --save-lora (the adapters)"
-        )
-    located, missing = locate_all(stored, family, shape)
-    if left := list(unused(stored, located.values())):
-        raise BadInputError(
-            f"{stored.directory} holds what the model of {origin / 'config.json'} has no place for: {some(left)}: is "
-            "it another model's?"
-        )
-    tasks = list(plan(stored, located))
+    tasks, missing = _to_read(stored, family, shape, origin)
     specs = specs_of(stored, tasks, family, shape)
     _check_config(specs, origin, config, shape)
     copied = _carried(origin, family.untrained(config, shape))
@@ -159,6 +148,26 @@ def find_checkpoint(directory: Path) -> Path:
     if whole_ones:
         raise BadInputError(f"{directory} has no {LATEST} that says which to take: name one in it: {some(whole_ones)}")
     raise BadInputError(f"{directory} is no torch_dist checkpoint (no metadata.json), and no directory of them")
+
+
+def _to_read(stored: StoredTensors, family: Family, shape: Shape, origin: Path) -> tuple[list[Task], list[str]]:
+    """All that is read of a checkpoint, and the model's Hugging Face tensors that it lacks.
+
+    Raises:
+        BadInputError: it holds other things than the model's parameters.
+    """
+    if any(ADAPTER_MARK in key for key in stored):
+        raise BadInputError(
+            f"{stored.directory} holds low-rank adapters and no model: resume from it by --load of train.py with "
+            "--save-hf (merged weights) or --save-lora (the adapters)"
+        )
+    located, missing = locate_all(stored, family, shape)
+    if left := list(unused(stored, located.values())):
+        raise BadInputError(
+            f"{stored.directory} holds what the model of {origin / 'config.json'} has no place for: {some(left)}: is "
+            "it another model's?"
+        )
+    return list(plan(stored, located)), missing
 
 
 def locate(stored: Mapping[str, object] | StoredTensors, name: str) -> Location | None:
