@@ -35,10 +35,9 @@ def weights(trainer: MegatronTrainer) -> Tensors:
 
 
 def adapters(trainer: MegatronTrainer) -> Tensors:
-    """Of the actor, by PEFT's names."""
-    targets = trainer.args.lora_target_modules
-    model = trainer.model_chunks, trainer.family, trainer.shape
-    named = (named for bucket in weights_io.export_adapter_buckets(*model, targets, 2**30) for named in bucket)
+    """Of the actor, by PEFT's names, as engines get them."""
+    trainer.args.lora_sync, targets = "adapter", trainer.args.lora_target_modules
+    named = (named for bucket in trainer.export_buckets(1) for named in bucket)
     return {name: tensor.clone() for name, tensor in named if is_adapter_name(name, targets)}
 
 

@@ -313,7 +313,7 @@ class MegatronTrainer:
         shape = self.shape if self.args.pushes_heads else replace(self.shape, next_token_heads=0)
         model, size = (self.model_chunks, self.family, shape), self.args.update_weight_buffer_size
         if self.args.lora_sync == "adapter":
-            return weights_io.export_adapter_buckets(*model, self.args.lora_target_modules, size)
+            return weights_io.export_adapter_buckets(*model, self.args.lora_target_modules, size, self._gatherers)
         return weights_io.export_hf_buckets(*model, size, own_experts=own_experts, gatherers=self._gatherers)
 
     def save(self, directory: str) -> None:

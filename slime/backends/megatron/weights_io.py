@@ -30,8 +30,8 @@ from slime.utils.hf_writer import HFWriter, save_tensors
 
 _SHARD_BYTES = 4 * 2**30
 
-Gatherers = dict[tuple[Shape, bool], Gatherer]
-"""Those of one model, by what is gathered of it."""
+Gatherers = dict[tuple[Shape, bool | tuple[str, ...]], Gatherer]
+"""Those of one model, by what is gathered of it: all experts or a rank's own, or adapters of which layers."""
 
 
 def global_weights(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
@@ -148,14 +148,22 @@ def export_hf_buckets(
 
 
 def export_adapter_buckets(
-    chunks: Sequence[torch.nn.Module], family: Family, shape: Shape, targets: Sequence[str], bucket_bytes: int
+    chunks: Sequence[torch.nn.Module],
+    family: Family,
+    shape: Shape,
+    targets: Sequence[str],
+    bucket_bytes: int,
+    gatherers: Gatherers | None = None,
 ) -> Iterator[list[tuple[str, Tensor]]]:
     """The adapters alone, under PEFT's names; otherwise as `export_hf_buckets`.
 
     Among them, for sources that are not targeted of layers that are, second matrices of nothing but 0.
     """
-    parameters = dict(global_parameters(chunks, of_adapters=True))
-    return Gatherer(parameters, adapter_family(family, targets), shape).buckets(bucket_bytes, parameters.__getitem__)
+    parameters, key = dict(global_parameters(chunks, of_adapters=True)), (shape, tuple(targets))
+    gatherers = {} if gatherers is None else gatherers
+    if key not in gatherers:
+        gatherers[key] = Gatherer(parameters, adapter_family(family, targets), shape)
+    return gatherers[key].buckets(bucket_bytes, parameters.__getitem__)
 
 
 def save_hf(chunks: Sequence[torch.nn.Module], directory: str | Path, origin_hf_dir: str | Path) -> None:
