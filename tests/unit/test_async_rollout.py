@@ -1,4 +1,4 @@
-"""Rollouts generated ahead of training: who may begin, in which order, interrupted by pushes, and how old."""
+"""Rollouts generated ahead of training: interrupted by pushes, and how old their samples are."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from typing import Any
 
 import pytest
 
-from slime.ray import supervision
-from slime.ray.pipeline import Pipeline
-from slime.ray.supervision import Deadline, RunError, Supervisor
 from slime.rollout import state as state_module
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.gate import FIRST, Gate, hold_requests, shared_gate
+from slime.rollout.gate import hold_requests
 from slime.rollout.hooks import HookError
 from slime.rollout.sglang_rollout import generate, generate_and_rm
 from slime.rollout.staleness import renew_stale, staleness, staleness_metrics
@@ -73,176 +70,6 @@ def source_args(rollout_args: Args, write_jsonl: Callable[..., str]) -> Args:
         return rollout_args(**{"prompt_data": path, "rm_type": "random", "max_weight_staleness": 1} | changes)
 
     return make
-
-
-# ---- which rollouts may begin
-
-
-class RecordingRun:
-    """Stands in for a run: notes what the pipeline asks it to do."""
-
-    def __init__(self, **options: Any) -> None:
-        self.args = Namespace(**options)
-        self.begun: list[int] = []
-        self.taken: list[int] = []
-        self.held = self.evaluates = False
-
-    def push_weights(self, version: int) -> None:
-        assert self.held
-        assert not self.evaluates, "its scores would be of two versions"
-
-    def finish_evaluation(self) -> None:
-        assert not self.held, "it would wait for requests that are held"
-        self.evaluates = False
-
-    def hold_requests(self, hold: bool, version: int | None = None) -> None:
-        self.held = hold
-
-    def begin_rollout(self, rollout_id: int) -> None:
-        assert not self.held
-        self.begun.append(rollout_id)
-
-    def take_rollout(self, rollout_id: int) -> list[Any]:
-        assert rollout_id in self.begun, "it would be waited for without end"
-        self.taken.append(rollout_id)
-        return []
-
-
-@pytest.mark.parametrize("_", range(20))
-def test_rollouts_begin_in_order_and_neither_too_early_nor_without_need_late(_: int) -> None:
-    interval, start, count = random.randint(1, 4), random.randint(0, 5), random.randint(1, 12)
-    staleness_limit, buffer_size = interval - 1 + random.randint(0, 3), random.randint(0, 3)
-    run = RecordingRun(
-        start_rollout_id=start,
-        num_rollout=start + count,
-        async_buffer_size=buffer_size,
-        max_weight_staleness=staleness_limit,
-    )
-    pipeline = Pipeline(run)  # type: ignore[arg-type]
-    version = start
-
-    def check(front: int) -> None:
-        newest = run.begun[-1]
-        assert run.begun == list(range(start, newest + 1))
-        assert newest - version <= staleness_limit
-        assert newest - front <= buffer_size + 1
-        reasons = (newest + 1 - version > staleness_limit, newest - front == buffer_size + 1)
-        assert newest == start + count - 1 or any(reasons), "another one could have begun"
-
-    pipeline.push_weights(start)
-    check(start)
-    for rollout_id in range(start, start + count):
-        pipeline.next(rollout_id)
-        check(rollout_id)
-        if (rollout_id + 1) % interval == 0:
-            version = rollout_id + 1
-            pipeline.push_weights(version)
-            check(rollout_id)
-            run.evaluates = True
-    assert run.taken == run.begun == list(range(start, start + count))
-
-
-def test_a_failure_in_the_background_ends_another_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Failure(supervision.RayError):
-        pass
-
-    answers = {"batches": None, "training": 7}
-
-    def get(ref: str, timeout: float) -> Any:
-        if ref == "rollout":
-            raise Failure("no judge")
-        return answers[ref]
-
-    def wait(refs: list[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
-        done = next(ref for ref in refs if ref != "training" or len(refs) == 1)
-        return [done], [ref for ref in refs if ref != done]
-
-    monkeypatch.setattr(supervision.ray, "get", get)
-    monkeypatch.setattr(supervision.ray, "wait", wait)
-    supervisor = Supervisor()
-    supervisor.expect("the manager", "batches", "rollout 3")  # type: ignore[arg-type]
-    assert supervisor.wait({"trainer": "training"}, "train", Deadline(5.0)) == [7]  # type: ignore[dict-item]
-    supervisor.expect("the manager", "rollout", "rollout 4")  # type: ignore[arg-type]
-    with pytest.raises(RunError, match=r"rollout 4: Ray could not run the manager .*no judge"):
-        supervisor.wait({"trainer": "training"}, "train", Deadline(5.0))  # type: ignore[dict-item]
-
-
-# ---- the bound on requests, shared
-
-
-def test_older_rollouts_come_first_and_evaluations_before_them() -> None:
-    order: list[int] = []
-
-    async def pass_through(gate: Gate, rank: int) -> None:
-        async with gate.passing(rank):
-            order.append(rank)
-            await asyncio.sleep(0)
-
-    async def run() -> None:
-        gate = Gate(1)
-        await asyncio.gather(*(pass_through(gate, rank) for rank in (5, 7, 6, 7, FIRST, 6)))
-
-    asyncio.run(run())
-    assert order == [5, FIRST, 6, 6, 7, 7]
-
-
-def test_a_gate_holds_its_bound_however_many_give_up() -> None:
-    async def run() -> None:
-        gate, inside, most = Gate(3), 0, 0
-
-        async def pass_through(rank: int) -> None:
-            nonlocal inside, most
-            async with gate.passing(rank):
-                inside += 1
-                most = max(most, inside)
-                try:
-                    await asyncio.sleep(random.random() * 0.002)
-                finally:
-                    inside -= 1
-
-        tasks = [asyncio.create_task(pass_through(random.randrange(4))) for _ in range(200)]
-        for task in random.sample(tasks, 120):
-            await asyncio.sleep(random.random() * 0.001)
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert (most, inside) == (3, 0)
-        # All three places are free again.
-        async with gate.passing(0), gate.passing(0), gate.passing(0):
-            pass
-
-    asyncio.run(asyncio.wait_for(run(), timeout=60))
-
-
-def test_a_gate_that_shrinks_while_requests_wait_lets_fewer_in() -> None:
-    async def run() -> None:
-        gate, ends, inside = shared_gate(4), asyncio.Semaphore(0), 0
-        assert shared_gate(4) is gate
-
-        async def request(rank: int) -> None:
-            nonlocal inside
-            async with gate.passing((rank, 0)):
-                inside += 1
-                await ends.acquire()
-                inside -= 1
-
-        async def end(count: int) -> int:
-            for _ in range(count):
-                ends.release()
-            for _ in range(10):
-                await asyncio.sleep(0)
-            return inside
-
-        tasks = [asyncio.create_task(request(rank)) for rank in range(12)]
-        assert await end(0) == 4
-        assert shared_gate(2) is gate, "another rollout, after an engine has died"
-        assert [await end(1) for _ in range(4)] == [3, 2, 2, 2], "who is inside may stay, and nobody takes the place"
-        shared_gate(5)
-        assert await end(0) == 5
-        assert await end(7) == 1
-        await end(5)
-        await asyncio.gather(*tasks)
-
-    asyncio.run(asyncio.wait_for(run(), timeout=60))
 
 
 # ---- interrupted by pushes
