@@ -104,6 +104,7 @@ def test_two_nodes_train_one_model(tmp_path: Path, per_engine: int) -> None:
     with two_nodes(workspace, line) as nodes:
         nodes.assert_end(0)
     assert "2 of 2 nodes have joined" in nodes.log()
+    assert "\x1b" not in nodes.log(0) + nodes.log(1), "colours in a file"
     assert len(series(workspace / "run", "train/loss")) == 2
     assert max(series(workspace / "run", "train/train_rollout_logprob_abs_diff")) < 1e-4
     logs = sorted(path.name for path in (workspace / "run/logs").glob("engine_*"))
