@@ -13,8 +13,8 @@ logger = logging.getLogger(__name__)
 
 _DIFFERENCE = "train/train_rollout_logprob_abs_diff"
 _ROUNDING = 5e-4
-"""What single tokens that round otherwise in one of two 16-bit passes may move a mean log-prob by. On GPUs three of some
-150 first steps had such tokens, apart by 0.006 to 0.008 (docs/benchmarks.md)."""
+"""What single tokens that round otherwise in one of two 16-bit passes may move a mean log-prob by. On GPUs three of
+some 150 first steps had such tokens, apart by 0.006 to 0.008 (docs/benchmarks.md)."""
 _ROUNDING_KL = 2e-6
 """And an estimate of KL divergence, which is of the square of that. All tokens rounded otherwise make it 8e-6."""
 
