@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -15,6 +16,7 @@ from slime.options.megatron_names import FLAGS
 from slime.options.patterns import written_pattern
 from slime.options.schema import flag_named
 
+_OVERRIDES = "--sglang-json-model-override-args"
 OTHER_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "*.h5", "*.onnx"]
 """Weights that neither engines nor trainers read: a hub repository may hold them beside the safetensors."""
 
@@ -179,6 +181,46 @@ def apply_shape(args: Namespace, shape: dict[str, Any], given: set[str], warning
         raise OptionError(
             f"--num-layers is {args.num_layers}, and --moe-layer-freq, which {args.hf_checkpoint}/config.json gives "
             f"where no flag does, is of {len(pattern)} layers: drop the flags, or let both say the same"
+        )
+
+
+def config_of_engines(args: Namespace, config: Any) -> Any:
+    """A Hugging Face config as SGLang changes it by ``--json-model-override-args``.
+
+    Raises:
+        OptionError: the overrides are no JSON object, or have a value that no such config has.
+    """
+    given = getattr(args, "sglang_json_model_override_args", None) or "{}"
+    try:
+        overrides = json.loads(given)
+    except ValueError as error:
+        raise OptionError(f"{_OVERRIDES} {given} is no JSON: {error}") from error
+    if not isinstance(overrides, dict):
+        raise OptionError(f"{_OVERRIDES} {given} should be an object {{...}}")
+    config = copy.deepcopy(config)
+    for name, value in overrides.items():
+        try:
+            setattr(config, name, value)
+        except Exception as error:  # transformers' own checks have classes of their own
+            raise OptionError(f"{_OVERRIDES}: {' '.join(str(error).split())}") from error
+    return config
+
+
+def check_engines(args: Namespace, shape: dict[str, Any], of_engines: dict[str, Any]) -> None:
+    """Refuse engines whose config has another model than that of the trainers; their context may be another.
+
+    Args:
+        shape: as of `apply_shape`, and so ``of_engines``.
+
+    Raises:
+        OptionError: overrides change what trainers compute by.
+    """
+    changed = [name for name in shape if name != "max_position_embeddings" and shape[name] != of_engines[name]]
+    if changed and args.placement != "rollout_only" and not args.allow_config_mismatch:
+        values = ", ".join(f"{name} {_shown(of_engines[name])} for {_shown(shape[name])}" for name in changed)
+        raise OptionError(
+            f"{_OVERRIDES} gives engines another model than trainers have ({values}): change config.json instead, "
+            "which both read, or keep it with --allow-config-mismatch"
         )
 
 

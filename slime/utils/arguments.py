@@ -30,7 +30,15 @@ from slime.options.hooks import HookOptions
 from slime.options.installed import InstalledFlagsError, start_reading
 from slime.options.layout import check_layout
 from slime.options.lora import LoraOptions, derive_lora, settle_lora_sync
-from slime.options.model import apply_shape, check_quantization, check_weights, model_directory, take_rotary_factor
+from slime.options.model import (
+    apply_shape,
+    check_engines,
+    check_quantization,
+    check_weights,
+    config_of_engines,
+    model_directory,
+    take_rotary_factor,
+)
 from slime.options.next_tokens import check_heads, check_heads_training
 from slime.options.parser import HelpAction, StrictParser, flag_values
 from slime.options.reward_model import find_reward_model, reward_engine_flags
@@ -256,7 +264,12 @@ def take_shape(args: argparse.Namespace, given: set[str], warnings: list[str]) -
         reason = " ".join(str(error).split())
         raise OptionError(f"--hf-checkpoint {args.hf_checkpoint}: {reason}") from error
     apply_shape(args, shape, given, warnings)
-    args.model_context = context_length(config)
+    of_engines = config_of_engines(args, config)
+    try:
+        overridden, args.model_context = shape_from_hf(of_engines), context_length(of_engines)
+    except (ValueError, TypeError, AttributeError) as error:  # of values that no config has
+        raise OptionError(f"--sglang-json-model-override-args: {error}") from error
+    check_engines(args, shape, overridden)
     check_heads(args, shape["mtp_num_layers"] or 0, config.model_type, trainable_heads())
 
 

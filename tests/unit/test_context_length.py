@@ -70,3 +70,41 @@ def test_requests_get_what_the_engine_leaves_of_a_lengthened_context(
     write_rows(tmp_path / "data.jsonl")
     assert parse_args(command()).rollout_max_context_len == 5120 - ENGINE_KEEPS
     assert parse_args(command("--sglang-context-length 4000")).rollout_max_context_len == 4000 - ENGINE_KEEPS
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ('{"rope_scaling":{"rope_type":"linear","factor":2.0}}', "rotary_base 10000 for 1000000"),
+        ('{"rope_parameters":{"rope_type":"linear","factor":2.0,"rope_theta":1e6}}', "factor 2.0 for none)"),
+        ('{"num_hidden_layers":1}', "(num_layers 1 for 4): change config.json instead"),
+        ('{"a":', "is no JSON: "),
+        ("[1]", "should be an object"),
+        ('{"num_hidden_layers":"x"}', "Field 'num_hidden_layers' expected int"),
+        ('{"rope_parameters":{"rope_type":"of_mine","factor":2.0}}', "of_mine"),
+        ('{"rope_parameters":"linear"}', "--sglang-json-model-override-args: "),
+    ],
+)
+def test_engines_of_another_model_are_refused(
+    overrides: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "model", QWEN3)
+    write_rows(tmp_path / "data.jsonl")
+    with pytest.raises(SystemExit):
+        parse_args([*command(), "--sglang-json-model-override-args", overrides])
+    printed = capsys.readouterr().err
+    assert "--sglang-json-model-override-args" in printed
+    assert problem in printed
+
+
+def test_engines_may_have_another_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "model", QWEN3)
+    write_rows(tmp_path / "data.jsonl")
+    flag = "--sglang-json-model-override-args"
+    args = parse_args([*command(), flag, '{"max_position_embeddings":99,"architectures":["Own"]}'])
+    assert args.rollout_max_context_len == 99 - ENGINE_KEEPS
+    other = '{"rope_parameters":{"rope_type":"linear","factor":2.0,"rope_theta":1e6}}'
+    args = parse_args([*command("--allow-config-mismatch"), flag, other])
+    assert args.rollout_max_context_len == 2 * 2048 - ENGINE_KEEPS
