@@ -215,9 +215,10 @@ def check_engines(args: Namespace, shape: dict[str, Any], of_engines: dict[str, 
     Raises:
         OptionError: overrides change what trainers compute by.
     """
-    changed = [name for name in shape if name != "max_position_embeddings" and shape[name] != of_engines[name]]
+    names = [name for name in shape | of_engines if name != "max_position_embeddings"]  # each may have names of its own
+    changed = [name for name in names if shape.get(name) != of_engines.get(name)]
     if changed and args.placement != "rollout_only" and not args.allow_config_mismatch:
-        values = ", ".join(f"{name} {_shown(of_engines[name])} for {_shown(shape[name])}" for name in changed)
+        values = ", ".join(f"{name} {_shown(of_engines.get(name))} for {_shown(shape.get(name))}" for name in changed)
         raise OptionError(
             f"{_OVERRIDES} gives engines another model than trainers have ({values}): change config.json instead, "
             "which both read, or keep it with --allow-config-mismatch"

@@ -73,23 +73,33 @@ def test_requests_get_what_the_engine_leaves_of_a_lengthened_context(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "problem"),
+    ("said", "overrides", "problem"),
     [
-        ('{"rope_scaling":{"rope_type":"linear","factor":2.0}}', "rotary_base 10000 for 1000000"),
-        ('{"rope_parameters":{"rope_type":"linear","factor":2.0,"rope_theta":1e6}}', "factor 2.0 for none)"),
-        ('{"num_hidden_layers":1}', "(num_layers 1 for 4): change config.json instead"),
-        ('{"a":', "is no JSON: "),
-        ("[1]", "should be an object"),
-        ('{"num_hidden_layers":"x"}', "Field 'num_hidden_layers' expected int"),
-        ('{"rope_parameters":{"rope_type":"of_mine","factor":2.0}}', "of_mine"),
-        ('{"rope_parameters":"linear"}', "--sglang-json-model-override-args: "),
+        ({}, '{"rope_scaling":{"rope_type":"linear","factor":2.0}}', "rotary_base 10000 for 1000000"),
+        ({}, '{"rope_parameters":{"rope_type":"linear","factor":2.0,"rope_theta":1e6}}', "factor 2.0 for none)"),
+        ({}, '{"num_hidden_layers":1}', "(num_layers 1 for 4): change config.json instead"),
+        ({}, '{"a":', "is no JSON: "),
+        ({}, "[1]", "should be an object"),
+        ({}, '{"num_hidden_layers":"x"}', "Field 'num_hidden_layers' expected int"),
+        ({}, '{"rope_parameters":{"rope_type":"of_mine","factor":2.0}}', "of_mine"),
+        ({}, '{"rope_parameters":"linear"}', "--sglang-json-model-override-args: "),
+        (
+            {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 8192}},
+            '{"rope_parameters":{"rope_type":"default","rope_theta":1e6}}',
+            "(use_rope_scaling False for True, rope_scaling_factor none for 8.0): change",
+        ),
     ],
 )
 def test_engines_of_another_model_are_refused(
-    overrides: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    said: dict[str, Any],
+    overrides: str,
+    problem: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write_model(tmp_path / "model", QWEN3)
+    write_model(tmp_path / "model", QWEN3 | said)
     write_rows(tmp_path / "data.jsonl")
     with pytest.raises(SystemExit):
         parse_args([*command(), "--sglang-json-model-override-args", overrides])
