@@ -114,13 +114,21 @@ def context_length(config: Any) -> int:
     A scaling of the positions lengthens it, where the config does not say what length it starts from: then
     ``max_position_embeddings`` is the scaled one. This is `get_context_length` of SGLang 0.5.17, in
     sglang/srt/utils/hf_transformers/common.py.
+
+    Raises:
+        ValueError: the config has something else than numbers there.
     """
     rope = getattr(config, "rope_scaling", None) or {}
     lengthened = "original_max_position_embeddings" not in rope and rope.get("rope_type") != "llama3"
     factor = rope.get("factor", 1) if lengthened else 1
-    lengths = (getattr(config, name, None) for name in _LENGTHS)
-    longest = next((length for length in lengths if length is not None), None)
-    return 2048 if longest is None else int(factor * longest)
+    lengths: dict[str, Any] = {name: getattr(config, name, None) for name in _LENGTHS}
+    name = next((name for name, length in lengths.items() if length is not None), None)
+    if name is None:
+        return 2048
+    try:
+        return int(factor * lengths[name])
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name} {lengths[name]!r}, with rope_scaling's factor {factor!r}, is no length") from error
 
 
 def latent_args(config: Any) -> dict[str, Any]:

@@ -185,12 +185,14 @@ def apply_shape(args: Namespace, shape: dict[str, Any], given: set[str], warning
 
 
 def config_of_engines(args: Namespace, config: Any) -> Any:
-    """A Hugging Face config as SGLang changes it by ``--json-model-override-args``.
+    """A Hugging Face config as SGLang changes it by ``--json-model-override-args``; None where these are not given.
 
     Raises:
         OptionError: the overrides are no JSON object, or have a value that no such config has.
     """
-    given = getattr(args, "sglang_json_model_override_args", None) or "{}"
+    given = getattr(args, "sglang_json_model_override_args", None)
+    if not given:
+        return None
     try:
         overrides = json.loads(given)
     except ValueError as error:
@@ -206,7 +208,7 @@ def config_of_engines(args: Namespace, config: Any) -> Any:
     return config
 
 
-def check_engines(args: Namespace, shape: dict[str, Any], of_engines: dict[str, Any]) -> None:
+def check_engines(shape: dict[str, Any], of_engines: dict[str, Any]) -> None:
     """Refuse engines whose config has another model than that of the trainers; their context may be another.
 
     Args:
@@ -217,7 +219,7 @@ def check_engines(args: Namespace, shape: dict[str, Any], of_engines: dict[str, 
     """
     names = [name for name in shape | of_engines if name != "max_position_embeddings"]  # each may have names of its own
     changed = [name for name in names if shape.get(name) != of_engines.get(name)]
-    if changed and args.placement != "rollout_only" and not args.allow_config_mismatch:
+    if changed:
         values = ", ".join(f"{name} {_shown(of_engines.get(name))} for {_shown(shape.get(name))}" for name in changed)
         raise OptionError(
             f"{_OVERRIDES} gives engines another model than trainers have ({values}): change config.json instead, "

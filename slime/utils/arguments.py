@@ -259,17 +259,20 @@ def take_shape(args: argparse.Namespace, given: set[str], warnings: list[str]) -
     take_rotary_factor(args, given)
     try:
         config = hf_config(args.hf_checkpoint)
-        shape = shape_from_hf(config)
-    except (ValueError, OSError) as error:
+        shape, args.model_context = shape_from_hf(config), context_length(config)
+    except (ValueError, TypeError, OSError) as error:
         reason = " ".join(str(error).split())
         raise OptionError(f"--hf-checkpoint {args.hf_checkpoint}: {reason}") from error
     apply_shape(args, shape, given, warnings)
     of_engines = config_of_engines(args, config)
-    try:
-        overridden, args.model_context = shape_from_hf(of_engines), context_length(of_engines)
-    except (ValueError, TypeError, AttributeError) as error:  # of values that no config has
-        raise OptionError(f"--sglang-json-model-override-args: {error}") from error
-    check_engines(args, shape, overridden)
+    if of_engines is not None:
+        compares = args.placement != "rollout_only" and not args.allow_config_mismatch
+        try:
+            args.model_context = context_length(of_engines)
+            overridden = shape_from_hf(of_engines) if compares else shape
+        except (ValueError, TypeError, AttributeError) as error:  # of values that no config has
+            raise OptionError(f"--sglang-json-model-override-args: {error}") from error
+        check_engines(shape, overridden)
     check_heads(args, shape["mtp_num_layers"] or 0, config.model_type, trainable_heads())
 
 

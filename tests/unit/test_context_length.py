@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,11 @@ def test_requests_get_what_the_engine_leaves_of_a_lengthened_context(
         ({}, '{"rope_parameters":{"rope_type":"of_mine","factor":2.0}}', "of_mine"),
         ({}, '{"rope_parameters":"linear"}', "--sglang-json-model-override-args: "),
         (
+            {},
+            '{"rope_parameters":{"rope_type":"linear","factor":null}}',
+            "with rope_scaling's factor None, is no length",
+        ),
+        (
             {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 8192}},
             '{"rope_parameters":{"rope_type":"default","rope_theta":1e6}}',
             "(use_rope_scaling False for True, rope_scaling_factor none for 8.0): change",
@@ -118,3 +124,42 @@ def test_engines_may_have_another_context(tmp_path: Path, monkeypatch: pytest.Mo
     other = '{"rope_parameters":{"rope_type":"linear","factor":2.0,"rope_theta":1e6}}'
     args = parse_args([*command("--allow-config-mismatch"), flag, other])
     assert args.rollout_max_context_len == 2 * 2048 - ENGINE_KEEPS
+
+
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        ({"seq_length": "x"}, "seq_length 'x', with rope_scaling's factor 1, is no length"),
+        ({"seq_length": math.inf}, "seq_length inf, with"),
+        ({"rope_scaling": {"factor": None}}, "max_position_embeddings 2048, with rope_scaling's factor None, is no"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": None}}, "not 'NoneType'"),
+    ],
+)
+def test_a_config_without_a_length_is_not_blamed_on_overrides(
+    said: dict[str, Any],
+    problem: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "model", QWEN3)
+    (tmp_path / "model/config.json").write_text(json.dumps(QWEN3 | said))
+    write_rows(tmp_path / "data.jsonl")
+    with pytest.raises(SystemExit):
+        parse_args(command())
+    printed = capsys.readouterr().err
+    assert f"--hf-checkpoint {tmp_path / 'model'}: " in printed
+    assert problem in printed
+    assert "--sglang-json-model-override-args" not in printed
+
+
+def test_engines_without_trainers_may_have_any_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "model", QWEN3)
+    write_rows(tmp_path / "data.jsonl")
+    yarn = json.dumps({"rope_parameters": YARN | {"rope_theta": 1e6}})
+    alone = "--debug-rollout-only --rollout-num-gpus 2"
+    for words in (command(alone), command("--allow-config-mismatch")):
+        args = parse_args([*words, "--sglang-json-model-override-args", yarn])
+        assert args.rollout_max_context_len == 4 * 2048 - ENGINE_KEEPS
