@@ -21,14 +21,27 @@ from typing import Any, NoReturn
 
 import aiohttp
 import requests
+from ray.dashboard.modules.job.common import JobSubmitResponse
 from ray.exceptions import AuthenticationError, RayError
 from ray.job_submission import JobStatus, JobSubmissionClient
 from ray.runtime_env import RuntimeEnv
 
-_FAILURES = (RayError, requests.RequestException, aiohttp.ClientError, ConnectionError, RuntimeError)
-"""What Ray's client raises for answers that it cannot use, and where there is none."""
+
+class _StrangeAnswerError(Exception):
+    """An answer with which Ray's client would fail as with bad input."""
+
+
+_FAILURES = (
+    *(RayError, requests.RequestException, aiohttp.ClientError, ConnectionError, RuntimeError),
+    _StrangeAnswerError,
+)
+"""What the client raises for answers that it cannot use, and where there is none."""
 _VERSION_S, _REQUEST_S = 10, 60
 """Seconds that a server may be silent; it looks for the agent that takes a job for 10 s itself."""
+_LOG_S = 60
+"""Seconds without a line of the log after which the job's status is asked."""
+_PREFERRED = "RAY_API_SERVER_ADDRESS"
+"""The variable that Ray's client and its commands prefer to every other address that they are given."""
 _TOKEN = (
     "give it the token of that Ray, by RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, and "
     "RAY_AUTH_MODE=token (which launch sets where there is one)"
@@ -64,11 +77,20 @@ def main(argv: list[str] | None = None) -> None:
 
 
 class _Client(JobSubmissionClient):
-    """Ray's client with a deadline for its requests, of which it has none; made, it has asked for the version."""
+    """Ray's client with a deadline for its requests, of which it has none; made, it has asked for the version.
+
+    The stream of a job's log is no such request: see `_print_log`.
+    """
 
     def _do_request(self, method: str, endpoint: str, **kwargs: Any) -> requests.Response:
         kwargs["timeout"] = _VERSION_S if endpoint == "/api/version" else _REQUEST_S
-        return super()._do_request(method, endpoint, **kwargs)
+        answer = super()._do_request(method, endpoint, **kwargs)
+        if endpoint == "/api/jobs/" and answer.status_code == 200:
+            try:
+                JobSubmitResponse(**answer.json())
+            except (TypeError, ValueError) as error:
+                raise _StrangeAnswerError(f"an answer that is none of a Ray's job server ({error})") from error
+        return answer
 
 
 def _object(name: str, text: str) -> dict[str, Any]:
@@ -90,7 +112,7 @@ def _bad_input(name: str) -> Iterator[None]:
 def _connect() -> JobSubmissionClient:
     """A client of the job server at RAY_ADDRESS, which has told its version."""
     headers = _object("RAY_JOB_HEADERS", os.environ.get("RAY_JOB_HEADERS") or "{}")
-    os.environ.pop("RAY_API_SERVER_ADDRESS", None)  # Ray's client would prefer it
+    preferred = os.environ.pop(_PREFERRED, "")
     asked = f"RAY_ADDRESS={_address()}: GET /api/version"
     try:
         return _Client(headers=headers)
@@ -104,6 +126,9 @@ def _connect() -> JobSubmissionClient:
             "correct the address, or unset it to start a Ray for this run alone",
             2,
         )
+    finally:
+        if preferred:
+            os.environ[_PREFERRED] = preferred  # for `_ray_job`
 
 
 @contextmanager
@@ -115,8 +140,6 @@ def _told(asked: str, advice: str) -> Iterator[None]:
         why = _line(error)
         if isinstance(error, AuthenticationError):
             advice = _TOKEN
-        elif isinstance(error, requests.JSONDecodeError):
-            why, advice = f"an answer that is none of a Ray's job server ({why})", "correct the address"
         elif isinstance(error, RuntimeError):  # an answer, which says no
             advice = _AGENT if "No available agent" in why else "dashboard.log among the logs of that Ray may say more"
         _fail(f"RAY_ADDRESS={_address()}: {asked}: {why}: {advice}", 1)
@@ -135,7 +158,7 @@ def _follow(client: JobSubmissionClient, job: str) -> int:
     try:
         asyncio.run(_print_log(client, job))
         info = client.get_job_info(job)
-    except _FAILURES as error:
+    except (*_FAILURES, TypeError, ValueError) as error:  # the last two: an answer of something else
         _lose(job, _line(error))
     if not info.status.is_terminal():
         _lose(job, f"it ended while the job is {info.status}")
@@ -146,7 +169,17 @@ def _follow(client: JobSubmissionClient, job: str) -> int:
 
 
 async def _print_log(client: JobSubmissionClient, job: str) -> None:
-    async for lines in client.tail_job_logs(job):
+    """Where no line comes the server must still answer: a connection may be lost without a word."""
+    log, has_ended = client.tail_job_logs(job), False
+    while True:
+        coming = asyncio.ensure_future(anext(log, None))
+        while not (await asyncio.wait([coming], timeout=_LOG_S))[0]:
+            if has_ended:  # for so long that its last lines would have come
+                return
+            has_ended = client.get_job_status(job).is_terminal()
+        lines = coming.result()
+        if lines is None:
+            return
         print(lines, end="", flush=True)
 
 
@@ -161,8 +194,9 @@ def _lose(job: str, why: str) -> NoReturn:
 
 def _ray_job(verb: str, job: str) -> str:
     """A command that works in the user's shell, where launch.sh's variables are not."""
+    alone = f"env -u {_PREFERRED} " if os.environ.get(_PREFERRED) else ""
     token = "RAY_AUTH_MODE=token " if os.environ.get("RAY_AUTH_MODE") == "token" else ""
-    return f"`{token}ray job {verb} --address {_address()} {job}`"
+    return f"`{alone}{token}ray job {verb} --address {_address()} {job}`"
 
 
 def _address() -> str:

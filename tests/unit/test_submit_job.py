@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,12 @@ from tools import submit_job
 NUM_GPUS = 0
 
 VERSION = json.dumps({"version": "4", "ray_version": ray.__version__, "ray_commit": ""})
-CUT, SILENT = 0, -1
-"""In place of a status: the connection is closed without an answer; it stays, without one, until the log has ended."""
+CUT, SILENT, NO_HTTP = 0, -1, -2
+"""In place of a status: the connection is closed without an answer; it stays, without one, until the log has ended; the
+answer's text alone is sent."""
 Answer = tuple[int, str]
 NO_TOKEN, NOT_THE_TOKEN = "Unauthorized: Missing authentication token", "Forbidden: Invalid authentication token"
+STRANGE = "an answer that is none of a Ray's job server"
 TOKEN_HINT = "give it the token of that Ray, by RAY_AUTH_TOKEN, "
 
 
@@ -54,9 +56,11 @@ class _JobServer(BaseHTTPRequestHandler):
             self.server.logged.wait(60 if status == SILENT else 0)
             self.close_connection = True
             return
-        self.send_response(status)
-        self.end_headers()
+        if status != NO_HTTP:
+            self.send_response(status)
+            self.end_headers()
         self.wfile.write(text.encode())
+        self.close_connection = True
 
     def _print_log(self) -> None:
         """One WebSocket message, and the end of the connection: closed, or with a ``log_status`` of CUT just gone."""
@@ -73,13 +77,14 @@ class _JobServer(BaseHTTPRequestHandler):
         self.server.logged.wait(60)
         if self.server.log_status == 200:
             self.wfile.write(b"\x88\x02\x03\xe8")
+            self.rfile.read(8)  # the client's own last word
         self.close_connection = True
 
     def log_message(self, *words: object) -> None:
         pass
 
 
-class _Server(HTTPServer):
+class _Server(ThreadingHTTPServer):
     version: Answer = (200, VERSION)
     taken: Answer = (200, '{"job_id": "JOB", "submission_id": "JOB"}')
     log_status = 200
@@ -157,6 +162,7 @@ def test_a_server_that_wants_another_token_is_one_line(server: _Server, answer: 
         ((500, ""), "500 Server Error: Internal Server Error for url: "),
         ((404, ""), "Version check returned 404. "),
         ((CUT, ""), "Failed to connect to Ray at address: "),
+        ((NO_HTTP, "no HTTP"), "Failed to connect to Ray at address: "),
         ((200, "<html>\nhello\n</html>"), "Expecting value: "),
         ((200, '{"version": "0.5"}'), "'ray_version'"),
         ((200, "[]"), "list indices must be integers"),
@@ -207,6 +213,12 @@ def test_the_address_is_that_of_the_launch(server: _Server) -> None:
     assert "(Version check returned 404. " in line
 
 
+def test_commands_for_the_job_work_beside_a_preferred_address(server: _Server) -> None:
+    ran = submit(server, RAY_API_SERVER_ADDRESS="http://127.0.0.1:1", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="x" * 32)
+    stop = f"`env -u RAY_API_SERVER_ADDRESS RAY_AUTH_MODE=token ray job stop --address {server.address} raysubmit_"
+    assert stop in ran.stderr
+
+
 @pytest.mark.parametrize("text", ['{"x', "[1]", '{"A": 1}'])
 def test_bad_headers_are_bad_input(server: _Server, text: str) -> None:
     assert refused(server, 2, RAY_JOB_HEADERS=text).startswith("RAY_JOB_HEADERS cannot be used: ")
@@ -226,7 +238,6 @@ def test_bad_headers_are_bad_input(server: _Server, text: str) -> None:
         ),
         ((500, ""), "Request failed with status code 500: dashboard.log among the logs of that Ray may say more"),
         ((403, NOT_THE_TOKEN), f"Authentication failed: {NOT_THE_TOKEN}: {TOKEN_HINT}"),
-        ((200, "taken"), "an answer that is none of a Ray's job server (Expecting value: "),
     ],
 )
 def test_a_job_that_is_not_taken_is_one_line(server: _Server, answer: Answer, expected: str) -> None:
@@ -234,12 +245,22 @@ def test_a_job_that_is_not_taken_is_one_line(server: _Server, answer: Answer, ex
     assert refused(server).startswith(f"POST /api/jobs/: {expected}")
 
 
-def test_a_connection_that_is_cut_leaves_open_whether_the_job_was_taken(server: _Server) -> None:
-    server.taken = CUT, ""
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ((CUT, ""), "('Connection aborted.', "),
+        ((200, "taken"), f"{STRANGE} (Expecting value: "),
+        ((200, "[]"), f"{STRANGE} ("),
+        ((200, "{}"), f"{STRANGE} ("),
+        ((200, '{"x": 1}'), f"{STRANGE} ("),
+    ],
+)
+def test_an_answer_may_leave_open_whether_the_job_was_taken(server: _Server, answer: Answer, expected: str) -> None:
+    server.taken = answer
     line = refused(server)
     assert server.given is not None
     job = server.given["submission_id"]
-    assert line.startswith("POST /api/jobs/: ('Connection aborted.', ")
+    assert line.startswith(f"POST /api/jobs/: {expected}")
     expected = f": whether the job was taken after all, `ray job status --address {server.address} {job}` says"
     assert line.endswith(expected)
 
@@ -272,6 +293,7 @@ def test_a_runtime_environment_that_cannot_be_sent_is_bad_input(server: _Server,
         (500, _Server.info, "token", "500, message="),
         (200, (CUT, ""), "", "('Connection aborted.', "),
         (200, (500, ""), "", "Request failed with status code 500"),
+        (200, (200, "[]"), "", "ray.dashboard"),
         (200, (200, _Server.info[1].replace("SUCCEEDED", "RUNNING")), "", "it ended while the job is RUNNING"),
     ],
 )
@@ -304,6 +326,37 @@ def test_a_job_ends_as_its_server_says(server: _Server, status: str, message: st
     assert submitted == f"launch: submitted as job {job}; `ray job stop --address {server.address} {job}` stops it"
     assert ended == f"launch: job {job} {status.lower()}" + (f": {message.partition(',')[0]}" if message else "")
     assert "\x1b" not in ran.stdout + ran.stderr
+
+
+def follow(server: _Server, monkeypatch: pytest.MonkeyPatch, status: str) -> int | str | None:
+    """The exit status where a log stays silent after its first line, and the job is ``status``."""
+    server.logged.clear()
+    server.info = 200, _Server.info[1].replace("SUCCEEDED", status)
+    monkeypatch.setattr(submit_job, "_LOG_S", 0.5)
+    monkeypatch.setattr(submit_job, "_REQUEST_S", 5)
+    monkeypatch.setenv("RAY_ADDRESS", server.address)
+    with pytest.raises(SystemExit) as ended:
+        submit_job.main(["--", "true"])
+    return ended.value.code
+
+
+def test_a_silent_log_of_a_job_that_has_ended_is_not_waited_for(
+    server: _Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert follow(server, monkeypatch, "SUCCEEDED") == 0
+    said = capsys.readouterr()
+    assert said.out == "step\n"
+    assert said.err.endswith(" succeeded\n")
+
+
+def test_a_server_that_has_gone_while_a_log_is_silent_is_one_line(
+    server: _Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    threading.Timer(3, setattr, (server, "info", (CUT, ""))).start()
+    assert follow(server, monkeypatch, "RUNNING") == 1
+    said = capsys.readouterr()
+    assert said.out == "step\n"
+    assert "is lost (('Connection aborted.', " in said.err
 
 
 def test_an_interrupt_leaves_the_job_and_says_so(server: _Server) -> None:
