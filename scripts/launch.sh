@@ -24,8 +24,8 @@ launch() {
       _print "${command[@]}"
       exec "${command[@]}" --dry-run
    elif [[ ${RAY_ADDRESS:-} == http*://* ]]; then
-      "$PYTHON" -c 'import ray' 2> /dev/null || _die "$PYTHON has no Ray, by which a job is submitted: install" \
-         "ray[default], or set PYTHON to one that has it"
+      "$PYTHON" -c 'import aiohttp, pydantic, ray.job_submission' 2> /dev/null ||
+         _die "$PYTHON has no Ray by which a job is submitted: install ray[default], or set PYTHON to one that has it"
       _use_token
       # A job starts in the directory of the Ray.
       exec "$PYTHON" "$SLIME_DIR/tools/submit_job.py" --runtime-env-json "${RUNTIME_ENV_JSON:-$runtime_env}" \

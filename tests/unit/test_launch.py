@@ -157,7 +157,7 @@ def test_what_does_not_end_is_killed(files: Path, tmp_path: Path, nodes: dict[st
     ("where", "message"),
     [
         ({"NODE_RANK": "0"}, "launch: error: slime is not installed for "),
-        ({"RAY_ADDRESS": "http://127.0.0.1:1"}, "has no Ray, by which a job is submitted"),
+        ({"RAY_ADDRESS": "http://127.0.0.1:1"}, "has no Ray by which a job is submitted"),
     ],
 )
 def test_without_an_installation_no_ray_is_started_or_asked(
@@ -171,6 +171,17 @@ def test_without_an_installation_no_ray_is_started_or_asked(
     assert ran.returncode == 2
     (line,) = ran.stderr.splitlines()
     assert message in line
+
+
+@pytest.mark.parametrize("missing", ["aiohttp", "pydantic", "ray"])
+def test_a_job_needs_all_of_rays_client(missing: str, tmp_path: Path) -> None:
+    (tmp_path / f"{missing}.py").write_text("raise ImportError")  # aiohttp and pydantic are of ray[default] alone
+    environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)}
+    environment |= {"RAY_ADDRESS": "http://127.0.0.1:1", "PROMPT_DATA": "x"}
+    command = ["bash", str(SCRIPTS / RUN)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert ran.returncode == 2
+    assert ran.stderr.endswith(": install ray[default], or set PYTHON to one that has it\n")
 
 
 def test_other_nodes_wait_for_the_first_and_join_it(files: Path, tmp_path: Path, nodes: dict[str, str]) -> None:
