@@ -11,6 +11,7 @@ import pytest
 
 from slime.backends.megatron.checks import check_step
 from slime.backends.megatron.learner import TrainingError
+from slime.utils import device
 from tests.algorithm_options import algorithm_options
 
 NUM_GPUS = 0
@@ -80,13 +81,25 @@ def test_what_is_exactly_0_on_the_first_step(name: str, value: float) -> None:
         ("train/pg_clipfrac", 0.0, 1e-4, {}),
     ],
 )
-def test_single_tokens_may_round_otherwise_in_16_bits(
-    dtype: str, name: str, rounded: float, wrong: float, changes: dict[str, str]
+def test_single_tokens_may_round_otherwise_in_16_bits_on_gpus(
+    dtype: str, name: str, rounded: float, wrong: float, changes: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(device, "is_cuda", lambda: True)
     args = options(params_dtype=dtype, **changes)
     check_step(args, "here", GOOD | {name: rounded}, is_first=True)
     with pytest.raises(TrainingError, match=name):
         check_step(args, "here", GOOD | {name: wrong}, is_first=True)
+
+
+@pytest.mark.parametrize(("dtype", "is_cuda"), [("bfloat16", False), ("float16", False), ("float32", True)])
+@pytest.mark.parametrize("name", ["train/ppo_kl", "train/kl_loss", "rollout/ref_log_probs"])
+def test_elsewhere_no_token_may(dtype: str, is_cuda: bool, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "is_cuda", lambda: is_cuda)
+    args = options(params_dtype=dtype)
+    right = GOOD | {"rollout/ref_log_probs": GOOD["rollout/log_probs"]}
+    check_step(args, "here", right, is_first=True)
+    with pytest.raises(TrainingError, match=name):
+        check_step(args, "here", right | {name: right[name] - 1e-12}, is_first=True)
 
 
 def test_the_engines_log_probs_as_behaviour_are_not_on_policy() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slime.utils import device
 from tests.fake_launcher import ENGINE_ENDED, FakeLauncher, write_steps, write_weights
 from tests.shipped import CONFIGS
 from tools.validation import architecture, layouts, learning, resume, smoke
@@ -67,6 +69,19 @@ def test_level_0_fails_on_a_wrong_figure(
     assert item.status is FAIL
     with pytest.raises(AssertionError, match=text):
         raise AssertionError(item.text)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kl", "status"),
+    [("bfloat16", 4e-7, PASS), ("bfloat16", -4e-7, PASS), ("bfloat16", 8e-6, FAIL), ("float32", 4e-7, FAIL)],
+)
+def test_level_0_passes_what_gpus_round_in_16_bits(
+    models: dict[str, Path], tmp_path: Path, dtype: str, kl: float, status: Status, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "is_cuda", lambda: True)
+    launcher = FakeLauncher(tmp_path, write=lambda run, words: write_steps(run, words, **{"train/kl_loss": kl}))
+    (item,) = smoke.check(replace(setting(models, launcher, on_gpus=True), dtype=dtype))
+    assert item.status is status, item.text
 
 
 def test_an_engine_that_alone_fails_too_blocks_and_training_runs_without_it(

@@ -8,15 +8,11 @@ from argparse import Namespace
 
 from slime.backends.megatron.learner import TrainingError
 from slime.options.schema import flag_named
+from slime.utils.rounding import rounding
 
 logger = logging.getLogger(__name__)
 
 _DIFFERENCE = "train/train_rollout_logprob_abs_diff"
-_ROUNDING = 5e-4
-"""What single tokens that round otherwise in one of two 16-bit passes may move a mean log-prob by. On GPUs three of
-some 150 first steps had such tokens, apart by 0.006 to 0.008 (docs/benchmarks.md)."""
-_ROUNDING_KL = 2e-6
-"""And an estimate of KL divergence, which is of the square of that. All tokens rounded otherwise make it 8e-6."""
 
 
 def check_step(args: Namespace, where: str, metrics: dict[str, float], *, is_first: bool) -> None:
@@ -39,12 +35,8 @@ def check_step(args: Namespace, where: str, metrics: dict[str, float], *, is_fir
     ]
     ours, reference = metrics.get("rollout/log_probs"), metrics.get("rollout/ref_log_probs")
     at_reference = is_first and not (args.ci_disable_kl_checker or args.use_rollout_logprobs)
-    if (
-        at_reference
-        and ours is not None
-        and reference is not None
-        and not abs(ours - reference) <= _rounding(args, _ROUNDING)
-    ):
+    bound = rounding(args.params_dtype)
+    if at_reference and ours is not None and reference is not None and not abs(ours - reference) <= bound:
         wrong.append(f"rollout/log_probs is {ours}, not the rollout/ref_log_probs {reference} of the first step")
     if wrong:
         raise TrainingError(f"--ci-test: {where}: {'; '.join(wrong)}")
@@ -61,21 +53,15 @@ def _ranges(args: Namespace, is_first: bool) -> dict[str, tuple[float, float, st
         ranges[_DIFFERENCE] = (0.0, threshold, f"at most {threshold}")
     if is_first and not args.use_rollout_logprobs:
         where = "on the first step, which is on policy"
-        ranges |= {"train/ppo_kl": _zero(args, _ROUNDING, where), "train/pg_clipfrac": (0.0, 0.0, f"exactly 0 {where}")}
+        ranges |= {"train/ppo_kl": _zero(rounding(args.params_dtype), where), "train/pg_clipfrac": _zero(0.0, where)}
     if is_first and not args.ci_disable_kl_checker:
-        bound = _ROUNDING if args.kl_loss_type == "k1" else _ROUNDING_KL
-        ranges["train/kl_loss"] = _zero(args, bound, "on the first step, which is at the reference")
+        bound = rounding(args.params_dtype, args.kl_loss_type)
+        ranges["train/kl_loss"] = _zero(bound, "on the first step, which is at the reference")
     return ranges
 
 
-def _zero(args: Namespace, bound: float, where: str) -> tuple[float, float, str]:
-    bound = _rounding(args, bound)
+def _zero(bound: float, where: str) -> tuple[float, float, str]:
     return -bound, bound, f"within {bound} of 0 {where}" if bound else f"exactly 0 {where}"
-
-
-def _rounding(args: Namespace, bound: float) -> float:
-    """``bound`` where the model computes in a 16-bit type; in float32 nothing may differ."""
-    return 0.0 if args.params_dtype == "float32" else bound
 
 
 def _check_mismatch(args: Namespace, where: str, difference: float) -> None:
