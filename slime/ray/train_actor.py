@@ -96,10 +96,11 @@ class TrainActor:
     def publish(self, version: int, gone: list[str]) -> dict[str, float]:
         """Push the present weights as ``version`` to every engine but those of the URLs ``gone``, which have died."""
         started = time.monotonic()  # with the agreement of the ranks on who has what, before engines pause
-        buckets = self._export(version, own_experts=self._own_experts)
         checks = self._own_experts and self._args.check_weight_update_equal
-        whole = self._export(version, own_experts=False) if checks else None
-        figures = self._publisher.publish(version, buckets, gone, whole)
+        with self._trainer.pushing():
+            buckets = self._export(version, own_experts=self._own_experts)
+            whole = self._export(version, own_experts=False) if checks else None
+            figures = self._publisher.publish(version, buckets, gone, whole)
         return {
             "perf/update_weights_time": time.monotonic() - started,
             "perf/update_weights_paused_time": figures["paused_seconds"],

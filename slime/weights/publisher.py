@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from slime.backends.sglang.client import EngineControl, EngineError
@@ -115,6 +116,7 @@ class WeightPublisher:
             ValueError: a version that does not grow.
             EngineError: it names engine, phase and version; on the ranks that took part in what failed, which is
                 rank 0 unless the buckets could not be made. The engines' weights are then undefined.
+            torch.OutOfMemoryError: instead, where they do not fit into this rank's GPU.
         """
         # The others do not know whether rank 0 has failed.
         if self.rank == 0 and version <= self._version:
@@ -144,6 +146,8 @@ class WeightPublisher:
         except Exception as error:
             failure = failure or error
         self._end(update, failure)
+        if isinstance(failure, torch.OutOfMemoryError):
+            raise failure  # the caller knows what has the memory
         if failure is not None:
             raise EngineError(f"weight update to version {version} ({type(self).__name__}): {failure}") from failure
         self._version = version

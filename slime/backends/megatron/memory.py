@@ -18,6 +18,8 @@ _ADVICE = (
     "(--recompute-granularity full --recompute-method uniform --recompute-num-layers 1), or give engines less "
     "(--sglang-mem-fraction-static)"
 )
+_SAVE_ADVICE = "cut the model over more GPUs, or give engines less (--sglang-mem-fraction-static)"
+_PUSH_ADVICE = f"lower --update-weight-buffer-size, {_SAVE_ADVICE}"
 
 
 class DeviceMemoryError(SlimeError):
@@ -34,6 +36,9 @@ class MemoryLog:
     def phase(self, name: str) -> Iterator[None]:
         """Note what the block takes.
 
+        Args:
+            name: ``push`` and ``save`` have advice of their own.
+
         Raises:
             DeviceMemoryError: in place of torch's error of memory that is used up.
         """
@@ -43,7 +48,8 @@ class MemoryLog:
         except torch.OutOfMemoryError as error:
             self._phases[f"{name} (did not fit)"] = device.memory()
             reason = str(error).splitlines()[0]
-            raise DeviceMemoryError(f"{name}: {reason}\n{self.table()}\nwhat helps: {_ADVICE}") from error
+            advice = {"push": _PUSH_ADVICE, "save": _SAVE_ADVICE}.get(name, _ADVICE)
+            raise DeviceMemoryError(f"{name}: {reason}\n{self.table()}\nwhat helps: {advice}") from error
         self._phases[name] = device.memory()
 
     def peaks(self) -> dict[str, float]:

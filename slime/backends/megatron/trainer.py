@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -316,26 +316,34 @@ class MegatronTrainer:
             return weights_io.export_adapter_buckets(*model, self.args.lora_target_modules, size, self._gatherers)
         return weights_io.export_hf_buckets(*model, size, own_experts=own_experts, gatherers=self._gatherers)
 
+    def pushing(self) -> AbstractContextManager[None]:
+        """What is around a push of `export_buckets`, so that its memory is told of."""
+        return self._memory.phase("push")
+
     def save(self, directory: str) -> None:
         """Write everything that the actor continues from into an existing empty directory."""
-        self._actor.save(directory)
+        with self._memory.phase("save"):
+            self._actor.save(directory)
 
     def save_critic(self, directory: str) -> None:
         """The same of the critic."""
         assert self._critic is not None
-        self._critic.save(directory)
+        with self._memory.phase("save"):
+            self._critic.save(directory)
 
     def save_hf(self, directory: str, rollout_id: int) -> None:
         """Write the actor, as it is after a rollout, as a Hugging Face directory, complete or not at all; what is there
         is replaced."""
         unfinished = checkpoint.begin_directory(Path(directory))
-        weights_io.save_hf(self.model_chunks, unfinished, self.args.hf_checkpoint)
+        with self._memory.phase("save"):
+            weights_io.save_hf(self.model_chunks, unfinished, self.args.hf_checkpoint)
         checkpoint.commit_export(Path(directory), self.args, rollout_id)
 
     def save_lora(self, directory: str, rollout_id: int) -> None:
         """Write the actor's adapters in the same way, as PEFT reads them."""
         unfinished = checkpoint.begin_directory(Path(directory))
-        weights_io.save_adapters(self.model_chunks, self.family, self.shape, self.args, unfinished)
+        with self._memory.phase("save"):
+            weights_io.save_adapters(self.model_chunks, self.family, self.shape, self.args, unfinished)
         checkpoint.commit_export(Path(directory), self.args, rollout_id)
 
 

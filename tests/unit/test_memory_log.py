@@ -1,0 +1,104 @@
+"""A phase that does not fit into a GPU: its error tells of the phases before it, and what helps."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slime.backends.megatron import trainer as trainers
+from slime.backends.megatron.memory import DeviceMemoryError, MemoryLog
+from slime.backends.megatron.trainer import MegatronTrainer
+from slime.ray.train_actor import TrainActor
+from slime.utils.hf_writer import NamedTensors
+from slime.weights import EngineAddress
+from slime.weights.publisher import WeightPublisher
+from tests.fake_control import FakeControl
+
+NUM_GPUS = 0
+
+OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB.\nmore"
+
+
+class _Publisher(WeightPublisher):
+    """One whose buckets do not fit where they are made ready, or where they are brought to the engine."""
+
+    fails_in = ""
+
+    def _stage(self, bucket: NamedTensors) -> None:
+        _fail(self.fails_in == "stage")
+
+    def _deliver(self, bucket: NamedTensors, staged: Any) -> None:
+        _fail(self.fails_in == "deliver")
+
+
+def _fail(fails: bool = True) -> None:
+    if fails:
+        raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+
+
+def trainer() -> MegatronTrainer:
+    made = MegatronTrainer.__new__(MegatronTrainer)
+    made._memory = MemoryLog()
+    with made._memory.phase("start"):
+        pass
+    return made
+
+
+def check(error: DeviceMemoryError, phase: str, advice: str) -> None:
+    first, _, start, failed, helps = str(error).splitlines()
+    assert first == f"{phase}: CUDA out of memory. Tried to allocate 2.00 GiB."
+    assert start.startswith("start  ")
+    assert failed.startswith(f"{phase} (did not fit)  ")
+    assert helps.startswith(f"what helps: {advice}")
+
+
+def test_training_that_does_not_fit() -> None:
+    with pytest.raises(DeviceMemoryError) as error, trainer()._memory.phase("actor_train"):
+        _fail()
+    check(error.value, "actor_train", "lower --max-tokens-per-gpu")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("fails_in", ["export", "gather", "stage", "deliver"])
+def test_a_push_that_does_not_fit(fails_in: str, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def export(version: int, *, own_experts: bool) -> Iterator[NamedTensors]:
+        _fail(fails_in == "export")
+        return gather()
+
+    def gather() -> Iterator[NamedTensors]:
+        _fail(fails_in == "gather")
+        yield [("a", torch.ones(2))]
+
+    args = Namespace(weight_update_timeout=100.0, check_weight_update_equal=False, asynchronous=False)
+    actor = TrainActor.__new__(TrainActor)
+    actor._args, actor._own_experts, actor._float8, actor._trainer = args, False, None, trainer()
+    monkeypatch.setattr(actor._trainer, "export_buckets", export)
+    actor._publisher = publisher = _Publisher(args, rank, [EngineAddress(FakeControl.url, 1)])
+    publisher.fails_in = fails_in
+    publisher.controls = [FakeControl()] if rank == 0 else []  # type: ignore[list-item]
+    if (fails_in, rank) == ("deliver", 1):  # rank 0's alone
+        actor.publish(1, [])
+        assert "push  " in actor._trainer._memory.table()
+        return
+    with pytest.raises(DeviceMemoryError) as error:
+        actor.publish(1, [])
+    check(error.value, "push", "lower --update-weight-buffer-size, cut the model")
+
+
+@pytest.mark.parametrize("what", ["save", "save_critic", "save_hf", "save_lora"])
+def test_a_save_that_does_not_fit(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, learner = trainer(), Namespace(save=lambda directory: _fail())
+    made.args, made.model_chunks = Namespace(hf_checkpoint="model"), []
+    made.family = made.shape = made._actor = made._critic = learner  # type: ignore[assignment]
+    for writer in ("save_hf", "save_adapters"):
+        monkeypatch.setattr(trainers.weights_io, writer, lambda *words: _fail())
+    words: list[Any] = [str(tmp_path / "saved")] + ([3] if what in ("save_hf", "save_lora") else [])
+    monkeypatch.setattr(trainers.checkpoint, "begin_directory", lambda directory: directory)
+    with pytest.raises(DeviceMemoryError) as error:
+        getattr(made, what)(*words)
+    check(error.value, "save", "cut the model over more GPUs")
