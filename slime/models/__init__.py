@@ -18,8 +18,17 @@ FAMILIES = (
     *(glm4.FAMILY, glm4_moe.FAMILY, glm4_moe_lite.FAMILY, deepseek_v3.FAMILY),
 )
 
-__all__ = ["FAMILIES", "Family", "Shape", "context_length", "family_of", "hf_config", "shape_from_hf"]
-__all__ += ["trainable_heads", "weight_shape"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "Shape",
+    "context_length",
+    "family_of",
+    "hf_config",
+    "shape_from_hf",
+    "trainable_heads",
+    "weight_shape",
+]
 
 
 def hf_config(directory: str | Path) -> Any:

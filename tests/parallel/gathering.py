@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -36,9 +37,10 @@ def weights(trainer: MegatronTrainer) -> Tensors:
 
 def adapters(trainer: MegatronTrainer) -> Tensors:
     """Of the actor, by PEFT's names, as engines get them."""
-    trainer.args.lora_sync, targets = "adapter", trainer.args.lora_target_modules
-    named = (named for bucket in trainer.export_buckets(1) for named in bucket)
-    return {name: tensor.clone() for name, tensor in named if is_adapter_name(name, targets)}
+    targets = trainer.args.lora_target_modules
+    with mock.patch.object(trainer.args, "lora_sync", "adapter"):
+        named = (named for bucket in trainer.export_buckets(1) for named in bucket)
+        return {name: tensor.clone() for name, tensor in named if is_adapter_name(name, targets)}
 
 
 @torch.no_grad()
