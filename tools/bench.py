@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from slime.options.schema import flag_named  # noqa: E402
+from slime.utils import device  # noqa: E402
 from tools.benchmarks import loop, rollout, train  # noqa: E402
 from tools.benchmarks.report import BenchError, Report  # noqa: E402
 from tools.make_tiny_model import PUBLISHED  # noqa: E402
@@ -71,6 +72,9 @@ def command_of(options: argparse.Namespace) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Exit status 0 when everything that was begun was measured, 1 otherwise."""
     options = parse(argv)
+    if (present := device.count()) < options.gpus:
+        print(f"bench: error: --gpus {options.gpus}: GPUs that torch sees on this host: {present}", file=sys.stderr)
+        return 1
     deadline, whole = time.monotonic() + options.budget_s, options.num_layers is None
     report = Report(command_of(options), deadline, options.output, whole)
     with tempfile.TemporaryDirectory() as scratch:

@@ -21,11 +21,14 @@ def load_tokenizer(checkpoint: str) -> Any:
 
     try:
         # False, not unset: that asks at the terminal.
-        return AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False, **_stand_in(checkpoint))
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False, **_stand_in(checkpoint))
     except (OSError, ValueError, KeyError) as error:
         raise BadInputError(
             f"--hf-checkpoint {checkpoint}: its tokenizer does not load: {_way_out(Path(checkpoint))}{error}"
         ) from error
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of a directory that has no files
+        raise BadInputError(f"--hf-checkpoint {checkpoint}: no files of a tokenizer are in it (tokenizer.json ...)")
+    return tokenizer
 
 
 def _way_out(checkpoint: Path) -> str:

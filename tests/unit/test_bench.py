@@ -42,3 +42,12 @@ def test_a_figure_says_whether_it_is_reached(tmp_path: Path) -> None:
     part = Report("command", math.inf, whole_model=False)
     part.add("refit", "qwen3-4b, 2 layers", 1, 0.05, "s", at_most=0.1)
     assert (part.rows[0]["target"], part.rows[0]["met"]) == (None, None)
+
+
+def test_a_host_of_too_few_gpus_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(bench.device, "count", lambda: 1)
+    assert bench.main(["step", "--gpus", "2", "--log-dir", str(tmp_path / "logs")]) == 1
+    assert capsys.readouterr().err == "bench: error: --gpus 2: GPUs that torch sees on this host: 1\n"
+    assert not (tmp_path / "logs").exists()

@@ -243,6 +243,13 @@ def test_a_tokenizer_of_its_own_code_is_refused(rollout_args: Args, write_jsonl:
     assert not mark.exists()
 
 
+def test_a_directory_without_a_tokenizer_is_told(rollout_args: Args, write_jsonl: Write, tmp_path: Path) -> None:
+    """transformers makes one of a single token for it, by which every prompt would be empty."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    with pytest.raises(ValueError, match=r"--hf-checkpoint .*: no files of a tokenizer are in it"):
+        load(rollout_args(prompt_data=write_jsonl(rows(1)), hf_checkpoint=str(tmp_path)))
+
+
 def test_nothing_left_is_an_error(rollout_args: Args, write_jsonl: Write) -> None:
     path = write_jsonl([*rows(3), "{"])
     with pytest.raises(ValueError, match=r"no row is left of 4 \(1 bad, 3 longer than 2 tokens\)"):
