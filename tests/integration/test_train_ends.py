@@ -107,7 +107,7 @@ def wait(args):
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
     ray.wait([ray.remote(lambda: time.sleep(60)).remote()], timeout=60)
 
-ray.init(num_cpus=1, include_dashboard=False)
+ray.init("local", num_cpus=1, include_dashboard=False)
 driver.interrupt_on_sigterm()
 driver.run_driver(wait, Namespace(dry_run=False, num_rollout=None))
 """

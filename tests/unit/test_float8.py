@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from argparse import Namespace
@@ -159,7 +160,7 @@ def test_a_training_rank_pushes_what_its_engines_hold(own_experts: bool, origins
     for checkpoint in ("qwen3_moe", "qwen3_moe_fp8"):
         names = set(weights) if checkpoint == "qwen3_moe" else expected_names(origins / checkpoint)
         actor = object.__new__(TrainActor)
-        actor._trainer = Namespace(export_buckets=export_buckets)
+        actor._trainer = Namespace(export_buckets=export_buckets, pushing=contextlib.nullcontext)
         actor._publisher = Publisher()
         actor._float8 = Float8Blocks.of(origins / checkpoint)
         actor._own_experts, actor._args = own_experts, Namespace(check_weight_update_equal=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,8 @@ class Router(Server):
         """Deregister the engine at ``url``: no request goes there any more. One that is not registered is no error."""
         for worker in self._workers():
             if worker["url"] == url:
-                self._call("DELETE", f"/workers/{worker['id']}")
+                # It is listed for a while after it was removed; then there is none of its name.
+                self._call("DELETE", f"/workers/{worker['id']}", also_good=(404,))
 
     def _answers(self) -> bool:
         try:
@@ -107,7 +109,9 @@ class Router(Server):
     def _healthy(self) -> set[str]:
         return {worker["url"] for worker in self._workers() if worker["is_healthy"]}
 
-    def _call(self, method: str, path: str, body: dict[str, str] | None = None) -> requests.Response:
+    def _call(
+        self, method: str, path: str, body: dict[str, str] | None = None, also_good: Collection[int] = ()
+    ) -> requests.Response:
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         with requests.Session() as session:
             session.trust_env = False
@@ -115,7 +119,7 @@ class Router(Server):
                 reply = session.request(method, self.url + path, json=body, headers=headers, timeout=_CALL_TIMEOUT_S)
             except requests.RequestException as error:
                 raise EngineError(f"{self._name} at {self.url}: {method} {path}: {error}") from error
-        if not reply.ok:
+        if not reply.ok and reply.status_code not in also_good:
             text = redact(reply.text[:500], (self._key,) if self._key else ())
             raise EngineError(f"{self._name} at {self.url}: {method} {path}: status {reply.status_code}: {text}")
         return reply
