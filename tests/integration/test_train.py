@@ -311,6 +311,7 @@ def test_resume_with_a_buffer_of_partial_and_surplus_groups(workspace: Path) -> 
     run_dir = workspace / "partial"
     changes: dict[str, Value] = {
         "over_sampling_batch_size": 8,
+        "sglang_server_concurrency": 16,  # of 32 at least: when a rollout has enough, the last ones are under way
         "partial_rollout": True,
         "mask_offpolicy_in_partial_rollout": True,
         "mismatch_threshold": 0.3,  # a response that goes on has tokens of the weights before
