@@ -79,8 +79,8 @@ def limit_prompts(args: Namespace) -> None:
 
 def usable_context(args: Namespace) -> int:
     """Tokens that prompt and response may have together in an engine."""
-    lengths = (args.model_context, getattr(args, "sglang_context_length", None))
-    return min(length for length in lengths if length is not None) - ENGINE_KEEPS
+    given, own = getattr(args, "sglang_context_length", None), int(args.model_context)
+    return (own if given is None else min(given, own)) - ENGINE_KEEPS
 
 
 def check_schedule(args: Namespace) -> None:

@@ -11,11 +11,12 @@ import pytest
 
 from slime.models import context_length, hf_config
 from slime.options.validate import ENGINE_KEEPS
-from slime.utils.arguments import parse_args
-from tests.command_line import QWEN3, command, write_model, write_rows
+from tests.command_line import QWEN3, Fails, Parse, write_model
 from tests.lengthened import CONTEXTS, LINEAR, LLAMA3, YARN
 
 NUM_GPUS = 0
+
+FLAG = "--sglang-json-model-override-args"
 
 
 @pytest.mark.parametrize(("said", "context"), CONTEXTS)
@@ -24,14 +25,10 @@ def test_contexts(said: dict[str, Any], context: int, tmp_path: Path) -> None:
     assert context_length(hf_config(tmp_path)) == context
 
 
-def test_requests_get_what_the_engine_leaves_of_a_lengthened_context(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_model(tmp_path / "model", QWEN3 | {"rope_scaling": LINEAR})
-    write_rows(tmp_path / "data.jsonl")
-    assert parse_args(command()).rollout_max_context_len == 5120 - ENGINE_KEEPS
-    assert parse_args(command("--sglang-context-length 4000")).rollout_max_context_len == 4000 - ENGINE_KEEPS
+def test_requests_get_what_the_engine_leaves_of_a_lengthened_context(launch_directory: Path, parse: Parse) -> None:
+    write_model(launch_directory / "model", QWEN3 | {"rope_scaling": LINEAR})
+    assert parse().rollout_max_context_len == 5120 - ENGINE_KEEPS
+    assert parse("--sglang-context-length 4000").rollout_max_context_len == 4000 - ENGINE_KEEPS
 
 
 @pytest.mark.parametrize(
@@ -44,7 +41,7 @@ def test_requests_get_what_the_engine_leaves_of_a_lengthened_context(
         ({}, "[1]", "should be an object"),
         ({}, '{"num_hidden_layers":"x"}', "Field 'num_hidden_layers' expected int"),
         ({}, '{"rope_parameters":{"rope_type":"of_mine","factor":2.0}}', "of_mine"),
-        ({}, '{"rope_parameters":"linear"}', "--sglang-json-model-override-args: "),
+        ({}, '{"rope_parameters":"linear"}', f"{FLAG}: "),
         (
             {},
             '{"rope_parameters":{"rope_type":"linear","factor":null}}',
@@ -58,32 +55,19 @@ def test_requests_get_what_the_engine_leaves_of_a_lengthened_context(
     ],
 )
 def test_engines_of_another_model_are_refused(
-    said: dict[str, Any],
-    overrides: str,
-    problem: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    said: dict[str, Any], overrides: str, problem: str, launch_directory: Path, fails: Fails
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_model(tmp_path / "model", QWEN3 | said)
-    write_rows(tmp_path / "data.jsonl")
-    with pytest.raises(SystemExit):
-        parse_args([*command(), "--sglang-json-model-override-args", overrides])
-    printed = capsys.readouterr().err
-    assert "--sglang-json-model-override-args" in printed
+    write_model(launch_directory / "model", QWEN3 | said)
+    printed = fails(f"{FLAG} {overrides}")
+    assert FLAG in printed
     assert problem in printed
 
 
-def test_engines_may_have_another_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_model(tmp_path / "model", QWEN3)
-    write_rows(tmp_path / "data.jsonl")
-    flag = "--sglang-json-model-override-args"
-    args = parse_args([*command(), flag, '{"max_position_embeddings":99,"architectures":["Own"]}'])
+def test_engines_may_have_another_context(launch_directory: Path, parse: Parse) -> None:
+    args = parse(FLAG + ' {"max_position_embeddings":99,"architectures":["Own"]}')
     assert args.rollout_max_context_len == 99 - ENGINE_KEEPS
     other = '{"rope_parameters":{"rope_type":"linear","factor":2.0,"rope_theta":1e6}}'
-    args = parse_args([*command("--allow-config-mismatch"), flag, other])
+    args = parse(f"--allow-config-mismatch {FLAG} {other}")
     assert args.rollout_max_context_len == 2 * 2048 - ENGINE_KEEPS
 
 
@@ -97,30 +81,16 @@ def test_engines_may_have_another_context(tmp_path: Path, monkeypatch: pytest.Mo
     ],
 )
 def test_a_config_without_a_length_is_not_blamed_on_overrides(
-    said: dict[str, Any],
-    problem: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    said: dict[str, Any], problem: str, launch_directory: Path, fails: Fails
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_model(tmp_path / "model", QWEN3)
-    (tmp_path / "model/config.json").write_text(json.dumps(QWEN3 | said))
-    write_rows(tmp_path / "data.jsonl")
-    with pytest.raises(SystemExit):
-        parse_args(command())
-    printed = capsys.readouterr().err
-    assert f"--hf-checkpoint {tmp_path / 'model'}: " in printed
+    (launch_directory / "model/config.json").write_text(json.dumps(QWEN3 | said))
+    printed = fails()
+    assert f"--hf-checkpoint {launch_directory / 'model'}: " in printed
     assert problem in printed
-    assert "--sglang-json-model-override-args" not in printed
+    assert FLAG not in printed
 
 
-def test_engines_without_trainers_may_have_any_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_model(tmp_path / "model", QWEN3)
-    write_rows(tmp_path / "data.jsonl")
-    yarn = json.dumps({"rope_parameters": YARN | {"rope_theta": 1e6}})
-    alone = "--debug-rollout-only --rollout-num-gpus 2"
-    for words in (command(alone), command("--allow-config-mismatch")):
-        args = parse_args([*words, "--sglang-json-model-override-args", yarn])
-        assert args.rollout_max_context_len == 4 * 2048 - ENGINE_KEEPS
+@pytest.mark.parametrize("words", ["--debug-rollout-only --rollout-num-gpus 2", "--allow-config-mismatch"])
+def test_engines_without_trainers_may_have_any_shape(words: str, launch_directory: Path, parse: Parse) -> None:
+    yarn = json.dumps({"rope_parameters": YARN | {"rope_theta": 1e6}}, separators=(",", ":"))
+    assert parse(f"{words} {FLAG} {yarn}").rollout_max_context_len == 4 * 2048 - ENGINE_KEEPS

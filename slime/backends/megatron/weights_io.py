@@ -30,8 +30,10 @@ from slime.utils.hf_writer import HFWriter, save_tensors
 
 _SHARD_BYTES = 4 * 2**30
 
-Gatherers = dict[tuple[Shape, bool | tuple[str, ...]], Gatherer]
-"""Those of one model, by what is gathered of it: all experts or a rank's own, or adapters of which layers."""
+_Gathered = tuple[Shape, bool | tuple[str, ...]]
+"""What is gathered of a model: all experts or a rank's own, or adapters of which layers."""
+Gatherers = dict[_Gathered, Gatherer]
+"""Those of one model."""
 
 
 def global_weights(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
@@ -140,11 +142,11 @@ def export_hf_buckets(
         own_experts: without those of other expert-parallel ranks, which are then not gathered; each rank has as many.
         gatherers: of this model, from earlier calls; one that is not there is made and kept.
     """
-    parameters, key = dict(global_weights(chunks)), (shape, own_experts)
-    gatherers = {} if gatherers is None else gatherers
-    if key not in gatherers:
-        gatherers[key] = Gatherer(parameters, family, shape, own_experts=own_experts)
-    return gatherers[key].buckets(bucket_bytes, lora.merging(parameters, chunks))
+    parameters = dict(global_weights(chunks))
+    gatherer = _kept(
+        gatherers, (shape, own_experts), lambda: Gatherer(parameters, family, shape, own_experts=own_experts)
+    )
+    return gatherer.buckets(bucket_bytes, lora.merging(parameters, chunks))
 
 
 def export_adapter_buckets(
@@ -159,11 +161,19 @@ def export_adapter_buckets(
 
     Among them, for sources that are not targeted of layers that are, second matrices of nothing but 0.
     """
-    parameters, key = dict(global_parameters(chunks, of_adapters=True)), (shape, tuple(targets))
+    parameters = dict(global_parameters(chunks, of_adapters=True))
+    gatherer = _kept(
+        gatherers, (shape, tuple(targets)), lambda: Gatherer(parameters, adapter_family(family, targets), shape)
+    )
+    return gatherer.buckets(bucket_bytes, parameters.__getitem__)
+
+
+def _kept(gatherers: Gatherers | None, key: _Gathered, make: Callable[[], Gatherer]) -> Gatherer:
+    """The one of an earlier call, or else a new one, which is kept where there is something to keep it in."""
     gatherers = {} if gatherers is None else gatherers
     if key not in gatherers:
-        gatherers[key] = Gatherer(parameters, adapter_family(family, targets), shape)
-    return gatherers[key].buckets(bucket_bytes, parameters.__getitem__)
+        gatherers[key] = make()
+    return gatherers[key]
 
 
 def save_hf(chunks: Sequence[torch.nn.Module], directory: str | Path, origin_hf_dir: str | Path) -> None:
