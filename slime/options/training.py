@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from argparse import Namespace
 
 from slime.options.errors import OptionError
@@ -29,10 +30,27 @@ def check_training(args: Namespace, given: set[str]) -> None:
             flag = flag_named(name)
             shown = flag if value is True else f"{flag} {value}"
             raise OptionError(f"{shown} is not available yet in this version")
+    if args.transformer_impl == "transformer_engine" and args.placement != "rollout_only":
+        _check_transformer_engine(args)
     _check_optimizer(args, given)
     _check_learning_rate(args)
     if args.use_critic:
         _check_learning_rate(critic_options(args), "critic-")
+
+
+def _check_transformer_engine(args: Namespace) -> None:
+    refused = {
+        "float32, in which its attention does not compute": args.params_dtype == "float32",
+        "multi-latent attention": args.multi_latent_attention,
+        "--lora-rank": args.lora_rank is not None,
+    }
+    for what in (what for what, asked in refused.items() if asked):
+        raise OptionError(f"--transformer-impl transformer_engine does not go with {what}: drop one")
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise OptionError(
+            "--transformer-impl transformer_engine: this python has no transformer_engine: install it as "
+            "docs/install.md says, or drop the flag"
+        )
 
 
 def _check_optimizer(args: Namespace, given: set[str]) -> None:

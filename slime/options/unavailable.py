@@ -25,7 +25,7 @@ REPLACED: dict[str, str] = {
     "--sglang-tensor-parallel-size": "use --rollout-num-gpus-per-engine",
     "--sglang-tp-size": "use --rollout-num-gpus-per-engine",
     "--override-opt_param-scheduler": "on resume the flags' schedule is used anyway; drop it",
-    "--te-rng-tracker": "random state is torch's, Transformer Engine is not used; drop it",
+    "--te-rng-tracker": "random state is torch's; drop it",
     "--train-iters": "it follows from --num-rollout and --num-steps-per-rollout",
     "--train-memory-margin-bytes": "it has no meaning here; drop it",
     "--true-on-policy-mode": "one step per rollout is on policy; add --sglang-enable-deterministic-inference",
@@ -34,7 +34,7 @@ REPLACED: dict[str, str] = {
     "--use-megatron-fsdp": "the distributed optimizer shards optimizer state; there is no FSDP backend",
     "--use-pytorch-profiler": "use --profile-target",
     "--use-rollout-entropy": "train/entropy_loss is always logged; drop it",
-    "--use-te-rng-tracker": "random state is torch's, Transformer Engine is not used; drop it",
+    "--use-te-rng-tracker": "random state is torch's; drop it",
     "--use-slime-router": "the router is sglang-router; see --help router",
 }
 """Flags that will not come, with what replaces them."""
@@ -77,7 +77,7 @@ NOT_YET: dict[str, str] = {
 
 NOT_YET_VALUES: dict[str, tuple[str, ...]] = {
     "--update-weight-mode": ("delta",),
-    "--transformer-impl": ("inference_optimized", "transformer_engine"),
+    "--transformer-impl": ("inference_optimized",),
 }
 """Values of available flags that later versions will have."""
 

@@ -54,14 +54,23 @@ def outputs(module: torch.nn.Module, lengths: list[int], tokens: Tensor) -> dict
 
 @pytest.mark.parametrize("kind", _KINDS)
 def test_passes_with_and_without_gradients_have_the_same_bits(kind: str, megatron: None, tmp_path: Path) -> None:
-    """In the order of a trainer's first step, whose kernels are not compiled yet: all micro-batches without gradients,
-    then all with. The first part of the model that differs is named."""
+    tiny.save(kind, tmp_path / "model")
+    check_same_bits(bfloat16_model(tmp_path / "model"))
+
+
+def bfloat16_model(directory: Path, **options: Any) -> torch.nn.Module:
+    """The model of ``directory`` as it is trained, but for where gradients are collected."""
     from slime.backends.megatron import model, weights_io
 
-    tiny.save(kind, tmp_path / "model")
-    chunks = model.build_model(tiny.arguments(tmp_path / "model", params_dtype="bfloat16", bf16=True))
-    weights_io.load_hf(chunks, tmp_path / "model")
+    chunks = model.build_model(tiny.arguments(directory, params_dtype="bfloat16", bf16=True, **options))
+    weights_io.load_hf(chunks, directory)
     (module,) = model.wrap(chunks)
+    return module
+
+
+def check_same_bits(module: torch.nn.Module) -> None:
+    """In the order of a trainer's first step, whose kernels are not compiled yet: all micro-batches without gradients,
+    then all with. The first part of the model that differs is named."""
     rng = random.Random(seed := torch.seed())
     # The first is large: some of its kernels are compiled for its extents, and in the second pass are others.
     batches = [micro_batch(rng, _MANY if number == 0 else rng.randint(1, 12)) for number in range(_PASSES)]

@@ -242,6 +242,7 @@ def arguments(directory: Path, **options: Any) -> Namespace:
             "moe_router_bias_update_rate": 0.0,
             "random_weights": False,
             "custom_model_provider_path": None,
+            "transformer_impl": "local",
             "params_dtype": "float32",
             "rope_scaling_factor": 8.0,
             "rotary_seq_len_interpolation_factor": None,

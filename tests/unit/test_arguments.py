@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +186,9 @@ def test_yaml_is_merged_before_derivation(parse: Parse, directory: Path, fails: 
         ("--custom-rm-path none.py", "", "--custom-rm-path none.py: there is no file"),
         ("--rollout-function-path slime.nowhere.fn", "", "--rollout-function-path slime.nowhere.fn: there is no"),
         ("--tensor-model-parallel-size 4", "", "2 training slots"),
-        ("--transformer-impl transformer_engine", "", "--transformer-impl transformer_engine is not available yet"),
+        ("--transformer-impl transformer_engine --fp32", "", "does not go with float32, in which its attention"),
+        ("--transformer-impl transformer_engine --bf16 --lora-rank 8", "", "does not go with --lora-rank: drop one"),
+        ("--transformer-impl inference_optimized", "", "--transformer-impl inference_optimized is not available yet"),
         ("--lr-warmup-fraction 0.1 --lr-warmup-iters 3", "", "exclude each other"),
         ("--lr-warmup-iters 3", "", "--lr-warmup-iters 3: the learning rate would warm up for 3 optimizer steps of 3"),
         ("--lr-warmup-fraction 1", "", "--lr-warmup-fraction 1.0: the learning rate would warm up for 3 optimizer"),
@@ -230,6 +233,12 @@ def test_bad_input_is_one_line_with_status_2(
     (directory / "bare").mkdir()
     (directory / "bare" / "config.json").write_text(json.dumps(QWEN3))
     assert expected.replace("{directory}", str(directory)) in fails(words, without)
+
+
+def test_transformer_engine_must_be_installed(fails: Fails, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    words = "--transformer-impl transformer_engine --bf16"
+    assert "this python has no transformer_engine: install it as docs/install.md says, or drop" in fails(words)
 
 
 def test_sgd_is_not_distributed(parse: Parse) -> None:

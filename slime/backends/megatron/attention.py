@@ -279,11 +279,15 @@ def _varlen() -> Callable[..., Tensor]:
     return lambda *inputs: cast(Tensor, flash(*inputs[:-1], 0.0, True, False, scale=inputs[-1])[0])
 
 
+Kernel = Callable[[Tensor, Tensor, Tensor, AttentionPlan, float], Tensor]
+
+
 class PackedAttention(MegatronModule):
     """Megatron's ``core_attention`` for packed causal sequences, with the rotary embedding before it.
 
     Args:
         rotary: None where queries and keys are rotated already.
+        kernel: what computes it: `packed_attention`, or what takes and gives the same.
     """
 
     def __init__(
@@ -300,9 +304,11 @@ class PackedAttention(MegatronModule):
         v_channels: int | None = None,
         *,
         rotary: Rotary | None,
+        kernel: Kernel = packed_attention,
     ) -> None:
         super().__init__(config=config)
         self.rotary = rotary
+        self.kernel = kernel
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.cp_group = groups.cp
         self.scale = softmax_scale or config.kv_channels**-0.5
@@ -329,4 +335,4 @@ class PackedAttention(MegatronModule):
         if plan.key_index is not None:
             gathered = _GatherContext.apply(torch.cat((key, value), dim=-1), self.cp_group)
             key, value = gathered.index_select(0, plan.key_index).split((key.size(-1), value.size(-1)), dim=-1)
-        return packed_attention(query, key, value, plan, self.scale).flatten(1)
+        return self.kernel(query, key, value, plan, self.scale).flatten(1)

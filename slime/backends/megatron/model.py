@@ -25,7 +25,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from slime.backends.megatron import dispatch, next_tokens
-from slime.backends.megatron.attention import PackedAttention
+from slime.backends.megatron.attention import PackedAttention, packed_attention
 from slime.backends.megatron.experts import Experts
 from slime.backends.megatron.head import LanguageHead, ValueHead
 from slime.backends.megatron.latent_attention import LatentAttention
@@ -201,12 +201,16 @@ def _mark_cut_weights(model: GPTModel) -> None:
 
 
 def _block_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Megatron's own layers, with torch's RMSNorm, packed attention and grouped experts."""
-    rotary = Rotary(args)
+    """Megatron's own layers, or Transformer Engine's, with torch's RMSNorm, packed attention and grouped experts."""
+    rotary, kernel = Rotary(args), packed_attention
     more_norms = {name: getattr(args, name) for name in ("post_self_attn_layernorm", "post_mlp_layernorm")}
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )
+    if uses_te := args.transformer_impl == "transformer_engine":
+        from slime.backends.megatron import te  # the package need not be installed
+
+        kernel = te.packed_attention
     for layer in block.layer_specs:
         if any(more_norms.values()):
             layer.module, layer.params = SandwichLayer, more_norms
@@ -217,9 +221,11 @@ def _block_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None
             attention.core_attention = ModuleSpec(PackedAttention, {"rotary": None})
             parts.self_attention = ModuleSpec(LatentAttention, {"rotary": rotary}, attention)
         else:
-            attention.core_attention = functools.partial(PackedAttention, rotary=rotary)
+            attention.core_attention = functools.partial(PackedAttention, rotary=rotary, kernel=kernel)
             attention.q_layernorm = attention.k_layernorm = RMSNorm if config.qk_layernorm else IdentityOp
         if parts.mlp.module is MoELayer:
             parts.mlp.submodules.experts = Experts
+        if uses_te:
+            te.use_linear_layers(parts)
     block.layer_norm = RMSNorm
     return block
