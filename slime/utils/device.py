@@ -13,6 +13,9 @@ import torch
 
 _DEVICE_ARGUMENT = 6
 """Where torch's rebuild_cuda_tensor takes the device."""
+_WITH_COMMANDS = 32 * 2**10
+"""Bytes of host memory that travel to a GPU with its commands; the copy engine, which takes more, makes one copy after
+another, those of other streams too."""
 _MOST_KERNELS = 64
 """Of one function; from torch's limit of 8 on it would quietly not be compiled."""
 
@@ -73,6 +76,18 @@ def to_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         return copy
 
     return wait
+
+
+def from_host(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
+    """A host tensor's copy on ``where``. Nothing waits: not the host for what is queued, nor the copy for large ones
+    that go on `beside`."""
+    if where.type != "cuda":
+        return tensor.to(where)
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=where)
+    step = _WITH_COMMANDS // tensor.element_size()
+    for own, host in zip(copy.view(-1).split(step), tensor.reshape(-1).split(step), strict=True):
+        own.copy_(host, non_blocking=True)
+    return copy
 
 
 @contextlib.contextmanager

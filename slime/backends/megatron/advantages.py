@@ -15,6 +15,7 @@ from slime.algorithms.advantages import gae, group_relative, reinforce_plus_plus
 from slime.algorithms.losses import kl_estimate
 from slime.backends.megatron.batch import MicroBatch
 from slime.backends.megatron.rollout_data import response_rows, rollout_data
+from slime.utils.device import from_host
 from slime.utils.types import TrainBatch
 from slime.utils.user_functions import call_user_function
 
@@ -88,7 +89,7 @@ def set_advantages(
     inputs = Padded(
         lengths=lengths,
         mask=padded("mask"),
-        rewards=torch.from_numpy(batch.rewards[rows]).to(device),
+        rewards=from_host(torch.from_numpy(batch.rewards[rows]), device),
         kl=kl,
         values=padded("values") if args.use_critic else None,
     )
@@ -135,12 +136,12 @@ def _valid(lengths: Tensor) -> Tensor:
 
 def _pad(flat: Tensor, lengths: Tensor) -> Tensor:
     """Response vectors as [R, N], 0 behind each response."""
-    valid = _valid(lengths).to(flat.device)
+    valid = from_host(_valid(lengths), flat.device)
     return flat.new_zeros(valid.shape).masked_scatter(valid, flat)
 
 
 def _put(micro_batches: list[MicroBatch], name: str, padded: Tensor, lengths: Tensor) -> None:
-    flat = padded[_valid(lengths).to(padded.device)]
+    flat = padded[from_host(_valid(lengths), padded.device)]
     for micro_batch, part in zip(
         micro_batches, flat.split([int(m.responses.lengths.sum()) for m in micro_batches]), strict=True
     ):

@@ -24,6 +24,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from slime.backends.megatron.rotary import Rotary, rotate
+from slime.utils.device import from_host
 
 _PAD_SLACK = 8
 """Sequences whose lengths differ by no more than this share one padded SDPA call: cheaper than a call each while they
@@ -114,8 +115,8 @@ class AttentionPlan:
                 index += homes[: c + 1]
                 positions.append(torch.arange(chunk) + c * chunk)
             local_start += length // cp_size
-        self.key_index = torch.cat(index).to(device) if cp_size > 1 else None
-        self.positions = torch.cat(positions).to(device)
+        self.key_index = from_host(torch.cat(index), device) if cp_size > 1 else None
+        self.positions = from_host(torch.cat(positions), device)
 
     @functools.cached_property
     def query_offsets(self) -> Tensor:
@@ -128,7 +129,7 @@ class AttentionPlan:
         return self._offsets(self.keys)
 
     def _offsets(self, lengths: list[int]) -> Tensor:
-        return torch.tensor([0, *lengths]).cumsum(0).to(self.device, torch.int32)
+        return from_host(torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32), self.device)
 
     @functools.cached_property
     def padded(self) -> tuple[list[_PaddedGroup], Tensor, Tensor]:
@@ -161,11 +162,11 @@ class AttentionPlan:
         if not any(shift):
             return None
         last = torch.arange(queries)[None, :] + torch.tensor(shift)[:, None]
-        return (torch.arange(keys) <= last[..., None])[:, None].to(self.device)
+        return from_host((torch.arange(keys) <= last[..., None])[:, None], self.device)
 
     def _slots(self, starts: list[int], lengths: list[int]) -> Tensor:
         rows = [torch.arange(n) + start for start, n in zip(starts, lengths, strict=True)]
-        return torch.cat(rows).to(self.device)
+        return from_host(torch.cat(rows), self.device)
 
 
 def plan_of(params: PackedSeqParams, cp_size: int, cp_rank: int, device: torch.device) -> AttentionPlan:

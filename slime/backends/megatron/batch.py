@@ -21,6 +21,7 @@ from torch import Tensor
 from slime.algorithms.weights import token_weights
 from slime.backends.megatron.attention import packed_params, zigzag_index
 from slime.backends.megatron.responses import Responses, sum_over_ranks
+from slime.utils.device import from_host
 from slime.utils.types import OptimizerStep, Ragged, TrainBatch
 
 
@@ -174,7 +175,7 @@ def pack(batch: TrainBatch, rows: np.ndarray, step: OptimizerStep, layout: PackL
         return full[local]
 
     def tensor(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(layout.device)
+        return from_host(torch.from_numpy(values), layout.device)
 
     mask = torch.from_numpy(column(batch.loss_mask, np.uint8).astype(np.float32))
     weights, mean_weights = _weights(
@@ -186,7 +187,7 @@ def pack(batch: TrainBatch, rows: np.ndarray, step: OptimizerStep, layout: PackL
         position_ids=tensor((np.arange(total) - np.repeat(starts, padded))[local])[None],
         packed_seq_params=packed_params(padded.tolist()),
         labels=tensor(np.roll(tokens, -1)[local]),
-        mask=mask.to(layout.device),
+        mask=from_host(mask, layout.device),
         row_of_token=tensor(row_of_token[local]),
         row_counts=tensor(np.array([batch.loss_mask[row].sum() for row in rows.tolist()], dtype=np.float32)),
         weights=weights,
@@ -220,7 +221,7 @@ def _weights(
     mask: Tensor, row_of_token: Tensor, rollout_mask_sums: np.ndarray, step: OptimizerStep, layout: PackLayout
 ) -> list[Tensor]:
     """In the loss, and in a mean over the step; computed on the CPU, as a GPU divides with other rounding."""
-    return [
+    weights = (
         token_weights(
             mask.cpu(),
             row_of_token.cpu(),
@@ -228,9 +229,10 @@ def _weights(
             num_rollouts=None if layout.per_token_loss else step.num_rollouts,
             num_tokens=step.num_tokens if layout.per_token_loss else None,
             constant_length=constant_length,
-        ).to(layout.device)
+        )
         for constant_length in (layout.constant_length, None)
-    ]
+    )
+    return [from_host(column, layout.device) for column in weights]
 
 
 def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

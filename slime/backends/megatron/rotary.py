@@ -37,7 +37,8 @@ class Rotary:
         tensor that stays keeps a whole segment of GPU memory from sleeping, gibibytes if it was cut from a large one.
         """
         if plan not in self._angles:
-            angles = torch.outer(plan.positions.float(), self.frequencies.to(plan.positions.device))[:, None]
+            frequencies = device.from_host(self.frequencies, plan.positions.device)
+            angles = torch.outer(plan.positions.float(), frequencies)[:, None]
             cos, sin = angles.cos(), angles.sin()
             if self.scale != 1.0:
                 cos, sin = cos * self.scale, sin * self.scale

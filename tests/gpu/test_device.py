@@ -1,0 +1,41 @@
+"""Copies from host memory: their values, and that they wait for nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slime.utils import device
+
+NUM_GPUS = 1
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5), (4096,), (4097,), (300, 1001)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bool])
+def test_copies_have_the_values(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    tensor = torch.randint(0, 2**31, shape).to(dtype)
+    assert torch.equal(device.from_host(tensor.T, device.current_device()).cpu(), tensor.T)
+
+
+def test_copies_wait_for_neither_the_host_nor_large_ones() -> None:
+    """As optimizer state wakes while micro-batches are packed. The large copies take a third of a second."""
+    large = device.pinned(2**30)
+    own = torch.empty(2**30, dtype=torch.uint8, device=device.current_device())
+    tensor = torch.randn(2**18)
+    device.from_host(tensor, own.device)
+    device.synchronize()
+    with device.beside():
+        for _ in range(16):
+            own.copy_(large, non_blocking=True)
+        goes_on = torch.cuda.current_stream()
+    accelerator = torch.get_device_module(own.device)
+    accelerator.set_sync_debug_mode("error")
+    try:
+        copy = device.from_host(tensor, own.device)
+    finally:
+        accelerator.set_sync_debug_mode("default")
+    device.finish()
+    assert not goes_on.query()
+    assert torch.equal(copy.cpu(), tensor)
+    device.rejoin()
+    device.synchronize()
