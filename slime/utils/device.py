@@ -200,12 +200,26 @@ def release_unused() -> None:
         torch.cuda.empty_cache()
 
 
+class _PinnedMemory(mmap.mmap):
+    """Host memory that the device is told of for as long as it is there.
+
+    Otherwise its addresses, once they are those of other memory, are still the old pages to the device: CUDA then
+    fails to allocate (`cudaErrorAlreadyMapped`).
+    """
+
+    address: int | None = None
+
+    def __del__(self) -> None:
+        if self.address is not None:
+            torch.cuda.cudart().cudaHostUnregister(self.address)
+
+
 def pinned(nbytes: int) -> torch.Tensor:
     """Host memory that the device copies from and to at full speed; uint8, at least one byte, its content undefined.
 
     torch's own pinned allocator rounds up to a power of two, which for tens of GiB is memory that nobody has.
     """
-    memory = mmap.mmap(-1, nbytes)
+    memory = _PinnedMemory(-1, nbytes)
     # Pages of 2 MiB take a fraction of the time to pin.
     memory.madvise(mmap.MADV_HUGEPAGE)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
@@ -213,6 +227,7 @@ def pinned(nbytes: int) -> torch.Tensor:
         status = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), nbytes, 0)
         if int(status) != 0:
             raise MemoryError(f"the host has no {nbytes / 2**30:.1f} GiB to pin (CUDA error {int(status)})")
+        memory.address = tensor.data_ptr()
     return tensor
 
 

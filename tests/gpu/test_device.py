@@ -1,4 +1,4 @@
-"""Copies from host memory: their values, and that they wait for nothing."""
+"""Copies from host memory, and memory of the host that is pinned."""
 
 from __future__ import annotations
 
@@ -39,3 +39,13 @@ def test_copies_wait_for_neither_the_host_nor_large_ones() -> None:
     assert torch.equal(copy.cpu(), tensor)
     device.rejoin()
     device.synchronize()
+
+
+def test_pinned_memory_that_goes_leaves_its_addresses() -> None:
+    """To host memory, and to the device's: those of memory that was pinned before are likely to be given out again."""
+    for _ in range(4):
+        host = device.pinned(2**28)
+        own = torch.empty(2**28, dtype=torch.uint8, device=device.current_device()).fill_(7)
+        assert torch.equal(host.copy_(own)[-100:], own[-100:].cpu())
+        del host, own
+        device.release_unused()

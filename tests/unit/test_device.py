@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,3 +37,20 @@ def test_all_numbers_of_rows_share_one_compilation(monkeypatch: pytest.MonkeyPat
     device.fused(_weighted)(torch.randn(5, 4, 6), torch.randn(5, 1, 6), 0.5)
     assert compilations.frame_count == 2
     device.fused.cache_clear()
+
+
+def test_pinned_memory_is_known_to_the_device_for_as_long_as_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    known: list[int] = []
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda address, nbytes, flags: known.append(address) or 0, cudaHostUnregister=known.remove
+    )
+    monkeypatch.setattr(device, "is_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    tensor = device.pinned(3 * 2**20)
+    part = tensor[2**20 :]
+    assert known == [tensor.data_ptr()]
+    del tensor
+    part.fill_(1)
+    assert len(known) == 1
+    del part
+    assert not known
