@@ -54,6 +54,11 @@ def _check_transformer_engine(args: Namespace) -> None:
 
 
 def _check_optimizer(args: Namespace, given: set[str]) -> None:
+    if args.use_precision_aware_optimizer and not args.optimizer_cpu_offload:
+        raise OptionError(
+            "--use-precision-aware-optimizer needs --optimizer-cpu-offload: on GPUs torch's AdamW steps, whose state "
+            "is float32: drop it"
+        )
     if args.optimizer not in OPTIMIZERS:
         raise OptionError(f"--optimizer {args.optimizer}: there are {' and '.join(OPTIMIZERS)}")
     if args.optimizer != "adam":

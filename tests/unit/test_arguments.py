@@ -197,6 +197,7 @@ def test_yaml_is_merged_before_derivation(parse: Parse, directory: Path, fails: 
         ("--lr-warmup-init 1", "", "--lr-warmup-init 1.0 is above --lr 1e-06"),
         ("--lr-decay-style WSD", "", "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
         ("--optimizer sgd --use-distributed-optimizer", "", "--optimizer sgd cannot be distributed"),
+        ("--use-precision-aware-optimizer", "", "--use-precision-aware-optimizer needs --optimizer-cpu-offload"),
         ("--optimizer lion", "", "--optimizer lion: there are adam and sgd"),
         ("--padded-vocab-size 299", "", "--padded-vocab-size 299 must be at least the vocabulary's 300"),
         ("--padded-vocab-size 301 --tensor-model-parallel-size 2", "", "a multiple of --tensor-model-parallel-size 2"),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
 from types import SimpleNamespace
 
 from slime.backends.megatron.compat import offsets_without_padding
@@ -23,3 +27,28 @@ def test_offsets_without_padding_stay() -> None:
     buckets = [SimpleNamespace(offset=0, numel_unpadded=4), SimpleNamespace(offset=4, numel_unpadded=4)]
     offsets = {"a": (0, 4, 0), "b": (4, 8, 1)}
     assert offsets_without_padding(SimpleNamespace(buckets=buckets, param_index_map=offsets)) == offsets
+
+
+def test_optimizers_are_torchs_whatever_else_is_installed(tmp_path: Path) -> None:
+    """Apex could be imported, as it and Transformer Engine can in many images; others still get it."""
+    for name in ("apex/optimizers", "apex/multi_tensor_apply", "amp_C"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "__init__.py").write_text(
+            "FusedAdam = FusedSGD = multi_tensor_applier = multi_tensor_l2norm = multi_tensor_scale = object\n"
+        )
+    check = """
+        from slime.backends.megatron import compat
+        compat.install()
+        import torch
+        from megatron.core import optimizer
+        from megatron.core.optimizer import clip_grads, distrib_optimizer
+        from megatron.core.utils import local_multi_tensor_applier
+        assert (optimizer.Adam, optimizer.SGD) == (torch.optim.AdamW, torch.optim.SGD)
+        assert optimizer.USING_PYTORCH_OPTIMIZER and not distrib_optimizer.HAVE_APEX_OR_TE
+        assert clip_grads.multi_tensor_applier is local_multi_tensor_applier
+        from apex.optimizers import FusedAdam
+        assert FusedAdam is object
+    """
+    root = Path(__file__).parents[2]
+    environment = {"PYTHONPATH": f"{root}:{tmp_path}", "PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([sys.executable, "-c", textwrap.dedent(check)], env=environment, check=True, timeout=300)

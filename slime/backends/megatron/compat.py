@@ -6,11 +6,14 @@ re-implements Megatron: those of the shim answer "which device" with "cpu".
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import importlib.util
 import logging
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _device
 
+_OTHER_OPTIMIZERS = ("transformer_engine.pytorch.optimizers", "apex.optimizers", "amp_C")
 _FACTORIES = (
     "tensor",
     "zeros",
@@ -43,15 +47,17 @@ def install() -> None:
     warnings.filterwarnings("ignore", message=r".*Apex (is|are) not installed")
     warnings.filterwarnings("ignore", message="The legacy GroupedMLP")  # which the layer specification replaces
     warnings.filterwarnings("ignore", message="full scope is deprecated")  # which is its own default
-    if not torch.cuda.is_available():
-        _answer_cuda_calls_with_cpu()
-        _put_cuda_factories_on_cpu()
-        _make_cuda_tensor_methods_work()
-        _import_without_compiling()
-        _use_cpu_generator()
-        _take_split_sizes_as_they_are()
-        _exchange_uneven_parts()
-    _fix_router_without_transformer_engine()
+    with _only_torchs_optimizers():
+        if not torch.cuda.is_available():
+            _answer_cuda_calls_with_cpu()
+            _put_cuda_factories_on_cpu()
+            _make_cuda_tensor_methods_work()
+            _import_without_compiling()
+            _use_cpu_generator()
+            _take_split_sizes_as_they_are()
+            _exchange_uneven_parts()
+        importlib.import_module("megatron.core.optimizer")
+    _use_torchs_product_in_routers()
     _fix_latent_attention_without_transformer_engine()
     _fix_distributed_optimizer_load()
     _fix_checkpoints_of_padded_buckets()
@@ -183,12 +189,32 @@ def _exchange_uneven_parts() -> None:
         setattr(dist, patched.__name__, patched)
 
 
-def _fix_router_without_transformer_engine() -> None:
-    """The MoE router reads a name that a failed import of Transformer Engine never bound. Fixed after 0.16."""
+@contextlib.contextmanager
+def _only_torchs_optimizers() -> Iterator[None]:
+    """Within, Megatron finds no optimizers of Transformer Engine and Apex, which it otherwise takes where they are.
+
+    Theirs make their state in the first step only, after memory for it was planned, and name it otherwise in
+    checkpoints: whether a package is there must not decide how a run trains, or who can resume it.
+    """
+    if importlib.util.find_spec("transformer_engine") is not None:
+        importlib.import_module("transformer_engine.pytorch")  # needs its own optimizers to be imported
+    hidden = {name: sys.modules.get(name) for name in _OTHER_OPTIMIZERS}
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: importing it fails
+    try:
+        yield
+    finally:
+        for name, module in hidden.items():
+            del sys.modules[name]
+            if module is not None:
+                sys.modules[name] = module
+
+
+def _use_torchs_product_in_routers() -> None:
+    """The MoE router multiplies by Transformer Engine where that is installed; where it is not, megatron-core 0.16.1
+    reads a name that the failed import never bound."""
     from megatron.core.transformer.moe import moe_utils
 
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
+    moe_utils.te_general_gemm = None
 
 
 def _fix_latent_attention_without_transformer_engine() -> None:
@@ -214,14 +240,10 @@ def _fix_order_of_experts() -> None:
 def _fix_distributed_optimizer_load() -> None:
     """Loading the distributed optimizer of torch's AdamW: ``KeyError: 'step'``, and one step tensor for all parameters.
 
-    AdamW advances ``step`` in place once per parameter, so a shared one makes a resumed run silently wrong. Only
-    without Transformer Engine and Apex, whose FusedAdam keeps the step in the parameter group.
+    AdamW advances ``step`` in place once per parameter, so a shared one makes a resumed run silently wrong.
     """
-    from megatron.core.optimizer import distrib_optimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as optimizer_class
 
-    if distrib_optimizer.HAVE_APEX_OR_TE:
-        return
-    optimizer_class = distrib_optimizer.DistributedOptimizer
     inner = optimizer_class._set_main_param_and_optimizer_states
 
     @torch.no_grad()
