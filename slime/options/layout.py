@@ -146,7 +146,7 @@ def _check_recompute(args: Namespace) -> None:
     if refused and args.recompute_granularity == "selective":
         raise OptionError(
             f"--recompute-modules {' '.join(sorted(refused))}: megatron-core needs Transformer Engine for it, which is "
-            "not used here; core_attn, mlp, moe and shared_experts do without, as does --recompute-granularity full"
+            "not used for that; core_attn, mlp, moe and shared_experts do without, as does --recompute-granularity full"
         )
     if args.recompute_granularity != "full":
         return
