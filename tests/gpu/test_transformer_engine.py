@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from slime.utils import device
 from tests.gpu.test_loop import Record, check, run
 from tests.gpu.test_passes import bfloat16_model, check_same_bits, micro_batch, outputs
+from tests.integration.harness import series
 from tests.integration.test_train import Value
 from tests.parallel import tiny
 
@@ -19,7 +21,7 @@ NUM_GPUS = 1
 _KINDS = ("qwen2", "qwen3", "glm4", "qwen3_moe")
 _TE = "transformer_engine"
 
-pytest.importorskip(_TE)
+pytestmark = pytest.mark.skipif(importlib.util.find_spec(_TE) is None, reason="needs Transformer Engine")
 
 
 @pytest.mark.parametrize(("heads", "groups", "channels"), [(8, 2, 128), (4, 4, 64), (6, 3, 24)])
@@ -102,3 +104,22 @@ def test_the_loop_sleeps_and_resumes_with_either(workspace: Path, record_propert
     run(workspace, "te", num_rollout=3, **options)
     run(workspace, "te", num_rollout=4, **options | {"transformer_impl": "local"})
     check(run_dir, 4, record_property)
+
+
+@pytest.mark.gpus(2)
+def test_two_gpus_make_the_step_that_torchs_layers_make(workspace: Path, record_property: Record) -> None:
+    """Cut by tensor with sequence parallelism, and by context: the first step's gradient is that of the same rollout
+    without Transformer Engine, data-parallel, but for bfloat16's rounding."""
+    both: dict[str, Value] = {"actor_num_gpus_per_node": 2, "rollout_num_gpus_per_engine": 2, "num_rollout": 1}
+    layouts: dict[str, dict[str, Value]] = {
+        "plain": {},
+        "tensor": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "transformer_impl": _TE},
+        "context": {"context_parallel_size": 2, "transformer_impl": _TE},
+    }
+    norms = {}
+    for name, layout in layouts.items():
+        run_dir = run(workspace, f"te-{name}", **both, **layout)
+        check(run_dir, 1, record_property)
+        (norms[name],) = series(run_dir, "train/grad_norm")
+    record_property("gradient norms", " ".join(f"{norm:.4f}" for norm in norms.values()))
+    assert norms == pytest.approx(dict.fromkeys(norms, norms["plain"]), rel=0.05)
