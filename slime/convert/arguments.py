@@ -23,10 +23,10 @@ _ONE_RANK: dict[str, Any] = {
     **dict.fromkeys(("virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"), None),
     **dict.fromkeys(("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"), None),
     **dict.fromkeys(("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"), False),
-    **{"pipeline_model_parallel_layout": None, "sequence_parallel": False},
+    **{"pipeline_model_parallel_layout": None, "sequence_parallel": False, "transformer_impl": "local"},
     **dict.fromkeys(("recompute_granularity", "recompute_method", "recompute_num_layers"), None),
 }
-"""A checkpoint fits every layout: it is written as a single rank would."""
+"""A checkpoint fits every layout and either kind of layers: it is written as a single rank of the plain ones would."""
 
 
 @dataclass
@@ -52,8 +52,8 @@ class ConversionOptions:
 def parse_model_args(description: str, argv: Sequence[str] | None = None) -> argparse.Namespace:
     """`ConversionOptions` and Megatron's flags, with the model's shape from its config.json.
 
-    Flags of the parallel layout are accepted, and set to that of one rank. A bad input prints one line that names the
-    flag and exits with status 2.
+    Flags of the parallel layout and ``--transformer-impl`` are accepted, and set to that of one rank. A bad input
+    prints one line that names the flag and exits with status 2.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     parser = StrictParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)

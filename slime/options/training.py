@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from argparse import Namespace
 
 from slime.options.errors import OptionError
@@ -16,6 +16,10 @@ _NOT_COMPUTED = (
 )
 """Settings that model scripts may name, and that must stay off or 0: the model here goes without them, or, as with
 auxiliary losses, Megatron scales them by token counts by which gradients are not divided here."""
+
+
+_NOT_WITH_TRANSFORMER_ENGINE = ("lora_rank", "tp_comm_overlap", "symmetric_ar_type", "init_model_with_meta_device")
+"""Without it the last three do nothing; its layers would obey them, and lack what they need for it."""
 
 
 def check_training(args: Namespace, given: set[str]) -> None:
@@ -39,18 +43,19 @@ def check_training(args: Namespace, given: set[str]) -> None:
 
 
 def _check_transformer_engine(args: Namespace) -> None:
+    flag = "--transformer-impl transformer_engine"
     refused = {
         "float32, in which its attention does not compute": args.params_dtype == "float32",
         "multi-latent attention": args.multi_latent_attention,
-        "--lora-rank": args.lora_rank is not None,
+        **{flag_named(name): getattr(args, name) for name in _NOT_WITH_TRANSFORMER_ENGINE},
     }
     for what in (what for what, asked in refused.items() if asked):
-        raise OptionError(f"--transformer-impl transformer_engine does not go with {what}: drop one")
-    if importlib.util.find_spec("transformer_engine") is None:
-        raise OptionError(
-            "--transformer-impl transformer_engine: this python has no transformer_engine: install it as "
-            "docs/install.md says, or drop the flag"
-        )
+        raise OptionError(f"{flag} does not go with {what}: drop one")
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:  # packages of it that are missing, or do not fit together, end in many ways
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}" if str(error) else repr(error)
+        raise OptionError(f"{flag}: it cannot be imported ({reason}): install it as docs/install.md says") from error
 
 
 def _check_optimizer(args: Namespace, given: set[str]) -> None:

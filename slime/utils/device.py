@@ -16,6 +16,8 @@ _DEVICE_ARGUMENT = 6
 _WITH_COMMANDS = 32 * 2**10
 """Bytes of host memory that travel to a GPU with its commands; the copy engine, which takes more, makes one copy after
 another, those of other streams too."""
+_MANY_COMMANDS = 16 * 2**20
+"""Bytes of which the pieces would take the host longer to send than they are worth."""
 _MOST_KERNELS = 64
 """Of one function; from torch's limit of 8 on it would quietly not be compiled."""
 
@@ -79,9 +81,10 @@ def to_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def from_host(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
-    """A host tensor's copy on ``where``. Nothing waits: not the host for what is queued, nor the copy for large ones
-    that go on `beside`."""
-    if where.type != "cuda":
+    """A tensor of pageable host memory on ``where``. Nothing waits: not the host for what is queued, nor the copy for
+    large ones that go on `beside`. The tensor may be changed at once: CUDA has read such memory when a call returns.
+    """
+    if where.type != "cuda" or tensor.nbytes > _MANY_COMMANDS:
         return tensor.to(where)
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=where)
     step = _WITH_COMMANDS // tensor.element_size()

@@ -17,6 +17,17 @@ def test_copies_have_the_values(shape: tuple[int, ...], dtype: torch.dtype) -> N
     assert torch.equal(device.from_host(tensor.T, device.current_device()).cpu(), tensor.T)
 
 
+def test_what_is_copied_may_change_at_once() -> None:
+    """Though the GPU is busy with other work for a while before it comes to the copy."""
+    for size in (7, 2**13, 2**20):
+        tensor = torch.randn(size)
+        kept = tensor.clone()
+        torch.cuda._sleep(10**8)
+        copy = device.from_host(tensor, device.current_device())
+        tensor.zero_()
+        assert torch.equal(copy.cpu(), kept)
+
+
 def test_copies_wait_for_neither_the_host_nor_large_ones() -> None:
     """As optimizer state wakes while micro-batches are packed. The large copies take a third of a second."""
     large = device.pinned(2**30)
@@ -28,12 +39,11 @@ def test_copies_wait_for_neither_the_host_nor_large_ones() -> None:
         for _ in range(16):
             own.copy_(large, non_blocking=True)
         goes_on = torch.cuda.current_stream()
-    accelerator = torch.get_device_module(own.device)
-    accelerator.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("error")
     try:
         copy = device.from_host(tensor, own.device)
     finally:
-        accelerator.set_sync_debug_mode("default")
+        torch.cuda.set_sync_debug_mode("default")
     device.finish()
     assert not goes_on.query()
     assert torch.equal(copy.cpu(), tensor)

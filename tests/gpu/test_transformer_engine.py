@@ -35,11 +35,15 @@ def test_attention(heads: int, groups: int, channels: int, cp_size: int, cp_rank
     plan = attention.AttentionPlan(lengths, cp_size, cp_rank, device.current_device())
     shapes = [(sum(plan.queries), heads), (sum(plan.keys), groups), (sum(plan.keys), groups)]
     inputs = [torch.randn(*shape, channels, device=plan.device).bfloat16() for shape in shapes]
+    gathered = cp_size > 1  # keys and values are then views of one tensor
     coefficients = torch.randn(shapes[0][0], heads, channels, device=plan.device)
 
     def computed(kernel: attention.Kernel, dtype: torch.dtype) -> list[Tensor]:
         leaves = [x.to(dtype).requires_grad_() for x in inputs]
-        out = kernel(*leaves, plan, channels**-0.5)  # type: ignore[call-arg]
+        query, key, value = leaves
+        if gathered:
+            key, value = torch.cat((key, value), dim=-1).split(channels, dim=-1)
+        out = kernel(query, key, value, plan, channels**-0.5)
         (out * coefficients).sum().backward()
         return [out.detach(), *(leaf.grad for leaf in leaves)]
 
@@ -65,6 +69,16 @@ def test_as_near_to_float32_as_torchs_layers(kind: str, megatron: None, tmp_path
     for name, *tensors in zip(["log-probs", *names], mine, other, true, strict=True):
         ours, theirs = (distance(x, tensors[2]) for x in tensors[:2])
         assert ours < 2 * theirs + 1e-3, f"{name}: {ours:.2e}, torch's {theirs:.2e}"
+
+
+def test_all_else_is_as_without_it(megatron: None) -> None:
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+    from megatron.core.transformer.moe import moe_utils
+
+    assert (optimizer.Adam, optimizer.SGD) == (torch.optim.AdamW, torch.optim.SGD)
+    assert not distrib_optimizer.HAVE_APEX_OR_TE
+    assert moe_utils.te_general_gemm is None
 
 
 def log_probs_and_gradients(module: torch.nn.Module, batch: tuple[list[int], Tensor]) -> list[Tensor]:
@@ -104,6 +118,7 @@ def test_the_loop_sleeps_and_resumes_with_either(workspace: Path, record_propert
     run(workspace, "te", num_rollout=3, **options)
     run(workspace, "te", num_rollout=4, **options | {"transformer_impl": "local"})
     check(run_dir, 4, record_property)
+    record_property("GiB asleep", f"{max(series(run_dir, 'perf/asleep_gib')):.2f}")
 
 
 @pytest.mark.gpus(2)

@@ -33,6 +33,7 @@ def main(work: Path, directories: list[Path]) -> None:
     with hf_to_torch_dist.joined_ranks():
         for directory in directories:
             words = ["--hf-checkpoint", str(directory), "--save", str(work / directory.name)]
+            words += ["--transformer-impl", "transformer_engine"]  # as MODEL_ARGS may have it; nothing of it is needed
             hf_to_torch_dist.convert(parse_model_args("", words), work / directory.name)
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)

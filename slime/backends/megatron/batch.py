@@ -8,6 +8,7 @@ the model returns for position t needs no shift.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -221,18 +222,15 @@ def _weights(
     mask: Tensor, row_of_token: Tensor, rollout_mask_sums: np.ndarray, step: OptimizerStep, layout: PackLayout
 ) -> list[Tensor]:
     """In the loss, and in a mean over the step; computed on the CPU, as a GPU divides with other rounding."""
-    weights = (
-        token_weights(
-            mask.cpu(),
-            row_of_token.cpu(),
-            torch.from_numpy(rollout_mask_sums),
-            num_rollouts=None if layout.per_token_loss else step.num_rollouts,
-            num_tokens=step.num_tokens if layout.per_token_loss else None,
-            constant_length=constant_length,
-        )
-        for constant_length in (layout.constant_length, None)
+    weigh = functools.partial(
+        token_weights,
+        mask.cpu(),
+        row_of_token.cpu(),
+        torch.from_numpy(rollout_mask_sums),
+        num_rollouts=None if layout.per_token_loss else step.num_rollouts,
+        num_tokens=step.num_tokens if layout.per_token_loss else None,
     )
-    return [from_host(column, layout.device) for column in weights]
+    return [from_host(weigh(constant_length=length), layout.device) for length in (layout.constant_length, None)]
 
 
 def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -41,8 +41,8 @@ _FACTORIES = (
 def install() -> None:
     """Patch torch and megatron-core for this host; a second call does nothing.
 
-    With CUDA only the defects are fixed. Without, ``torch.cuda`` as Megatron uses it means the CPU from here on, for
-    the whole process: call this in Megatron's own workers only.
+    With CUDA the defects are fixed, and torch's optimizers taken. Without, ``torch.cuda`` as Megatron uses it means the
+    CPU from here on, for the whole process: call this in Megatron's own workers only.
     """
     warnings.filterwarnings("ignore", message=r".*Apex (is|are) not installed")
     warnings.filterwarnings("ignore", message="The legacy GroupedMLP")  # which the layer specification replaces

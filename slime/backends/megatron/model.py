@@ -57,9 +57,11 @@ def transformer_config(args: Namespace) -> TransformerConfig:
     """
     kind = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
     values = config_kwargs(args, kind)
-    unused = sorted(k for k, value in _WITHOUT_TRANSFORMER_ENGINE.items() if values.get(k, value) != value)
+    unused = {k for k, value in _WITHOUT_TRANSFORMER_ENGINE.items() if values.get(k, value) != value}
+    if args.transformer_impl == "transformer_engine":
+        unused.discard("gradient_accumulation_fusion")  # its linear layers do that by themselves
     if unused:
-        logger.warning("ignored, because they need kernels that are not installed here: %s", ", ".join(unused))
+        logger.warning("ignored, because they need kernels that are not used here: %s", ", ".join(sorted(unused)))
     interleaved = args.virtual_pipeline_model_parallel_size is not None
     values.update(
         _WITHOUT_TRANSFORMER_ENGINE,

@@ -6,6 +6,7 @@ Only for processes in which that package is installed. Norms, rotary embeddings,
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any, cast
 
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
@@ -13,8 +14,13 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 from transformer_engine.pytorch import DotProductAttention
+from transformer_engine.pytorch.cpp_extensions import gemm
+from transformer_engine.pytorch.module import base
 
 from slime.backends.megatron.attention import AttentionPlan
+
+# Attention that its fast kernels do not compute would quietly go by whole matrices of scores: let it be an error.
+os.environ.setdefault("NVTE_UNFUSED_ATTN", "0")
 
 
 class _Linear:
@@ -51,6 +57,12 @@ def use_linear_layers(layer: TransformerLayerSubmodules) -> None:
         mlp = mlp.submodules.shared_experts
     if mlp is not None:
         mlp.submodules.linear_fc1, mlp.submodules.linear_fc2 = ColumnLinear, RowLinear
+
+
+def release_unused() -> None:
+    """Let go of GPU memory that would be kept between steps: stand-ins for gradients, a workspace."""
+    base._dummy_wgrads.clear()
+    gemm.get_cublas_workspace.cache_clear()
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float) -> Tensor:

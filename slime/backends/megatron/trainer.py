@@ -110,6 +110,10 @@ class MegatronTrainer:
             self._actor.sleep(keep_weights=keep_weights)
             if self._critic is not None:
                 self._critic.sleep(keep_weights=False)
+            if self.args.transformer_impl == "transformer_engine":
+                from slime.backends.megatron import te  # the package need not be installed
+
+                te.release_unused()
             device.release_unused()
 
     def wake(self, *, weights_only: bool) -> device.Memory:
