@@ -38,10 +38,8 @@ class Groups:
     @classmethod
     def of(cls, tokens_per_expert: Tensor, where: torch.device) -> Groups:
         """From the dispatcher's counts, which are in host memory: nothing waits for the device."""
-        ends = tokens_per_expert.cumsum(0).to(torch.int32)
-        if where.type != ends.device.type:
-            ends = ends.pin_memory().to(where, non_blocking=True)
-        return cls(tokens_per_expert.tolist(), ends)
+        ends = tokens_per_expert.cumsum(0, dtype=torch.int32)
+        return cls(tokens_per_expert.tolist(), device.from_host(ends, where))
 
 
 class _GroupedLinear(torch.autograd.Function):
