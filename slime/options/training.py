@@ -49,8 +49,8 @@ def _check_transformer_engine(args: Namespace) -> None:
         "multi-latent attention": args.multi_latent_attention,
         **{flag_named(name): getattr(args, name) for name in _NOT_WITH_TRANSFORMER_ENGINE},
     }
-    for what in (what for what, asked in refused.items() if asked):
-        raise OptionError(f"{flag} does not go with {what}: drop one")
+    if asked := [what for what, is_asked in refused.items() if is_asked]:
+        raise OptionError(f"{flag} does not go with {asked[0]}: drop one")
     try:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # packages of it that are missing, or do not fit together, end in many ways

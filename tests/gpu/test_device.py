@@ -13,8 +13,8 @@ NUM_GPUS = 1
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5), (4096,), (4097,), (300, 1001)])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bool])
 def test_copies_have_the_values(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    tensor = torch.randint(0, 2**31, shape).to(dtype)
-    assert torch.equal(device.from_host(tensor.T, device.current_device()).cpu(), tensor.T)
+    tensor = torch.randint(0, 2**31, shape).to(dtype).permute(tuple(reversed(range(len(shape)))))
+    assert torch.equal(device.from_host(tensor, device.current_device()).cpu(), tensor)
 
 
 def test_what_is_copied_may_change_at_once() -> None:

@@ -83,15 +83,20 @@ def test_all_else_is_as_without_it(megatron: None) -> None:
 
 def log_probs_and_gradients(module: torch.nn.Module, batch: tuple[list[int], Tensor]) -> list[Tensor]:
     """Gradients of the log-probs' sum in float32, wherever they were collected."""
-    for parameter in module.parameters():
-        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
-        parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    add_main_gradients(module)
     found = [outputs(module, *batch)["log-probs"]]
     for parameter in module.parameters():
         if not parameter.grad_added_to_main_grad:  # type: ignore[attr-defined]
             parameter.main_grad += parameter.grad  # type: ignore[attr-defined]
         found.append(parameter.main_grad)  # type: ignore[attr-defined]
     return found
+
+
+def add_main_gradients(module: torch.nn.Module) -> None:
+    """What Megatron's DistributedDataParallel gives parameters, and Transformer Engine adds their gradients to."""
+    for parameter in module.parameters():
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
+        parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
 
 def distance(x: Tensor, true: Tensor) -> float:
@@ -103,8 +108,7 @@ def distance(x: Tensor, true: Tensor) -> float:
 def test_passes_with_and_without_gradients_have_the_same_bits(kind: str, megatron: None, tmp_path: Path) -> None:
     tiny.save(kind, tmp_path / "model")
     module = bfloat16_model(tmp_path / "model", transformer_impl=_TE)
-    for parameter in module.parameters():
-        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
+    add_main_gradients(module)
     check_same_bits(module)
 
 

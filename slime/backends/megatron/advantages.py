@@ -26,6 +26,8 @@ class Padded:
 
     lengths: Tensor
     """int64 [R]"""
+    valid: Tensor
+    """bool [R, N], true but behind a response's end."""
     mask: Tensor
     """float32 [R, N]"""
     rewards: Tensor
@@ -78,9 +80,10 @@ def set_advantages(
     """
     lengths = torch.cat([m.responses.lengths for m in micro_batches])
     device = micro_batches[0].mask.device
+    valid = from_host(torch.arange(int(lengths.max())) < lengths[:, None], device)
 
     def padded(name: str) -> Tensor:
-        return _pad(torch.cat([m.responses.gather(getattr(m, name)) for m in micro_batches]), lengths)
+        return _pad(torch.cat([m.responses.gather(getattr(m, name)) for m in micro_batches]), valid)
 
     kl = None
     if args.kl_coef != 0:
@@ -88,6 +91,7 @@ def set_advantages(
     rows = np.concatenate([m.rows for m in micro_batches])
     inputs = Padded(
         lengths=lengths,
+        valid=valid,
         mask=padded("mask"),
         rewards=from_host(torch.from_numpy(batch.rewards[rows]), device),
         kl=kl,
@@ -102,9 +106,9 @@ def set_advantages(
         if group is not None and group.size() > 1:
             dist.all_reduce(sums, group=group)
         advantages = whiten(advantages, inputs.mask, sums)
-    _put(micro_batches, "advantages", advantages, lengths)
+    _put(micro_batches, "advantages", advantages, valid)
     if returns is not None:
-        _put(micro_batches, "returns", returns, lengths)
+        _put(micro_batches, "returns", returns, valid)
 
 
 def _custom(
@@ -125,23 +129,18 @@ def _custom(
             results.append(None)
             continue
         rows = response_rows(data, key, lengths, inputs.mask, f"{flag} {path}")
-        results.append(_pad(torch.cat(rows), inputs.lengths))
+        results.append(_pad(torch.cat(rows), inputs.valid))
     assert results[0] is not None
     return results[0], results[1]
 
 
-def _valid(lengths: Tensor) -> Tensor:
-    return torch.arange(int(lengths.max())) < lengths[:, None]
-
-
-def _pad(flat: Tensor, lengths: Tensor) -> Tensor:
+def _pad(flat: Tensor, valid: Tensor) -> Tensor:
     """Response vectors as [R, N], 0 behind each response."""
-    valid = from_host(_valid(lengths), flat.device)
     return flat.new_zeros(valid.shape).masked_scatter(valid, flat)
 
 
-def _put(micro_batches: list[MicroBatch], name: str, padded: Tensor, lengths: Tensor) -> None:
-    flat = padded[from_host(_valid(lengths), padded.device)]
+def _put(micro_batches: list[MicroBatch], name: str, padded: Tensor, valid: Tensor) -> None:
+    flat = padded[valid]
     for micro_batch, part in zip(
         micro_batches, flat.split([int(m.responses.lengths.sum()) for m in micro_batches]), strict=True
     ):

@@ -281,6 +281,7 @@ def _varlen() -> Callable[..., Tensor]:
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, AttentionPlan, float], Tensor]
+"""What computes attention: `packed_attention`, or what takes and gives the same."""
 
 
 class PackedAttention(MegatronModule):
@@ -288,7 +289,7 @@ class PackedAttention(MegatronModule):
 
     Args:
         rotary: None where queries and keys are rotated already.
-        kernel: what computes it: `packed_attention`, or what takes and gives the same.
+        kernel: what computes it.
     """
 
     def __init__(

@@ -242,9 +242,9 @@ def _fix_distributed_optimizer_load() -> None:
 
     AdamW advances ``step`` in place once per parameter, so a shared one makes a resumed run silently wrong.
     """
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as optimizer_class
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    inner = optimizer_class._set_main_param_and_optimizer_states
+    inner = DistributedOptimizer._set_main_param_and_optimizer_states
 
     @torch.no_grad()
     def load(self: Any, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
@@ -255,7 +255,7 @@ def _fix_distributed_optimizer_load() -> None:
             tensors = {**tensors, "step": state["step"]}
         inner(self, model_param, tensors)
 
-    optimizer_class._set_main_param_and_optimizer_states = load
+    DistributedOptimizer._set_main_param_and_optimizer_states = load
 
 
 def _fix_checkpoints_of_padded_buckets() -> None:

@@ -64,8 +64,9 @@ class SleepingTensors:
     def _make_room(self) -> None:
         size = sum(_aligned(nbytes) for _, nbytes in self._asleep)
         if self._host.numel() < size:
+            # Gone before there is more, as together they might not fit, and not while values still come from it.
             device.synchronize()
-            self._host = self._host.new_empty(0)  # gone before there is more: together they might not fit
+            self._host = self._host.new_empty(0)
             self._host = device.pinned(size)
 
     def _copy(self, copy: Callable[[Tensor, Tensor], Tensor]) -> None:
