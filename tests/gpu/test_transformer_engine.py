@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec(_TE) is None, reason="n
 
 @pytest.mark.parametrize(("heads", "groups", "channels"), [(8, 2, 128), (4, 4, 64), (6, 3, 24)])
 @pytest.mark.parametrize(("cp_size", "cp_rank"), [(1, 0), (2, 0), (2, 1)])
-def test_attention(heads: int, groups: int, channels: int, cp_size: int, cp_rank: int) -> None:
+def test_attention(heads: int, groups: int, channels: int, cp_size: int, cp_rank: int, megatron: None) -> None:
     """Outputs and gradients are as near to float32 as those of torch's kernel; the seed is in the message."""
     from slime.backends.megatron import attention, te
 

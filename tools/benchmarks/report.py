@@ -14,7 +14,7 @@ from slime.options.installed import version_of
 from slime.utils import device
 from tools import make_tiny_model
 
-PACKAGES = ("torch", "megatron-core", "sglang", "ray")
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "sglang", "ray")
 
 
 class BenchError(Exception):

@@ -6,7 +6,6 @@ Only for processes in which that package is installed. Norms, rotary embeddings,
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any, cast
 
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
@@ -18,9 +17,6 @@ from transformer_engine.pytorch.cpp_extensions import gemm
 from transformer_engine.pytorch.module import base
 
 from slime.backends.megatron.attention import AttentionPlan
-
-# Attention that its fast kernels do not compute would quietly go by whole matrices of scores: let it be an error.
-os.environ.setdefault("NVTE_UNFUSED_ATTN", "0")
 
 
 class _Linear:
