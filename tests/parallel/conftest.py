@@ -39,15 +39,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.fixture
 def run_layout(tmp_path: Path, models: Callable[[str], Path]) -> Run:
     """(ranks, layout, kinds) -> per kind the largest errors of logits and gradients over all ranks."""
+    return lambda ranks, layout, kinds: layout_errors(ranks, layout, [models(kind) for kind in kinds], tmp_path)
 
-    def run(ranks: int, layout: dict[str, Any], kinds: list[str]) -> dict[str, list[float]]:
-        torchrun(
-            ranks, "worker.py", json.dumps(layout), tmp_path, *(models(kind) for kind in kinds), log=tmp_path / "log"
-        )
-        reports = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(ranks)]
-        return {kind: [max(errors) for errors in zip(*(r[kind] for r in reports), strict=True)] for kind in kinds}
 
-    return run
+def layout_errors(ranks: int, layout: dict[str, Any], models: list[Path], work: Path) -> dict[str, list[float]]:
+    """The largest errors of logits and gradients over all ranks, by the name of each model's directory."""
+    torchrun(ranks, "worker.py", json.dumps(layout), work, *models, log=work / "log")
+    reports = [json.loads((work / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+    return {kind: [max(errors) for errors in zip(*(r[kind] for r in reports), strict=True)] for kind in reports[0]}
 
 
 def torchrun(ranks: int, worker: str | Path, *arguments: str | Path, log: Path, timeout: float = TIMEOUT) -> None:
