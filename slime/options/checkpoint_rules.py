@@ -21,6 +21,7 @@ from slime.options.checkpoint import (
 )
 from slime.options.errors import OptionError
 from slime.options.lora import Modules, check_adapters, described
+from slime.options.model import has_weights
 from slime.options.next_tokens import check_saved_heads
 from slime.options.schema import flag_named
 
@@ -163,7 +164,7 @@ def _saved_models(args: Namespace, latest: Path | None) -> SavedModel | None:
     resumed = saved_model(latest) if latest is not None else None
     if resumed is not None:
         check_saved_heads(f"--load {latest}", resumed.heads, args.enable_mtp_training)
-    if args.ref_load is not None:
+    if args.ref_load is not None and not has_weights(args.ref_load):
         found = _found(args.ref_load_flag, args.ref_load)
         if saved_model(found[0] if found else Path(args.ref_load)).adapters is not None:
             raise OptionError(

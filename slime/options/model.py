@@ -10,7 +10,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from slime.options.checkpoint import has_checkpoint, is_torch_dist
+from slime.options.checkpoint import find_checkpoint, has_checkpoint, is_torch_dist
 from slime.options.errors import OptionError
 from slime.options.megatron_names import FLAGS
 from slime.options.patterns import written_pattern
@@ -120,6 +120,21 @@ def _is_block_float8(quantization: dict[str, Any]) -> bool:
 def has_weights(directory: str) -> bool:
     """Whether there are weights in Hugging Face's format."""
     return any(Path(directory).glob("*.safetensors"))
+
+
+def stored_weights(directory: str) -> Path | None:
+    """The torch_dist checkpoint that weights named by this directory are in: itself, or the latest in it.
+
+    None of a Hugging Face model's directory, also where a run saved its checkpoints in there.
+
+    Raises:
+        FileNotFoundError, ValueError: as `find_checkpoint`.
+    """
+    if has_weights(directory):
+        return None
+    if found := find_checkpoint(directory):
+        return found[0]
+    return Path(directory) if is_torch_dist(directory) else None
 
 
 def _download(hub_id: str, with_weights: bool, flag: str) -> str:

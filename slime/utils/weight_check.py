@@ -102,6 +102,11 @@ def _check_source(flag: str, place: str, args: Namespace, model: _Model, *, with
     with _named(flag, Path(place)):
         found = find_checkpoint(place)
     directory = found[0] if found else Path(place)
+    if has_weights(place) and (found or is_torch_dist(directory)):
+        raise OptionError(
+            f"{flag} {place}: it holds a Hugging Face model, and a checkpoint too: name the checkpoint by its own "
+            f"directory, {directory}, or leave only one of them there"
+        )
     if is_torch_dist(directory):
         _check_stored(flag, directory, args, model)
     elif found:

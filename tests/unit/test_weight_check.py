@@ -17,6 +17,7 @@ from slime.models import family_of, hf_config, weight_shape
 from slime.models.adapters import adapter_family, targeted_sources
 from slime.models.family import VALUE_HEAD_KEY
 from slime.options.checkpoint import LATEST
+from slime.options.model import stored_weights
 from slime.utils import hf_headers
 from slime.utils.arguments import parse_args
 from slime.utils.hf_headers import read_headers
@@ -268,6 +269,20 @@ def test_own_checkpoints_are_taken(directory: Path, model: str) -> None:
         save_adapters(model, "adapters/iter_0000001")
         parse_args(command(f"--hf-checkpoint {model} --load adapters {words}"))
         parse_args(command(f"--hf-checkpoint {model} --load adapters --ref-load ckpt {words}"))
+
+
+def test_checkpoints_in_a_models_directory(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``--hf-checkpoint`` means the model there, whatever a run has saved beside it; another flag must say which."""
+    save_model("model", "bad/iter_0000001")
+    parse_args(command("--hf-checkpoint bad"))
+    parse_args(command("--hf-checkpoint bad --ref-load bad"))
+    assert stored_weights("bad") is None
+    assert failure(capsys, "--ref-load bad") == (
+        f"--ref-load {directory}/bad: it holds a Hugging Face model, and a checkpoint too: name the checkpoint by its "
+        f"own directory, {directory}/bad/iter_0000001, or leave only one of them there"
+    )
+    parse_args(command("--ref-load bad/iter_0000001"))
+    assert stored_weights("bad/iter_0000001") == Path("bad/iter_0000001")
 
 
 @pytest.mark.parametrize(

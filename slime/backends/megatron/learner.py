@@ -33,7 +33,7 @@ from slime.backends.megatron.optimizer import (
 )
 from slime.backends.megatron.sleep import SleepingTensors
 from slime.backends.megatron.weight_sets import WeightSets
-from slime.options.checkpoint import find_checkpoint, is_torch_dist
+from slime.options.model import stored_weights
 from slime.utils import device
 from slime.utils.errors import SlimeError
 
@@ -244,9 +244,8 @@ class Learner:
 
 def load_weights(model_chunks: list[Any], source: str) -> None:
     """Weights of a Hugging Face directory, of a torch_dist checkpoint, or of the latest in a directory of them."""
-    found = find_checkpoint(source)
-    if found is not None or is_torch_dist(source):
-        checkpoint.load_model(found[0] if found else source, model_chunks)
+    if stored := stored_weights(source):
+        checkpoint.load_model(stored, model_chunks)
     else:
         weights_io.load_hf(model_chunks, source)
 
