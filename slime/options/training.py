@@ -59,11 +59,12 @@ def _check_transformer_engine(args: Namespace) -> None:
 
 
 def _check_optimizer(args: Namespace, given: set[str]) -> None:
-    if args.use_precision_aware_optimizer and not args.optimizer_cpu_offload:
-        raise OptionError(
-            "--use-precision-aware-optimizer needs --optimizer-cpu-offload: on GPUs torch's AdamW steps, whose state "
-            "is float32: drop it"
-        )
+    for name in ("optimizer_cpu_offload", "use_precision_aware_optimizer"):
+        if getattr(args, name):
+            raise OptionError(
+                f"{flag_named(name)} is not available yet in this version: AdamW is torch's, whose state is float32 "
+                "and steps on the GPU; with --colocate it is in host memory while engines generate"
+            )
     if args.optimizer not in OPTIMIZERS:
         raise OptionError(f"--optimizer {args.optimizer}: there are {' and '.join(OPTIMIZERS)}")
     if args.optimizer != "adam":
