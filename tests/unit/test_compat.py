@@ -49,6 +49,25 @@ def test_optimizers_are_torchs_whatever_else_is_installed(tmp_path: Path) -> Non
         from apex.optimizers import FusedAdam
         assert FusedAdam is object
     """
-    root = Path(__file__).parents[2]
-    environment = {"PYTHONPATH": f"{root}:{tmp_path}", "PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run([sys.executable, "-c", textwrap.dedent(check)], env=environment, check=True, timeout=300)
+    found = run_beside(tmp_path, check)
+    assert found.returncode == 0, found.stderr
+
+
+def test_half_an_installation_of_transformer_engine_is_said_so(tmp_path: Path) -> None:
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").touch()
+    (tmp_path / "transformer_engine" / "pytorch.py").write_text("raise RuntimeError('no core library')")
+    found = run_beside(tmp_path, "from slime.backends.megatron import compat; compat.install()")
+    assert found.returncode == 1
+    assert "installed, but cannot be imported (RuntimeError: no core library): complete it as docs" in found.stderr
+
+
+def run_beside(packages: Path, code: str) -> subprocess.CompletedProcess[str]:
+    """Run Python where further packages are found."""
+    environment = {
+        "PYTHONPATH": f"{Path(__file__).parents[2]}:{packages}",
+        "PATH": "/usr/bin:/bin",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
