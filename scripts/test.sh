@@ -64,7 +64,7 @@ for i in "${!files[@]}"; do
 done
 [ ${#chosen[@]} -gt 0 ] || die "shard $shard/$shards has no test file: there are only ${#files[@]}"
 
-label="pytest, ${#chosen[@]} of ${#files[@]} files"
+label="pytest, ${#chosen[@]} of ${#files[@]} files (the longest first: the percentage stays low for minutes)"
 start=$SECONDS code=0
 printf '== %s\n' "$label"
 python -m pytest -q --durations=15 -n 2 --dist loadfile --no-loadscope-reorder "${selection[@]}" "${chosen[@]}" || code=$?

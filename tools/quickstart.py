@@ -116,7 +116,7 @@ def _train(output: Path, seed: int, rm_type: str, phases: Phases) -> None:
         phases.run([python, "tools/make_arithmetic_data.py", str(output / "data"), "--seed", str(seed)])
     with phases.phase("supervised warm-up"):
         phases.run(["bash", "scripts/run-quickstart-sft.sh"], env)
-    with phases.phase("choose the warm-up's checkpoint"):
+    with phases.phase("choose where GRPO starts"):
         before = choose_start(phases, output)
     with phases.phase("GRPO"):
         phases.run(["bash", "scripts/run-quickstart-grpo.sh"], env)

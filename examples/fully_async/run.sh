@@ -36,7 +36,7 @@ PERF_ARGS=(
    --use-dynamic-batch-size
    --max-tokens-per-gpu 8192
    --fp32
-   --lr 2e-4
+   --lr 1e-4
    --lr-decay-style constant
 )
 

@@ -157,8 +157,8 @@ def test_older_weights_may_have_made_the_samples_of_an_asynchronous_run(caplog: 
     ("given", "advice"),
     [
         ({}, "kernels, or correct for it by --use-tis"),
-        ({"use_tis": True}, "kernels, or raise --mismatch-threshold: --use-tis corrects for it"),
-        ({"use_rollout_logprobs": True}, "or raise --mismatch-threshold: --use-rollout-logprobs corrects for it"),
+        ({"use_tis": True}, "kernels, or raise --mismatch-threshold, as --use-tis corrects for this"),
+        ({"use_rollout_logprobs": True}, "or raise --mismatch-threshold, as --use-rollout-logprobs corrects for this"),
     ],
 )
 def test_a_mismatch_advises_what_is_not_given_yet(

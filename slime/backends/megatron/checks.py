@@ -70,7 +70,7 @@ def _check_mismatch(args: Namespace, where: str, difference: float) -> None:
     advice = ["lower --max-weight-staleness" if args.asynchronous else "look at their precision and kernels"]
     given = [name for name in ("use_tis", "use_rs", "use_rollout_logprobs") if getattr(args, name)]
     if given:
-        advice.append(f"raise --mismatch-threshold: {flag_named(given[0])} corrects for it")
+        advice.append(f"raise --mismatch-threshold, as {flag_named(given[0])} corrects for this")
     else:
         advice.append("correct for it by --use-tis")
     message = (
