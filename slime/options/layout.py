@@ -6,15 +6,10 @@ import re
 from argparse import Namespace
 
 from slime.options.errors import OptionError
-from slime.options.rollout import DEFAULT_ROLLOUT, SFT_ROLLOUT
 from slime.options.schema import flag_named
 
 _RECOMPUTED_BY_TRANSFORMER_ENGINE = {"layernorm", "mla_up_proj"}
 """Of ``--recompute-modules``: megatron-core 0.16.1 drops their outputs with names that it imports from there."""
-
-
-_MAKE_ROWS = ("custom_generate_function_path", "custom_convert_samples_to_train_data_path", "load_debug_rollout_data")
-"""With these, as with a rollout function of the user's, a response may be trained on as several rows."""
 
 
 def check_layout(args: Namespace) -> None:
@@ -52,33 +47,6 @@ def check_layout(args: Namespace) -> None:
     _check_experts(args)
     _check_pipeline(args)
     _check_recompute(args)
-
-
-def micro_batch_multiple(args: Namespace) -> int:
-    """Megatron's interleaved schedule takes micro-batches in groups of this many."""
-    if args.virtual_pipeline_model_parallel_size is None:
-        return 1
-    return int(args.microbatch_group_size_per_virtual_pipeline_stage or args.pipeline_model_parallel_size)
-
-
-def check_micro_batches(args: Namespace) -> None:
-    """Refuse micro-batches of a fixed size that data-parallel ranks could not share evenly, whatever the rollout is.
-
-    Raises:
-        OptionError: an optimizer step has fewer rows than micro-batches are needed.
-    """
-    own_rows = args.rollout_function_path not in (DEFAULT_ROLLOUT, SFT_ROLLOUT)
-    if args.use_dynamic_batch_size or own_rows or any(getattr(args, name) for name in _MAKE_ROWS):
-        return
-    rows, ranks, group = args.global_batch_size, args.data_parallel_size, micro_batch_multiple(args)
-    micro_batches = -(-rows // args.micro_batch_size)
-    if -(-micro_batches // (ranks * group)) * ranks * group > rows:
-        in_groups = f", in groups of {group} of an interleaved pipeline" if group > 1 else ""
-        raise OptionError(
-            f"--global-batch-size {rows} makes {micro_batches} micro-batches of --micro-batch-size "
-            f"{args.micro_batch_size}, which {ranks} data-parallel ranks cannot share evenly{in_groups}: let "
-            f"{ranks * group} divide their number, or use --use-dynamic-batch-size"
-        )
 
 
 def _divides(what: str, amount: int, by: str, size: int) -> None:

@@ -13,7 +13,6 @@ from slime.algorithms.rewards import normalize_rewards, rollout_rewards
 from slime.batching.columns import train_batches
 from slime.batching.flops import DecoderShape, LatentShape, forward_flops
 from slime.batching.schedule import build_schedule
-from slime.options.layout import micro_batch_multiple
 from slime.options.schema import flag_named
 from slime.rollout.conversion import FLAG as CONVERSION
 from slime.rollout.conversion import Converted, convert
@@ -57,7 +56,7 @@ def to_train_batches(args: Namespace, samples: list[Sample], dp_size: int) -> tu
         global_batch_size=args.global_batch_size,
         micro_batch_size=None if dynamic else args.micro_batch_size,
         max_tokens=args.max_tokens_per_gpu * args.context_parallel_size if dynamic else None,
-        micro_batch_multiple=micro_batch_multiple(args),
+        micro_batch_multiple=_micro_batch_multiple(args),
         row_costs=forward_flops(lengths, decoder_shape(args)) if balances else None,
         balance_micro_batches=args.balance_by_flops,
     )
@@ -152,6 +151,13 @@ def _zero_std_groups(raw: np.ndarray, groups: np.ndarray) -> Counter[float]:
     low, high = np.minimum.reduceat(raw[order], starts), np.maximum.reduceat(raw[order], starts)
     sizes = np.diff(np.append(starts, len(order)))
     return Counter(np.round(low[(low == high) & (sizes > 1)], 4).tolist())
+
+
+def _micro_batch_multiple(args: Namespace) -> int:
+    """Megatron's interleaved schedule takes micro-batches in groups of this many."""
+    if args.virtual_pipeline_model_parallel_size is None:
+        return 1
+    return int(args.microbatch_group_size_per_virtual_pipeline_stage or args.pipeline_model_parallel_size)
 
 
 def _padded_lengths(args: Namespace, lengths: np.ndarray) -> np.ndarray:

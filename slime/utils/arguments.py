@@ -28,7 +28,7 @@ from slime.options.eval import EvalOptions
 from slime.options.eval_datasets import EvalDataset
 from slime.options.hooks import HookOptions
 from slime.options.installed import InstalledFlagsError, start_reading
-from slime.options.layout import check_layout, check_micro_batches
+from slime.options.layout import check_layout
 from slime.options.lora import LoraOptions, derive_lora, settle_lora_sync
 from slime.options.model import (
     apply_shape,
@@ -242,7 +242,6 @@ def _resolve(args: argparse.Namespace, given: set[str], asynchronous: bool) -> l
     if args.placement != "rollout_only":
         check_training(args, given)
         check_layout(args)
-        check_micro_batches(args)
         _check_lora(args, resumed)
     settle_lora_sync(args, given, warnings)
     _check_weight_files(args, resumed, downloaded=is_local or not args.dry_run)

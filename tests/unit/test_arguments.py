@@ -186,9 +186,6 @@ def test_yaml_is_merged_before_derivation(parse: Parse, directory: Path, fails: 
         ("--custom-rm-path none.py", "", "--custom-rm-path none.py: there is no file"),
         ("--rollout-function-path slime.nowhere.fn", "", "--rollout-function-path slime.nowhere.fn: there is no"),
         ("--tensor-model-parallel-size 4", "", "2 training slots"),
-        ("--actor-num-gpus-per-node 3", "", "makes 16 micro-batches of --micro-batch-size 1, which 3 data-parallel"),
-        ("--actor-num-gpus-per-node 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
-         "--global-batch-size 2", "", "cannot share evenly, in groups of 2 of an interleaved pipeline: let 4 divide"),
         ("--transformer-impl transformer_engine --fp32", "", "does not go with float32, in which its attention"),
         ("--transformer-impl transformer_engine --bf16 --lora-rank 8", "", "does not go with --lora-rank: drop one"),
         ("--transformer-impl transformer_engine --bf16 --tp-comm-overlap", "", "does not go with --tp-comm-overlap"),
@@ -239,19 +236,6 @@ def test_bad_input_is_one_line_with_status_2(
     (directory / "bare").mkdir()
     (directory / "bare" / "config.json").write_text(json.dumps(QWEN3))
     assert expected.replace("{directory}", str(directory)) in fails(words, without)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--micro-batch-size 3",
-        "--use-dynamic-batch-size --max-tokens-per-gpu 99",
-        "--load-debug-rollout-data {rollout_id}.pt",
-    ],
-)
-def test_micro_batches_that_three_ranks_may_share(parse: Parse, words: str) -> None:
-    """Six of them; as many as the lengths ask for; and the rows of recorded rollouts, which are not known yet."""
-    assert parse(f"--actor-num-gpus-per-node 3 {words}").data_parallel_size == 3
 
 
 def test_transformer_engine_must_be_installed(fails: Fails, monkeypatch: pytest.MonkeyPatch) -> None:
