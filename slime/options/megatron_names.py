@@ -221,7 +221,6 @@ FLAGS: tuple[Flag, ...] = (
 )  # fmt: skip
 
 DEFAULTS: dict[str, Any] = {
-    "attention_backend": "fused",  # of Transformer Engine's; by "auto" it may quietly compute whole matrices of scores
     "attention_dropout": 0.0,
     "bias_activation_fusion": True,
     "hidden_dropout": 0.0,

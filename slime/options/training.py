@@ -36,6 +36,8 @@ def check_training(args: Namespace, given: set[str]) -> None:
             raise OptionError(f"{shown} is not available yet in this version")
     if args.transformer_impl == "transformer_engine" and args.placement != "rollout_only":
         _check_transformer_engine(args)
+        if "attention_backend" not in given:
+            args.attention_backend = "fused"  # by "auto" it may quietly compute whole matrices of scores
     _check_optimizer(args, given)
     _check_learning_rate(args)
     if args.use_critic:
@@ -62,8 +64,8 @@ def _check_optimizer(args: Namespace, given: set[str]) -> None:
     for name in ("optimizer_cpu_offload", "use_precision_aware_optimizer"):
         if getattr(args, name):
             raise OptionError(
-                f"{flag_named(name)} is not available yet in this version: AdamW is torch's, whose state is float32 "
-                "and steps on the GPU; with --colocate it is in host memory while engines generate"
+                f"{flag_named(name)} is not available yet in this version: the optimizer is torch's, on the GPU and in "
+                "float32; with --colocate its state is in host memory while engines generate"
             )
     if args.optimizer not in OPTIMIZERS:
         raise OptionError(f"--optimizer {args.optimizer}: there are {' and '.join(OPTIMIZERS)}")

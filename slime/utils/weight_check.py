@@ -53,7 +53,8 @@ def check_weight_files(args: Namespace, resumed: SavedModel | None, *, downloade
     """
     starts = trains_from_weights(args, resumes=resumed is not None)
     own, ref = Path(args.hf_checkpoint), args.ref_load
-    from_own = ref is None or same_place(ref, own)
+    # What --load named is a checkpoint, even in the model's own directory.
+    from_own = ref is None or (args.ref_load_flag != "--load" and same_place(ref, own))
     headers: Headers = {}
     if downloaded and has_weights(args.hf_checkpoint):
         if starts and from_own:
@@ -102,12 +103,12 @@ def _check_source(flag: str, place: str, args: Namespace, model: _Model, *, with
     with _named(flag, Path(place)):
         found = find_checkpoint(place)
     directory = found[0] if found else Path(place)
-    if has_weights(place) and (found or is_torch_dist(directory)):
+    if found and has_weights(place):
         raise OptionError(
-            f"{flag} {place}: it holds a Hugging Face model, and a checkpoint too: name the checkpoint by its own "
-            f"directory, {directory}, or leave only one of them there"
+            f"{flag} {place}: it holds safetensors, and checkpoints too: for the checkpoint name its own directory, "
+            f"{directory}; for the model a directory without checkpoints"
         )
-    if is_torch_dist(directory):
+    if is_torch_dist(directory) and not has_weights(place):
         _check_stored(flag, directory, args, model)
     elif found:
         raise OptionError(f"{flag} {directory}: this checkpoint is not in the torch_dist format")

@@ -28,10 +28,21 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec(_TE) is None, reason="n
 
 @pytest.mark.parametrize(("heads", "groups", "channels"), [(8, 2, 128), (4, 4, 64), (6, 3, 24)])
 @pytest.mark.parametrize(("cp_size", "cp_rank"), [(1, 0), (2, 0), (2, 1)])
-def test_attention(heads: int, groups: int, channels: int, cp_size: int, cp_rank: int, megatron: None) -> None:
+def test_attention(
+    *,
+    heads: int,
+    groups: int,
+    channels: int,
+    cp_size: int,
+    cp_rank: int,
+    megatron: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Outputs and gradients are as near to float32 as those of torch's kernel; the seed is in the message."""
     from slime.backends.megatron import attention, te
 
+    for kernels, allowed in (("FLASH", "0"), ("FUSED", "1"), ("UNFUSED", "0")):  # as by --attention-backend fused
+        monkeypatch.setenv(f"NVTE_{kernels}_ATTN", allowed)
     rng = random.Random(seed := torch.seed())
     lengths = [4 * rng.randint(1, 300) for _ in range(rng.randint(1, 9))]
     plan = attention.AttentionPlan(lengths, cp_size, cp_rank, device.current_device())
@@ -57,11 +68,12 @@ def test_attention(heads: int, groups: int, channels: int, cp_size: int, cp_rank
 
 @pytest.mark.parametrize("kind", _KINDS)
 def test_as_near_to_float32_as_torchs_layers(kind: str, megatron: None, tmp_path: Path) -> None:
-    from slime.backends.megatron import model
+    from slime.backends.megatron import model, te
 
     tiny.save(kind, tmp_path / "model")
     engine, plain = (bfloat16_model(tmp_path / "model", transformer_impl=name) for name in (_TE, "local"))
     (exact,) = model.build_model(tiny.arguments(tmp_path / "model"))
+    assert any(isinstance(module, te.ColumnLinear) for module in engine.modules())
     names = [name for name, _ in engine.named_parameters()]
     assert names == [name for name, _ in plain.named_parameters()]
     assert engine.state_dict().keys() == plain.state_dict().keys()

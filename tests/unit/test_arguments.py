@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -199,7 +200,7 @@ def test_yaml_is_merged_before_derivation(parse: Parse, directory: Path, fails: 
         ("--lr-decay-style WSD", "", "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
         ("--optimizer sgd --use-distributed-optimizer", "", "--optimizer sgd cannot be distributed"),
         ("--use-precision-aware-optimizer", "", "--use-precision-aware-optimizer is not available yet in this version"),
-        ("--optimizer-cpu-offload", "", "--optimizer-cpu-offload is not available yet in this version: AdamW is"),
+        ("--optimizer-cpu-offload", "", "--optimizer-cpu-offload is not available yet in this version: the opt"),
         ("--optimizer lion", "", "--optimizer lion: there are adam and sgd"),
         ("--padded-vocab-size 299", "", "--padded-vocab-size 299 must be at least the vocabulary's 300"),
         ("--padded-vocab-size 301 --tensor-model-parallel-size 2", "", "a multiple of --tensor-model-parallel-size 2"),
@@ -236,6 +237,22 @@ def test_bad_input_is_one_line_with_status_2(
     (directory / "bare").mkdir()
     (directory / "bare" / "config.json").write_text(json.dumps(QWEN3))
     assert expected.replace("{directory}", str(directory)) in fails(words, without)
+
+
+@pytest.mark.parametrize(
+    ("words", "backend"),
+    [
+        ("", "auto"),
+        ("--transformer-impl transformer_engine --bf16", "fused"),
+        ("--transformer-impl transformer_engine --bf16 --attention-backend flash", "flash"),
+    ],
+)
+def test_transformer_engine_computes_attention_by_cudnn(
+    parse: Parse, monkeypatch: pytest.MonkeyPatch, words: str, backend: str
+) -> None:
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    assert parse(words).attention_backend == backend
 
 
 def test_transformer_engine_must_be_installed(fails: Fails, monkeypatch: pytest.MonkeyPatch) -> None:

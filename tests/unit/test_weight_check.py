@@ -278,11 +278,37 @@ def test_checkpoints_in_a_models_directory(directory: Path, capsys: pytest.Captu
     parse_args(command("--hf-checkpoint bad --ref-load bad"))
     assert stored_weights("bad") is None
     assert failure(capsys, "--ref-load bad") == (
-        f"--ref-load {directory}/bad: it holds a Hugging Face model, and a checkpoint too: name the checkpoint by its "
-        f"own directory, {directory}/bad/iter_0000001, or leave only one of them there"
+        f"--ref-load {directory}/bad: it holds safetensors, and checkpoints too: for the checkpoint name its own "
+        f"directory, {directory}/bad/iter_0000001; for the model a directory without checkpoints"
     )
     parse_args(command("--ref-load bad/iter_0000001"))
     assert stored_weights("bad/iter_0000001") == Path("bad/iter_0000001")
+    save_adapters("model", "bad/iter_0000002")
+    parse_args(command(f"--hf-checkpoint bad --ref-load bad {LORA}"))
+    Path("bad", LATEST).write_text("release")
+    Path("bad/iter_0000001").rename("bad/release")
+    assert failure(capsys, "--hf-checkpoint bad --load bad").startswith(
+        f"--load {directory}/bad: it holds safetensors, and"
+    )
+
+
+def test_weights_are_read_from_the_model_in_such_a_directory(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slime.backends.megatron import learner
+
+    read: list[tuple[str, object]] = []
+    monkeypatch.setattr(learner.checkpoint, "load_model", lambda source, _: read.append(("checkpoint", source)))
+    monkeypatch.setattr(learner.weights_io, "load_hf", lambda _, source: read.append(("model", source)))
+    save_model("model", "bad/iter_0000001")
+    save_model("model", "ckpt/iter_0000001")
+    for source in ("bad", "ckpt", "bad/iter_0000001", "model"):
+        learner.load_weights([], source)
+    iteration = Path("ckpt/iter_0000001")
+    assert read == [
+        ("model", "bad"),
+        ("checkpoint", iteration),
+        ("checkpoint", Path("bad/iter_0000001")),
+        ("model", "model"),
+    ]
 
 
 @pytest.mark.parametrize(

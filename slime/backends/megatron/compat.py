@@ -201,8 +201,8 @@ def _only_torchs_optimizers() -> Iterator[None]:
             importlib.import_module("transformer_engine.pytorch")  # needs its own optimizers to be imported
         except Exception as error:  # a half installation ends in many ways, and Megatron expects one of them
             raise ImportError(
-                f"transformer_engine is installed, but cannot be imported ({type(error).__name__}: {error}): complete "
-                "it as docs/install.md says, or uninstall it"
+                f"transformer_engine is installed, but cannot be imported ({type(error).__name__}: "
+                f"{str(error).partition(chr(10))[0]}): complete it as docs/install.md says, or uninstall it"
             ) from error
     hidden = {name: sys.modules.get(name) for name in _OTHER_OPTIMIZERS}
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: importing it fails
