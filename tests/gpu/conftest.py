@@ -57,6 +57,14 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_workspace(tmp_path_factory.mktemp("gpu"))
 
 
+@pytest.fixture(autouse=True)
+def no_choice_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron notes a model's choice in the environment, and refuses any other one of its process and of its children:
+    no case meets what another noted."""
+    for kernels in ("FLASH", "FUSED", "UNFUSED"):
+        monkeypatch.delenv(f"NVTE_{kernels}_ATTN", raising=False)
+
+
 @pytest.fixture(scope="module")
 def megatron(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """One rank with a generator for its weights."""

@@ -22,6 +22,8 @@ from tests.parallel.conftest import layout_errors
 NUM_GPUS = 1
 _KINDS = ("qwen2", "qwen3", "glm4", "qwen3_moe")
 _TE = "transformer_engine"
+_FUSED = {"attention_backend": "fused"}
+"""As options set it with `_TE`; Megatron wants the same of all models of a process."""
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec(_TE) is None, reason="needs Transformer Engine")
 
@@ -71,8 +73,8 @@ def test_as_near_to_float32_as_torchs_layers(kind: str, megatron: None, tmp_path
     from slime.backends.megatron import model, te
 
     tiny.save(kind, tmp_path / "model")
-    engine, plain = (bfloat16_model(tmp_path / "model", transformer_impl=name) for name in (_TE, "local"))
-    (exact,) = model.build_model(tiny.arguments(tmp_path / "model"))
+    engine, plain = (bfloat16_model(tmp_path / "model", transformer_impl=name, **_FUSED) for name in (_TE, "local"))
+    (exact,) = model.build_model(tiny.arguments(tmp_path / "model", **_FUSED))
     assert any(isinstance(module, te.ColumnLinear) for module in engine.modules())
     names = [name for name, _ in engine.named_parameters()]
     assert names == [name for name, _ in plain.named_parameters()]
@@ -121,7 +123,7 @@ def distance(x: Tensor, true: Tensor) -> float:
 @pytest.mark.parametrize("kind", _KINDS)
 def test_passes_with_and_without_gradients_have_the_same_bits(kind: str, megatron: None, tmp_path: Path) -> None:
     tiny.save(kind, tmp_path / "model")
-    module = bfloat16_model(tmp_path / "model", transformer_impl=_TE)
+    module = bfloat16_model(tmp_path / "model", transformer_impl=_TE, **_FUSED)
     add_main_gradients(module)
     check_same_bits(module)
 
@@ -153,7 +155,7 @@ def test_two_gpus(layout: dict[str, Any], tmp_path: Path, record_property: Recor
     errors = {}
     for name in ("local", _TE):
         (work := tmp_path / name).mkdir()
-        options = {**layout, "params_dtype": "bfloat16", "bf16": True, "transformer_impl": name}
+        options = {**layout, **_FUSED, "params_dtype": "bfloat16", "bf16": True, "transformer_impl": name}
         errors[name] = layout_errors(2, options, [tmp_path / kind for kind in kinds], work)
         record_property(name, " ".join(f"{logits:.3f} {gradients:.3f}" for logits, gradients in errors[name].values()))
     for kind in kinds:

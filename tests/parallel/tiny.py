@@ -233,7 +233,6 @@ def arguments(directory: Path, **options: Any) -> Namespace:
             "sequence_parallel": False,
             "make_vocab_size_divisible_by": 8,
             "padded_vocab_size": None,
-            "attention_backend": "fused",
             "attention_dropout": 0.0,
             "hidden_dropout": 0.0,
             "num_experts": None,
