@@ -110,7 +110,8 @@ def _k2(d: Tensor) -> Tensor:
 
 
 def _k3(d: Tensor) -> Tensor:
-    return (-d).clamp(max=MAX_LOG_RATIO).exp() - 1 + d
+    d = d.clamp(min=-MAX_LOG_RATIO)  # of both terms: that which stays would push away from the base
+    return (-d).exp() - 1 + d
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": _k1, "k2": _k2, "k3": _k3, "low_var_kl": _k3}
@@ -122,8 +123,8 @@ def kl_estimate(
     """One-sample estimate of KL(policy || base) at every token (J. Schulman, "Approximating KL divergence", 2020).
 
     With ``d = log_probs - base_log_probs``: k1 ``d``; k2 ``d^2 / 2``; k3 ``exp(-d) - 1 + d`` (also GRPO,
-    arXiv:2402.03300, eq. 4); low_var_kl is k3 limited to [-10, 10]. As a loss, only k2 and k3 pull the policy to the
-    base: the expected gradient of k1 is zero.
+    arXiv:2402.03300, eq. 4), with ``d`` at least -20; low_var_kl is k3 limited to [-10, 10]. As a loss, only k2 and k3
+    pull the policy to the base: the expected gradient of k1 is zero.
 
     With ``importance_log_ratio``, log of the policy over the one that drew the tokens, the estimate is multiplied by
     its exponential, through which the gradient flows too: k1 and k3 are then unbiased off-policy, and so are their

@@ -251,6 +251,16 @@ def test_weighted_kl_is_unbiased_off_policy_and_so_is_its_gradient(kind: str) ->
     torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.parametrize("kind", ["k3", "low_var_kl"])
+def test_kl_far_below_the_base_never_pushes_further_away(kind: str) -> None:
+    lp = torch.tensor([-19.0, -21.0, -40.0], dtype=torch.float64, requires_grad=True)
+    kl = kl_estimate(lp, torch.zeros(3, dtype=torch.float64), kind)
+    kl.sum().backward()
+    assert lp.grad is not None
+    assert kl.isfinite().all()
+    assert (lp.grad <= 0).all()
+
+
 def test_kl_of_a_policy_to_itself_is_exactly_zero() -> None:
     lp = torch.randn(50)
     for kind in KL_ESTIMATORS:

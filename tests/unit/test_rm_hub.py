@@ -64,6 +64,10 @@ def test_integers_are_exact_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("1,234", "1234", True),
         (r"\$5", "5", True),
+        (r"10\,000", "10000", True),
+        (r"10,\!000", "10000", True),
+        (r"1{,}234{,}567", r"1\ 234~567", True),
+        (r"(1,\ 234)", "(1234)", None),
         ("50\\%", "50", True),
         (r"\text{ east}", "east", True),
         (r"\dfrac{1}{2}", r"\frac12", True),
@@ -167,6 +171,18 @@ def test_dapo(rollout_args: Args) -> None:
     assert reward(args, "Answer: 3", "3.7")["acc"] is False
     for label in ("x+1", "", "\\frac{1}{0}", "inf", "nan", "1e999"):
         assert reward(args, "Answer: 42", label)["acc"] is False
+    for response in (
+        "**Answer:** 42",
+        "**Answer: 42**",
+        "**Answer**: 42",
+        r"Answer: \(42\)",
+        r"Answer: \[42\]",
+        "answer: `42`",
+    ):
+        assert reward(args, response, "42") == {"score": 1.0, "acc": True, "pred": "42"}
+    boxed = rollout_args(rm_type="boxed_dapo")
+    assert reward(boxed, r"so \boxed{n = 42}.", "42") == {"score": 1.0, "acc": True, "pred": "42"}
+    assert reward(boxed, "Answer: 42", "42") == {"score": -1.0, "acc": False, "pred": "[INVALID]"}
 
 
 def test_f1(rollout_args: Args) -> None:
@@ -176,6 +192,7 @@ def test_f1(rollout_args: Args) -> None:
     assert reward(args, "yes it is", "yes") == 0.0
     assert reward(args, "Yes.", "yes") == 1.0
     assert reward(args, "", "tower") == 0.0
+    assert reward(args, "<think>Is it a big tower?</think> Paris", "paris") == 1.0
     assert reward(rollout_args(rm_type="boxed_f1"), r"well \boxed{Paris} it is", "paris") == 1.0
     assert reward(rollout_args(rm_type="boxed_f1"), "no box", "paris") == 0.0
 

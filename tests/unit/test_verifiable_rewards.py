@@ -42,6 +42,15 @@ def score(args: Namespace, response: str, label: Any = None, **metadata: Any) ->
         ("<think>The answer is A.</think> D", "D"),
         ("The answer is a mixture, hence B", "B"),
         ("I think the answer is Z, or C", "C"),
+        (r"The answer is \(\boxed{C}\). A common mistake is a factor of 2.", "C"),
+        ("**Answer:** \\(C\\)\n\n(Option A would need T > 0.)", "C"),
+        ("**Correct option**: D\nA and B are not.", "D"),
+        ("Thus \\[\\boxed{\\mathbf{C}}\\]\n\nThis rules out A.", "C"),
+        ("The answer would be C rather than A", "C"),
+        ("so C.\nA reader may ask why", "C"),
+        ("so C, as E = 3 J, and F follows", "C"),
+        ("B looks tempting, but the answer is E.", None),
+        ("Eliminating A. Therefore: \\boxed{H}", None),
         ("It is CO2 in 3D, a gas", None),
         ("", None),
     ],
@@ -64,6 +73,7 @@ def test_gpqa_finds_the_chosen_letter(response: str, chosen: str | None, rollout
         (" the  EARTH ", {"choices": PLANETS}, "C"),
         ("Venus", {"choices": {"D": "Mercury", "A": "Venus"}}, "A"),
         ("J", {"choices": [f"choice {i}" for i in range(10)]}, "J"),
+        ("I", {}, "I"),
     ],
 )
 def test_gpqa_knows_the_right_letter(label: Any, metadata: dict[str, Any], right: str, rollout_args: Args) -> None:
@@ -81,6 +91,7 @@ def test_gpqa_without_a_letter_looks_for_the_answers_text(rollout_args: Args) ->
     assert score(args, "about 13.5 eV", "3.5 eV") == 0.0
     assert score(args, "<think>3.5 eV</think> no idea", "3.5 eV") == 0.0
     assert score(args, "no letter", "B") == 0.0
+    assert score(args, "I think that I'd choose B", "I") == 0.0
     assert score(rollout_args(rm_type="boxed_gpqa"), r"Not A but \boxed{B}, not C", "B") == 1.0
     for label in (None, " "):
         with pytest.raises(
@@ -175,6 +186,7 @@ def test_all_instructions_must_be_followed(rollout_args: Args) -> None:
     ids = ["punctuation:no_comma", "keywords:existence"]
     both = {"instruction_id_list": ids, "kwargs": [None, {"keywords": ["sun"], "num_words": None}]}
     assert score(args, "the sun", **both) == 1.0
+    assert score(args, "<think>Well, the moon?</think>\nthe sun", **both) == 1.0
     assert score(args, "the sun, yes", **both) == score(args, "the moon", **both) == 0.0
 
 

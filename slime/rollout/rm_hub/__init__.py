@@ -10,7 +10,7 @@ from slime.rollout.hooks import within
 from slime.rollout.loop import run_all
 from slime.rollout.rm_hub.answers import last_boxed
 from slime.rollout.rm_hub.custom import Reward, custom_rewards, hook_of, limit_of
-from slime.rollout.rm_hub.graders import ASKS_A_SERVER, GRADERS, TAKES_THE_BOX
+from slime.rollout.rm_hub.graders import ASKS_A_SERVER, BOXED_GRADERS, GRADERS
 from slime.utils.errors import BadInputError
 from slime.utils.types import Sample
 
@@ -78,10 +78,12 @@ async def _built_in(args: Namespace, sample: Sample) -> Reward:
     name = sample.metadata.get("rm_type") or args.rm_type
     if not name:
         raise BadInputError("there is no reward: give --rm-type, --custom-rm-path or metadata['rm_type']")
-    bare = name.removeprefix(_BOXED)
-    unbox = name != bare and bare not in TAKES_THE_BOX
-    response = (last_boxed(sample.response) or "") if unbox else sample.response
+    bare, response = name.removeprefix(_BOXED), sample.response
     grader = GRADERS.get(bare)
+    if name != bare and bare in BOXED_GRADERS:
+        grader = BOXED_GRADERS[bare]
+    elif name != bare:
+        response = last_boxed(response) or ""
     if grader is None:
         known = ", ".join(sorted(GRADERS))
         raise BadInputError(f"unknown rm_type {name!r}: there are {known}, each also as {_BOXED}<name>")

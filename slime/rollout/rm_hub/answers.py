@@ -13,8 +13,9 @@ _LONGEST_NUMBER = 64
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")
 
 _WRAPPED = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf|textrm)\{([^{}]*)\}")
+_THOUSANDS = re.compile(r"(?<=\d)(?:(?:,|\{,\})(?:\\!\s*)?|\\[,;:! ]|~)(?=\d{3}(?!\d))")
+"""Also as LaTeX writes them: ``10{,}000``, ``10,\\!000``, ``10\\,000``."""
 _SPACING = re.compile(r"\\[,;:! ]|~|\\quad|\\qquad|\\left(?![a-z])|\\right(?![a-z])|\\displaystyle")
-_THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))")
 _SHORT_FRAC = re.compile(r"\\[dt]?frac(\d)(\d)")
 _DEGREES = re.compile(r"\^\{?\\circ\}?|\\degree|°")
 _UNITS = re.compile(
@@ -39,15 +40,20 @@ def last_boxed(text: str) -> str | None:
     return None if last is None else text[last[0] : last[1]]
 
 
+def after_reasoning(response: str) -> str:
+    """What follows the last ``</think>``; the whole response without one."""
+    return response.rpartition("</think>")[2]
+
+
 def normalize(answer: str) -> str:
     """An answer without what does not change its value: spacing, ``$``, font commands, units, thousands separators.
 
     In the spirit of Lewkowycz et al. 2022, "Solving Quantitative Reasoning Problems with Language Models", appendix D.
     """
     text = answer.strip().strip("$").replace("\\$", "").replace("\\%", "").replace("%", "")
-    text = _WRAPPED.sub(r" \1", _SPACING.sub(" ", text))
+    text = _WRAPPED.sub(r" \1", _SPACING.sub(" ", _THOUSANDS.sub("", text)))
     text = _UNITS.sub("", _DEGREES.sub("", text))
-    text = _SHORT_FRAC.sub(r"\\frac{\1}{\2}", _THOUSANDS.sub("", text))
+    text = _SHORT_FRAC.sub(r"\\frac{\1}{\2}", text)
     return _SPACE.sub("", text).rstrip(".")
 
 

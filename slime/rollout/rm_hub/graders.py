@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from slime.rollout.rm_hub.algebra import answers_equal
-from slime.rollout.rm_hub.answers import as_number, last_boxed, normalize
+from slime.rollout.rm_hub.answers import after_reasoning, as_number, last_boxed, normalize
 from slime.rollout.rm_hub.instructions import ifbench_reward
 from slime.rollout.rm_hub.multiple_choice import gpqa_reward
 from slime.utils.errors import BadInputError
@@ -22,6 +22,8 @@ Grader = Callable[[Namespace, Sample, str], Awaitable[Any]]
 
 _DAPO_TAIL = 300
 _DAPO_ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
+_MARKUP = re.compile(r"\*\*|`|\\[()\[\]]")
+"""Bold, code, and the brackets of a formula."""
 _REMOTE_RETRIES = 10
 _CLOSED_ANSWERS = ("yes", "no", "noanswer")
 
@@ -56,7 +58,7 @@ async def math_reward(args: Namespace, sample: Sample, response: str) -> float:
 async def deepscaler_reward(args: Namespace, sample: Sample, response: str) -> float:
     """As ``math``, on what follows the reasoning (``</think>`` or ``###Response``); 0 where neither is there."""
     if "</think>" in response:
-        solution = response.rpartition("</think>")[2]
+        solution = after_reasoning(response)
     elif "###Response" in response:
         solution = response.partition("###Response")[2]
     else:
@@ -70,9 +72,17 @@ async def dapo_reward(args: Namespace, sample: Sample, response: str) -> dict[st
 
     Yu et al. 2025, arXiv:2503.14476; answers are compared after normalisation, as numbers where both are numbers.
     """
-    found = _DAPO_ANSWER.findall(response[-_DAPO_TAIL:])
-    answer = (last_boxed(found[-1]) or found[-1]) if found else ""
-    predicted = normalize(answer.rpartition("=")[2]) if found else "[INVALID]"
+    found = _DAPO_ANSWER.findall(_MARKUP.sub("", response[-_DAPO_TAIL:]))
+    return _dapo_score(sample, (last_boxed(found[-1]) or found[-1]) if found else None)
+
+
+async def boxed_dapo_reward(args: Namespace, sample: Sample, response: str) -> dict[str, Any]:
+    """As ``dapo``, on the content of the last ``\\boxed{}``."""
+    return _dapo_score(sample, last_boxed(response))
+
+
+def _dapo_score(sample: Sample, answer: str | None) -> dict[str, Any]:
+    predicted = "[INVALID]" if answer is None else normalize(answer.rpartition("=")[2])
     correct = any(_same_number_or_text(predicted, normalize(label)) for label in _labels(sample, "dapo"))
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": predicted}
 
@@ -83,11 +93,12 @@ def _same_number_or_text(left: str, right: str) -> bool:
 
 
 async def f1_reward(args: Namespace, sample: Sample, response: str) -> float:
-    """Token F1 with the label, the best one of several.
+    """Token F1 of what follows the reasoning with the label, the best one of several.
 
     Rajpurkar et al. 2016 (SQuAD), section 6.1; "yes", "no" and "noanswer" only match themselves.
     """
-    return max(_f1(_words(response), _words(label)) for label in _labels(sample, "f1"))
+    words = _words(after_reasoning(response))
+    return max(_f1(words, _words(label)) for label in _labels(sample, "f1"))
 
 
 def _words(text: str) -> list[str]:
@@ -143,8 +154,12 @@ GRADERS: dict[str, Grader] = {
     "remote_rm": remote_reward,
 }
 
-TAKES_THE_BOX = ("deepscaler", "math")
-"""Rewards that look for the box themselves."""
+BOXED_GRADERS: dict[str, Grader] = {
+    "dapo": boxed_dapo_reward,
+    "deepscaler": deepscaler_reward,
+    "math": math_reward,
+}
+"""What ``boxed_<name>`` is where the box is looked for by the reward itself."""
 
 ASKS_A_SERVER = ("remote_rm",)
 """Rewards that need ``--reward-timeout``. The others end by themselves: `algebra` bounds each answer, once a worker has

@@ -16,6 +16,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from slime.rollout.rm_hub.answers import after_reasoning
 from slime.utils.errors import BadInputError
 from slime.utils.types import Sample
 
@@ -27,7 +28,7 @@ _CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 async def ifbench_reward(args: Namespace, sample: Sample, response: str) -> float:
     """1 where the response follows every instruction of ``metadata["instruction_id_list"]``, else 0.
 
-    ``metadata["kwargs"]`` holds each one's parameters, in the same order.
+    Judged is what follows the reasoning. ``metadata["kwargs"]`` holds each one's parameters, in the same order.
     """
     ids, parameters = sample.metadata.get("instruction_id_list"), sample.metadata.get("kwargs")
     if not ids or parameters is None or len(ids) != len(parameters):
@@ -37,7 +38,7 @@ async def ifbench_reward(args: Namespace, sample: Sample, response: str) -> floa
         )
     given = [{key: value for key, value in (each or {}).items() if value is not None} for each in parameters]
     # In a thread: the checkers of others may take their time.
-    return float(await asyncio.to_thread(_follows_all, sample, response.strip(), ids, given))
+    return float(await asyncio.to_thread(_follows_all, sample, after_reasoning(response).strip(), ids, given))
 
 
 def _follows_all(sample: Sample, response: str, ids: list[str], parameters: list[dict[str, Any]]) -> bool:

@@ -7,19 +7,25 @@ import string
 from argparse import Namespace
 from typing import Any
 
+from slime.rollout.rm_hub.answers import after_reasoning
 from slime.utils.errors import BadInputError
 from slime.utils.types import Sample
 
-_FEWEST = 4
-"""Letters A to D count as choices where the metadata lists none."""
-_LETTER = r"(?:\(([A-Za-z])\)|\[([A-Za-z])\]|(?<!\w)([A-Z])(?!\w))"
-"""In brackets of either case; bare only as a capital, because "a" is a word."""
-_OPENING, _CLOSING = r"[\s*_`\"'$]{0,4}(?:\\(?:boxed|text|textbf|mathrm)\{[\s*]{0,2}){0,2}", r"[\s*_`\"'$}.,]{0,4}"
+_COMMON, _MOST = 4, 10
+"""Where the metadata lists no choices: A to J count where a response says which it takes, A to D as lone letters."""
+_LETTER = r"(?:\(([A-Za-z])\)|\[([A-Za-z])\]|(?<!\w)([A-Z])(?!\w|\s*=))"
+"""In brackets of either case; bare only as a capital, because "a" is a word, and in no equation."""
+_MARK = r"[\s*_`\"'$]"
+_OPENING = rf"(?:{_MARK}|\\[(\[]){{0,6}}(?:\\(?:boxed|text|textbf|mathbf|mathrm)\{{[\s*]{{0,2}}){{0,2}}"
+_CLOSING = r"[\s*_`\"'$}.,]{0,4}"
 _STATED = re.compile(
-    rf"(?i:\b(?:answer|option|choice)\s+is|\b(?:answer|choice)\s*:|\bfinal\s+answer\b[\s:*_]{{0,4}}(?i:is\b)?)"
+    r"(?:(?i:\b(?:answer|option|choice)(?:\s+(?:is|(?:would|must|should)\s+be)|[\s*_]{0,4}:)"
+    r"|\bfinal\s+answer\b[\s:*_]{0,4}(?:is\b)?)|\\boxed\{)"
     rf"{_OPENING}{_LETTER}|{_LETTER}{_CLOSING}\s*(?i:is\s+(?:the\s+)?(?:correct|right)\b)"
 )
 _STANDALONE = re.compile(_LETTER)
+_WORDS = re.compile(r"\bI(?=['\u2019]|\s+[a-z])|(?:^|(?<=[.!?:]\s))A(?=\s+(?!is\b|and\b|or\b|because\b)[a-z])", re.M)
+"""The pronoun, and the article that begins a sentence: no choices."""
 
 
 async def gpqa_reward(args: Namespace, sample: Sample, response: str) -> float:
@@ -27,12 +33,12 @@ async def gpqa_reward(args: Namespace, sample: Sample, response: str) -> float:
 
     The right one: ``metadata["correct_letter"]``, else the label: a letter, an index into ``metadata["choices"]`` or
     the text of one of these. The chosen one: the last "the answer is X", "X is correct" or "final answer: X" after the
-    reasoning, else the last letter there that stands alone.
+    reasoning, or the one that stands in a box; else the last letter there that stands alone and is no word.
     """
     choices = _choices(sample.metadata.get("choices"))
     right, text = _right_answer(sample, choices)
-    solution = response.rpartition("</think>")[2]
-    chosen = None if right is None else _chosen_letter(solution, {*(choices or _letters(_FEWEST)), right})
+    solution = after_reasoning(response)
+    chosen = None if right is None else _chosen_letter(solution, choices, right)
     if chosen is not None:
         return float(chosen == right)
     return float(text is not None and _contains(solution, text))
@@ -74,10 +80,10 @@ def _right_answer(sample: Sample, choices: dict[str, str]) -> tuple[str | None, 
     return None, words
 
 
-def _chosen_letter(text: str, letters: set[str]) -> str | None:
-    for pattern in (_STATED, _STANDALONE):
-        found = [next(filter(None, match.groups())).upper() for match in pattern.finditer(text)]
-        valid = [letter for letter in found if letter in letters]
+def _chosen_letter(text: str, choices: dict[str, str], right: str) -> str | None:
+    for pattern, searched, count in ((_STATED, text, _MOST), (_STANDALONE, _WORDS.sub(" ", text), _COMMON)):
+        found = [next(filter(None, match.groups())).upper() for match in pattern.finditer(searched)]
+        valid = [letter for letter in found if letter in (choices or _letters(count)) or letter == right]
         if valid:
             return valid[-1]
     return None
