@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Iterable
 
 from slime.utils.http_utils import RequestError, post
 
+logger = logging.getLogger(__name__)
+
 _AT_A_TIME = 256
+_ANSWER_S = 10.0
 
 _engines: dict[str, str | None] = {}
 """Addresses of the run's engines, and the key that opens their control calls."""
@@ -31,7 +35,7 @@ async def abort_requests(rids: Iterable[str] | None) -> bool:
     Args:
         rids: the ids of the requests, each at an engine that only the router knows; None for all requests there are.
 
-    An engine that does not answer has died or is stuck, which its supervisor says better.
+    An engine that does not answer within 10 s has died or is stuck, which its supervisor says better: nothing waits.
     """
     bodies: list[dict[str, object]] = [{"abort_all": True}] if rids is None else [{"rid": rid} for rid in rids]
     engines = list(_engines.items())  # another thread may forget one meanwhile
@@ -43,5 +47,9 @@ async def abort_requests(rids: Iterable[str] | None) -> bool:
 async def _abort(places: asyncio.Semaphore, url: str, key: str | None, body: dict[str, object]) -> None:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with places:
-        with contextlib.suppress(RequestError):
-            await post(f"{url}/abort_request", body, max_retries=0, headers=headers)
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                with contextlib.suppress(RequestError):
+                    await post(f"{url}/abort_request", body, max_retries=0, headers=headers)
+        except TimeoutError:
+            logger.warning("%s did not answer /abort_request within %g s", url, _ANSWER_S)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from slime.utils.types import Sample
+from slime.utils.types import Group, Sample
 
 
 @dataclass
@@ -26,6 +26,16 @@ class RolloutFnEvalOutput:
 
     data: dict[str, dict[str, Any]]
     metrics: dict[str, Any] | None = None
+
+
+def begun_anew(group: Group) -> Group:
+    """The first sample of each rollout of a group, without its response: others are parts that it was cut into."""
+    first: dict[int | None, Sample] = {}
+    for sample in group:
+        first.setdefault(sample.rollout_id, sample)
+    for sample in first.values():
+        sample.reset_response()
+    return list(first.values())
 
 
 def flatten_samples(samples: Sample | Iterable[Any]) -> list[Sample]:

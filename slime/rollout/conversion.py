@@ -124,6 +124,7 @@ def _sample(row: dict[str, Any], origin: Sample, where: str) -> Sample:
         remove_sample=origin.remove_sample,
         train_metadata=row.get("metadata", origin.train_metadata),
         weight_versions=origin.weight_versions,
+        segment_starts=origin.segment_starts,
         segment_lengths=origin.segment_lengths,
     )
 

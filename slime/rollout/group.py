@@ -18,6 +18,7 @@ from slime.rollout.loop import run_all
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.sampling import request_seed
 from slime.rollout.state import RolloutState, state_of_call
+from slime.rollout.train_data import check_response
 from slime.rollout.under_way import current_rollout
 from slime.utils.errors import DeadlineError, SettingError, SlimeError
 from slime.utils.http_utils import RequestError
@@ -78,6 +79,9 @@ class GroupRun:
         self._evaluation = evaluation
         self._generated = {position for position, sample in enumerate(group) if sample.status in _FINISHED}
         """Positions of samples that need no more than a reward."""
+        if args.mask_offpolicy_in_partial_rollout and len(self._generated) < len(group):
+            for sample in group:  # those that were finished before the others too
+                sample.loss_mask = [0] * sample.response_length if sample.response_length else sample.loss_mask
         self._untouched: dict[int, bytes] = {}
         """By position, samples as they were: those that a custom generate function got, and those that go on."""
 
@@ -118,8 +122,6 @@ class GroupRun:
         sample = self.results[position]
         if position not in self._generated:
             assert isinstance(sample, Sample)
-            if self.args.mask_offpolicy_in_partial_rollout and sample.response_length:
-                sample.loss_mask = [0] * sample.response_length
             params = _params_of_member(self._params, position) if seeded else dict(self._params)
             with state.doing(sample, "generating"):
                 await self._generate(state, position, sample, params)
@@ -135,18 +137,40 @@ class GroupRun:
             self._untouched[position] = pickle.dumps(sample)
 
         async def attempt(number: int) -> Sample | list[Sample]:
-            if number and position in self._untouched:
-                vars(sample).update(vars(pickle.loads(self._untouched[position])))
-            elif number:
-                sample.reset_response()
+            failure = sample.failure
+            given = self._as_it_was(position) if number else sample
             if path is None:
-                return await self._show(await generate(self.args, sample, params))
-            return await self._show(await self._custom(state, position, path, sample, params))
+                result = await self._show(await generate(self.args, given, params))
+            else:
+                result = await self._show(await self._custom(state, position, path, given, params))
+            for part in flatten_samples(result):
+                part.failure = part.failure or failure
+                if not (self._evaluation or state.ending):
+                    self._must_have_response(part)
+            return result
 
         result = await _tried(self.args, state, sample, "generate", attempt)
+        self.results[position] = sample if result is None else result
         if result is not None:
-            self.results[position] = result
             self._generated.add(position)
+
+    def _as_it_was(self, position: int) -> Sample:
+        """A sample for another try: an object of its own where a user's function in a thread that was given up may go
+        on writing into the one before."""
+        sample = self.results[position]
+        assert isinstance(sample, Sample)
+        if position in self._untouched:
+            sample = self.results[position] = pickle.loads(self._untouched[position])
+        else:
+            sample.reset_response()
+        return sample
+
+    def _must_have_response(self, sample: Sample) -> None:
+        if sample.status in _FINISHED and self.args.custom_convert_samples_to_train_data_path is None:
+            try:
+                check_response(sample, f"sample {sample.index} (status {sample.status.value})")
+            except ValueError as error:
+                raise RowError(str(error)) from error
 
     async def _custom(
         self, state: RolloutState, position: int, path: str, sample: Sample, params: dict[str, Any]
@@ -164,7 +188,7 @@ class GroupRun:
         by_name = {"sampling_params": params} if takes_list else {}
         known = accepted(function, evaluation=self._evaluation, **by_name)
         for attempt in range(_MAX_ABORTS):
-            given: Sample = pickle.loads(self._untouched[position]) if attempt else sample
+            given = self._as_it_was(position) if attempt else sample
             by_position = [[given]] if takes_list else [given, params]
             limit = self._limit(f"the generation of sample {sample.index} by {flag} {path}")
             result = await call_hook(function, f"{flag} {path}", self.args, *by_position, limit=limit, **known)

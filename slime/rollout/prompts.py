@@ -8,6 +8,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
+from slime.rollout.base_types import begun_anew
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.rollout.hooks import naming
 from slime.utils.errors import BadInputError, SlimeError
@@ -94,10 +95,7 @@ def put_back(data_source: Any, groups: list[Group]) -> None:
 def as_prompts(data_source: Any, group: Group) -> Group:
     """A group without its responses: as it was handed out, where the data source knows, else one sample a rollout."""
     handed_out = data_source.as_handed_out(group[0].group_index) if isinstance(data_source, RolloutDataSource) else None
-    prompts = handed_out or list({sample.rollout_id: sample for sample in reversed(group)}.values())[::-1]
-    for sample in prompts:
-        sample.reset_response()
-    return prompts
+    return begun_anew(handed_out or group)
 
 
 def count_dropped(data_source: Any, group: Group, reason: str) -> None:

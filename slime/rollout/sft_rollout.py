@@ -9,6 +9,7 @@ from typing import Any
 
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.conversation import ConversationEncoder, RowError, with_answer
+from slime.rollout.prompts import draw_groups
 from slime.utils.errors import BadInputError
 from slime.utils.types import Sample, Status
 
@@ -31,7 +32,7 @@ def generate_rollout(
             "supervised training has no evaluation: name an --eval-function-path, or drop --eval-interval"
         )
     started = time.monotonic()
-    groups = data_source.get_samples(args.rollout_batch_size)
+    groups = draw_groups(args, data_source, args.rollout_batch_size)
     unfinished = [sample for group in groups for sample in group if sample.status is Status.PENDING]
     if unfinished:
         _encode(args, unfinished)

@@ -86,7 +86,8 @@ def to_columns(args: Namespace, samples: list[Sample], converted: Converted | No
     if not samples:
         raise ValueError("the rollout returned no samples")
     for position, sample in enumerate(samples):
-        _check(position, sample)
+        sample.check()
+        check_response(sample, _name(position, sample))
     rollout_ids = _rollout_ids(samples)
     loss_mask = Ragged.from_rows((_loss_mask(s) for s in samples), np.uint8)
     _, rollout_of_row = np.unique(rollout_ids, return_inverse=True)
@@ -197,16 +198,18 @@ def _name(position: int, sample: Sample) -> str:
     return f"sample {sample.index} (position {position}, group {sample.group_index}, status {sample.status.value})"
 
 
-def _check(position: int, sample: Sample) -> None:
-    sample.check()
+def check_response(sample: Sample, name: str) -> None:
+    """Refuse what cannot be trained.
+
+    Raises:
+        ValueError: no response, or no prompt before it; its message begins with ``name``.
+    """
     if sample.response_length < 1:
-        raise ValueError(
-            f"{_name(position, sample)}: empty response; a rollout must replace or leave out such a sample"
-        )
+        raise ValueError(f"{name}: empty response; a rollout must replace or leave out such a sample")
     if sample.response_length >= len(sample.tokens):
         raise ValueError(
-            f"{_name(position, sample)}: {len(sample.tokens)} tokens, all of them response; the first response token "
-            f"needs at least one prompt token before it"
+            f"{name}: {len(sample.tokens)} tokens, all of them response; the first response token needs at least one "
+            "prompt token before it"
         )
 
 
@@ -273,24 +276,22 @@ def _metadata(args: Namespace, samples: list[Sample]) -> np.ndarray | None:
 
 
 def _weight_versions(samples: list[Sample]) -> Ragged:
-    """The version of each response token.
+    """The version of each response token, -1 of those that no engine made.
 
     Raises:
-        ValueError: a sample whose segments are not its trained tokens, as where a hook filled it by hand.
+        ValueError: a trained token has none, as where a hook filled the sample by hand.
     """
     rows = []
     for position, sample in enumerate(samples):
-        versions = np.full(sample.response_length, -1, dtype=np.int32)
-        generated = np.arange(sample.response_length)
-        if sum(sample.segment_lengths) != sample.response_length:
-            generated = np.flatnonzero(sample.loss_mask or [])  # what a tool said lies between segments
-        if sum(sample.segment_lengths) != len(generated):
+        made = [int(v) if v is not None and v.isdigit() else -1 for v in sample.token_versions()]
+        versions = np.array(made, dtype=np.int32)
+        trained = np.asarray(_loss_mask(sample)) == 1
+        if lacking := int((trained & (versions < 0)).sum()):
             raise ValueError(
-                f"{_name(position, sample)}: --keep-old-actor needs the weights' version of every generated token, and "
-                f"its segments have {sum(sample.segment_lengths)} of {len(generated)} tokens; a generate function "
-                "notes them by passing meta_info to Sample.append_response_tokens"
+                f"{_name(position, sample)}: --keep-old-actor needs the weights' version of every trained token, and "
+                f"{lacking} of {int(trained.sum())} have none; a generate function notes it by passing meta_info to "
+                "Sample.append_response_tokens"
             )
-        versions[generated] = np.repeat([int(v) for v in sample.weight_versions], sample.segment_lengths)
         rows.append(versions)
     return Ragged.from_rows(rows, np.int32)
 

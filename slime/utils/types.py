@@ -47,7 +47,8 @@ class Sample:
 
     ``tokens`` holds prompt and response; ``loss_mask`` and ``rollout_log_probs`` cover the response only, one entry a
     token. Samples that one rollout was cut into share ``rollout_id``; samples of one prompt share ``group_index``.
-    ``weight_versions`` has the weights of every segment that an engine generated, ``segment_lengths`` its tokens.
+    ``weight_versions`` has the weights of every segment that an engine generated, ``segment_starts`` where in the
+    response it begins, ``segment_lengths`` its tokens.
     """
 
     group_index: int | None = None
@@ -70,6 +71,7 @@ class Sample:
     apply_chat_template_kwargs: dict[str, Any] | None = None
 
     weight_versions: list[str] = field(default_factory=list)
+    segment_starts: list[int] = field(default_factory=list)
     segment_lengths: list[int] = field(default_factory=list)
     rollout_log_probs: list[float] | None = None
     rollout_routed_experts: Any | None = None
@@ -154,6 +156,7 @@ class Sample:
             # A request that was aborted before its first token has made nothing with those weights.
             if tokens and "weight_version" in meta_info:
                 self.weight_versions.append(str(meta_info["weight_version"]))
+                self.segment_starts.append(self.response_length - len(tokens))
                 self.segment_lengths.append(len(tokens))
             if update_terminal_info:
                 finish = (meta_info.get("finish_reason") or {}).get("type")
@@ -164,12 +167,21 @@ class Sample:
         """Take the response back, and everything that followed from it: what is left is the prompt, to be generated."""
         self.tokens = self.tokens[: len(self.tokens) - self.response_length]
         self.response, self.response_length, self.status = "", 0, Status.PENDING
-        self.weight_versions, self.segment_lengths = [], []
+        self.weight_versions, self.segment_starts, self.segment_lengths = [], [], []
         self.reward = self.loss_mask = self.rollout_log_probs = self.failure = self.session_id = None
         self.remove_sample, self.non_generation_time = False, 0.0
         self.metadata.pop("start_rollout_id", None)
         self.teacher_log_probs = self.rollout_routed_experts = None
         self.spec_info, self.prefix_cache_info = SpecInfo(), PrefixCacheInfo()
+
+    def token_versions(self) -> list[str | None]:
+        """Which weights made each response token; None of tokens that no engine made, as those that a tool said."""
+        made: list[str | None] = [None] * self.response_length
+        for version, start, length in zip(
+            self.weight_versions, self.segment_starts, self.segment_lengths, strict=False
+        ):
+            made[start : start + length] = [str(version)] * length
+        return made[: self.response_length]
 
     def check(self) -> None:
         """Raise ValueError where lengths contradict each other."""

@@ -21,8 +21,9 @@ from slime.weights.tensor import flat_layout, serialize
 class AdapterPublisher(WeightPublisher):
     """Rank 0 gathers the adapters and posts all of them to every engine, in the place of those before.
 
-    The engines generate while adapters are gathered, and pause only to take them. SGLang 0.5.17 could not be given
-    the model's own weights as well: its loaders do not find them below its LoRA layers, where they have other names.
+    Requests that engines have go on while adapters are gathered, and pause only to take them. SGLang 0.5.17 could not
+    be given the model's own weights as well: its loaders do not find them below its LoRA layers, where they have other
+    names.
     """
 
     pauses_for_buckets = False

@@ -17,7 +17,7 @@ from slime.weights.publisher import WeightPublisher
 class DiskPublisher(WeightPublisher):
     """Rank 0 writes ``weight_v000012``; the engines load it; the version that it wrote before is removed.
 
-    The engines generate while the files are written, and pause only to read them.
+    Requests that engines have go on while the files are written, and pause only while they are read.
     """
 
     pauses_for_buckets = False
@@ -33,7 +33,7 @@ class DiskPublisher(WeightPublisher):
         self._writer = HFDirectoryWriter(self._root / f"weight_v{version:06d}", Path(self.args.hf_checkpoint))
 
     def _deliver(self, bucket: NamedTensors, staged: Any) -> None:
-        # Not beside the next gather: engines do not wait for it, they generate meanwhile.
+        # Not beside the next gather: engines do not wait for it, what they have goes on meanwhile.
         assert self._writer is not None
         self._writer.add(bucket)
 

@@ -51,9 +51,11 @@ def load_format(args: Namespace) -> str | None:
 
 
 def weights_directory(args: Namespace) -> Path:
-    """Where this run writes versions: a directory of its own in ``--update-weight-disk-dir``, or ``RUN_DIR/weights``.
+    """Where this run writes versions: a directory of its own in ``--update-weight-disk-dir``.
 
     Its name is the same when the run is resumed, and another for runs of the same name elsewhere or on other hosts.
+    Without that directory, which every run of transport disk has, it is ``RUN_DIR/weights``: what other transports
+    bring is checked there (``--check-weight-update-equal``).
     """
     run_dir = Path(args.run_dir).absolute()
     if not args.update_weight_disk_dir:

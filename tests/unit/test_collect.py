@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
@@ -11,8 +12,11 @@ import pytest
 
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
+from slime.rollout.group import GroupRun
 from slime.rollout.hooks import HookError
+from slime.rollout.prompts import as_prompts
 from slime.rollout.sglang_rollout import generate_rollout
+from slime.rollout.under_way import under_way
 from slime.utils.types import Sample, Status
 from tests.fake_client import Engine, FakeClient, accounts, hook_file, indices, rollout
 
@@ -317,13 +321,56 @@ def test_buffer_filters_that_come_with_slime(make_args: Args) -> None:
         source.add_samples(groups)
         return source
 
-    from slime.rollout.under_way import under_way
-
     assert indices(filled("pop_first").get_samples(2)) == [0, 1]
     assert indices(filled("pop_longest").get_samples(2)) == [1, 2]
     with under_way(7):
         groups = filled("pop_fresh").get_samples(3)
     assert {g[0].group_index: g[0].response_length for g in groups} == {0: 0, 1: 0, 2: 3}
+
+
+def test_stale_groups_of_cut_rollouts_begin_anew_as_they_were_drawn(make_args: Args) -> None:
+    args = make_args(
+        buffer_filter_path="slime.rollout.filter_hub.buffer_filters.pop_fresh",
+        max_weight_staleness=1,
+        asynchronous=True,
+    )
+    source = RolloutDataSourceWithBuffer(args)
+    (group,) = source.get_samples(1)
+    parts = []
+    for sample in group:
+        for text in (sample.prompt, "a summary of it"):
+            part = copy.deepcopy(sample)
+            part.prompt, part.status = text, Status.COMPLETED
+            part.append_response_tokens(tokens=[9], log_probs=[-1.0], meta_info={"weight_version": 1})
+            parts.append(part)
+    drawn = [(sample.rollout_id, sample.prompt) for sample in group]
+    assert [(s.rollout_id, s.prompt) for s in as_prompts(None, copy.deepcopy(parts))] == drawn
+    source.add_samples([copy.deepcopy(parts)])
+    with under_way(7):
+        (again,) = source.get_samples(1)
+    assert [(s.rollout_id, s.prompt) for s in again] == drawn
+    assert [(s.status, s.response_length) for s in again] == [(Status.PENDING, 0)] * 2
+    # Handed out as parts, it is no more than a prompt for each rollout when it is too old again.
+    source.add_samples([parts])
+    with under_way(1):
+        (cut,) = source.get_samples(1)
+    assert len(cut) == 4
+    assert [(s.rollout_id, s.prompt) for s in as_prompts(source, cut)] == drawn
+
+
+def test_groups_that_go_on_leave_what_older_weights_finished_out_of_the_loss(make_args: Args) -> None:
+    args = make_args(partial_rollout=True, mask_offpolicy_in_partial_rollout=True)
+
+    def masks(*statuses: Status) -> list[list[int] | None]:
+        group = [Sample(index=i, tokens=[1]) for i in range(2)]
+        for sample, status in zip(group, statuses, strict=True):
+            sample.append_response_tokens(tokens=[2, 3], log_probs=[-1.0, -1.0])
+            sample.status = status
+        GroupRun(args, group, {})
+        return [sample.loss_mask for sample in group]
+
+    assert masks(Status.COMPLETED, Status.ABORTED) == [[0, 0], [0, 0]]
+    assert masks(Status.COMPLETED, Status.TRUNCATED) == [[1, 1], [1, 1]]
 
 
 def test_groups_that_a_hook_adds_are_counted_and_get_numbers_of_their_own(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from argparse import Namespace
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from slime.options.schema import flag_named
+from slime.rollout.abort import abort_requests, register_engines
 from slime.rollout.base_types import flatten_samples
+from slime.rollout.conversation import RowError
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.failure_log import FailureLog
 from slime.rollout.hooks import HookError
@@ -123,6 +126,83 @@ def test_failed_samples(policy: str, fails: int, trained: list[int], make_args: 
     dropped = {"generate_error": 1, "reward_error": 1} if trained != [0, 1, 2, 3] else {}
     assert source.num_dropped == dropped
     accounts(args, source, flatten_samples(output.samples))
+
+
+def test_function_in_a_thread_that_was_given_up_cannot_write_into_the_next_try(
+    make_args: Args, use: Use, tmp_path: Path
+) -> None:
+    use(FakeClient())
+    hook = hook_file(
+        tmp_path,
+        "import itertools, threading\n"
+        "from tests.waiting import skip\n"
+        "from slime.rollout.loop import background_loop\n"
+        "tries, second, wrote = itertools.count(1), threading.Event(), threading.Event()\n"
+        "def generate(args, sample, params):\n"
+        "    number = next(tries) if sample.index == 0 else None\n"
+        "    if number == 1:\n"
+        "        background_loop().soon(skip, args.generate_timeout)\n"
+        "        assert second.wait(100)\n"
+        "        sample.append_response_tokens(tokens=[66], log_probs=[-6.0])\n"
+        "        wrote.set()\n"
+        "        return sample\n"
+        "    if number == 2:\n"
+        "        second.set()\n"
+        "        assert wrote.wait(100)\n"
+        "    sample.append_response_tokens(tokens=[7, 8], log_probs=[-1.0, -2.0])\n"
+        "    return sample\n"
+        "def rm(args, sample): return 1.0\n",
+    )
+    paths = {"custom_generate_function_path": f"{hook}:generate", "custom_rm_path": f"{hook}:rm"}
+    args = make_args(**paths, generate_timeout=50.0, rollout_timeout=2000.0, on_sample_error="retry")
+    first, *_ = flatten_samples(rollout(args).samples)
+    assert first.index == 0
+    assert first.tokens[-first.response_length :] == [7, 8]
+    assert first.failure is not None
+    assert first.failure.startswith("generate_timeout: ")
+
+
+def test_samples_without_a_response_fail_one_by_one(make_args: Args, use: Use, tmp_path: Path) -> None:
+    use(FakeClient())
+    hook = hook_file(
+        tmp_path,
+        "import copy\n"
+        "async def generate(args, sample, params):\n"
+        "    parts = [sample, copy.deepcopy(sample)]\n"
+        "    for part in parts[: 1 if sample.group_index == 1 else 2]:\n"
+        "        part.append_response_tokens(tokens=[1], log_probs=[-1.0])\n"
+        "    return parts\n"
+        "def convert(args, samples): return {}\n"
+        "def rm(args, sample): return 1.0\n",
+    )
+    paths = {"custom_generate_function_path": f"{hook}:generate", "custom_rm_path": f"{hook}:rm"}
+    source = RolloutDataSourceWithBuffer(args := make_args(**paths, on_sample_error="drop"))
+    assert indices(rollout(args, 0, source).samples) == [0, 2, 3, 4]
+    assert source.num_dropped == {"generate_error": 1}
+    with pytest.raises(RowError, match=r"sample 2 \(status completed\): empty response"):
+        rollout(make_args(**paths, on_sample_error="stop"))
+    own = make_args(**paths, custom_convert_samples_to_train_data_path=f"{hook}:convert")
+    assert indices(rollout(own).samples) == [0, 1, 2, 3], "what can be trained is then for the user's function to say"
+
+
+def test_engine_that_does_not_answer_holds_up_no_end(
+    make_args: Args, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("slime.rollout.abort._ANSWER_S", 0.2)
+
+    async def ended() -> bool:
+        server = await asyncio.start_server(lambda reader, writer: asyncio.sleep(3600), "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        try:
+            register_engines([url], None)
+            async with asyncio.timeout(100):
+                return await abort_requests(None)
+        finally:
+            register_engines([], None)
+            server.close()
+
+    assert asyncio.run(ended())
+    assert "did not answer /abort_request within 0.2 s" in caplog.text
 
 
 def test_stop_on_the_first_failure_names_it(make_args: Args, use: Use, tmp_path: Path) -> None:

@@ -208,6 +208,27 @@ def test_a_source_of_own_samples_is_encoded(rollout_args: Args, write_jsonl: Wri
         generate_rollout(args, 0, own)
 
 
+def test_own_data_source_may_give_samples_or_groups(rollout_args: Args, write_jsonl: Write) -> None:
+    args = sft_args(
+        rollout_args, write_jsonl([{"prompt": "a"}]), rollout_batch_size=3, data_source_path="own.py:Source"
+    )
+
+    class Source:
+        def __init__(self, drawn: list[Any]) -> None:
+            self.drawn = drawn
+
+        def get_samples(self, num_samples: int) -> list[Any]:
+            return self.drawn[:num_samples]
+
+    prompts = [Sample(prompt=[user(text()), assistant(text())]) for _ in range(3)]
+    for drawn in (prompts, [[prompt] for prompt in prompts]):
+        groups = generate_rollout(args, 0, Source(drawn)).samples
+        assert [len(group) for group in groups] == [1, 1, 1]
+        assert len({group[0].group_index for group in groups} - {None}) == 3
+    with pytest.raises(BadInputError, match=r"--data-source-path own.py:Source: get_samples\(3\) gave 2 groups"):
+        generate_rollout(args, 0, Source(prompts[:2]))
+
+
 def test_evaluation_is_refused(rollout_args: Args) -> None:
     with pytest.raises(ValueError, match="--eval-function-path"):
         generate_rollout(rollout_args(), 0, None, evaluation=True)

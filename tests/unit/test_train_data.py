@@ -342,17 +342,32 @@ def test_log_probs_may_be_missing_from_every_sample() -> None:
 
 
 def test_versions_of_tokens_are_those_of_their_segments() -> None:
-    whole, with_tool, short = make_samples(1, 3)
-    for sample in (whole, with_tool, short):
-        sample.tokens, sample.response_length = [1, 2, 3, 4, 5, 6], 5
-        sample.rollout_log_probs = [-1.0] * 5
-        sample.weight_versions, sample.segment_lengths = ["3", "4"], [2, 3]
-    with_tool.segment_lengths, with_tool.loss_mask = [2, 1], [1, 1, 0, 0, 1]
+    samples = make_samples(1, 4)
+    whole, with_tool, masked, by_hand = samples
+    for sample in samples:
+        sample.reset_response()
+        sample.tokens = [1]
+
+    def say(sample: Sample, version: int | None, count: int) -> None:
+        meta = None if version is None else {"weight_version": version, "finish_reason": {"type": "stop"}}
+        trainable = version is not None or sample is by_hand
+        log_probs = [-1.0] * count if trainable else None
+        sample.append_response_tokens(tokens=[2] * count, log_probs=log_probs, trainable=trainable, meta_info=meta)
+
+    for sample, turns in (
+        (whole, [(3, 2), (4, 3)]),
+        (with_tool, [(3, 2), (None, 2), (4, 1)]),
+        (masked, [(3, 2), (None, 1), (4, 2)]),
+        (by_hand, [(3, 3), (None, 2)]),
+    ):
+        for version, count in turns:
+            say(sample, version, count)
+        sample.reward = 1.0
+    masked.loss_mask = [0, 0, 0, 1, 1]  # as --mask-offpolicy-in-partial-rollout makes it
     args = make_args(keep_old_actor=True, disable_rewards_normalization=True)
-    versions = to_columns(args, [whole, with_tool]).weight_versions
+    versions = to_columns(args, [whole, with_tool, masked]).weight_versions
     assert versions is not None
-    assert [versions[i].tolist() for i in range(2)] == [[3, 3, 4, 4, 4], [3, 3, -1, -1, 4]]
+    assert [versions[i].tolist() for i in range(3)] == [[3, 3, 4, 4, 4], [3, 3, -1, -1, 4], [3, 3, -1, 4, 4]]
     assert to_columns(make_args(), [whole]).weight_versions is None
-    short.segment_lengths = [2, 2]
-    with pytest.raises(ValueError, match=r"--keep-old-actor needs .* segments have 4 of 0 tokens"):
-        to_columns(args, [short])
+    with pytest.raises(ValueError, match=r"--keep-old-actor needs .* 2 of 5 have none; a generate function notes"):
+        to_columns(args, [by_hand])

@@ -160,16 +160,6 @@ def reward_of(sample: Sample, key: str | None) -> float | None:
     return float(value) if isinstance(value, Real) and math.isfinite(value) else None
 
 
-def token_versions(sample: Sample) -> list[str | None]:
-    """Which weights made each response token; None of tokens that no engine made, or where the segments do not say."""
-    made = [str(v) for v, n in zip(sample.weight_versions, sample.segment_lengths, strict=False) for _ in range(n)]
-    places = list(range(sample.response_length))
-    if len(made) != len(places):  # what a tool said lies between segments
-        places = [place for place, trained in enumerate(_column(sample, "loss_mask") or []) if trained]
-    of_place = dict(zip(places, made, strict=True)) if len(made) == len(places) else {}
-    return [of_place.get(place) for place in range(sample.response_length)]
-
-
 def list_samples(rollout: Rollout, query: Query) -> dict[str, Any]:
     """One page of the rows that ``query`` leaves, with what the filters can choose from."""
     keys = rollout.reward_keys
@@ -238,7 +228,7 @@ def show_sample(rollout: Rollout, place: int, tokenizer: Any) -> dict[str, Any]:
     sample = rollout.samples[place]
     start = len(sample.tokens) - sample.response_length
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} if tokenizer else set()
-    columns = {name: _column(sample, name) for name in _COLUMNS} | {"version": token_versions(sample)}
+    columns = {name: _column(sample, name) for name in _COLUMNS} | {"version": sample.token_versions()}
     return to_json(
         {
             **rollout.rows[place],

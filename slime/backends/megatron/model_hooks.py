@@ -10,6 +10,7 @@ from typing import Any
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 
+from slime.utils import device
 from slime.utils.errors import BadInputError
 from slime.utils.misc import load_function
 from slime.utils.user_functions import call_user_function
@@ -40,6 +41,7 @@ def before_train_step(args: Namespace, rollout_id: int, step_id: int) -> Callabl
 
     def call(model: Model, optimizer: Any, scheduler: Any) -> None:
         if (path := args.custom_megatron_before_train_step_hook_path) is not None:
+            device.rejoin()  # what it may read and change of the optimizer's state can be on its way back still
             values = {
                 **{"args": args, "rollout_id": rollout_id, "step_id": step_id},
                 **{"model": model, "optimizer": optimizer, "opt_param_scheduler": scheduler},

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from slime.rollout.base_types import begun_anew
 from slime.rollout.versions import pushed_version, versions
 from slime.utils.types import Group
 
@@ -32,8 +33,7 @@ def pop_fresh(args: Namespace, rollout_id: int | None, buffer: list[Group], num_
     present = pushed_version() if rollout_id is None else rollout_id
     for group in buffer if args.asynchronous else []:
         if present - _oldest_version(group) > args.max_weight_staleness:
-            for sample in group:
-                sample.reset_response()
+            group[:] = begun_anew(group)
     begun = [group for group in buffer if _oldest_version(group) < _NOT_BEGUN]
     begun.sort(key=lambda group: -_oldest_version(group))
     buffer[:] = begun + [group for group in buffer if _oldest_version(group) == _NOT_BEGUN]
