@@ -4,8 +4,8 @@
 # bfloat16 in the same blocks (docs/launch.md). No machine of that size has run it yet.
 # Run it on every node, with NODE_RANK from 0 and MASTER_ADDR the address of node 0, or once with RAY_ADDRESS where a
 # Ray of all nodes runs. The paths must be the same on every node.
-# Variables: HF_CHECKPOINT, PROMPT_DATA, EVAL_DATA, SAVE_DIR.
-# Further flags of train.py may follow; they win.
+# Variables: HF_CHECKPOINT, PROMPT_DATA, EVAL_DATA, SAVE_DIR, NUM_NODES, NUM_GPUS (of a node).
+# Further flags of train.py may follow; they win, but --eval-prompt-data adds a dataset.
 NUM_NODES=${NUM_NODES:-16}
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh" # DRY_RUN, RAY_ADDRESS and more
 : "${HF_CHECKPOINT:=deepseek-ai/DeepSeek-R1}"
@@ -15,13 +15,13 @@ SAVE_DIR=${SAVE_DIR:-outputs/deepseek-r1}
 
 PERF_ARGS=(
    --actor-num-nodes "$NUM_NODES"
-   --actor-num-gpus-per-node 8
+   --actor-num-gpus-per-node "${NUM_GPUS:-8}"
    --colocate
    --tensor-model-parallel-size 8
    --sequence-parallel
    --pipeline-model-parallel-size 8
    --decoder-last-pipeline-num-layers 5
-   --expert-model-parallel-size "$NUM_NODES"
+   --expert-model-parallel-size "$((NUM_NODES * ${NUM_GPUS:-8} / 8))" # the GPUs of a pipeline stage
    --expert-tensor-parallel-size 1
    --recompute-granularity full
    --recompute-method uniform
@@ -31,7 +31,7 @@ PERF_ARGS=(
 )
 
 SGLANG_ARGS=(
-   --rollout-num-gpus-per-engine 8
+   --rollout-num-gpus-per-engine "${NUM_GPUS:-8}"
    --sglang-mem-fraction-static 0.85
 )
 

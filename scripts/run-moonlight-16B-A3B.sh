@@ -2,7 +2,7 @@
 # GRPO of Moonlight-16B-A3B-Instruct on math problems, on GPUs that train and generate in turn.
 # Its tokenizer is published as code, which is never run: put a tokenizer.json beside the weights (docs/launch.md).
 # Variables: HF_CHECKPOINT, PROMPT_DATA, EVAL_DATA, SAVE_DIR, NUM_NODES, NUM_GPUS (of a node).
-# Further flags of train.py may follow; they win.
+# Further flags of train.py may follow; they win, but --eval-prompt-data adds a dataset.
 HF_CHECKPOINT=${HF_CHECKPOINT:-/root/Moonlight-16B-A3B-Instruct}
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh" # DRY_RUN, RAY_ADDRESS and more
 source "$SLIME_DIR/scripts/models/moonlight.sh"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO of the quickstart: one colocated slot that generates (SGLang) and trains (Megatron-core) in turn.
-# Further flags of train.py may follow; they win over those below.
+# Further flags of train.py may follow; they win over those below, but --eval-prompt-data adds a dataset.
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh" # DRY_RUN, RAY_ADDRESS and more
 OUTPUT_DIR=${OUTPUT_DIR:-$SLIME_DIR/outputs/quickstart}
 SEED=${SEED:-0}

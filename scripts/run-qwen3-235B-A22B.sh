@@ -2,8 +2,8 @@
 # GRPO of Qwen3-235B-A22B on math problems, on eight nodes of eight GPUs that train and generate in turn.
 # Run it on every node, with NODE_RANK from 0 and MASTER_ADDR the address of node 0, or once with RAY_ADDRESS where a
 # Ray of all nodes runs. The paths must be the same on every node.
-# Variables: HF_CHECKPOINT, PROMPT_DATA, EVAL_DATA, SAVE_DIR.
-# Further flags of train.py may follow; they win.
+# Variables: HF_CHECKPOINT, PROMPT_DATA, EVAL_DATA, SAVE_DIR, NUM_NODES, NUM_GPUS (of a node).
+# Further flags of train.py may follow; they win, but --eval-prompt-data adds a dataset.
 NUM_NODES=${NUM_NODES:-8}
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh" # DRY_RUN, RAY_ADDRESS and more
 source "$SLIME_DIR/scripts/models/qwen3-235B-A22B.sh"
@@ -12,13 +12,13 @@ SAVE_DIR=${SAVE_DIR:-outputs/qwen3-235B-A22B}
 
 PERF_ARGS=(
    --actor-num-nodes "$NUM_NODES"
-   --actor-num-gpus-per-node 8
+   --actor-num-gpus-per-node "${NUM_GPUS:-8}"
    --colocate
    --tensor-model-parallel-size 4
    --sequence-parallel
    --pipeline-model-parallel-size 4
    --decoder-last-pipeline-num-layers 22
-   --expert-model-parallel-size 16
+   --expert-model-parallel-size "$((2 * ${NUM_GPUS:-8}))"
    --expert-tensor-parallel-size 1
    --recompute-granularity full
    --recompute-method uniform
@@ -28,7 +28,7 @@ PERF_ARGS=(
 )
 
 SGLANG_ARGS=(
-   --rollout-num-gpus-per-engine 8
+   --rollout-num-gpus-per-engine "${NUM_GPUS:-8}"
    --sglang-mem-fraction-static 0.7
 )
 

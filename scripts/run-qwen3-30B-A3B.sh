@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO of Qwen3-30B-A3B on math problems, on GPUs that train and generate in turn.
 # Variables: HF_CHECKPOINT, PROMPT_DATA, EVAL_DATA, SAVE_DIR, NUM_NODES, NUM_GPUS (of a node).
-# Further flags of train.py may follow; they win.
+# Further flags of train.py may follow; they win, but --eval-prompt-data adds a dataset.
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh" # DRY_RUN, RAY_ADDRESS and more
 source "$SLIME_DIR/scripts/models/qwen3-30B-A3B.sh"
 source "$SLIME_DIR/scripts/dapo-math.sh"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # ReTool in small: a warm-up on demonstrations, and GRPO with Python in a sandbox.
-# Further flags of train.py may follow; they win over those of the GRPO run. With HF_CHECKPOINT set to a model
-# (and PROMPT_DATA, EVAL_DATA to your files) nothing is made or warmed up.
+# Further flags of train.py may follow; they win over those of the GRPO run, but --eval-prompt-data adds a dataset. With
+# HF_CHECKPOINT set to a model (and PROMPT_DATA, EVAL_DATA to your files) nothing is made or warmed up.
 set -euo pipefail
 OUTPUT_DIR=${OUTPUT_DIR:-outputs/retool}
 SEED=${SEED:-0}
@@ -104,6 +104,6 @@ SGLANG_ARGS=(
    --rollout-num-gpus-per-engine 1
 )
 
-"$PYTHON" train.py \
+exec "$PYTHON" train.py \
    "${CKPT_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${CUSTOM_ARGS[@]}" "${EVAL_ARGS[@]}" "${PERF_ARGS[@]}" \
    "${GRPO_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${SGLANG_ARGS[@]}" "$@"

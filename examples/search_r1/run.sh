@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Search-R1 in small: a search server, a warm-up on demonstrations, and GRPO with several turns.
-# Further flags of train.py may follow; they win over those of the GRPO run. With HF_CHECKPOINT set to a model
-# (and PROMPT_DATA, EVAL_DATA to your files) nothing is made or warmed up.
+# Further flags of train.py may follow; they win over those of the GRPO run, but --eval-prompt-data adds a dataset. With
+# HF_CHECKPOINT set to a model (and PROMPT_DATA, EVAL_DATA to your files) nothing is made or warmed up.
 set -euo pipefail
 OUTPUT_DIR=${OUTPUT_DIR:-outputs/search_r1}
 SEED=${SEED:-0}
@@ -47,7 +47,9 @@ if [ -z "${SEARCH_URL:-}" ]; then
    SEARCH_PORT=${SEARCH_PORT:-8765}
    SEARCH_URL=http://127.0.0.1:${SEARCH_PORT}/retrieve
    "$PYTHON" -m examples.search_r1.search_server "${OUTPUT_DIR}/data/corpus.jsonl" --port "${SEARCH_PORT}" &
-   trap 'kill '$! EXIT
+   SERVER=$!
+   # This process becomes train.py: when that ends, however it ends, the pipe closes and the server is ended.
+   exec 3> >(trap '' HUP INT TERM; cat > /dev/null; kill "${SERVER}")
 fi
 
 CKPT_ARGS=(
@@ -113,6 +115,6 @@ SGLANG_ARGS=(
    --rollout-num-gpus-per-engine 1
 )
 
-"$PYTHON" train.py \
+exec "$PYTHON" train.py \
    "${CKPT_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${CUSTOM_ARGS[@]}" "${EVAL_ARGS[@]}" "${PERF_ARGS[@]}" \
    "${GRPO_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${SGLANG_ARGS[@]}" "$@"

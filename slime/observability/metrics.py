@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from slime.utils.errors import BadInputError
 from slime.utils.redaction import redacted
 
 _FINISH_S = 60
@@ -28,6 +29,10 @@ class MetricsLogger:
     """Gives every line of metrics to all sinks that the options ask for; owned by the driver process."""
 
     def __init__(self, args: argparse.Namespace) -> None:
+        """
+        Raises:
+            BadInputError: Weights & Biases does not take the run.
+        """
         self._sinks: list[_Sink] = [_JsonLines(_lines(args))]
         if args.use_tensorboard:
             self._sinks.append(_TensorBoard(args))
@@ -149,27 +154,29 @@ class _Wandb:
         if args.wandb_key:
             # Unlike wandb.login, this leaves the key out of ~/.netrc.
             settings["api_key"] = args.wandb_key
-        self._run = wandb.init(
-            project=args.wandb_project or "slime",
-            entity=args.wandb_team,
-            group=group,
-            name=group,
-            id=args.wandb_run_id,
-            resume="allow" if args.wandb_run_id else None,
-            dir=str(directory),
-            mode=args.wandb_mode,
-            config=_run_config(args),
-            settings=wandb.Settings(**settings),
-        )
+        try:
+            self._run = wandb.init(
+                project=args.wandb_project or "slime",
+                entity=args.wandb_team,
+                group=group,
+                name=group,
+                id=args.wandb_run_id,
+                resume="allow" if args.wandb_run_id else None,
+                dir=str(directory),
+                mode=args.wandb_mode,
+                config=_run_config(args),
+                settings=wandb.Settings(**settings),
+            )
+        except wandb.errors.Error as error:
+            raise BadInputError(
+                f"--use-wandb: {' '.join(str(error).split())} (see --wandb-key, --wandb-host, --wandb-mode offline)"
+            ) from error
         self._axes: set[str] = set()
-        self._train_steps_per_rollout: float | None = None
-        if args.wandb_always_use_train_step:
-            samples = args.rollout_batch_size * args.n_samples_per_prompt
-            self._train_steps_per_rollout = samples / args.global_batch_size
+        self._train_steps_per_rollout = args.num_steps_per_rollout if args.wandb_always_use_train_step else 1
 
     def write(self, metrics: dict[str, float], step_key: str, step: int) -> None:
-        if self._train_steps_per_rollout is not None and step_key != "train/step":
-            step = int(step * self._train_steps_per_rollout)
+        if step_key != "train/step":
+            step *= self._train_steps_per_rollout
         if step_key not in self._axes:
             self._axes.add(step_key)
             self._run.define_metric(step_key, hidden=True)

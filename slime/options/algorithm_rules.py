@@ -51,6 +51,10 @@ def derive_algorithm(args: Namespace) -> None:
 def _check_loss(args: Namespace) -> None:
     if args.kl_loss_coef and not args.use_kl_loss:
         raise OptionError(f"--kl-loss-coef {args.kl_loss_coef} has no effect without --use-kl-loss")
+    if args.loss_type == "sft_loss":
+        for name in ("kl_loss_coef", "kl_coef", "entropy_coef"):
+            if value := getattr(args, name):
+                raise OptionError(f"{flag_named(name)} {value} has no effect with --loss-type sft_loss: drop it")
     if args.use_unbiased_kl and not args.use_kl_loss:
         raise OptionError("--use-unbiased-kl has no effect without --use-kl-loss")
     if args.loss_constant_length is not None and args.calculate_per_token_loss:

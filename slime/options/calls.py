@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,11 +14,17 @@ from slime.options.errors import OptionError
 
 
 class CallError(OptionError):
-    """A user's function cannot be called as slime would; ``problem`` is why, apart from who it is."""
+    """A user's function cannot be called as slime would.
 
-    def __init__(self, message: str, problem: str) -> None:
+    Args:
+        problem: why, apart from who it is.
+        change: what its author can do about it, where the problem does not say so.
+    """
+
+    def __init__(self, message: str, problem: str, change: str | None = None) -> None:
         super().__init__(message)
         self.problem = problem
+        self.change = change
 
 
 @dataclass(frozen=True)
@@ -33,9 +40,12 @@ class Call:
     """The parameter by whose name this form is told from the others."""
     is_async: bool = False
     """Whether it is usually ``async``; a plain function is then called in a thread."""
+    may_be_async: bool = False
+    """Whether it may be ``async`` where it usually is not: what it returns is awaited all the same."""
 
     def __str__(self) -> str:
-        return f"{'async ' if self.is_async else ''}({self.parameters}) -> {self.returns}"
+        prefix = "async " if self.is_async else "[async] " if self.may_be_async else ""
+        return f"{prefix}({self.parameters}) -> {self.returns}"
 
     @cached_property
     def _arguments(self) -> ast.arguments:
@@ -79,7 +89,8 @@ def form_of(function: Callable[..., Any], calls: tuple[Call, ...], where: str) -
         where: flag and path, for the error.
 
     Raises:
-        CallError: it has none of them (the message has its signature and theirs), or is an abstract class.
+        CallError: it has none of them (the message has its signature and theirs), is an abstract class, or is async
+            where nobody would await it.
     """
     if lacking := sorted(getattr(function, "__abstractmethods__", ())):
         problem = f"the class lacks {', '.join(lacking)}, which its base class leaves to it: define what is missing"
@@ -92,6 +103,7 @@ def form_of(function: Callable[..., Any], calls: tuple[Call, ...], where: str) -
     if len(fitting) == 1:
         wrong = fitting[0].problem(signature)
         if wrong is None:
+            _check_async(function, fitting[0], where)
             return fitting[0]
         problem = wrong
     else:
@@ -99,3 +111,16 @@ def form_of(function: Callable[..., Any], calls: tuple[Call, ...], where: str) -
         problem = f"it must have a parameter {names}, not both: the name tells how it is called"
     forms = " or as ".join(f"({call.parameters})" for call in told or calls)
     raise CallError(f"{where}: it is called as {forms}, and takes {signature}: {problem}", problem)
+
+
+def _check_async(function: Callable[..., Any], call: Call, where: str) -> None:
+    if _is_async(function) and not (call.is_async or call.may_be_async):
+        problem = "it is async, and nobody awaits it, so that it would never run"
+        raise CallError(f"{where}: {problem}: write def, not async def", problem, "write def, not async def")
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it only gives something to await: an ``async`` function, a partial, or an object, of one."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)

@@ -100,7 +100,7 @@ def _paths(args: Namespace) -> None:
 
 def _places(args: Namespace) -> None:
     """Directories that a run makes; found out before it has trained for hours."""
-    for name in ("save", "save_hf", "save_lora", "critic_save", "run_dir"):
+    for name in ("save", "save_hf", "save_lora", "critic_save", "run_dir", "update_weight_disk_dir"):
         path = getattr(args, name)
         if path is None:
             continue

@@ -43,7 +43,7 @@ class DataOptions:
 class BatchOptions:
     """Batches: rollout-batch-size x n-samples-per-prompt = global-batch-size x num-steps-per-rollout."""
 
-    num_rollout: int | None = option(None, "Rollouts to train; 0 only evaluates.", at_least=0)
+    num_rollout: int | None = option(None, "Rollouts to train; 0 only evaluates, with --eval-interval.", at_least=0)
     num_epoch: int | None = option(None, "Passes over the prompts, where --num-rollout is not given.", at_least=1)
     start_rollout_id: int | None = option(
         None, "First rollout; default after the loaded checkpoint, else 0.", at_least=0

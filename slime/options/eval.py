@@ -45,7 +45,8 @@ class EvalOptions:
     eval_min_new_tokens: int | None = option(None, "Tokens of one response at least.", at_least=0)
     custom_eval_rollout_log_function_path: str | None = option(
         None,
-        "Function (rollout_id, args, data, extra_metrics) -> bool that logs an evaluation; True: nothing else logs it.",
+        "Function (rollout_id, args, data, extra_metrics) -> bool that logs an evaluation; True: slime logs only times "
+        "besides.",
         hook=("log_eval_rollout_data",),
-        call=(Call("rollout_id, args, data, extra_metrics", "bool"),),
+        call=(Call("rollout_id, args, data, extra_metrics", "bool", may_be_async=True),),
     )

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from slime.options.schema import flag_named
+from slime.options.sglang import PassThrough
 from slime.options.unavailable import explain_flag, explain_value, unavailable_flags
+
+_SINGLE = (None, argparse.OPTIONAL)
+"""``nargs`` of a flag with one value."""
 
 
 class StrictParser(argparse.ArgumentParser):
@@ -21,6 +26,7 @@ class StrictParser(argparse.ArgumentParser):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, add_help=False, **kwargs)
+        self._required: list[list[argparse.Action]] = []
 
     def error(self, message: str) -> NoReturn:
         """Print one line and exit with status 2."""
@@ -34,9 +40,17 @@ class StrictParser(argparse.ArgumentParser):
         return found
 
     def split_defaults(self) -> dict[str, Any]:
-        """Take the defaults out of the flags, so that parsing sets only what it is given, and return them."""
+        """Take the defaults out of the flags, so that parsing sets only what it is given, and return them.
+
+        What is required is noted for `check_required`, since an argument list is not all that may set it.
+        """
         defaults: dict[str, Any] = {}
+        self._required = [group._group_actions for group in self._mutually_exclusive_groups if group.required]
+        self._required += [[action] for action in self._actions if action.required]
+        for group in self._mutually_exclusive_groups:
+            group.required = False
         for action in self._actions:
+            action.required = False
             if action.default is argparse.SUPPRESS or action.dest == "help":
                 continue
             value = self._get_value(action, action.default) if isinstance(action.default, str) else action.default
@@ -47,6 +61,13 @@ class StrictParser(argparse.ArgumentParser):
                 action.help = f"{action.help.rstrip('.')} (default {value})."
             action.default = argparse.SUPPRESS
         return defaults
+
+    def check_required(self, given: Collection[str]) -> None:
+        """Name in one error line what is required, one flag or one of several, and sets none of these attributes."""
+        missing = [actions for actions in self._required if not any(action.dest in given for action in actions)]
+        names = [" or ".join("/".join(a.option_strings) or a.dest for a in actions) for actions in missing]
+        if names:
+            self.error("; ".join(f"{name} is missing" for name in names))
 
     def parse_set(self, argv: Sequence[str]) -> dict[str, Any]:
         """What ``argv`` sets, by attribute; later duplicates win.
@@ -66,50 +87,125 @@ class StrictParser(argparse.ArgumentParser):
     def _explain_extra(self, argv: Sequence[str], extra: Sequence[str]) -> list[str]:
         unknown = list(dict.fromkeys(token.split("=", 1)[0] for token in extra if token.startswith("--")))
         if unknown:
-            known = [*self._option_string_actions, *unavailable_flags()]
-            return [f"unknown flag {flag}{self._nearest(flag, known)}" for flag in unknown]
+            return [self.explain_unknown(flag) for flag in unknown]
         before = argv[list(argv).index(extra[0]) - 1] if extra[0] in argv[1:] else None
         return [f"unexpected argument {extra[0]!r}" + (f" after {before}" if before else "")]
 
-    def _nearest(self, flag: str, known: Sequence[str]) -> str:
+    def explain_unknown(self, flag: str) -> str:
+        """The sentence of an error about a flag that there is not."""
+        return f"unknown flag {flag}{self.nearest(flag)}"
+
+    def nearest(self, flag: str, similarity: float = 0.75) -> str:
+        """The question of what was meant, or nothing where no flag has a name of such similarity."""
+        known = [*self._option_string_actions, *unavailable_flags()]
         scores = {name: difflib.SequenceMatcher(None, flag.replace("_", "-"), name).ratio() for name in known}
         best = max(scores.values())
-        close = [name for name, score in scores.items() if score >= max(best - 0.02, 0.75)][:3]
+        close = [name for name, score in scores.items() if score >= max(best - 0.02, similarity)][:3]
         return f"; did you mean {' or '.join(close)}?" if close else ""
 
-    def tokens_of(self, key: str, value: Any) -> list[str] | None:
-        """The command-line form of a YAML entry, or None where no flag has that attribute.
+    def has(self, key: str) -> bool:
+        """Whether a flag is named like an entry of YAML or JSON, or sets the attribute of that name."""
+        return self._action_of(key) is not None
+
+    def _action_of(self, key: str) -> argparse.Action | None:
+        by_name = self._option_string_actions.get(flag_named(key))
+        return by_name or next((action for action in self._actions if action.dest == key), None)
+
+    def set_entry(self, key: str, value: Any, namespace: argparse.Namespace) -> None:
+        """Set what an entry of YAML or JSON means, through the types and checks of its flag.
+
+        An entry without a flag becomes an attribute as it is, and so does null.
 
         Raises:
-            ValueError: a flag without a value was given one, or the other way round.
+            ValueError: a value that the flag does not take.
         """
-        by_flag = self._option_string_actions.get(flag_named(key))
-        actions = self.actions_by_dest().get(key) or ([by_flag] if by_flag else None)
-        if actions is None or value is None:
-            return None
-        switches = [action for action in actions if action.nargs == 0]
-        flag = actions[0].option_strings[0]
-        if switches:
-            matching = [action for action in switches if action.const == value]
-            if not isinstance(value, bool) and not matching:
-                raise ValueError(f"{key}: {value!r} is neither true nor false")
-            return [matching[0].option_strings[0]] if matching else None
-        if isinstance(value, bool):
-            raise ValueError(f"{key}: {flag} takes a value, not {value!r}")
-        if isinstance(value, Mapping):
-            return None
-        values = [str(v) for v in value] if isinstance(value, (list, tuple)) else [str(value)]
-        return [flag, *values] if len(values) != 1 else [f"{flag}={values[0]}"]
+        action = self._action_of(key)
+        if action is None or value is None:
+            setattr(namespace, key, value)
+        elif action.nargs == 0:
+            self._set_switch(action, key, value, namespace)
+        elif isinstance(value, bool):
+            raise ValueError(f"{key}: {action.option_strings[0]} takes a value, not {value!r}")
+        else:
+            for texts in _texts(action, key, value):
+                self._use(action, action.option_strings[0], texts, namespace)
+
+    def _set_switch(self, action: argparse.Action, key: str, value: Any, namespace: argparse.Namespace) -> None:
+        """A switch by its own name (``fp32: true``), or by what it and its like set (``precision: float32``)."""
+        flag, dest = flag_named(key), action.dest
+        named = flag in action.option_strings
+        if named and value is True:
+            self._use(action, flag, [], namespace)
+            return
+        if named and value is False and isinstance(action.const, bool):
+            value = not action.const
+        elif key != dest:
+            raise ValueError(f"{key}: {value!r} is not true, all that {flag} can say: leave it out, or set {dest}")
+        switches = [each for each in self.actions_by_dest()[dest] if each.nargs == 0]
+        same = next((each for each in switches if each.const == value), None)
+        kinds = [each.const for each in switches]
+        if same is not None:
+            self._use(same, same.option_strings[0], [], namespace)
+        elif not all(const in (True, False, None) for const in kinds):
+            raise ValueError(f"{key}: {value!r} is none of {', '.join(map(str, kinds))}")
+        elif not isinstance(value, bool):
+            raise ValueError(f"{key}: {value!r} is neither true nor false")
+        else:
+            setattr(namespace, dest, value)
+
+    def _use(self, action: argparse.Action, flag: str, texts: list[str], namespace: argparse.Namespace) -> None:
+        """What ``flag`` and its words do on a command line; here a word may begin with a dash."""
+        reason = explain_value(flag, texts[0]) if texts else None
+        if reason is not None:
+            raise ValueError(reason)
+        try:
+            if self._match_argument(action, "A" * len(texts)) != len(texts):
+                raise argparse.ArgumentError(action, f"expected {action.nargs} values, not {len(texts)}")
+            values = [self._get_value(action, text) for text in texts]
+            for each in values:
+                self._check_value(action, each)
+            action(self, namespace, values[0] if action.nargs in _SINGLE else values, flag)
+        except argparse.ArgumentError as error:
+            raise ValueError(str(error)) from error
+
+
+def _texts(action: argparse.Action, key: str, value: Any) -> list[list[str]]:
+    """The words of each use of a flag that stand for a value; a list or mapping for one word is its JSON.
+
+    Raises:
+        ValueError: the flag keeps that word as it is.
+    """
+    if isinstance(value, list) and isinstance(action, argparse._AppendAction):  # every use adds a list, or one value
+        one_each = action.nargs is None or any(isinstance(each, list) for each in value)
+        uses = [each if isinstance(each, list) else [each] for each in value] if one_each else [value]
+        return [[_text(each) for each in use] for use in uses]
+    if isinstance(value, list) and action.nargs not in _SINGLE:
+        return [[_text(each) for each in value]]
+    keeps_text = getattr(action.type, "__name__", "str") == "str" and not isinstance(action, PassThrough)
+    if isinstance(value, (list, Mapping)) and keeps_text:
+        raise ValueError(f"{key}: {action.option_strings[0]} does not take {value!r}")
+    return [[_text(value)]]
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, default=str) if isinstance(value, (list, Mapping)) else str(value)
+
+
+def flag_words(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Every (flag, words up to the next flag) of an argument list, written ``--flag word word`` or ``--flag=word``."""
+    uses: list[tuple[str, list[str]]] = []
+    for token in argv:
+        flag, equals, word = token.partition("=")
+        if flag.startswith("--"):
+            uses.append((flag, [word] if equals else []))
+        elif uses:
+            uses[-1][1].append(token)
+    return uses
 
 
 def flag_values(argv: Sequence[str]) -> list[tuple[str, str]]:
     """Every (flag, first value) of an argument list, written ``--flag value`` or ``--flag=value``."""
-    pairs = []
-    for position, token in enumerate(argv):
-        flag, equals, value = token.partition("=")
-        if flag.startswith("--"):
-            pairs.append((flag, value if equals else "".join(argv[position + 1 : position + 2])))
-    return pairs
+    return [(flag, words[0] if words else "") for flag, words in flag_words(argv)]
 
 
 class HelpAction(argparse.Action):

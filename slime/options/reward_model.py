@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
 from argparse import Namespace
 from collections.abc import Mapping
@@ -70,7 +69,7 @@ def reward_engine_flags(parser: StrictParser, values: Mapping[str, Any] | None) 
     """
     actions = (a for a in parser._actions if isinstance(a, PassThrough) and a.words == "sglang_words")
     known = {action.dest.removeprefix("sglang_") for action in actions}
-    words: list[str] = []
+    settings = Namespace()
     for key, value in (values or {}).items():
         name = key.lstrip("-").replace("-", "_")
         if name not in known:
@@ -80,10 +79,10 @@ def reward_engine_flags(parser: StrictParser, values: Mapping[str, Any] | None) 
                 + (f"; did you mean {' or '.join(near)}?" if near else "")
             )
         try:
-            words += parser.tokens_of(f"sglang_{name}", json.dumps(value) if isinstance(value, dict) else value) or []
+            parser.set_entry(f"sglang_{name}", value, settings)
         except ValueError as error:
             raise OptionError(f"{_FLAG}: {error}") from error
-    given = parser.parse_set(words)
+    given = vars(settings)
     try:
         check_ranks(given, "", "--rm-num-gpus-per-engine")
     except OptionError as error:

@@ -52,7 +52,7 @@ class RolloutOptions:
         None,
         "Function (args, samples, **kwargs) -> DynamicFilterOutput or bool: whether a finished group is trained.",
         hook=("dynamic_sampling_filter", "check_reward_nonzero_std"),
-        call=(Call("args, samples, **kwargs", "DynamicFilterOutput | bool"),),
+        call=(Call("args, samples, **kwargs", "DynamicFilterOutput | bool", may_be_async=True),),
     )
     partial_rollout: bool = option(
         False, "Responses that are not finished when a rollout has what it needs go on in a later one."
@@ -70,20 +70,20 @@ class RolloutOptions:
         "Function (args, sample, *, rollout_id, evaluation) -> Sample or None, called with every sample between its "
         "generation and its reward; the flag may be repeated.",
         hook=("sample_hook", "rollout_sample_hook"),
-        call=(Call("args, sample, *, rollout_id=None, evaluation=False", "Sample | None"),),
+        call=(Call("args, sample, *, rollout_id=None, evaluation=False", "Sample | None", may_be_async=True),),
     )
     rollout_sample_filter_path: str | None = option(
         None,
         "Function (args, groups) that sets remove_sample of samples to be left out of the loss.",
         hook=("rollout_sample_filter", "sample_filter"),
-        call=(Call("args, groups", "None"),),
+        call=(Call("args, groups", "None", may_be_async=True),),
     )
     rollout_all_samples_process_path: str | None = option(
         None,
         "Function (args, all_groups, data_source), called after each rollout with every finished group, filtered ones "
         "included.",
         hook=("process_all_samples", "all_samples_process"),
-        call=(Call("args, all_groups, data_source", "None"),),
+        call=(Call("args, all_groups, data_source", "None", may_be_async=True),),
     )
     max_turns: int | None = option(None, "For custom generate functions: turns of one sample at most.", at_least=1)
     rollout_temperature: float = option(1.0, "Sampling temperature; the trainer's log-probs use it too.", above=0)
@@ -102,7 +102,9 @@ class RolloutOptions:
     rollout_shuffle: bool = option(False, "Shuffle the prompts anew in every epoch.")
     rollout_seed: int = option(42, "Seed of the shuffle and of per-request sampling seeds.")
     loss_mask_type: Literal["qwen", "qwen3", "qwen3_5", "distill_qwen"] = option(
-        "qwen", "Supervised data: whose chat template decides which tokens of a conversation are trained."
+        "qwen",
+        "Supervised data: distill_qwen trains the assistant's last turn, and the others, which mean the same, all of "
+        "them; where a turn is, the tokenizer's chat template says.",
     )
 
 

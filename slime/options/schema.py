@@ -85,9 +85,11 @@ def beyond_bounds(field: dataclasses.Field[Any], value: Any) -> str | None:
 
 
 def _bounded(scalar: type, field: dataclasses.Field[Any]) -> Callable[[str], Any]:
-    """A converter that also checks the bounds."""
+    """A converter that also checks the bounds, and refuses no text at all: a path of none is the working directory."""
 
     def convert(text: str) -> Any:
+        if not text:
+            raise argparse.ArgumentTypeError("is empty: is a shell variable unset?")
         value = scalar(text)
         if problem := beyond_bounds(field, value):
             raise argparse.ArgumentTypeError(problem)

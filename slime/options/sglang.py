@@ -28,6 +28,10 @@ SET_BY_SLIME = frozenset(
 ROUTER_SET_BY_SLIME = frozenset(("help", "worker_urls", "api_key", "prefill", "decode", "pd_disaggregation"))
 """Attributes of the router's own parser that slime decides."""
 
+CONSISTENT_HASHING = "consistent_hashing"
+KEYED_POLICIES = (CONSISTENT_HASHING, "manual")
+"""Policies of the router that send requests of one X-SMG-Routing-Key to one engine."""
+
 
 def write_engine_flags(path: str) -> None:
     """Write a record of every server flag; imports SGLang, so it runs in a process of its own."""
@@ -43,11 +47,24 @@ def write_engine_flags(path: str) -> None:
 
 def write_router_flags(path: str) -> None:
     """Write a record of every router flag; imports sglang_router, so it runs in a process of its own."""
+    _write(router_parser(with_address=False), ROUTER_SET_BY_SLIME, path)
+
+
+def router_parser(*, with_address: bool) -> argparse.ArgumentParser:
+    """The router's own parser, of which `RouterArgs.from_cli_args` takes the values; imports sglang_router.
+
+    Args:
+        with_address: whether it has ``--host`` and ``--port``.
+    """
     from sglang_router.router_args import RouterArgs
 
     parser = argparse.ArgumentParser()
-    RouterArgs.add_cli_args(parser, use_router_prefix=False, exclude_host_port=True)
-    _write(parser, ROUTER_SET_BY_SLIME, path)
+    RouterArgs.add_cli_args(parser, use_router_prefix=False, exclude_host_port=not with_address)
+    for action in parser._actions:
+        # sglang-router 0.3.2 has the policy, and its parser does not let one choose it.
+        if action.dest == "policy" and action.choices and CONSISTENT_HASHING not in action.choices:
+            action.choices = [*action.choices, CONSISTENT_HASHING]
+    return parser
 
 
 def _write(parser: argparse.ArgumentParser, left_out: frozenset[str], path: str) -> None:

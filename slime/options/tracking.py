@@ -30,9 +30,9 @@ class TrackingOptions:
     custom_rollout_log_function_path: str | None = option(
         None,
         "Function (rollout_id, args, samples, rollout_extra_metrics, rollout_time) -> bool that logs a rollout; True: "
-        "only its training batch is logged besides.",
+        "slime logs only times, its training batch and where prompts went besides.",
         hook=("log_rollout_data",),
-        call=(Call("rollout_id, args, samples, rollout_extra_metrics, rollout_time", "bool"),),
+        call=(Call("rollout_id, args, samples, rollout_extra_metrics, rollout_time", "bool", may_be_async=True),),
     )
     log_passrate: bool = option(False, "Log passrate/pass@k of the training groups, where a reward of 1 is a pass.")
     log_multi_turn: bool = option(False, "Log multi_turn/: turns, and response lengths with and without tools' tokens.")

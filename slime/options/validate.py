@@ -249,7 +249,10 @@ def _evaluation(args: Namespace, warnings: list[str]) -> None:
     if args.eval_interval is not None and args.placement == "train_only":
         raise OptionError("--eval-interval needs engines, and --debug-train-only starts none")
     if args.eval_interval is None and args.eval_datasets:
-        warnings.append(f"{PAIRS if by_flag else CONFIG} has no effect without --eval-interval")
+        flag = PAIRS if by_flag else CONFIG
+        if args.num_rollout == 0:
+            raise OptionError(f"--num-rollout 0 with {flag} evaluates nothing: add --eval-interval 1")
+        warnings.append(f"{flag} has no effect without --eval-interval")
     if args.eval_function_path is None:
         is_sft = args.rollout_function_path == SFT_ROLLOUT
         args.eval_function_path = DEFAULT_ROLLOUT if is_sft else args.rollout_function_path

@@ -8,6 +8,7 @@ from argparse import Namespace
 from typing import Any
 
 from slime.backends.sglang.client import RequestError
+from slime.options.sglang import KEYED_POLICIES
 from slime.rollout.conversation import RowError, check_messages, render
 from slime.rollout.state import state_of_call
 from slime.rollout.tokenizer import load_tokenizer
@@ -123,8 +124,8 @@ def room_left(args: Namespace, sample: Sample, max_new_tokens: int | None) -> in
 
 
 def _routing_headers(args: Namespace, sample: Sample) -> dict[str, str] | None:
-    """With consistent hashing, the key that keeps the requests of one sample on one engine."""
-    if getattr(args, "router_policy", None) != "consistent_hashing":
+    """With a ``--router-policy`` that heeds it, the key that keeps the requests of one sample on one engine."""
+    if getattr(args, "router_policy", None) not in KEYED_POLICIES:
         return None
     sample.session_id = sample.session_id or uuid.uuid4().hex
     return {"X-SMG-Routing-Key": sample.session_id}

@@ -43,5 +43,5 @@ def _log(args: Namespace, flag: str, *values: Any) -> bool:
     with _one_at_a_time:
         result = background_loop().run(call, timeout=args.rollout_timeout, what=where)
     if result is not None and not isinstance(result, (bool, np.bool_)):
-        raise HookError(f"{where} must return True (nothing else logs it) or False, not {result!r:.80}")
+        raise HookError(f"{where} must return True (it has logged all it wants to) or False, not {result!r:.80}")
     return bool(result)

@@ -40,7 +40,7 @@ from slime.options.model import (
     take_rotary_factor,
 )
 from slime.options.next_tokens import check_heads, check_heads_training
-from slime.options.parser import HelpAction, StrictParser, flag_values
+from slime.options.parser import HelpAction, StrictParser, flag_values, flag_words
 from slime.options.reward_model import find_reward_model, reward_engine_flags
 from slime.options.rollout import GROUP_REWARD_NAMES, EngineOptions, RewardOptions, RolloutOptions
 from slime.options.schema import add_options, flag_named, flag_of, hook_fields
@@ -76,6 +76,10 @@ GROUPS: tuple[type, ...] = (
 HELP_SECTIONS = {"megatron": "Megatron", "sglang": "SGLang", "router": "Router"}
 
 
+_MISSPELT = 0.88
+"""How similar a YAML key is to a flag that it was probably meant for; names of users' own are often at 0.8."""
+
+
 def parse_args(argv: Sequence[str] | None = None, *, asynchronous: bool = False) -> argparse.Namespace:
     """The command line as one flat namespace with every option, Megatron and SGLang value under its upstream name.
 
@@ -90,10 +94,11 @@ def parse_args(argv: Sequence[str] | None = None, *, asynchronous: bool = False)
         sys.path.insert(0, os.getcwd())
     parser = StrictParser(description="Reinforcement learning of language models: Megatron trains, SGLang generates.")
     try:
-        defaults, given = _parse(parser, words)
+        defaults, given, warnings = _parse(parser, words)
+        parser.check_required(given)
         args = argparse.Namespace(**(defaults | given))
         args.rm_sglang_cli = reward_engine_flags(parser, args.rm_sglang_args)
-        args.option_warnings = _resolve(args, set(given), asynchronous)
+        args.option_warnings = [*warnings, *_resolve(args, set(given), asynchronous)]
     except (OptionError, InstalledFlagsError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:
@@ -120,11 +125,22 @@ def describe(args: argparse.Namespace) -> str:
     return describe_groups(argparse.Namespace(**redacted(vars(args))), GROUPS)
 
 
-def _parse(parser: StrictParser, words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The defaults, and what the words and the YAML file that they name set."""
+def _parse(parser: StrictParser, words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """The defaults, what the words and the YAML file that they name set, and warnings about that file."""
     yaml_values = _read_yaml(words)
     defaults = _assemble(parser, words, yaml_values)
-    return defaults, parser.parse_set(words) | _parse_yaml(parser, yaml_values)
+    given = parser.parse_set(words)
+    warnings = _check_keys(parser, yaml_values)
+    return defaults, _merged(given, _parse_yaml(parser, yaml_values)), warnings
+
+
+def _merged(given: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """What the command line gives, and over it what the YAML file does: flag by flag of engines and router too."""
+    merged = given | settings
+    for words in ("sglang_words", "router_words"):
+        kept = {name: passed for name, passed in given.get(words, {}).items() if name not in settings}
+        merged[words] = kept | settings.get(words, {})
+    return merged
 
 
 def _assemble(parser: StrictParser, words: Sequence[str], yaml_values: dict[str, Any]) -> dict[str, Any]:
@@ -152,8 +168,15 @@ def _assemble(parser: StrictParser, words: Sequence[str], yaml_values: dict[str,
 def _given_hooks(words: Sequence[str], yaml_values: dict[str, Any]) -> list[tuple[str, str]]:
     """The (flag, function path) pairs that the user wrote."""
     flags = {flag_of(field): field.name for field in hook_fields(GROUPS)}
-    pairs = [(flag, path) for flag, path in flag_values(words) if flag in flags]
-    return pairs + [(flag, str(yaml_values[name])) for flag, name in flags.items() if yaml_values.get(name)]
+    pairs = [(flag, path) for flag, paths in flag_words(words) if flag in flags for path in paths]
+    return pairs + [(flag, path) for flag, name in flags.items() for path in _paths(yaml_values.get(name))]
+
+
+def _paths(value: Any) -> list[str]:
+    """The function paths of a YAML entry: none, one, or lists of them."""
+    if isinstance(value, list):
+        return [path for each in value for path in _paths(each)]
+    return [str(value)] if value else []
 
 
 def _add_hook_flags(parser: StrictParser, words: Sequence[str], yaml_values: dict[str, Any]) -> None:
@@ -183,7 +206,7 @@ def _read_yaml(words: Sequence[str]) -> dict[str, Any]:
     """The entries of ``--custom-config-path``, with underscores in their names."""
     flag = "--custom-config-path"
     path = dict(flag_values(words)).get(flag)
-    if path is None:
+    if not path:
         return {}
     try:
         with open(os.path.expanduser(path)) as file:
@@ -195,23 +218,32 @@ def _read_yaml(words: Sequence[str]) -> dict[str, Any]:
     return {key.replace("-", "_"): value for key, value in values.items()}
 
 
+def _check_keys(parser: StrictParser, values: dict[str, Any]) -> list[str]:
+    """Refuse YAML entries of engines or router that no flag has; warnings of others that may be misspelt.
+
+    The rest are the user's own, for hooks.
+    """
+    unknown = [key for key in values if not parser.has(key) and explain_flag(flag_named(key)) is None]
+    passed = [parser.explain_unknown(flag_named(key)) for key in unknown if key.startswith(("sglang_", "router_"))]
+    if passed:
+        raise OptionError(f"--custom-config-path: {'; '.join(passed)}")
+    near = {key: parser.nearest(flag_named(key), _MISSPELT) for key in unknown}
+    return [
+        f"--custom-config-path: {key} is kept as an attribute of args{meant}" for key, meant in near.items() if meant
+    ]
+
+
 def _parse_yaml(parser: StrictParser, values: dict[str, Any]) -> dict[str, Any]:
     """YAML entries through the same types and checks as flags; entries that no flag knows stay as they are."""
-    words: list[str] = []
-    plain: dict[str, Any] = {}
+    settings = argparse.Namespace()
     for key, value in values.items():
-        reason = explain_flag(flag_named(key))
-        if reason is not None:
-            raise OptionError(f"--custom-config-path: {reason}")
         try:
-            tokens = parser.tokens_of(key, value)
+            if reason := explain_flag(flag_named(key)):
+                raise ValueError(reason)
+            parser.set_entry(key, value, settings)
         except ValueError as error:
             raise OptionError(f"--custom-config-path: {error}") from error
-        if tokens is None:
-            plain[key] = value
-        else:
-            words += tokens
-    return plain | parser.parse_set(words)
+    return vars(settings)
 
 
 def _resolve(args: argparse.Namespace, given: set[str], asynchronous: bool) -> list[str]:

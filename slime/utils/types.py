@@ -168,7 +168,7 @@ class Sample:
         self.tokens = self.tokens[: len(self.tokens) - self.response_length]
         self.response, self.response_length, self.status = "", 0, Status.PENDING
         self.weight_versions, self.segment_starts, self.segment_lengths = [], [], []
-        self.reward = self.loss_mask = self.rollout_log_probs = self.failure = self.session_id = None
+        self.reward = self.loss_mask = self.rollout_log_probs = self.failure = None
         self.remove_sample, self.non_generation_time = False, 0.0
         self.metadata.pop("start_rollout_id", None)
         self.teacher_log_probs = self.rollout_routed_experts = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import traceback
 from collections.abc import Iterator, Mapping
 from types import TracebackType
@@ -55,8 +56,12 @@ def call_user_function(
 
     Raises:
         BadInputError: it is not there.
-        HookError: it raised; the message holds its traceback.
+        HookError: it raised, where the message holds its traceback, or it is an ``async`` function in disguise.
     """
-    function = load_function(path, flag=flag)
-    with naming(f"{flag} {path}"):
-        return function(*values.values(), **(keywords or {}))
+    function, where = load_function(path, flag=flag), f"{flag} {path}"
+    with naming(where):
+        answer = function(*values.values(), **(keywords or {}))
+    if inspect.iscoroutine(answer):  # of a plain function that calls an async one, which has not begun
+        answer.close()
+        raise HookError(f"{where} returned a coroutine, which nobody awaits here: have it return when all is done")
+    return answer

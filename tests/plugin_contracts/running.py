@@ -141,7 +141,7 @@ def _unprepared(case: Case, error: Exception) -> str:
         subject = Subject(case.contract, f"{source}:{name}", Namespace(), _engine())
         form_of(subject.function, case.contract.forms, "")
     except CallError as wrong:
-        change = "take the parameters of a form that is expected; names before * are yours"
+        change = wrong.change or "take the parameters of a form that is expected; names before * are yours"
         return report(subject, Case(case.contract, path, None).title, BrokenError(wrong.problem, change))
     except SlimeError:
         pass

@@ -83,6 +83,7 @@ def contract_args(words: Sequence[str], prog: str) -> Namespace:
     _add_hook_flags(parser, words, yaml_values)
     defaults = parser.split_defaults()
     given = parser.parse_set(words) | _parse_yaml(parser, yaml_values)
+    parser.check_required(given)
     small = vars(small_rollout(directory() / "tokenizer"))
     small |= {
         **_TRAINER,

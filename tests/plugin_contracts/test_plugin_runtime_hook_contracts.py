@@ -32,6 +32,8 @@ NUM_GPUS = 0
 
 _REWARDS = ([0.0, 1.0, 1.0], [0.5, 0.25, 0.0])
 _EXAMPLES = "tests.plugin_contracts.plugins."
+_BESIDES = "times, the training batch and where prompts went"
+"""What slime logs of a rollout that a function has logged."""
 
 
 def _samples(subject: Subject) -> list[Sample]:
@@ -42,15 +44,15 @@ def _samples(subject: Subject) -> list[Sample]:
     return samples
 
 
-def _note_answer(subject: Subject, logged: bool) -> None:
-    what = "True: slime then logs nothing of it besides" if logged else "False: slime then logs as usual"
+def _note_answer(subject: Subject, logged: bool, besides: str) -> None:
+    what = f"True: slime then logs only {besides} besides" if logged else "False: slime then logs as usual"
     subject.notes.append(f"it returned {what}")
 
 
 def check_rollout_log(subject: Subject) -> None:
     """It takes the samples and metrics of a rollout, and says whether it has logged them"""
     metrics = {"rollout/surplus_groups": 0.0, "perf/rollout_time": 1.5}
-    _note_answer(subject, logs_rollout(subject.args, 0, _samples(subject), metrics, 1.5))
+    _note_answer(subject, logs_rollout(subject.args, 0, _samples(subject), metrics, 1.5), _BESIDES)
 
 
 def check_evaluation_log(subject: Subject) -> None:
@@ -59,7 +61,7 @@ def check_evaluation_log(subject: Subject) -> None:
     rewards: list[float | None] = [reward for group in _REWARDS for reward in group]
     rewards[-1] = None
     result = {"rewards": rewards, "truncated": [False] * len(samples), "samples": samples}
-    _note_answer(subject, logs_evaluation(subject.args, 0, {"contract": result}, {"perf/eval_time": 1.5}))
+    _note_answer(subject, logs_evaluation(subject.args, 0, {"contract": result}, {"perf/eval_time": 1.5}), "times")
 
 
 def check_rewards(subject: Subject) -> None:
@@ -84,14 +86,14 @@ CONTRACTS = (
     Contract(
         "--custom-rollout-log-function-path",
         (_EXAMPLES + "log_rollout_data",),
-        "log what you like, and return True where slime is to log nothing of it besides, else False",
+        f"log what you like, and return True where slime is to log only {_BESIDES} besides, else False",
         (check_rollout_log,),
     ),
     Contract(
         "--custom-eval-rollout-log-function-path",
         (_EXAMPLES + "log_eval_rollout_data",),
         "log what you like of data[name]['rewards'], ['truncated'] and ['samples'], and return True where slime is to "
-        "log nothing of it besides, else False",
+        "log only times besides, else False",
         (check_evaluation_log,),
     ),
     Contract(

@@ -209,6 +209,8 @@ def test_functions_in_a_bare_file(name: str, function: str, directory: Path) -> 
         ("--advantage-estimator cispo --eps-clip-c 2", "--eps-clip-c has no effect with --advantage-estimator cispo"),
         *((f"--loss-type sft_loss {flag}", f"{flag} has no effect without --loss-type policy_loss")
           for flag in ("--use-rollout-logprobs", "--use-tis", "--use-rs", "--use-opsm")),
+        *((f"--loss-type sft_loss --use-kl-loss {words}", f"{words} has no effect with --loss-type sft_loss: drop it")
+          for words in ("--kl-loss-coef 0.1", "--kl-coef 0.1", "--entropy-coef 0.1")),
         ("--keep-old-actor", "--keep-old-actor is of train_async.py"),
         (f"{PPO} --num-critic-only-steps 3", "--num-critic-only-steps 3 leaves none of --num-rollout 3 to the actor"),
         ("--eps-clip-c 1", "--eps-clip-c"),
@@ -269,7 +271,8 @@ def test_schedules_count_the_rollouts_that_a_model_learns_from() -> None:
 
 
 def test_supervised_training_needs_no_advantages(capsys: pytest.CaptureFixture[str]) -> None:
-    args = parse_args(command("--loss-type sft_loss --debug-train-only --n-samples-per-prompt 1", "--rm-type"))
+    words = "--loss-type sft_loss --debug-train-only --n-samples-per-prompt 1 --use-kl-loss --kl-loss-coef 0"
+    args = parse_args(command(words, "--rm-type"))
     assert args.disable_compute_advantages_and_returns
     assert not args.needs_reference
     assert not args.use_critic

@@ -149,6 +149,58 @@ def test_yaml_is_merged_before_derivation(parse: Parse, directory: Path, fails: 
     assert "--custom-config-path no.yaml" in fails("--custom-config-path no.yaml")
 
 
+def write_settings(directory: Path, settings: dict[str, Any]) -> None:
+    (directory / "c.yaml").write_text(yaml.safe_dump(settings))
+
+
+def test_yaml_wins_flag_by_flag_of_an_engine_too(parse: Parse, directory: Path) -> None:
+    words = "--custom-config-path c.yaml --sglang-enable-metrics --sglang-log-level info --sglang-disable-radix-cache"
+    write_settings(directory, {"sglang_log_level": "debug", "sglang_disable_radix_cache": False})
+    args = parse(words)
+    assert args.sglang_cli == ["--enable-metrics", "--log-level", "debug"]
+    assert not args.sglang_disable_radix_cache
+
+
+def test_yaml_keys_that_no_flag_has(
+    parse: Parse, directory: Path, fails: Fails, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_settings(directory, {"rollout_bacth_size": 2, "judge_url": "http://j"})
+    args = parse("--custom-config-path c.yaml")
+    assert (args.rollout_bacth_size, args.judge_url) == (2, "http://j")
+    kept = "rollout_bacth_size is kept as an attribute of args; did you mean --rollout-batch-size?"
+    assert args.option_warnings == [f"--custom-config-path: {kept}"]
+    capsys.readouterr()
+    write_settings(directory, {"sglang_trust_remote_code": True, "router_polcy": "random"})
+    line = fails("--custom-config-path c.yaml")
+    assert "--custom-config-path: unknown flag --" in line
+    assert "--sglang-trust-remote-code" in line
+    assert "unknown flag --router-polcy; did you mean --router-policy?" in line
+
+
+def test_what_a_hook_requires_may_come_from_the_command_line_or_yaml(
+    parse: Parse, directory: Path, fails: Fails
+) -> None:
+    source = (directory / "hook.py").read_text()
+    needs = source.replace("'--tool-budget', type=int, default=3", "'--tool-url', required=True")
+    (directory / "needs.py").write_text(needs)
+    assert parse("--custom-rm-path needs.py --tool-url http://x").tool_url == "http://x"
+    write_settings(directory, {"tool_url": "http://y"})
+    assert parse("--custom-rm-path needs.py --custom-config-path c.yaml").tool_url == "http://y"
+    assert fails("--custom-rm-path needs.py").endswith("--tool-url is missing")
+
+
+def test_every_hook_of_a_list_is_loaded(parse: Parse, directory: Path) -> None:
+    for name in ("first", "second"):
+        lines = (f"def add_arguments(parser):\n    parser.add_argument('--{name}')", "def f(args, sample): return None")
+        (directory / f"{name}.py").write_text("\n".join(lines) + "\n")
+    paths = [f"{directory}/{name}.py:f" for name in ("first", "second")]
+    args = parse("--rollout-sample-hook-path first.py:f second.py:f --first 1 --second 2")
+    assert (args.rollout_sample_hook_path, args.first, args.second) == (paths, "1", "2")
+    for value in (["first.py:f", "second.py:f"], [["first.py:f"], ["second.py:f"]]):
+        write_settings(directory, {"rollout_sample_hook_path": value})
+        assert parse("--custom-config-path c.yaml --second 2").rollout_sample_hook_path == paths
+
+
 @pytest.mark.parametrize(
     ("words", "without", "expected"),
     [
@@ -197,10 +249,19 @@ def test_yaml_is_merged_before_derivation(parse: Parse, directory: Path, fails: 
         ("--lr-warmup-iters 2 --lr-decay-iters 2 --num-epoch 1", "--num-rollout", "2 optimizer steps of 2"),
         ("--lr 1e-5 --min-lr 1e-4", "", "--min-lr 0.0001 is above --lr 1e-05"),
         ("--lr-warmup-init 1", "", "--lr-warmup-init 1.0 is above --lr 1e-06"),
+        ("--lr-warmup-iters -1", "", "-iters -1: the learning rate would warm up for -1 optimizer steps of 3"),
         ("--lr-decay-style WSD", "", "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 4", "", "-iters 4: there are 3 optimizer steps after the warm-up"),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 3 --lr-warmup-iters 1", "", "there are 2 optimizer steps after"),
+        ("--end-weight-decay 0.1", "", "--start-weight-decay 0.01 and --end-weight-decay 0.1 (--weight-decay"),
+        ("--start-weight-decay 0.1 --weight-decay-incr-style linear", "", "weight decay is at least 0 and does not"),
+        ("--weight-decay -1", "", "weight decay is at least 0 and does not fall"),
+        ("--weight-decay-incr-style cosine", "", "are the same; set them, or drop it"),
         ("--optimizer sgd --use-distributed-optimizer", "", "--optimizer sgd cannot be distributed"),
         ("--use-precision-aware-optimizer", "", "--use-precision-aware-optimizer is not available yet in this version"),
         ("--optimizer-cpu-offload", "", "--optimizer-cpu-offload is not available yet in this version: the opt"),
+        ("--exp-avg-dtype bf16", "", "--exp-avg-dtype bf16 is not available yet in this version: the optimizer"),
+        ("--main-params-dtype fp16", "", "--main-params-dtype fp16 is not available yet in this version: the"),
         ("--optimizer lion", "", "--optimizer lion: there are adam and sgd"),
         ("--padded-vocab-size 299", "", "--padded-vocab-size 299 must be at least the vocabulary's 300"),
         ("--padded-vocab-size 301 --tensor-model-parallel-size 2", "", "a multiple of --tensor-model-parallel-size 2"),
@@ -212,6 +273,19 @@ def test_yaml_is_merged_before_derivation(parse: Parse, directory: Path, fails: 
         ("--post-self-attn-layernorm", "", "--post-self-attn-layernorm is True, config.json means False"),
         ("--post-mlp-layernorm", "", "--post-mlp-layernorm is True, config.json means False"),
         ("--enable-experimental", "", "--enable-experimental is not available yet"),
+        ("--overlap-moe-expert-parallel-comm", "", "--overlap-moe-expert-parallel-comm is not available yet"),
+        ("--delay-wgrad-compute", "", "--delay-wgrad-compute is not available yet"),
+        ("--batch-invariant-mode", "", "--batch-invariant-mode is not available yet"),
+        ("--fine-grained-activation-offloading", "", "--fine-grained-activation-offloading is not available yet"),
+        ("--qk-clip", "", "--qk-clip is not available yet"),
+        ("--log-max-attention-logit", "", "--log-max-attention-logit is not available yet"),
+        ("--symmetric-ar-type two_shot", "", "--symmetric-ar-type two_shot is not available yet"),
+        ("--use-kitchen", "", "--use-kitchen is not available yet"),
+        ("--test-mode", "", "--test-mode is not available yet"),
+        ("--enable-cuda-graph", "", "--enable-cuda-graph is not available yet"),
+        ("--cuda-graph-impl local", "", "--cuda-graph-impl local is not available yet"),
+        ("--num-distributed-optimizer-instances 2", "", "--num-distributed-optimizer-instances 2 is not available yet"),
+        ("--cpu-offloading", "", "--cpu-offloading needs --transformer-impl transformer_engine"),
         ("--ddp-average-in-collective", "", "--ddp-average-in-collective is not available: token weights"),
         ("--te-rng-tracker", "", "--te-rng-tracker is not available"),
         ("--window-size 128,0", "", "--window-size is not available yet"),
@@ -259,6 +333,20 @@ def test_transformer_engine_must_be_installed(fails: Fails, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     words = "--transformer-impl transformer_engine --bf16"
     assert "engine: it cannot be imported (ModuleNotFoundError: No module named 'transformer_engine" in fails(words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--weight-decay-incr-style cosine --end-weight-decay 0.1",
+        "--start-weight-decay 0.1 --end-weight-decay 0.1",
+        "--lr-decay-style WSD --lr-wsd-decay-iters 2 --lr-warmup-iters 1",
+        "--cuda-graph-impl none --num-distributed-optimizer-instances 1 --exp-avg-dtype fp32",
+        "--moe-token-dispatcher-type flex --moe-enable-deepep",
+    ],
+)
+def test_what_a_trainer_takes(parse: Parse, words: str) -> None:
+    parse(words)
 
 
 def test_sgd_is_not_distributed(parse: Parse) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,31 @@ def listed_openly(args: Any, samples: Any, **kwargs: Any) -> None: ...
 )
 def test_names_are_free_but_for_the_one_that_tells_forms_apart(function: Callable[..., Any], form: Call) -> None:
     assert form_of(function, (ONE, MANY), "--x") is form
+
+
+async def awaited(args: Any, x: Any, y: Any) -> None: ...
+
+
+class AsyncObject:
+    async def __call__(self, args: Any, x: Any, y: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        awaited,
+        functools.partial(awaited),
+        AsyncObject(),
+        AsyncObject().__call__,
+        functools.partial(AsyncObject()),
+    ],
+)
+def test_an_async_function_is_refused_where_nobody_awaits_it(function: Callable[..., Any]) -> None:
+    plain = Call("args, x, y, **kwargs", "None")
+    with pytest.raises(CallError, match=r"^--x a.py:f: it is async, .* would never run: write def, not async def$"):
+        form_of(function, (plain,), "--x a.py:f")
+    for call in (Call("args, x, y", "None", is_async=True), Call("args, x, y", "None", may_be_async=True)):
+        assert form_of(function, (call,), "--x") is call
 
 
 def test_a_data_source_that_lacks_a_method_is_refused_with_the_flags(tmp_path: Path) -> None:
@@ -88,6 +114,20 @@ def test_every_function_path_has_its_forms_and_slimes_own_has_one(field: Any) ->
         form_of(load_function(field.default), field.metadata["call"], flag_of(field))
 
 
+AWAITED = {
+    *("custom_generate_function_path", "custom_rm_path", "dynamic_sampling_filter_path", "rollout_sample_hook_path"),
+    *("rollout_sample_filter_path", "rollout_all_samples_process_path", "custom_rollout_log_function_path"),
+    "custom_eval_rollout_log_function_path",
+}
+"""Those that `call_hook` calls."""
+
+
+@pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
+def test_functions_that_may_be_async_are_those_that_are_awaited(field: Any) -> None:
+    for call in field.metadata["call"]:
+        assert (call.is_async or call.may_be_async) == (field.name in AWAITED)
+
+
 @pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
 def test_a_wrong_signature_is_refused_with_the_command_line(field: Any, tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
@@ -113,6 +153,11 @@ def test_the_command_line_ends_with_one_line(
         "(args, buffer): too many positional arguments"
     )
     assert "and takes ()" in failure(capsys, "--data-source-path mine.py:Source")
+    (tmp_path / "late.py").write_text("async def hook(args): pass\n")
+    assert failure(capsys, "--custom-megatron-init-path late.py:hook") == (
+        "--custom-megatron-init-path late.py:hook: it is async, and nobody awaits it, so that it would never run: "
+        "write def, not async def"
+    )
     evaluates = "--rollout-function-path mine.py:make --eval-interval 1 --eval-prompt-data data.jsonl"
     assert "mine.py:make, which also evaluates: it is called as (args, rollout_id, data_source, *, evaluation)" in (
         failure(capsys, evaluates)

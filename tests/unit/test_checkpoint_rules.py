@@ -42,6 +42,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--run-dir data.jsonl", "--run-dir {directory}/data.jsonl: it is no directory"),
         ("--save link/ckpt", "/link/ckpt: {directory}/link is a link to elsewhere, which is not there"),
         ("--save /proc/x", "--save /proc/x: no directory can be made in /proc: "),
+        ("--update-weight-transport disk --update-weight-disk-dir /proc/x", "--update-weight-disk-dir /proc/x: no dir"),
         ("--run-dir /proc", "--run-dir /proc: no directory can be made in it: "),
         ("--load torch_dist", "torch_dist is one checkpoint: name the directory above it to resume, or start from its"),
         ("--load of_adapters/iter_0000002", "iter_0000002 is one checkpoint: name the directory above it to resume$"),

@@ -338,24 +338,25 @@ def test_stale_groups_of_cut_rollouts_begin_anew_as_they_were_drawn(make_args: A
     (group,) = source.get_samples(1)
     parts = []
     for sample in group:
+        sample.session_id = f"of {sample.index}"
         for text in (sample.prompt, "a summary of it"):
             part = copy.deepcopy(sample)
             part.prompt, part.status = text, Status.COMPLETED
             part.append_response_tokens(tokens=[9], log_probs=[-1.0], meta_info={"weight_version": 1})
             parts.append(part)
-    drawn = [(sample.rollout_id, sample.prompt) for sample in group]
-    assert [(s.rollout_id, s.prompt) for s in as_prompts(None, copy.deepcopy(parts))] == drawn
+    drawn = [(sample.rollout_id, sample.prompt, sample.session_id) for sample in group]
+    assert [(s.rollout_id, s.prompt, s.session_id) for s in as_prompts(None, copy.deepcopy(parts))] == drawn
     source.add_samples([copy.deepcopy(parts)])
     with under_way(7):
         (again,) = source.get_samples(1)
-    assert [(s.rollout_id, s.prompt) for s in again] == drawn
+    assert [(s.rollout_id, s.prompt, s.session_id) for s in again] == drawn
     assert [(s.status, s.response_length) for s in again] == [(Status.PENDING, 0)] * 2
     # Handed out as parts, it is no more than a prompt for each rollout when it is too old again.
     source.add_samples([parts])
     with under_way(1):
         (cut,) = source.get_samples(1)
     assert len(cut) == 4
-    assert [(s.rollout_id, s.prompt) for s in as_prompts(source, cut)] == drawn
+    assert [(s.rollout_id, s.prompt, s.session_id) for s in as_prompts(source, cut)] == drawn
 
 
 def test_groups_that_go_on_leave_what_older_weights_finished_out_of_the_loss(make_args: Args) -> None:

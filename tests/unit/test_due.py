@@ -14,6 +14,7 @@ from slime.ray import run as whole_run
 from slime.ray.driver import run_driver
 from slime.ray.due import NothingLeftError, check_remaining
 from slime.utils.arguments import parse_args
+from slime.utils.errors import BadInputError
 from tests.command_line import command, write_checkpoint, write_model, write_rows
 
 NUM_GPUS = 0
@@ -47,6 +48,16 @@ def evaluated(directory: Path, version: int) -> None:
     """Have the run's directory say that these weights were scored."""
     (directory / "run").mkdir(exist_ok=True)
     (directory / "run" / "metrics.jsonl").write_text(json.dumps({"eval/step": version, "eval/add": 0.5}) + "\n")
+
+
+def test_bad_input_that_shows_late_is_one_line_too(capsys: pytest.CaptureFixture[str]) -> None:
+    def train(args: Namespace) -> None:
+        raise BadInputError("--use-wandb: no key")
+
+    with pytest.raises(SystemExit) as stop:
+        run_driver(train, parse_args(command("--run-dir run")))
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.endswith(": error: --use-wandb: no key\n")
 
 
 @pytest.mark.parametrize("words", ["", f"{EVALUATES} --skip-eval-before-train"])

@@ -206,3 +206,5 @@ def test_a_file_that_is_missing_a_name_in_both_sources_and_no_interval(
     assert "--eval-label-key is missing: --eval-config eval.yaml: a: rm_type f1 compares" in no_label
     parse_args(command("--eval-config eval.yaml"))
     assert "warning: --eval-config has no effect without --eval-interval" in capsys.readouterr().err
+    nothing = failure(capsys, "--num-rollout 0 --eval-config eval.yaml", "--num-rollout")
+    assert nothing == "--num-rollout 0 with --eval-config evaluates nothing: add --eval-interval 1"

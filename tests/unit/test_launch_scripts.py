@@ -102,11 +102,31 @@ def test_run_scripts_pass_dry_run(
     assert "slot 0: training rank 0" in check(words[1:], capsys, tmp_path)
 
 
+@pytest.mark.parametrize("name", ["qwen3-235B-A22B", "deepseek-r1", "kimi-k2-Instruct"])
+def test_several_nodes_may_have_other_than_eight_gpus(
+    name: str, files: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (model,) = re.findall(r"scripts/models/(.+)\.sh", (SCRIPTS / f"run-{name}.sh").read_text())
+    variables = {"HF_CHECKPOINT": str(checkpoint(files, model)), "SAVE_DIR": str(tmp_path / "output")}
+    variables |= {data: str(files / "prompts.jsonl") for data in ("PROMPT_DATA", "EVAL_DATA")}
+    _, (eight,) = run(f"run-{name}.sh", files, tmp_path / "eight", DRY_RUN="1", **variables)
+    _, (four,) = run(f"run-{name}.sh", files, tmp_path / "four", DRY_RUN="1", NUM_GPUS="4", **variables)
+    for flag in ("--actor-num-gpus-per-node", "--rollout-num-gpus-per-engine", "--expert-model-parallel-size"):
+        assert 2 * int(four[four.index(flag) + 1]) == int(eight[eight.index(flag) + 1])
+    check(four[1:], capsys, tmp_path)
+
+
 @pytest.mark.parametrize("name", ["deepseek-r1", "kimi-k2-Instruct"])
 def test_models_in_float8_start_from_what_is_published(name: str, files: Path, tmp_path: Path) -> None:
     _, (words,) = run(f"run-{name}.sh", files, tmp_path / "record", NUM_NODES="1")
     assert words[words.index("--hf-checkpoint") + 1].lower().endswith(f"/{name.lower()}")
     assert "--use-tis" in words
+
+
+@pytest.mark.parametrize("name", ["moonlight-16B-A3B", "kimi-k2-Instruct"])
+def test_models_whose_tokenizer_is_code_are_looked_for_in_a_directory(name: str, files: Path, tmp_path: Path) -> None:
+    _, (words,) = run(f"run-{name}.sh", files, tmp_path / "record", NUM_NODES="1")
+    assert words[words.index("--hf-checkpoint") + 1].startswith("/root/")
 
 
 @pytest.mark.parametrize("script", RUNS)
@@ -133,13 +153,19 @@ def test_from_anywhere_the_quickstarts_scripts_find_its_results(
 
 
 @pytest.mark.parametrize("page", ["launch.md", "zh/launch.md"])
-def test_the_page_names_every_run_and_shows_a_script_that_works(page: str, files: Path, tmp_path: Path) -> None:
+def test_the_page_names_every_run_and_shows_a_script_that_works(
+    page: str, files: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     text = (DOCS / page).read_text()
     assert [script for script in RUNS if f"`{script}`" not in text] == []
     (own,) = (block for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) if "launch train.py" in block)
     environment = {"PATH": os.environ["PATH"], "PYTHON": str(files / "python"), "RECORD": str(tmp_path / "record")}
+    (model,) = re.findall(r"scripts/models/(.+?)\.sh", own)
+    environment |= {"HF_CHECKPOINT": str(checkpoint(files, model))}
+    environment |= {data: str(files / "prompts.jsonl") for data in ("PROMPT_DATA", "EVAL_DATA")}
     command = ["bash", "-c", own, "bash", "--seed", "7"]
     subprocess.run(command, timeout=300, check=True, env=environment, cwd=shipped.ROOT)
     (words,) = recorded(tmp_path / "record")
     assert words[-2:] == ["--seed", "7"]
     assert {"--num-layers", "--hf-checkpoint", "--save", "--rm-type"} <= set(words)
+    check([*words[1:], "--save", str(tmp_path / "save")], capsys, tmp_path)

@@ -15,6 +15,7 @@ import torch
 
 from slime.observability.metrics import MetricsLogger
 from slime.observability.progress import done_line, step_line
+from slime.utils.errors import BadInputError
 
 
 def make_args(run_dir: Path, **changes: Any) -> argparse.Namespace:
@@ -34,9 +35,7 @@ def make_args(run_dir: Path, **changes: Any) -> argparse.Namespace:
         "wandb_run_id": None,
         "disable_wandb_random_suffix": False,
         "wandb_always_use_train_step": False,
-        "rollout_batch_size": 4,
-        "n_samples_per_prompt": 8,
-        "global_batch_size": 16,
+        "num_steps_per_rollout": 2,
     }
     return argparse.Namespace(**{**defaults, **changes})
 
@@ -207,7 +206,6 @@ def test_wandb_offline_writes_metrics_and_options_without_secrets(
     logger.close()
 
     rows, config, run = read_wandb(tmp_path / "w")
-    # Four prompts of eight samples in batches of sixteen: two optimizer steps a rollout.
     assert [(row.get("rollout/raw_reward"), row.get("rollout/step")) for row in rows[:1]] == [(reward, 6)]
     assert [(row.get("train/loss"), row.get("train/step")) for row in rows[1:]] == [(0.5, 6)]
     assert (run.run_id, run.project, run.run_group, run.display_name) == ("run1234", "arithmetic", "g", "g")
@@ -219,6 +217,14 @@ def test_wandb_offline_writes_metrics_and_options_without_secrets(
             assert b"-secret" not in content, file
             assert args.wandb_key.encode() not in content, file
     assert read_lines(tmp_path)[0]["rollout/step"] == 3
+
+
+def test_wandb_without_a_key_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    with pytest.raises(BadInputError, match=r"^--use-wandb: .*API key.* \(see --wandb-key, .*--wandb-mode offline\)$"):
+        MetricsLogger(make_args(tmp_path, use_wandb=True))
 
 
 def test_wandb_disabled_writes_no_files(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +19,7 @@ from slime.options.installed import InstalledFlagsError, start_reading
 from slime.options.parser import StrictParser, flag_values
 from slime.options.patterns import layer_pattern
 from slime.options.schema import add_options, option
+from slime.options.sglang import CONSISTENT_HASHING, command_line, router_parser
 from slime.utils.arguments import _assemble
 
 
@@ -26,6 +29,7 @@ class Example:
 
     batch: int = option(4, "Size.", at_least=1)
     rate: float | None = option(None, "Rate.", above=0, at_most=2)
+    name: str | None = option(None, "Name.")
     kind: Literal["a", "b"] = option("a", "Kind.", aliases=("--sort",))
     fast: bool = option(False, "Fast.")
     stops: list[str] | None = option(None, "Stops.")
@@ -81,6 +85,7 @@ def test_later_duplicates_win_and_repeated_lists_gather(parser: StrictParser) ->
         ("--batc 3", "unknown flag --batc; did you mean --batch?"),
         ("--batch 0", "argument --batch: must be at least 1, not 0"),
         ("--batch x", "argument --batch: invalid int value: 'x'"),
+        ("--name=", "argument --name: is empty: is a shell variable unset?"),
         ("--rate 0", "argument --rate: must be above 0, not 0"),
         ("--rate 2.5", "argument --rate: must be at most 2, not 2.5"),
         ("--kind c", "invalid choice: 'c'"),
@@ -121,6 +126,19 @@ def test_pass_through_keeps_attribute_and_words(full_parser: StrictParser) -> No
     assert given["router_disable_retries"] is True
 
 
+@pytest.mark.skipif(find_spec("sglang_router") is None, reason="it is the router's parser that lacks it")
+def test_a_policy_that_the_router_has_and_its_parser_does_not_offer(
+    full_parser: StrictParser, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from sglang_router.router import policy_from_str
+    from sglang_router.router_args import RouterArgs
+
+    given = full_parser.parse_set(["--router-policy", CONSISTENT_HASHING])
+    values = router_parser(with_address=True).parse_args([*command_line(given["router_words"]), "--port", "1"])
+    assert policy_from_str(RouterArgs.from_cli_args(values, use_router_prefix=False).policy) is not None
+    assert "invalid choice: 'consistent'" in fails(full_parser, "--router-policy consistent", capsys)
+
+
 @pytest.mark.parametrize("section", [None, "megatron", "sglang", "router", "all"])
 def test_help_is_grouped(section: str | None, full_parser: StrictParser, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
@@ -142,6 +160,96 @@ def test_help_is_grouped(section: str | None, full_parser: StrictParser, capsys:
 
 def test_flag_values_reads_both_forms() -> None:
     assert flag_values(["--a", "1", "--b=2", "--c"]) == [("--a", "1"), ("--b", "2"), ("--c", "")]
+    assert flag_values(["--a", "--b", "2", "3"]) == [("--a", ""), ("--b", "2")]
+
+
+def entries(parser: StrictParser, values: dict[str, Any]) -> dict[str, Any]:
+    """What entries of YAML set."""
+    namespace = argparse.Namespace()
+    for key, value in values.items():
+        parser.set_entry(key, value, namespace)
+    return vars(namespace)
+
+
+def test_a_switch_by_its_own_name_does_what_its_flag_does(full_parser: StrictParser) -> None:
+    """Whatever it stores: False for --no-..., a word for --fp32."""
+    switches = [action for action in full_parser._actions if action.nargs == 0]
+    assert len(switches) > 300
+    for action in switches:
+        for flag in action.option_strings:
+            expected = full_parser.parse_set([flag])
+            assert entries(full_parser, {flag[2:].replace("-", "_"): True}) == expected, flag
+            if action.const is True and "_words" not in str(expected):
+                assert entries(full_parser, {flag[2:].replace("-", "_"): False}) == {action.dest: False}, flag
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"precision": "float32"}, {"precision": "float32"}),
+        ({"use_distributed_optimizer": False}, {"use_distributed_optimizer": False}),
+        ({"no_use_distributed_optimizer": False}, {"use_distributed_optimizer": True}),
+        ({"no_check_for_nan_in_loss_and_grad": False}, {"check_for_nan_in_loss_and_grad": True}),
+        ({"offload_train": False, "no_offload_rollout": True}, {"offload_train": False, "offload_rollout": False}),
+        ({"recompute_granularity": "full"}, {"recompute_granularity": "full"}),
+        ({"moe_layer_freq": [0, 1, 1]}, {"moe_layer_freq": [0, 1, 1]}),
+        ({"rollout_stop": ["-x", "--y", "--"]}, {"rollout_stop": ["-x", "--y", "--"]}),
+        ({"eval_prompt_data": ["a", "f"]}, {"eval_prompt_data": [["a", "f"]]}),
+        ({"eval_prompt_data": [["a", "f"], ["b", "-g"], "h"]}, {"eval_prompt_data": [["a", "f"], ["b", "-g"], ["h"]]}),
+        ({"train_env_vars": {"A": "1"}, "rm_type": None}, {"train_env_vars": {"A": "1"}, "rm_type": None}),
+        (
+            {"sglang_json_model_override_args": {"a": 1}},
+            {
+                "sglang_json_model_override_args": '{"a": 1}',
+                "sglang_words": {"sglang_json_model_override_args": ["--json-model-override-args", '{"a": 1}']},
+            },
+        ),
+    ],
+)
+def test_entries_go_through_their_flags(values: Any, expected: Any, full_parser: StrictParser) -> None:
+    assert entries(full_parser, values) == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("bf16", False, "bf16: False is not true, all that --bf16 can say: leave it out, or set precision"),
+        ("precision", True, "precision: True is none of bfloat16, float16, float32"),
+        ("recompute_granularity", True, "--recompute-granularity takes a value, not True"),
+        ("lr", [1, 2], "argument --lr: invalid float value"),
+        ("run_dir", ["a"], "run_dir: --run-dir does not take ['a']"),
+        ("run_dir", {"a": 1}, "run_dir: --run-dir does not take {'a': 1}"),
+        ("rollout_stop", [], "argument --rollout-stop: expected at least one argument"),
+        ("transformer_impl", "inference_optimized", "--transformer-impl inference_optimized is not available yet"),
+    ],
+)
+def test_entries_that_flags_do_not_take(key: str, value: Any, expected: str, full_parser: StrictParser) -> None:
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        entries(full_parser, {key: value})
+
+
+def test_lists_for_flags_that_gather_single_values(parser: StrictParser) -> None:
+    parser.add_argument("--one", action="append")
+    parser.add_argument("--two", nargs=2)
+    parser.split_defaults()
+    assert entries(parser, {"one": ["a", "b"], "two": [1, 2]}) == {"one": ["a", "b"], "two": ["1", "2"]}
+    with pytest.raises(ValueError, match="argument --two: expected 2 values, not 3"):
+        entries(parser, {"two": [1, 2, 3]})
+
+
+def test_what_is_required_is_checked_of_all_that_is_given(
+    parser: StrictParser, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser.add_argument("--url", "-u", required=True)
+    either = parser.add_mutually_exclusive_group(required=True)
+    for flag in ("--left", "--right"):
+        either.add_argument(flag, action="store_true")
+    parser.split_defaults()
+    assert parser.parse_set([]) == {}
+    parser.check_required(["right", "url"])
+    with pytest.raises(SystemExit):
+        parser.check_required(["batch"])
+    assert capsys.readouterr().err == "train.py: error: --left or --right is missing; --url/-u is missing\n"
 
 
 @pytest.mark.parametrize(

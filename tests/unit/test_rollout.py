@@ -217,12 +217,14 @@ def test_calls_outside_of_a_rollout_open_one_session(rollout_args: Args, monkeyp
     assert loops_of_runs[0]() is None, "nothing refers to a loop that has ended"
 
 
-def test_session_affinity_header(rollout_args: Args, use: Callable[..., FakeClient]) -> None:
+@pytest.mark.parametrize("policy", ["consistent_hashing", "manual", "cache_aware"])
+def test_session_affinity_header(policy: str, rollout_args: Args, use: Callable[..., FakeClient]) -> None:
     client = use(FakeClient())
     args = rollout_args()
-    args.router_policy = "consistent_hashing"
+    args.router_policy = policy
     sample = asyncio.run(generate(args, Sample(prompt="abc"), {"max_new_tokens": 8}))
-    assert client.requests[0][2] == {"X-SMG-Routing-Key": sample.session_id}
+    expected = None if policy == "cache_aware" else {"X-SMG-Routing-Key": sample.session_id}
+    assert client.requests[0][2] == expected
 
 
 def test_failed_request_cancels_the_rest_and_the_next_rollout_works(

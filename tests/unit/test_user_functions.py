@@ -22,6 +22,8 @@ def functions(tmp_path: Path) -> Path:
         "def deep(a, b):\n    return inner(a)\n"
         "def inner(a):\n    raise KeyError('boom')\n"
         "def ours(a, b): raise BadInputError('row 3')\n"
+        "async def later(a, b): pass\n"
+        "def hides(a, b): return later(a, b)\n"
         "class Callable:\n    def __init__(self, a, b): self.sum = a + b\n"
     )
     return path
@@ -48,3 +50,9 @@ def test_what_it_raises_comes_with_its_own_traceback(functions: Path) -> None:
 def test_a_path_that_is_not_there(functions: Path) -> None:
     with pytest.raises(BadInputError, match=r"--flag .*mine.py:add: .*did you mean adds"):
         call_user_function("--flag", f"{functions}:add", {})
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_coroutine_is_not_dropped_in_silence(functions: Path) -> None:
+    with pytest.raises(HookError, match=r"^--flag .*mine.py:hides returned a coroutine, which nobody awaits here"):
+        call_user_function("--flag", f"{functions}:hides", {"args": 1, "samples": 2})

@@ -1,0 +1,68 @@
+"""The real router in front of workers that only say which of them was asked."""
+
+from __future__ import annotations
+
+import asyncio
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from slime.backends.sglang.router import Router
+from slime.rollout.sglang_rollout import generate
+from slime.utils.types import Sample
+from tests.integration.tiny import engine_args
+
+NUM_GPUS = 0
+WORKERS, REQUESTS = 3, 10
+
+
+@pytest.mark.parametrize("policy", ["consistent_hashing", "manual"])
+def test_requests_of_one_session_go_to_one_engine(policy: str, tmp_path: Path) -> None:
+    args = engine_args(tmp_path, tmp_path, router_cli=["--policy", policy], rollout_max_context_len=64)
+    vars(args).update(router_policy=policy, num_engines=WORKERS, sglang_router_api_key=None)
+    asyncio.run(asyncio.wait_for(_sessions(args), 120))
+
+
+async def _sessions(args: Namespace) -> None:
+    async def healthy(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"model_path": "m"})
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        meta = {
+            "finish_reason": {"type": "stop"},
+            "output_token_logprobs": [[-0.5, request.url.port, None]],
+            "weight_version": "1",
+        }
+        return web.json_response({"text": "", "meta_info": meta})
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", healthy)
+    app.router.add_post("/generate", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    for _ in range(WORKERS):
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+    urls = [f"http://127.0.0.1:{port}" for _, port in runner.addresses]
+    router = Router(args, "127.0.0.1", None, args.run_dir / "router.log")
+    try:
+        await asyncio.to_thread(router.start)
+        for url in urls:
+            await asyncio.to_thread(router.add, url)
+        await asyncio.to_thread(router.wait_registered, urls, 60)
+        host, port = router.url.removeprefix("http://").split(":")
+        args.sglang_router_ip, args.sglang_router_port = host, int(port)
+        asked = [await _engines_of(args, f"session {i}") for i in range(16)]
+        assert all(len(engines) == 1 for engines in asked), asked
+        assert len(set.union(*asked)) > 1, "sessions are spread over the engines"
+    finally:
+        await asyncio.to_thread(router.stop)
+        await runner.cleanup()
+
+
+async def _engines_of(args: Namespace, session: str) -> set[int]:
+    """Who answered the requests of a session: each response is the port of its engine."""
+    samples = [Sample(tokens=[1, 2, 3], session_id=session) for _ in range(REQUESTS)]
+    await asyncio.gather(*(generate(args, sample, {"max_new_tokens": 1}) for sample in samples))
+    return {sample.tokens[-1] for sample in samples}

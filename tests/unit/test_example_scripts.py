@@ -1,0 +1,58 @@
+"""examples/*/run.sh: a signal to the script reaches train.py, and what the script started ends with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import shipped
+from tests.waiting import wait_for
+
+NUM_GPUS = 0
+STANDS_IN = f"""#!{sys.executable} -S
+import os, signal, sys, time
+what = "train" if sys.argv[1] == "train.py" else "server"
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+open(os.path.join(os.environ["PIDS"], what), "w").write(str(os.getpid()))
+time.sleep(300)
+"""
+"""In place of python3: writes its process id down, and stays until it is told to end."""
+
+
+@pytest.fixture
+def pids(tmp_path: Path) -> Iterator[Path]:
+    """The directory of process ids; whoever is left is killed."""
+    (tmp_path / "python").write_text(STANDS_IN)
+    (tmp_path / "python").chmod(0o755)
+    directory = tmp_path / "pids"
+    directory.mkdir()
+    yield directory
+    for file in directory.iterdir():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(file.read_text()), signal.SIGKILL)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize("name", ["retool", "multi_agent", "search_r1"])
+def test_the_script_becomes_the_run_and_leaves_nobody(name: str, pids: Path, tmp_path: Path) -> None:
+    environment = {"PATH": os.environ["PATH"], "PYTHON": str(tmp_path / "python"), "PIDS": str(pids)}
+    command = ["bash", str(shipped.ROOT / "examples" / name / "run.sh")]
+    script = subprocess.Popen(command, env=environment | {"HF_CHECKPOINT": "model", "OUTPUT_DIR": str(tmp_path)})
+    parts = ["train", "server"] if name == "search_r1" else ["train"]
+    wait_for(lambda: all((pids / part).exists() and (pids / part).read_text() for part in parts), "the start")
+    script.terminate()
+    assert script.wait(60) == 7, "train.py's own status"
+    wait_for(lambda: not any(is_alive(int((pids / part).read_text())) for part in parts), "the end")
