@@ -53,7 +53,8 @@ def check_saved_heads(directory: str | Path, saved: bool, own: bool) -> None:
 
 
 def check_heads_training(args: Namespace, given: Set[str], warnings: list[str]) -> None:
-    """What a run that trains heads cannot do beside it; sets ``args.pushes_heads``.
+    """What a run that trains heads, or whose engines draft, cannot do beside it; sets ``args.pushes_heads``, and
+    ``args.drafts_apart``: whether engines draft by another model than the one that is trained.
 
     Args:
         given: the attributes that flags or YAML set.
@@ -62,7 +63,15 @@ def check_heads_training(args: Namespace, given: Set[str], warnings: list[str]) 
     Raises:
         OptionError: naming both flags.
     """
-    args.pushes_heads = False
+    args.pushes_heads, args.drafts_apart = False, False
+    draft = getattr(args, "sglang_speculative_draft_model_path", None)
+    if draft is not None and args.num_engines and not same_place(draft, args.hf_checkpoint):
+        args.drafts_apart = True
+        if args.update_weight_transport == "disk":
+            raise OptionError(
+                f"--sglang-speculative-draft-model-path {draft}: with --update-weight-transport disk SGLang would load "
+                "the trained weights into the draft model too: use tensor or distributed, which leave it alone"
+            )
     if "mtp_loss_scaling_factor" in given and not args.enable_mtp_training:
         raise OptionError(f"--mtp-loss-scaling-factor needs {FLAG}: no other loss has it")
     if not args.enable_mtp_training or args.placement == "rollout_only":
@@ -77,8 +86,7 @@ def check_heads_training(args: Namespace, given: Set[str], warnings: list[str]) 
     algorithm = getattr(args, "sglang_speculative_algorithm", None)
     if not args.num_engines or (algorithm or "").upper() not in _DRAFTS_BY_HEADS:
         return
-    draft = getattr(args, "sglang_speculative_draft_model_path", None)
-    if draft is not None and not same_place(draft, args.hf_checkpoint):
+    if args.drafts_apart:
         warnings.append(
             f"--sglang-speculative-draft-model-path {draft} is not --hf-checkpoint {args.hf_checkpoint}: engines are "
             f"not given the heads that {FLAG} trains"

@@ -185,7 +185,8 @@ class TensorPublisher(WeightPublisher):
 
     def _deliver(self, bucket: NamedTensors, staged: list[str]) -> Wait:
         def push(control: EngineControl) -> None:
-            control.update_weights_from_tensor([staged[slot] for slot in self._slots_of[control.url]])
+            payloads = [staged[slot] for slot in self._slots_of[control.url]]
+            control.update_weights_from_tensor(payloads, leaves_draft=self.args.drafts_apart)
 
         return self.start_each("push", push)
 

@@ -34,6 +34,7 @@ def engine_args(hf_checkpoint: Path, run_dir: Path, **changes: Any) -> argparse.
         "engine_start_timeout": 300.0,
         "request_timeout": 120.0,
         "weight_update_timeout": 60.0,
+        "drafts_apart": False,
         "update_weight_transport": "tensor",
         "asynchronous": False,
         "pushes_float8": False,

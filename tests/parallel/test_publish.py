@@ -115,6 +115,7 @@ def run_rank(rank: int, port: int, addresses: list[EngineAddress], seeds: list[i
         update_weight_transport="tensor",
         lora_sync="merged",
         weight_update_timeout=200.0,
+        drafts_apart=False,
         check_weight_update_equal=False,
         asynchronous=False,
     )

@@ -15,6 +15,8 @@ NUM_GPUS = 0
 HEADS = {"num_nextn_predict_layers": 1}
 MIMO = {**QWEN3, **HEADS, "model_type": "mimo", "attention_bias": True}
 TRAINS = "--hf-checkpoint mimo --enable-mtp-training"
+DRAFT = "--sglang-speculative-draft-model-path"
+EAGLE3 = f"--sglang-speculative-algorithm EAGLE3 {DRAFT} other"
 DRAFTS = f"{TRAINS} --sglang-speculative-algorithm EAGLE"
 DISAGGREGATE = "--rollout-num-gpus 1"
 
@@ -48,6 +50,9 @@ def test_engines_that_draft_by_the_heads_are_given_them(directory: Path, capsys:
     assert not parse_args(command(DRAFTS.replace("EAGLE", "NGRAM"))).pushes_heads
     assert not parse_args(command(f"{DRAFTS} --sglang-speculative-draft-model-path other")).pushes_heads
     assert "engines are not given the heads" in capsys.readouterr().err
+    assert [parse_args(command(words)).drafts_apart for words in (DRAFTS, f"{DRAFTS} {DRAFT} mimo", EAGLE3)] == [
+        *(False, False, True)
+    ]
     disk = parse_args(command(f"{DRAFTS} {DISAGGREGATE} --update-weight-transport disk", without="--colocate"))
     assert disk.pushes_heads
 
@@ -55,6 +60,11 @@ def test_engines_that_draft_by_the_heads_are_given_them(directory: Path, capsys:
 @pytest.mark.parametrize(
     ("words", "without", "message"),
     [
+        (
+            f"{EAGLE3} {DISAGGREGATE} --update-weight-transport disk",
+            "--colocate",
+            f"{DRAFT} other: with --update-weight-t",
+        ),
         ("--enable-mtp-training", "", "has no heads for further tokens (num_nextn_predict_layers of config.json)"),
         ("--hf-checkpoint qwen3 --enable-mtp-training", "", "the heads of qwen3 cannot be trained"),
         (f"{TRAINS} --mtp-num-layers 2", "", "--mtp-num-layers is 2, config.json means 1"),

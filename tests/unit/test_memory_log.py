@@ -74,7 +74,9 @@ def test_a_push_that_does_not_fit(fails_in: str, rank: int, monkeypatch: pytest.
         _fail(fails_in == "gather")
         yield [("a", torch.ones(2))]
 
-    args = Namespace(weight_update_timeout=100.0, check_weight_update_equal=False, asynchronous=False)
+    args = Namespace(
+        weight_update_timeout=100.0, drafts_apart=False, check_weight_update_equal=False, asynchronous=False
+    )
     actor = TrainActor.__new__(TrainActor)
     actor._args, actor._own_experts, actor._float8, actor._trainer = args, False, None, trainer()
     monkeypatch.setattr(actor._trainer, "export_buckets", export)

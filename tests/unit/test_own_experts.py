@@ -77,7 +77,9 @@ def test_the_check_has_the_experts_of_all_ranks(
 ) -> None:
     monkeypatch.setattr("slime.weights.publisher.EqualityCheck", Check)
     made.clear()
-    args = Namespace(check_weight_update_equal=True, asynchronous=False, weight_update_timeout=100.0)
+    args = Namespace(
+        check_weight_update_equal=True, asynchronous=False, weight_update_timeout=100.0, drafts_apart=False
+    )
     publisher = TensorPublisher(args, 0, [EngineAddress("http://e", 1)])
     publisher.controls = [Dying("http://e")]  # type: ignore[list-item]
     figures = publisher.publish(1, [[("a", torch.ones(2))]], whole=whole)
@@ -88,7 +90,9 @@ def test_the_check_has_the_experts_of_all_ranks(
 def test_what_the_check_needs_is_gathered_after_a_failure_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other ranks wait in its collectives."""
     monkeypatch.setattr("slime.weights.publisher.EqualityCheck", Check)
-    args = Namespace(check_weight_update_equal=True, asynchronous=False, weight_update_timeout=100.0)
+    args = Namespace(
+        check_weight_update_equal=True, asynchronous=False, weight_update_timeout=100.0, drafts_apart=False
+    )
     publisher = TensorPublisher(args, 0, [EngineAddress("http://e", 1)])
     publisher.controls = [Dying("http://e", dies_in="update_weights_from_tensor")]  # type: ignore[list-item]
     whole = iter([[("a", torch.ones(2))]] * 3)

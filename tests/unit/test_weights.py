@@ -32,7 +32,11 @@ _WHOLE += ["end_weight_update", "set_weight_version", "continue_"]
 @pytest.mark.parametrize("phase", ["pause", "update_weights_from_tensor", "set_weight_version", "continue_"])
 def test_a_push_that_loses_an_engine_is_made_again_as_a_whole(phase: str, tmp_path: Path) -> None:
     args = Namespace(
-        run_dir=str(tmp_path), check_weight_update_equal=False, asynchronous=False, weight_update_timeout=100.0
+        run_dir=str(tmp_path),
+        check_weight_update_equal=False,
+        asynchronous=False,
+        weight_update_timeout=100.0,
+        drafts_apart=False,
     )
     engines = [EngineAddress(f"http://e{rank}", 1 + rank) for rank in range(3)]
     publisher = TensorPublisher(args, 0, engines)
@@ -63,21 +67,28 @@ def test_a_push_that_loses_an_engine_is_made_again_as_a_whole(phase: str, tmp_pa
 
 
 def test_payloads_keep_to_their_slots_when_an_engine_before_them_is_gone() -> None:
-    args = Namespace(weight_update_timeout=100.0)
+    args = Namespace(weight_update_timeout=100.0, drafts_apart=False)
     publisher = TensorPublisher(args, 0, [EngineAddress(f"http://e{rank}", 2) for rank in range(3)])
-    got: dict[str, Any] = {}
+    got: dict[int, Any] = {}
+
+    def take(rank: int, payloads: list[str], *, leaves_draft: bool) -> None:
+        got[rank] = payloads, leaves_draft
+
     publisher.controls = [  # type: ignore[assignment]
-        Namespace(url=f"http://e{r}", update_weights_from_tensor=functools.partial(got.setdefault, r)) for r in (0, 2)
+        Namespace(url=f"http://e{r}", update_weights_from_tensor=functools.partial(take, r)) for r in (0, 2)
     ]
     publisher._deadline = time.monotonic() + 100
-    publisher._deliver([], [f"slot {slot}" for slot in range(6)])()
-    assert got == {0: ["slot 0", "slot 1"], 2: ["slot 4", "slot 5"]}
+    for args.drafts_apart in (False, True):
+        publisher._deliver([], [f"slot {slot}" for slot in range(6)])()
+        assert got == {0: (["slot 0", "slot 1"], args.drafts_apart), 2: (["slot 4", "slot 5"], args.drafts_apart)}
 
 
 def test_nothing_is_shared_for_an_engine_that_is_gone() -> None:
     """torch would keep a GPU's memory, of which nobody opens the handle, until the trainer ends."""
     engines = [EngineAddress(f"http://e{rank}", 2) for rank in range(2)]
-    publishers = [TensorPublisher(Namespace(weight_update_timeout=100.0), rank, engines) for rank in range(5)]
+    publishers = [
+        TensorPublisher(Namespace(weight_update_timeout=100.0, drafts_apart=False), rank, engines) for rank in range(5)
+    ]
     bucket = [("a", torch.ones(2))]
     assert [publisher._stage(bucket)[0] is not None for publisher in publishers] == [True] * 4 + [False]
     for publisher in publishers:
@@ -171,7 +182,9 @@ def test_a_group_with_a_dead_member_is_left_and_made_anew(monkeypatch: pytest.Mo
     left: list[Any] = []
     monkeypatch.setattr(distributed, "join_as_sender", lambda *_: Group())
     monkeypatch.setattr(distributed.dist, "destroy_process_group", lambda group: None)
-    args = Namespace(weight_update_timeout=100.0, check_weight_update_equal=False, asynchronous=False)
+    args = Namespace(
+        weight_update_timeout=100.0, drafts_apart=False, check_weight_update_equal=False, asynchronous=False
+    )
     publisher = DistributedPublisher(args, 0, [EngineAddress(f"http://127.0.0.{r}:1", 1 + r) for r in range(3)])
     publisher.controls = [Member(engine.url) for engine in publisher.engines]  # type: ignore[misc]
     monkeypatch.setattr(publisher, "_send", lambda flat, timeout: None)

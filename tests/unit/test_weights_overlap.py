@@ -58,7 +58,7 @@ class LoadingEngine:
         self._load = load
         self._version = ""
 
-    def update_weights_from_tensor(self, payloads: list[str]) -> None:
+    def update_weights_from_tensor(self, payloads: list[str], *, leaves_draft: bool) -> None:
         self._take("push", payloads)
 
     def update_weights_from_distributed(self, **what: Any) -> None:
@@ -85,7 +85,9 @@ class LoadingEngine:
 
 
 def make(transport: str, monkeypatch: pytest.MonkeyPatch, load: Callable[[int, Any], None]) -> WeightPublisher:
-    args = Namespace(weight_update_timeout=200.0, check_weight_update_equal=False, asynchronous=False)
+    args = Namespace(
+        weight_update_timeout=200.0, drafts_apart=False, check_weight_update_equal=False, asynchronous=False
+    )
     kinds: dict[str, type[WeightPublisher]] = {"tensor": TensorPublisher, "distributed": DistributedPublisher}
     publisher = kinds[transport](args, 0, [EngineAddress(URL, 1)])
     publisher.controls = [LoadingEngine(load)]  # type: ignore[list-item]

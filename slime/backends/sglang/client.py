@@ -115,17 +115,15 @@ class EngineControl:
         reply = self._post("/weights_checker", {"action": "checksum"})
         return [rank["checksums"] for rank in reply["ranks"]]
 
-    def update_weights_from_tensor(self, payloads: Sequence[str], load_format: str = "flattened_bucket") -> None:
-        """Load one bucket.
+    def update_weights_from_tensor(self, payloads: Sequence[str], *, leaves_draft: bool = False) -> None:
+        """Load one flattened bucket.
 
         Args:
             payloads: one base64 pickle for each rank of the engine.
-            load_format: how a payload is laid out.
+            leaves_draft: whether a model that the engine drafts by does not take it as well.
         """
-        self._post(
-            "/update_weights_from_tensor",
-            {"serialized_named_tensors": list(payloads), "load_format": load_format, "flush_cache": False},
-        )
+        body = {"serialized_named_tensors": list(payloads), "load_format": "flattened_bucket", "flush_cache": False}
+        self._post("/update_weights_from_tensor", body | ({"disable_draft_model": True} if leaves_draft else {}))
 
     def init_weights_update_group(
         self, *, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str
