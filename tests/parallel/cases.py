@@ -41,7 +41,10 @@ _ADAPTERS = {"lora_rank": 4, "lora_alpha": 6.0, "lora_target_modules": ["q_proj"
 _FAST = {"lr": 0.02, "lr_decay_style": "constant", "lr_warmup_iters": 0, "clip_grad": 0.2}
 CASES = {
     "grpo": Case(_ADAM),
-    "sft": Case(_ADAM | {"loss_type": "sft_loss"}, rows=without_engine),
+    "sft": Case(
+        _ADAM | {"loss_type": "sft_loss", "use_kl_loss": False, "kl_loss_coef": 0.0, "entropy_coef": 0.0},
+        rows=without_engine,
+    ),
     "cut_in_three": Case(_ADAM, rows=cut_in_three),
     "static": Case(_ADAM, micro_batch_size=1),
     "lora": Case(_ADAM | _ADAPTERS | _FAST, rollouts=3),

@@ -240,6 +240,8 @@ def arguments(directory: Path, **options: Any) -> Namespace:
             "distributed_timeout_minutes": 2,
             "seed": 1234,
             "moe_router_bias_update_rate": 0.0,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_enable_deepep": False,
             "random_weights": False,
             "custom_model_provider_path": None,
             "transformer_impl": "local",

@@ -27,6 +27,7 @@ from megatron.core import parallel_state  # noqa: E402
 
 from slime.backends.megatron import checkpoint, gather, parallel  # noqa: E402
 from slime.backends.megatron import trainer as trainer_module  # noqa: E402
+from slime.backends.megatron.optimizer import parts_of  # noqa: E402
 from slime.backends.megatron.trainer import MegatronTrainer, TrainingError  # noqa: E402
 from slime.options.errors import OptionError  # noqa: E402
 from slime.ray.train_actor import TrainActor  # noqa: E402
@@ -142,6 +143,53 @@ class Rank:
         weights = gathering.weights(again)
         assert all(torch.equal(weights[name], tensor) for name, tensor in gathering.weights(trainer).items())
 
+    def rates(self) -> None:
+        """A resumed run has the rates of its own options, of each group, and the optimizer state of the checkpoint."""
+        case, saved = CASES["resume"], self.work / "rates"
+        halves = {"lr_decay_style": "linear", "lr_warmup_iters": 0, "lr_warmup_init": 0.0, "num_critic_only_steps": 0}
+        first = {"lr": 1e-3, "min_lr": 0.0, "decoupled_lr": 0.01, "adam_beta2": 0.95, "weight_decay": 0.1}
+        other = {"lr": 1e-4, "min_lr": 2e-5, "adam_beta1": 0.7, "adam_eps": 1e-5, "weight_decay": 0.3}
+        trainer = MegatronTrainer(self.arguments(case, save=str(saved), **halves, **first))
+        self.train(trainer, case, 0, 2)
+        self.save(trainer, 1)
+
+        def resumed(**options: Any) -> list[dict[str, Any]]:
+            again = MegatronTrainer(self.arguments(case, load=str(saved), **halves, **options))
+            assert again.start_rollout_id == 2
+            for mine, theirs in ((again._actor, trainer._actor), (again._critic, trainer._critic)):
+                assert state_of(mine._optimizer) == state_of(theirs._optimizer)
+            assert rates_of(again._critic)[0] == rates_of(again._actor)[0]
+            return rates_of(again._actor)
+
+        def of(groups: list[dict[str, Any]], name: str) -> list[float]:
+            return [pytest.approx(group[name]) for group in groups]
+
+        groups = resumed(**first)
+        assert groups == rates_of(trainer._actor)
+        assert of(groups, "lr") == [5e-4, 5e-3, 5e-4]
+        groups = resumed(**other)
+        assert of(groups, "lr") == [6e-5, 6e-5]
+        assert of(groups, "weight_decay") == [0.3, 0.0]
+        assert [(group["betas"], group["eps"]) for group in groups] == [((0.7, 0.95), 1e-5)] * 2
+        groups = resumed(**other, decoupled_lr=4e-4, use_checkpoint_opt_param_scheduler=True)
+        assert of(groups, "lr") == [5e-4, 2e-4, 5e-4]
+        assert of(groups, "weight_decay") == [0.1, 0.1, 0.0]
+
+    def sgd(self) -> None:
+        """SGD goes on exactly from a checkpoint, with momentum and without."""
+        for momentum in (0.9, 0.0):
+            case, saved = CASES["grpo"], self.work / f"sgd{momentum}"
+            options = {"optimizer": "sgd", "sgd_momentum": momentum, "use_distributed_optimizer": False}
+            trainer = MegatronTrainer(self.arguments(case, save=str(saved), **options))
+            self.train(trainer, case, 0, 2)
+            self.save(trainer, 1)
+            again = MegatronTrainer(self.arguments(case, load=str(saved), **options))
+            assert again.start_rollout_id == 2
+            for each in (trainer, again):
+                self.train(each, case, 2, 3)
+            weights = gathering.weights(again)
+            assert all(torch.equal(weights[name], tensor) for name, tensor in gathering.weights(trainer).items())
+
     def lora(self, name: str) -> None:
         """Adapters, and beside what they become what they were at first: by what ranks have agreed on then."""
         case = CASES[name]
@@ -251,6 +299,20 @@ class Rank:
         trainer.save_hf(str(target), 0)
         trainer.save_hf(str(target), 0)
         assert sorted(p.name for p in self.work.glob("*hf*")) == ["hf"]
+
+
+def rates_of(learner: Any) -> list[dict[str, Any]]:
+    """What the optimizer steps by, of each group."""
+    names = ("lr", "weight_decay", "betas", "eps")
+    return [{name: group.get(name) for name in names} for group in learner._optimizer.param_groups]
+
+
+def state_of(optimizer: Any) -> list[bytes]:
+    """The state of all parameters, in an order that does not depend on their groups."""
+    inner = [part.optimizer for part in parts_of(optimizer)]
+    return sorted(
+        tensor.numpy().tobytes() for one in inner for state in one.state.values() for tensor in state.values()
+    )
 
 
 def main() -> None:

@@ -278,6 +278,7 @@ def test_every_hook_of_a_list_is_loaded(parse: Parse, directory: Path) -> None:
         ("--batch-invariant-mode", "", "--batch-invariant-mode is not available yet"),
         ("--fine-grained-activation-offloading", "", "--fine-grained-activation-offloading is not available yet"),
         ("--qk-clip", "", "--qk-clip is not available yet"),
+        ("--log-num-zeros-in-grad", "", "--log-num-zeros-in-grad is not available yet"),
         ("--log-max-attention-logit", "", "--log-max-attention-logit is not available yet"),
         ("--symmetric-ar-type two_shot", "", "--symmetric-ar-type two_shot is not available yet"),
         ("--use-kitchen", "", "--use-kitchen is not available yet"),

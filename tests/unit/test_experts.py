@@ -15,7 +15,9 @@ from torch import Tensor
 
 from slime.backends.megatron import experts, model
 from slime.backends.megatron.experts import Groups, grouped_linear
+from tests.parallel import tiny
 from tests.ranks import run_ranks
+from tests.shipped import CONFIGS
 
 COUNTS = {
     "uneven": [5, 0, 17, 1, 0, 9],
@@ -51,6 +53,25 @@ def test_biases_of_routers_are_not_rounded() -> None:
     assert torch.equal(router.expert_bias, torch.tensor([1.0001, 1.0002]))
     assert torch.equal(router.local_tokens_per_expert, torch.tensor([257.0, 1.0]))
     assert set(router.state_dict()) == {"weight", "expert_bias"}
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "with_deepep", "said"),
+    [
+        ("alltoall", False, ""),
+        ("allgather", False, "ignored: --moe-token-dispatcher-type allgather: "),
+        ("flex", True, "ignored: --moe-token-dispatcher-type flex --moe-enable-deepep: "),
+    ],
+)
+def test_tokens_are_dispatched_by_alltoall(
+    dispatcher: str, with_deepep: bool, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = CONFIGS / "qwen3-30B-A3B"
+    options = {"moe_token_dispatcher_type": dispatcher, "moe_enable_deepep": with_deepep}
+    config = model.transformer_config(tiny.arguments(directory, **options))
+    assert config.moe_token_dispatcher_type == "alltoall"
+    assert "".join(record.getMessage() for record in caplog.records).startswith(said)
+    assert bool(caplog.records) == bool(said)
 
 
 def one_by_one(rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:

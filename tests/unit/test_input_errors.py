@@ -204,6 +204,9 @@ def test_a_schedule_that_only_counted_prompts_can_judge(parse: Parse) -> None:
         check_schedule(args)
     args.num_rollout += 1
     check_schedule(args)
+    args.lr_decay_style, args.lr_wsd_decay_iters = "WSD", 3
+    with pytest.raises(OptionError, match=r"--lr-wsd-decay-iters 3: there are [12] optimizer steps after the warm-up"):
+        check_schedule(args)
 
 
 @pytest.mark.parametrize("with_weights", [True, False])

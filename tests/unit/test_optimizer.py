@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.backends.megatron.optimizer import _fuse
+from slime.backends.megatron.optimizer import _allocate_momentum, _fuse, _keep_groups
 
 SIZES = (1, 17, 4096)
 RATE = 1e-2
@@ -32,6 +32,7 @@ def make(kind: str, like: list[Tensor], fused: bool) -> Any:
     optimizer = KINDS[kind]([{"params": copies[:1], "weight_decay": 0.0}, {"params": copies[1:]}])
     if fused:
         _fuse(optimizer)
+        _keep_groups(optimizer)
     return optimizer
 
 
@@ -80,3 +81,37 @@ def test_either_continues_from_the_other(saved_by_fused: bool, kind: str) -> Non
     assert [group["weight_decay"] for group in resumed.param_groups] == [0.0, 0.1]
     step([resumed, other], parameters())
     check_equal(resumed, other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_load_brings_state_and_no_group(kind: str) -> None:
+    """As megatron-core gives it for groups that it cannot tell apart: all are those of one, parameters included."""
+    saved, resumed = (make(kind, parameters(), True) for _ in range(2))
+    step([saved], parameters())
+    own = {"lr": 3.0, "weight_decay": 0.5, "betas": (0.1, 0.2), "eps": 1.0, "momentum": 0.3, "max_lr": 4.0}
+    resumed.param_groups[0].update(own)
+    before = [{name: value for name, value in group.items() if name != "params"} for group in resumed.param_groups]
+    state = copy.deepcopy(saved.state_dict())
+    resumed.load_state_dict({**state, "param_groups": [state["param_groups"][1]] * 2})
+    assert [len(group["params"]) for group in resumed.param_groups] == [1, 2]
+    for group, expected in zip(resumed.param_groups, before, strict=True):
+        assert {name: value for name, value in group.items() if name != "params"} == expected
+    for mine, theirs in zip(all_of(resumed), all_of(saved), strict=True):
+        for name, value in saved.state[theirs].items():
+            assert torch.equal(resumed.state[mine][name], value), name
+
+
+def test_momentum_that_begins_at_zero_is_that_of_the_first_step() -> None:
+    start = parameters()
+    allocated, other = make("sgd", start, True), make("sgd", start, True)
+    _allocate_momentum(allocated)
+    assert all(not allocated.state[parameter]["momentum_buffer"].any() for parameter in all_of(allocated))
+    for _ in range(3):
+        step([allocated, other], parameters())
+    assert all(torch.equal(a, b) for a, b in zip(all_of(allocated), all_of(other), strict=True))
+
+
+def test_without_momentum_there_is_no_state() -> None:
+    optimizer = torch.optim.SGD(parameters(), lr=RATE)
+    _allocate_momentum(optimizer)
+    assert not optimizer.state

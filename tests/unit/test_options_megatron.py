@@ -233,6 +233,12 @@ def test_chunks_of_uneven_pipelines(parse: Any, words: str, chunks: int | None) 
         ),
         ("--recompute-granularity full", 1, DENSE, "needs --recompute-method and --recompute-num-layers"),
         (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 0",
+            1,
+            DENSE,
+            "--recompute-num-layers 0: it must be at least 1",
+        ),
+        (
             "--recompute-activations --recompute-modules mlp layernorm moe_act mla_up_proj",
             1,
             DENSE,

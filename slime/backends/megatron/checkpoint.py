@@ -11,7 +11,7 @@ import logging
 import queue
 import random
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +154,8 @@ def load_state(
         check_torch_dist(directory, present, model_state(model_chunks), model_chunks)
     state = model_state(model_chunks)
     state["optimizer"] = _optimizer_state(optimizer, state, is_loading=True)
+    for _, of_part in _undistributed(optimizer, state["optimizer"]):
+        del of_part["param_groups"]  # the checkpoint may have another number of them, which is an error
     same_layout = saved["layout"] == _layout()
     if same_layout:
         state["rng_state"] = _sharded_rng_state()
@@ -161,8 +163,12 @@ def load_state(
         logger.warning(f"{directory} has {saved['layout']}, this run {_layout()}: its random state is not restored")
     loaded = dist_checkpointing.load(state, str(directory))
     _put_model(loaded, model_chunks)
+    for part, of_part in _undistributed(optimizer, loaded["optimizer"]):
+        of_part["param_groups"] = part.optimizer.state_dict()["param_groups"]
+        of_part.setdefault("state", {})  # SGD without momentum has none, and what is empty is not stored
     _load_optimizer(optimizer, loaded["optimizer"])
     scheduler.load_state_dict(loaded["scheduler"])
+    scheduler.step(0)  # it set the weight decay before it took that of the checkpoint
     if same_layout:
         _set_rng_state(loaded["rng_state"][0])
 
@@ -277,6 +283,15 @@ def _load_optimizer(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -> Non
     for i, part in enumerate(optimizer.chained_optimizers):
         if _has_parameters(part):
             part.load_state_dict(loaded[i])
+
+
+def _undistributed(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Each part that is not distributed, with what ``state`` has of torch's optimizer in it."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    for i, part in enumerate(parts):
+        if _has_parameters(part) and not isinstance(part, DistributedOptimizer):
+            of_part = state[i] if len(parts) > 1 else state
+            yield part, of_part.get("optimizer", of_part)
 
 
 def _lacks_parts(optimizer: MegatronOptimizer) -> bool:

@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _device
 
+from slime.options.training import import_transformer_engine
+
 _OTHER_OPTIMIZERS = ("transformer_engine.pytorch.optimizers", "apex.optimizers", "amp_C")
 _FACTORIES = (
     "tensor",
@@ -198,11 +200,11 @@ def _only_torchs_optimizers() -> Iterator[None]:
     """
     if importlib.util.find_spec("transformer_engine") is not None:
         try:
-            importlib.import_module("transformer_engine.pytorch")  # needs its own optimizers to be imported
-        except Exception as error:  # a half installation ends in many ways, and Megatron expects one of them
+            import_transformer_engine()  # needs its own optimizers for that
+        except ImportError as error:
             raise ImportError(
-                f"transformer_engine is installed, but cannot be imported ({type(error).__name__}: "
-                f"{str(error).partition(chr(10))[0]}): complete it as docs/install.md says, or uninstall it"
+                f"transformer_engine is installed, but cannot be imported ({error}): "
+                "complete it as docs/install.md says, or uninstall it"
             ) from error
     hidden = {name: sys.modules.get(name) for name in _OTHER_OPTIMIZERS}
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: importing it fails

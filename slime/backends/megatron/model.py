@@ -62,6 +62,12 @@ def transformer_config(args: Namespace) -> TransformerConfig:
         unused.discard("gradient_accumulation_fusion")  # its linear layers do that by themselves
     if unused:
         logger.warning("ignored, because they need kernels that are not used here: %s", ", ".join(sorted(unused)))
+    if args.moe_token_dispatcher_type != "alltoall" or args.moe_enable_deepep:
+        logger.warning(
+            "ignored: --moe-token-dispatcher-type %s%s: experts get their tokens by alltoall, with the same results",
+            args.moe_token_dispatcher_type,
+            " --moe-enable-deepep" if args.moe_enable_deepep else "",
+        )
     interleaved = args.virtual_pipeline_model_parallel_size is not None
     values.update(
         _WITHOUT_TRANSFORMER_ENGINE,
@@ -69,6 +75,7 @@ def transformer_config(args: Namespace) -> TransformerConfig:
         variable_seq_lengths=True,
         moe_grouped_gemm=True,
         moe_token_dispatcher_type="alltoall",
+        moe_enable_deepep=False,
         mtp_num_layers=None,  # the heads are slime's own: see next_tokens
         calculate_per_token_loss=True,
         overlap_p2p_comm=interleaved,

@@ -13,7 +13,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from slime.options.megatron import config_kwargs
-from slime.options.training import warmup_and_decay_steps
+from slime.options.training import warmup_and_decay_steps, weight_decays
 from slime.utils import device
 
 _FUSED = {"fused": True, "foreach": False}
@@ -34,15 +34,20 @@ def wrap_data_parallel(args: Namespace, model_chunks: list[torch.nn.Module]) -> 
 
 def make_optimizer(args: Namespace, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
     """The optimizer of the wrapped chunks; fp32 master weights are taken from the model's present weights."""
-    optimizer = get_megatron_optimizer(OptimizerConfig(**config_kwargs(args, OptimizerConfig)), chunks)
+    config = OptimizerConfig(**config_kwargs(args, OptimizerConfig))
+    optimizer = get_megatron_optimizer(config, chunks)
+    _leave_rates_to_schedule(optimizer.param_groups, config)
     for part in parts_of(optimizer):
-        # Megatron-core calls it before a load, and has none for SGD, whose state torch creates by itself.
+        # Megatron-core calls it before a load, and has none for SGD.
         if part.init_state_fn is None:
             part.init_state_fn = _no_state
         if isinstance(part.optimizer, (torch.optim.Adam, torch.optim.SGD)):
             _fuse(part.optimizer)
+            _keep_groups(part.optimizer)
         if isinstance(part.optimizer, torch.optim.Adam):
             _allocate(part.optimizer)
+        if isinstance(part.optimizer, torch.optim.SGD):
+            _allocate_momentum(part.optimizer)
     return optimizer
 
 
@@ -71,20 +76,40 @@ def _no_state(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
     """Create no optimizer state."""
 
 
+def _leave_rates_to_schedule(groups: list[dict[str, Any]], config: OptimizerConfig) -> None:
+    """Leave in groups only the rates that ``--decoupled-lr`` and ``--decoupled-min-lr`` give them.
+
+    megatron-core writes ``--lr`` and ``--min-lr`` in every other, where they go before the schedule's: before those
+    of a checkpoint too, where the schedule is to be taken from it.
+    """
+    for group in groups:
+        if group["default_config"]:
+            del group["max_lr"]
+        if group["default_config"] or config.decoupled_min_lr is None:
+            del group["min_lr"]
+
+
 def _fuse(optimizer: torch.optim.Adam | torch.optim.SGD) -> None:
     """Make its steps one kernel that reads and writes everything once, which megatron-core does not ask torch for.
 
-    Otherwise weight decay in SGD makes a copy of all gradients, of four bytes a parameter. torch takes the choice of a
-    loaded checkpoint with the rest of its parameter groups: here the own one stays, and by it torch knows on which
-    device ``step`` belongs.
+    Otherwise weight decay in SGD makes a copy of all gradients, of four bytes a parameter.
     """
-
-    def keep_fused(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        return {**state, "param_groups": [{**group, **_FUSED} for group in state["param_groups"]]}
-
     for group in optimizer.param_groups:
         group.update(_FUSED)
-    optimizer.register_load_state_dict_pre_hook(keep_fused)
+
+
+def _keep_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Let a load bring the state of parameters only: what groups hold besides, as betas, is of this run's options.
+
+    torch would take the groups of the checkpoint, and megatron-core finds them by keys that those of
+    ``--decoupled-lr`` share with others: all would get the rates, or even the parameters, of one. The own ones also say
+    that steps are fused, by which torch knows on which device ``step`` belongs.
+    """
+
+    def with_own_groups(own: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, "param_groups": own.state_dict()["param_groups"]}
+
+    optimizer.register_load_state_dict_pre_hook(with_own_groups)
 
 
 def _allocate(adam: torch.optim.Adam) -> None:
@@ -106,6 +131,13 @@ def _allocate(adam: torch.optim.Adam) -> None:
             }
 
 
+def _allocate_momentum(sgd: torch.optim.SGD) -> None:
+    """The same for SGD, whose first step from zeros is that from nothing; without momentum it has no state."""
+    for group in sgd.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            sgd.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter.data)}
+
+
 def make_scheduler(args: Namespace, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """Learning rate and weight decay by optimizer step, of ``num_rollout * num_steps_per_rollout`` in all.
 
@@ -116,6 +148,7 @@ def make_scheduler(args: Namespace, optimizer: MegatronOptimizer) -> OptimizerPa
         ValueError: a warm-up that is not shorter than the decay, which with ``--num-epoch`` is first known here.
     """
     warmup_steps, decay_steps = warmup_and_decay_steps(args)
+    start_decay, end_decay = weight_decays(args)
     from_checkpoint = args.use_checkpoint_opt_param_scheduler
     return OptimizerParamScheduler(
         optimizer,
@@ -125,8 +158,8 @@ def make_scheduler(args: Namespace, optimizer: MegatronOptimizer) -> OptimizerPa
         lr_warmup_steps=warmup_steps,
         lr_decay_steps=decay_steps,
         lr_decay_style=args.lr_decay_style,
-        start_wd=args.weight_decay if args.start_weight_decay is None else args.start_weight_decay,
-        end_wd=args.weight_decay if args.end_weight_decay is None else args.end_weight_decay,
+        start_wd=start_decay,
+        end_wd=end_decay,
         wd_incr_steps=max(args.num_rollout * args.num_steps_per_rollout, 1),
         wd_incr_style=args.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=from_checkpoint,
