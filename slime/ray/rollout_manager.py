@@ -32,7 +32,7 @@ from slime.rollout.model_urls import ACTOR, REWARD
 from slime.rollout.sample_stats import sample_metrics
 from slime.rollout.sglang_rollout import draw_first_groups, generate_groups
 from slime.rollout.staleness import renew_stale, staleness_metrics
-from slime.rollout.state import concurrency
+from slime.rollout.state import concurrency, place_of_request
 from slime.rollout.train_data import to_train_batches
 from slime.rollout.under_way import under_way
 from slime.utils import http_utils
@@ -92,6 +92,8 @@ class RolloutManager:
             log_path = f"{args.run_dir}/logs/{name.replace(' ', '_')}.log"
             router = self._routers[model] = Router(its_args, host, self._api_keys, log_path, name)
             router.start()
+            if model == ACTOR:
+                http_utils.limit_posts(router.url, place_of_request)
         args.sglang_model_routers = {model: _address(router) for model, router in self._routers.items()}
         args.sglang_router_ip, args.sglang_router_port = args.sglang_model_routers[ACTOR]
         args.sglang_router_api_key = self._api_keys[0] if self._api_keys else None

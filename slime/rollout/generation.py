@@ -10,7 +10,8 @@ from typing import Any
 from slime.backends.sglang.client import RequestError
 from slime.options.sglang import KEYED_POLICIES
 from slime.rollout.conversation import RowError, check_messages, render
-from slime.rollout.state import state_of_call
+from slime.rollout.sampling import train_sampling_params
+from slime.rollout.state import is_ending, state_of_call
 from slime.rollout.tokenizer import load_tokenizer
 from slime.utils.errors import SettingError
 from slime.utils.types import Sample, Status
@@ -18,6 +19,20 @@ from slime.utils.types import Sample, Status
 _MAX_ABORTS = 16
 _CONTEXT = 5
 """Tokens before a response that decide how its first one is written: SGLang looks at as many."""
+
+
+class GenerateState:
+    """What upstream's generate functions ask for by ``GenerateState(args)``."""
+
+    def __init__(self, args: Namespace) -> None:
+        self.args = args
+        self.tokenizer = load_tokenizer(args.hf_checkpoint)
+        self.sampling_params = train_sampling_params(args)
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the rollout under way has enough samples."""
+        return is_ending()
 
 
 async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:

@@ -20,6 +20,7 @@ from slime.rollout.sampling import request_seed
 from slime.rollout.state import RolloutState, state_of_call
 from slime.rollout.train_data import check_response
 from slime.rollout.under_way import current_rollout
+from slime.rollout.versions import pushed_version
 from slime.utils.errors import DeadlineError, SettingError, SlimeError
 from slime.utils.http_utils import RequestError
 from slime.utils.misc import load_function
@@ -185,14 +186,17 @@ class GroupRun:
             flag = "Sample.generate_function_path"
         function = load_function(path, flag=flag, default_names=("generate", "custom_generate"))
         takes_list = "samples" in inspect.signature(function).parameters
-        by_name = {"sampling_params": params} if takes_list else {}
-        known = accepted(function, evaluation=self._evaluation, **by_name)
         for attempt in range(_MAX_ABORTS):
-            given = self._as_it_was(position) if attempt else sample
-            by_position = [[given]] if takes_list else [given, params]
+            given, version = self._as_it_was(position) if attempt else sample, pushed_version()
+            own = dict(params)  # what it changes in them is for this call
+            by_position = [[given]] if takes_list else [given, own]
+            by_name = {"sampling_params": own} if takes_list else {}
+            known = accepted(function, evaluation=self._evaluation, **by_name)
             limit = self._limit(f"the generation of sample {sample.index} by {flag} {path}")
             result = await call_hook(function, f"{flag} {path}", self.args, *by_position, limit=limit, **known)
             result = _checked(result, given, f"{flag} {path}")
+            if self.args.asynchronous:
+                _note_version(result, version)
             if state.ending or all(part.status is not Status.ABORTED for part in flatten_samples(result)):
                 return result
         raise HookError(
@@ -318,6 +322,13 @@ def _is_of_sample(error: Exception, what: str) -> bool:
 def _params_of_member(params: dict[str, Any], position: int) -> dict[str, Any]:
     seed = params.get("sampling_seed")
     return dict(params) if seed is None else params | {"sampling_seed": request_seed(seed, position)}
+
+
+def _note_version(result: Sample | list[Sample], version: int) -> None:
+    """Give what a function filled by hand the version of the weights when it was called: the oldest that it can be."""
+    for part in flatten_samples(result):
+        if part.response_length and not part.weight_versions:
+            part.weight_versions = [str(version)]
 
 
 def _checked(result: Any, sample: Sample, where: str) -> Sample | list[Sample]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.collect import collect
-from slime.rollout.generation import generate, prompt_tokens
+from slime.rollout.generation import GenerateState, generate, prompt_tokens
 from slime.rollout.group import generate_and_rm, generate_and_rm_group
 from slime.rollout.loop import background_loop
 from slime.rollout.model_urls import get_model_url
@@ -15,6 +15,7 @@ from slime.rollout.prompts import draw_groups
 from slime.utils.types import Group
 
 __all__ = [
+    "GenerateState",
     "draw_first_groups",
     "generate",
     "generate_and_rm",

@@ -47,6 +47,7 @@ class RolloutState:
 
     def __init__(self, args: Namespace, client: Generator, rank: int) -> None:
         self.client = client
+        self.loop = asyncio.get_running_loop()
         self._gate = shared_gate(concurrency(args))
         self._rank = rank
         self.num_samples = 0
@@ -67,8 +68,7 @@ class RolloutState:
         Older rollouts get their places first, and within one of them the groups that were begun first: a second turn
         does not wait for the first ones of all others. Tools and rewards hold no place.
         """
-        async with self._gate.passing((self._rank, _position.get())):
-            await may_request()
+        async with self.place():
             if self.ending:
                 yield None
                 return
@@ -78,6 +78,13 @@ class RolloutState:
                 yield rid
             finally:
                 self.requests.discard(rid)
+
+    @contextlib.asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """A place among the requests in flight, once none of them are held back."""
+        async with self._gate.passing((self._rank, _position.get())):
+            await may_request()
+            yield
 
     @contextlib.contextmanager
     def doing(self, sample: Sample, what: str) -> Iterator[None]:
@@ -220,3 +227,20 @@ async def rollout_state(args: Namespace, rank: int = 0) -> AsyncIterator[Rollout
     finally:
         _current.reset(token)
         await state.client.close()
+
+
+def is_ending() -> bool:
+    """Whether the rollout under way in this task has enough samples, and sends no more requests."""
+    state = _current.get()
+    return state is not None and state.ending
+
+
+def place_of_request() -> contextlib.AbstractAsyncContextManager[None]:
+    """The place of a request that a user's code sends by itself, where it is part of a rollout of slime's.
+
+    One of an event loop of its own, as of a plain function in a thread, has none.
+    """
+    state = _current.get()
+    if state is None or state.loop is not asyncio.get_running_loop():
+        return contextlib.nullcontext()
+    return state.place()

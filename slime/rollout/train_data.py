@@ -244,22 +244,23 @@ def _rollout_ids(samples: list[Sample]) -> np.ndarray:
 
 
 def _rollout_log_probs(args: Namespace, samples: list[Sample]) -> Ragged | None:
-    """The engine's log-probs: of every sample, or of none where nothing needs them. SFT has no use for them."""
+    """The engine's log-probs: of every sample with trained tokens, or of none where nothing needs them, as with SFT."""
     if args.loss_type == "sft_loss":
         return None
-    missing = [i for i, s in enumerate(samples) if s.rollout_log_probs is None]
+    missing = [i for i, s in enumerate(samples) if s.rollout_log_probs is None and np.any(_loss_mask(s))]
     needed_by = [name for name in _NEEDS_ENGINE if getattr(args, name)]
     if missing and needed_by:
         flag = flag_named(needed_by[0])
         raise ValueError(f"{_name(missing[0], samples[missing[0]])}: no rollout_log_probs, which {flag} needs")
-    if len(missing) == len(samples):
+    if all(s.rollout_log_probs is None for s in samples):
         return None
     if missing:
         raise ValueError(
             f"{_name(missing[0], samples[missing[0]])}: no rollout_log_probs, but other samples have them "
             f"({len(missing)} of {len(samples)} samples lack them)"
         )
-    log_probs = Ragged.from_rows((s.rollout_log_probs or [] for s in samples), np.float32)
+    rows = ([0.0] * s.response_length if s.rollout_log_probs is None else s.rollout_log_probs for s in samples)
+    log_probs = Ragged.from_rows(rows, np.float32)
     wrong = np.flatnonzero(~np.isfinite(log_probs.values))
     if wrong.size:
         position = int(np.searchsorted(log_probs.offsets, wrong[0], side="right")) - 1

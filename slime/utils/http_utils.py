@@ -12,6 +12,7 @@ import resource
 import socket
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -42,6 +43,7 @@ _OTHER_FILES = 512
 """That a process opens besides its connections."""
 
 _api_keys: dict[str, str] = {}
+_places: dict[str, Callable[[], AbstractAsyncContextManager[object]]] = {}
 _sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = weakref.WeakKeyDictionary()
 
 
@@ -72,6 +74,11 @@ def http_url(host: str, port: int) -> str:
 def register_api_key(url: str, key: str) -> None:
     """Send ``key`` as bearer token with every later request of this process to the origin of ``url``."""
     _api_keys[origin_of(url)] = key
+
+
+def limit_posts(url: str, place: Callable[[], AbstractAsyncContextManager[object]]) -> None:
+    """Make every later `post` of this process to the origin of ``url`` within ``place()``."""
+    _places[origin_of(url)] = place
 
 
 def authorization(url: str) -> dict[str, str]:
@@ -181,6 +188,8 @@ async def post(
 ) -> Any:
     """Send ``payload`` as JSON and return the parsed reply; the key of our own servers is added.
 
+    To a run's router it waits for a place among the requests that ``--sglang-server-concurrency`` allows.
+
     Args:
         url: where to; the router's address for generation.
         payload: anything JSON can hold; None sends no body.
@@ -192,9 +201,10 @@ async def post(
     Raises:
         RequestError: the request failed for good.
     """
-    return await send(
-        _session(), action.upper(), url, payload, headers={**authorization(url), **(headers or {})}, retries=max_retries
-    )
+    method, both = action.upper(), {**authorization(url), **(headers or {})}
+    place = _places.get(origin_of(url), nullcontext) if method == "POST" else nullcontext
+    async with place():
+        return await send(_session(), method, url, payload, headers=both, retries=max_retries)
 
 
 async def get(url: str, max_retries: int = 60, headers: Mapping[str, str] | None = None) -> Any:

@@ -15,6 +15,25 @@ from typing import Any
 
 from slime.utils.errors import BadInputError
 
+_ELSEWHERE = {
+    "slime.agent": "examples/multi_agent has several agents, slime.rollout.observation the turns of one",
+    "slime.backends.megatron_utils": "a custom loss is given what it needs, see docs/algorithms.md",
+    "slime.rollout.on_policy_distillation": "it is not available yet in this version",
+    "slime.rollout.rm_hub.deepscaler": "await slime.rollout.rm_hub.async_rm(args, sample) grades by --rm-type",
+    "slime.rollout.rm_hub.f1": "await slime.rollout.rm_hub.async_rm(args, sample) grades by --rm-type",
+    "slime.rollout.rm_hub.gpqa": "await slime.rollout.rm_hub.async_rm(args, sample) grades by --rm-type",
+    "slime.rollout.rm_hub.math_dapo_utils": "await slime.rollout.rm_hub.async_rm(args, sample) grades by --rm-type",
+    "slime.rollout.rm_hub.math_utils": "slime.rollout.rm_hub.answers has last_boxed and quick_equal",
+    "slime.utils.async_utils": "a plain function may call asyncio.run, most hooks may be async",
+    "slime.utils.data": "slime.rollout.dataset reads prompts, see docs/rollout.md for data sources of your own",
+    "slime.utils.eval_config": "args.eval_datasets has slime.options.eval_datasets.EvalDataset",
+    "slime.utils.mask_utils": "slime.rollout.conversation.ConversationEncoder makes masks of conversations",
+    "slime.utils.ppo_utils": "slime.algorithms has the losses",
+    "slime.utils.processing_utils": "slime.rollout.tokenizer has load_tokenizer",
+    "slime_plugins": "write a custom generate function, see docs/customize.md",
+}
+"""Modules of the upstream system that users' functions import, and what to use here."""
+
 
 def split_function_path(path: str) -> tuple[str, str | None]:
     """Split a function path into what to import and the attribute to take from it.
@@ -60,7 +79,7 @@ def load_module(source: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise ValueError(f"importing {file} failed: {type(error).__name__}: {error}") from error
+        raise ValueError(f"importing {file} failed: {type(error).__name__}: {error}{_elsewhere(error)}") from error
     return module
 
 
@@ -70,10 +89,18 @@ def _import_by_name(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if not (name == missing or name.startswith(missing + ".")):
-            raise ValueError(f"importing {name} failed: {error}") from error
-        raise ValueError(f"there is no module {missing!r}{_near(missing, _sibling_modules(missing))}") from error
+            raise ValueError(f"importing {name} failed: {error}{_elsewhere(error)}") from error
+        hint = _elsewhere(error) or _near(missing, _sibling_modules(missing))
+        raise ValueError(f"there is no module {missing!r}{hint}") from error
     except Exception as error:
         raise ValueError(f"importing {name} failed: {type(error).__name__}: {error}") from error
+
+
+def _elsewhere(error: Exception) -> str:
+    """Where to find what a function that was written for the upstream system imports."""
+    missing = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
+    found = (text for name, text in _ELSEWHERE.items() if missing == name or missing.startswith(f"{name}."))
+    return "".join(f"; {text}" for text in found)
 
 
 def _sibling_modules(name: str) -> list[str]:

@@ -14,10 +14,16 @@ from typing import Any
 from aiohttp import web
 
 from slime.rollout.tokenizer import load_tokenizer
+from slime.utils.http_utils import register_api_key
 
 ANSWERS = (
     "<think>One and one.</think> The answer is \\boxed{2}.",
     "<think>Let me guess.</think> The answer is \\boxed{3}.",
+)
+_KEY = "contract"
+_NO_KEY = (
+    "a run's router wants its key: slime.utils.http_utils.post adds it, another client sends the header "
+    "'Authorization: Bearer ' + args.sglang_router_api_key"
 )
 _START_S = 60.0
 _STEP = 2.0**-16
@@ -55,6 +61,8 @@ class StandInEngine:
         self._turns = itertools.count()
         self._tokenizer_of = args.hf_checkpoint
         args.sglang_router_ip, args.sglang_router_port = "127.0.0.1", self.port
+        args.sglang_router_api_key = _KEY
+        register_api_key(f"http://127.0.0.1:{self.port}", _KEY)
 
     async def _serve(self) -> None:
         app = web.Application()
@@ -72,6 +80,8 @@ class StandInEngine:
         return web.json_response({"workers": []})
 
     async def _generate(self, request: web.Request) -> web.Response:
+        if request.headers.get("Authorization") != f"Bearer {_KEY}":
+            return web.json_response({"error": _NO_KEY}, status=401)
         body = await request.json()
         given = body.get("input_ids") or body.get("text")
         if not given:

@@ -162,6 +162,38 @@ def test_function_in_a_thread_that_was_given_up_cannot_write_into_the_next_try(
     assert first.failure.startswith("generate_timeout: ")
 
 
+def test_each_call_of_a_generate_function_has_its_own_parameters_and_versions(
+    make_args: Args, use: Use, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slime.rollout.versions._pushed", 4)
+    use(FakeClient())
+    hook = hook_file(
+        tmp_path,
+        "from collections import Counter\n"
+        "from slime.rollout.sglang_rollout import GenerateState\n"
+        "from slime.data import Sample\n"
+        "calls, seen = Counter(), []\n"
+        "async def generate(args, sample, sampling_params):\n"
+        "    state = GenerateState(args)\n"
+        "    assert not state.aborted\n"
+        "    assert state.sampling_params == sampling_params\n"
+        "    calls[sample.index] += 1\n"
+        "    sampling_params['max_new_tokens'] -= 3\n"
+        "    seen.append(sampling_params['max_new_tokens'])\n"
+        "    sample.tokens = state.tokenizer(sample.prompt)['input_ids'] + [7]\n"
+        "    sample.response_length, sample.rollout_log_probs = 1, [-1.0]\n"
+        "    sample.status = Sample.Status.ABORTED if calls[sample.index] < 3 else Sample.Status.COMPLETED\n"
+        "    return sample\n"
+        "def rm(args, sample): return 1.0\n",
+    )
+    args = make_args(custom_generate_function_path=f"{hook}:generate", custom_rm_path=f"{hook}:rm", asynchronous=True)
+    samples = flatten_samples(rollout(args).samples)
+    assert {tuple(sample.weight_versions) for sample in samples} == {("4",)}
+    from slime.utils.misc import load_module
+
+    assert set(load_module(str(hook)).seen) == {args.rollout_max_response_len - 3}
+
+
 def test_samples_without_a_response_fail_one_by_one(make_args: Args, use: Use, tmp_path: Path) -> None:
     use(FakeClient())
     hook = hook_file(

@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,8 +17,10 @@ import pytest
 from aiohttp import web
 
 from slime.backends.sglang.client import EngineControl, EngineError, GenerateClient
+from slime.rollout import state
 from slime.utils import http_utils
-from slime.utils.http_utils import PortReservation, RequestError, get, http_url, post, register_api_key
+from slime.utils.http_utils import PortReservation, RequestError, get, http_url, limit_posts, post, register_api_key
+from tests.fake_client import FakeClient
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -208,6 +211,34 @@ def test_keys_go_to_their_own_origin_only(monkeypatch: pytest.MonkeyPatch) -> No
         sent = [request["headers"].get("Authorization") for request in seen]
         assert sent == ["Bearer k1", None, "Bearer mine", None, "Bearer k2", None, "Bearer k2"]
 
+    asyncio.run(scenario())
+
+
+def test_posts_to_the_router_wait_for_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_utils, "_places", {})
+    inside, most = 0, {"router": 0, "tool": 0}
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        nonlocal inside
+        inside += 1
+        name = request.path.strip("/")
+        most[name] = max(most[name], inside)
+        await asyncio.sleep(0.02)
+        inside -= 1
+        return web.json_response({})
+
+    async def scenario() -> None:
+        args = Namespace(sglang_server_concurrency=3, num_engines=1)
+        async with serving(handler) as ours, serving(handler) as tool:
+            limit_posts(ours, state.place_of_request)
+            async with state.rollout_state(args):
+                await asyncio.gather(*(post(f"{ours}/router", {}) for _ in range(12)))
+                await asyncio.gather(*(post(f"{tool}/tool", {}) for _ in range(12)))
+            assert most == {"router": 3, "tool": 12}
+            await asyncio.gather(*(post(f"{ours}/router", {}) for _ in range(12)))
+        assert most["router"] == 12, "outside of a rollout nobody counts"
+
+    monkeypatch.setattr(state, "make_client", lambda args: FakeClient())
     asyncio.run(scenario())
 
 

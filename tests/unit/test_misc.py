@@ -49,6 +49,10 @@ def test_bare_file_takes_the_first_default_name(hook_file: Path) -> None:
     [
         ("collections.OrderedDcit", "collections has no 'OrderedDcit'; did you mean OrderedDict"),
         ("slime.utils.tipes.Sample", "there is no module 'slime.utils.tipes'; did you mean slime.utils.types"),
+        (
+            "slime.utils.processing_utils.load_tokenizer",
+            "there is no module 'slime.utils.processing_utils'; slime.rollout",
+        ),
         ("no_such_package.sub.fn", "there is no module 'no_such_package'"),
         ("/no/such/file.py:fn", "there is no file /no/such/file.py"),
         ("function", "names no function"),

@@ -334,6 +334,22 @@ def test_values_that_cannot_be_trained_on_are_named() -> None:
         to_columns(make_args(), [])
 
 
+def test_samples_that_are_not_trained_need_no_log_probs() -> None:
+    samples = make_samples()
+    masked, removed, lacking = samples[:3]
+    for sample in (masked, removed):
+        sample.rollout_log_probs = None
+    masked.loss_mask, removed.remove_sample = [0] * masked.response_length, True
+    log_probs = to_columns(make_args(use_tis=True), samples).rollout_log_probs
+    assert log_probs is not None
+    assert not log_probs[0].any()
+    assert not log_probs[1].any()
+    np.testing.assert_allclose(log_probs[2], np.asarray(lacking.rollout_log_probs, dtype=np.float32))
+    lacking.rollout_log_probs = None
+    with pytest.raises(ValueError, match=r"\(position 2, .*: no rollout_log_probs, which --use-tis needs"):
+        to_columns(make_args(use_tis=True), samples)
+
+
 def test_log_probs_may_be_missing_from_every_sample() -> None:
     samples = make_samples()
     for sample in samples:
