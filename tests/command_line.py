@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from slime.models import family_of, hf_config, weight_shape
-from slime.options.checkpoint import LATEST
+from slime.options.checkpoint import LATEST, RUN_KEY
 from slime.utils.arguments import parse_args
 
 Parse = Callable[..., Namespace]
@@ -103,7 +103,11 @@ def write_headers(directory: Path) -> None:
 
 
 def write_checkpoint(directory: Path, name: str, common: dict[str, Any]) -> None:
-    """A directory of checkpoints with one in it, of which options read what all ranks have in common."""
+    """A directory of checkpoints with one in it, of which options read what all ranks have in common.
+
+    Under a number it is a run's.
+    """
+    common = {RUN_KEY: True, **common} if name.isdecimal() else common
     checkpoint = directory / (f"iter_{int(name):07d}" if name.isdecimal() else name)
     checkpoint.mkdir(parents=True)
     torch.save(common, checkpoint / "common.pt")

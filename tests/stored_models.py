@@ -12,7 +12,7 @@ from torch.distributed import checkpoint as dcp
 from slime.models import family_of, hf_config, weight_shape
 from slime.models.adapters import adapter_family, targeted_sources
 from slime.models.family import VALUE_HEAD_KEY
-from slime.options.checkpoint import LATEST
+from slime.options.checkpoint import LATEST, RUN_KEY
 
 TARGETS = ("q_proj", "down_proj")
 """Modules that the adapters are of."""
@@ -22,6 +22,7 @@ def save(tensors: dict[str, torch.Tensor], directory: str, **common: Any) -> Non
     """A checkpoint, and beside it the file that names it."""
     path = Path(directory)
     dcp.save(tensors, checkpoint_id=path)
+    common |= {RUN_KEY: True} if path.name.startswith("iter_") else {}
     torch.save(common, path / "common.pt")
     (path / "metadata.json").write_text("{}")
     (path.parent / LATEST).write_text(path.name.removeprefix("iter_").lstrip("0"))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slime.options.schema import option
 
+RUN_KEY = "distributed_optimizer"
+"""What the checkpoint of a run has in its ``common.pt``, and neither a conversion's nor one of Megatron-LM's own."""
 LATEST = "latest_checkpointed_iteration.txt"
 """The file of a checkpoint directory that names the last checkpoint in it."""
 RELEASE = "release"
@@ -88,20 +89,24 @@ class SavedModel:
     """That it holds; None of one that holds a whole model."""
     heads: bool = False
     """Whether it has trained heads for further tokens."""
+    of_a_run: bool = True
+    """Whether a run of slime can go on from it, as far as its ``common.pt`` tells."""
 
 
 def saved_model(directory: Path) -> SavedModel:
     """Read what a torch_dist checkpoint says of its model.
 
-    Megatron-LM's own have types in this file that only Megatron can read, and neither adapters nor trained heads.
+    Megatron-LM's own have types in ``common.pt`` that only Megatron can read, and neither adapters nor trained heads.
     """
     import torch
 
     try:
         common = torch.load(directory / "common.pt", map_location="cpu", weights_only=True)
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError):
+    except OSError:  # `slime.utils.weight_check` says what is missing
         return SavedModel(directory)
-    return SavedModel(directory, common.get("adapters"), bool(common.get("heads")))
+    except Exception:  # what torch did not write plainly fails in many ways
+        return SavedModel(directory, of_a_run=False)
+    return SavedModel(directory, common.get("adapters"), bool(common.get("heads")), RUN_KEY in common)
 
 
 @dataclass

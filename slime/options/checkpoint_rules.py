@@ -156,13 +156,18 @@ def _load_directory(args: Namespace) -> Path | None:
 
 
 def _saved_models(args: Namespace, latest: Path | None) -> SavedModel | None:
-    """Refuse checkpoints of other heads than the run's, and adapters in the place of a model.
+    """Refuse checkpoints that no run wrote or of other heads than the run's, and adapters in the place of a model.
 
     Args:
         latest: the checkpoint that ``--load`` goes on from; what it says is returned.
     """
     resumed = saved_model(latest) if latest is not None else None
     if resumed is not None:
+        if not resumed.of_a_run:
+            raise OptionError(
+                f"--load {latest} is no checkpoint of a run of slime (its common.pt is Megatron-LM's own, or damaged): "
+                f"to start from its weights name it by --ref-load {args.load}, not by --load, and save elsewhere"
+            )
         check_saved_heads(f"--load {latest}", resumed.heads, args.enable_mtp_training)
     if args.ref_load is not None and not has_weights(args.ref_load):
         found = _found(args.ref_load_flag, args.ref_load)

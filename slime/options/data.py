@@ -30,8 +30,12 @@ class DataOptions:
     disable_rollout_global_dataset: bool = option(
         False, "No --prompt-data: the rollout function is given empty samples, and fills them in."
     )
-    input_key: str = option("input", "Column of the prompt: a string or a list of chat messages.")
-    label_key: str | None = option(None, "Column of the expected answer.")
+    input_key: str = option(
+        "input", "Column of the prompt: a string or a list of chat messages. Dots lead into objects: a.b is b of a."
+    )
+    label_key: str | None = option(
+        None, "Column of the expected answer; dots lead into objects, as in reward_model.ground_truth."
+    )
     metadata_key: str = option("metadata", "Column of further fields: an object, or JSON text of one.")
     tool_key: str = option("tools", "Column of tool definitions for the chat template.")
     apply_chat_template: bool = option(False, "Render chat messages with the tokenizer's chat template.")

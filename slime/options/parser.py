@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from slime.options.schema import flag_named
 from slime.options.sglang import PassThrough
-from slime.options.unavailable import explain_flag, explain_value, unavailable_flags
+from slime.options.unavailable import explain_flag, explain_value
 
 _SINGLE = (None, argparse.OPTIONAL)
 """``nargs`` of a flag with one value."""
@@ -97,8 +97,8 @@ class StrictParser(argparse.ArgumentParser):
 
     def nearest(self, flag: str, similarity: float = 0.75) -> str:
         """The question of what was meant, or nothing where no flag has a name of such similarity."""
-        known = [*self._option_string_actions, *unavailable_flags()]
-        scores = {name: difflib.SequenceMatcher(None, flag.replace("_", "-"), name).ratio() for name in known}
+        known, written = self._option_string_actions, flag.replace("_", "-")
+        scores = {name: difflib.SequenceMatcher(None, written, name).ratio() for name in known}
         best = max(scores.values())
         close = [name for name, score in scores.items() if score >= max(best - 0.02, similarity)][:3]
         return f"; did you mean {' or '.join(close)}?" if close else ""

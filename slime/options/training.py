@@ -91,7 +91,7 @@ def import_transformer_engine() -> None:
 
 
 def _check_optimizer(args: Namespace, given: set[str]) -> None:
-    switches = ("optimizer_cpu_offload", "use_precision_aware_optimizer")
+    switches = ("optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d", "use_precision_aware_optimizer")
     asked = [flag_named(name) for name in switches if getattr(args, name)]
     asked += [f"{flag_named(name)} {value}" for name in _IN_FLOAT32 if (value := getattr(args, name)) != "fp32"]
     if asked:

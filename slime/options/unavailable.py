@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+_WEIGHTS_ALONE = "drop it: --ref-load starts from a checkpoint's weights alone, --load goes on with its run"
+
 REPLACED: dict[str, str] = {
     "--critic-num-gpus-per-node": "the critic is on the actor's slots; drop it",
     "--critic-num-nodes": "the critic is on the actor's slots; drop it",
@@ -9,18 +11,24 @@ REPLACED: dict[str, str] = {
     "--disable-weights-backuper": "reference and actor weights are always kept on the CPU; drop it",
     "--distributed-backend": "the device decides: nccl on GPUs, gloo without",
     "--eval": "use --eval-interval; with --num-rollout 0 the run only evaluates",
+    "--finetune": _WEIGHTS_ALONE,
     "--get-mismatch-metrics": "train/train_rollout_* and train/ois are always logged; drop it",
     "--http-proxy": "set the http_proxy environment variable",
     "--log-probs-max-tokens-per-gpu": "log-prob passes use the micro-batches of --max-tokens-per-gpu",
     "--megatron-to-hf-mode": "weights are always mapped by the tables in slime/models; drop it",
     "--min-batch-collection-ratio": "it had no effect; drop it",
+    "--model-name": "config.json of --hf-checkpoint says which model it is; drop it",
+    "--no-load-optim": _WEIGHTS_ALONE,
+    "--no-load-rng": _WEIGHTS_ALONE,
     "--offload": "use --offload-train --offload-rollout, which with --colocate on GPUs are the default",
     "--qkv-format": "sequences are always packed (thd); drop it",
     "--recompute-loss-function": "logits are always computed anew, --log-probs-chunk-size tokens at a time; drop it",
+    "--sglang-enable-ep-moe": "use --sglang-ep-size N",
     "--sglang-host": "engines listen on the address of the node that they run on",
     "--sglang-model-path": "engines serve --hf-checkpoint",
     "--sglang-port": "ports are reserved when an engine starts",
     "--sglang-random-seed": "use --rollout-seed",
+    "--sglang-router-policy": "use --router-policy",
     "--sglang-router-request-timeout-secs": "use --request-timeout",
     "--sglang-tensor-parallel-size": "use --rollout-num-gpus-per-engine",
     "--sglang-tp-size": "use --rollout-num-gpus-per-engine",
@@ -31,6 +39,7 @@ REPLACED: dict[str, str] = {
     "--true-on-policy-mode": "one step per rollout is on policy; add --sglang-enable-deterministic-inference",
     "--use-critic": "--advantage-estimator ppo has a critic; drop it",
     "--use-custom-fsdp": "the distributed optimizer shards optimizer state; there is no FSDP backend",
+    "--use-fault-tolerance": "a run of several engines goes on without one that dies, which is not restarted; drop it",
     "--use-megatron-fsdp": "the distributed optimizer shards optimizer state; there is no FSDP backend",
     "--use-pytorch-profiler": "use --profile-target",
     "--use-rollout-entropy": "train/entropy_loss is always logged; drop it",
@@ -41,6 +50,7 @@ REPLACED: dict[str, str] = {
 
 REPLACED_PREFIXES: dict[str, str] = {
     "--ci-metric-checker-": "metrics.jsonl has every metric",
+    "--rollout-health-check-": "an engine that dies is noticed at once, one that hangs by --request-timeout; drop it",
     "--slime-router-": "the router is sglang-router; see --help router",
 }
 """The same for whole families of flags."""
@@ -53,22 +63,19 @@ NOT_YET: dict[str, str] = {
         --fetch-trajectory-retry-times --load-forge-rollout-data --multimodal-keys --rollout-buffer-url
         --rollout-data-transport --rollout-external-engine-addrs --rollout-task-type --use-distributed-post""",
     "engine layout": "--prefill-num-servers --sglang-config --sglang-router-ip --sglang-router-port",
-    "fault tolerance": """
-        --rollout-health-check-first-wait --rollout-health-check-interval --rollout-health-check-timeout
-        --use-fault-tolerance""",
     "asynchronous training": "--release-train",
     "weight update": """
         --update-weight-delta-checksum --update-weight-delta-encoding --update-weight-local-checkpoint-dir""",
     "model": """
         --freeze-indexer --freeze-params-name-list
         --megatron-deepgemm-forward-layers --megatron-deepgemm-forward-modules --megatron-deepgemm-moe-forward-layers
-        --megatron-deepgemm-moe-forward-modules --model-name --only-train-params-name-list --qwen-gdn-backend
+        --megatron-deepgemm-moe-forward-modules --only-train-params-name-list --qwen-gdn-backend
         --softmax-type --spec --use-rollout-routing-replay --use-routing-replay --window-attn-skip-freq
         --window-size""",
     "batches and memory": """
         --data-pad-size-multiplier --use-dynamic-global-batch-size""",
     "checkpoints": """
-        --async-save --ckpt-step --finetune --no-load-optim --no-load-rng --no-save-optim --ref-ckpt-step""",
+        --async-save --ckpt-step --no-save-optim --ref-ckpt-step""",
     "debug": """
         --ci-load-grad-norm --ci-save-grad-norm --memory-recorder --memory-snapshot-dir --memory-snapshot-num-steps
         --record-memory-history""",
@@ -81,10 +88,10 @@ NOT_YET_VALUES: dict[str, tuple[str, ...]] = {
 }
 """Values of available flags that later versions will have."""
 
-
-def unavailable_flags() -> set[str]:
-    """Every flag that only produces an error."""
-    return set(REPLACED).union(*(names.split() for names in NOT_YET.values()))
+REPLACED_VALUES: dict[tuple[str, str], str] = {
+    ("--log-probs-chunk-size", "-1"): "logits of all tokens never exist at once; drop it",
+}
+"""Values of available flags that will not come, with what to do."""
 
 
 def explain_flag(flag: str) -> str | None:
@@ -101,4 +108,6 @@ def explain_flag(flag: str) -> str | None:
 
 def explain_value(flag: str, value: str) -> str | None:
     """Why a value of an available flag is not available, or None for any other value."""
+    if (flag, value) in REPLACED_VALUES:
+        return f"{flag} {value} is not available: {REPLACED_VALUES[flag, value]}"
     return f"{flag} {value} is not available yet in this version" if value in NOT_YET_VALUES.get(flag, ()) else None

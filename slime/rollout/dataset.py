@@ -14,14 +14,17 @@ from typing import Any, Literal
 import numpy as np
 
 from slime.options.rollout import DEFAULT_ROLLOUT, SFT_ROLLOUT
+from slime.options.validate import NEEDS_LABEL
 from slime.rollout.conversation import ConversationEncoder, Encoded, RowError, check_messages, render, with_answer
 from slime.rollout.reading import Row, read_rows
+from slime.rollout.rm_hub.answers import label_problem
 from slime.rollout.tokenizer import load_tokenizer
 from slime.utils.errors import BadInputError
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
+_OWN_SOURCES = "slime.rollout.data_source."
 _BATCH = 1024
 _SHOWN = 5
 
@@ -48,6 +51,10 @@ class PromptSpec:
     """Whether someone downstream takes chat messages that no template was applied to."""
     trained_turns: Literal["all", "last"] | None = None
     """Rows are supervised conversations, of which these of the assistant's turns are trained."""
+    built_in_reward: bool = False
+    """Whether a built-in reward judges the labels as rows have them."""
+    rm_type: str | None = None
+    """The built-in reward of rows whose metadata names none."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +120,7 @@ def train_prompt_spec(args: Namespace) -> PromptSpec:
     """The training prompts that ``args`` name; conversations of supervised training stay messages."""
     supervised = args.loss_type == "sft_loss"
     own_code = args.custom_generate_function_path is not None or args.rollout_function_path != DEFAULT_ROLLOUT
+    may_set_labels = own_code or args.rollout_sample_hook_path or not args.data_source_path.startswith(_OWN_SOURCES)
     turns: Literal["all", "last"] = "last" if args.loss_mask_type == "distill_qwen" else "all"
     return PromptSpec(
         path=args.prompt_data,
@@ -127,6 +135,8 @@ def train_prompt_spec(args: Namespace) -> PromptSpec:
         skip_bad_rows=args.skip_bad_rows,
         messages_allowed=supervised or own_code,
         trained_turns=turns if args.rollout_function_path == SFT_ROLLOUT else None,
+        built_in_reward=not may_set_labels and args.custom_rm_path is None,
+        rm_type=args.rm_type,
     )
 
 
@@ -192,17 +202,37 @@ def _parse(row: Row, spec: PromptSpec, tokenizer: Any, rejects: _Rejects) -> Pro
         if label is None and spec.label_key is not None and spec.trained_turns is None:
             raise RowError(f"{spec.label_key!r} (--label-key) is null")
         metadata = _metadata(row.value, spec)
+        _check_label(label, metadata, spec)
         prompt = _prompt(prompt, metadata.get("tools"), spec, tokenizer)
     except RowError as error:
         rejects.add(row.where, str(error))
         return None
-    return PromptRow(row.where, prompt, str(label) if isinstance(label, int | float) else label, metadata)
+    return PromptRow(row.where, prompt, label, metadata)
 
 
 def _take(row: dict[str, Any], key: str, flag: str) -> Any:
-    if key not in row:
-        raise RowError(f"there is no key {key!r} ({flag}); the keys are {', '.join(map(repr, sorted(row)))}")
-    return row[key]
+    """The value of a column; where none has that name, its dots lead into objects."""
+    parts = [key] if key in row else key.split(".")
+    named = flag if len(parts) == 1 else f"{flag} {key}"
+    value: Any = row
+    for depth, part in enumerate(parts):
+        above = repr(".".join(parts[:depth]))
+        if not isinstance(value, dict):
+            raise RowError(f"{above} ({named}) is a {type(value).__name__}, not an object")
+        if part not in value:
+            where = f" in {above}" if depth else ""
+            keys = ", ".join(map(repr, sorted(value)))
+            raise RowError(f"there is no key {part!r}{where} ({named}); the keys are {keys}")
+        value = value[part]
+    return value
+
+
+def _check_label(label: Any, metadata: dict[str, Any], spec: PromptSpec) -> None:
+    """Raise RowError for a label with which the row's built-in reward can compare nothing."""
+    rm_type = str(metadata.get("rm_type") or spec.rm_type).removeprefix("boxed_")
+    problem = label_problem(label) if spec.built_in_reward and rm_type in NEEDS_LABEL else None
+    if problem is not None:
+        raise RowError(f"{spec.label_key!r} (--label-key) {problem}")
 
 
 def _metadata(row: dict[str, Any], spec: PromptSpec) -> dict[str, Any]:

@@ -58,7 +58,8 @@ class Sample:
     tokens: list[int] = field(default_factory=list)
     response: str = ""
     response_length: int = 0
-    label: str | None = None
+    label: Any | None = None
+    """The row's ``--label-key`` with the type that it has there: text, a number, a list of answers, an object."""
     reward: float | dict[str, Any] | None = None
     loss_mask: list[int] | None = None
     status: Status = Status.PENDING

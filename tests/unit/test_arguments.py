@@ -260,6 +260,7 @@ def test_every_hook_of_a_list_is_loaded(parse: Parse, directory: Path) -> None:
         ("--optimizer sgd --use-distributed-optimizer", "", "--optimizer sgd cannot be distributed"),
         ("--use-precision-aware-optimizer", "", "--use-precision-aware-optimizer is not available yet in this version"),
         ("--optimizer-cpu-offload", "", "--optimizer-cpu-offload is not available yet in this version: the opt"),
+        ("--overlap-cpu-optimizer-d2h-h2d", "", "--overlap-cpu-optimizer-d2h-h2d is not available yet in this version"),
         ("--exp-avg-dtype bf16", "", "--exp-avg-dtype bf16 is not available yet in this version: the optimizer"),
         ("--main-params-dtype fp16", "", "--main-params-dtype fp16 is not available yet in this version: the"),
         ("--optimizer lion", "", "--optimizer lion: there are adam and sgd"),

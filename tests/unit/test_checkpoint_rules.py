@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from slime.options import checkpoint_rules
 from slime.options.checkpoint import SavedModel
@@ -74,6 +76,30 @@ def test_what_is_no_checkpoint_and_no_place(
     (directory / "bare").mkdir()
     (directory / "bare" / "config.json").write_text(json.dumps(QWEN3))
     assert expected.replace("{directory}", str(directory)) in f"{failure(capsys, words)}$"
+
+
+@pytest.mark.parametrize(
+    "common", [{"iteration": 100}, {"args": Namespace(num_layers=4), "optimizer": {}}, b"half a file", b""]
+)
+def test_a_run_goes_on_with_checkpoints_of_slime_only(
+    capsys: pytest.CaptureFixture[str], directory: Path, common: Any
+) -> None:
+    """Those of Megatron-LM's own runs, upstream's among them, are weights to start from."""
+    write_checkpoint(directory / "ckpt", "100", {})
+    parse_args(command("--load ckpt --save ckpt"))
+    file = directory / "ckpt" / "iter_0000100" / "common.pt"
+    if isinstance(common, bytes):
+        file.write_bytes(common)
+    else:
+        torch.save(common, file)
+    expected = (
+        f"--load {file.parent} is no checkpoint of a run of slime (its common.pt is Megatron-LM's own, or damaged): to "
+        f"start from its weights name it by --ref-load {directory}/ckpt, not by --load, and save elsewhere"
+    )
+    assert failure(capsys, "--load ckpt --save ckpt") == expected
+    assert (
+        starting_point(parse_args(command("--ref-load ckpt"))) == f"training starts from {directory}/ckpt (--ref-load)"
+    )
 
 
 def test_weights_are_asked_for_only_where_they_are_read(directory: Path) -> None:

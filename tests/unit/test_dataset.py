@@ -76,7 +76,7 @@ def test_files_that_do_not_read(rollout_args: Args, tmp_path: Path) -> None:
 
 
 def test_strings_are_taken_as_they_are_and_tokenised_once(rollout_args: Args, write_jsonl: Write) -> None:
-    args = rollout_args(prompt_data=write_jsonl([{"prompt": "1 + 1 =", "label": 2, "metadata": None}]))
+    args = rollout_args(prompt_data=write_jsonl([{"prompt": "1 + 1 =", "label": "2", "metadata": None}]))
     dataset = load(args)
     sample = dataset[0]
     assert (sample.prompt, sample.label, sample.metadata) == ("1 + 1 =", "2", {})
@@ -84,6 +84,78 @@ def test_strings_are_taken_as_they_are_and_tokenised_once(rollout_args: Args, wr
     sample.metadata["x"] = sample.tokens.append(0)
     assert dataset[0].metadata == {}
     assert len(dataset[0].tokens) == 7
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("label", [2, 2.5, True, "2", [2, 3], {"style": "rule", "ground_truth": "2"}])
+def test_labels_keep_their_type(label: Any, kind: str, rollout_args: Args, write_jsonl: Write, tmp_path: Path) -> None:
+    """A user's reward compares with what stands in the row."""
+    data = [{"prompt": "p", "label": label}]
+    path = write_jsonl(data) if kind == "jsonl" else write_parquet(tmp_path / "d.parquet", data)
+    found = load(rollout_args(prompt_data=path, custom_rm_path="mine.py:rm"))[0].label
+    assert (found, type(found)) == (label, type(label))
+
+
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "1+1?"}],
+    "reward_model": {"style": "rule", "ground_truth": "2", "of": {"keys": {"x.y": [3, 4]}}},
+    "extra_info": {"question": "1+1?"},
+    "extra.info": "literal",
+}
+
+
+def test_dots_lead_into_objects_where_no_column_has_the_name(rollout_args: Args, tmp_path: Path) -> None:
+    """So verl's own files work as they are."""
+    path = write_parquet(tmp_path / "d.parquet", [VERL])
+    for key, label in (("reward_model.ground_truth", "2"), ("extra.info", "literal")):
+        args = rollout_args(prompt_data=path, label_key=key, rm_type="math", apply_chat_template=True)
+        assert load(args)[0].label == label
+    assert load(rollout_args(prompt_data=path, label_key=None, input_key="extra_info.question"))[0].prompt == "1+1?"
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("reward.x", r"there is no key 'reward' \(--label-key reward.x\); the keys are 'data_source', 'extra.info', "),
+        ("reward_model.x", r"no key 'x' in 'reward_model' \(--label-key reward_model.x\); the keys are 'ground_tr"),
+        ("reward_model.style.x", r"'reward_model.style' \(--label-key reward_model.style.x\) is a str, not an object"),
+    ],
+)  # fmt: skip
+def test_dots_that_lead_nowhere(key: str, message: str, rollout_args: Args, write_jsonl: Write) -> None:
+    with pytest.raises(ValueError, match=message):
+        load(rollout_args(prompt_data=write_jsonl([VERL]), label_key=key, apply_chat_template=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "metadata"),
+    [
+        ({"rm_type": "math"}, None),
+        ({"rm_type": "boxed_f1"}, None),
+        ({}, {"rm_type": "dapo"}),
+        ({"rm_type": "random"}, {"rm_type": "deepscaler"}),
+    ],
+)
+def test_objects_are_no_labels_of_built_in_rewards(
+    changes: dict[str, Any], metadata: Any, rollout_args: Args, write_jsonl: Write
+) -> None:
+    """Nor in a dry run, which reads the rows."""
+    row = {"prompt": "p", "reward_model": VERL["reward_model"], "metadata": metadata}
+    args = rollout_args(prompt_data=write_jsonl([row]), label_key="reward_model", **changes)
+    message = (
+        r"line 1: 'reward_model' \(--label-key\) is an object with the keys 'style', 'ground_truth', 'of', which is no "
+        r"answer: name the key too, as in --label-key reward_model.ground_truth"
+    )
+    with pytest.raises(ValueError, match=message):
+        load(args)
+    for own in (
+        {"custom_rm_path": "mine.py:rm"},
+        {"custom_generate_function_path": "mine.py:generate"},
+        {"data_source_path": "mine.py:Source"},
+        {"rollout_sample_hook_path": ["mine.py:hook"]},
+        {"rm_type": "random"} if metadata is None else {"metadata_key": None, "rm_type": "gpqa"},
+    ):
+        assert load(rollout_args(**(vars(args) | own)))[0].label == VERL["reward_model"]
 
 
 @pytest.mark.parametrize("prompt", ["hello", [{"role": "user", "content": "hello"}]])

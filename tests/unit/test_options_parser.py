@@ -20,6 +20,7 @@ from slime.options.parser import StrictParser, flag_values
 from slime.options.patterns import layer_pattern
 from slime.options.schema import add_options, option
 from slime.options.sglang import CONSISTENT_HASHING, command_line, router_parser
+from slime.options.unavailable import explain_flag
 from slime.utils.arguments import _assemble
 
 
@@ -108,6 +109,14 @@ def test_unknown_flags_name_the_nearest_in_every_source(
     assert "--tensor_model_parallel_size; did you mean --tensor-model-parallel-size?" in line
     assert "--sglang-mem-fraction; did you mean --sglang-mem-fraction-static?" in line
     assert "--router-polcy; did you mean --router-policy?" in line
+
+
+def test_no_flag_is_suggested_that_would_be_refused(
+    full_parser: StrictParser, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = fails(full_parser, "--use-slime-ruter --sglang-router-prt 3 --megatron-confg-path x", capsys)
+    suggested = re.findall(r"--[-a-z]+", "".join(re.findall(r"did you mean [^;]*", line)))
+    assert not [flag for flag in suggested if explain_flag(flag)]
 
 
 def test_pass_through_keeps_attribute_and_words(full_parser: StrictParser) -> None:

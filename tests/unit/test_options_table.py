@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slime.options.parser import StrictParser
-from slime.options.unavailable import NOT_YET, REPLACED, explain_flag, unavailable_flags
+from slime.options.unavailable import NOT_YET, REPLACED, REPLACED_VALUES, explain_flag
 from slime.utils.arguments import _assemble
 
 UPSTREAM = """
@@ -117,10 +117,16 @@ def test_every_flag_of_the_model_scripts_parses(known_flags: set[str]) -> None:
 
 
 def test_no_flag_is_both_available_and_not(known_flags: set[str]) -> None:
-    assert not unavailable_flags() & known_flags
     later = " ".join(NOT_YET.values()).split()
+    assert not {*later, *REPLACED} & known_flags
+    assert {flag for flag, _ in REPLACED_VALUES} <= known_flags
     assert len(later) == len(set(later))
     assert not set(later) & set(REPLACED)
+
+
+def test_what_to_write_instead_is_available(known_flags: set[str]) -> None:
+    for reason in REPLACED.values():
+        assert set(re.findall(r"--[a-z][-a-z]+", reason)) <= known_flags | {"--help"}, reason
 
 
 @pytest.mark.parametrize(
@@ -130,6 +136,16 @@ def test_no_flag_is_both_available_and_not(known_flags: set[str]) -> None:
         ("--opd-kl-coef 0.9 --use-distributed-post", "--opd-kl-coef is not available yet in this version; --use-distr"),
         ("--sglang-tp-size 2", "--sglang-tp-size is not available: use --rollout-num-gpus-per-engine"),
         ("--slime-router-timeout 3", "the router is sglang-router"),
+        (
+            "--use-fault-tolerance",
+            "a run of several engines goes on without one that dies, which is not restarted; drop",
+        ),
+        ("--rollout-health-check-interval 9", "an engine that dies is noticed at once, one that hangs by --request-t"),
+        ("--model-name qwen3", "config.json of --hf-checkpoint says which model it is; drop it"),
+        ("--no-load-optim", "drop it: --ref-load starts from a checkpoint's weights alone"),
+        ("--sglang-enable-ep-moe", "--sglang-enable-ep-moe is not available: use --sglang-ep-size N"),
+        ("--sglang-router-policy random", "--sglang-router-policy is not available: use --router-policy"),
+        ("--log-probs-chunk-size -1", "logits of all tokens never exist at once; drop it"),
         ("--update-weight-mode=delta", "--update-weight-mode delta is not available yet"),
     ],
 )

@@ -20,6 +20,7 @@ from slime.rollout.rm_hub import algebra, answers, async_rm
 from slime.rollout.rm_hub.algebra import AlgebraPool
 from slime.rollout.rm_hub.answers import last_boxed, quick_equal
 from slime.utils import http_utils
+from slime.utils.errors import SettingError
 from slime.utils.http_utils import RequestError
 from slime.utils.types import Sample
 
@@ -150,6 +151,26 @@ def test_math(rollout_args: Args, monkeypatch: pytest.MonkeyPatch, pool: Algebra
     assert reward(args, r"\boxed{b+a}", "a+b") == 1.0
 
 
+@pytest.mark.parametrize("label", [2, "2", [1, 2]])
+@pytest.mark.parametrize("rm_type", ["math", "deepscaler", "dapo", "boxed_dapo", "boxed_f1"])
+def test_labels_may_be_numbers(rm_type: str, label: Any, rollout_args: Args) -> None:
+    found = reward(rollout_args(rm_type=rm_type), "</think> \\boxed{2}\nAnswer: 2", label)
+    assert (found["score"] if isinstance(found, dict) else found) == 1.0
+
+
+@pytest.mark.parametrize("rm_type", ["math", "deepscaler", "dapo", "boxed_dapo", "f1", "gpqa"])
+def test_a_label_that_is_an_object_ends_the_run(rm_type: str, rollout_args: Args) -> None:
+    """It would be 0 for every response."""
+    args, label = rollout_args(rm_type=rm_type), {"style": "rule", "ground_truth": "2"}
+    name = rm_type.removeprefix("boxed_")
+    for given, holds in ((label, "is"), (["2", label], "holds")):
+        message = (
+            f"rm_type {name}: the label of sample 3 {holds} an object with the keys 'style', 'ground_truth', which"
+        )
+        with pytest.raises(SettingError, match=f"{message} is no answer: name the key too, as in --label-key reward_"):
+            reward(args, "2", given)
+
+
 def test_deepscaler(rollout_args: Args) -> None:
     args = rollout_args(rm_type="deepscaler")
     assert reward(args, r"<think>\boxed{1}</think> \boxed{2}", "2") == 1.0
@@ -229,7 +250,7 @@ def test_remote_rm(rollout_args: Args) -> None:
                 return web.Response(status=503)
             if asked[-1]["label"] == "broken":
                 return web.Response(status=500, text="out of order")
-            return web.json_response({"a": {"score": 0.5}, "n": 2}.get(asked[-1]["label"], "nonsense"))
+            return web.json_response({"a": {"score": 0.5}, "n": 2, 7: 3.0}.get(asked[-1]["label"], "nonsense"))
 
         app = web.Application()
         app.router.add_post("/", answer)
@@ -240,7 +261,7 @@ def test_remote_rm(rollout_args: Args) -> None:
         url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
         args = rollout_args(rm_type="remote_rm", rm_url=url)
         try:
-            good = [await async_rm(args, Sample(prompt="p", response="r", label=label)) for label in ("a", "n")]
+            good = [await async_rm(args, Sample(prompt="p", response="r", label=label)) for label in ("a", "n", 7)]
             with pytest.raises(ValueError, match="must answer with a number or an object, not 'nonsense'"):
                 await async_rm(args, Sample(prompt="p", response="r", label="b"))
             with pytest.raises(
@@ -252,7 +273,7 @@ def test_remote_rm(rollout_args: Args) -> None:
             await http_utils._session().close()
             await runner.cleanup()
 
-    assert asyncio.run(scenario()) == [{"score": 0.5}, 2]
+    assert asyncio.run(scenario()) == [{"score": 0.5}, 2, 3.0], "a number is sent as one"
     assert asked[1] == {"prompt": "p", "response": "r", "label": "a"}
     with pytest.raises(ValueError, match="remote_rm needs --rm-url"):
         reward(rollout_args(rm_type="remote_rm"), "r", "a")

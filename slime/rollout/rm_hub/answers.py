@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from typing import Any
 
 _INTEGER = re.compile(r"[+-]?\d+$")
 _DECIMAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)$")
@@ -25,6 +26,21 @@ _UNITS = re.compile(
 )
 _SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 """Spaces, but not one between digits: ``1 1/2`` is not ``11/2``."""
+
+
+def label_problem(label: Any) -> str | None:
+    """Why no response can be compared with a label, to follow its name; None where one can.
+
+    An object has answers in it and is none: its text stands in no response.
+    """
+    found = next((each for each in (label if isinstance(label, list) else [label]) if isinstance(each, dict)), None)
+    if found is None:
+        return None
+    keys = ", ".join(map(repr, found))
+    return (
+        f"{'is' if found is label else 'holds'} an object with the keys {keys}, which is no answer: name the key too, "
+        "as in --label-key reward_model.ground_truth"
+    )
 
 
 def last_boxed(text: str) -> str | None:

@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from slime.rollout.rm_hub.algebra import answers_equal
-from slime.rollout.rm_hub.answers import after_reasoning, as_number, last_boxed, normalize
+from slime.rollout.rm_hub.answers import after_reasoning, as_number, label_problem, last_boxed, normalize
 from slime.rollout.rm_hub.instructions import ifbench_reward
 from slime.rollout.rm_hub.multiple_choice import gpqa_reward
-from slime.utils.errors import BadInputError
+from slime.utils.errors import BadInputError, SettingError
 from slime.utils.types import Sample
 
 Grader = Callable[[Namespace, Sample, str], Awaitable[Any]]
@@ -32,10 +32,13 @@ def _labels(sample: Sample, name: str) -> list[str]:
     """The accepted answers: the label, or each of a list of labels.
 
     Raises:
-        ValueError: there is no label.
+        BadInputError: there is no label.
+        SettingError: it is an object, or holds one.
     """
     if sample.label is None:
         raise BadInputError(f"rm_type {name} needs a label, sample {sample.index} has none: is --label-key set?")
+    if problem := label_problem(sample.label):
+        raise SettingError(f"rm_type {name}: the label of sample {sample.index} {problem}")
     labels = sample.label if isinstance(sample.label, list) else [sample.label]
     return [str(label) for label in labels]
 

@@ -7,8 +7,8 @@ import string
 from argparse import Namespace
 from typing import Any
 
-from slime.rollout.rm_hub.answers import after_reasoning
-from slime.utils.errors import BadInputError
+from slime.rollout.rm_hub.answers import after_reasoning, label_problem
+from slime.utils.errors import BadInputError, SettingError
 from slime.utils.types import Sample
 
 _COMMON, _MOST = 4, 10
@@ -68,6 +68,8 @@ def _right_answer(sample: Sample, choices: dict[str, str]) -> tuple[str | None, 
     if letter is not None:
         letter = str(letter).strip().strip("().").upper()
         return letter, choices.get(letter)
+    if problem := label_problem(label):
+        raise SettingError(f"rm_type gpqa: the label of sample {sample.index} {problem}")
     words = str(label).strip()
     for its_letter, text in choices.items():
         if _plain(text) == _plain(words):
