@@ -27,7 +27,7 @@ from tools.benchmarks.report import BenchError, Report  # noqa: E402
 from tools.make_tiny_model import PUBLISHED  # noqa: E402
 
 CASES: dict[str, tuple[Callable[[argparse.Namespace, Report], None], str]] = {
-    "train": (train.measure, "training alone: tokens/s, MFU, memory that sleeps and wakes"),
+    "train": (train.measure, "training alone: tokens/s, MFU (of H100 and H200 SXM only), memory that sleeps and wakes"),
     "step": (loop.measure_step, "the whole colocated loop: each part of a step, log-prob difference"),
     "refit": (loop.measure_refit, "pushing weights: colocated, and from one half of the GPUs to the other"),
     "sleep-wake": (loop.measure_sleep_wake, "handing the GPUs' memory over and back"),

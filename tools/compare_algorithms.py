@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from tools.quickstart import Phases, QuickstartError, choose_start, clear
+from tools.quickstart import Phases, QuickstartError, choose_start, cleared, end_running
 
 if TYPE_CHECKING:
     from slime.utils.types import Sample
@@ -83,11 +83,11 @@ def warm_up(output: Path, seed: int) -> None:
     if (output / "sft" / "hf").is_dir():
         return
     phases = Phases(_RUN_LIMIT_S)
-    clear(output)
-    for tool, made in (("make_tiny_model", "model"), ("make_arithmetic_data", "data")):
-        phases.run([sys.executable, f"tools/{tool}.py", str(output / made), "--seed", str(seed)])
-    phases.run(["bash", "scripts/run-quickstart-sft.sh"], _environment(output, seed))
-    choose_start(phases, output)
+    with cleared(output):
+        for tool, made in (("make_tiny_model", "model"), ("make_arithmetic_data", "data")):
+            phases.run([sys.executable, f"tools/{tool}.py", str(output / made), "--seed", str(seed)])
+        phases.run(["bash", "scripts/run-quickstart-sft.sh"], _environment(output, seed))
+        choose_start(phases, output)
 
 
 def train(output: Path, name: str, seed: int, more_flags: list[str]) -> None:
@@ -190,7 +190,11 @@ def main() -> None:
         for seed, directory in of_seed.items():
             warm_up(directory, seed)
         with ThreadPoolExecutor(args.jobs) as pool:
-            list(pool.map(run, _jobs(args.algorithms, args.seeds)))
+            try:
+                list(pool.map(run, _jobs(args.algorithms, args.seeds)))
+            except (KeyboardInterrupt, SystemExit):  # those not begun are cancelled, but the others are waited for
+                end_running()
+                raise
     except QuickstartError as error:
         sys.exit(f"compare_algorithms: failed: {error}")
     curves: dict[str, Any] = {name: {s: curve(of_seed[s] / name) for s in args.seeds} for name in args.algorithms}

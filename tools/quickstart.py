@@ -27,6 +27,8 @@ _STOP_S = 60
 _RESULTS = {"model", "data", "sft", "grpo", "hf", "curve.png", "result.json"}
 _RECORD = ".quickstart-files.json"
 """In the output directory: what the last quickstart left there, and as what; only that may be removed."""
+_RUNNING: set[subprocess.Popen[str]] = set()
+"""The commands that run now, of all threads."""
 
 
 class QuickstartError(Exception):
@@ -68,6 +70,7 @@ class Phases:
             stdout=subprocess.PIPE if capture else output,
             stderr=output,
         )
+        _RUNNING.add(process)
         try:
             printed, _ = process.communicate(timeout=max(self._deadline - time.monotonic(), 0.1))
         except subprocess.TimeoutExpired:
@@ -77,6 +80,7 @@ class Phases:
             ) from None
         finally:
             end(process)
+            _RUNNING.discard(process)
         if process.returncode:
             raise QuickstartError(f"{' '.join(command[:3])} ... ended with status {process.returncode}")
         return printed or ""
@@ -94,15 +98,32 @@ def end(process: subprocess.Popen[str]) -> None:
                 process.wait(_STOP_S)
 
 
+def end_running() -> None:
+    """End the commands of other threads, which wait for them."""
+    for process in list(_RUNNING):
+        end(process)
+
+
 def quickstart(output: Path, seed: int, rm_type: str, phases: Phases) -> None:
     """All phases; results land in ``output``.
 
     Raises:
         QuickstartError: it did not reach what it promises, or ``output`` holds other things than a quickstart's.
     """
+    with cleared(output):
+        _train(output, seed, rm_type, phases)
+
+
+@contextmanager
+def cleared(output: Path) -> Iterator[None]:
+    """Make ``output`` an empty directory as `clear` does; of what the block left there the next one may clear it.
+
+    Raises:
+        QuickstartError: something else is in it.
+    """
     clear(output)
     try:
-        _train(output, seed, rm_type, phases)
+        yield
     finally:
         left = {name: state for name, state in _content(output).items() if Path(name).parts[0] in _RESULTS}
         (output / _RECORD).write_text(json.dumps(left))
@@ -166,7 +187,7 @@ def _content(output: Path) -> dict[str, list[int]]:
 
 
 def choose_start(phases: Phases, output: Path) -> dict[str, Any]:
-    """The first export of the warm-up that is right on some problems, but not most; GRPO starts from it.
+    """The first export of the warm-up that is right on some problems, but not most; GRPO starts from it, ``sft/hf``.
 
     Raises:
         QuickstartError: there is none, or its answers are not of the form that the warm-up taught.
@@ -184,7 +205,9 @@ def choose_start(phases: Phases, output: Path) -> dict[str, Any]:
         )
     if chosen["well_formed"] < _WELL_FORMED_NEEDED:
         raise QuickstartError(f"only {chosen['well_formed']:.1%} of the answers are well-formed before RL")
-    shutil.copytree(chosen["model"], output / "sft" / "hf")
+    # Written aside, so that what is there is whole: `tools/compare_algorithms.py` goes on from it.
+    aside = shutil.copytree(chosen["model"], output / "sft" / ".hf")
+    aside.rename(output / "sft" / "hf")
     return chosen
 
 

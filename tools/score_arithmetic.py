@@ -65,7 +65,8 @@ def main() -> None:
         if not path.exists():
             parser.error(f"{path} does not exist")
     transformers.logging.disable_progress_bar()
-    rows = [json.loads(line) for line in args.data.read_text().splitlines() if line.strip()]
+    with args.data.open("rb") as lines:
+        rows = [json.loads(line) for line in lines if line.strip()]
     for model_dir in args.model_dirs:
         result = score(model_dir, rows, args.max_new_tokens)
         print(json.dumps({"model": str(model_dir), **result}), flush=True)

@@ -22,7 +22,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _NEW_NS, _NEW_IPC, _NEW_USER, _NEW_PID, _NEW_NET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 _NOSUID, _NODEV, _BIND, _RECURSIVE, _PRIVATE = 2, 4, 0x1000, 0x4000, 0x40000
 _MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _ATTR_RDONLY, _ATTR_NOSUID = 442, -100, 0x8000, 1, 2
-_PDEATHSIG, _NO_NEW_PRIVS = 1, 38
+_PDEATHSIG, _DUMPABLE, _NO_NEW_PRIVS = 1, 4, 38
 _CAPABILITIES_V3 = 0x20080522
 _NUM_FILES = 1000
 
@@ -102,10 +102,10 @@ def _out_of_time(cpu_s: int) -> NoReturn:
     raise TimeoutError(f"more than {cpu_s} s of CPU time")
 
 
-def wait_for(pid: int) -> int:
-    """The status of a child as a shell has it: 128 and more for a signal."""
+def wait_for(pid: int, most: int = 255) -> int:
+    """The status of a child, one of its own being ``most`` at most; of a signal 128 and more, as a shell has it."""
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return status if status >= 0 else 128 - status
+    return min(status, most) if status >= 0 else 128 - status
 
 
 def run(code: str) -> int:
@@ -124,15 +124,22 @@ def run(code: str) -> int:
 
 
 def main() -> int:
-    """Exit status 0 where the code raised nothing."""
+    """Exit status 0 where the code raised nothing; in a jail more than 128 is a signal."""
     limits = json.loads(sys.argv[1])
     code = sys.stdin.read()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which the code may send us: our traceback is nothing to read
     _call("prctl", _PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     try:
         if limits["jail"]:
             enter_jail(limits["directory"], limits["disk_mb"])
             if pid := os.fork():  # the new process namespace begins with a child
                 return wait_for(pid)
+            # All of the namespace ends with this process, which is not the code: that may leave the process group and
+            # take back its own PDEATHSIG, but it cannot trace this one.
+            _call("prctl", _PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            _call("prctl", _DUMPABLE, 0, 0, 0, 0)
+            if pid := os.fork():
+                return wait_for(pid, most=128)
         drop_privileges()
         set_limits(limits["cpu_s"], limits["memory_mb"], limits["disk_mb"])
     except OSError as error:

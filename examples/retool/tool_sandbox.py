@@ -81,7 +81,8 @@ def _told(text: str, status: int | None, timed_out: bool, limits: Limits) -> tup
         return f"{text[: limits.output_chars]}\n[cut: more than {limits.output_chars} characters]", False
     if timed_out:
         return f"{text}\n[ended: it ran longer than {limits.wall_s:g} s]".strip(), False
-    if status is not None and (number := status - 128 if status > 128 else -status) > 0:
+    # In the jail it is a process around the program that ends with 128 and the signal's number.
+    if status is not None and (number := max(-status, status - 128 if limits.jail else 0)) > 0:
         return f"{text}\n[ended by signal {number}]".strip(), False
     return text.strip(), status == 0
 
@@ -121,7 +122,7 @@ async def _process(limits: Limits, directory: str) -> AsyncIterator[asyncio.subp
     try:
         yield process
     finally:
-        if process.returncode is None:  # else it is gone, its child with it, and the id may be another's
+        if process.returncode is None:  # else it is gone, its children with it, and the id may be another's
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()

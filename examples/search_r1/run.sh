@@ -46,10 +46,15 @@ fi
 if [ -z "${SEARCH_URL:-}" ]; then
    SEARCH_PORT=${SEARCH_PORT:-8765}
    SEARCH_URL=http://127.0.0.1:${SEARCH_PORT}/retrieve
-   "$PYTHON" -m examples.search_r1.search_server "${OUTPUT_DIR}/data/corpus.jsonl" --port "${SEARCH_PORT}" &
+   exec 4< <(exec "$PYTHON" -u -m examples.search_r1.search_server "${OUTPUT_DIR}/data/corpus.jsonl" --port "${SEARCH_PORT}")
    SERVER=$!
    # This process becomes train.py: when that ends, however it ends, the pipe closes and the server is ended.
-   exec 3> >(trap '' HUP INT TERM; cat > /dev/null; kill "${SERVER}")
+   exec 3> >(trap '' HUP INT TERM; cat > /dev/null; kill "${SERVER}" 2> /dev/null)
+   # It prints a line once it listens; without a server every search of the run would fail.
+   if ! read -r -t 120 <&4; then
+      echo "run.sh: the search server did not come up on port ${SEARCH_PORT} (SEARCH_PORT): it ended, or took 120 s" >&2
+      exit 1
+   fi
 fi
 
 CKPT_ARGS=(

@@ -28,14 +28,15 @@ def read_corpus(path: Path) -> list[dict[str, Any]]:
         ValueError: a line without ``contents``, or none at all; named by file and line.
     """
     documents = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        try:
-            document = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{number}: {error}") from error
-        if not isinstance(document, dict) or not isinstance(document.get("contents"), str):
-            raise ValueError(f"{path}:{number}: no string under 'contents'")
-        documents.append(document)
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                document = json.loads(line.rstrip())
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: {error}") from error
+            if not isinstance(document, dict) or not isinstance(document.get("contents"), str):
+                raise ValueError(f"{path}:{number}: no string under 'contents'")
+            documents.append(document)
     if not documents:
         raise ValueError(f"{path}: no passage in it")
     return documents
@@ -70,10 +71,9 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8765, help="default: %(default)s")
     args = parser.parse_args()
     try:
-        app = make_app(read_corpus(args.corpus))
+        web.run_app(make_app(read_corpus(args.corpus)), host=args.host, port=args.port, access_log=None)
     except (OSError, ValueError) as error:
         sys.exit(f"search_server.py: {error}")
-    web.run_app(app, host=args.host, port=args.port, access_log=None)
 
 
 if __name__ == "__main__":

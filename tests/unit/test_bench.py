@@ -6,10 +6,13 @@ import json
 import math
 import shlex
 from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
 
 from tools import bench
+from tools.benchmarks import train
 from tools.benchmarks.report import Report
 
 
@@ -51,3 +54,29 @@ def test_a_host_of_too_few_gpus_is_told(
     assert bench.main(["step", "--gpus", "2", "--log-dir", str(tmp_path / "logs")]) == 1
     assert capsys.readouterr().err == "bench: error: --gpus 2: GPUs that torch sees on this host: 1\n"
     assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "mfu"),
+    [("NVIDIA H200", 0.5), ("NVIDIA H100 80GB HBM3", 0.5), ("NVIDIA H100 PCIe", None), ("NVIDIA B200", None)],
+)
+def test_the_mfu_is_of_gpus_whose_peak_is_known(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, gpu: str, mfu: float | None
+) -> None:
+    figures = ("tokens_per_s_per_gpu", "step_s", "asleep_gib", "sleep_s", "wake_s", "wake_all_s")
+    found = dict.fromkeys((*figures, "tokens", "micro_batches", "memory", "phases"), 1.0)
+
+    def ranks(*_: Any, **__: Any) -> CompletedProcess[str]:
+        (tmp_path / "train.json").write_text(json.dumps(found | {"flops_per_s_per_gpu": 989e12 / 2}))
+        return CompletedProcess([], 0)
+
+    monkeypatch.setattr(bench.device, "hardware", lambda: f"8 x {gpu}")
+    monkeypatch.setattr(train, "make_model", lambda options: tmp_path)
+    monkeypatch.setattr(train.subprocess, "run", ranks)
+    options, report = bench.parse(["train"]), Report("command", math.inf)
+    options.scratch = options.log_dir = tmp_path
+    train.measure(options, report)
+    rows = {row["case"]: row["value"] for row in report.rows}
+    assert rows.pop("train, MFU", None) == (None if mfu is None else pytest.approx(mfu))
+    assert list(rows) == ["train, tokens", "train, asleep", "train, sleep and wake"]
+    assert (f"no peak is known of {gpu}, but of" in capsys.readouterr().err) == (mfu is None)

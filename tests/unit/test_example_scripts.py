@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,9 +22,12 @@ import os, signal, sys, time
 what = "train" if sys.argv[1] == "train.py" else "server"
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
 open(os.path.join(os.environ["PIDS"], what), "w").write(str(os.getpid()))
+if what == os.environ.get("ENDS"):
+    sys.exit(3)
+print("it listens", flush=True)
 time.sleep(300)
 """
-"""In place of python3: writes its process id down, and stays until it is told to end."""
+"""In place of python3: writes its process id down, and stays until it is told to end, but for what ENDS names."""
 
 
 @pytest.fixture
@@ -46,13 +50,29 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def environment_of(pids: Path) -> dict[str, str]:
+    python, output = pids.parent / "python", pids.parent
+    given = {"PYTHON": str(python), "PIDS": str(pids), "HF_CHECKPOINT": "model", "OUTPUT_DIR": str(output)}
+    return given | {"PATH": os.environ["PATH"]}
+
+
+def command_of(name: str) -> list[str]:
+    return ["bash", str(shipped.ROOT / "examples" / name / "run.sh")]
+
+
 @pytest.mark.parametrize("name", ["retool", "multi_agent", "search_r1"])
-def test_the_script_becomes_the_run_and_leaves_nobody(name: str, pids: Path, tmp_path: Path) -> None:
-    environment = {"PATH": os.environ["PATH"], "PYTHON": str(tmp_path / "python"), "PIDS": str(pids)}
-    command = ["bash", str(shipped.ROOT / "examples" / name / "run.sh")]
-    script = subprocess.Popen(command, env=environment | {"HF_CHECKPOINT": "model", "OUTPUT_DIR": str(tmp_path)})
+def test_the_script_becomes_the_run_and_leaves_nobody(name: str, pids: Path) -> None:
+    script = subprocess.Popen(command_of(name), env=environment_of(pids))
     parts = ["train", "server"] if name == "search_r1" else ["train"]
     wait_for(lambda: all((pids / part).exists() and (pids / part).read_text() for part in parts), "the start")
     script.terminate()
     assert script.wait(60) == 7, "train.py's own status"
     wait_for(lambda: not any(is_alive(int((pids / part).read_text())) for part in parts), "the end")
+
+
+def test_without_its_search_server_there_is_no_run(pids: Path) -> None:
+    environment = environment_of(pids) | {"ENDS": "server", "SEARCH_PORT": "18765"}
+    ended = subprocess.run(command_of("search_r1"), env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert re.fullmatch(r"run\.sh: the search server did not come up on port 18765 .*\n", ended.stderr)
+    assert not (pids / "train").exists()

@@ -66,6 +66,7 @@ def run(jail: bool) -> Run:
         ("import os; os.write(1, b'\\xff\\n')", "\ufffd", True),
         ("raise SystemExit('bye')", "bye", False),
         ("raise KeyboardInterrupt", "KeyboardInterrupt", False),
+        ("import os; os.kill(0, 2)", "[ended by signal 2]", False),
     ],
 )
 def test_output(run: Run, code: str, output: str, ok: bool) -> None:
@@ -90,7 +91,8 @@ def test_output(run: Run, code: str, output: str, ok: bool) -> None:
         ("open('big', 'wb').write(b'x' * 10**8)", "File too large"),
         ("files = [open(f'f{i}', 'w') for i in range(100)]", "Too many open files"),
         ("open('/usr/lib/sandbox-was-here', 'w')", "Error"),
-        ("import os; os.abort()", "ended by signal"),
+        ("import os; os.abort()", "ended by signal 6"),
+        ("import os; os.kill(os.getpid(), 15)", "ended by signal 15"),
         ("def f(): f()\nf()", "RecursionError"),
     ],
 )
@@ -110,6 +112,35 @@ def test_wall_time(run: Run) -> None:
     assert time.monotonic() - started < 100
 
 
+# As far as it is permitted: without a jail the program leads its session and cannot leave it.
+LEAVES = """
+import contextlib, ctypes, os, time
+ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)
+with contextlib.suppress(PermissionError):
+    os.setsid()
+time.sleep(300)
+"""
+
+
+def test_a_program_that_leaves_its_process_group_is_ended_all_the_same(run: Run) -> None:
+    started = time.monotonic()
+    assert run(LEAVES, wall_s=5.0) == Result("[ended: it ran longer than 5 s]", False)
+    assert time.monotonic() - started < 100
+
+
+@pytest.mark.parametrize("how", ["sys.exit", "os._exit"])
+@pytest.mark.parametrize("status", [1, 129, 200, 255])
+def test_an_exit_status_is_no_signal(run: Run, how: str, status: int) -> None:
+    assert run(f"import os, sys; {how}({status})") == Result("", False)
+
+
+def test_the_process_around_a_program_is_out_of_its_reach(run: Run, jail: bool) -> None:
+    if not jail:
+        pytest.skip("there is none without a jail")
+    ptrace = "import ctypes; libc = ctypes.CDLL(None, use_errno=True); print(libc.ptrace(0x4206, 1, 0, 0))"
+    assert run(f"{ptrace}; print(ctypes.get_errno())") == Result("-1\n1", True)
+
+
 def test_each_program_starts_in_an_empty_directory_and_leaves_nothing(run: Run) -> None:
     where = run("import os; open('left', 'w'); print(os.getcwd(), os.listdir())").output
     assert where.endswith("['left']")
@@ -125,10 +156,13 @@ def test_the_environment_of_the_host_is_not_passed_on(run: Run, monkeypatch: pyt
     assert "secret" not in run("import os; print(dict(os.environ))").output
 
 
-def test_cancelling_ends_the_program(jail: bool) -> None:
+@pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves"])
+def test_cancelling_ends_the_program(jail: bool, leaves: bool) -> None:
+    code = LEAVES if leaves else "import time; time.sleep(600)"
+
     async def cancel() -> None:
-        task = asyncio.create_task(run_python("import time; time.sleep(600)", Limits(wall_s=600, jail=jail)))
-        while not sandboxes():
+        task = asyncio.create_task(run_python(code, Limits(wall_s=600, jail=jail)))
+        while len(sessions()) < 1 + (leaves and jail):
             await asyncio.sleep(0.02)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -136,6 +170,15 @@ def test_cancelling_ends_the_program(jail: bool) -> None:
 
     asyncio.run(asyncio.wait_for(cancel(), 60))
     assert not sandboxes()
+
+
+def sessions() -> set[int]:
+    """Of the live processes of sandboxes."""
+    found = set()
+    for process in sandboxes():
+        with contextlib.suppress(ProcessLookupError):
+            found.add(os.getsid(process.pid))
+    return found
 
 
 def sandboxes() -> list[psutil.Process]:

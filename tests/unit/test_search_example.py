@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import random
 import time
 from argparse import Namespace
@@ -243,10 +244,23 @@ def test_bm25_against_the_formula() -> None:
     assert BM25([]).top("a", 3) == []
 
 
+def test_a_passage_may_have_any_line_separator_of_unicode(tmp_path: Path) -> None:
+    texts = [f"one{separator}passage" for separator in "\u2028\u2029\x85"]
+    corpus = tmp_path / "corpus.jsonl"
+    lines = [json.dumps({"contents": text}, ensure_ascii=False) for text in texts]
+    corpus.write_text("\n".join(lines), encoding="utf-8")
+    assert [document["contents"] for document in read_corpus(corpus)] == texts
+
+
 def test_search_server_refuses_what_it_does_not_understand(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.jsonl"
-    for content, message in (("", "no passage"), ('{"contents": "a"}\n{"text": 1}\n', r"corpus\.jsonl:2: no string")):
-        corpus.write_text(content)
+    for content, message in (
+        (b"", "no passage"),
+        (b'{"contents": "a"}\n{"text": 1}\n', r"corpus\.jsonl:2: no string"),
+        (b'{"contents": "a"}\n\n', r"corpus\.jsonl:2: Expecting value: line 1"),
+        (b'{"contents": "a"}\r\n{"contents": "\xff"}\n', r"corpus\.jsonl:2: 'utf-8' codec"),
+    ):
+        corpus.write_bytes(content)
         with pytest.raises(ValueError, match=message):
             read_corpus(corpus)
 

@@ -116,6 +116,20 @@ def test_a_link_in_a_results_place_is_not_followed(tmp_path: Path, monkeypatch: 
     assert (tmp_path / "mine" / "p.txt").read_text() == "mine"
 
 
+def test_problems_to_score_may_have_any_line_separator_of_unicode(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    score_arithmetic = load("score_arithmetic")
+    rows = [{"prompt": [{"role": "user", "content": f"1{mark}+1"}], "label": "2"} for mark in "\u2028\u2029\x85"]
+    (tmp_path / "eval.jsonl").write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows), "utf-8")
+    scored: list[Any] = []
+    monkeypatch.setattr(score_arithmetic, "score", lambda model, rows, *_: scored.extend(rows) or {"accuracy": 1.0})
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr(sys, "argv", ["score_arithmetic.py", str(tmp_path / "eval.jsonl"), str(tmp_path)])
+    score_arithmetic.main()
+    assert scored == rows
+
+
 @pytest.mark.parametrize("tool", ["make_tiny_model.py", "make_arithmetic_data.py"])
 def test_help_needs_no_engine(tool: str) -> None:
     done = subprocess.run([sys.executable, TOOLS / tool, "--help"], capture_output=True, text=True, timeout=300)
