@@ -18,7 +18,7 @@ PERF_ARGS=(
    --sequence-parallel
    --pipeline-model-parallel-size 4
    --decoder-last-pipeline-num-layers 22
-   --expert-model-parallel-size "$((2 * ${NUM_GPUS:-8}))"
+   --expert-model-parallel-size "$((NUM_NODES * ${NUM_GPUS:-8} / 4))" # the GPUs of a pipeline stage
    --expert-tensor-parallel-size 1
    --recompute-granularity full
    --recompute-method uniform

@@ -39,17 +39,21 @@ async def abort_requests(rids: Iterable[str] | None) -> bool:
     """
     bodies: list[dict[str, object]] = [{"abort_all": True}] if rids is None else [{"rid": rid} for rid in rids]
     engines = list(_engines.items())  # another thread may forget one meanwhile
-    places = asyncio.Semaphore(_AT_A_TIME)
-    await asyncio.gather(*(_abort(places, url, key, body) for url, key in engines for body in bodies))
+    await asyncio.gather(*(_abort(url, key, bodies) for url, key in engines))
     return bool(_engines)
 
 
-async def _abort(places: asyncio.Semaphore, url: str, key: str | None, body: dict[str, object]) -> None:
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    async with places:
-        try:
-            async with asyncio.timeout(_ANSWER_S):
-                with contextlib.suppress(RequestError):
-                    await post(f"{url}/abort_request", body, max_retries=0, headers=headers)
-        except TimeoutError:
-            logger.warning("%s did not answer /abort_request within %g s", url, _ANSWER_S)
+async def _abort(url: str, key: str | None, bodies: list[dict[str, object]]) -> None:
+    """Give one engine all of them."""
+    headers, places = {"Authorization": f"Bearer {key}"} if key else {}, asyncio.Semaphore(_AT_A_TIME)
+
+    async def send(body: dict[str, object]) -> None:
+        async with places:
+            with contextlib.suppress(RequestError):
+                await post(f"{url}/abort_request", body, max_retries=0, headers=headers)
+
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            await asyncio.gather(*map(send, bodies))
+    except TimeoutError:
+        logger.warning("%s did not answer /abort_request within %g s", url, _ANSWER_S)

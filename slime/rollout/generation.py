@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import uuid
 from argparse import Namespace
@@ -27,7 +28,7 @@ class GenerateState:
     def __init__(self, args: Namespace) -> None:
         self.args = args
         self.tokenizer = load_tokenizer(args.hf_checkpoint)
-        self.sampling_params = train_sampling_params(args)
+        self.sampling_params = copy.deepcopy(train_sampling_params(args))
 
     @property
     def aborted(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import pickle
@@ -146,14 +147,19 @@ class GroupRun:
                 result = await self._show(await self._custom(state, position, path, given, params))
             for part in flatten_samples(result):
                 part.failure = part.failure or failure
-                if not (self._evaluation or state.ending):
-                    self._must_have_response(part)
+                # A filter may leave such samples out by itself: `Pool` looks at what it keeps.
+                judged_later = self._evaluation or state.ending or self.args.dynamic_sampling_filter_path is not None
+                if not judged_later and (problem := untrainable(self.args, part)):
+                    raise RowError(problem)
             return result
 
         result = await _tried(self.args, state, sample, "generate", attempt)
-        self.results[position] = sample if result is None else result
         if result is not None:
+            self.results[position] = result
             self._generated.add(position)
+        elif position in self._untouched:
+            failed = self._as_it_was(position)
+            failed.status, failed.failure = Status.FAILED, sample.failure
 
     def _as_it_was(self, position: int) -> Sample:
         """A sample for another try: an object of its own where a user's function in a thread that was given up may go
@@ -165,13 +171,6 @@ class GroupRun:
         else:
             sample.reset_response()
         return sample
-
-    def _must_have_response(self, sample: Sample) -> None:
-        if sample.status in _FINISHED and self.args.custom_convert_samples_to_train_data_path is None:
-            try:
-                check_response(sample, f"sample {sample.index} (status {sample.status.value})")
-            except ValueError as error:
-                raise RowError(str(error)) from error
 
     async def _custom(
         self, state: RolloutState, position: int, path: str, sample: Sample, params: dict[str, Any]
@@ -188,7 +187,7 @@ class GroupRun:
         takes_list = "samples" in inspect.signature(function).parameters
         for attempt in range(_MAX_ABORTS):
             given, version = self._as_it_was(position) if attempt else sample, pushed_version()
-            own = dict(params)  # what it changes in them is for this call
+            own = copy.deepcopy(params)  # what it changes in them is for this call
             by_position = [[given]] if takes_list else [given, own]
             by_name = {"sampling_params": own} if takes_list else {}
             known = accepted(function, evaluation=self._evaluation, **by_name)
@@ -281,6 +280,17 @@ class GroupRun:
             raise HookError(f"sample {sample.index}: its reward is {value}, which no advantage can be made of")
 
 
+def untrainable(args: Namespace, sample: Sample) -> str | None:
+    """Why a finished sample cannot be trained; None where it can, or a user's own conversion is to judge."""
+    if sample.status not in _FINISHED or args.custom_convert_samples_to_train_data_path is not None:
+        return None
+    try:
+        check_response(sample, f"sample {sample.index} (status {sample.status.value})")
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def _wants_reward(sample: Sample) -> bool:
     return sample.reward is None and sample.status not in (Status.ABORTED, Status.FAILED)
 
@@ -298,7 +308,7 @@ async def _tried(
         try:
             return await attempt(number)
         except SlimeError as error:
-            if args.on_sample_error == "stop" or not _is_of_sample(error, what):
+            if args.on_sample_error == "stop" or state.ending or not _is_of_sample(error, what):
                 raise
             reason = f"{what}_timeout" if isinstance(error, DeadlineError) else f"{what}_error"
             state.failures[reason] += 1

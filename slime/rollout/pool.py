@@ -12,8 +12,9 @@ from typing import Any
 
 from slime.rollout.abort import abort_requests
 from slime.rollout.base_types import flatten_samples
+from slime.rollout.conversation import RowError
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
-from slime.rollout.group import GroupRun
+from slime.rollout.group import GroupRun, untrainable
 from slime.rollout.hooks import HookError, call_hook
 from slime.rollout.loop import cancel, in_own_thread
 from slime.rollout.prompts import as_prompts, count_dropped, draw_groups, put_back
@@ -121,7 +122,7 @@ class Pool:
         if verdict is None:
             self._give_up(samples, failed[0], wanted)
         elif verdict.keep or (verdict.keep_when_insufficient and len(self.kept) + self.num_under_way < wanted):
-            self.kept.append((number, results))
+            self._keep(number, results, wanted)
         else:
             reason = verdict.reason or "dynamic"
             self.filtered[reason] += 1
@@ -134,6 +135,18 @@ class Pool:
         if self.num_failed > wanted:
             raise error
         logger.warning("a group crashed and is generated again", exc_info=error)
+
+    def _keep(self, number: int, results: list[Any], wanted: int) -> None:
+        samples = flatten_samples(results)
+        problems = ((sample, untrainable(self._args, sample)) for sample in samples)
+        failed, problem = next(((sample, why) for sample, why in problems if why is not None), (None, None))
+        if failed is None:
+            self.kept.append((number, results))
+        elif self._args.on_sample_error == "stop":
+            raise RowError(problem)
+        else:
+            failed.failure = f"generate_error: {problem}"
+            self._give_up(samples, failed, wanted)
 
     def _give_up(self, samples: Group, failed: Sample, wanted: int) -> None:
         failure = failed.failure or "generate_failed: a custom generate function left status FAILED"

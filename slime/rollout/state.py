@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from slime.backends.sglang.client import GenerateClient
 from slime.rollout.gate import may_request, shared_gate
-from slime.utils.http_utils import http_url
+from slime.utils.http_utils import RequestError, http_url
 from slime.utils.types import Sample
 
 _SHOWN = 4
@@ -235,12 +235,21 @@ def is_ending() -> bool:
     return state is not None and state.ending
 
 
-def place_of_request() -> contextlib.AbstractAsyncContextManager[None]:
+@contextlib.asynccontextmanager
+async def place_of_request() -> AsyncIterator[None]:
     """The place of a request that a user's code sends by itself, where it is part of a rollout of slime's.
 
     One of an event loop of its own, as of a plain function in a thread, has none.
+
+    Raises:
+        RequestError: the rollout got enough samples while the request waited.
     """
     state = _current.get()
     if state is None or state.loop is not asyncio.get_running_loop():
-        return contextlib.nullcontext()
-    return state.place()
+        yield
+        return
+    was_ending = state.ending  # hooks of the whole batch send theirs then
+    async with state.place():
+        if state.ending and not was_ending:
+            raise RequestError("not sent: the rollout has enough samples")
+        yield

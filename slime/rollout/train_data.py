@@ -252,7 +252,7 @@ def _rollout_log_probs(args: Namespace, samples: list[Sample]) -> Ragged | None:
     if missing and needed_by:
         flag = flag_named(needed_by[0])
         raise ValueError(f"{_name(missing[0], samples[missing[0]])}: no rollout_log_probs, which {flag} needs")
-    if all(s.rollout_log_probs is None for s in samples):
+    if not needed_by and all(s.rollout_log_probs is None for s in samples):
         return None
     if missing:
         raise ValueError(

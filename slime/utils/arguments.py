@@ -75,7 +75,6 @@ GROUPS: tuple[type, ...] = (
 
 HELP_SECTIONS = {"megatron": "Megatron", "sglang": "SGLang", "router": "Router"}
 
-
 _MISSPELT = 0.88
 """How similar a YAML key is to a flag that it was probably meant for; names of users' own are often at 0.8."""
 

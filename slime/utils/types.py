@@ -178,9 +178,9 @@ class Sample:
     def token_versions(self) -> list[str | None]:
         """Which weights made each response token; None of tokens that no engine made, as those that a tool said."""
         made: list[str | None] = [None] * self.response_length
-        for version, start, length in zip(
-            self.weight_versions, self.segment_starts, self.segment_lengths, strict=False
-        ):
+        if not len(self.weight_versions) == len(self.segment_starts) == len(self.segment_lengths):
+            return made  # a hook wrote some of them by hand
+        for version, start, length in zip(self.weight_versions, self.segment_starts, self.segment_lengths, strict=True):
             made[start : start + length] = [str(version)] * length
         return made[: self.response_length]
 

@@ -162,6 +162,43 @@ def test_function_in_a_thread_that_was_given_up_cannot_write_into_the_next_try(
     assert first.failure.startswith("generate_timeout: ")
 
 
+def test_function_in_a_thread_that_was_given_up_cannot_finish_a_sample_that_failed(
+    make_args: Args, use: Use, tmp_path: Path
+) -> None:
+    use(FakeClient())
+    hook = hook_file(
+        tmp_path,
+        "import threading\n"
+        "from tests.waiting import skip\n"
+        "from slime.rollout.loop import background_loop\n"
+        "asked, failed, wrote = (threading.Event() for _ in range(3))\n"
+        "def generate(args, sample, params):\n"
+        "    if sample.index == 0:\n"
+        "        assert asked.wait(100)\n"
+        "        background_loop().soon(skip, args.generate_timeout)\n"
+        "        assert failed.wait(100)\n"
+        "    sample.append_response_tokens(tokens=[7], log_probs=[-1.0])\n"
+        "    sample.status = sample.Status.COMPLETED\n"
+        "    if sample.index == 0: wrote.set()\n"
+        "    return sample\n"
+        "def rm(args, sample):\n"
+        "    if sample.index == 1:\n"
+        "        asked.set()\n"
+        "        while not args.state_of_0.failure: pass\n"
+        "        failed.set()\n"
+        "        assert wrote.wait(100)\n"
+        "    return 1.0\n",
+    )
+    paths = {"custom_generate_function_path": f"{hook}:generate", "custom_rm_path": f"{hook}:rm"}
+    args = make_args(**paths, generate_timeout=50.0, rollout_timeout=2000.0, on_sample_error="drop")
+    source = RolloutDataSourceWithBuffer(args)
+    groups = source.get_samples(4)
+    args.state_of_0 = groups[0][0]
+    source.add_samples(groups)
+    assert indices(rollout(args, 0, source).samples) == [1, 2, 3, 4]
+    assert source.num_dropped == {"generate_timeout": 1}
+
+
 def test_each_call_of_a_generate_function_has_its_own_parameters_and_versions(
     make_args: Args, use: Use, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,6 +216,7 @@ def test_each_call_of_a_generate_function_has_its_own_parameters_and_versions(
         "    assert state.sampling_params == sampling_params\n"
         "    calls[sample.index] += 1\n"
         "    sampling_params['max_new_tokens'] -= 3\n"
+        "    sampling_params['stop'].append('</tool>')\n"
         "    seen.append(sampling_params['max_new_tokens'])\n"
         "    sample.tokens = state.tokenizer(sample.prompt)['input_ids'] + [7]\n"
         "    sample.response_length, sample.rollout_log_probs = 1, [-1.0]\n"
@@ -186,8 +224,10 @@ def test_each_call_of_a_generate_function_has_its_own_parameters_and_versions(
         "    return sample\n"
         "def rm(args, sample): return 1.0\n",
     )
-    args = make_args(custom_generate_function_path=f"{hook}:generate", custom_rm_path=f"{hook}:rm", asynchronous=True)
+    paths = {"custom_generate_function_path": f"{hook}:generate", "custom_rm_path": f"{hook}:rm"}
+    args = make_args(**paths, asynchronous=True, rollout_stop=["END"])
     samples = flatten_samples(rollout(args).samples)
+    assert args.rollout_stop == ["END"]
     assert {tuple(sample.weight_versions) for sample in samples} == {("4",)}
     from slime.utils.misc import load_module
 
@@ -205,6 +245,8 @@ def test_samples_without_a_response_fail_one_by_one(make_args: Args, use: Use, t
         "        part.append_response_tokens(tokens=[1], log_probs=[-1.0])\n"
         "    return parts\n"
         "def convert(args, samples): return {}\n"
+        "def with_response(args, samples): return all(sample.response_length for sample in samples)\n"
+        "def all_of_them(args, samples): return True\n"
         "def rm(args, sample): return 1.0\n",
     )
     paths = {"custom_generate_function_path": f"{hook}:generate", "custom_rm_path": f"{hook}:rm"}
@@ -214,6 +256,19 @@ def test_samples_without_a_response_fail_one_by_one(make_args: Args, use: Use, t
     with pytest.raises(RowError, match=r"sample 2 \(status completed\): empty response"):
         rollout(make_args(**paths, on_sample_error="stop"))
     own = make_args(**paths, custom_convert_samples_to_train_data_path=f"{hook}:convert")
+    filtered = make_args(
+        **paths,
+        on_sample_error="stop",
+        dynamic_sampling_filter_path=f"{hook}:with_response",
+        over_sampling_batch_size=5,
+    )
+    source = RolloutDataSourceWithBuffer(filtered)
+    assert indices(rollout(filtered, 0, source).samples) == [0, 2, 3, 4]
+    assert source.num_dropped == {"filter_dynamic": 1}, "a filter may leave them out by itself"
+    kept = make_args(**paths, on_sample_error="drop", dynamic_sampling_filter_path=f"{hook}:all_of_them")
+    source = RolloutDataSourceWithBuffer(kept)
+    assert indices(rollout(kept, 0, source).samples) == [0, 2, 3, 4]
+    assert source.num_dropped == {"generate_error": 1}
     assert indices(rollout(own).samples) == [0, 1, 2, 3], "what can be trained is then for the user's function to say"
 
 
@@ -228,13 +283,13 @@ def test_engine_that_does_not_answer_holds_up_no_end(
         try:
             register_engines([url], None)
             async with asyncio.timeout(100):
-                return await abort_requests(None)
+                return await abort_requests([str(i) for i in range(1000)])
         finally:
             register_engines([], None)
             server.close()
 
     assert asyncio.run(ended())
-    assert "did not answer /abort_request within 0.2 s" in caplog.text
+    assert caplog.text.count("did not answer /abort_request within 0.2 s") == 1
 
 
 def test_stop_on_the_first_failure_names_it(make_args: Args, use: Use, tmp_path: Path) -> None:

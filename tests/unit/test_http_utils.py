@@ -242,6 +242,36 @@ def test_posts_to_the_router_wait_for_a_place(monkeypatch: pytest.MonkeyPatch) -
     asyncio.run(scenario())
 
 
+def test_posts_that_wait_when_the_rollout_has_enough_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_utils, "_places", {})
+    monkeypatch.setattr(state, "make_client", lambda args: FakeClient())
+    asked = 0
+
+    async def scenario() -> None:
+        enough = asyncio.Event()
+
+        async def handler(request: web.Request) -> web.StreamResponse:
+            nonlocal asked
+            asked += 1
+            await enough.wait()
+            return web.json_response({})
+
+        async with serving(handler) as ours:
+            limit_posts(ours, state.place_of_request)
+            async with state.rollout_state(Namespace(sglang_server_concurrency=1, num_engines=1)) as under_way:
+                posts = [asyncio.create_task(post(f"{ours}/generate", {})) for _ in range(4)]
+                while not asked:
+                    await asyncio.sleep(0.01)
+                under_way.ending = True
+                enough.set()
+                results = await asyncio.gather(*posts, return_exceptions=True)
+                assert [type(result) for result in results] == [dict, RequestError, RequestError, RequestError]
+                assert await post(f"{ours}/generate", {}) == {}, "a hook of the whole batch"
+
+    asyncio.run(scenario())
+    assert asked == 2
+
+
 def test_post_works_on_one_event_loop_after_another() -> None:
     async def scenario() -> Any:
         handler, _ = answers((200, {"ok": 1}))

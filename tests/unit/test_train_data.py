@@ -334,6 +334,13 @@ def test_values_that_cannot_be_trained_on_are_named() -> None:
         to_columns(make_args(), [])
 
 
+def make_removed() -> list[Sample]:
+    samples = make_samples()
+    for sample in samples:
+        sample.remove_sample, sample.rollout_log_probs = True, None
+    return samples
+
+
 def test_samples_that_are_not_trained_need_no_log_probs() -> None:
     samples = make_samples()
     masked, removed, lacking = samples[:3]
@@ -345,6 +352,9 @@ def test_samples_that_are_not_trained_need_no_log_probs() -> None:
     assert not log_probs[0].any()
     assert not log_probs[1].any()
     np.testing.assert_allclose(log_probs[2], np.asarray(lacking.rollout_log_probs, dtype=np.float32))
+    nothing = to_columns(make_args(use_tis=True), make_removed()).rollout_log_probs
+    assert nothing is not None
+    assert not nothing.values.any()
     lacking.rollout_log_probs = None
     with pytest.raises(ValueError, match=r"\(position 2, .*: no rollout_log_probs, which --use-tis needs"):
         to_columns(make_args(use_tis=True), samples)

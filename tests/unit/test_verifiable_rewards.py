@@ -48,6 +48,8 @@ def score(args: Namespace, response: str, label: Any = None, **metadata: Any) ->
         ("Thus \\[\\boxed{\\mathbf{C}}\\]\n\nThis rules out A.", "C"),
         ("The answer would be C rather than A", "C"),
         ("so C.\nA reader may ask why", "C"),
+        ("My final answer: I choose C.", "C"),
+        ("Answer: I'd say C", "C"),
         ("so C, as E = 3 J, and F follows", "C"),
         ("B looks tempting, but the answer is E.", None),
         ("Eliminating A. Therefore: \\boxed{H}", None),

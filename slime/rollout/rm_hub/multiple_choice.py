@@ -24,8 +24,9 @@ _STATED = re.compile(
     rf"{_OPENING}{_LETTER}|{_LETTER}{_CLOSING}\s*(?i:is\s+(?:the\s+)?(?:correct|right)\b)"
 )
 _STANDALONE = re.compile(_LETTER)
-_WORDS = re.compile(r"\bI(?=['\u2019]|\s+[a-z])|(?:^|(?<=[.!?:]\s))A(?=\s+(?!is\b|and\b|or\b|because\b)[a-z])", re.M)
-"""The pronoun, and the article that begins a sentence: no choices."""
+_PRONOUN = re.compile(r"\bI(?=['\u2019]|\s+(?!is\b|because\b)[a-z])")
+_ARTICLE = re.compile(r"(?:^|(?<=[.!?:]\s))A(?=\s+(?!is\b|and\b|or\b|because\b)[a-z])", re.M)
+"""That begins a sentence."""
 
 
 async def gpqa_reward(args: Namespace, sample: Sample, response: str) -> float:
@@ -83,7 +84,8 @@ def _right_answer(sample: Sample, choices: dict[str, str]) -> tuple[str | None, 
 
 
 def _chosen_letter(text: str, choices: dict[str, str], right: str) -> str | None:
-    for pattern, searched, count in ((_STATED, text, _MOST), (_STANDALONE, _WORDS.sub(" ", text), _COMMON)):
+    text = _PRONOUN.sub(" ", text)
+    for pattern, searched, count in ((_STATED, text, _MOST), (_STANDALONE, _ARTICLE.sub(" ", text), _COMMON)):
         found = [next(filter(None, match.groups())).upper() for match in pattern.finditer(searched)]
         valid = [letter for letter in found if letter in (choices or _letters(count)) or letter == right]
         if valid:
