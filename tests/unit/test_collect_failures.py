@@ -168,7 +168,7 @@ def test_function_in_a_thread_that_was_given_up_cannot_finish_a_sample_that_fail
     use(FakeClient())
     hook = hook_file(
         tmp_path,
-        "import threading\n"
+        "import threading, time\n"
         "from tests.waiting import skip\n"
         "from slime.rollout.loop import background_loop\n"
         "asked, failed, wrote = (threading.Event() for _ in range(3))\n"
@@ -184,16 +184,17 @@ def test_function_in_a_thread_that_was_given_up_cannot_finish_a_sample_that_fail
         "def rm(args, sample):\n"
         "    if sample.index == 1:\n"
         "        asked.set()\n"
-        "        while not args.state_of_0.failure: pass\n"
+        "        while args.first.status is not sample.Status.FAILED: time.sleep(0.01)\n"
         "        failed.set()\n"
         "        assert wrote.wait(100)\n"
         "    return 1.0\n",
     )
     paths = {"custom_generate_function_path": f"{hook}:generate", "custom_rm_path": f"{hook}:rm"}
-    args = make_args(**paths, generate_timeout=50.0, rollout_timeout=2000.0, on_sample_error="drop")
+    limits = {"generate_timeout": 50.0, "reward_timeout": 2000.0, "rollout_timeout": 2000.0}
+    args = make_args(**paths, **limits, on_sample_error="drop")
     source = RolloutDataSourceWithBuffer(args)
     groups = source.get_samples(4)
-    args.state_of_0 = groups[0][0]
+    args.first = groups[0][0]
     source.add_samples(groups)
     assert indices(rollout(args, 0, source).samples) == [1, 2, 3, 4]
     assert source.num_dropped == {"generate_timeout": 1}
