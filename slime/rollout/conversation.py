@@ -54,9 +54,15 @@ def render(tokenizer: Any, messages: Messages, tools: Any, kwargs: str, *, gener
 
 
 def with_answer(prompt: str | Messages, label: Any) -> Messages:
-    """The conversation of a prompt: a string is the user's message, and the label what the assistant has not said."""
+    """The conversation of a prompt: a string is the user's message, and the label what the assistant has not said.
+
+    Raises:
+        RowError: the label would be said, and is no plain value.
+    """
     messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if label is not None and not any(message.get("role") == "assistant" for message in messages):
+        if isinstance(label, (dict, list)):
+            raise RowError(f"the label, which is the assistant's answer here, is a {type(label).__name__}, not a text")
         return [*messages, {"role": "assistant", "content": str(label)}]
     return messages
 

@@ -154,6 +154,9 @@ def test_label_is_the_answer_where_nobody_gives_one(rollout_args: Args, write_js
     first, second = run(args)
     assert first.tokens == second.tokens
     assert trained(args, first) == [f"{answer}<|im_end|>"]
+    path = write_jsonl([{"prompt": question, "label": {"answer": answer}}])
+    with pytest.raises(BadInputError, match=r"line 1: the label, which is the assistant's answer here, is a dict, not"):
+        run(sft_args(rollout_args, path, label_key="label"))
 
 
 def test_tools_are_rendered(rollout_args: Args, write_jsonl: Write) -> None:
