@@ -15,14 +15,15 @@ from typing import Any
 
 from slime.utils.errors import BadInputError
 
+_BY_RM_TYPE = "await slime.rollout.rm_hub.async_rm(args, sample) grades by --rm-type"
 _ELSEWHERE = {
     "slime.agent": "examples/multi_agent has several agents, slime.rollout.observation the turns of one",
     "slime.backends.megatron_utils": "a custom loss is given what it needs, see docs/algorithms.md",
     "slime.rollout.on_policy_distillation": "it is not available yet in this version",
-    "slime.rollout.rm_hub.deepscaler": "await slime.rollout.rm_hub.async_rm(args, sample) grades by --rm-type",
-    "slime.rollout.rm_hub.f1": "await slime.rollout.rm_hub.async_rm(args, sample) grades by --rm-type",
-    "slime.rollout.rm_hub.gpqa": "await slime.rollout.rm_hub.async_rm(args, sample) grades by --rm-type",
-    "slime.rollout.rm_hub.math_dapo_utils": "await slime.rollout.rm_hub.async_rm(args, sample) grades by --rm-type",
+    "slime.rollout.rm_hub.deepscaler": _BY_RM_TYPE,
+    "slime.rollout.rm_hub.f1": _BY_RM_TYPE,
+    "slime.rollout.rm_hub.gpqa": _BY_RM_TYPE,
+    "slime.rollout.rm_hub.math_dapo_utils": _BY_RM_TYPE,
     "slime.rollout.rm_hub.math_utils": "slime.rollout.rm_hub.answers has last_boxed and quick_equal",
     "slime.utils.async_utils": "a plain function may call asyncio.run, most hooks may be async",
     "slime.utils.data": "slime.rollout.dataset reads prompts, see docs/rollout.md for data sources of your own",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from argparse import Namespace
@@ -12,9 +11,7 @@ from pathlib import Path
 import pytest
 
 from slime.options.schema import flag_named
-from slime.rollout.abort import abort_requests, register_engines
 from slime.rollout.base_types import flatten_samples
-from slime.rollout.conversation import RowError
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.failure_log import FailureLog
 from slime.rollout.hooks import HookError
@@ -126,171 +123,6 @@ def test_failed_samples(policy: str, fails: int, trained: list[int], make_args: 
     dropped = {"generate_error": 1, "reward_error": 1} if trained != [0, 1, 2, 3] else {}
     assert source.num_dropped == dropped
     accounts(args, source, flatten_samples(output.samples))
-
-
-def test_function_in_a_thread_that_was_given_up_cannot_write_into_the_next_try(
-    make_args: Args, use: Use, tmp_path: Path
-) -> None:
-    use(FakeClient())
-    hook = hook_file(
-        tmp_path,
-        "import itertools, threading\n"
-        "from tests.waiting import skip\n"
-        "from slime.rollout.loop import background_loop\n"
-        "tries, second, wrote = itertools.count(1), threading.Event(), threading.Event()\n"
-        "def generate(args, sample, params):\n"
-        "    number = next(tries) if sample.index == 0 else None\n"
-        "    if number == 1:\n"
-        "        background_loop().soon(skip, args.generate_timeout)\n"
-        "        assert second.wait(100)\n"
-        "        sample.append_response_tokens(tokens=[66], log_probs=[-6.0])\n"
-        "        wrote.set()\n"
-        "        return sample\n"
-        "    if number == 2:\n"
-        "        second.set()\n"
-        "        assert wrote.wait(100)\n"
-        "    sample.append_response_tokens(tokens=[7, 8], log_probs=[-1.0, -2.0])\n"
-        "    return sample\n"
-        "def rm(args, sample): return 1.0\n",
-    )
-    paths = {"custom_generate_function_path": f"{hook}:generate", "custom_rm_path": f"{hook}:rm"}
-    args = make_args(**paths, generate_timeout=50.0, rollout_timeout=2000.0, on_sample_error="retry")
-    first, *_ = flatten_samples(rollout(args).samples)
-    assert first.index == 0
-    assert first.tokens[-first.response_length :] == [7, 8]
-    assert first.failure is not None
-    assert first.failure.startswith("generate_timeout: ")
-
-
-def test_function_in_a_thread_that_was_given_up_cannot_finish_a_sample_that_failed(
-    make_args: Args, use: Use, tmp_path: Path
-) -> None:
-    use(FakeClient())
-    hook = hook_file(
-        tmp_path,
-        "import threading, time\n"
-        "from tests.waiting import skip\n"
-        "from slime.rollout.loop import background_loop\n"
-        "asked, failed, wrote = (threading.Event() for _ in range(3))\n"
-        "def generate(args, sample, params):\n"
-        "    if sample.index == 0:\n"
-        "        assert asked.wait(100)\n"
-        "        background_loop().soon(skip, args.generate_timeout)\n"
-        "        assert failed.wait(100)\n"
-        "    sample.append_response_tokens(tokens=[7], log_probs=[-1.0])\n"
-        "    sample.status = sample.Status.COMPLETED\n"
-        "    if sample.index == 0: wrote.set()\n"
-        "    return sample\n"
-        "def rm(args, sample):\n"
-        "    if sample.index == 1:\n"
-        "        asked.set()\n"
-        "        while args.first.status is not sample.Status.FAILED: time.sleep(0.01)\n"
-        "        failed.set()\n"
-        "        assert wrote.wait(100)\n"
-        "    return 1.0\n",
-    )
-    paths = {"custom_generate_function_path": f"{hook}:generate", "custom_rm_path": f"{hook}:rm"}
-    limits = {"generate_timeout": 50.0, "reward_timeout": 2000.0, "rollout_timeout": 2000.0}
-    args = make_args(**paths, **limits, on_sample_error="drop")
-    source = RolloutDataSourceWithBuffer(args)
-    groups = source.get_samples(4)
-    args.first = groups[0][0]
-    source.add_samples(groups)
-    assert indices(rollout(args, 0, source).samples) == [1, 2, 3, 4]
-    assert source.num_dropped == {"generate_timeout": 1}
-
-
-def test_each_call_of_a_generate_function_has_its_own_parameters_and_versions(
-    make_args: Args, use: Use, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("slime.rollout.versions._pushed", 4)
-    use(FakeClient())
-    hook = hook_file(
-        tmp_path,
-        "from collections import Counter\n"
-        "from slime.rollout.sglang_rollout import GenerateState\n"
-        "from slime.data import Sample\n"
-        "calls, seen = Counter(), []\n"
-        "async def generate(args, sample, sampling_params):\n"
-        "    state = GenerateState(args)\n"
-        "    assert not state.aborted\n"
-        "    assert state.sampling_params == sampling_params\n"
-        "    calls[sample.index] += 1\n"
-        "    sampling_params['max_new_tokens'] -= 3\n"
-        "    sampling_params['stop'].append('</tool>')\n"
-        "    seen.append(sampling_params['max_new_tokens'])\n"
-        "    sample.tokens = state.tokenizer(sample.prompt)['input_ids'] + [7]\n"
-        "    sample.response_length, sample.rollout_log_probs = 1, [-1.0]\n"
-        "    sample.status = Sample.Status.ABORTED if calls[sample.index] < 3 else Sample.Status.COMPLETED\n"
-        "    return sample\n"
-        "def rm(args, sample): return 1.0\n",
-    )
-    paths = {"custom_generate_function_path": f"{hook}:generate", "custom_rm_path": f"{hook}:rm"}
-    args = make_args(**paths, asynchronous=True, rollout_stop=["END"])
-    samples = flatten_samples(rollout(args).samples)
-    assert args.rollout_stop == ["END"]
-    assert {tuple(sample.weight_versions) for sample in samples} == {("4",)}
-    from slime.utils.misc import load_module
-
-    assert set(load_module(str(hook)).seen) == {args.rollout_max_response_len - 3}
-
-
-def test_samples_without_a_response_fail_one_by_one(make_args: Args, use: Use, tmp_path: Path) -> None:
-    use(FakeClient())
-    hook = hook_file(
-        tmp_path,
-        "import copy\n"
-        "async def generate(args, sample, params):\n"
-        "    parts = [sample, copy.deepcopy(sample)]\n"
-        "    for part in parts[: 1 if sample.group_index == 1 else 2]:\n"
-        "        part.append_response_tokens(tokens=[1], log_probs=[-1.0])\n"
-        "    return parts\n"
-        "def convert(args, samples): return {}\n"
-        "def with_response(args, samples): return all(sample.response_length for sample in samples)\n"
-        "def all_of_them(args, samples): return True\n"
-        "def rm(args, sample): return 1.0\n",
-    )
-    paths = {"custom_generate_function_path": f"{hook}:generate", "custom_rm_path": f"{hook}:rm"}
-    source = RolloutDataSourceWithBuffer(args := make_args(**paths, on_sample_error="drop"))
-    assert indices(rollout(args, 0, source).samples) == [0, 2, 3, 4]
-    assert source.num_dropped == {"generate_error": 1}
-    with pytest.raises(RowError, match=r"sample 2 \(status completed\): empty response"):
-        rollout(make_args(**paths, on_sample_error="stop"))
-    own = make_args(**paths, custom_convert_samples_to_train_data_path=f"{hook}:convert")
-    filtered = make_args(
-        **paths,
-        on_sample_error="stop",
-        dynamic_sampling_filter_path=f"{hook}:with_response",
-        over_sampling_batch_size=5,
-    )
-    source = RolloutDataSourceWithBuffer(filtered)
-    assert indices(rollout(filtered, 0, source).samples) == [0, 2, 3, 4]
-    assert source.num_dropped == {"filter_dynamic": 1}, "a filter may leave them out by itself"
-    kept = make_args(**paths, on_sample_error="drop", dynamic_sampling_filter_path=f"{hook}:all_of_them")
-    source = RolloutDataSourceWithBuffer(kept)
-    assert indices(rollout(kept, 0, source).samples) == [0, 2, 3, 4]
-    assert source.num_dropped == {"generate_error": 1}
-    assert indices(rollout(own).samples) == [0, 1, 2, 3], "what can be trained is then for the user's function to say"
-
-
-def test_engine_that_does_not_answer_holds_up_no_end(
-    make_args: Args, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("slime.rollout.abort._ANSWER_S", 0.2)
-
-    async def ended() -> bool:
-        server = await asyncio.start_server(lambda reader, writer: asyncio.sleep(3600), "127.0.0.1", 0)
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        try:
-            register_engines([url], None)
-            async with asyncio.timeout(100):
-                return await abort_requests([str(i) for i in range(1000)])
-        finally:
-            register_engines([], None)
-            server.close()
-
-    assert asyncio.run(ended())
-    assert caplog.text.count("did not answer /abort_request within 0.2 s") == 1
 
 
 def test_stop_on_the_first_failure_names_it(make_args: Args, use: Use, tmp_path: Path) -> None:

@@ -120,4 +120,4 @@ def test_a_signal_ends_the_runs_under_way_and_begins_no_other(tmp_path: Path) ->
         assert not (tmp_path / "rloo").exists()
     finally:
         program.kill()
-        program.wait()
+        program.wait(60)

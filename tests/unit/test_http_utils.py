@@ -268,7 +268,7 @@ def test_posts_that_wait_when_the_rollout_has_enough_are_not_sent(monkeypatch: p
                 assert [type(result) for result in results] == [dict, RequestError, RequestError, RequestError]
                 assert await post(f"{ours}/generate", {}) == {}, "a hook of the whole batch"
 
-    asyncio.run(scenario())
+    asyncio.run(asyncio.wait_for(scenario(), 100))
     assert asked == 2
 
 

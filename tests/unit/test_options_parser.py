@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -135,7 +134,6 @@ def test_pass_through_keeps_attribute_and_words(full_parser: StrictParser) -> No
     assert given["router_disable_retries"] is True
 
 
-@pytest.mark.skipif(find_spec("sglang_router") is None, reason="it is the router's parser that lacks it")
 def test_a_policy_that_the_router_has_and_its_parser_does_not_offer(
     full_parser: StrictParser, capsys: pytest.CaptureFixture[str]
 ) -> None:
