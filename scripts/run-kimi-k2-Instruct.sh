@@ -8,6 +8,7 @@
 # Variables: HF_CHECKPOINT, PROMPT_DATA, EVAL_DATA, SAVE_DIR, NUM_NODES, NUM_GPUS (of a node).
 # Further flags of train.py may follow; they win, but --eval-prompt-data adds a dataset.
 NUM_NODES=${NUM_NODES:-32}
+NUM_GPUS=${NUM_GPUS:-8}
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh" # DRY_RUN, RAY_ADDRESS and more
 : "${HF_CHECKPOINT:=/root/Kimi-K2-Instruct}"
 source "$SLIME_DIR/scripts/models/kimi-k2.sh"
@@ -16,13 +17,13 @@ SAVE_DIR=${SAVE_DIR:-outputs/kimi-k2-Instruct}
 
 PERF_ARGS=(
    --actor-num-nodes "$NUM_NODES"
-   --actor-num-gpus-per-node "${NUM_GPUS:-8}"
+   --actor-num-gpus-per-node "$NUM_GPUS"
    --colocate
    --tensor-model-parallel-size 8
    --sequence-parallel
    --pipeline-model-parallel-size 8
    --decoder-last-pipeline-num-layers 5
-   --expert-model-parallel-size "$((NUM_NODES * ${NUM_GPUS:-8} / 8))" # the GPUs of a pipeline stage
+   --expert-model-parallel-size "$((NUM_NODES * NUM_GPUS / 8))" # the GPUs of a pipeline stage
    --expert-tensor-parallel-size 1
    --recompute-granularity full
    --recompute-method uniform
@@ -32,8 +33,8 @@ PERF_ARGS=(
 )
 
 SGLANG_ARGS=(
-   --num-gpus-per-node "${NUM_GPUS:-8}"
-   --rollout-num-gpus-per-engine "$((2 * ${NUM_GPUS:-8}))"
+   --num-gpus-per-node "$NUM_GPUS"
+   --rollout-num-gpus-per-engine "$((2 * NUM_GPUS))"
    --sglang-mem-fraction-static 0.85
 )
 

@@ -5,6 +5,7 @@
 # Variables: HF_CHECKPOINT, PROMPT_DATA, EVAL_DATA, SAVE_DIR, NUM_NODES, NUM_GPUS (of a node).
 # Further flags of train.py may follow; they win, but --eval-prompt-data adds a dataset.
 NUM_NODES=${NUM_NODES:-8}
+NUM_GPUS=${NUM_GPUS:-8}
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh" # DRY_RUN, RAY_ADDRESS and more
 source "$SLIME_DIR/scripts/models/qwen3-235B-A22B.sh"
 source "$SLIME_DIR/scripts/dapo-math.sh"
@@ -12,13 +13,13 @@ SAVE_DIR=${SAVE_DIR:-outputs/qwen3-235B-A22B}
 
 PERF_ARGS=(
    --actor-num-nodes "$NUM_NODES"
-   --actor-num-gpus-per-node "${NUM_GPUS:-8}"
+   --actor-num-gpus-per-node "$NUM_GPUS"
    --colocate
    --tensor-model-parallel-size 4
    --sequence-parallel
    --pipeline-model-parallel-size 4
    --decoder-last-pipeline-num-layers 22
-   --expert-model-parallel-size "$((NUM_NODES * ${NUM_GPUS:-8} / 4))" # the GPUs of a pipeline stage
+   --expert-model-parallel-size "$((NUM_NODES * NUM_GPUS / 4))" # the GPUs of a pipeline stage
    --expert-tensor-parallel-size 1
    --recompute-granularity full
    --recompute-method uniform
@@ -28,7 +29,7 @@ PERF_ARGS=(
 )
 
 SGLANG_ARGS=(
-   --rollout-num-gpus-per-engine "${NUM_GPUS:-8}"
+   --rollout-num-gpus-per-engine "$NUM_GPUS"
    --sglang-mem-fraction-static 0.7
 )
 
