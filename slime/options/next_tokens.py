@@ -54,7 +54,7 @@ def check_saved_heads(directory: str | Path, saved: bool, own: bool) -> None:
 
 def check_heads_training(args: Namespace, given: Set[str], warnings: list[str]) -> None:
     """What a run that trains heads, or whose engines draft, cannot do beside it; sets ``args.pushes_heads``, and
-    ``args.drafts_apart``: whether engines draft by another model than the one that is trained.
+    ``args.drafts_apart``: whether engines draft by a model of its own, not by heads of the one that is trained.
 
     Args:
         given: the attributes that flags or YAML set.
@@ -65,7 +65,9 @@ def check_heads_training(args: Namespace, given: Set[str], warnings: list[str]) 
     """
     args.pushes_heads, args.drafts_apart = False, False
     draft = getattr(args, "sglang_speculative_draft_model_path", None)
-    if draft is not None and args.num_engines and not same_place(draft, args.hf_checkpoint):
+    algorithm = getattr(args, "sglang_speculative_algorithm", None)
+    by_heads = (algorithm or "").upper() in _DRAFTS_BY_HEADS
+    if draft is not None and args.num_engines and not (by_heads and same_place(draft, args.hf_checkpoint)):
         args.drafts_apart = True
         if args.update_weight_transport == "disk":
             raise OptionError(
@@ -83,8 +85,7 @@ def check_heads_training(args: Namespace, given: Set[str], warnings: list[str]) 
             f"{FLAG} with --pipeline-model-parallel-size above 1 cannot be used with --overlap-param-gather: heads "
             "would read an embedding that is not gathered yet: drop it"
         )
-    algorithm = getattr(args, "sglang_speculative_algorithm", None)
-    if not args.num_engines or (algorithm or "").upper() not in _DRAFTS_BY_HEADS:
+    if not args.num_engines or not by_heads:
         return
     if args.drafts_apart:
         warnings.append(

@@ -50,9 +50,9 @@ def test_engines_that_draft_by_the_heads_are_given_them(directory: Path, capsys:
     assert not parse_args(command(DRAFTS.replace("EAGLE", "NGRAM"))).pushes_heads
     assert not parse_args(command(f"{DRAFTS} --sglang-speculative-draft-model-path other")).pushes_heads
     assert "engines are not given the heads" in capsys.readouterr().err
-    assert [parse_args(command(words)).drafts_apart for words in (DRAFTS, f"{DRAFTS} {DRAFT} mimo", EAGLE3)] == [
-        *(False, False, True)
-    ]
+    itself = f"--hf-checkpoint mimo --sglang-speculative-algorithm STANDALONE {DRAFT} mimo"  # a second copy of it
+    lines = {DRAFTS: False, f"{DRAFTS} {DRAFT} mimo": False, EAGLE3: True, itself: True}
+    assert {words: parse_args(command(words)).drafts_apart for words in lines} == lines
     disk = parse_args(command(f"{DRAFTS} {DISAGGREGATE} --update-weight-transport disk", without="--colocate"))
     assert disk.pushes_heads
 
