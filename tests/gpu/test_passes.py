@@ -52,17 +52,19 @@ def outputs(module: torch.nn.Module, lengths: list[int], tokens: Tensor) -> dict
     return found | {"log-probs": terms[0].detach(), "entropy": terms[1].detach()}
 
 
-@pytest.mark.parametrize("kind", _KINDS)
-def test_passes_with_and_without_gradients_have_the_same_bits(kind: str, megatron: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "dtype"), [*((kind, "bfloat16") for kind in _KINDS), ("qwen3", "float32")])
+def test_passes_with_and_without_gradients_have_the_same_bits(
+    kind: str, dtype: str, megatron: None, tmp_path: Path
+) -> None:
     tiny.save(kind, tmp_path / "model")
-    check_same_bits(bfloat16_model(tmp_path / "model"))
+    check_same_bits(trained_model(tmp_path / "model", dtype))
 
 
-def bfloat16_model(directory: Path, **options: Any) -> torch.nn.Module:
+def trained_model(directory: Path, dtype: str = "bfloat16", **options: Any) -> torch.nn.Module:
     """The model of ``directory`` as it is trained, but for where gradients are collected."""
     from slime.backends.megatron import model, weights_io
 
-    chunks = model.build_model(tiny.arguments(directory, params_dtype="bfloat16", bf16=True, **options))
+    chunks = model.build_model(tiny.arguments(directory, params_dtype=dtype, bf16=dtype == "bfloat16", **options))
     weights_io.load_hf(chunks, directory)
     (module,) = model.wrap(chunks)
     return module

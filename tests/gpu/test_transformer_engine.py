@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slime.utils import device
 from tests.gpu.test_loop import Record, check, run
-from tests.gpu.test_passes import bfloat16_model, check_same_bits, micro_batch, outputs
+from tests.gpu.test_passes import check_same_bits, micro_batch, outputs, trained_model
 from tests.integration.harness import series
 from tests.integration.test_train import Value
 from tests.parallel import tiny
@@ -73,7 +73,7 @@ def test_as_near_to_float32_as_torchs_layers(kind: str, megatron: None, tmp_path
     from slime.backends.megatron import model, te
 
     tiny.save(kind, tmp_path / "model")
-    engine, plain = (bfloat16_model(tmp_path / "model", transformer_impl=name, **_FUSED) for name in (_TE, "local"))
+    engine, plain = (trained_model(tmp_path / "model", transformer_impl=name, **_FUSED) for name in (_TE, "local"))
     (exact,) = model.build_model(tiny.arguments(tmp_path / "model", **_FUSED))
     assert any(isinstance(module, te.ColumnLinear) for module in engine.modules())
     names = [name for name, _ in engine.named_parameters()]
@@ -123,7 +123,7 @@ def distance(x: Tensor, true: Tensor) -> float:
 @pytest.mark.parametrize("kind", _KINDS)
 def test_passes_with_and_without_gradients_have_the_same_bits(kind: str, megatron: None, tmp_path: Path) -> None:
     tiny.save(kind, tmp_path / "model")
-    module = bfloat16_model(tmp_path / "model", transformer_impl=_TE, **_FUSED)
+    module = trained_model(tmp_path / "model", transformer_impl=_TE, **_FUSED)
     add_main_gradients(module)
     check_same_bits(module)
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from slime.utils import device
+from slime.utils.rounding import rounding
 from tests.parallel import plain, rollouts, tiny
 from tests.parallel.cases import OPTIMIZERS, RL_CASES, RL_OPTIONS, steps_of
 from tests.parallel.conftest import torchrun
@@ -173,15 +174,16 @@ def check(differences: dict[Job, Difference]) -> None:
 
 
 def check_on_policy(report: dict[str, Any], jobs: list[Job], exact: list[tuple[str, str, int]]) -> None:
-    """On the first step all ratios are 1 and the KL divergence to the equal reference is 0, exactly."""
+    """On the first step all ratios are 1 and the KL divergence to the equal reference is 0, exactly but for what
+    `rounding` lets pass on GPUs."""
     # Users' losses report what they like, and the engine's log-probs are not the trainer's.
     others = {case for case, options in RL_CASES.items() if {"use_rollout_logprobs", "loss_type"} & options.keys()}
     first = [report[".".join(job)]["metrics"][0] for job in jobs if job[1] not in others]
     first += [report[".".join(map(str, job))] for job in exact]
     for metrics in first:
-        assert metrics["train/ppo_kl"] == 0.0
+        assert abs(metrics["train/ppo_kl"]) <= rounding("float32")
         assert metrics["train/pg_clipfrac"] == 0.0
-        assert metrics.get("train/kl_loss", 0.0) == 0.0
+        assert abs(metrics.get("train/kl_loss", 0.0)) <= rounding("float32", "k3")
 
 
 def check_layout(runs: Runs, layout: str, *, in_ci: bool) -> None:

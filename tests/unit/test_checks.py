@@ -91,10 +91,26 @@ def test_single_tokens_may_round_otherwise_in_16_bits_on_gpus(
         check_step(args, "here", GOOD | {name: wrong}, is_first=True)
 
 
-@pytest.mark.parametrize(("dtype", "is_cuda"), [("bfloat16", False), ("float16", False), ("float32", True)])
+@pytest.mark.parametrize(
+    ("name", "rounded", "wrong"),
+    [
+        ("train/ppo_kl", -1e-7, -2e-6),
+        ("train/kl_loss", -3.4e-11, -2e-8),
+        ("rollout/ref_log_probs", -1.5000001, -1.500002),
+    ],
+)
+def test_and_in_float32_by_far_less(name: str, rounded: float, wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "is_cuda", lambda: True)
+    args = options(params_dtype="float32", kl_loss_type="low_var_kl")
+    check_step(args, "here", GOOD | {name: rounded}, is_first=True)
+    with pytest.raises(TrainingError, match=name):
+        check_step(args, "here", GOOD | {name: wrong}, is_first=True)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("name", ["train/ppo_kl", "train/kl_loss", "rollout/ref_log_probs"])
-def test_elsewhere_no_token_may(dtype: str, is_cuda: bool, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "is_cuda", lambda: is_cuda)
+def test_elsewhere_no_token_may(dtype: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "is_cuda", lambda: False)
     args = options(params_dtype=dtype)
     right = GOOD | {"rollout/ref_log_probs": GOOD["rollout/log_probs"]}
     check_step(args, "here", right, is_first=True)
