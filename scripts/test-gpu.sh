@@ -4,6 +4,8 @@
 #
 #   bash scripts/test-gpu.sh            # in the environment that scripts/install.sh cuda made
 #   bash scripts/test-gpu.sh --full     # every case, not one per mechanism
+#   bash scripts/test-gpu.sh --share 4  # the cases of several GPUs, up to 4, on the first one, which all ranks share:
+#                                       # slow, NCCL then goes through sockets; may follow --full
 #   bash scripts/test-gpu.sh -k layout  # further words go to pytest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -15,6 +17,12 @@ tier="not full"
 if [ "${1:-}" = --full ]; then
     tier="full or not full"
     shift
+fi
+share=
+if [ "${1:-}" = --share ]; then
+    share=${2:-}
+    [[ "$share" =~ ^[1-9][0-9]*$ ]] || { echo "test-gpu: error: --share wants the number of ranks" >&2; exit 2; }
+    shift 2
 fi
 gpus=$(python3 - <<'CHECK'
 import os
@@ -40,8 +48,16 @@ cases() { # AT_ONCE MARKERS WORDS...
     [ "$status" = 0 ] || [ "$status" = "$NO_TESTS" ] || failed=true
 }
 
-# Chunks of one: cases take from a second to minutes.
-SLIME_TEST_GPUS=$gpus cases "$(wc -w <<<"$gpus")" "not gpus" --maxschedchunk 1 tests/gpu "$@"
-cases 2 "gpus or not gpu" --dist loadfile tests/gpu tests/parallel/test_rl_layouts.py "$@"
+if [ -n "$share" ]; then
+    unset CUDA_VISIBLE_DEVICES
+    export SLIME_TEST_SHARE=$share PYTHONPATH="$PWD/tests/gpu/shared${PYTHONPATH:+:$PYTHONPATH}"
+    export NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1 # processes are hosts of their own to NCCL
+    export SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS=1 SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK=0
+    cases 1 "gpus or not gpu" tests/gpu tests/parallel/test_rl_layouts.py "$@"
+else
+    # Chunks of one: cases take from a second to minutes.
+    SLIME_TEST_GPUS=$gpus cases "$(wc -w <<<"$gpus")" "not gpus" --maxschedchunk 1 tests/gpu "$@"
+    cases 2 "gpus or not gpu" --dist loadfile tests/gpu tests/parallel/test_rl_layouts.py "$@"
+fi
 "$ran" || exit "$NO_TESTS"
 ! "$failed"

@@ -15,7 +15,10 @@ from tests.integration.test_train import make_workspace
 
 
 def pytest_configure() -> None:
-    """Give a worker of `scripts/test-gpu.sh` one GPU for itself, before anything looks for GPUs."""
+    """Give a worker of `scripts/test-gpu.sh` one GPU for itself, before anything looks for GPUs; or with ``--share``
+    as many as are to share one."""
+    if shared := os.environ.get("SLIME_TEST_SHARE"):
+        device.count = lambda: int(shared)
     gpus, worker = os.environ.get("SLIME_TEST_GPUS", "").split(), os.environ.get("PYTEST_XDIST_WORKER")
     if gpus and worker is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker.removeprefix("gw")) % len(gpus)]
