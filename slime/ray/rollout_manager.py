@@ -29,6 +29,7 @@ from slime.rollout.log_hooks import logs_evaluation, logs_rollout
 from slime.rollout.loop import background_loop
 from slime.rollout.metrics import accounting
 from slime.rollout.model_urls import ACTOR, REWARD
+from slime.rollout.reward_log import RewardLog
 from slime.rollout.sample_stats import sample_metrics
 from slime.rollout.sglang_rollout import draw_first_groups, generate_groups
 from slime.rollout.staleness import renew_stale, staleness_metrics
@@ -65,6 +66,7 @@ class RolloutManager:
         self._drawn: dict[int, list[Group]] = {}
         self._made: dict[int, list[Sample]] = {}
         """Rollouts that no trainer has taken yet."""
+        self._reward_log = RewardLog()
         self._rollout = load_function(args.rollout_function_path, flag="--rollout-function-path")
         self._evaluate = load_function(args.eval_function_path, flag="--eval-function-path")
 
@@ -159,6 +161,7 @@ class RolloutManager:
         if args.save_debug_rollout_data:
             save_samples(args, rollout_id, samples)
         batches, batch_metrics = to_train_batches(args, samples, dp_size)
+        self._reward_log.check(args, rollout_id, batches, batch_metrics)
         self._made[rollout_id] = samples
         references = [ray.put(batch) for batch in batches]
         metrics["perf/convert_time"] = time.monotonic() - generated

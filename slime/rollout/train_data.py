@@ -28,6 +28,8 @@ _SEES_METADATA = (
     "save_debug_train_data",
 )
 """Options by which somebody in the trainer reads `Sample.train_metadata`."""
+ZERO_STD = "rollout/zero_std"
+"""What the metrics of groups of equal rewards begin with."""
 
 
 def to_train_batches(args: Namespace, samples: list[Sample], dp_size: int) -> tuple[list[TrainBatch], dict[str, float]]:
@@ -141,7 +143,8 @@ def reward_metrics(columns: TrainBatch) -> dict[str, float]:
         "rollout/rewards": float((np.bincount(rollout_of_row, columns.rewards) / rows_of_rollout).mean()),
     }
     for reward, count in _zero_std_groups(raw, groups).items():
-        metrics[f"rollout/zero_std/count_{reward:g}"] = float(count)
+        name = f"{ZERO_STD}/count_{reward:g}"  # rewards that are the same in six digits have one
+        metrics[name] = metrics.get(name, 0.0) + count
     return metrics
 
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from tests.documents import missing_metrics
+
 ROOT = Path(__file__).resolve().parents[2]
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -144,3 +146,11 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 def series(run_dir: Path, key: str) -> list[float]:
     """The values of one metric, in order of writing."""
     return [line[key] for line in read_metrics(run_dir) if key in line]
+
+
+def assert_documented(run_dir: Path) -> None:
+    """Whatever stands in a run's metrics.jsonl is explained."""
+    names = {name for line in read_metrics(run_dir) for name in line}
+    assert names, f"{run_dir} has no metrics"
+    missing = missing_metrics(names)
+    assert not missing, f"docs/metrics.md (and docs/zh/metrics.md) have no row for {', '.join(missing)}"

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.integration.harness import ROOT, TrainProcess, read_metrics, series
+from tests.integration.harness import ROOT, TrainProcess, assert_documented, read_metrics, series
 from tests.integration.replays import check_dumps, training
 
 NUM_GPUS = 0
@@ -107,6 +107,8 @@ def colocated(workspace: Path) -> Path:
         eval_interval=_ROLLOUTS,
         eval_prompt_data=["add", str(workspace / "eval.jsonl")],
         n_samples_per_eval_prompt=2,
+        log_multi_turn=True,
+        log_correct_samples=True,
         check_weight_update_equal=True,
     )
     _run(line, workspace / "colocated.log")
@@ -135,6 +137,7 @@ def test_colocated_run_trains_and_agrees_with_the_engine(colocated: Path) -> Non
     assert [line.split(" | ")[0] for line in lines if " | eval/add " in line] == ["rollout 0/3", "rollout 3/3"]
     assert f"training starts from {colocated.parent / 'model'} (--ref-load)" in lines
     assert all("time" in line for line in read_metrics(colocated))
+    assert_documented(colocated)
 
 
 def test_checkpoints_are_complete_and_load_in_transformers(colocated: Path) -> None:
@@ -208,6 +211,7 @@ def test_saved_rollouts_replay_to_the_same_steps_bit_for_bit(workspace: Path, co
         assert live.keys() == again.keys()
         assert all(torch.equal(live[name], again[name]) for name in live)
         check_dumps(run_dir / "details", colocated, rollout_id)
+    assert_documented(run_dir)
 
 
 @pytest.mark.full
@@ -295,6 +299,7 @@ def test_ppo_trains_both_models_and_a_resumed_run_equals_the_uninterrupted_one(w
     }
     assert all(norm > 0 for norm in series(whole, critic[1]))
     assert max(series(whole, "train/train_rollout_logprob_abs_diff")) < 1e-4
+    assert_documented(whole)
 
     resumed.mkdir()
     for source, directory in ((whole, resumed), (whole / "critic", resumed / "critic")):
@@ -342,6 +347,7 @@ def test_resume_with_a_buffer_of_partial_and_surplus_groups(workspace: Path) -> 
         parts = [figures[f"rollout/prompts_{part}"] for part in ("trained", "dropped", "buffered", "in_flight")]
         assert figures["rollout/prompts_read"] == sum(parts)
     assert max(series(run_dir, "rollout/partial_samples")) > 0
+    assert_documented(run_dir)
     # Masked or not, every token's log-prob is the engine's own of then: those of partial ones are older.
     assert series(run_dir, "train/train_rollout_logprob_abs_diff")[0] < 1e-4
 

@@ -13,6 +13,7 @@ import pytest
 from slime.ray.rollout_manager import RolloutManager
 from slime.rollout.hooks import HookError
 from slime.rollout.log_hooks import logs_evaluation, logs_rollout
+from slime.rollout.reward_log import RewardLog
 from slime.utils.errors import DeadlineError
 from slime.utils.types import Sample
 from tests.fake_client import hook_file
@@ -117,9 +118,11 @@ def test_what_the_manager_then_hands_on_of_a_rollout(
     )
     args = make_args(log_multi_turn=True, rollout_function_path="own.fn")
     args.asynchronous = False
+    args.reward_baseline = None
     args.custom_rollout_log_function_path = f"{hooks}:log_rollout_data" if custom else None
     manager = RolloutManager.__new__(RolloutManager)
     manager._args, manager._data_source, manager._made = args, None, {}
+    manager._reward_log = RewardLog()
     samples = [[Sample(response_length=2, tokens=[1, 2, 3], reward=1.0)]]
     manager._rollout = lambda *_: samples
     _, metrics = manager.generate(2, 1, None)
