@@ -33,7 +33,11 @@ class AlgorithmOptions:
         "k2, or low_var_kl.",
     )
     use_unbiased_kl: bool = option(False, "Weigh the KL loss by the probability ratio to the behaviour policy.")
-    kl_coef: float = option(0.0, "Weight of a KL penalty in the token rewards, of actor and critic alike.", at_least=0)
+    kl_coef: float = option(
+        0.0,
+        "Weight of a KL penalty in the token rewards, of actor and critic alike; by the estimator --kl-loss-type.",
+        at_least=0,
+    )
     entropy_coef: float = option(0.0, "Weight of the entropy bonus.")
     gamma: float = option(1.0, "Discount per token, of reinforce_plus_plus and ppo.", at_least=0, at_most=1)
     lambd: float = option(1.0, "Decay of generalised advantage estimation, of ppo.", at_least=0, at_most=1)

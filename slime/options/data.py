@@ -36,7 +36,9 @@ class DataOptions:
     label_key: str | None = option(
         None, "Column of the expected answer; dots lead into objects, as in reward_model.ground_truth."
     )
-    metadata_key: str = option("metadata", "Column of further fields: an object, or JSON text of one.")
+    metadata_key: str = option(
+        "metadata", "Column of further fields: an object, or JSON of one; dots lead into objects."
+    )
     tool_key: str = option("tools", "Column of tool definitions for the chat template.")
     apply_chat_template: bool = option(False, "Render chat messages with the tokenizer's chat template.")
     apply_chat_template_kwargs: dict[str, Any] | None = option(None, "Arguments of the chat template, as JSON.")

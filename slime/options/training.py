@@ -46,7 +46,8 @@ def check_training(args: Namespace, given: set[str]) -> None:
         is_on = any(value) if isinstance(value, list) else value
         if is_on and value != _OFF.get(name):
             flag = flag_named(name)
-            shown = flag if value is True else f"{flag} {value}"
+            values = value if isinstance(value, list) else [value]
+            shown = flag if value is True else " ".join(map(str, (flag, *values)))
             raise OptionError(f"{shown} is not available yet in this version")
     if args.transformer_impl == "transformer_engine" and args.placement != "rollout_only":
         _check_transformer_engine(args)

@@ -90,6 +90,7 @@ NOT_YET_VALUES: dict[str, tuple[str, ...]] = {
 
 REPLACED_VALUES: dict[tuple[str, str], str] = {
     ("--log-probs-chunk-size", "-1"): "logits of all tokens never exist at once; drop it",
+    ("--train-backend", "fsdp"): "Megatron trains, and its distributed optimizer shards optimizer state; drop it",
 }
 """Values of available flags that will not come, with what to do."""
 

@@ -43,7 +43,7 @@ def derive_all(args: Namespace, warnings: list[str]) -> SavedModel | None:
     derive_algorithm(args)
     _data(args)
     _evaluation(args, warnings)
-    _sampling(args)
+    _sampling(args, warnings)
     _rewards(args)
     derive_reward_model(args, warnings)
     resumed = derive_checkpoints(args)
@@ -258,14 +258,22 @@ def _evaluation(args: Namespace, warnings: list[str]) -> None:
         args.eval_function_path = DEFAULT_ROLLOUT if is_sft else args.rollout_function_path
 
 
-def _sampling(args: Namespace) -> None:
-    """Sampling parameters that engines refuse."""
+def _sampling(args: Namespace, warnings: list[str]) -> None:
+    """Sampling parameters that engines refuse, or that trainers do not know of."""
     for name in ("rollout_top_k", "eval_top_k"):
         if getattr(args, name) == 0:
             raise OptionError(f"{flag_named(name)} must be -1 (all) or at least 1, not 0")
     least, most = args.eval_min_new_tokens, args.eval_max_response_len or args.rollout_max_response_len
     if least is not None and most is not None and least > most:
         raise OptionError(f"--eval-min-new-tokens {least} is more than the {most} tokens of an evaluation's response")
+    if args.placement == "train_only" or args.loss_type == "sft_loss":
+        return
+    for name, of_all in (("rollout_top_p", 1.0), ("rollout_top_k", -1)):
+        if (value := getattr(args, name)) != of_all:
+            warnings.append(
+                f"{flag_named(name)} {value}: responses are sampled from the likeliest tokens only, and log-probs are "
+                f"of all tokens, so training is off policy by that; {of_all} samples from all"
+            )
 
 
 def _rewards(args: Namespace) -> None:

@@ -7,7 +7,7 @@ import itertools
 import json
 import logging
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -155,9 +155,10 @@ def load_prompts(spec: PromptSpec) -> PromptDataset:
     if spec.trained_turns is not None:
         encoder = ConversationEncoder(spec.hf_checkpoint, spec.chat_template_kwargs, spec.trained_turns == "last")
     dataset = PromptDataset([])
-    num_read = 0
+    num_read, columns = 0, set[str]()
     for batch in _batches(_rows(spec)):
         num_read += len(batch)
+        columns.update(name for row in batch for name in row.value or ())
         parsed = [row for row in (_parse(row, spec, tokenizer, rejects) for row in batch) if row is not None]
         sized = _encode(parsed, encoder, rejects) if encoder else _tokenise(parsed, spec, tokenizer, rejects)
         for row, length in sized:
@@ -167,6 +168,12 @@ def load_prompts(spec: PromptSpec) -> PromptDataset:
                 dataset.rows.append(row)
     dataset.num_bad = rejects.count
     _report(spec, dataset, num_read, rejects.shown)
+    for flag, key in (("--metadata-key", spec.metadata_key), ("--tool-key", spec.tool_key)):
+        if key not in (None, "metadata", "tools") and not _has(columns, key):
+            keys = ", ".join(map(repr, sorted(columns)))
+            logger.warning(
+                "%s: no row of %s has the key %r (%s); the keys are %s", spec.flag, spec.path, key, flag, keys
+            )
     return dataset
 
 
@@ -236,16 +243,24 @@ def _check_label(label: Any, metadata: dict[str, Any], spec: PromptSpec) -> None
 
 
 def _metadata(row: dict[str, Any], spec: PromptSpec) -> dict[str, Any]:
-    value = row.get(spec.metadata_key) if spec.metadata_key else None
-    metadata = _decoded(value, spec.metadata_key, "--metadata-key") or {}
+    metadata = _decoded(_optional(row, spec.metadata_key, "--metadata-key"), spec.metadata_key, "--metadata-key") or {}
     if not isinstance(metadata, dict):
         raise RowError(f"{spec.metadata_key!r} (--metadata-key) is a {type(metadata).__name__}, not an object")
-    tools = _decoded(row.get(spec.tool_key) if spec.tool_key else None, spec.tool_key, "--tool-key")
+    tools = _decoded(_optional(row, spec.tool_key, "--tool-key"), spec.tool_key, "--tool-key")
     if tools is None:
         return metadata
     if not isinstance(tools, list):
         raise RowError(f"{spec.tool_key!r} (--tool-key) is a {type(tools).__name__}, not a list of tools")
     return {**metadata, "tools": tools}
+
+
+def _optional(row: dict[str, Any], key: str | None, flag: str) -> Any:
+    """`_take` of a column that a row may lack."""
+    return _take(row, key, flag) if key is not None and _has(row, key) else None
+
+
+def _has(columns: Container[str], key: str) -> bool:
+    return key in columns or key.partition(".")[0] in columns
 
 
 def _decoded(value: Any, key: str | None, flag: str) -> Any:

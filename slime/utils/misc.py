@@ -28,9 +28,11 @@ _ELSEWHERE = {
     "slime.utils.async_utils": "a plain function may call asyncio.run, most hooks may be async",
     "slime.utils.data": "slime.rollout.dataset reads prompts, see docs/rollout.md for data sources of your own",
     "slime.utils.eval_config": "args.eval_datasets has slime.options.eval_datasets.EvalDataset",
+    "slime.utils.external_utils": "scripts/launch.sh runs train.py in a Ray of its own or a running one",
     "slime.utils.mask_utils": "slime.rollout.conversation.ConversationEncoder makes masks of conversations",
     "slime.utils.ppo_utils": "slime.algorithms has the losses",
     "slime.utils.processing_utils": "slime.rollout.tokenizer has load_tokenizer",
+    "slime.utils.timer": "perf/ in metrics.jsonl has the times of a run's parts, see docs/metrics.md",
     "slime_plugins": "write a custom generate function, see docs/customize.md",
 }
 """Modules of the upstream system that users' functions import, and what to use here."""

@@ -59,6 +59,15 @@ def test_batch_equation(parse: Parse, words: str, steps: int, batch: int) -> Non
     assert args.train_iters == 3 * steps
 
 
+def test_sampling_of_a_part_of_the_tokens_is_warned_of(parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
+    parse("--eval-top-p 0.5 --eval-top-k 3")
+    assert "off policy" not in capsys.readouterr().err
+    parse("--rollout-top-p 0.9 --rollout-top-k 20")
+    printed = capsys.readouterr().err
+    assert "--rollout-top-p 0.9: responses are sampled from the likeliest tokens only" in printed
+    assert "--rollout-top-k 20: responses" in printed
+
+
 def test_placements(parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
     args = parse("--rollout-num-gpus 6")
     assert (args.placement, args.rollout_num_gpus, args.num_engines) == ("colocate", 2, 2)
@@ -179,7 +188,7 @@ def test_hooks_are_loaded_and_their_flags_known(parse: Parse, directory: Path, f
         ("--optimizer lion", "", "--optimizer lion: there are adam and sgd"),
         ("--padded-vocab-size 299", "", "--padded-vocab-size 299 must be at least the vocabulary's 300"),
         ("--padded-vocab-size 301 --tensor-model-parallel-size 2", "", "a multiple of --tensor-model-parallel-size 2"),
-        ("--hf-checkpoint moe --moe-aux-loss-coeff 0 0.01", "", "--moe-aux-loss-coeff [0.0, 0.01] is not available"),
+        ("--hf-checkpoint moe --moe-aux-loss-coeff 0 0.01", "", "--moe-aux-loss-coeff 0.0 0.01 is not available"),
         ("--hf-checkpoint moe --moe-z-loss-coeff 0.1", "", "--moe-z-loss-coeff 0.1 is not available yet"),
         ("--attention-dropout 0.1", "", "--attention-dropout 0.1 is not available yet"),
         ("--hidden-dropout 0.1", "", "--hidden-dropout 0.1 is not available yet"),

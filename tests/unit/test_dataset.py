@@ -333,3 +333,28 @@ def test_more_rows_than_a_batch(rollout_args: Args, write_jsonl: Write) -> None:
     picked = random.randrange(2500)
     assert dataset[picked].label == str(picked)
     assert vars(dataset[picked])["source_row"].endswith(f"line {picked + 1}")
+
+
+@pytest.mark.parametrize(
+    ("key", "found", "warned"),
+    [
+        ("extra_info", {"split": "test"}, False),
+        ("extra.deeper", {"a": 1}, False),
+        ("metadata", {}, False),  # nobody asked for it
+        ("extra_inf", {}, True),
+    ],
+)
+def test_metadata_is_found_or_its_key_is_told(
+    key: str,
+    found: dict[str, Any],
+    warned: bool,
+    rollout_args: Args,
+    write_jsonl: Write,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    row = {"prompt": "1+1=", "label": "2", "extra_info": {"split": "test"}, "extra": {"deeper": {"a": 1}}}
+    path = write_jsonl([row, {"prompt": "1+2=", "label": "3"}])
+    first, second = (load(rollout_args(prompt_data=path, metadata_key=key))[i].metadata for i in range(2))
+    assert (first, second) == (found, {})
+    told = "has the key 'extra_inf' (--metadata-key); the keys are 'extra', 'extra_info', 'label', 'prompt'"
+    assert (told in caplog.text) is warned

@@ -11,6 +11,7 @@ import pytest
 from slime.options.parser import StrictParser
 from slime.options.unavailable import NOT_YET, REPLACED, REPLACED_VALUES, explain_flag
 from slime.utils.arguments import _assemble
+from tests.documents import DOCS
 
 UPSTREAM = """
 --actor-num-gpus-per-node --actor-num-nodes --advantage-estimator --allgather-cp --apply-chat-template
@@ -109,6 +110,15 @@ def test_every_flag_parses_or_says_what_to_do(table: str, known_flags: set[str])
     assert not unknown
 
 
+@pytest.mark.parametrize("page", ["coming_from.md", "zh/coming_from.md"])
+def test_every_flag_on_the_page_for_those_who_come_from_elsewhere(page: str, known_flags: set[str]) -> None:
+    """But for OpenRLHF's own, which have underscores."""
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*\w(?![\w-])", (DOCS / page).read_text())) - {"--pretrain"}
+    assert len(named) > 100
+    unknown = {flag for flag in named if "_" not in flag and flag not in known_flags and explain_flag(flag) is None}
+    assert not unknown
+
+
 def test_every_flag_of_the_model_scripts_parses(known_flags: set[str]) -> None:
     shapes = json.loads(Path(__file__).with_name("test_options_shapes.json").read_text())
     assert len(shapes) == 39
@@ -146,6 +156,7 @@ def test_what_to_write_instead_is_available(known_flags: set[str]) -> None:
         ("--sglang-enable-ep-moe", "--sglang-enable-ep-moe is not available: use --sglang-ep-size N"),
         ("--sglang-router-policy random", "--sglang-router-policy is not available: use --router-policy"),
         ("--log-probs-chunk-size -1", "logits of all tokens never exist at once; drop it"),
+        ("--train-backend fsdp", "--train-backend fsdp is not available: Megatron trains"),
         ("--update-weight-mode=delta", "--update-weight-mode delta is not available yet"),
     ],
 )
