@@ -102,6 +102,7 @@ def save_state(
     state["rng_state"] = _sharded_rng_state()
     state["layout"] = _layout()
     state["distributed_optimizer"] = _is_distributed(optimizer)
+    state["optimizer_state"] = _state_names(optimizer)
     state["adapters"] = lora.described(model_chunks)
     state["base"] = base.described(model_chunks)
     state["heads"] = has_heads(model_chunks)
@@ -140,7 +141,7 @@ def load_state(
 
     Raises:
         ValueError: the state of a distributed optimizer for one that is not, or the other way round; or other adapters,
-            or those of another base, or heads on one side only; or of another model.
+            or those of another base, or heads on one side only; or of another model or optimizer.
     """
     saved = dist_checkpointing.load_common_state_dict(str(directory))
     lora.check_saved(directory, saved.get("adapters"), model_chunks)
@@ -149,6 +150,11 @@ def load_state(
     if saved["distributed_optimizer"] != _is_distributed(optimizer):
         flag = "--use-distributed-optimizer" if saved["distributed_optimizer"] else "--no-use-distributed-optimizer"
         raise BadInputError(f"{directory} was saved with {flag}, and its optimizer state can only be loaded with it")
+    if missing := sorted(set(own := _state_names(optimizer)) - set(saved.get("optimizer_state", own))):
+        raise BadInputError(
+            f"{directory} has no {' and '.join(missing)} for this run's optimizer: take the --optimizer and "
+            "--sgd-momentum that it was saved with, or start from its weights alone by --ref-load"
+        )
     if lora.described(model_chunks) is None:
         present = dist_checkpointing.load_tensors_metadata(str(directory))
         check_torch_dist(directory, present, model_state(model_chunks), model_chunks)
@@ -308,6 +314,13 @@ def _has_parameters(part: MegatronOptimizer) -> bool:
 
 def _is_distributed(optimizer: MegatronOptimizer) -> bool:
     return any(isinstance(part, DistributedOptimizer) for part in parts_of(optimizer))
+
+
+def _state_names(optimizer: MegatronOptimizer) -> list[str]:
+    """What the optimizer keeps of each parameter, on whatever rank."""
+    if optimizer.config.optimizer == "adam":
+        return ["exp_avg", "exp_avg_sq"]
+    return ["momentum_buffer"] if optimizer.config.sgd_momentum else []
 
 
 def _sharded_rng_state() -> ShardedObject:
