@@ -5,7 +5,7 @@
 #   bash scripts/test-gpu.sh            # in the environment that scripts/install.sh cuda made
 #   bash scripts/test-gpu.sh --full     # every case, not one per mechanism
 #   bash scripts/test-gpu.sh --share 4  # the cases of several GPUs, up to 4, on the first one, which all ranks share:
-#                                       # slow, NCCL then goes through sockets; may follow --full
+#                                       # slow, NCCL then goes through sockets; with --full or without
 #   bash scripts/test-gpu.sh -k layout  # further words go to pytest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -13,16 +13,25 @@ if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
     sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
     exit 0
 fi
-tier="not full"
-if [ "${1:-}" = --full ]; then
-    tier="full or not full"
+fail() {
+    echo "test-gpu: error: $*" >&2
+    exit 2
+}
+tier="not full" share=
+while :; do
+    case ${1:-} in
+        --full) tier="full or not full" ;;
+        --share)
+            [[ "${2:-}" =~ ^[1-9][0-9]*$ ]] || fail "--share wants the number of ranks"
+            share=$2
+            shift
+            ;;
+        *) break ;;
+    esac
     shift
-fi
-share=
-if [ "${1:-}" = --share ]; then
-    share=${2:-}
-    [[ "$share" =~ ^[1-9][0-9]*$ ]] || { echo "test-gpu: error: --share wants the number of ranks" >&2; exit 2; }
-    shift 2
+done
+if [ -n "$share" ] && [[ ! "${CUDA_VISIBLE_DEVICES:-0}" =~ ^0(,|$) ]]; then
+    fail "--share takes the host's first GPU, and CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES begins with another"
 fi
 gpus=$(python3 - <<'CHECK'
 import os

@@ -39,7 +39,7 @@ class DataOptions:
     metadata_key: str = option(
         "metadata", "Column of further fields: an object, or JSON of one; dots lead into objects."
     )
-    tool_key: str = option("tools", "Column of tool definitions for the chat template.")
+    tool_key: str = option("tools", "Column of tool definitions for the chat template; dots lead into objects.")
     apply_chat_template: bool = option(False, "Render chat messages with the tokenizer's chat template.")
     apply_chat_template_kwargs: dict[str, Any] | None = option(None, "Arguments of the chat template, as JSON.")
     skip_bad_rows: bool = option(False, "Count and skip rows that cannot be read, instead of stopping.")

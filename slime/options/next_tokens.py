@@ -12,6 +12,7 @@ from slime.options.errors import OptionError
 FLAG = "--enable-mtp-training"
 _DRAFTS_BY_HEADS = ("EAGLE", "NEXTN")
 """SGLang's names of speculative decoding by a model's own heads."""
+_DRAFTS_BY_NO_MODEL = ("", "NGRAM")
 
 
 def check_heads(args: Namespace, count: int, model_type: str, trainable: list[str]) -> None:
@@ -54,7 +55,8 @@ def check_saved_heads(directory: str | Path, saved: bool, own: bool) -> None:
 
 def check_heads_training(args: Namespace, given: Set[str], warnings: list[str]) -> None:
     """What a run that trains heads, or whose engines draft, cannot do beside it; sets ``args.pushes_heads``, and
-    ``args.drafts_apart``: whether engines draft by a model of its own, not by heads of the one that is trained.
+    ``args.drafts_apart``: whether engines draft by a model of their own, not by heads of the one that is
+    trained.
 
     Args:
         given: the attributes that flags or YAML set.
@@ -65,9 +67,10 @@ def check_heads_training(args: Namespace, given: Set[str], warnings: list[str]) 
     """
     args.pushes_heads, args.drafts_apart = False, False
     draft = getattr(args, "sglang_speculative_draft_model_path", None)
-    algorithm = getattr(args, "sglang_speculative_algorithm", None)
-    by_heads = (algorithm or "").upper() in _DRAFTS_BY_HEADS
-    if draft is not None and args.num_engines and not (by_heads and same_place(draft, args.hf_checkpoint)):
+    algorithm = (getattr(args, "sglang_speculative_algorithm", None) or "").upper()
+    by_heads = algorithm in _DRAFTS_BY_HEADS
+    drafts = draft is not None and args.num_engines > 0 and algorithm not in _DRAFTS_BY_NO_MODEL
+    if drafts and not (by_heads and same_place(draft, args.hf_checkpoint)):
         args.drafts_apart = True
         if args.update_weight_transport == "disk":
             raise OptionError(

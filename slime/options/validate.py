@@ -266,7 +266,7 @@ def _sampling(args: Namespace, warnings: list[str]) -> None:
     least, most = args.eval_min_new_tokens, args.eval_max_response_len or args.rollout_max_response_len
     if least is not None and most is not None and least > most:
         raise OptionError(f"--eval-min-new-tokens {least} is more than the {most} tokens of an evaluation's response")
-    if args.placement == "train_only" or args.loss_type == "sft_loss":
+    if args.placement in ("train_only", "rollout_only") or args.loss_type == "sft_loss":
         return
     for name, of_all in (("rollout_top_p", 1.0), ("rollout_top_k", -1)):
         if (value := getattr(args, name)) != of_all:

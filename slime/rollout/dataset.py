@@ -7,7 +7,7 @@ import itertools
 import json
 import logging
 from argparse import Namespace
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -155,10 +155,9 @@ def load_prompts(spec: PromptSpec) -> PromptDataset:
     if spec.trained_turns is not None:
         encoder = ConversationEncoder(spec.hf_checkpoint, spec.chat_template_kwargs, spec.trained_turns == "last")
     dataset = PromptDataset([])
-    num_read, columns = 0, set[str]()
+    num_read = 0
     for batch in _batches(_rows(spec)):
         num_read += len(batch)
-        columns.update(name for row in batch for name in row.value or ())
         parsed = [row for row in (_parse(row, spec, tokenizer, rejects) for row in batch) if row is not None]
         sized = _encode(parsed, encoder, rejects) if encoder else _tokenise(parsed, spec, tokenizer, rejects)
         for row, length in sized:
@@ -168,12 +167,7 @@ def load_prompts(spec: PromptSpec) -> PromptDataset:
                 dataset.rows.append(row)
     dataset.num_bad = rejects.count
     _report(spec, dataset, num_read, rejects.shown)
-    for flag, key in (("--metadata-key", spec.metadata_key), ("--tool-key", spec.tool_key)):
-        if key not in (None, "metadata", "tools") and not _has(columns, key):
-            keys = ", ".join(map(repr, sorted(columns)))
-            logger.warning(
-                "%s: no row of %s has the key %r (%s); the keys are %s", spec.flag, spec.path, key, flag, keys
-            )
+    _warn_of_columns(spec, dataset)
     return dataset
 
 
@@ -198,6 +192,18 @@ def _report(spec: PromptSpec, dataset: PromptDataset, num_read: int, shown: list
     logger.log(level, "%s %s: %d prompts of %d rows (%s)", spec.flag, spec.path, len(dataset), num_read, left_out)
     for message in shown:
         logger.warning("skipped: %s", message)
+
+
+def _warn_of_columns(spec: PromptSpec, dataset: PromptDataset) -> None:
+    """Of a column that somebody asked for and no row has anything in."""
+    has_metadata = any(row.metadata.keys() - {"tools"} for row in dataset.rows)
+    has_tools = any("tools" in row.metadata for row in dataset.rows)
+    for flag, key, default, is_there in (
+        ("--metadata-key", spec.metadata_key, PromptSpec.metadata_key, has_metadata),
+        ("--tool-key", spec.tool_key, PromptSpec.tool_key, has_tools),
+    ):
+        if key and key != default and not is_there:
+            logger.warning("%s %s: no row has anything at %r (%s)", spec.flag, spec.path, key, flag)
 
 
 def _parse(row: Row, spec: PromptSpec, tokenizer: Any, rejects: _Rejects) -> PromptRow | None:
@@ -255,12 +261,15 @@ def _metadata(row: dict[str, Any], spec: PromptSpec) -> dict[str, Any]:
 
 
 def _optional(row: dict[str, Any], key: str | None, flag: str) -> Any:
-    """`_take` of a column that a row may lack."""
-    return _take(row, key, flag) if key is not None and _has(row, key) else None
-
-
-def _has(columns: Container[str], key: str) -> bool:
-    return key in columns or key.partition(".")[0] in columns
+    """`_take` of what a row may lack, or have null on the way to: then None."""
+    value: Any = row if key else None
+    for part in [key] if not key or key in row else key.split("."):
+        if value is None:
+            break
+        if not isinstance(value, dict):
+            raise RowError(f"{key!r} ({flag}) leads into a {type(value).__name__}, not an object")
+        value = value.get(part)
+    return value
 
 
 def _decoded(value: Any, key: str | None, flag: str) -> Any:

@@ -154,7 +154,7 @@ def _zero_std_groups(raw: np.ndarray, groups: np.ndarray) -> Counter[float]:
     starts = np.flatnonzero(np.diff(groups[order], prepend=groups[order][0] - 1))
     low, high = np.minimum.reduceat(raw[order], starts), np.maximum.reduceat(raw[order], starts)
     sizes = np.diff(np.append(starts, len(order)))
-    return Counter(np.round(low[(low == high) & (sizes > 1)], 4).tolist())
+    return Counter((np.round(low[(low == high) & (sizes > 1)], 4) + 0.0).tolist())  # of -0.0 makes 0.0
 
 
 def _micro_batch_multiple(args: Namespace) -> int:

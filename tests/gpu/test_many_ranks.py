@@ -10,7 +10,7 @@ from tests.gpu.test_families import agree
 from tests.gpu.test_loop import Record, check, run
 from tests.integration.test_train import Value
 
-NUM_GPUS = 1
+NUM_GPUS = 8
 _TENSOR: dict[str, Value] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 _ENGINES: dict[str, Value] = {
     "sglang_enforce_disable_flashinfer_allreduce_fusion": True,  # which FlashInfer would compile for minutes

@@ -61,6 +61,7 @@ def test_batch_equation(parse: Parse, words: str, steps: int, batch: int) -> Non
 
 def test_sampling_of_a_part_of_the_tokens_is_warned_of(parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
     parse("--eval-top-p 0.5 --eval-top-k 3")
+    parse("--rollout-top-p 0.9 --debug-rollout-only")
     assert "off policy" not in capsys.readouterr().err
     parse("--rollout-top-p 0.9 --rollout-top-k 20")
     printed = capsys.readouterr().err

@@ -15,6 +15,7 @@ import pytest
 from slime.rollout.dataset import PromptDataset, load_prompts, train_prompt_spec
 from slime.rollout.reading import read_rows, split_slice
 from slime.rollout.tokenizer import load_tokenizer
+from slime.utils.errors import BadInputError
 
 NUM_GPUS = 0
 
@@ -342,19 +343,25 @@ def test_more_rows_than_a_batch(rollout_args: Args, write_jsonl: Write) -> None:
         ("extra.deeper", {"a": 1}, False),
         ("metadata", {}, False),  # nobody asked for it
         ("extra_inf", {}, True),
+        ("extra.deepe", {}, True),
+        ("extra_info.split.deeper", None, False),
     ],
 )
 def test_metadata_is_found_or_its_key_is_told(
     key: str,
-    found: dict[str, Any],
+    found: dict[str, Any] | None,
     warned: bool,
     rollout_args: Args,
     write_jsonl: Write,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     row = {"prompt": "1+1=", "label": "2", "extra_info": {"split": "test"}, "extra": {"deeper": {"a": 1}}}
-    path = write_jsonl([row, {"prompt": "1+2=", "label": "3"}])
-    first, second = (load(rollout_args(prompt_data=path, metadata_key=key))[i].metadata for i in range(2))
-    assert (first, second) == (found, {})
-    told = "has the key 'extra_inf' (--metadata-key); the keys are 'extra', 'extra_info', 'label', 'prompt'"
-    assert (told in caplog.text) is warned
+    lacking = [row | {"extra": empty, "extra_info": None} for empty in (None, {})]  # null, as parquet has it, and {}
+    path = write_jsonl([row, *lacking, {"prompt": "1+2=", "label": "3"}])
+    args = rollout_args(prompt_data=path, metadata_key=key)
+    if found is None:
+        with pytest.raises(BadInputError, match=f"'{key}' .--metadata-key. leads into a str, not an object"):
+            load(args)
+        return
+    assert [row.metadata for row in load(args).rows] == [found, {}, {}, {}]
+    assert (f"no row has anything at '{key}' (--metadata-key)" in caplog.text) is warned

@@ -52,6 +52,7 @@ def test_engines_that_draft_by_the_heads_are_given_them(directory: Path, capsys:
     assert "engines are not given the heads" in capsys.readouterr().err
     itself = f"--hf-checkpoint mimo --sglang-speculative-algorithm STANDALONE {DRAFT} mimo"  # a second copy of it
     lines = {DRAFTS: False, f"{DRAFTS} {DRAFT} mimo": False, EAGLE3: True, itself: True}
+    lines |= {f"{DRAFT} other": False, f"--sglang-speculative-algorithm NGRAM {DRAFT} other": False}
     assert {words: parse_args(command(words)).drafts_apart for words in lines} == lines
     disk = parse_args(command(f"{DRAFTS} {DISAGGREGATE} --update-weight-transport disk", without="--colocate"))
     assert disk.pushes_heads

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
 import os
 import subprocess
@@ -35,3 +37,13 @@ def test_every_process_is_a_host_with_one_gpu_of_as_many_as_wanted() -> None:
     found = json.loads(done.stdout)
     assert (found["gpus"], found["visible"], found["changed"]) == (4, "0,1", "sitecustomize")
     assert len({"the parent's", *found["hosts"]}) == 3
+
+
+def test_sglang_has_what_turns_its_own_sums_off() -> None:
+    """By its source: without GPUs the module cannot be imported."""
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    source = Path(spec.submodule_search_locations[0]) / "srt" / "distributed" / "parallel_state.py"
+    functions = [node.name for node in ast.parse(source.read_text()).body if isinstance(node, ast.FunctionDef)]
+    assert "set_custom_all_reduce" in functions
