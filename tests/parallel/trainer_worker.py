@@ -190,10 +190,10 @@ class Rank:
             weights = gathering.weights(again)
             assert all(torch.equal(weights[name], tensor) for name, tensor in gathering.weights(trainer).items())
 
-        saved = self.work / "sgd0.0"
-        for other, missing in ((options | {"sgd_momentum": 0.9}, "momentum_buffer"), ({}, "exp_avg and exp_avg_sq")):
-            with pytest.raises(BadInputError, match=f"iter_0000001 has no {missing} for this run's optimizer: take"):
-                MegatronTrainer(self.arguments(case, load=str(saved), **other))
+        sgd = "--optimizer sgd with --sgd-momentum"
+        for other, kind in ((options | {"sgd_momentum": 0.9}, f"{sgd} above 0"), ({}, "--optimizer adam")):
+            with pytest.raises(BadInputError, match=f"was saved by {sgd} 0, and this run has {kind}: take the former"):
+                MegatronTrainer(self.arguments(case, load=str(self.work / "sgd0.0"), **other))
 
     def lora(self, name: str) -> None:
         """Adapters, and beside what they become what they were at first: by what ranks have agreed on then."""

@@ -102,7 +102,7 @@ def save_state(
     state["rng_state"] = _sharded_rng_state()
     state["layout"] = _layout()
     state["distributed_optimizer"] = _is_distributed(optimizer)
-    state["optimizer_state"] = _state_names(optimizer)
+    state["optimizer_kind"] = _kind(optimizer)
     state["adapters"] = lora.described(model_chunks)
     state["base"] = base.described(model_chunks)
     state["heads"] = has_heads(model_chunks)
@@ -147,14 +147,15 @@ def load_state(
     lora.check_saved(directory, saved.get("adapters"), model_chunks)
     base.check_saved(directory, saved.get("base"), model_chunks)
     check_saved_heads(directory, bool(saved.get("heads")), has_heads(model_chunks))
+    own = _kind(optimizer)
+    if (kind := saved.get("optimizer_kind", own)) != own:
+        raise BadInputError(
+            f"{directory} was saved by {kind}, and this run has {own}: take the former, or start from its weights "
+            "alone by --ref-load, with another --save"
+        )
     if saved["distributed_optimizer"] != _is_distributed(optimizer):
         flag = "--use-distributed-optimizer" if saved["distributed_optimizer"] else "--no-use-distributed-optimizer"
         raise BadInputError(f"{directory} was saved with {flag}, and its optimizer state can only be loaded with it")
-    if missing := sorted(set(own := _state_names(optimizer)) - set(saved.get("optimizer_state", own))):
-        raise BadInputError(
-            f"{directory} has no {' and '.join(missing)} for this run's optimizer: take the --optimizer and "
-            "--sgd-momentum that it was saved with, or start from its weights alone by --ref-load"
-        )
     if lora.described(model_chunks) is None:
         present = dist_checkpointing.load_tensors_metadata(str(directory))
         check_torch_dist(directory, present, model_state(model_chunks), model_chunks)
@@ -316,11 +317,12 @@ def _is_distributed(optimizer: MegatronOptimizer) -> bool:
     return any(isinstance(part, DistributedOptimizer) for part in parts_of(optimizer))
 
 
-def _state_names(optimizer: MegatronOptimizer) -> list[str]:
-    """What the optimizer keeps of each parameter, on whatever rank."""
-    if optimizer.config.optimizer == "adam":
-        return ["exp_avg", "exp_avg_sq"]
-    return ["momentum_buffer"] if optimizer.config.sgd_momentum else []
+def _kind(optimizer: MegatronOptimizer) -> str:
+    """The options by which an optimizer keeps one state of each parameter or another."""
+    config = optimizer.config
+    if config.optimizer != "sgd":
+        return f"--optimizer {config.optimizer}"
+    return f"--optimizer sgd with --sgd-momentum {'above 0' if config.sgd_momentum else '0'}"
 
 
 def _sharded_rng_state() -> ShardedObject:
