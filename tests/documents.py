@@ -11,14 +11,14 @@ _FREE_PART = re.compile(r"(<\w+>|\{[\w,]+\})")
 _WORD_OR_NUMBER = r"-?[\w.+]+"
 
 
-def examples(page: str) -> list[str]:
-    """The Python programs of a page."""
-    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+def examples(page: str, language: str = "python") -> list[str]:
+    """The programs of a page that are in one language."""
+    return re.findall(rf"```{language}\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
 
 
-def example(page: str, word: str) -> str:
+def example(page: str, word: str, language: str = "python") -> str:
     """The one of them that has ``word`` in it."""
-    (found,) = (program for program in examples(page) if word in program)
+    (found,) = (program for program in examples(page, language) if word in program)
     return found
 
 

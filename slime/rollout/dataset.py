@@ -196,13 +196,13 @@ def _report(spec: PromptSpec, dataset: PromptDataset, num_read: int, shown: list
 
 def _warn_of_columns(spec: PromptSpec, dataset: PromptDataset) -> None:
     """Of a column that somebody asked for and no row has anything in."""
-    has_metadata = any(row.metadata.keys() - {"tools"} for row in dataset.rows)
-    has_tools = any("tools" in row.metadata for row in dataset.rows)
-    for flag, key, default, is_there in (
-        ("--metadata-key", spec.metadata_key, PromptSpec.metadata_key, has_metadata),
-        ("--tool-key", spec.tool_key, PromptSpec.tool_key, has_tools),
+    metadata = (row.metadata.keys() - {"tools"} for row in dataset.rows)
+    tools = (row.metadata.keys() & {"tools"} for row in dataset.rows)
+    for flag, key, default, found in (
+        ("--metadata-key", spec.metadata_key, PromptSpec.metadata_key, metadata),
+        ("--tool-key", spec.tool_key, PromptSpec.tool_key, tools),
     ):
-        if key and key != default and not is_there:
+        if key and key != default and not any(found):
             logger.warning("%s %s: no row has anything at %r (%s)", spec.flag, spec.path, key, flag)
 
 
@@ -223,9 +223,14 @@ def _parse(row: Row, spec: PromptSpec, tokenizer: Any, rejects: _Rejects) -> Pro
     return PromptRow(row.where, prompt, label, metadata)
 
 
+def _steps(row: dict[str, Any], key: str) -> list[str]:
+    """The way to a value: the name of a column or, where none has it, what stands between its dots."""
+    return [key] if key in row else key.split(".")
+
+
 def _take(row: dict[str, Any], key: str, flag: str) -> Any:
-    """The value of a column; where none has that name, its dots lead into objects."""
-    parts = [key] if key in row else key.split(".")
+    """The value of a column, or of an object in one."""
+    parts = _steps(row, key)
     named = flag if len(parts) == 1 else f"{flag} {key}"
     value: Any = row
     for depth, part in enumerate(parts):
@@ -262,10 +267,12 @@ def _metadata(row: dict[str, Any], spec: PromptSpec) -> dict[str, Any]:
 
 def _optional(row: dict[str, Any], key: str | None, flag: str) -> Any:
     """`_take` of what a row may lack, or have null on the way to: then None."""
-    value: Any = row if key else None
-    for part in [key] if not key or key in row else key.split("."):
+    if not key:
+        return None
+    value: Any = row
+    for part in _steps(row, key):
         if value is None:
-            break
+            return None
         if not isinstance(value, dict):
             raise RowError(f"{key!r} ({flag}) leads into a {type(value).__name__}, not an object")
         value = value.get(part)

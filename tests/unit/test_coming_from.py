@@ -12,7 +12,7 @@ from slime.options.parser import StrictParser
 from slime.options.unavailable import explain_flag
 from slime.utils.arguments import _assemble, parse_args
 from tests.command_line import write_model, write_rows
-from tests.documents import DOCS
+from tests.documents import DOCS, examples
 
 NUM_GPUS = 0
 PAGES = ["coming_from.md", "zh/coming_from.md"]
@@ -20,11 +20,7 @@ PAGES = ["coming_from.md", "zh/coming_from.md"]
 
 def lines(page: str) -> list[str]:
     """The page's commands, of all frameworks."""
-    return [
-        line
-        for block in re.findall(r"```bash\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
-        for line in block.strip().replace("\\\n", " ").split("\n\n")
-    ]
+    return [line for block in examples(page, "bash") for line in block.strip().replace("\\\n", " ").split("\n\n")]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -15,7 +15,7 @@ from slime.ray.dry_run import dry_run
 from slime.utils.arguments import parse_args
 from tests import shipped
 from tests.command_line import write_headers
-from tests.documents import DOCS
+from tests.documents import DOCS, example
 from tests.recorder import SCRIPTS, recorded, run, write_recorder
 from tests.small_rollout import write_tokenizer
 
@@ -158,7 +158,7 @@ def test_the_page_names_every_run_and_shows_a_script_that_works(
 ) -> None:
     text = (DOCS / page).read_text()
     assert [script for script in RUNS if f"`{script}`" not in text] == []
-    (own,) = (block for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) if "launch train.py" in block)
+    own = example(page, "launch train.py", "bash")
     environment = {"PATH": os.environ["PATH"], "PYTHON": str(files / "python"), "RECORD": str(tmp_path / "record")}
     (model,) = re.findall(r"scripts/models/(.+?)\.sh", own)
     environment |= {"HF_CHECKPOINT": str(checkpoint(files, model))}
