@@ -22,6 +22,7 @@ from examples.retool.sandbox_child import NOBODY, READY
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
 _CHUNK = 1 << 16
+_GONE_S = 60
 
 
 class SandboxError(RuntimeError):
@@ -125,7 +126,22 @@ async def _process(limits: Limits, directory: str) -> AsyncIterator[asyncio.subp
         if process.returncode is None:  # else it is gone, its children with it, and the id may be another's
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            await _gone(process)
+
+
+async def _gone(process: asyncio.subprocess.Process) -> None:
+    """Wait for the end of a killed process, and of its output: asyncio's `wait` returns only after that.
+
+    And asyncio reads no further while much is unread: what a program printed beyond its limit must be taken here.
+    """
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(_GONE_S):
+            while await process.stdout.read(_CHUNK):
+                pass
             await process.wait()
+    except TimeoutError:
+        raise SandboxError(f"process {process.pid} was killed and has not ended within {_GONE_S} s") from None
 
 
 async def _communicate(process: asyncio.subprocess.Process, code: str, printed: bytearray, limit: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -110,6 +111,14 @@ def test_wall_time(run: Run) -> None:
     result = run("import time\nprint('so far')\ntime.sleep(600)", wall_s=5.0)
     assert result == Result("so far\n\n[ended: it ran longer than 5 s]", False)
     assert time.monotonic() - started < 100
+
+
+def test_a_flood_of_output_does_not_outlast_its_program(jail: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """asyncio reads no further while more than twice `limit` is unread, and its `wait` needs the end of the pipe."""
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", functools.partial(asyncio.create_subprocess_exec, limit=1))
+    limits = Limits(**{**SMALL, "jail": jail})  # type: ignore[arg-type]
+    result = asyncio.run(asyncio.wait_for(run_python("print('x' * 10**7)", limits), 60))
+    assert "[cut: more than 500 characters]" in result.output
 
 
 # As far as it is permitted: without a jail the program leads its session and cannot leave it.
