@@ -22,7 +22,7 @@ from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, 
 from slime.rollout.data_source import DataSource, RolloutDataSource
 from slime.rollout.data_warnings import data_warnings
 from slime.rollout.debug_data import check_recorded, load_samples, save_samples
-from slime.rollout.evaluation import eval_metrics, load_eval_prompts
+from slime.rollout.evaluation import eval_metrics, load_eval_prompts, warn_of_unscored
 from slime.rollout.gate import hold_requests, shared_gate
 from slime.rollout.hooks import accepted, naming
 from slime.rollout.log_hooks import logs_evaluation, logs_rollout
@@ -216,6 +216,7 @@ class RolloutManager:
         seconds = {"perf/eval_time": extra.pop("perf/eval_time", time.monotonic() - started)}
         if logs_evaluation(self._args, rollout_id, output.data, extra | seconds):
             return seconds
+        warn_of_unscored(rollout_id, output)
         return eval_metrics(output) | seconds
 
     def state(self, rollout_id: int) -> dict[str, Any]:

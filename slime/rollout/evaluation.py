@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import logging
 import time
 from argparse import Namespace
 from collections.abc import Coroutine, Iterator
@@ -25,6 +26,8 @@ from slime.rollout.sampling import eval_sampling_params, seeded
 from slime.rollout.state import rollout_state
 from slime.utils.errors import BadInputError
 from slime.utils.types import Group, Sample, Status
+
+logger = logging.getLogger(__name__)
 
 _load_cached = functools.lru_cache(maxsize=64)(load_prompts)
 """Evaluation reads the same files again and again; the key is everything that decides what they become."""
@@ -160,6 +163,19 @@ def eval_metrics(output: RolloutFnEvalOutput) -> dict[str, float]:
     for name, result in output.data.items():
         metrics |= _dataset_metrics(f"eval/{name}", result)
     return metrics
+
+
+def warn_of_unscored(rollout_id: int, output: RolloutFnEvalOutput) -> None:
+    """Of a dataset none of whose responses has a reward: its score is then absent, which is easily overlooked."""
+    for name, result in output.data.items():
+        rewards = list(result["rewards"])
+        if not rewards or any(reward is not None for reward in rewards):
+            continue
+        failures = (sample.failure for sample in result.get("samples") or [] if sample.failure)
+        logger.warning(
+            "evaluation at rollout %d: none of the %d responses to %s has a reward, so it has no score: %s",
+            *(rollout_id, len(rewards), name, next(failures, "the reward function gave None")),
+        )
 
 
 def _dataset_metrics(key: str, result: dict[str, Any]) -> dict[str, float]:

@@ -8,7 +8,12 @@ from collections import Counter
 logger = logging.getLogger(__name__)
 
 _SHOWN = 4
-"""Failures of one kind that have a line each; then every further power of two does."""
+"""Failures of one kind that have a line each; then only `told_again` decides."""
+
+
+def told_again(count: int) -> bool:
+    """Whether the ``count``-th time of something is told of: at powers of two, so that it floods nothing."""
+    return count & (count - 1) == 0
 
 
 class FailureLog:
@@ -35,5 +40,5 @@ class FailureLog:
             logger.warning("%s: %s: %s", what, reason, message)
         elif count <= _SHOWN:
             logger.warning("%s: %s: %s", what, reason, head)
-        elif count & (count - 1) == 0:
+        elif told_again(count):
             logger.warning("%s: %s: %s (%d tries failed so by now)", what, reason, head, count)

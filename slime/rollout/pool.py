@@ -13,6 +13,7 @@ from typing import Any
 from slime.rollout.abort import abort_requests
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.conversation import RowError
+from slime.rollout.failure_log import told_again
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.group import GroupRun, untrainable
 from slime.rollout.hooks import HookError, call_hook
@@ -127,6 +128,7 @@ class Pool:
             reason = verdict.reason or "dynamic"
             self.filtered[reason] += 1
             self._drop(samples, f"filter_{reason}")
+            self._warn_of_filter(wanted)
 
     async def _put_back_crashed(self, run: GroupRun, error: Exception, wanted: int) -> None:
         self._state.failures["crash"] += 1
@@ -161,6 +163,18 @@ class Pool:
     def _drop(self, samples: Group, reason: str) -> None:
         self.dropped[reason] += 1
         count_dropped(self._source, samples, reason)
+
+    def _warn_of_filter(self, wanted: int) -> None:
+        """Of a filter that keeps nothing: until the rollout's deadline it would look like a run that hangs."""
+        dropped = self.filtered.total()
+        if self.kept or dropped % wanted or not told_again(dropped // wanted):
+            return
+        reasons = ", ".join(f"{reason} {count}" for reason, count in self.filtered.most_common())
+        logger.warning(
+            "rollout %d: --dynamic-sampling-filter-path has dropped %d groups and kept none (%s): check the filter, "
+            "the reward function and --label-key, or take easier or harder prompts",
+            *(self._rollout_id, dropped, reasons),
+        )
 
     def progress(self) -> str:
         """What is done and what it waits for, for the message of a deadline."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from slime.rollout.failure_log import told_again
 from slime.rollout.train_data import ZERO_STD
 from slime.utils.types import TrainBatch
 
@@ -48,7 +49,7 @@ class RewardLog:
         if sum(groups.values()) < num_groups:
             return  # one has a single response, which is compared with none
         self._count += 1
-        if self._count & (self._count - 1) == 0:
+        if told_again(self._count):
             self._warn(args, rollout_id, groups, num_groups)
 
     def _warn(self, args: Namespace, rollout_id: int, groups: Mapping[str, int], num_groups: int) -> None:

@@ -118,6 +118,21 @@ def test_dynamic_filter_drops_and_refills(make_args: Args, use: Use, tmp_path: P
     assert figures["rollout/prompts_dropped/filter_zero_std_0"] == 2
 
 
+def test_a_filter_that_keeps_nothing_is_told_of(
+    make_args: Args, use: Use, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    use(FakeClient())
+    rm = hook_file(tmp_path, "def rm(args, sample): return float(sample.index % 2 and sample.group_index > 10)\n")
+    args = make_args(custom_rm_path=f"{rm}:rm", dynamic_sampling_filter_path=f"{FILTERS}.check_reward_nonzero_std")
+    assert args.rollout_batch_size == 4
+    assert indices(rollout(args, 0, RolloutDataSourceWithBuffer(args)).samples) == [11, 12, 13, 14]
+    told = [message.partition(": check")[0] for message in caplog.messages]
+    assert told == [
+        f"rollout 0: --dynamic-sampling-filter-path has dropped {n} groups and kept none (zero_std_0 {n})"
+        for n in (4, 8)
+    ]
+
+
 def test_filter_with_fallback_keeps_what_would_take_another_round(make_args: Args, use: Use, tmp_path: Path) -> None:
     use(FakeClient())
     path = f"{FILTERS}.check_reward_nonzero_std_with_fallback"

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from slime.options.eval_datasets import eval_datasets
 from slime.rollout.base_types import RolloutFnEvalOutput
-from slime.rollout.evaluation import eval_metrics
+from slime.rollout.evaluation import eval_metrics, warn_of_unscored
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.types import Sample
 from tests.fake_client import FakeClient, hook_file, reply
@@ -168,6 +169,24 @@ def test_a_dataset_without_any_reward_says_so_and_nothing_else() -> None:
     metrics = eval_metrics(RolloutFnEvalOutput(data))
     assert metrics.pop("eval/d-no_reward") == 3.0
     assert all("/response_len/" in key for key in metrics)
+
+
+def test_a_dataset_without_any_reward_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    lost = Sample(failure="reward_error: --custom-rm-path my.rm raised KeyError: 'x'")
+    data = {
+        "failed": {"rewards": [None] * 2, "samples": [Sample(), lost]},
+        "none": {"rewards": [None]},
+        "scored": {"rewards": np.array([0.0, 0.0])},
+        "partly": {"rewards": [None, 0.0], "samples": [lost, Sample()]},
+        "empty": {"rewards": []},
+    }
+    warn_of_unscored(4, RolloutFnEvalOutput(data))
+    assert caplog.messages == [
+        "evaluation at rollout 4: none of the 2 responses to failed has a reward, so it has no score: reward_error: "
+        "--custom-rm-path my.rm raised KeyError: 'x'",
+        "evaluation at rollout 4: none of the 1 responses to none has a reward, so it has no score: the reward "
+        "function gave None",
+    ]
 
 
 def test_eval_metrics_by_hand() -> None:
