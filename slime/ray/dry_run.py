@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 
 from slime.options.checkpoint_rules import starting_point
 from slime.options.errors import OptionError
@@ -12,6 +13,7 @@ from slime.ray.placement import describe_placement
 from slime.ray.rollout_manager import make_data_source, num_rollout
 from slime.ray.supervision import LOAD_DATA, InputError
 from slime.rollout.data_warnings import data_warnings
+from slime.rollout.dataset import PromptDataset
 from slime.rollout.debug_data import check_recorded
 from slime.rollout.evaluation import load_eval_prompts
 from slime.utils.arguments import describe
@@ -42,11 +44,12 @@ def _check(args: argparse.Namespace) -> list[str]:
     Raises as `dry_run` does.
     """
     try:
-        evaluations = [f"evaluation: {name}, {count} prompts" for name, count in load_eval_prompts(args).items()]
-        data = _check_recorded(args) if args.load_debug_rollout_data else _check_prompts(args)
+        evaluations = load_eval_prompts(args)
+        data = _check_recorded(args) if args.load_debug_rollout_data else _check_prompts(args, evaluations.values())
     except (BadInputError, OptionError) as error:
         raise InputError(f"{LOAD_DATA}: {error}") from None
-    return [line for line in (starting_point(args), *evaluations, *data) if line]
+    sizes = [f"evaluation: {name}, {len(prompts)} prompts" for name, prompts in evaluations.items()]
+    return [line for line in (starting_point(args), *sizes, *data) if line]
 
 
 def _check_recorded(args: argparse.Namespace) -> list[str]:
@@ -55,7 +58,7 @@ def _check_recorded(args: argparse.Namespace) -> list[str]:
     return [left]
 
 
-def _check_prompts(args: argparse.Namespace) -> list[str]:
+def _check_prompts(args: argparse.Namespace, evaluations: Iterable[PromptDataset]) -> list[str]:
     source = make_data_source(args)
     args.num_rollout = num_rollout(args, source)
     check_schedule(args)
@@ -64,4 +67,4 @@ def _check_prompts(args: argparse.Namespace) -> list[str]:
     ]
     data = f"data: {len(source)} prompts ({', '.join(left_out)} left out), {args.num_rollout} rollouts"
     left = check_remaining(args)
-    return [data, *(f"warning: {warning}" for warning in data_warnings(args, source)), left]
+    return [data, *(f"warning: {warning}" for warning in data_warnings(args, source, evaluations)), left]

@@ -72,14 +72,14 @@ class RolloutManager:
 
     def load_data(self) -> int:
         """Read the prompts, which recorded rollouts do without, and the evaluation's; how many rollouts the run has."""
-        load_eval_prompts(self._args)
+        evaluations = load_eval_prompts(self._args)
         if self._args.load_debug_rollout_data:
             check_recorded(self._args)
             return self._args.num_rollout
         self._data_source = make_data_source(self._args)
         self._args.num_rollout = num_rollout(self._args, self._data_source)
         check_schedule(self._args)
-        for warning in data_warnings(self._args, self._data_source):
+        for warning in data_warnings(self._args, self._data_source, evaluations.values()):
             logger.warning(warning)
         return self._args.num_rollout
 

@@ -91,6 +91,8 @@ class PromptDataset:
     """Rows that ``--skip-bad-rows`` left out."""
     num_too_long: int = 0
     """Rows whose prompt was longer than `PromptSpec.max_prompt_len`."""
+    warnings: list[str] = field(default_factory=list)
+    """What is no error and may still be a mistake, one line each."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -167,7 +169,7 @@ def load_prompts(spec: PromptSpec) -> PromptDataset:
                 dataset.rows.append(row)
     dataset.num_bad = rejects.count
     _report(spec, dataset, num_read, rejects.shown)
-    _warn_of_columns(spec, dataset)
+    dataset.warnings += _empty_columns(spec, dataset)
     return dataset
 
 
@@ -194,8 +196,8 @@ def _report(spec: PromptSpec, dataset: PromptDataset, num_read: int, shown: list
         logger.warning("skipped: %s", message)
 
 
-def _warn_of_columns(spec: PromptSpec, dataset: PromptDataset) -> None:
-    """Of a column that somebody asked for and no row has anything in."""
+def _empty_columns(spec: PromptSpec, dataset: PromptDataset) -> Iterator[str]:
+    """A line for a column that somebody asked for and no row has anything in."""
     metadata = (row.metadata.keys() - {"tools"} for row in dataset.rows)
     tools = (row.metadata.keys() & {"tools"} for row in dataset.rows)
     for flag, key, default, found in (
@@ -203,7 +205,7 @@ def _warn_of_columns(spec: PromptSpec, dataset: PromptDataset) -> None:
         ("--tool-key", spec.tool_key, PromptSpec.tool_key, tools),
     ):
         if key and key != default and not any(found):
-            logger.warning("%s %s: no row has anything at %r (%s)", spec.flag, spec.path, key, flag)
+            yield f"{spec.flag} {spec.path}: no row has anything at {key!r} ({flag})"
 
 
 def _parse(row: Row, spec: PromptSpec, tokenizer: Any, rejects: _Rejects) -> PromptRow | None:

@@ -16,7 +16,7 @@ import numpy as np
 from slime.options.eval_datasets import CONFIG, PAIRS, EvalDataset
 from slime.options.rollout import DEFAULT_ROLLOUT
 from slime.rollout.base_types import RolloutFnEvalOutput, flatten_samples
-from slime.rollout.dataset import PromptSpec, load_prompts
+from slime.rollout.dataset import PromptDataset, PromptSpec, load_prompts
 from slime.rollout.gate import FIRST
 from slime.rollout.group import generate_and_rm
 from slime.rollout.loop import run_all
@@ -55,8 +55,8 @@ def eval_prompt_spec(args: Namespace, dataset: EvalDataset) -> PromptSpec:
     )
 
 
-def load_eval_prompts(args: Namespace) -> dict[str, int]:
-    """Read the evaluation datasets that the run will need; how many prompts each has.
+def load_eval_prompts(args: Namespace) -> dict[str, PromptDataset]:
+    """Read the evaluation datasets that the run will need; the prompts of each, by its name.
 
     An ``--eval-function-path`` that is not ours reads its files itself.
 
@@ -65,7 +65,7 @@ def load_eval_prompts(args: Namespace) -> dict[str, int]:
     """
     if args.eval_interval is None or args.eval_function_path not in (None, DEFAULT_ROLLOUT):
         return {}
-    return {dataset.name: len(_load_cached(eval_prompt_spec(args, dataset))) for dataset in args.eval_datasets}
+    return {dataset.name: _load_cached(eval_prompt_spec(args, dataset)) for dataset in args.eval_datasets}
 
 
 def eval_groups(args: Namespace, dataset: EvalDataset) -> list[Group]:

@@ -353,7 +353,6 @@ def test_metadata_is_found_or_its_key_is_told(
     warned: bool,
     rollout_args: Args,
     write_jsonl: Write,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
     row = {"prompt": "1+1=", "label": "2", "extra_info": {"split": "test"}, "extra": {"deeper": {"a": 1}}}
     lacking = [row | {"extra": empty, "extra_info": None} for empty in (None, {})]  # null, as parquet has it, and {}
@@ -363,5 +362,7 @@ def test_metadata_is_found_or_its_key_is_told(
         with pytest.raises(BadInputError, match=f"'{key}' .--metadata-key. leads into a str, not an object"):
             load(args)
         return
-    assert [row.metadata for row in load(args).rows] == [found, {}, {}, {}]
-    assert (f"no row has anything at '{key}' (--metadata-key)" in caplog.text) is warned
+    dataset = load(args)
+    assert [row.metadata for row in dataset.rows] == [found, {}, {}, {}]
+    told = f"--prompt-data {path}: no row has anything at '{key}' (--metadata-key)"
+    assert dataset.warnings == ([told] if warned else [])

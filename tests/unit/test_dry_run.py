@@ -82,6 +82,7 @@ _CUT = f"{_LONG} is more than an engine's context leaves to {{}} of 5 prompts: p
         (f"{_LONG} --rollout-max-context-len 100", None),
         (f"{_LONG} --sglang-context-length 1k", _CUT.format(5, 994)),
         (f"{_LONG} --loss-type sft_loss", None),
+        ("--tool-key extra", "--prompt-data "),
     ],
 )
 def test_what_options_make_of_the_prompts_is_warned_of(
@@ -111,6 +112,9 @@ def test_evaluation_files_are_read_too(
     good.write_text(row * 3)
     assert _dry_run(model, row, monkeypatch, *flags, str(good)) == 0
     assert "evaluation: sums, 3 prompts" in capsys.readouterr().out
+    assert _dry_run(model, row, monkeypatch, *flags, str(good), "--eval-tool-key", "extra") == 0
+    told = f"warning: --eval-prompt-data sums {good}: no row has anything at 'extra' (--tool-key)"
+    assert told in capsys.readouterr().out
     bad.write_text(row + '{"prompt": "1+1="}\n')
     assert _dry_run(model, row, monkeypatch, *flags, str(bad)) == 2
     (error,) = capsys.readouterr().err.strip().splitlines()
