@@ -162,8 +162,8 @@ class GroupRun:
             failed.status, failed.failure = Status.FAILED, sample.failure
 
     def _as_it_was(self, position: int) -> Sample:
-        """A sample for another try: an object of its own where a user's function in a thread that was given up may go
-        on writing into the one before."""
+        """A sample for another try: an object of its own where a user's function that was given up may go on writing
+        into the one before."""
         sample = self.results[position]
         assert isinstance(sample, Sample)
         if position in self._untouched:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+from slime.rollout.loop import cancel
 from slime.utils.errors import DeadlineError, HookError
 from slime.utils.user_functions import naming
 
@@ -39,8 +40,8 @@ async def call_hook(
 ) -> Any:
     """Call a sync or async user function; a sync one runs in a thread, so that it cannot stall the event loop.
 
-    A thread cannot be ended: one that outlives its limit, or whose caller was cancelled, is left alone, and counts no
-    more among those that run.
+    What cannot be ended is left alone, and counts no more among those that run: a thread that outlives its limit or
+    whose caller was cancelled, and a coroutine that goes on when it is cancelled.
 
     Args:
         function: the user's function.
@@ -52,11 +53,18 @@ async def call_hook(
         DeadlineError: it took longer than ``limit``.
     """
     with naming(where):
+        call = functools.partial(function, *args, **kwargs)
         if inspect.iscoroutinefunction(function):
-            return await within(limit, function(*args, **kwargs))
+            return await within(limit, _named(where, call))
         async with _threads():
-            result = await within(limit, _in_thread(functools.partial(function, *args, **kwargs)))
-        return await within(limit, result) if inspect.isawaitable(result) else result
+            result = await within(limit, _named(where, functools.partial(_in_thread, call)))
+        return await within(limit, _named(where, lambda: result)) if inspect.isawaitable(result) else result
+
+
+async def _named(where: str, call: Callable[[], Awaitable[T]]) -> T:
+    """The answer of ``call``: a SystemExit that left its task would end the event loop."""
+    with naming(where):
+        return await call()
 
 
 def call_quick_hook(function: Callable[..., Any], where: str, *args: Any, **kwargs: Any) -> Any:
@@ -66,16 +74,19 @@ def call_quick_hook(function: Callable[..., Any], where: str, *args: Any, **kwar
 
 
 async def within(limit: Limit | None, call: Awaitable[T]) -> T:
-    """The answer of ``call``; DeadlineError where it takes longer than ``limit``."""
-    if limit is None:
-        return await call
+    """The answer of ``call``; DeadlineError where it takes longer than ``limit``.
+
+    It has a task of its own, since one that swallows its cancellation, as a loop over a bare ``except`` does, would
+    otherwise be waited for.
+    """
+    task = asyncio.ensure_future(call)
     try:
-        async with asyncio.timeout(limit.seconds) as deadline:
-            return await call
-    except TimeoutError as error:
-        if not deadline.expired():
-            raise
-        raise DeadlineError(f"{limit.what} took longer than {limit.seconds:g} s ({limit.flag})") from error
+        await asyncio.wait([task], timeout=None if limit is None else limit.seconds)
+        if limit is not None and not task.done():
+            raise DeadlineError(f"{limit.what} took longer than {limit.seconds:g} s ({limit.flag})")
+        return task.result()
+    finally:
+        await cancel([task])
 
 
 async def _in_thread(call: Callable[[], T]) -> T:

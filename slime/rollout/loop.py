@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import contextvars
 import functools
 import sys
@@ -30,8 +31,14 @@ class BackgroundLoop:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(_HOOK_THREADS, "hook"))
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-loop", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="rollout-loop", daemon=True)
         self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            # One that leaves a user's task ends `run_forever`; whoever awaits the task has it all the same.
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                self._loop.run_forever()
 
     def soon(self, function: Callable[..., Any], *args: Any) -> None:
         """Have ``function`` called on the loop, and do not wait for it."""

@@ -26,8 +26,7 @@ def naming(where: str, passes: type[Exception] = HookError) -> Iterator[None]:
     except (passes, DeadlineError, SettingError):
         raise
     except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
+        if _is_being_cancelled():
             raise  # it is we who cancel
         raise HookError(f"{where} raised CancelledError: something that it waits for was cancelled") from error
     except SystemExit as error:
@@ -35,6 +34,15 @@ def naming(where: str, passes: type[Exception] = HookError) -> Iterator[None]:
     except Exception as error:
         frames = "".join(traceback.format_exception(type(error), error, _from_theirs(error.__traceback__)))
         raise HookError(f"{where} raised {type(error).__name__}: {error}\n{frames.rstrip()}") from error
+
+
+def _is_being_cancelled() -> bool:
+    """Whether somebody cancels the running task; False where there is no event loop."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        return False
+    return task is None or task.cancelling() > 0
 
 
 def _from_theirs(trace: TracebackType | None) -> TracebackType | None:

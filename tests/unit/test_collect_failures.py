@@ -161,6 +161,7 @@ def test_reward_that_hangs_fails_its_sample(make_args: Args, use: Use, tmp_path:
 BUFFER_FILTERS = [
     ("    return buffer[:num_samples]\n", ValueError, "must take the groups that it returns out of the buffer"),
     ("    raise OSError('disk')\n", HookError, r"--buffer-filter-path .*:pop raised OSError: disk"),
+    ("    import asyncio; raise asyncio.CancelledError\n", HookError, r"--buffer-filter-path .*:pop raised Cancelled"),
     ("    taken = buffer[:num_samples]; buffer.clear(); return [[1]]\n", ValueError, "must return up to 4 groups"),
 ]
 

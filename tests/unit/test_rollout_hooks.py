@@ -14,6 +14,7 @@ from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.hooks import HookError
 from slime.rollout.loop import background_loop
 from slime.rollout.sglang_rollout import generate_and_rm
+from slime.utils.errors import DeadlineError
 from slime.utils.types import Sample
 from tests.fake_client import FakeClient, hook_file, rollout
 
@@ -127,3 +128,58 @@ def test_blocked_loop_is_noticed(
         rollout(args)
     assert background_loop() is not loop
     assert len(rollout(make_args()).samples) == 4
+
+
+STUBBORN = (
+    "import asyncio\n"
+    "from tests.waiting import skip\n"
+    "async def stubborn(args, samples):\n"
+    "    skip(20)\n"
+    "    for _ in range(200):\n"
+    "        try:\n"
+    "            await asyncio.sleep(0.1)\n"
+    "        except asyncio.CancelledError:\n"
+    "            pass\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("flag", "timeout", "message"),
+    [
+        ("custom_rm_path", "reward_timeout", r"the reward of samples \d by --custom-rm-path .* took longer than 20 s"),
+        ("rollout_sample_filter_path", "rollout_timeout", "waiting for --rollout-sample-filter-path .* within 20 s"),
+    ],
+)
+def test_a_hook_that_swallows_its_cancellation_is_left_alone(
+    flag: str,
+    timeout: str,
+    message: str,
+    make_args: Args,
+    use: Callable[..., FakeClient],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("slime.rollout.loop._CANCEL_S", 0.1)
+    use(FakeClient())
+    hook = hook_file(tmp_path, STUBBORN)
+    times = {"reward_timeout": 2000.0, "rollout_timeout": 2000.0, timeout: 20.0}
+    args = make_args(**{flag: f"{hook}:stubborn"}, **times, on_sample_error="stop")
+    with pytest.raises(DeadlineError, match=message):
+        rollout(args)
+
+
+def test_an_exit_in_a_task_that_a_hook_started_does_not_end_the_loop(
+    make_args: Args, use: Callable[..., FakeClient], tmp_path: Path
+) -> None:
+    use(FakeClient())
+    hook = hook_file(
+        tmp_path,
+        "import asyncio\n"
+        "async def run(code): exec(code)\n"
+        "async def rm(args, sample): await asyncio.gather(run('x = 1'), run('raise SystemExit(7)'))\n",
+    )
+    loop = background_loop()
+    with pytest.raises(HookError, match=r"--custom-rm-path .* called sys.exit\(7\)"):
+        rollout(make_args(custom_rm_path=f"{hook}:rm", on_sample_error="stop"))
+    assert len(rollout(make_args()).samples) == 4
+    assert background_loop() is loop

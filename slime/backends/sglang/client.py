@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -19,6 +21,7 @@ __all__ = ["ADAPTER", "EngineControl", "EngineError", "GenerateClient", "Request
 ADAPTER = "slime"
 """What engines call the adapter of ``--lora-sync adapter``."""
 _CONNECT_TIMEOUT_S = 10.0
+_CLOSE_S = 10.0
 _FLUSH_POLL_S = 0.1
 _ABORT_S = 0.5
 _ABORT_POLL_S = 0.01
@@ -325,10 +328,11 @@ class GenerateClient:
         return reply
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections; those that a task goes on using are left to it."""
         if self._session is not None:
-            await self._session.close()
-            self._session = None
+            session, self._session = self._session, None
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(session.close(), _CLOSE_S)
 
     def _open_session(self) -> aiohttp.ClientSession:
         # Opened by the first request: a session belongs to the loop that runs when it is made.
