@@ -40,6 +40,15 @@ environment() { # prints the virtual environment to install into; makes .venv wh
     echo "$venv"
 }
 
+detected() { # prints cuda where nvidia-smi lists a GPU, else cpu
+    local listed code=0
+    listed=$(timeout -k 5 60 nvidia-smi -L 2>/dev/null) || code=$?
+    case $code in
+        124 | 137) die "nvidia-smi -L has not answered within 60 s; give cpu or cuda to go on without asking it" ;;
+    esac
+    case $listed in GPU*) echo cuda ;; *) echo cpu ;; esac
+}
+
 check_compiler() { # torch.compile, triton and megatron-core's data helpers compile on first use
     local compiler="${CC:-}"
     [ -n "$compiler" ] || compiler=$(command -v cc gcc clang | head -n 1) || true
@@ -69,7 +78,7 @@ pinned() { # FILE PACKAGE: the "package==version" line of a requirements file
 
 mode=${1:-auto}
 case $mode in
-    auto) if nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then mode=cuda; else mode=cpu; fi ;;
+    auto) mode=$(detected) || exit 1 ;;
     cpu | cuda) ;;
     -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; exit 0 ;;
     *) say "error: unknown argument '$mode'; usage: scripts/install.sh [auto|cpu|cuda]" >&2; exit 2 ;;

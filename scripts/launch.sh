@@ -96,8 +96,11 @@ _on_nodes() {
    _children=($!)
    _wait_for_ray "$timeout" $!
    export RAY_ADDRESS=$MASTER_ADDR:$RAY_PORT
-   "$PYTHON" "$SLIME_DIR/tools/wait_for_nodes.py" "$NUM_NODES" --timeout "$timeout"
    # In the background, so that this shell hears signals, and passes them on.
+   "$PYTHON" "$SLIME_DIR/tools/wait_for_nodes.py" "$NUM_NODES" --timeout "$timeout" &
+   _children+=($!)
+   wait $!
+   unset '_children[1]' # it has ended, and its number may become another's
    "$@" &
    _children+=($!)
    wait $!

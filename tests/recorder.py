@@ -24,6 +24,8 @@ if "start" in words:
         import socket
         server = socket.create_server(("127.0.0.1", int(words[words.index("--port") + 1])))
     time.sleep(300)
+if os.environ.get("RECORDER_WAITS") and "wait_for_nodes.py" in words[0]:
+    time.sleep(300)
 if os.environ.get("RECORDER_TRAINS") and "train.py" in words[0]:
     if os.environ["RECORDER_TRAINS"] == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

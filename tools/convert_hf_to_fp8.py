@@ -21,6 +21,7 @@ from slime.utils.installation import check_installation
 check_installation()
 
 from slime.convert import fp8, running  # noqa: E402
+from slime.options.schema import positive  # noqa: E402
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -30,7 +31,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--save-dir", type=Path, required=True, help="Hugging Face directory to write")
     parser.add_argument(
         "--block-size",
-        type=running.positive,
+        type=positive,
         nargs=2,
         default=(128, 128),
         metavar=("ROWS", "COLUMNS"),

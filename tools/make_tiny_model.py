@@ -26,7 +26,7 @@ from slime.utils.installation import check_installation
 
 check_installation()
 
-from slime.options.schema import flag_named  # noqa: E402
+from slime.options.schema import flag_named, positive  # noqa: E402
 from slime.utils import aside  # noqa: E402
 
 if TYPE_CHECKING:
@@ -200,14 +200,6 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError("--hidden-size / --num-heads must be even for rotary embeddings")
     if options.experts_per_token > options.num_experts:
         raise ValueError(f"--experts-per-token {options.experts_per_token} > --num-experts {options.num_experts}")
-
-
-def positive(text: str) -> int:
-    """An int above 0, for argparse."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not above 0")
-    return value
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

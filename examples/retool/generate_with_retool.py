@@ -17,6 +17,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from examples.retool.tool_sandbox import Limits, SandboxError, run_python
+from slime.options.schema import positive
 from slime.rollout.observation import append_observation, response_text
 from slime.rollout.rm_hub.graders import math_reward
 from slime.rollout.sglang_rollout import generate as generate_turn
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument("--tool-timeout", type=float, default=limits.wall_s, help="Seconds a program may run.")
     parser.add_argument("--tool-memory-mb", type=int, default=limits.memory_mb, help="Memory of a program.")
     parser.add_argument("--tool-output-chars", type=int, default=limits.output_chars, help="Characters it may print.")
-    parser.add_argument("--tool-concurrency", type=int, default=os.cpu_count() or 1, help="Programs at a time.")
+    parser.add_argument("--tool-concurrency", type=positive, default=os.cpu_count() or 1, help="Programs at a time.")
     parser.add_argument("--tool-no-jail", action="store_true", help="For hosts without namespaces; see the README.")
     parser.add_argument("--tool-bonus", type=float, default=0.1, help="Reward of a wrong answer after code that ran.")
 

@@ -16,6 +16,7 @@ from argparse import Namespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from slime.options.schema import positive
 from slime.rollout.observation import append_observation, response_text
 from slime.rollout.rm_hub.graders import f1_reward
 from slime.rollout.sglang_rollout import generate as generate_turn
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument("--search-passage-chars", type=int, default=500, help="Characters of a passage at most.")
     parser.add_argument("--search-timeout", type=float, default=10.0, help="Seconds for one search, retries included.")
     parser.add_argument("--search-retries", type=int, default=3, help="How often a search is sent again.")
-    parser.add_argument("--search-concurrency", type=int, default=64, help="Searches in flight at most.")
+    parser.add_argument("--search-concurrency", type=positive, default=64, help="Searches in flight at most.")
     parser.add_argument("--search-reward", choices=["em", "f1"], default="em", help="How an answer is compared.")
     parser.add_argument("--search-format-score", type=float, default=0.1, help="Reward of a wrong answer at least.")
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from slime.convert.hf_files import HFOutput, Spec, other_than_a_model
+from slime.options.schema import positive
 from slime.utils import aside
 from slime.utils.errors import BadInputError
 
@@ -114,14 +115,6 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
         "--chunk-size", type=byte_count, default=byte_count("5GiB"), help="largest safetensors file; default: 5GiB"
     )
     parser.add_argument("--workers", type=positive, default=WORKERS, help="threads; default: %(default)s")
-
-
-def positive(text: str) -> int:
-    """An int above 0, for argparse."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not above 0")
-    return value
 
 
 def byte_count(text: str) -> int:

@@ -66,8 +66,8 @@ class PendingFlags:
 
     def __exit__(self, *_: object) -> None:
         if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
+            with self._process:  # not until its stderr ends, which a program that it started may hold open
+                self._process.kill()
             Path(self._output).unlink(missing_ok=True)
 
     def result(self) -> list[dict[str, Any]]:

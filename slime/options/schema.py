@@ -72,6 +72,18 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def positive(text: str) -> int:
+    """An int above 0 given on the command line.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not above 0.
+    """
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not above 0")
+    return value
+
+
 def beyond_bounds(field: dataclasses.Field[Any], value: Any) -> str | None:
     """How a number breaks ``at_least``, ``above`` or ``at_most``; None for any other value."""
     at_least, above, at_most = (field.metadata[bound] for bound in ("at_least", "above", "at_most"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOLS = ("bash", "cat", "dirname", "env", "grep", "head", "rm", "sed", "sha256sum", "tail")
+TOOLS = ("bash", "cat", "dirname", "env", "grep", "head", "rm", "sed", "sha256sum", "tail", "timeout")
 
 # Answers like a Python with pip: -V, -c (exit status $VERSION_OK or $VENV_OK), -m venv, -m ensurepip, -m pip.
 PYTHON = """#!/usr/bin/env bash
@@ -49,6 +49,7 @@ class Checkout:
 
     def executable(self, name: str, text: str) -> None:
         path = self.bin / name
+        path.unlink(missing_ok=True)  # a link leads to the system's own program
         path.write_text(text)
         path.chmod(0o755)
 
@@ -95,6 +96,15 @@ def test_a_gpu_selects_the_cuda_set(checkout: Checkout) -> None:
     assert "-r requirements/cuda.txt" in calls[0]
     assert "-c requirements/constraints-cuda.txt" in calls[0]
     assert len(calls) == 2
+
+
+def test_a_driver_that_hangs_is_one_line(checkout: Checkout) -> None:
+    checkout.executable("timeout", "#!/usr/bin/env bash\n[ \"$*\" = '-k 5 60 nvidia-smi -L' ] && exit 124\n")
+    result = checkout.run()
+    assert (result.returncode, checkout.pip_calls()) == (1, [])
+    said = "nvidia-smi -L has not answered within 60 s; give cpu or cuda to go on without asking it"
+    assert result.stderr == f"install: error: {said}\n"
+    assert checkout.run("cpu").returncode == 0
 
 
 def test_another_torch_index_is_used_for_torch_alone(checkout: Checkout) -> None:

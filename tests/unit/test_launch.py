@@ -120,15 +120,18 @@ def test_the_first_node_trains_and_its_ray_ends_with_the_run(
     assert not processes_of(files)
 
 
-def test_the_first_node_passes_failures_and_signals_on(files: Path, tmp_path: Path, nodes: dict[str, str]) -> None:
+@pytest.mark.parametrize(("busy", "commands"), [("RECORDER_WAITS", 2), ("RECORDER_TRAINS", 3)])
+def test_the_first_node_passes_failures_and_signals_on(
+    busy: str, commands: int, files: Path, tmp_path: Path, nodes: dict[str, str]
+) -> None:
     ran, _ = run(RUN, files, tmp_path / "record", "bad", NODE_RANK="0", RECORDER_FAILS="bad", **nodes)
     assert ran.returncode == 3
     assert not processes_of(files)
     record = tmp_path / "second"
-    kept = {"PATH": os.environ["PATH"], "PYTHON": str(files / "python"), "RECORD": str(record), "RECORDER_TRAINS": "1"}
+    kept = {"PATH": os.environ["PATH"], "PYTHON": str(files / "python"), "RECORD": str(record), busy: "1"}
     script = subprocess.Popen(["bash", str(SCRIPTS / RUN)], env=kept | nodes | {"NODE_RANK": "0"})
     try:
-        wait_for(lambda: len(recorded(record)) >= 3, "the run is started")
+        wait_for(lambda: len(recorded(record)) == commands, "the run is started, or waits for nodes")
         script.send_signal(signal.SIGTERM)
         assert script.wait(60) == 143
     finally:

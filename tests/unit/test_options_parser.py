@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import pytest
 
 from slime.options.installed import InstalledFlagsError, start_reading
@@ -21,6 +22,7 @@ from slime.options.schema import add_options, option
 from slime.options.sglang import CONSISTENT_HASHING, command_line, router_parser
 from slime.options.unavailable import explain_flag
 from slime.utils.arguments import _assemble
+from tests.waiting import wait_for
 
 
 @dataclass
@@ -312,6 +314,17 @@ def test_a_reading_that_is_left_ends(cache: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("slime.options.installed.READ_TIMEOUT", 0.2)
     with pytest.raises(InstalledFlagsError, match=r"reading the flags of pytest .* took more than"):
         start_reading("pytest", "import time; time.sleep(599)").result()
+
+
+def test_a_reading_that_is_left_does_not_wait_for_what_it_started(cache: Path, tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    starts = "child = subprocess.Popen(['sleep', '100'])"
+    tells = f"pathlib.Path({str(pid)!r}).write_text(str(child.pid))"
+    with start_reading("pytest", f"import pathlib, subprocess, time; {starts}; {tells}; time.sleep(600)"):
+        wait_for(lambda: pid.exists() and pid.read_text(), "its program is started")
+    child = psutil.Process(int(pid.read_text()))
+    assert child.status() != psutil.STATUS_ZOMBIE
+    child.kill()
 
 
 def test_a_package_that_is_not_installed_has_no_flags(cache: Path) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 from argparse import Namespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from examples.retool import generate_with_retool as retool
+from examples.search_r1 import generate_with_search as search
 from slime.utils.types import Sample, Status
 from tests.fake_client import FakeClient
 from tests.scripted_turns import Args, Scripted, Use, example_args, one, turn_by_turn
@@ -76,3 +79,12 @@ def test_a_sandbox_that_fails_ends_nothing(make_args: Args, use: Use, runs: list
     sample, _ = interpreted(args, Scripted(args, "<code>broken sandbox</code>", "<code>a</code>"), use)
     assert f"<interpreter>{retool.FAILED}</interpreter>" in sample.response
     assert (sample.remove_sample, sample.status, sample.metadata["tool_calls"]) == (True, Status.TRUNCATED, 0)
+
+
+@pytest.mark.parametrize(("module", "flag"), [(retool, "--tool-concurrency"), (search, "--search-concurrency")])
+def test_no_place_at_all_is_refused(module: ModuleType, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args([flag, "0"])
+    assert f"argument {flag}: 0 is not above 0" in capsys.readouterr().err
