@@ -311,6 +311,25 @@ def test_generate_client_bounds_its_connections_and_its_time() -> None:
     asyncio.run(scenario())
 
 
+def test_generate_client_is_closed_while_nobody_reads_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slime.backends.sglang.client._CLOSE_S", 0.2)
+
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            url = f"http://127.0.0.1:{server.getsockname()[1]}"
+            client = GenerateClient(url, None, max_connections=1, request_timeout=600.0, retries=0)
+            request = asyncio.create_task(client.generate(list(range(4_000_000)), {}))
+            connection, _ = await asyncio.to_thread(server.accept)
+            with connection:
+                await asyncio.to_thread(connection.recv, 1 << 16)
+                await asyncio.wait_for(client.close(), 60)
+                request.cancel()
+                await asyncio.wait([request], timeout=60)
+                assert request.done()
+
+    asyncio.run(scenario())
+
+
 def test_control_errors_name_engine_call_and_answer_without_keys() -> None:
     async def scenario() -> None:
         async def refuse(request: web.Request) -> web.StreamResponse:
