@@ -167,7 +167,7 @@ class Pool:
     def _warn_of_filter(self, wanted: int) -> None:
         """Of a filter that keeps nothing: until the rollout's deadline it would look like a run that hangs."""
         dropped = self.filtered.total()
-        if self.kept or dropped % wanted or not told_again(dropped // wanted):
+        if self.kept or not wanted or dropped % wanted or not told_again(dropped // wanted):
             return
         reasons = ", ".join(f"{reason} {count}" for reason, count in self.filtered.most_common())
         logger.warning(

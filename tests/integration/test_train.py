@@ -126,7 +126,8 @@ def test_colocated_run_trains_and_agrees_with_the_engine(colocated: Path) -> Non
     differences = series(colocated, "train/train_rollout_logprob_abs_diff")
     assert len(differences) == _ROLLOUTS
     assert max(differences) < 1e-4
-    assert all(x > 0 for x in series(colocated, "train/grad_norm"))
+    # Of the first, without a KL, chance may make it 0: where in each group all responses have the same reward.
+    assert all(x > 0 for x in series(colocated, "train/grad_norm")[1:])
     # The first rollout comes from the reference's own weights: no KL yet, some later.
     kl = series(colocated, "train/kl_loss")
     assert kl[0] == 0.0

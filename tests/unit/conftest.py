@@ -4,8 +4,9 @@ conversions tiny models."""
 from __future__ import annotations
 
 import json
+import logging
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,13 @@ from slime.utils.arguments import parse_args
 from tests.command_line import Fails, Parse, command, failure, write_model, write_rows
 from tests.fake_client import FakeClient
 from tests.small_rollout import CHATML, small_rollout, write_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """A conversion in this process sets it: the next test reads what a program tells by default."""
+    yield
+    logging.getLogger("slime").setLevel(logging.NOTSET)
 
 
 @pytest.fixture

@@ -67,6 +67,7 @@ def test_function_in_a_thread_that_was_given_up_cannot_finish_a_sample_that_fail
     hook = hook_file(
         tmp_path,
         PATIENT + "asked, failed, wrote = (threading.Event() for _ in range(3))\n"
+        "judged = itertools.count(1)\n"
         "def generate(args, sample, params):\n"
         "    if sample.index == 0:\n"
         "        assert asked.wait(100)\n"
@@ -77,8 +78,8 @@ def test_function_in_a_thread_that_was_given_up_cannot_finish_a_sample_that_fail
         "    if sample.index == 0: wrote.set()\n"
         "    return sample\n"
         "def rm(args, sample):\n"
+        "    if next(judged) == 7: asked.set()\n"
         "    if sample.index == 1:\n"
-        "        asked.set()\n"
         "        while args.first.status is not sample.Status.FAILED: time.sleep(0.01)\n"
         "        failed.set()\n"
         "        assert wrote.wait(100)\n"

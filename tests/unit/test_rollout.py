@@ -314,6 +314,7 @@ def test_no_thread_or_task_piles_up(make_args: Args, use: Callable[..., FakeClie
     source = RolloutDataSourceWithBuffer(args)
     rollout(args, 0, source)
     before = threading.active_count()
-    for rollout_id in range(1, 5):
+    for rollout_id in range(1, 21):
         rollout(args, rollout_id, source)
-    assert threading.active_count() == before
+    # The pool of hooks' threads may still grow, and a thread that is done may still be ending.
+    assert threading.active_count() < before + 10

@@ -6,8 +6,8 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -61,9 +61,8 @@ def test_waiting_for_nodes(
     nodes = [{"Alive": False}, {"Alive": True}, {"Alive": True}]
     monkeypatch.setattr(ray, "init", lambda **_: None)
     monkeypatch.setattr(ray, "nodes", lambda: nodes[: 1 + next(counts)])
-    monkeypatch.setattr(time, "sleep", lambda _: None)
-    clock = iter(range(10))
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    clock = SimpleNamespace(monotonic=iter(range(10)).__next__, sleep=lambda _: None)
+    monkeypatch.setattr(wait_for_nodes, "time", clock)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert wait_for_nodes.main(["2", "--timeout", "1.5" if status else "9"]) == status
     said = capsys.readouterr()
