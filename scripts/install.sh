@@ -46,7 +46,7 @@ detected() { # prints cuda where nvidia-smi lists a GPU, else cpu
     case $code in
         124 | 137) die "nvidia-smi -L has not answered within 60 s; give cpu or cuda to go on without asking it" ;;
     esac
-    case $listed in GPU*) echo cuda ;; *) echo cpu ;; esac
+    if grep -q '^GPU' <<<"$listed"; then echo cuda; else echo cpu; fi
 }
 
 check_compiler() { # torch.compile, triton and megatron-core's data helpers compile on first use

@@ -88,35 +88,32 @@ _on_nodes() {
       _wait_for_ray "$timeout" $$
       exec "${ray[@]}" --address "$MASTER_ADDR:$RAY_PORT" "${words[@]}"
    fi
-   _children=() # not local: the trap runs when this function is gone
    trap _end_children EXIT
    trap 'exit 130' INT
    trap 'exit 143' TERM
    "${ray[@]}" --head --node-ip-address "$MASTER_ADDR" --port "$RAY_PORT" "${words[@]}" &
-   _children=($!)
    _wait_for_ray "$timeout" $!
    export RAY_ADDRESS=$MASTER_ADDR:$RAY_PORT
    # In the background, so that this shell hears signals, and passes them on.
    "$PYTHON" "$SLIME_DIR/tools/wait_for_nodes.py" "$NUM_NODES" --timeout "$timeout" &
-   _children+=($!)
    wait $!
-   unset '_children[1]' # it has ended, and its number may become another's
    "$@" &
-   _children+=($!)
    wait $!
 }
 
 _end_children() { # TERM, and KILL for what has not ended after END_TIMEOUT seconds
-   [ ${#_children[@]} -gt 0 ] && kill "${_children[@]}" 2>/dev/null || return 0
-   local deadline=$((SECONDS + ${END_TIMEOUT:-120}))
-   while kill -0 "${_children[@]}" 2>/dev/null; do
+   local deadline=$((SECONDS + ${END_TIMEOUT:-120})) running
+   running=$(jobs -rp) # not what was noted: the number of one that has ended may be another's
+   [ -z "$running" ] || kill $running 2>/dev/null || true
+   while [ -n "$running" ]; do
       if [ $SECONDS -ge $deadline ]; then
          printf 'launch: error: not ended within %s s (END_TIMEOUT), killed: processes %s; those of their Ray may be left\n' \
-            "${END_TIMEOUT:-120}" "${_children[*]}" >&2
-         kill -KILL "${_children[@]}" 2>/dev/null
+            "${END_TIMEOUT:-120}" "${running//$'\n'/ }" >&2
+         kill -KILL $running 2>/dev/null || true
          return 0
       fi
       sleep 0.2
+      running=$(jobs -rp)
    done
 }
 

@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -19,6 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from examples.retool.sandbox_child import NOBODY, READY
+
+logger = logging.getLogger(__name__)
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
 _CHUNK = 1 << 16
@@ -141,7 +144,7 @@ async def _gone(process: asyncio.subprocess.Process) -> None:
                 pass
             await process.wait()
     except TimeoutError:
-        raise SandboxError(f"process {process.pid} was killed and has not ended within {_GONE_S} s") from None
+        logger.warning("process %d was killed and has not ended within %d s", process.pid, _GONE_S)
 
 
 async def _communicate(process: asyncio.subprocess.Process, code: str, printed: bytearray, limit: int) -> bool:

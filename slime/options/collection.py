@@ -5,10 +5,9 @@ from __future__ import annotations
 from argparse import Namespace
 
 from slime.options.errors import OptionError
-from slime.options.rollout import DEFAULT_ROLLOUT
+from slime.options.rollout import FULLY_ASYNC_ROLLOUT, generates_itself
 from slime.options.schema import flag_named
 
-FULLY_ASYNC = "slime.rollout.fully_async_rollout"
 _WITHOUT_BUFFER = ("slime.rollout.data_source.RolloutDataSource", "slime.data.RolloutDataSource")
 
 
@@ -24,7 +23,7 @@ def check_collection(args: Namespace, given: set[str]) -> None:
         if getattr(args, flag) and source in _WITHOUT_BUFFER:
             name = flag_named(flag)
             raise OptionError(f"{name} needs a buffer, and --data-source-path {args.data_source_path} has none")
-    own = args.rollout_function_path.startswith((DEFAULT_ROLLOUT, FULLY_ASYNC))
+    own = generates_itself(args.rollout_function_path)
     for name in sorted(given & {"over_sampling_batch_size", "dynamic_sampling_filter_path", "partial_rollout"}):
         if not own:
             raise OptionError(
@@ -33,7 +32,7 @@ def check_collection(args: Namespace, given: set[str]) -> None:
             )
     if args.disable_rollout_global_dataset:
         _check_no_dataset(args)
-    if args.rollout_function_path.startswith(FULLY_ASYNC):
+    if args.rollout_function_path.replace(":", ".") == FULLY_ASYNC_ROLLOUT:
         _check_fully_async(args)
 
 

@@ -9,6 +9,7 @@ from slime.options.calls import Call
 from slime.options.schema import option
 
 DEFAULT_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
+FULLY_ASYNC_ROLLOUT = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
 REWARD_NAMES = ("reward_func", "custom_rm")
 """What a bare file of --custom-rm-path is searched for."""
@@ -22,6 +23,11 @@ GENERATE_CALLS = (
     Call("args, sample, sampling_params, *, evaluation=False", "Sample | list[Sample]", is_async=True),
     Call("args, samples, *, sampling_params=None, evaluation=False", "list[Sample]", "samples", is_async=True),
 )
+
+
+def generates_itself(path: str | None) -> bool:
+    """Whether a rollout or evaluation function is slime's, which generates and rewards as the options say."""
+    return path is None or path.replace(":", ".") in (DEFAULT_ROLLOUT, FULLY_ASYNC_ROLLOUT)
 
 
 @dataclass

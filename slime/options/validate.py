@@ -14,7 +14,7 @@ from slime.options.errors import OptionError
 from slime.options.eval_datasets import CONFIG, PAIRS, EvalDataset, data_file, eval_datasets
 from slime.options.export_rules import check_exports
 from slime.options.reward_model import derive_reward_model
-from slime.options.rollout import DEFAULT_ROLLOUT, SFT_ROLLOUT
+from slime.options.rollout import DEFAULT_ROLLOUT, SFT_ROLLOUT, generates_itself
 from slime.options.schema import flag_named
 from slime.options.sglang import check_ranks
 from slime.options.training import critic_options, warmup_and_decay_steps
@@ -278,14 +278,14 @@ def _sampling(args: Namespace, warnings: list[str]) -> None:
 
 def _rewards(args: Namespace) -> None:
     """A reward for whoever needs one, which entry of a dict reward counts, and answers to compare with."""
-    generates = args.rollout_function_path == DEFAULT_ROLLOUT and args.placement != "train_only"
+    generates = generates_itself(args.rollout_function_path) and args.placement != "train_only"
     if generates and args.custom_rm_path is None:
         if args.custom_reward_post_process_path is None:
             _reward_key(args, "reward_key", args.rm_type, f"--rm-type {args.rm_type}")
         no_labels = args.label_key is None and args.data_source_path.startswith(_OWN_SOURCES)
         if no_labels and args.custom_generate_function_path is None:
             _need_no_label(args.rm_type, f"--label-key is missing: --rm-type {args.rm_type}")
-    if args.eval_interval is not None and args.eval_function_path == DEFAULT_ROLLOUT:
+    if args.eval_interval is not None and generates_itself(args.eval_function_path):
         for dataset in args.eval_datasets:
             _reward_of_dataset(args, dataset)
 
@@ -300,8 +300,8 @@ def _reward_of_dataset(args: Namespace, dataset: EvalDataset) -> None:
         raise OptionError(f"--eval-interval needs --rm-type or --custom-rm-path: {dataset} has no reward")
     where = f"{dataset}: rm_type {rm_type}" if own else f"--rm-type {rm_type}"
     _reward_key(args, "eval_reward_key", rm_type, where)
-    generates_itself = dataset.custom_generate_function_path or args.custom_generate_function_path
-    if dataset.label_key is None and generates_itself is None:
+    own_code = dataset.custom_generate_function_path or args.custom_generate_function_path
+    if dataset.label_key is None and own_code is None:
         _need_no_label(rm_type, f"--eval-label-key is missing: {where}")
 
 

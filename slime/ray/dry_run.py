@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
 
 from slime.options.checkpoint_rules import starting_point
 from slime.options.errors import OptionError
@@ -45,11 +44,12 @@ def _check(args: argparse.Namespace) -> list[str]:
     """
     try:
         evaluations = load_eval_prompts(args)
-        data = _check_recorded(args) if args.load_debug_rollout_data else _check_prompts(args, evaluations.values())
+        data = _check_recorded(args) if args.load_debug_rollout_data else _check_prompts(args)
     except (BadInputError, OptionError) as error:
         raise InputError(f"{LOAD_DATA}: {error}") from None
     sizes = [f"evaluation: {name}, {len(prompts)} prompts" for name, prompts in evaluations.items()]
-    return [line for line in (starting_point(args), *sizes, *data) if line]
+    warnings = [f"warning: {warning}" for prompts in evaluations.values() for warning in prompts.warnings]
+    return [line for line in (starting_point(args), *sizes, *warnings, *data) if line]
 
 
 def _check_recorded(args: argparse.Namespace) -> list[str]:
@@ -58,7 +58,7 @@ def _check_recorded(args: argparse.Namespace) -> list[str]:
     return [left]
 
 
-def _check_prompts(args: argparse.Namespace, evaluations: Iterable[PromptDataset]) -> list[str]:
+def _check_prompts(args: argparse.Namespace) -> list[str]:
     source = make_data_source(args)
     args.num_rollout = num_rollout(args, source)
     check_schedule(args)
@@ -67,4 +67,6 @@ def _check_prompts(args: argparse.Namespace, evaluations: Iterable[PromptDataset
     ]
     data = f"data: {len(source)} prompts ({', '.join(left_out)} left out), {args.num_rollout} rollouts"
     left = check_remaining(args)
-    return [data, *(f"warning: {warning}" for warning in data_warnings(args, source, evaluations)), left]
+    dataset = getattr(source, "dataset", None)
+    read = dataset.warnings if isinstance(dataset, PromptDataset) else []
+    return [data, *(f"warning: {warning}" for warning in (*read, *data_warnings(args, source))), left]

@@ -72,14 +72,14 @@ class RolloutManager:
 
     def load_data(self) -> int:
         """Read the prompts, which recorded rollouts do without, and the evaluation's; how many rollouts the run has."""
-        evaluations = load_eval_prompts(self._args)
+        load_eval_prompts(self._args)
         if self._args.load_debug_rollout_data:
             check_recorded(self._args)
             return self._args.num_rollout
         self._data_source = make_data_source(self._args)
         self._args.num_rollout = num_rollout(self._args, self._data_source)
         check_schedule(self._args)
-        for warning in data_warnings(self._args, self._data_source, evaluations.values()):
+        for warning in data_warnings(self._args, self._data_source):
             logger.warning(warning)
         return self._args.num_rollout
 
@@ -214,9 +214,9 @@ class RolloutManager:
             output = RolloutFnEvalOutput(data=output)
         extra = dict(output.metrics or {})
         seconds = {"perf/eval_time": extra.pop("perf/eval_time", time.monotonic() - started)}
+        warn_of_unscored(rollout_id, output)
         if logs_evaluation(self._args, rollout_id, output.data, extra | seconds):
             return seconds
-        warn_of_unscored(rollout_id, output)
         return eval_metrics(output) | seconds
 
     def state(self, rollout_id: int) -> dict[str, Any]:

@@ -262,8 +262,8 @@ class Run:
         metrics["perf/wait_for_rollout_time"] = time.monotonic() - self._step_started
         metrics["perf/rollout_ahead_time"] = self._step_started - begun
         handed = {"the rollout manager": self._manager.hand_over.remote(rollout_id)}
-        # No quick answer: a user's data source that draws the next rollout's prompts comes first.
-        (prompts,) = self._wait(handed, phase, limit)
+        # No quick answer where a user's data source takes its time over the next rollout's prompts.
+        (prompts,) = self._wait(handed, f"hand over {phase}, after the prompts that are being drawn", limit)
         self._log(metrics | prompts | self._engines.metrics(), "rollout/step", rollout_id)
         return batches
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from slime.options.validate import usable_context
 from slime.rollout.dataset import PromptDataset
 
 
-def data_warnings(args: Namespace, source: Any, evaluations: Iterable[PromptDataset]) -> list[str]:
-    """One line each; of evaluations alone where the data source is a user's own, or no rollout is made."""
-    lines = [warning for prompts in evaluations for warning in prompts.warnings]
+def data_warnings(args: Namespace, source: Any) -> list[str]:
+    """One line each, besides what reading the files has logged; none of a user's own data source, or where no rollout
+    is made."""
     dataset = getattr(source, "dataset", None)
-    if isinstance(dataset, PromptDataset) and args.num_rollout:
-        lines += [*dataset.warnings, *_repeated_prompts(args, dataset), *_responses_cut(args, dataset)]
-    return lines
+    if not isinstance(dataset, PromptDataset) or not args.num_rollout:
+        return []
+    return [*_repeated_prompts(args, dataset), *_responses_cut(args, dataset)]
 
 
 def _repeated_prompts(args: Namespace, dataset: PromptDataset) -> Iterator[str]:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from slime.options.rollout import DEFAULT_ROLLOUT, SFT_ROLLOUT
+from slime.options.rollout import SFT_ROLLOUT, generates_itself
 from slime.options.validate import NEEDS_LABEL
 from slime.rollout.conversation import ConversationEncoder, Encoded, RowError, check_messages, render, with_answer
 from slime.rollout.reading import Row, read_rows
@@ -92,7 +92,7 @@ class PromptDataset:
     num_too_long: int = 0
     """Rows whose prompt was longer than `PromptSpec.max_prompt_len`."""
     warnings: list[str] = field(default_factory=list)
-    """What is no error and may still be a mistake, one line each."""
+    """What is no error and may still be a mistake, one line each; logged when the file was read."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -121,7 +121,7 @@ class _Rejects:
 def train_prompt_spec(args: Namespace) -> PromptSpec:
     """The training prompts that ``args`` name; conversations of supervised training stay messages."""
     supervised = args.loss_type == "sft_loss"
-    own_code = args.custom_generate_function_path is not None or args.rollout_function_path != DEFAULT_ROLLOUT
+    own_code = args.custom_generate_function_path is not None or not generates_itself(args.rollout_function_path)
     may_set_labels = own_code or args.rollout_sample_hook_path or not args.data_source_path.startswith(_OWN_SOURCES)
     turns: Literal["all", "last"] = "last" if args.loss_mask_type == "distill_qwen" else "all"
     return PromptSpec(
@@ -170,6 +170,8 @@ def load_prompts(spec: PromptSpec) -> PromptDataset:
     dataset.num_bad = rejects.count
     _report(spec, dataset, num_read, rejects.shown)
     dataset.warnings += _empty_columns(spec, dataset)
+    for warning in dataset.warnings:
+        logger.warning(warning)
     return dataset
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from slime.options.eval_datasets import CONFIG, PAIRS, EvalDataset
-from slime.options.rollout import DEFAULT_ROLLOUT
+from slime.options.rollout import generates_itself
 from slime.rollout.base_types import RolloutFnEvalOutput, flatten_samples
 from slime.rollout.dataset import PromptDataset, PromptSpec, load_prompts
 from slime.rollout.gate import FIRST
@@ -37,7 +37,7 @@ def eval_prompt_spec(args: Namespace, dataset: EvalDataset) -> PromptSpec:
     """Where an evaluation dataset's prompts are."""
     own_code = (
         (dataset.custom_generate_function_path or args.custom_generate_function_path) is not None
-        or args.eval_function_path not in (None, DEFAULT_ROLLOUT)
+        or not generates_itself(args.eval_function_path)
     )  # fmt: skip
     return PromptSpec(
         path=dataset.path,
@@ -63,7 +63,7 @@ def load_eval_prompts(args: Namespace) -> dict[str, PromptDataset]:
     Raises:
         BadInputError: a file or row that cannot be read.
     """
-    if args.eval_interval is None or args.eval_function_path not in (None, DEFAULT_ROLLOUT):
+    if args.eval_interval is None or not generates_itself(args.eval_function_path):
         return {}
     return {dataset.name: _load_cached(eval_prompt_spec(args, dataset)) for dataset in args.eval_datasets}
 
@@ -165,7 +165,7 @@ def eval_metrics(output: RolloutFnEvalOutput) -> dict[str, float]:
     return metrics
 
 
-def warn_of_unscored(rollout_id: int, output: RolloutFnEvalOutput) -> None:
+def warn_of_unscored(version: int, output: RolloutFnEvalOutput) -> None:
     """Of a dataset none of whose responses has a reward: its score is then absent, which is easily overlooked."""
     for name, result in output.data.items():
         rewards = list(result["rewards"])
@@ -173,8 +173,8 @@ def warn_of_unscored(rollout_id: int, output: RolloutFnEvalOutput) -> None:
             continue
         failures = (sample.failure for sample in result.get("samples") or [] if sample.failure)
         logger.warning(
-            "evaluation at rollout %d: none of the %d responses to %s has a reward, so it has no score: %s",
-            *(rollout_id, len(rewards), name, next(failures, "the reward function gave None")),
+            "evaluation of weight version %d: none of the %d responses to %s has a reward, so it has no score: %s",
+            *(version, len(rewards), name, next(failures, "the reward function gave None")),
         )
 
 

@@ -85,7 +85,7 @@ class GroupRun:
             for sample in group:  # those that were finished before the others too
                 sample.loss_mask = [0] * sample.response_length if sample.response_length else sample.loss_mask
         self._untouched: dict[int, bytes] = {}
-        """By position, samples as they were: those that a custom generate function got, and those that go on."""
+        """By position, samples as they were: those that a user's function gets, and those that go on."""
 
     async def run(self, state: RolloutState, *, seeded: bool = True) -> list[Sample | list[Sample]]:
         """Generate and reward all samples; raises as `generate_and_rm` does.
@@ -135,7 +135,7 @@ class GroupRun:
 
     async def _generate(self, state: RolloutState, position: int, sample: Sample, params: dict[str, Any]) -> None:
         path = sample.generate_function_path or self.args.custom_generate_function_path
-        if path is not None or sample.response_length:
+        if path is not None or sample.response_length or self.args.rollout_sample_hook_path:
             self._untouched[position] = pickle.dumps(sample)
 
         async def attempt(number: int) -> Sample | list[Sample]:

@@ -18,8 +18,9 @@ from slime.utils.errors import DeadlineError
 T = TypeVar("T")
 
 _HOOK_THREADS = 64
-_GRACE_S = 30.0
 _CANCEL_S = 10.0
+_GRACE_S = 45.0
+"""More than a filter, then groups, then connections take together to end, and less than who calls us grants."""
 
 
 class BackgroundLoop:
@@ -121,12 +122,16 @@ async def run_all(
 
 
 async def cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancel what is not done, and wait, not for long, until it has ended; what tasks raised is forgotten."""
+    """Cancel what is not done, and wait, not for long, until it has ended; what tasks raise, ever, is forgotten."""
+    for task in tasks:
+        task.add_done_callback(_forget)
     pending = [task for task in tasks if not task.done()]
     for task in pending:
         task.cancel()
     if pending:
         await asyncio.wait(pending, timeout=_CANCEL_S)
-    for task in tasks:
-        if task.done() and not task.cancelled():
-            task.exception()
+
+
+def _forget(task: asyncio.Future[Any]) -> None:
+    if not task.cancelled():
+        task.exception()

@@ -66,6 +66,8 @@ class Pool:
         self.dropped: Counter[str] = Counter()
         """By reason; of these the filter's in ``filtered``, by its own."""
         self.filtered: Counter[str] = Counter()
+        self._dropped_in_a_row: Counter[str] = Counter()
+        """The filter's, by its reasons, since it has kept a group."""
         self.num_failed = 0
         self.num_stale = 0
 
@@ -128,7 +130,8 @@ class Pool:
             reason = verdict.reason or "dynamic"
             self.filtered[reason] += 1
             self._drop(samples, f"filter_{reason}")
-            self._warn_of_filter(wanted)
+            self._dropped_in_a_row[reason] += 1
+            self._warn_of_filter()
 
     async def _put_back_crashed(self, run: GroupRun, error: Exception, wanted: int) -> None:
         self._state.failures["crash"] += 1
@@ -143,6 +146,7 @@ class Pool:
         problems = ((sample, untrainable(self._args, sample)) for sample in samples)
         failed, problem = next(((sample, why) for sample, why in problems if why is not None), (None, None))
         if failed is None:
+            self._dropped_in_a_row.clear()
             self.kept.append((number, results))
         elif self._args.on_sample_error == "stop":
             raise RowError(problem)
@@ -164,16 +168,16 @@ class Pool:
         self.dropped[reason] += 1
         count_dropped(self._source, samples, reason)
 
-    def _warn_of_filter(self, wanted: int) -> None:
+    def _warn_of_filter(self) -> None:
         """Of a filter that keeps nothing: until the rollout's deadline it would look like a run that hangs."""
-        dropped = self.filtered.total()
-        if self.kept or not wanted or dropped % wanted or not told_again(dropped // wanted):
+        dropped, batch = self._dropped_in_a_row.total(), self._args.rollout_batch_size
+        if self.kept or dropped % batch or not told_again(dropped // batch):
             return
-        reasons = ", ".join(f"{reason} {count}" for reason, count in self.filtered.most_common())
+        reasons = ", ".join(f"{reason} {count}" for reason, count in self._dropped_in_a_row.most_common())
         logger.warning(
-            "rollout %d: --dynamic-sampling-filter-path has dropped %d groups and kept none (%s): check the filter, "
-            "the reward function and --label-key, or take easier or harder prompts",
-            *(self._rollout_id, dropped, reasons),
+            "--dynamic-sampling-filter-path has dropped %d groups in a row (%s): check the filter, the reward function "
+            "and --label-key, or take easier or harder prompts",
+            *(dropped, reasons),
         )
 
     def progress(self) -> str:

@@ -99,6 +99,7 @@ def test_what_options_make_of_the_prompts_is_warned_of(
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: --")]
     assert len(warnings) == (expected is not None), warnings
     assert all(warning.startswith(f"warning: {expected}") for warning in warnings)
+    caplog.clear()
     RolloutManager(parse_args(), None).load_data()
     logged = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert [f"warning: {message}" for message in logged] == warnings

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from slime.options.eval_datasets import eval_datasets
+from slime.options.rollout import DEFAULT_ROLLOUT, FULLY_ASYNC_ROLLOUT
 from slime.rollout.base_types import RolloutFnEvalOutput
-from slime.rollout.evaluation import eval_metrics, warn_of_unscored
+from slime.rollout.evaluation import eval_metrics, load_eval_prompts, warn_of_unscored
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.types import Sample
 from tests.fake_client import FakeClient, hook_file, reply
@@ -54,6 +55,18 @@ def test_evaluation_of_two_sets(rollout_args: Args, use: Callable[..., FakeClien
     assert set(output.data) == {"half", "other"}
     assert metrics["eval/half"] == metrics["eval/half-avg@3"] == metrics["eval/half-pass@3"] == 0.5
     assert len(output.data["half"]["samples"]) == 12
+
+
+@pytest.mark.parametrize(
+    ("path", "read"),
+    [(None, 1), (DEFAULT_ROLLOUT, 1), (FULLY_ASYNC_ROLLOUT, 1), ("slime.rollout.sft_rollout.generate_rollout", 0)],
+)
+def test_slimes_own_evaluations_are_read_before_the_run(
+    path: str | None, read: int, rollout_args: Args, write_jsonl: Any
+) -> None:
+    args = rollout_args(rm_type="f1", eval_interval=1, eval_function_path=path)
+    prompts = load_eval_prompts(with_sets(args, ("sums", write_jsonl([{"prompt": "1+1=", "label": "2"}]))))
+    assert {name: len(of_set) for name, of_set in prompts.items()} == ({"sums": 1} if read else {})
 
 
 _HOOKS = """
@@ -182,9 +195,9 @@ def test_a_dataset_without_any_reward_is_told_of(caplog: pytest.LogCaptureFixtur
     }
     warn_of_unscored(4, RolloutFnEvalOutput(data))
     assert caplog.messages == [
-        "evaluation at rollout 4: none of the 2 responses to failed has a reward, so it has no score: reward_error: "
-        "--custom-rm-path my.rm raised KeyError: 'x'",
-        "evaluation at rollout 4: none of the 1 responses to none has a reward, so it has no score: the reward "
+        "evaluation of weight version 4: none of the 2 responses to failed has a reward, so it has no score: "
+        "reward_error: --custom-rm-path my.rm raised KeyError: 'x'",
+        "evaluation of weight version 4: none of the 1 responses to none has a reward, so it has no score: the reward "
         "function gave None",
     ]
 

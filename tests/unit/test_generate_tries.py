@@ -29,14 +29,21 @@ def functions_of(hook: Path) -> dict[str, str]:
     return {"custom_generate_function_path": f"{hook}:generate", "custom_rm_path": f"{hook}:rm"}
 
 
+@pytest.mark.parametrize(
+    ("flag", "parameters", "tokens"),
+    [
+        ("custom_generate_function_path", "args, sample, params", "7, 8"),
+        ("rollout_sample_hook_path", "args, sample", ""),
+    ],
+)
 def test_function_in_a_thread_that_was_given_up_cannot_write_into_the_next_try(
-    make_args: Args, use: Use, tmp_path: Path
+    flag: str, parameters: str, tokens: str, make_args: Args, use: Use, tmp_path: Path
 ) -> None:
     use(FakeClient())
     hook = hook_file(
         tmp_path,
         PATIENT + "tries, second, wrote = itertools.count(1), threading.Event(), threading.Event()\n"
-        "def generate(args, sample, params):\n"
+        f"def function({parameters}):\n"
         "    number = next(tries) if sample.index == 0 else None\n"
         "    if number == 1:\n"
         "        background_loop().soon(skip, args.generate_timeout)\n"
@@ -47,15 +54,16 @@ def test_function_in_a_thread_that_was_given_up_cannot_write_into_the_next_try(
         "    if number == 2:\n"
         "        second.set()\n"
         "        assert wrote.wait(100)\n"
-        "    sample.append_response_tokens(tokens=[7, 8], log_probs=[-1.0, -2.0])\n"
+        f"    sample.append_response_tokens(tokens=[{tokens}], log_probs=[-1.0 for _ in ({tokens})])\n"
         "    return sample\n"
         "def rm(args, sample): return 1.0\n",
     )
-    paths = functions_of(hook)
-    args = make_args(**paths, generate_timeout=50.0, rollout_timeout=2000.0, on_sample_error="retry")
+    path = f"{hook}:function"
+    functions = {flag: path if flag.startswith("custom") else [path], "custom_rm_path": f"{hook}:rm"}
+    args = make_args(**functions, generate_timeout=50.0, rollout_timeout=2000.0, on_sample_error="retry")
     first, *_ = flatten_samples(rollout(args).samples)
     assert first.index == 0
-    assert first.tokens[-first.response_length :] == [7, 8]
+    assert first.tokens[-first.response_length :] == ([7, 8] if tokens else [149])
     assert first.failure is not None
     assert first.failure.startswith("generate_timeout: ")
 

@@ -89,8 +89,9 @@ def test_cpu_installs_engines_without_dependencies_and_only_once(checkout: Check
     assert len(checkout.pip_calls()) == 2 * len(calls)
 
 
-def test_a_gpu_selects_the_cuda_set(checkout: Checkout) -> None:
-    checkout.executable("nvidia-smi", "#!/usr/bin/env bash\necho 'GPU 0: some'\n")
+@pytest.mark.parametrize("lines", ["GPU 0: some", "Unable to determine the device handle\nGPU 1: some"])
+def test_a_gpu_selects_the_cuda_set(lines: str, checkout: Checkout) -> None:
+    checkout.executable("nvidia-smi", f"#!/usr/bin/env bash\necho '{lines}'\n")
     assert checkout.run().returncode == 0
     calls = checkout.pip_calls()
     assert "-r requirements/cuda.txt" in calls[0]

@@ -271,6 +271,34 @@ def test_scores_from_the_background_are_those_of_their_version(
     assert "bound by eval (0.0 s)" in step, "of the step only what it waited"
 
 
+def test_handing_over_has_the_time_that_prompts_may_take() -> None:
+    class Manager:
+        def __init__(self) -> None:
+            self.hand_over = self
+
+        def remote(self, rollout_id: int) -> dict[str, float]:
+            return {"rollout/prompts_read": 4.0 + rollout_id}
+
+    waited: list[tuple[str, Deadline]] = []
+
+    class Waits(Answers):
+        def wait(self, calls: dict[str, Any], phase: str, limit: Deadline) -> list[Any]:
+            waited.append((phase, limit))
+            return list(calls.values())
+
+    made = Run(Namespace(rollout_timeout=1000.0))
+    made._supervisor, made._manager = Waits(None), Manager()  # type: ignore[assignment]
+    logged: list[dict[str, float]] = []
+    made._metrics = Namespace(log=lambda values, *_: logged.append(values))  # type: ignore[assignment]
+    made._rollouts = {3: ((["batch"], {}), 0.0)}  # type: ignore[dict-item]
+    assert made.take_rollout(3) == ["batch"]
+    assert waited == [
+        ("rollout 3", Deadline(1060.0, "--rollout-timeout")),
+        ("hand over rollout 3, after the prompts that are being drawn", Deadline(1060.0, "--rollout-timeout")),
+    ]
+    assert logged[0]["rollout/prompts_read"] == 7.0
+
+
 # ---- saving
 
 

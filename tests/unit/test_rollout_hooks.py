@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,8 @@ from slime.rollout.loop import background_loop
 from slime.rollout.sglang_rollout import generate_and_rm
 from slime.utils.errors import DeadlineError
 from slime.utils.types import Sample
-from tests.fake_client import FakeClient, hook_file, rollout
+from tests.fake_client import FakeClient, hook_file, indices, rollout
+from tests.waiting import wait_for
 
 NUM_GPUS = 0
 
@@ -166,6 +168,39 @@ def test_a_hook_that_swallows_its_cancellation_is_left_alone(
     args = make_args(**{flag: f"{hook}:stubborn"}, **times, on_sample_error="stop")
     with pytest.raises(DeadlineError, match=message):
         rollout(args)
+
+
+def test_what_a_function_that_was_left_alone_raises_later_is_not_told_of(
+    make_args: Args,
+    use: Callable[..., FakeClient],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("slime.rollout.loop._CANCEL_S", 0.01)
+    use(FakeClient())
+    hook = hook_file(
+        tmp_path,
+        "import asyncio\n"
+        "from tests.waiting import skip\n"
+        "async def rm(args, sample):\n"
+        "    if sample.index > 1: return 1.0\n"
+        "    skip(20)\n"
+        "    try:\n"
+        "        await asyncio.sleep(3000)\n"
+        "    except asyncio.CancelledError:\n"
+        "        await asyncio.sleep(0.1)\n"
+        "    args.ends.append(sample.index)\n"
+        "    raise KeyError('late')\n",
+    )
+    limits = {"reward_timeout": 20.0, "rollout_timeout": 2000.0}
+    args = make_args(custom_rm_path=f"{hook}:rm", **limits, on_sample_error="drop")
+    args.ends = []
+    assert indices(rollout(args).samples) == [1, 2, 3, 4]
+    wait_for(lambda: len(args.ends) == 2, "both have ended")
+    background_loop().run(asyncio.sleep(0), timeout=60, what="their callbacks")
+    gc.collect()
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
 
 def test_an_exit_in_a_task_that_a_hook_started_does_not_end_the_loop(

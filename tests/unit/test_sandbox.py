@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from examples.retool import tool_sandbox
 from examples.retool.tool_sandbox import PROBES, Limits, Result, SandboxError, probe, run_python
 
 NUM_GPUS = 0
@@ -119,6 +120,23 @@ def test_a_flood_of_output_does_not_outlast_its_program(jail: bool, monkeypatch:
     limits = Limits(**{**SMALL, "jail": jail})  # type: ignore[arg-type]
     result = asyncio.run(asyncio.wait_for(run_python("print('x' * 10**7)", limits), 60))
     assert "[cut: more than 500 characters]" in result.output
+
+
+def test_a_killed_process_that_does_not_end_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Endless:
+        pid = 4321
+
+        def __init__(self) -> None:
+            self.stdout = self
+
+        async def read(self, size: int) -> bytes:
+            return await asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr(tool_sandbox, "_GONE_S", 0)
+    asyncio.run(tool_sandbox._gone(Endless()))  # type: ignore[arg-type]
+    assert caplog.messages == ["process 4321 was killed and has not ended within 0 s"]
 
 
 # As far as it is permitted: without a jail the program leads its session and cannot leave it.

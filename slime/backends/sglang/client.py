@@ -328,7 +328,7 @@ class GenerateClient:
         return reply
 
     async def close(self) -> None:
-        """Close the connections; those that a task goes on using are left to it."""
+        """Close the connections, also under a request; for one whose peer reads nothing 10 s are waited at most."""
         if self._session is not None:
             session, self._session = self._session, None
             with contextlib.suppress(TimeoutError):
