@@ -157,9 +157,10 @@ def load_prompts(spec: PromptSpec) -> PromptDataset:
     if spec.trained_turns is not None:
         encoder = ConversationEncoder(spec.hf_checkpoint, spec.chat_template_kwargs, spec.trained_turns == "last")
     dataset = PromptDataset([])
-    num_read = 0
+    num_read, columns = 0, set[str]()
     for batch in _batches(_rows(spec)):
         num_read += len(batch)
+        columns.update(*(row.value or {} for row in batch))
         parsed = [row for row in (_parse(row, spec, tokenizer, rejects) for row in batch) if row is not None]
         sized = _encode(parsed, encoder, rejects) if encoder else _tokenise(parsed, spec, tokenizer, rejects)
         for row, length in sized:
@@ -169,7 +170,7 @@ def load_prompts(spec: PromptSpec) -> PromptDataset:
                 dataset.rows.append(row)
     dataset.num_bad = rejects.count
     _report(spec, dataset, num_read, rejects.shown)
-    dataset.warnings += _empty_columns(spec, dataset)
+    dataset.warnings += _empty_columns(spec, dataset, columns)
     for warning in dataset.warnings:
         logger.warning(warning)
     return dataset
@@ -198,7 +199,7 @@ def _report(spec: PromptSpec, dataset: PromptDataset, num_read: int, shown: list
         logger.warning("skipped: %s", message)
 
 
-def _empty_columns(spec: PromptSpec, dataset: PromptDataset) -> Iterator[str]:
+def _empty_columns(spec: PromptSpec, dataset: PromptDataset, columns: set[str]) -> Iterator[str]:
     """A line for a column that somebody asked for and no row has anything in."""
     metadata = (row.metadata.keys() - {"tools"} for row in dataset.rows)
     tools = (row.metadata.keys() & {"tools"} for row in dataset.rows)
@@ -207,7 +208,8 @@ def _empty_columns(spec: PromptSpec, dataset: PromptDataset) -> Iterator[str]:
         ("--tool-key", spec.tool_key, PromptSpec.tool_key, tools),
     ):
         if key and key != default and not any(found):
-            yield f"{spec.flag} {spec.path}: no row has anything at {key!r} ({flag})"
+            keys = ", ".join(map(repr, sorted(columns)))
+            yield f"{spec.flag} {spec.path}: no row has anything at {key!r} ({flag}); the keys of its rows are {keys}"
 
 
 def _parse(row: Row, spec: PromptSpec, tokenizer: Any, rejects: _Rejects) -> PromptRow | None:

@@ -182,8 +182,10 @@ class Pool:
 
     def progress(self) -> str:
         """What is done and what it waits for, for the message of a deadline."""
-        dropped = "".join(f", {count} groups dropped ({reason})" for reason, count in self.dropped.items())
-        return self._state.progress() + dropped
+        if not self.dropped:
+            return self._state.progress()
+        dropped = ", ".join(f"{count} dropped ({reason})" for reason, count in self.dropped.items())
+        return f"{len(self.kept)} groups kept, {dropped}; {self._state.progress()}"
 
     async def _judge(self, results: list[Any]) -> DynamicFilterOutput:
         """What the user's filter says of a finished group."""

@@ -130,6 +130,21 @@ def test_a_filter_that_keeps_nothing_is_told_of(
     assert told == [f"--dynamic-sampling-filter-path has dropped {n} groups in a row (zero_std_0 {n})" for n in (4, 8)]
 
 
+def test_a_deadline_tells_first_that_the_filter_keeps_nothing(make_args: Args, use: Use, tmp_path: Path) -> None:
+    use(FakeClient())
+    rm = hook_file(
+        tmp_path,
+        "from tests.waiting import skip\n"
+        "async def rm(args, sample):\n"
+        "    if sample.index == 20: skip(args.rollout_timeout)\n"
+        "    return 0.0\n",
+    )
+    args = make_args(custom_rm_path=f"{rm}:rm", dynamic_sampling_filter_path=f"{FILTERS}.check_reward_nonzero_std")
+    message = r"rollout 0: 0 groups kept, \d+ dropped \(filter_zero_std_0\); \d+ of \d+ samples finished.* within 20 s"
+    with pytest.raises(TimeoutError, match=message):
+        rollout(args, 0, RolloutDataSourceWithBuffer(args))
+
+
 def test_filter_with_fallback_keeps_what_would_take_another_round(make_args: Args, use: Use, tmp_path: Path) -> None:
     use(FakeClient())
     path = f"{FILTERS}.check_reward_nonzero_std_with_fallback"

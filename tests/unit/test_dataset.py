@@ -364,5 +364,8 @@ def test_metadata_is_found_or_its_key_is_told(
         return
     dataset = load(args)
     assert [row.metadata for row in dataset.rows] == [found, {}, {}, {}]
-    told = f"--prompt-data {path}: no row has anything at '{key}' (--metadata-key)"
+    told = (
+        f"--prompt-data {path}: no row has anything at '{key}' (--metadata-key); the keys of its rows are 'extra', "
+        "'extra_info', 'label', 'prompt'"
+    )
     assert dataset.warnings == ([told] if warned else [])

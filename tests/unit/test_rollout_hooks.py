@@ -114,7 +114,8 @@ def test_sample_names_its_own_functions(make_args: Args, use: Callable[..., Fake
 def test_missing_reward_is_an_error(make_args: Args, use: Callable[..., FakeClient], tmp_path: Path) -> None:
     use(FakeClient())
     hook = hook_file(tmp_path, "def rm(args, sample, **kwargs): return None if sample.index == 5 else 1.0\n")
-    with pytest.raises(HookError, match=r"rollout 0: sample 5 has no reward \(status completed\)"):
+    message = r"rollout 0: sample 5 has no reward \(status completed\): --custom-rm-path \S+:rm gave None"
+    with pytest.raises(HookError, match=message):
         rollout(make_args(custom_rm_path=f"{hook}:rm", on_sample_error="stop"))
 
 
