@@ -88,6 +88,7 @@ _on_nodes() {
       _wait_for_ray "$timeout" $$
       exec "${ray[@]}" --address "$MASTER_ADDR:$RAY_PORT" "${words[@]}"
    fi
+   _users=$(jobs -rp) # what the script that sourced this has started; not local: the trap runs after this function
    trap _end_children EXIT
    trap 'exit 130' INT
    trap 'exit 143' TERM
@@ -103,7 +104,7 @@ _on_nodes() {
 
 _end_children() { # TERM, and KILL for what has not ended after END_TIMEOUT seconds
    local deadline=$((SECONDS + ${END_TIMEOUT:-120})) running
-   running=$(jobs -rp) # not what was noted: the number of one that has ended may be another's
+   running=$(_children)
    [ -z "$running" ] || kill $running 2>/dev/null || true
    while [ -n "$running" ]; do
       if [ $SECONDS -ge $deadline ]; then
@@ -113,8 +114,12 @@ _end_children() { # TERM, and KILL for what has not ended after END_TIMEOUT seco
          return 0
       fi
       sleep 0.2
-      running=$(jobs -rp)
+      running=$(_children)
    done
+}
+
+_children() { # that still run: the number of one that has ended may be another's
+   jobs -rp | grep -vxF -- "$_users" || true
 }
 
 _wait_for_ray() { # SECONDS PID: until node 0's Ray takes connections, and only while that process lives

@@ -235,7 +235,7 @@ def _data(args: Namespace) -> None:
     if args.prompt_data is not None:
         args.prompt_data = data_file("--prompt-data", args.prompt_data)
     recorded = args.load_debug_rollout_data is not None
-    if args.placement == "train_only" and not recorded and args.rollout_function_path == DEFAULT_ROLLOUT:
+    if args.placement == "train_only" and not recorded and generates_itself(args.rollout_function_path):
         raise OptionError("--debug-train-only starts no engine to generate with: give --load-debug-rollout-data")
 
 
@@ -280,10 +280,10 @@ def _rewards(args: Namespace) -> None:
     """A reward for whoever needs one, which entry of a dict reward counts, and answers to compare with."""
     generates = generates_itself(args.rollout_function_path) and args.placement != "train_only"
     if generates and args.custom_rm_path is None:
-        if args.custom_reward_post_process_path is None:
+        if args.custom_reward_post_process_path is None and args.custom_convert_samples_to_train_data_path is None:
             _reward_key(args, "reward_key", args.rm_type, f"--rm-type {args.rm_type}")
         no_labels = args.label_key is None and args.data_source_path.startswith(_OWN_SOURCES)
-        if no_labels and args.custom_generate_function_path is None:
+        if no_labels and args.custom_generate_function_path is None and not args.rollout_sample_hook_path:
             _need_no_label(args.rm_type, f"--label-key is missing: --rm-type {args.rm_type}")
     if args.eval_interval is not None and generates_itself(args.eval_function_path):
         for dataset in args.eval_datasets:
@@ -301,7 +301,7 @@ def _reward_of_dataset(args: Namespace, dataset: EvalDataset) -> None:
     where = f"{dataset}: rm_type {rm_type}" if own else f"--rm-type {rm_type}"
     _reward_key(args, "eval_reward_key", rm_type, where)
     own_code = dataset.custom_generate_function_path or args.custom_generate_function_path
-    if dataset.label_key is None and own_code is None:
+    if dataset.label_key is None and own_code is None and not args.rollout_sample_hook_path:
         _need_no_label(rm_type, f"--eval-label-key is missing: {where}")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from slime.backends.sglang.router import Router
-from slime.options.rollout import DEFAULT_ROLLOUT
+from slime.options.rollout import DEFAULT_ROLLOUT, generates_itself
 from slime.options.validate import check_schedule
 from slime.ray.cluster import enter_actor, serving_host
 from slime.rollout.abort import forget_engine, register_engines
@@ -214,8 +214,11 @@ class RolloutManager:
             output = RolloutFnEvalOutput(data=output)
         extra = dict(output.metrics or {})
         seconds = {"perf/eval_time": extra.pop("perf/eval_time", time.monotonic() - started)}
-        warn_of_unscored(rollout_id, output)
-        if logs_evaluation(self._args, rollout_id, output.data, extra | seconds):
+        logged = logs_evaluation(args, rollout_id, output.data, extra | seconds)
+        # Of functions of a user's own for both, only the user knows the form.
+        if not logged or generates_itself(args.eval_function_path):
+            warn_of_unscored(rollout_id, output)
+        if logged:
             return seconds
         return eval_metrics(output) | seconds
 

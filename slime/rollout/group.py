@@ -137,7 +137,7 @@ class GroupRun:
     async def _generate(self, state: RolloutState, position: int, sample: Sample, params: dict[str, Any]) -> None:
         path = sample.generate_function_path or self.args.custom_generate_function_path
         if path is not None or sample.response_length or self.args.rollout_sample_hook_path:
-            self._untouched[position] = pickle.dumps(sample)
+            self._untouched[position] = _pickled(sample)
 
         async def attempt(number: int) -> Sample | list[Sample]:
             failure = sample.failure
@@ -295,6 +295,16 @@ def untrainable(args: Namespace, sample: Sample) -> str | None:
 def _judge_of(args: Namespace, sample: Sample) -> str:
     hook = hook_of(args, sample)
     return f"rm_type {sample.metadata.get('rm_type') or args.rm_type}" if hook is None else " ".join(reversed(hook))
+
+
+def _pickled(sample: Sample) -> bytes:
+    try:
+        return pickle.dumps(sample)
+    except Exception as error:
+        raise SettingError(
+            f"sample {sample.index} cannot be copied for another try: {type(error).__name__}: {error}; what a data "
+            "source puts into its metadata must be picklable"
+        ) from error
 
 
 def _wants_reward(sample: Sample) -> bool:

@@ -83,6 +83,15 @@ def test_what_cannot_be(words: str, expected: str, capsys: pytest.CaptureFixture
     assert expected in async_failure(capsys, words)
 
 
+def test_what_a_users_function_may_leave_or_set_is_not_asked_for(tmp_path: Path) -> None:
+    Path("f.py").write_text("def convert(args, samples): ...\ndef hook(args, sample): ...\n")
+    for words, without in (
+        ("--rm-type dapo --custom-convert-samples-to-train-data-path f.py:convert", ""),
+        ("--rm-type math --rollout-sample-hook-path f.py:hook", "--label-key"),
+    ):
+        parse_args(async_command(f"{FULLY_ASYNC} {words}", f"--colocate {without}"), asynchronous=True)
+
+
 @pytest.mark.parametrize(
     "correction", ["", "--use-tis", "--use-rs", "--use-rollout-logprobs", "--max-weight-staleness 0"]
 )

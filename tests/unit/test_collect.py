@@ -122,12 +122,15 @@ def test_a_filter_that_keeps_nothing_is_told_of(
     make_args: Args, use: Use, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     use(FakeClient())
-    rm = hook_file(tmp_path, "def rm(args, sample): return float(sample.index % 2 and sample.group_index > 10)\n")
+    rm = hook_file(
+        tmp_path, "def rm(args, sample): return float(sample.index % 2 and not 0 < sample.group_index < 71)\n"
+    )
     args = make_args(custom_rm_path=f"{rm}:rm", dynamic_sampling_filter_path=f"{FILTERS}.check_reward_nonzero_std")
-    assert args.rollout_batch_size == 4
-    assert indices(rollout(args, 0, RolloutDataSourceWithBuffer(args)).samples) == [11, 12, 13, 14]
+    assert indices(rollout(args, 0, RolloutDataSourceWithBuffer(args)).samples) == [0, 71, 72, 73]
     told = [message.partition(": check")[0] for message in caplog.messages]
-    assert told == [f"--dynamic-sampling-filter-path has dropped {n} groups in a row (zero_std_0 {n})" for n in (4, 8)]
+    assert told == [
+        f"--dynamic-sampling-filter-path has dropped {n} groups in a row (zero_std_0 {n})" for n in (32, 64)
+    ]
 
 
 def test_a_deadline_tells_first_that_the_filter_keeps_nothing(make_args: Args, use: Use, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.conversation import RowError
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.utils.errors import SettingError
+from slime.utils.types import Group
 from tests.fake_client import FakeClient, hook_file, indices, rollout
 
 NUM_GPUS = 0
@@ -66,6 +69,20 @@ def test_function_in_a_thread_that_was_given_up_cannot_write_into_the_next_try(
     assert first.tokens[-first.response_length :] == ([7, 8] if tokens else [149])
     assert first.failure is not None
     assert first.failure.startswith("generate_timeout: ")
+
+
+def test_a_sample_that_cannot_be_copied_is_named(make_args: Args, use: Use, tmp_path: Path) -> None:
+    class Source(RolloutDataSourceWithBuffer):
+        def get_samples(self, num_samples: int) -> list[Group]:
+            groups = super().get_samples(num_samples)
+            groups[1][1].metadata["lock"] = threading.Lock()
+            return groups
+
+    use(FakeClient())
+    hook = hook_file(tmp_path, "def hook(args, sample): return None\n")
+    args = make_args(rollout_sample_hook_path=[f"{hook}:hook"], on_sample_error="drop")
+    with pytest.raises(SettingError, match=r"sample 3 cannot be copied for another try: TypeError: .*metadata"):
+        rollout(args, 0, Source(args))
 
 
 def test_function_in_a_thread_that_was_given_up_cannot_finish_a_sample_that_failed(

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from slime.utils.http_utils import PortReservation
@@ -139,6 +140,19 @@ def test_the_first_node_passes_failures_and_signals_on(
     assert not processes_of(files)
 
 
+def test_what_the_users_script_has_started_goes_on(files: Path, tmp_path: Path, nodes: dict[str, str]) -> None:
+    script = tmp_path / "run-mine.sh"
+    script.write_text(f"sleep 600 >/dev/null 2>&1 &\necho $!\nsource {SCRIPTS}/launch.sh\nlaunch train.py --lr 1e-6\n")
+    kept = {"PATH": os.environ["PATH"], "PYTHON": str(files / "python"), "RECORD": str(tmp_path / "record")}
+    environment = kept | nodes | {"NODE_RANK": "0"}
+    ran = subprocess.run(["bash", str(script)], env=environment, stdout=subprocess.PIPE, text=True, timeout=300)
+    assert ran.returncode == 0
+    assert not processes_of(files)
+    theirs = psutil.Process(int(ran.stdout.splitlines()[0]))
+    assert theirs.status() != psutil.STATUS_ZOMBIE
+    theirs.terminate()
+
+
 def test_what_does_not_end_is_killed(files: Path, tmp_path: Path, nodes: dict[str, str]) -> None:
     record = tmp_path / "record"
     kept = {"PATH": os.environ["PATH"], "PYTHON": str(files / "python"), "RECORD": str(record)}
@@ -226,8 +240,6 @@ def test_a_ray_that_is_started_colours_terminals_only(redirection: str, flag: st
 
 def processes_of(files: Path) -> list[str]:
     """Command lines of what runs the recorder."""
-    import psutil
-
     lines = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
     return [line for line in lines if str(files / "python") in line]
 
