@@ -276,14 +276,20 @@ def _sampling(args: Namespace, warnings: list[str]) -> None:
             )
 
 
+def may_set_labels(args: Namespace) -> bool:
+    """Whether code of a user's own comes before the reward of training samples."""
+    own_code = args.custom_generate_function_path or args.rollout_sample_hook_path
+    own_source = not args.data_source_path.startswith(_OWN_SOURCES)
+    return bool(own_code) or own_source or not generates_itself(args.rollout_function_path)
+
+
 def _rewards(args: Namespace) -> None:
     """A reward for whoever needs one, which entry of a dict reward counts, and answers to compare with."""
     generates = generates_itself(args.rollout_function_path) and args.placement != "train_only"
     if generates and args.custom_rm_path is None:
         if args.custom_reward_post_process_path is None and args.custom_convert_samples_to_train_data_path is None:
             _reward_key(args, "reward_key", args.rm_type, f"--rm-type {args.rm_type}")
-        no_labels = args.label_key is None and args.data_source_path.startswith(_OWN_SOURCES)
-        if no_labels and args.custom_generate_function_path is None and not args.rollout_sample_hook_path:
+        if args.label_key is None and not may_set_labels(args):
             _need_no_label(args.rm_type, f"--label-key is missing: --rm-type {args.rm_type}")
     if args.eval_interval is not None and generates_itself(args.eval_function_path):
         for dataset in args.eval_datasets:

@@ -11,8 +11,7 @@ from slime.ray.due import check_remaining
 from slime.ray.placement import describe_placement
 from slime.ray.rollout_manager import make_data_source, num_rollout
 from slime.ray.supervision import LOAD_DATA, InputError
-from slime.rollout.data_warnings import data_warnings
-from slime.rollout.dataset import PromptDataset
+from slime.rollout.data_warnings import data_warnings, dataset_of
 from slime.rollout.debug_data import check_recorded
 from slime.rollout.evaluation import load_eval_prompts
 from slime.utils.arguments import describe
@@ -67,6 +66,6 @@ def _check_prompts(args: argparse.Namespace) -> list[str]:
     ]
     data = f"data: {len(source)} prompts ({', '.join(left_out)} left out), {args.num_rollout} rollouts"
     left = check_remaining(args)
-    dataset = getattr(source, "dataset", None)
-    read = dataset.warnings if isinstance(dataset, PromptDataset) else []
+    dataset = dataset_of(source)
+    read = [] if dataset is None else dataset.warnings
     return [data, *(f"warning: {warning}" for warning in (*read, *data_warnings(args, source))), left]

@@ -10,11 +10,17 @@ from slime.options.validate import usable_context
 from slime.rollout.dataset import PromptDataset
 
 
+def dataset_of(source: Any) -> PromptDataset | None:
+    """The rows of ``--prompt-data``; None of a user's own data source."""
+    dataset = getattr(source, "dataset", None)
+    return dataset if isinstance(dataset, PromptDataset) else None
+
+
 def data_warnings(args: Namespace, source: Any) -> list[str]:
     """One line each, besides what reading the files has logged; none of a user's own data source, or where no rollout
     is made."""
-    dataset = getattr(source, "dataset", None)
-    if not isinstance(dataset, PromptDataset) or not args.num_rollout:
+    dataset = dataset_of(source)
+    if dataset is None or not args.num_rollout:
         return []
     return [*_repeated_prompts(args, dataset), *_responses_cut(args, dataset)]
 

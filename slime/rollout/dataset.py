@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from slime.options.rollout import SFT_ROLLOUT, generates_itself
-from slime.options.validate import NEEDS_LABEL
+from slime.options.validate import NEEDS_LABEL, may_set_labels
 from slime.rollout.conversation import ConversationEncoder, Encoded, RowError, check_messages, render, with_answer
 from slime.rollout.reading import Row, read_rows
 from slime.rollout.rm_hub.answers import label_problem
@@ -24,7 +24,6 @@ from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
-_OWN_SOURCES = "slime.rollout.data_source."
 _BATCH = 1024
 _SHOWN = 5
 
@@ -122,7 +121,6 @@ def train_prompt_spec(args: Namespace) -> PromptSpec:
     """The training prompts that ``args`` name; conversations of supervised training stay messages."""
     supervised = args.loss_type == "sft_loss"
     own_code = args.custom_generate_function_path is not None or not generates_itself(args.rollout_function_path)
-    may_set_labels = own_code or args.rollout_sample_hook_path or not args.data_source_path.startswith(_OWN_SOURCES)
     turns: Literal["all", "last"] = "last" if args.loss_mask_type == "distill_qwen" else "all"
     return PromptSpec(
         path=args.prompt_data,
@@ -137,7 +135,7 @@ def train_prompt_spec(args: Namespace) -> PromptSpec:
         skip_bad_rows=args.skip_bad_rows,
         messages_allowed=supervised or own_code,
         trained_turns=turns if args.rollout_function_path == SFT_ROLLOUT else None,
-        built_in_reward=not may_set_labels and args.custom_rm_path is None,
+        built_in_reward=not may_set_labels(args) and args.custom_rm_path is None,
         rm_type=args.rm_type,
     )
 

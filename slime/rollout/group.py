@@ -16,8 +16,7 @@ from slime.rollout.failure_log import FailureLog
 from slime.rollout.generation import generate
 from slime.rollout.hooks import HookError, Limit, accepted, call_hook, naming
 from slime.rollout.loop import run_all
-from slime.rollout.rm_hub import async_rm, batched_async_rm
-from slime.rollout.rm_hub.custom import hook_of
+from slime.rollout.rm_hub import async_rm, batched_async_rm, judge_of
 from slime.rollout.sampling import request_seed
 from slime.rollout.state import RolloutState, state_of_call
 from slime.rollout.train_data import check_response
@@ -258,7 +257,7 @@ class GroupRun:
     def _with_reward(self, sample: Sample, reward: Any) -> Sample:
         if reward is None and not self._evaluation:
             raise HookError(
-                f"sample {sample.index} has no reward (status {sample.status.value}): {_judge_of(self.args, sample)} "
+                f"sample {sample.index} has no reward (status {sample.status.value}): {judge_of(self.args, sample)} "
                 "gave None"
             )
         sample.reward = reward
@@ -290,11 +289,6 @@ def untrainable(args: Namespace, sample: Sample) -> str | None:
     except ValueError as error:
         return str(error)
     return None
-
-
-def _judge_of(args: Namespace, sample: Sample) -> str:
-    hook = hook_of(args, sample)
-    return f"rm_type {sample.metadata.get('rm_type') or args.rm_type}" if hook is None else " ".join(reversed(hook))
 
 
 def _pickled(sample: Sample) -> bytes:

@@ -123,11 +123,14 @@ async def run_all(
 
 async def cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
     """Cancel what is not done, and wait, not for long, until it has ended; what tasks raise, ever, is forgotten."""
+    pending = []
     for task in tasks:
-        task.add_done_callback(_forget)
-    pending = [task for task in tasks if not task.done()]
-    for task in pending:
-        task.cancel()
+        if task.done():
+            _forget(task)
+        else:
+            task.add_done_callback(_forget)
+            task.cancel()
+            pending.append(task)
     if pending:
         await asyncio.wait(pending, timeout=_CANCEL_S)
 

@@ -143,10 +143,8 @@ def test_the_first_node_passes_failures_and_signals_on(
 def test_what_the_users_script_has_started_goes_on(files: Path, tmp_path: Path, nodes: dict[str, str]) -> None:
     script = tmp_path / "run-mine.sh"
     script.write_text(f"sleep 600 >/dev/null 2>&1 &\necho $!\nsource {SCRIPTS}/launch.sh\nlaunch train.py --lr 1e-6\n")
-    kept = {"PATH": os.environ["PATH"], "PYTHON": str(files / "python"), "RECORD": str(tmp_path / "record")}
-    environment = kept | nodes | {"NODE_RANK": "0"}
-    ran = subprocess.run(["bash", str(script)], env=environment, stdout=subprocess.PIPE, text=True, timeout=300)
-    assert ran.returncode == 0
+    ran, _ = run(str(script), files, tmp_path / "record", NODE_RANK="0", **nodes)
+    assert ran.returncode == 0, ran.stderr
     assert not processes_of(files)
     theirs = psutil.Process(int(ran.stdout.splitlines()[0]))
     assert theirs.status() != psutil.STATUS_ZOMBIE

@@ -202,6 +202,7 @@ class Answers:
     def __init__(self, answer: Any) -> None:
         self.evaluate = self
         self._answer = answer
+        self.waited: list[tuple[str, Deadline]] = []
 
     def remote(self, version: int) -> Any:
         return self._answer
@@ -210,6 +211,7 @@ class Answers:
         self.expected = who, call, phase
 
     def wait(self, calls: dict[str, Any], phase: str, limit: Deadline) -> list[Any]:
+        self.waited.append((phase, limit))
         return list(calls.values())
 
 
@@ -279,20 +281,13 @@ def test_handing_over_has_the_time_that_prompts_may_take() -> None:
         def remote(self, rollout_id: int) -> dict[str, float]:
             return {"rollout/prompts_read": 4.0 + rollout_id}
 
-    waited: list[tuple[str, Deadline]] = []
-
-    class Waits(Answers):
-        def wait(self, calls: dict[str, Any], phase: str, limit: Deadline) -> list[Any]:
-            waited.append((phase, limit))
-            return list(calls.values())
-
-    made = Run(Namespace(rollout_timeout=1000.0))
-    made._supervisor, made._manager = Waits(None), Manager()  # type: ignore[assignment]
+    made, supervisor = Run(Namespace(rollout_timeout=1000.0)), Answers(None)
+    made._supervisor, made._manager = supervisor, Manager()  # type: ignore[assignment]
     logged: list[dict[str, float]] = []
     made._metrics = Namespace(log=lambda values, *_: logged.append(values))  # type: ignore[assignment]
     made._rollouts = {3: ((["batch"], {}), 0.0)}  # type: ignore[dict-item]
     assert made.take_rollout(3) == ["batch"]
-    assert waited == [
+    assert supervisor.waited == [
         ("rollout 3", Deadline(1060.0, "--rollout-timeout")),
         ("hand over rollout 3, after the prompts that are being drawn", Deadline(1060.0, "--rollout-timeout")),
     ]
@@ -314,16 +309,9 @@ def test_only_rank_0_is_sent_the_data_sides_state() -> None:
 
     trainers, manager = [Actor(), Actor()], Actor()
     made = Run(Namespace(save="somewhere", save_hf=None, save_lora=None, checkpoint_timeout=1234.0))
-    waited: list[Deadline] = []
-
-    class Waits(Answers):
-        def wait(self, calls: dict[str, Any], phase: str, limit: Deadline) -> list[Any]:
-            waited.append(limit)
-            return list(calls.values())
-
-    made._supervisor = Waits(None)  # type: ignore[assignment]
+    made._supervisor = supervisor = Answers(None)  # type: ignore[assignment]
     made._metrics = Namespace(log=lambda *values: None)  # type: ignore[assignment]
     made._trainers, made._manager = trainers, manager
     made.save(7)
     assert [actor.saved for actor in trainers] == [[(7, {"cursor": 5, "optimizer_steps": 0})], [(7, None)]]
-    assert set(waited) == {Deadline(1234.0, "--checkpoint-timeout")}
+    assert {limit for _, limit in supervisor.waited} == {Deadline(1234.0, "--checkpoint-timeout")}

@@ -14,7 +14,7 @@ from slime.rollout.rm_hub.graders import ASKS_A_SERVER, BOXED_GRADERS, GRADERS
 from slime.utils.errors import BadInputError
 from slime.utils.types import Sample
 
-__all__ = ["Reward", "async_rm", "batched_async_rm"]
+__all__ = ["Reward", "async_rm", "batched_async_rm", "judge_of"]
 
 _BOXED = "boxed_"
 
@@ -70,12 +70,25 @@ async def batched_async_rm(args: Namespace, samples: Sequence[Sample], **kwargs:
     return rewards
 
 
+def judge_of(args: Namespace, sample: Sample) -> str:
+    """Who computes a sample's reward, as messages name it."""
+    hook = hook_of(args, sample)
+    if hook is None:
+        return f"rm_type {_rm_type(args, sample)}"
+    path, flag = hook
+    return f"{flag} {path}"
+
+
+def _rm_type(args: Namespace, sample: Sample) -> str | None:
+    return sample.metadata.get("rm_type") or args.rm_type
+
+
 async def _built_in_list(args: Namespace, sample: Sample) -> list[Reward]:
     return [await _built_in(args, sample)]
 
 
 async def _built_in(args: Namespace, sample: Sample) -> Reward:
-    name = sample.metadata.get("rm_type") or args.rm_type
+    name = _rm_type(args, sample)
     if not name:
         raise BadInputError("there is no reward: give --rm-type, --custom-rm-path or metadata['rm_type']")
     bare, response = name.removeprefix(_BOXED), sample.response
