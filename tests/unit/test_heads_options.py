@@ -66,6 +66,7 @@ def test_engines_that_draft_by_the_heads_are_given_them(directory: Path, capsys:
             "--colocate",
             f"{DRAFT} other: with --update-weight-t",
         ),
+        (f"{EAGLE3} --check-weight-update-equal", "", f"{DRAFT} other: with --check-weight-update-equal SGLang would"),
         ("--enable-mtp-training", "", "has no heads for further tokens (num_nextn_predict_layers of config.json)"),
         ("--hf-checkpoint qwen3 --enable-mtp-training", "", "the heads of qwen3 cannot be trained"),
         (f"{TRAINS} --mtp-num-layers 2", "", "--mtp-num-layers is 2, config.json means 1"),
