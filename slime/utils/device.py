@@ -143,6 +143,10 @@ def fused(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     The first extent of every tensor is a variable from the first call on: another compilation for another number of
     tokens could round differently, and the ratio of an on-policy step would not be 1. All else is constant in a kernel:
     where every extent is a variable, the division by them that each element's place then takes costs more than memory.
+
+    Nor is one kernel compiled twice, for strides that mean nothing: torch (2.11, 2.13) may then time its variants again
+    (`CachingAutotuner._make_launchers` in torch._inductor), and another one, which may add up in another order, takes
+    over in the middle of a run.
     """
     if not is_cuda():
         return function
@@ -152,13 +156,25 @@ def fused(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     compiled = torch.compile(function, dynamic=False)
 
     def call(*inputs: Any) -> torch.Tensor:
-        inputs = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in inputs)
+        inputs = tuple(_plain(x.detach()) if isinstance(x, torch.Tensor) else x for x in inputs)
         for x in inputs:
             if isinstance(x, torch.Tensor) and x.dim():
                 dynamo.maybe_mark_dynamic(x, 0)
         return compiled(*inputs)
 
     return call
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    """``x`` with the strides of a contiguous tensor in the dimensions of one element."""
+    if 1 not in x.shape:
+        return x
+    strides, step = list(x.stride()), 1
+    for dim in reversed(range(x.dim())):
+        if x.size(dim) == 1:
+            strides[dim] = step
+        step = strides[dim] * x.size(dim)
+    return x.as_strided(x.shape, strides)
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,28 @@ def test_passes_with_and_without_gradients_have_the_same_bits(
     check_same_bits(trained_model(tmp_path / "model", dtype))
 
 
+def test_no_kernel_is_chosen_twice(megatron: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch compiles in this process, as until its workers are there, one that is compiled twice is timed twice,
+    and beside other work another variant may then win, which adds up in another order."""
+    from torch._inductor import config
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+    from torch._inductor.utils import fresh_cache
+
+    choose = CachingAutotuner.autotune_to_one_config
+    chosen: list[CachingAutotuner] = []
+
+    def noted(kernel: CachingAutotuner, *args: Any, **kwargs: Any) -> None:
+        chosen.append(kernel)
+        choose(kernel, *args, **kwargs)
+
+    monkeypatch.setattr(CachingAutotuner, "autotune_to_one_config", noted)
+    tiny.save("qwen3", tmp_path / "model")
+    with fresh_cache(), config.patch(compile_threads=1):
+        check_same_bits(trained_model(tmp_path / "model", "float32"))
+    assert chosen
+    assert [kernel.fn.__name__ for kernel in chosen if chosen.count(kernel) > 1] == []
+
+
 def trained_model(directory: Path, dtype: str = "bfloat16", **options: Any) -> torch.nn.Module:
     """The model of ``directory`` as it is trained, but for where gradients are collected."""
     from slime.backends.megatron import model, weights_io

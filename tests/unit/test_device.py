@@ -39,6 +39,20 @@ def test_all_numbers_of_rows_share_one_compilation(monkeypatch: pytest.MonkeyPat
     device.fused.cache_clear()
 
 
+def test_strides_that_mean_nothing_share_one_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    compilations = CompileCounter()
+    monkeypatch.setattr(device, "is_cuda", lambda: True)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=compilations))
+    device.fused.cache_clear()
+    weights, some = torch.randn(5, 1, 8), torch.randn(1, 5, 8)
+    for x in (some.transpose(0, 1), some.transpose(0, 1).clone(), some.view(5, 8)[:, None], some.view(5, 1, 8)):
+        assert torch.equal(device.fused(_weighted)(x, weights, 0.5), _weighted(x, weights, 0.5))
+    assert compilations.frame_count == 1
+    heads = torch.randn(1, 5, 3, 16)[..., 8:].transpose(0, 1)
+    assert torch.equal(device.fused(_weighted)(heads, weights[:, None], 0.5), _weighted(heads, weights[:, None], 0.5))
+    device.fused.cache_clear()
+
+
 def test_pinned_memory_is_known_to_the_device_for_as_long_as_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     known: list[int] = []
     runtime = SimpleNamespace(
