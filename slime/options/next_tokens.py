@@ -69,10 +69,11 @@ def check_heads_training(args: Namespace, given: Set[str], warnings: list[str]) 
     draft = getattr(args, "sglang_speculative_draft_model_path", None)
     algorithm = (getattr(args, "sglang_speculative_algorithm", None) or "").upper()
     by_heads = algorithm in _DRAFTS_BY_HEADS
-    has_draft = args.num_engines > 0 and algorithm not in _DRAFTS_BY_NO_MODEL
-    if draft is not None and has_draft and not (by_heads and same_place(draft, args.hf_checkpoint)):
+    drafts = args.num_engines > 0 and algorithm not in _DRAFTS_BY_NO_MODEL
+    if drafts and not (by_heads and (draft is None or same_place(draft, args.hf_checkpoint))):
         args.drafts_apart = True
-        _leave_alone(args, draft)
+        named = f"--sglang-speculative-algorithm {algorithm}"
+        _leave_alone(args, named if draft is None else f"--sglang-speculative-draft-model-path {draft}")
     if "mtp_loss_scaling_factor" in given and not args.enable_mtp_training:
         raise OptionError(f"--mtp-loss-scaling-factor needs {FLAG}: no other loss has it")
     if not args.enable_mtp_training or args.placement == "rollout_only":
@@ -101,14 +102,15 @@ def check_heads_training(args: Namespace, given: Set[str], warnings: list[str]) 
 
 
 def _leave_alone(args: Namespace, draft: str) -> None:
-    """Refuse what would have SGLang load the trained weights into a draft model of its own."""
+    """Refuse what would have SGLang load the trained weights into a draft model of its own.
+
+    Args:
+        draft: the flag that asks for it, and its value.
+    """
     if args.update_weight_transport == "disk":
         flag, instead = "--update-weight-transport disk", "use tensor or distributed, which leave it alone"
     elif args.check_weight_update_equal:
         flag, instead = "--check-weight-update-equal", "the check has it read a directory; drop one of them"
     else:
         return
-    raise OptionError(
-        f"--sglang-speculative-draft-model-path {draft}: with {flag} SGLang would load the trained weights into the "
-        f"draft model too: {instead}"
-    )
+    raise OptionError(f"{draft}: with {flag} SGLang would load the trained weights into the draft model too: {instead}")

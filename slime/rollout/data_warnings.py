@@ -11,7 +11,7 @@ from slime.rollout.dataset import PromptDataset
 
 
 def dataset_of(source: Any) -> PromptDataset | None:
-    """The rows of ``--prompt-data``; None of a user's own data source."""
+    """The rows of ``--prompt-data``; None where ``source`` has not read them."""
     dataset = getattr(source, "dataset", None)
     return dataset if isinstance(dataset, PromptDataset) else None
 

@@ -144,9 +144,9 @@ def fused(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     tokens could round differently, and the ratio of an on-policy step would not be 1. All else is constant in a kernel:
     where every extent is a variable, the division by them that each element's place then takes costs more than memory.
 
-    Nor is one kernel compiled twice, for strides that mean nothing: torch (2.11, 2.13) may then time its variants again
-    (`CachingAutotuner._make_launchers` in torch._inductor), and another one, which may add up in another order, takes
-    over in the middle of a run.
+    Nor is a kernel compiled once more because of strides that mean nothing: torch (2.11, 2.13) may then time its
+    variants again (`CachingAutotuner._make_launchers` in torch._inductor), and another one, which may add up in another
+    order, takes over in the middle of a run.
     """
     if not is_cuda():
         return function
@@ -166,7 +166,7 @@ def fused(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _plain(x: torch.Tensor) -> torch.Tensor:
-    """``x`` with the strides of a contiguous tensor in the dimensions of one element."""
+    """``x`` with the strides, in dimensions of one element, that follow from the dimensions after them."""
     if 1 not in x.shape:
         return x
     strides, step = list(x.stride()), 1

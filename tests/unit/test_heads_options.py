@@ -51,7 +51,8 @@ def test_engines_that_draft_by_the_heads_are_given_them(directory: Path, capsys:
     assert not parse_args(command(f"{DRAFTS} --sglang-speculative-draft-model-path other")).pushes_heads
     assert "engines are not given the heads" in capsys.readouterr().err
     itself = f"--hf-checkpoint mimo --sglang-speculative-algorithm STANDALONE {DRAFT} mimo"  # a second copy of it
-    lines = {DRAFTS: False, f"{DRAFTS} {DRAFT} mimo": False, EAGLE3: True, itself: True}
+    unnamed = itself.removesuffix(f" {DRAFT} mimo")
+    lines = {DRAFTS: False, f"{DRAFTS} {DRAFT} mimo": False, EAGLE3: True, itself: True, unnamed: True}
     lines |= {f"{DRAFT} other": False, f"--sglang-speculative-algorithm NGRAM {DRAFT} other": False}
     assert {words: parse_args(command(words)).drafts_apart for words in lines} == lines
     disk = parse_args(command(f"{DRAFTS} {DISAGGREGATE} --update-weight-transport disk", without="--colocate"))
@@ -67,6 +68,11 @@ def test_engines_that_draft_by_the_heads_are_given_them(directory: Path, capsys:
             f"{DRAFT} other: with --update-weight-t",
         ),
         (f"{EAGLE3} --check-weight-update-equal", "", f"{DRAFT} other: with --check-weight-update-equal SGLang would"),
+        (
+            "--sglang-speculative-algorithm standalone --check-weight-update-equal",
+            "",
+            "--sglang-speculative-algorithm STANDALONE: with --check-weight-update-equal SGLang would load",
+        ),
         ("--enable-mtp-training", "", "has no heads for further tokens (num_nextn_predict_layers of config.json)"),
         ("--hf-checkpoint qwen3 --enable-mtp-training", "", "the heads of qwen3 cannot be trained"),
         (f"{TRAINS} --mtp-num-layers 2", "", "--mtp-num-layers is 2, config.json means 1"),
