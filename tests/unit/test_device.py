@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -17,17 +18,24 @@ def _weighted(x: Tensor, weights: Tensor, factor: float) -> Tensor:
     return (x * weights).sum(-1) * factor
 
 
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounter]:
+    """Of functions that are fused as on a GPU."""
+    counter = CompileCounter()
+    monkeypatch.setattr(device, "is_cuda", lambda: True)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+    device.fused.cache_clear()
+    yield counter
+    device.fused.cache_clear()
+
+
 def test_without_a_gpu_it_is_the_function_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "is_cuda", lambda: False)
     device.fused.cache_clear()
     assert device.fused(_weighted) is _weighted
 
 
-def test_all_numbers_of_rows_share_one_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
-    compilations = CompileCounter()
-    monkeypatch.setattr(device, "is_cuda", lambda: True)
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=compilations))
-    device.fused.cache_clear()
+def test_all_numbers_of_rows_share_one_compilation(compilations: CompileCounter) -> None:
     for rows in (5, 64, 3, 1000):
         x, weights = torch.randn(rows, 4, 8, requires_grad=rows > 5), torch.randn(rows, 1, 8)
         result = device.fused(_weighted)(x, weights, 0.5)
@@ -36,21 +44,15 @@ def test_all_numbers_of_rows_share_one_compilation(monkeypatch: pytest.MonkeyPat
     assert compilations.frame_count == 1
     device.fused(_weighted)(torch.randn(5, 4, 6), torch.randn(5, 1, 6), 0.5)
     assert compilations.frame_count == 2
-    device.fused.cache_clear()
 
 
-def test_strides_that_mean_nothing_share_one_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
-    compilations = CompileCounter()
-    monkeypatch.setattr(device, "is_cuda", lambda: True)
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=compilations))
-    device.fused.cache_clear()
+def test_strides_that_mean_nothing_share_one_compilation(compilations: CompileCounter) -> None:
     weights, some = torch.randn(5, 1, 8), torch.randn(1, 5, 8)
     for x in (some.transpose(0, 1), some.transpose(0, 1).clone(), some.view(5, 8)[:, None], some.view(5, 1, 8)):
         assert torch.equal(device.fused(_weighted)(x, weights, 0.5), _weighted(x, weights, 0.5))
     assert compilations.frame_count == 1
     heads = torch.randn(1, 5, 3, 16)[..., 8:].transpose(0, 1)
     assert torch.equal(device.fused(_weighted)(heads, weights[:, None], 0.5), _weighted(heads, weights[:, None], 0.5))
-    device.fused.cache_clear()
 
 
 def test_pinned_memory_is_known_to_the_device_for_as_long_as_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
