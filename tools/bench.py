@@ -2,9 +2,11 @@
 
     python tools/bench.py train --model qwen3-1.7b
     python tools/bench.py step --model qwen3-4b --budget-s 300 --output docs/benchmarks/h200.jsonl
+    python tools/bench.py step --hf-checkpoint models/Qwen3-4B
 
-Models have a published shape and random weights (`tools/make_tiny_model.py --like`), so nothing is downloaded, and
-responses have the length that is asked for. A case that does not fit into the budget any more is left out, and says so.
+Models have a published shape and random weights (`tools/make_tiny_model.py --like`), unless
+`--hf-checkpoint` names one's own, so nothing is downloaded, and responses have the length that is asked for. A case
+that does not fit into the budget any more is left out, and says so.
 """
 
 from __future__ import annotations
@@ -36,13 +38,17 @@ CASES: dict[str, tuple[Callable[[argparse.Namespace, Report], None], str]] = {
 }
 
 
+_MODEL = "the shape, and whose figures are to be reached; default: %(default)s, with random weights"
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     subcommands = parser.add_subparsers(dest="case", required=True, metavar="CASE")
     for name, (_, text) in CASES.items():
         case = subcommands.add_parser(name, help=text, description=text)
-        case.add_argument("--model", choices=sorted(PUBLISHED), default="qwen3-1.7b", help="default: %(default)s")
+        case.add_argument("--model", choices=sorted(PUBLISHED), default="qwen3-1.7b", help=_MODEL)
+        case.add_argument("--hf-checkpoint", type=Path, help="directory of a model in its place, its weights too")
         case.add_argument("--num-layers", type=int, help="where all of the model's do not fit; default: all")
         case.add_argument("--gpus", type=int, default=1, help="default: %(default)s")
         case.add_argument("--budget-s", type=float, default=600.0, help="seconds for all of it; default: %(default)s")
@@ -52,6 +58,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         if name == "train":
             train.add_arguments(case)
     options = parser.parse_args(argv)
+    if options.hf_checkpoint:
+        if options.num_layers:
+            parser.error(f"--num-layers {options.num_layers}: --hf-checkpoint has a number of its own")
+        if not (options.hf_checkpoint / "config.json").is_file():
+            parser.error(f"--hf-checkpoint {options.hf_checkpoint}: there is no config.json in it")
     options.flags = shlex.split(options.flags)
     return options
 

@@ -1,4 +1,4 @@
-"""Engines that draft by the heads which the trainer trains (MTP), in the colocated loop."""
+"""Engines that draft, in the colocated loop: by the heads which the trainer trains (MTP), or by a model of its own."""
 
 from __future__ import annotations
 
@@ -13,6 +13,14 @@ from tests.integration.test_train import Value
 
 NUM_GPUS = 1
 _ROLLOUTS = 4
+_ONE_TOKEN: dict[str, Value] = {
+    "sglang_speculative_num_steps": 1,
+    "sglang_speculative_eagle_topk": 1,
+    "sglang_speculative_num_draft_tokens": 2,
+    # SGLang 0.5.17 imports it, unused here, where it captures graphs of what drafts.
+    "sglang_disable_cuda_graph": find_spec("deep_gemm") is None,
+}
+"""Drafts of one token."""
 
 
 def test_engines_draft_by_the_trainers_heads(workspace: Path, tmp_path: Path, record_property: Record) -> None:
@@ -23,11 +31,7 @@ def test_engines_draft_by_the_trainers_heads(workspace: Path, tmp_path: Path, re
     drafting: dict[str, Value] = {
         "sglang_speculative_algorithm": "EAGLE",
         "sglang_speculative_draft_model_path": str(model),
-        "sglang_speculative_num_steps": 1,
-        "sglang_speculative_eagle_topk": 1,
-        "sglang_speculative_num_draft_tokens": 2,
-        # SGLang 0.5.17 imports it, unused here, where it captures graphs of what drafts.
-        "sglang_disable_cuda_graph": find_spec("deep_gemm") is None,
+        **_ONE_TOKEN,
     }
     run_dir = run(
         workspace,
@@ -39,9 +43,29 @@ def test_engines_draft_by_the_trainers_heads(workspace: Path, tmp_path: Path, re
         **drafting,
     )
     check(run_dir, _ROLLOUTS, record_property)
-    accepted = series(run_dir, "rollout/spec_accept_length")
-    record_property("accepted", f"{accepted[0]:.2f} to {accepted[-1]:.2f}")
-    assert all(length >= 1 for length in accepted)
+    check_accepted(run_dir, record_property)
     losses = series(run_dir, "train/mtp_loss")
     record_property("heads' loss", f"{losses[0]:.3f} to {losses[-1]:.3f}")
     assert losses[-1] < losses[0]
+
+
+def test_a_draft_model_of_its_own_keeps_its_weights(workspace: Path, tmp_path: Path, record_property: Record) -> None:
+    """Pushes reach the engine's model alone, and what a draft of old weights proposes changes no log-prob."""
+    draft = tmp_path / "draft"
+    shutil.copytree(workspace / "model", draft)
+    drafting: dict[str, Value] = {
+        "sglang_speculative_algorithm": "STANDALONE",
+        "sglang_speculative_draft_model_path": str(draft),
+        "check_weight_update_equal": None,  # SGLang would load the stored weights into the draft, too
+        **_ONE_TOKEN,
+    }
+    run_dir = run(workspace, "standalone", num_rollout=_ROLLOUTS, **drafting)
+    check(run_dir, _ROLLOUTS, record_property)
+    check_accepted(run_dir, record_property)
+
+
+def check_accepted(run_dir: Path, record_property: Record) -> None:
+    """Drafts were made in every rollout."""
+    accepted = series(run_dir, "rollout/spec_accept_length")
+    record_property("accepted", f"{accepted[0]:.2f} to {accepted[-1]:.2f}")
+    assert all(length >= 1 for length in accepted)

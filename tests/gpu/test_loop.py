@@ -56,16 +56,19 @@ def check(run_dir: Path, rollouts: int, record_property: Record, limit: float = 
 
 
 def test_colocated_sleeps_wakes_and_resumes(workspace: Path, record_property: Record) -> None:
+    """The resume is with other learning rates, of matrices and of the embedding and head."""
     saved: dict[str, Value] = {"save": str(workspace / "checkpoints"), "save_interval": 1}
-    run_dir = run(workspace, "colocated", num_rollout=2, use_distributed_optimizer=True, **saved, **_LARGE_CACHE)
+    same: dict[str, Value] = {**saved, **_LARGE_CACHE, "use_distributed_optimizer": True}
+    run_dir = run(workspace, "colocated", num_rollout=2, lr="1e-3", decoupled_lr="2e-3", **same)
     asleep = series(run_dir, "perf/asleep_gib")
     record_property("GiB asleep", f"{max(asleep):.2f}")
     assert max(asleep) <= ASLEEP_GIB
-    resumed = {**saved, "load": saved["save"], "num_rollout": 3, "use_distributed_optimizer": True}
-    run(workspace, "colocated", **resumed, **_LARGE_CACHE)
+    run(workspace, "colocated", num_rollout=3, lr="5e-4", decoupled_lr="4e-4", load=saved["save"], **same)
     check(run_dir, 3, record_property)
     steps = series(run_dir, "rollout/step")
     assert sorted(set(steps)) == [0, 1, 2]
+    rates = {tuple(series(run_dir, f"train/lr-pg_{group}")) for group in range(2)}
+    assert rates == {(1e-3, 1e-3, 5e-4), (2e-3, 2e-3, 4e-4)}
 
 
 def test_adapters_above_weights_that_sleep_and_on_a_resume(workspace: Path, record_property: Record) -> None:

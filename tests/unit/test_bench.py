@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tools import bench
-from tools.benchmarks import train
+from tools import bench, make_tiny_model
+from tools.benchmarks import loop, report, train
 from tools.benchmarks.report import Report
 
 
@@ -32,6 +32,31 @@ def test_the_command_of_a_figure_measures_the_same(words: list[str], tmp_path: P
     again = shlex.split(command)
     assert again[:2] == ["python3", "tools/bench.py"]
     assert vars(bench.parse(again[2:])) == vars(bench.parse(words))
+
+
+def test_a_model_of_ones_own_is_measured_with_its_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_tiny_model.main(["mine"])
+    options = bench.parse(["step", "--hf-checkpoint", "mine"])
+    assert bench.command_of(options) == "python3 tools/bench.py step --hf-checkpoint=mine"
+    options.scratch = tmp_path
+    (tmp_path / "data").mkdir()
+    words = loop.arguments(options, tmp_path / "run", [])
+    assert words[words.index("--hf-checkpoint") + 1] == str(tmp_path / "mine")
+    assert "--random-weights" not in words
+    assert report.name_of(options) == "mine"
+    options.hf_checkpoint = None
+    assert "--random-weights" in loop.arguments(options, tmp_path / "run", [])
+    capsys.readouterr()
+    for words, message in (
+        ([".", "--gpus", "1"], "--hf-checkpoint .: there is no config.json in it"),
+        (["mine", "--num-layers", "2"], "--num-layers 2: --hf-checkpoint has a number of its own"),
+    ):
+        with pytest.raises(SystemExit):
+            bench.parse(["step", "--hf-checkpoint", *words])
+        assert message in capsys.readouterr().err
 
 
 def test_a_figure_says_whether_it_is_reached(tmp_path: Path) -> None:

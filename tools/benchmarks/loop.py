@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tools.benchmarks.report import BenchError, Report, make_model, name_of
+from tools.benchmarks.report import BenchError, Report, make_model, name_of, weights_of
 
 ROOT = Path(__file__).resolve().parents[2]
 WARM_UP = 2
@@ -60,7 +60,7 @@ def arguments(
     data = options.scratch / "data"
     if not data.is_dir():
         subprocess.run([sys.executable, str(ROOT / "tools/make_arithmetic_data.py"), str(data)], check=True)
-    words = ["--hf-checkpoint", str(make_model(options)), "--random-weights", "--run-dir", str(run_dir)]
+    words = [*weights_of(make_model(options)), "--run-dir", str(run_dir)]
     words += ["--prompt-data", str(data / "train.jsonl"), "--input-key", "prompt", "--label-key", "label"]
     words += ["--apply-chat-template", "--rm-type", "math", "--num-rollout", str(rollouts)]
     words += ["--rollout-batch-size", "32", "--n-samples-per-prompt", "8"]

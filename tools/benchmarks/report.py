@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from slime.options.installed import version_of
+from slime.options.model import has_weights
 from slime.utils import device
 from tools import make_tiny_model
 
@@ -88,7 +89,9 @@ class Report:
 
 
 def make_model(options: argparse.Namespace) -> Path:
-    """The directory of ``options.model``'s shape, written at the first call."""
+    """The user's own model, or the directory of one of ``options.model``'s shape, written at the first call."""
+    if options.hf_checkpoint:
+        return options.hf_checkpoint.resolve()
     directory = options.scratch / "model"
     if not directory.is_dir():
         layers = [] if options.num_layers is None else ["--num-layers", str(options.num_layers)]
@@ -96,6 +99,13 @@ def make_model(options: argparse.Namespace) -> Path:
     return Path(directory)
 
 
+def weights_of(directory: str | Path) -> list[str]:
+    """The flags of train.py for a model's directory, which may have no weights."""
+    return ["--hf-checkpoint", str(directory), *([] if has_weights(str(directory)) else ["--random-weights"])]
+
+
 def name_of(options: argparse.Namespace) -> str:
-    """What figures call the model: one with other layers than the published has another name."""
+    """What figures call the model: the name of its directory; one with other layers than the published has another."""
+    if options.hf_checkpoint:
+        return str(options.hf_checkpoint.resolve().name)
     return str(options.model) if options.num_layers is None else f"{options.model}, {options.num_layers} layers"

@@ -19,7 +19,7 @@ import numpy as np
 
 from slime.options.schema import flag_named
 from slime.utils import device
-from tools.benchmarks.report import BenchError, Report, make_model, name_of
+from tools.benchmarks.report import BenchError, Report, make_model, name_of, weights_of
 
 ROOT = Path(__file__).resolve().parents[2]
 _SLACK = 64
@@ -84,7 +84,7 @@ def training_options(options: argparse.Namespace, num_samples: int, world_size: 
     """`parse_args` of a run that trains on ``num_samples`` a step."""
     from slime.utils.arguments import parse_args
 
-    words = ["--hf-checkpoint", options.model, "--random-weights", "--load-debug-rollout-data", "unused_{rollout_id}"]
+    words = [*weights_of(options.model), "--load-debug-rollout-data", "unused_{rollout_id}"]
     words += ["--num-rollout", "100", "--rollout-batch-size", str(num_samples), "--n-samples-per-prompt", "1"]
     words += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", str(options.tokens)]
     words += ["--advantage-estimator", "grpo", "--disable-rewards-normalization"]
