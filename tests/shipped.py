@@ -86,7 +86,7 @@ def supported() -> list[str]:
     """The names of the models of which slime has a table."""
     from slime.models import FAMILIES
 
-    known = {model_type for family in FAMILIES for model_type in family.model_types}
+    known = {kind for family in FAMILIES for kind in family.model_types}
     return [name for name in CHECKPOINTS if model_type(name) in known]
 
 

@@ -9,7 +9,7 @@ def rounding(dtype: str, kl_type: str = "k1") -> float:
     """How far single tokens that round otherwise in one of two passes may move a mean over tokens.
 
     On GPUs four of some 200 first steps had such tokens: in 16 bits their log-probs were apart by 0.006 to 0.008, in
-    float32 by some 1e-7 (docs/benchmarks.md). On CPUs nothing was ever seen to differ, and nothing may.
+    float32 by some 1e-7 (docs/performance.md). On CPUs nothing was ever seen to differ, and nothing may.
 
     Args:
         dtype: in which the model computes.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import importlib.util
 import json
 import pickle
 import sys
@@ -333,16 +334,36 @@ def test_a_row_has_adapters_of_all_its_sources_or_of_none() -> None:
     assert completed(whole, qwen2.FAMILY).keys() == whole.keys()
 
 
-@pytest.mark.parametrize("flags", [["--enable-lora", "--tp-size", "1"], ["--tp-size", "1"]])
-def test_memory_is_pinned_where_there_is_none(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In servers with adapters; others are left as they are."""
+@pytest.fixture
+def before_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a server without GPUs that has not begun; what `compat.install` does for all models does nothing."""
     if torch.cuda.is_available():
-        pytest.skip("memory can be pinned here")
+        pytest.skip("servers here compute on a GPU")
     for part in ("_declare_torchvision_operators", "_synchronize_nothing", "_allow_sampling_seeds"):
         monkeypatch.setattr(compat, part, lambda: None)
     monkeypatch.setattr(compat, "_installed", False)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+
+
+@pytest.mark.parametrize("cuda_build", [True, False])
+def test_torchvisions_operators_are_declared_beside_a_cpu_build_of_torch_only(
+    cuda_build: bool, before_install: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside another, as on a login node without GPUs, it declares them itself, and twice ends the process."""
+    calls: list[str] = []
+    monkeypatch.setattr(compat, "_declare_torchvision_operators", lambda: calls.append("declared"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: cuda_build)
+    compat.install()
+    assert bool(calls) != cuda_build
+
+
+@pytest.mark.parametrize("flags", [["--enable-lora", "--tp-size", "1"], ["--tp-size", "1"]])
+def test_memory_is_pinned_where_there_is_none(
+    flags: list[str], before_install: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In servers with adapters; others are left as they are."""
     for name in ("tensor", "zeros"):
         monkeypatch.setattr(torch, name, getattr(torch, name))
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.pin_memory)
@@ -356,18 +377,15 @@ def test_memory_is_pinned_where_there_is_none(flags: list[str], monkeypatch: pyt
 
 @pytest.mark.parametrize(("config", "called"), [(LATENT, True), (QWEN3, False)])
 def test_servers_of_latent_attention_get_their_fix(
-    directory: Path, config: dict[str, object], called: bool, monkeypatch: pytest.MonkeyPatch
+    directory: Path,
+    config: dict[str, object],
+    called: bool,
+    before_install: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And others do not, which it would make start seconds later."""
-    if torch.cuda.is_available():
-        pytest.skip("servers here compute on a GPU")
     calls: list[str] = []
-    for part in ("_declare_torchvision_operators", "_synchronize_nothing", "_allow_sampling_seeds"):
-        monkeypatch.setattr(compat, part, lambda: None)
     monkeypatch.setattr(compat, "_attend_to_latents", lambda: calls.append("latents"))
-    monkeypatch.setattr(compat, "_installed", False)
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     write_model(directory / "served", config)
     compat.install(["--model-path", str(directory / "served"), "--tp-size", "1"])
     assert bool(calls) == called

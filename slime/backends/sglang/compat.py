@@ -55,7 +55,7 @@ def install(flags: Sequence[str] = ()) -> None:
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     absent = frozenset(name for name in _STAND_INS if importlib.util.find_spec(name) is None)
     sys.meta_path.append(_StandInFinder(absent))
-    if "torchvision" not in absent:
+    if "torchvision" not in absent and not torch.backends.cuda.is_built():
         _declare_torchvision_operators()
     _synchronize_nothing()
     if not _LORA_FLAGS.isdisjoint(flags):
