@@ -22,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from slime.options.model import has_weights  # noqa: E402
 from slime.options.schema import flag_named  # noqa: E402
 from slime.utils import device  # noqa: E402
 from tools.benchmarks import loop, rollout, train  # noqa: E402
@@ -38,17 +39,16 @@ CASES: dict[str, tuple[Callable[[argparse.Namespace, Report], None], str]] = {
 }
 
 
-_MODEL = "the shape, and whose figures are to be reached; default: %(default)s, with random weights"
-
-
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     subcommands = parser.add_subparsers(dest="case", required=True, metavar="CASE")
     for name, (_, text) in CASES.items():
         case = subcommands.add_parser(name, help=text, description=text)
-        case.add_argument("--model", choices=sorted(PUBLISHED), default="qwen3-1.7b", help=_MODEL)
-        case.add_argument("--hf-checkpoint", type=Path, help="directory of a model in its place, its weights too")
+        model = case.add_mutually_exclusive_group()
+        shape = "a published shape, with random weights; default: %(default)s"
+        model.add_argument("--model", choices=sorted(PUBLISHED), default="qwen3-1.7b", help=shape)
+        model.add_argument("--hf-checkpoint", type=Path, help="a model's directory, of which no goals are known")
         case.add_argument("--num-layers", type=int, help="where all of the model's do not fit; default: all")
         case.add_argument("--gpus", type=int, default=1, help="default: %(default)s")
         case.add_argument("--budget-s", type=float, default=600.0, help="seconds for all of it; default: %(default)s")
@@ -59,10 +59,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             train.add_arguments(case)
     options = parser.parse_args(argv)
     if options.hf_checkpoint:
-        if options.num_layers:
+        if options.num_layers is not None:
             parser.error(f"--num-layers {options.num_layers}: --hf-checkpoint has a number of its own")
-        if not (options.hf_checkpoint / "config.json").is_file():
-            parser.error(f"--hf-checkpoint {options.hf_checkpoint}: there is no config.json in it")
+        if not (options.hf_checkpoint / "config.json").is_file() or not has_weights(str(options.hf_checkpoint)):
+            parser.error(f"--hf-checkpoint {options.hf_checkpoint}: it lacks config.json or *.safetensors")
     options.flags = shlex.split(options.flags)
     return options
 
@@ -86,8 +86,8 @@ def main(argv: list[str] | None = None) -> int:
     if (present := device.count()) < options.gpus:
         print(f"bench: error: --gpus {options.gpus}: GPUs that torch sees on this host: {present}", file=sys.stderr)
         return 1
-    deadline, whole = time.monotonic() + options.budget_s, options.num_layers is None
-    report = Report(command_of(options), deadline, options.output, whole)
+    published = options.num_layers is None and options.hf_checkpoint is None
+    report = Report(command_of(options), time.monotonic() + options.budget_s, options.output, published)
     with tempfile.TemporaryDirectory() as scratch:
         options.scratch = Path(scratch)
         options.log_dir = (options.log_dir or options.scratch).resolve()

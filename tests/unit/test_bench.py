@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tools import bench, make_tiny_model
-from tools.benchmarks import loop, report, train
-from tools.benchmarks.report import Report
+from tools.benchmarks import loop, train
+from tools.benchmarks.report import Report, name_of
 
 
 @pytest.mark.parametrize(
@@ -46,16 +46,18 @@ def test_a_model_of_ones_own_is_measured_with_its_weights(
     words = loop.arguments(options, tmp_path / "run", [])
     assert words[words.index("--hf-checkpoint") + 1] == str(tmp_path / "mine")
     assert "--random-weights" not in words
-    assert report.name_of(options) == "mine"
+    assert name_of(options) == "mine"
     options.hf_checkpoint = None
     assert "--random-weights" in loop.arguments(options, tmp_path / "run", [])
     capsys.readouterr()
-    for words, message in (
-        ([".", "--gpus", "1"], "--hf-checkpoint .: there is no config.json in it"),
-        (["mine", "--num-layers", "2"], "--num-layers 2: --hf-checkpoint has a number of its own"),
+    make_tiny_model.main(["shape", "--like", "qwen3-4b"])
+    for wrong, message in (
+        (["shape"], "--hf-checkpoint shape: it lacks config.json or *.safetensors"),
+        (["mine", "--num-layers", "0"], "--num-layers 0: --hf-checkpoint has a number of its own"),
+        (["mine", "--model", "qwen3-4b"], "not allowed with argument --hf-checkpoint"),
     ):
         with pytest.raises(SystemExit):
-            bench.parse(["step", "--hf-checkpoint", *words])
+            bench.parse(["step", "--hf-checkpoint", *wrong])
         assert message in capsys.readouterr().err
 
 
@@ -67,7 +69,7 @@ def test_a_figure_says_whether_it_is_reached(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [(row["target"], row["met"]) for row in rows] == [(0.1, True), (0.42, False), (None, None)]
     assert rows[2]["parts"] == {"generation": 1.0}
-    part = Report("command", math.inf, whole_model=False)
+    part = Report("command", math.inf, published=False)
     part.add("refit", "qwen3-4b, 2 layers", 1, 0.05, "s", at_most=0.1)
     assert (part.rows[0]["target"], part.rows[0]["met"]) == (None, None)
 

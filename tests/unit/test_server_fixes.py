@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
+from slime.backends.sglang import compat
 from slime.backends.sglang.process import FLOAT8_VARIABLE, GENERATE_KEY_VARIABLE
 
 NUM_GPUS = 0
@@ -43,3 +47,26 @@ def test_every_process_of_a_server_has_the_fixes(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     mended = json.loads(ran.stdout.splitlines()[-1])
     assert [name for name, done in mended.items() if not done] == []
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_operators_that_torchvision_declares_itself_are_not_declared_again(
+    loads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which would end the process; beside another build of torch its extension does not load."""
+    loaded: list[str] = []
+    declared: list[str] = []
+
+    def load(path: str) -> None:
+        loaded.append(path)
+        if not loads:
+            raise OSError("libcudart.so.13: cannot open shared object file")
+
+    extension = tmp_path / "_C.so"
+    extension.touch()
+    monkeypatch.setattr(torch.ops, "load_library", load)
+    monkeypatch.setattr(compat, "_torchvision_library", None)
+    monkeypatch.setattr(torch.library.Library, "define", lambda self, schema: declared.append(schema.split("(")[0]))
+    compat._declare_torchvision_operators(tmp_path)
+    assert loaded == [str(extension)]
+    assert declared == ([] if loads else ["nms", "qnms"])

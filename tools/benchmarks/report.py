@@ -28,23 +28,23 @@ class Report:
 
     Attributes:
         deadline: of `time.monotonic`; a case that would begin after it is left out.
-        whole_model: whether the model has all of its layers.
+        published: whether the model is one that goals are for, with all of its layers.
     """
 
     command: str
     deadline: float
     output: Path | None = None
-    whole_model: bool = True
+    published: bool = True
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, case: str, model: str, gpus: int, value: float, unit: str, **details: Any) -> None:
         """One figure.
 
         Args:
-            details: more to know about it; ``at_most`` or ``at_least`` is the figure to reach, by a whole model.
+            details: more to know about it; ``at_most`` or ``at_least`` is the figure to reach, by a published model.
         """
         at_most, at_least = details.pop("at_most", None), details.pop("at_least", None)
-        if not self.whole_model:
+        if not self.published:
             at_most = at_least = None
         target = at_most if at_most is not None else at_least
         met = None if target is None else value <= target if at_most is not None else value >= target

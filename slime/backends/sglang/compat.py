@@ -53,10 +53,10 @@ def install(flags: Sequence[str] = ()) -> None:
         return
     _installed = True
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-    absent = frozenset(name for name in _STAND_INS if importlib.util.find_spec(name) is None)
-    sys.meta_path.append(_StandInFinder(absent))
-    if "torchvision" not in absent and not torch.backends.cuda.is_built():
-        _declare_torchvision_operators()
+    places = {name: importlib.util.find_spec(name) for name in _STAND_INS}
+    sys.meta_path.append(_StandInFinder(frozenset(name for name, place in places.items() if place is None)))
+    if (torchvision := places["torchvision"]) is not None:
+        _declare_torchvision_operators(Path(str(torchvision.origin)).parent)
     _synchronize_nothing()
     if not _LORA_FLAGS.isdisjoint(flags):
         _pin_nothing()
@@ -135,11 +135,18 @@ class _StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         vars(module).update(_CONTENTS.get(module.__name__, {}))
 
 
-def _declare_torchvision_operators() -> None:
-    """Declare what torchvision's CUDA wheel cannot load beside a CPU build of torch, and then registers fakes for.
+def _declare_torchvision_operators(package: Path) -> None:
+    """Declare what torchvision registers fakes for, where it cannot load it: a CUDA wheel beside a CPU build of torch.
 
-    Goes when torchvision is installed from the same index as torch (its CPU wheel loads).
+    Where it can, it declares the operators itself, and twice would end the process. Goes when torchvision is installed
+    from the same index as torch.
     """
+    try:
+        for extension in package.glob("_C*.so"):
+            torch.ops.load_library(str(extension))
+            return
+    except OSError:  # it wants libraries of CUDA
+        pass
     library = torch.library.Library("torchvision", "FRAGMENT")
     for name in ("nms", "qnms"):
         if not hasattr(torch.ops.torchvision, name):
