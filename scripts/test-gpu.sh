@@ -36,6 +36,8 @@ fi
 gpus=$(python3 - <<'CHECK'
 import os
 import sys
+from slime.utils.installation import check_installation
+check_installation("test-gpu")
 import torch
 if not torch.cuda.is_available():
     sys.exit("test-gpu: error: torch sees no GPU on this host; scripts/test.sh is for hosts without")

@@ -22,8 +22,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from slime.utils.installation import check_installation  # noqa: E402
+
+check_installation()
+
 from slime.options.model import has_weights  # noqa: E402
-from slime.options.schema import flag_named  # noqa: E402
+from slime.options.schema import flag_named, positive  # noqa: E402
 from slime.utils import device  # noqa: E402
 from tools.benchmarks import loop, rollout, train  # noqa: E402
 from tools.benchmarks.report import BenchError, Report  # noqa: E402
@@ -44,13 +48,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     subcommands = parser.add_subparsers(dest="case", required=True, metavar="CASE")
     for name, (_, text) in CASES.items():
-        case = subcommands.add_parser(name, help=text, description=text)
+        case = subcommands.add_parser(name, help=text, description=text, allow_abbrev=False)
         model = case.add_mutually_exclusive_group()
         shape = "a published shape, with random weights; default: %(default)s"
         model.add_argument("--model", choices=sorted(PUBLISHED), default="qwen3-1.7b", help=shape)
         model.add_argument("--hf-checkpoint", type=Path, help="a model's directory, of which no goals are known")
-        case.add_argument("--num-layers", type=int, help="where all of the model's do not fit; default: all")
-        case.add_argument("--gpus", type=int, default=1, help="default: %(default)s")
+        case.add_argument("--num-layers", type=positive, help="where all of the model's do not fit; default: all")
+        case.add_argument("--gpus", type=positive, default=1, help="default: %(default)s")
         case.add_argument("--budget-s", type=float, default=600.0, help="seconds for all of it; default: %(default)s")
         case.add_argument("--output", type=Path, help="append the JSON lines to this file too")
         case.add_argument("--log-dir", type=Path, help="where runs and their logs go; default: a temporary directory")
@@ -62,8 +66,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         if options.num_layers is not None:
             parser.error(f"--num-layers {options.num_layers}: --hf-checkpoint has a number of its own")
         if not (options.hf_checkpoint / "config.json").is_file() or not has_weights(str(options.hf_checkpoint)):
-            parser.error(f"--hf-checkpoint {options.hf_checkpoint}: it lacks config.json or *.safetensors")
-    options.flags = shlex.split(options.flags)
+            parser.error(f"--hf-checkpoint {options.hf_checkpoint}: no directory with config.json and *.safetensors")
+    try:
+        options.flags = shlex.split(options.flags)
+    except ValueError as error:
+        parser.error(f"--flags {options.flags}: {error}")
     return options
 
 

@@ -18,13 +18,20 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.backends.megatron import compat
+from slime.utils.installation import check_installation
+
+check_installation()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from slime.backends.megatron import compat  # noqa: E402
 
 compat.install()
 

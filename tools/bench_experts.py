@@ -12,17 +12,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.backends.megatron import compat
+from slime.utils.installation import check_installation
+
+check_installation()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from slime.backends.megatron import compat  # noqa: E402
 
 compat.install()
 

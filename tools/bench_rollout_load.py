@@ -20,10 +20,14 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from slime.utils.installation import check_installation  # noqa: E402
+
+check_installation()
+
+import numpy as np  # noqa: E402
 
 from slime.rollout.tokenizer import load_tokenizer  # noqa: E402
 from slime.utils.arguments import parse_args  # noqa: E402

@@ -10,13 +10,21 @@ prints a line for each way of batching, over the same log-normal lengths. Work i
 from __future__ import annotations
 
 import argparse
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
-import numpy as np
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.batching.flops import DecoderShape, forward_flops
-from slime.batching.schedule import ScheduledStep, build_schedule
+from slime.utils.installation import check_installation
+
+check_installation()
+
+import numpy as np  # noqa: E402
+
+from slime.batching.flops import DecoderShape, forward_flops  # noqa: E402
+from slime.batching.schedule import ScheduledStep, build_schedule  # noqa: E402
 
 QWEN3_8B = DecoderShape(
     num_layers=36,

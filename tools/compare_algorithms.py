@@ -21,7 +21,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from tools.quickstart import Phases, QuickstartError, choose_start, cleared, end_running
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from slime.utils.installation import check_installation
+
+check_installation()
+
+from tools.quickstart import Phases, QuickstartError, choose_start, cleared, end_running  # noqa: E402
 
 if TYPE_CHECKING:
     from slime.utils.types import Sample

@@ -17,11 +17,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from slime.utils.installation import check_installation  # noqa: E402
+
+check_installation()
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
 
 from slime.backends.megatron.log_probs import token_terms  # noqa: E402
 from slime.utils import device  # noqa: E402

@@ -17,14 +17,21 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
-import aiohttp
-import requests
-from ray.dashboard.modules.job.common import JobSubmitResponse
-from ray.exceptions import AuthenticationError, RayError
-from ray.job_submission import JobStatus, JobSubmissionClient
-from ray.runtime_env import RuntimeEnv
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from slime.utils.installation import check_installation
+
+check_installation()
+
+import aiohttp  # noqa: E402
+import requests  # noqa: E402
+from ray.dashboard.modules.job.common import JobSubmitResponse  # noqa: E402
+from ray.exceptions import AuthenticationError, RayError  # noqa: E402
+from ray.job_submission import JobStatus, JobSubmissionClient  # noqa: E402
+from ray.runtime_env import RuntimeEnv  # noqa: E402
 
 
 class _StrangeAnswerError(Exception):

@@ -52,8 +52,11 @@ def test_a_model_of_ones_own_is_measured_with_its_weights(
     capsys.readouterr()
     make_tiny_model.main(["shape", "--like", "qwen3-4b"])
     for wrong, message in (
-        (["shape"], "--hf-checkpoint shape: it lacks config.json or *.safetensors"),
-        (["mine", "--num-layers", "0"], "--num-layers 0: --hf-checkpoint has a number of its own"),
+        (["shape"], "--hf-checkpoint shape: no directory with config.json and *.safetensors"),
+        (["mine", "--num-layers", "2"], "--num-layers 2: --hf-checkpoint has a number of its own"),
+        (["mine", "--gpus", "0"], "argument --gpus: 0 is not above 0"),
+        (["mine", "--gpu", "1"], "unrecognized arguments: --gpu 1"),
+        (["mine", "--flags", "--x 'y"], "--flags --x 'y: No closing quotation"),
         (["mine", "--model", "qwen3-4b"], "not allowed with argument --hf-checkpoint"),
     ):
         with pytest.raises(SystemExit):

@@ -77,7 +77,9 @@ class Report:
         return left < needs
 
     def table(self, stream: TextIO = sys.stdout) -> None:
-        """All figures, one line each."""
+        """All figures, one line each, where there are any."""
+        if not self.rows:
+            return
         print(f"\n{'case':<34} {'model':<24} {'GPUs':>4} {'value':>12} {'unit':<10} {'to reach':>9}", file=stream)
         for row in self.rows:
             target = "" if row["target"] is None else f"{row['target']:g} {'yes' if row['met'] else 'NO'}"
