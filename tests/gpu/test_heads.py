@@ -1,4 +1,4 @@
-"""Engines that draft, in the colocated loop: by the heads which the trainer trains (MTP), or by a model of its own."""
+"""Engines that draft, in the colocated loop: by heads that the trainer trains (MTP), or by a model of their own."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_engines_draft_by_the_trainers_heads(workspace: Path, tmp_path: Path, re
     assert losses[-1] < losses[0]
 
 
-def test_engines_draft_by_a_model_of_its_own(workspace: Path, tmp_path: Path, record_property: Record) -> None:
+def test_engines_draft_by_a_model_of_their_own(workspace: Path, tmp_path: Path, record_property: Record) -> None:
     """What a draft of the first weights proposes changes no log-prob."""
     draft = tmp_path / "draft"
     shutil.copytree(workspace / "model", draft)

@@ -34,9 +34,7 @@ def test_the_command_of_a_figure_measures_the_same(words: list[str], tmp_path: P
     assert vars(bench.parse(again[2:])) == vars(bench.parse(words))
 
 
-def test_a_model_of_ones_own_is_measured_with_its_weights(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_of_ones_own_is_measured_with_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     make_tiny_model.main(["mine"])
     options = bench.parse(["step", "--hf-checkpoint", "mine"])
@@ -49,19 +47,27 @@ def test_a_model_of_ones_own_is_measured_with_its_weights(
     assert name_of(options) == "mine"
     options.hf_checkpoint = None
     assert "--random-weights" in loop.arguments(options, tmp_path / "run", [])
-    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--hf-checkpoint", "shape"], "--hf-checkpoint shape: no directory with config.json and *.safetensors"),
+        (["--hf-checkpoint", "mine", "--num-layers", "2"], "--num-layers 2: --hf-checkpoint has a number of its own"),
+        (["--hf-checkpoint", "mine", "--model", "qwen3-4b"], "--model: not allowed with argument --hf-checkpoint"),
+        (["--gpus", "0"], "argument --gpus: 0 is not above 0"),
+        (["--gpu", "1"], "unrecognized arguments: --gpu 1"),
+        (["--flags", "--x 'y"], "--flags --x 'y: No closing quotation"),
+    ],
+)
+def test_a_wrong_command_line_is_told(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     make_tiny_model.main(["shape", "--like", "qwen3-4b"])
-    for wrong, message in (
-        (["shape"], "--hf-checkpoint shape: no directory with config.json and *.safetensors"),
-        (["mine", "--num-layers", "2"], "--num-layers 2: --hf-checkpoint has a number of its own"),
-        (["mine", "--gpus", "0"], "argument --gpus: 0 is not above 0"),
-        (["mine", "--gpu", "1"], "unrecognized arguments: --gpu 1"),
-        (["mine", "--flags", "--x 'y"], "--flags --x 'y: No closing quotation"),
-        (["mine", "--model", "qwen3-4b"], "not allowed with argument --hf-checkpoint"),
-    ):
-        with pytest.raises(SystemExit):
-            bench.parse(["step", "--hf-checkpoint", *wrong])
-        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        bench.parse(["step", *words])
+    assert message in capsys.readouterr().err
 
 
 def test_a_figure_says_whether_it_is_reached(tmp_path: Path) -> None:
