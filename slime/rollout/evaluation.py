@@ -91,6 +91,7 @@ def eval_args(args: Namespace, dataset: EvalDataset) -> Namespace:
     """The options for generating and judging the samples of a dataset: they see its settings as the run's own."""
     changes: dict[str, Any] = {
         "rollout_skip_special_tokens": dataset.skip_special_tokens,
+        "rollout_stop_token_ids": dataset.stop_token_ids,
         "apply_chat_template": dataset.apply_chat_template,
         "apply_chat_template_kwargs": dataset.apply_chat_template_kwargs,
     }

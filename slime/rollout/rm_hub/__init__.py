@@ -11,10 +11,11 @@ from slime.rollout.loop import run_all
 from slime.rollout.rm_hub.answers import last_boxed
 from slime.rollout.rm_hub.custom import Reward, custom_rewards, hook_of, limit_of
 from slime.rollout.rm_hub.graders import ASKS_A_SERVER, BOXED_GRADERS, GRADERS
+from slime.rollout.rm_hub.special_tokens import response_without_special_tokens
 from slime.utils.errors import BadInputError
 from slime.utils.types import Sample
 
-__all__ = ["Reward", "async_rm", "batched_async_rm", "judge_of"]
+__all__ = ["Reward", "async_rm", "batched_async_rm", "judge_of", "response_without_special_tokens"]
 
 _BOXED = "boxed_"
 
@@ -23,8 +24,8 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Reward:
     """The reward of one sample.
 
     Who computes it: ``sample.custom_rm_path``, else ``--custom-rm-path``, else ``metadata["rm_type"]``, else
-    ``--rm-type``. With the prefix ``boxed_`` only the content of the response's last ``\\boxed{}`` is judged. A user's
-    function that takes a list gets one with this sample alone.
+    ``--rm-type``. Those by name judge the response without special tokens, with the prefix ``boxed_`` only the content
+    of its last ``\\boxed{}``. A user's function that takes a list gets one with this sample alone.
 
     Args:
         kwargs: passed on to a user's function.
@@ -91,7 +92,7 @@ async def _built_in(args: Namespace, sample: Sample) -> Reward:
     name = _rm_type(args, sample)
     if not name:
         raise BadInputError("there is no reward: give --rm-type, --custom-rm-path or metadata['rm_type']")
-    bare, response = name.removeprefix(_BOXED), sample.response
+    bare, response = name.removeprefix(_BOXED), response_without_special_tokens(args, sample)
     grader = GRADERS.get(bare)
     if name != bare and bare in BOXED_GRADERS:
         grader = BOXED_GRADERS[bare]
