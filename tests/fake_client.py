@@ -13,6 +13,8 @@ import pytest
 
 from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
+from slime.rollout.gate import hold_requests
+from slime.rollout.loop import background_loop
 from slime.rollout.metrics import accounting
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.types import Sample
@@ -73,6 +75,12 @@ def rollout(args: Namespace, rollout_id: int = 0, source: Any = None) -> Rollout
     return output
 
 
+def push(version: int) -> None:
+    """Have the rollouts' event loop know of new weights, as train_async.py's driver does."""
+    for hold in (True, False):
+        background_loop().run(hold_requests(hold, None if hold else version), timeout=60, what="push")
+
+
 def hook_file(tmp_path: Path, code: str) -> Path:
     path = tmp_path / f"hook_{random.randrange(10**9)}.py"
     path.write_text(code)
@@ -83,7 +91,7 @@ class Engine:
     """Prompts longer than ``longest`` are under way until an abort, and then have ``made`` as their response."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, longest: int, made: str = "so") -> None:
-        self.longest, self.made = longest, made
+        self.longest, self.made, self.version = longest, made, 1
         self.aborted: asyncio.Event | None = None
         self.asked: list[list[str] | None] = []
         monkeypatch.setattr("slime.rollout.pool.abort_requests", self.abort)
@@ -96,10 +104,10 @@ class Engine:
 
     async def __call__(self, number: int, input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
         if len(input_ids) <= self.longest:
-            return reply(str(len(input_ids)))
+            return reply(str(len(input_ids)), version=self.version)
         self.aborted = self.aborted or asyncio.Event()
         await self.aborted.wait()
-        return reply(self.made, finish="abort")
+        return reply(self.made, finish="abort", version=self.version)
 
     def go_on(self) -> None:
         """From now on all are answered."""

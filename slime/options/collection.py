@@ -16,8 +16,11 @@ def check_collection(args: Namespace, given: set[str]) -> None:
     batch, over = args.rollout_batch_size, args.over_sampling_batch_size
     if over is not None and over < batch:
         raise OptionError(f"--over-sampling-batch-size {over} is less than --rollout-batch-size {batch}")
-    if args.mask_offpolicy_in_partial_rollout and not args.partial_rollout:
-        raise OptionError("--mask-offpolicy-in-partial-rollout has no effect without --partial-rollout")
+    if args.mask_offpolicy_in_partial_rollout and not (args.partial_rollout or over is not None or args.asynchronous):
+        raise OptionError(
+            "--mask-offpolicy-in-partial-rollout has no effect without --partial-rollout or --over-sampling-batch-size "
+            "in train.py: all tokens are of the newest weights"
+        )
     source = args.data_source_path.replace(":", ".")
     for flag in ("partial_rollout", "buffer_filter_path"):
         if getattr(args, flag) and source in _WITHOUT_BUFFER:

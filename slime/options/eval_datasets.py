@@ -217,6 +217,8 @@ def _checked(field: dataclasses.Field[Any], value: Any, where: str) -> Any:
     values = value if is_list and isinstance(value, list) else [value]
     if not all(_is(item, kind) for item in values):
         raise OptionError(f"{where} must be {'a list, each ' if is_list else ''}{_KINDS[kind]}, not {value!r:.60}")
+    if "" in values:
+        raise OptionError(f"{where} {'has an empty text in it' if is_list else 'is empty'}: drop it, or write null")
     if (problem := None if is_list else beyond_bounds(field, value)) is not None:
         raise OptionError(f"{where} {problem}")
     return values if is_list else value

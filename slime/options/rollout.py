@@ -64,7 +64,9 @@ class RolloutOptions:
         False, "Responses that are not finished when a rollout has what it needs go on in a later one."
     )
     mask_offpolicy_in_partial_rollout: bool = option(
-        False, "Leave the tokens of such a response that older weights generated out of the loss."
+        False,
+        "Leave tokens that older weights generated out of the loss: those of all segments before the newest push, in "
+        "partial, surplus and asynchronous responses alike.",
     )
     on_sample_error: Literal["retry", "drop", "stop"] = option(
         "retry",

@@ -111,14 +111,17 @@ def _bounded(scalar: type, field: dataclasses.Field[Any]) -> Callable[[str], Any
     return convert
 
 
-def _add_list(group: Any, names: list[str], element: Any, common: dict[str, Any]) -> None:
+def _add_list(
+    group: Any, names: list[str], element: Any, field: dataclasses.Field[Any], common: dict[str, Any]
+) -> None:
     """``--x a b`` for a list; for a list of lists every occurrence of the flag adds one."""
     if get_origin(element) is list:
-        group.add_argument(*names, action="append", nargs="+", type=get_args(element)[0], metavar="WORD", **common)
+        word = _bounded(get_args(element)[0], field)
+        group.add_argument(*names, action="append", nargs="+", type=word, metavar="WORD", **common)
     elif get_origin(element) is Literal:
         group.add_argument(*names, nargs="+", choices=get_args(element), **common)
     else:
-        group.add_argument(*names, nargs="+", type=element, metavar=element.__name__.upper(), **common)
+        group.add_argument(*names, nargs="+", type=_bounded(element, field), metavar=element.__name__.upper(), **common)
 
 
 def add_options(parser: argparse.ArgumentParser, options: type) -> None:
@@ -138,7 +141,7 @@ def add_options(parser: argparse.ArgumentParser, options: type) -> None:
         elif get_origin(annotation) is Literal:
             group.add_argument(*names, choices=get_args(annotation), **common)
         elif get_origin(annotation) is list:
-            _add_list(group, names, get_args(annotation)[0], common)
+            _add_list(group, names, get_args(annotation)[0], field, common)
         elif get_origin(annotation) is dict:
             group.add_argument(*names, type=json_object, metavar="JSON", **common)
         else:

@@ -79,7 +79,7 @@ class Stream:
         try:
             async with asyncio.timeout(args.rollout_timeout):
                 pool, state = await self._until_enough()
-                groups = pool.take(args.rollout_batch_size)
+                groups = pool.take(args.rollout_batch_size, rollout_id)
                 self._next = rollout_id + 1
                 all_done, pool.all_done = pool.all_done, []
                 metrics = pool.metrics() | {"rollout/groups_under_way": float(pool.num_under_way)}

@@ -16,12 +16,12 @@ from slime.rollout.failure_log import FailureLog
 from slime.rollout.generation import generate
 from slime.rollout.hooks import HookError, Limit, accepted, call_hook, naming
 from slime.rollout.loop import run_all
+from slime.rollout.off_policy import newest_version, note_version
 from slime.rollout.rm_hub import async_rm, batched_async_rm, judge_of
 from slime.rollout.sampling import request_seed
 from slime.rollout.state import RolloutState, state_of_call
 from slime.rollout.train_data import check_response
 from slime.rollout.under_way import current_rollout
-from slime.rollout.versions import pushed_version
 from slime.utils.errors import DeadlineError, SettingError, SlimeError
 from slime.utils.http_utils import RequestError
 from slime.utils.misc import load_function
@@ -81,9 +81,6 @@ class GroupRun:
         self._evaluation = evaluation
         self._generated = {position for position, sample in enumerate(group) if sample.status in _FINISHED}
         """Positions of samples that need no more than a reward."""
-        if args.mask_offpolicy_in_partial_rollout and len(self._generated) < len(group):
-            for sample in group:  # those that were finished before the others too
-                sample.loss_mask = [0] * sample.response_length if sample.response_length else sample.loss_mask
         self._untouched: dict[int, bytes] = {}
         """By position, samples as they were: those that a user's function gets, and those that go on."""
 
@@ -114,6 +111,8 @@ class GroupRun:
         is_partial = len(parts) == 1 and sample.status is Status.ABORTED and sample.response_length > 0
         if is_partial and self.args.partial_rollout:
             sample.metadata.setdefault("start_rollout_id", current_rollout())
+            if self.args.mask_offpolicy_in_partial_rollout:
+                note_version(sample, newest_version(self.args), as_segment=True)
             return parts
         if position in self._untouched:
             sample = pickle.loads(self._untouched[position])
@@ -186,7 +185,7 @@ class GroupRun:
         function = load_function(path, flag=flag, default_names=("generate", "custom_generate"))
         takes_list = "samples" in inspect.signature(function).parameters
         for attempt in range(_MAX_ABORTS):
-            given, version = self._as_it_was(position) if attempt else sample, pushed_version()
+            given, version = self._as_it_was(position) if attempt else sample, newest_version(self.args)
             own = copy.deepcopy(params)  # what it changes in them is for this call
             by_position = [[given]] if takes_list else [given, own]
             by_name = {"sampling_params": own} if takes_list else {}
@@ -194,8 +193,9 @@ class GroupRun:
             limit = self._limit(f"the generation of sample {sample.index} by {flag} {path}")
             result = await call_hook(function, f"{flag} {path}", self.args, *by_position, limit=limit, **known)
             result = _checked(result, given, f"{flag} {path}")
-            if self.args.asynchronous:
-                _note_version(result, version)
+            if self.args.asynchronous or self.args.mask_offpolicy_in_partial_rollout:
+                for part in flatten_samples(result):
+                    note_version(part, version)  # when it was called: the oldest that it can be
             if state.ending or all(part.status is not Status.ABORTED for part in flatten_samples(result)):
                 return result
         raise HookError(
@@ -342,13 +342,6 @@ def _is_of_sample(error: Exception, what: str) -> bool:
 def _params_of_member(params: dict[str, Any], position: int) -> dict[str, Any]:
     seed = params.get("sampling_seed")
     return dict(params) if seed is None else params | {"sampling_seed": request_seed(seed, position)}
-
-
-def _note_version(result: Sample | list[Sample], version: int) -> None:
-    """Give what a function filled by hand the version of the weights when it was called: the oldest that it can be."""
-    for part in flatten_samples(result):
-        if part.response_length and not part.weight_versions:
-            part.weight_versions = [str(version)]
 
 
 def _checked(result: Any, sample: Sample, where: str) -> Sample | list[Sample]:

@@ -18,6 +18,7 @@ from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.group import GroupRun, untrainable
 from slime.rollout.hooks import HookError, call_hook
 from slime.rollout.loop import cancel, in_own_thread
+from slime.rollout.off_policy import MASKED_TOKENS, mask_older_tokens, newest_version
 from slime.rollout.prompts import as_prompts, count_dropped, draw_groups, put_back
 from slime.rollout.sampling import seeded, train_sampling_params
 from slime.rollout.state import RolloutState, position
@@ -72,6 +73,8 @@ class Pool:
         """The filter's, by its reasons, since it has kept a group."""
         self.num_failed = 0
         self.num_stale = 0
+        self._num_masked = 0
+        """Tokens of older weights."""
 
     @property
     def num_under_way(self) -> int:
@@ -204,11 +207,21 @@ class Pool:
             raise HookError(f"{flag} {path} must return a bool or a DynamicFilterOutput, not {verdict!r:.120}")
         return verdict
 
-    def take(self, num_groups: int) -> list[list[Any]]:
-        """The groups that were kept first, in the order of drawing."""
+    def take(self, num_groups: int, rollout_id: int) -> list[list[Any]]:
+        """The groups that were kept first, in the order of drawing, for a rollout to be trained on."""
         taken, self.kept = self.kept[:num_groups], self.kept[num_groups:]
         self.num_failed = 0
-        return [results for _, results in sorted(taken, key=lambda entry: entry[0])]
+        groups = [results for _, results in sorted(taken, key=lambda entry: entry[0])]
+        if self._args.mask_offpolicy_in_partial_rollout:
+            samples = flatten_samples(groups)
+            self._num_masked += mask_older_tokens(samples, newest_version(self._args, rollout_id))
+            if not any(sample.effective_response_length for sample in samples):
+                logger.warning(
+                    "rollout %d: older weights generated every token, and --mask-offpolicy-in-partial-rollout leaves "
+                    "nothing to train on: lower --max-weight-staleness or --over-sampling-batch-size, or drop the flag",
+                    rollout_id,
+                )
+        return groups
 
     async def return_stale(self, is_stale: Callable[[Sample], bool]) -> bool:
         """Put kept groups with a stale sample back into the data source, to be generated anew; whether any are."""
@@ -261,5 +274,7 @@ class Pool:
         stale = {"rollout/stale_groups_returned": float(self.num_stale)} if self._forgives else {}
         self.filtered.clear()
         self._state.failures.clear()
-        self.num_stale = 0
+        if self._args.mask_offpolicy_in_partial_rollout:
+            figures[MASKED_TOKENS] = float(self._num_masked)
+        self.num_stale = self._num_masked = 0
         return figures | stale

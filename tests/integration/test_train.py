@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from slime.utils.types import Sample
 from tests.integration.harness import ROOT, TrainProcess, assert_documented, read_metrics, series
 from tests.integration.replays import check_dumps, training
 
@@ -349,6 +350,11 @@ def test_resume_with_a_buffer_of_partial_and_surplus_groups(workspace: Path) -> 
         assert figures["rollout/prompts_read"] == sum(parts)
     assert max(series(run_dir, "rollout/partial_samples")) > 0
     assert_documented(run_dir)
+    assert sum(series(run_dir, "rollout/offpolicy_tokens_masked")) > 0
+    for rollout_id in range(5):
+        for fields in torch.load(run_dir / f"samples_{rollout_id}.pt", weights_only=False)["samples"]:
+            sample = Sample.from_dict(fields)
+            assert sample.loss_mask == [int(version == str(rollout_id)) for version in sample.token_versions()]
     # Masked or not, every token's log-prob is the engine's own of then: those of partial ones are older.
     assert series(run_dir, "train/train_rollout_logprob_abs_diff")[0] < 1e-4
 

@@ -99,3 +99,11 @@ def test_old_samples_without_a_correction_are_warned_of(correction: str, capsys:
     parse_args(async_command(correction), asynchronous=True)
     warned = "weights up to 1 versions old" in capsys.readouterr().err
     assert warned == (correction == "")
+
+
+def test_masking_of_older_tokens_needs_a_way_for_them_to_come_about(capsys: pytest.CaptureFixture[str]) -> None:
+    flag = "--mask-offpolicy-in-partial-rollout"
+    assert failure(capsys, flag).startswith(f"{flag} has no effect without --partial-rollout or --over-sampling-batch")
+    for words in ("", FULLY_ASYNC):
+        assert parse_args(async_command(f"{flag} {words}"), asynchronous=True).mask_offpolicy_in_partial_rollout
+    assert parse_args(command(f"{flag} --over-sampling-batch-size 64")).mask_offpolicy_in_partial_rollout

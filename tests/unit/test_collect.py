@@ -12,13 +12,12 @@ import pytest
 
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
-from slime.rollout.group import GroupRun
 from slime.rollout.hooks import HookError
 from slime.rollout.prompts import as_prompts
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.under_way import under_way
 from slime.utils.types import Sample, Status
-from tests.fake_client import Engine, FakeClient, accounts, hook_file, indices, rollout
+from tests.fake_client import Engine, FakeClient, accounts, hook_file, indices, push, rollout
 
 NUM_GPUS = 0
 
@@ -70,10 +69,12 @@ def test_partial_responses_go_on_in_the_next_rollout(
 ) -> None:
     monkeypatch.setattr("slime.rollout.pool._LAST_WORDS_S", 60.0)
     engine = Engine(monkeypatch, longest=4)
+    engine.version = 3
     use(FakeClient(engine))
     partial = {"partial_rollout": True, "mask_offpolicy_in_partial_rollout": True, "asynchronous": True}
     args = make_args(over_sampling_batch_size=6, sglang_server_concurrency=100, **partial)
     source = RolloutDataSourceWithBuffer(args)
+    push(3)
     output = rollout(args, 3, source)
     assert indices(output.samples) == [0, 1, 2, 3]
     assert output.metrics is not None
@@ -88,8 +89,15 @@ def test_partial_responses_go_on_in_the_next_rollout(
     source = RolloutDataSourceWithBuffer(args)
     source.load_state_dict(state)
     engine.go_on()
+    engine.version = 4
+    push(4)
     client = use(FakeClient(engine))
-    again = [sample for sample in flatten_samples(rollout(args, 4, source).samples) if sample.group_index in (4, 5)]
+    later = rollout(args, 4, source)
+    trained = flatten_samples(later.samples)
+    assert later.metrics is not None
+    masked = sum(version == "3" for sample in trained for version in sample.token_versions())
+    assert later.metrics["rollout/offpolicy_tokens_masked"] == masked
+    again = [sample for sample in trained if sample.group_index in (4, 5)]
     again += [sample for sample in flatten_samples(source.buffer) if sample.group_index in (4, 5)]
     assert len(again) == 4
     for sample in again:
@@ -98,8 +106,13 @@ def test_partial_responses_go_on_in_the_next_rollout(
         assert sample.status is Status.COMPLETED
         assert sample.tokens[prompt:][:2] == [100 + b % 100 for b in b"so"]
         digits = len(str(prompt + 2))
-        assert sample.loss_mask == [0, 0] + [1] * digits
+        assert sample.weight_versions == ["3", "4"]
         assert sample.segment_lengths == [2, digits]
+    for sample in flatten_samples(output.samples):
+        assert sample.loss_mask == [1] * sample.response_length
+    for sample in trained:
+        by_new_weights = [int(version == "4") for version in sample.token_versions()]
+        assert sample.loss_mask == by_new_weights, "of surplus groups nothing, of those that went on the rest"
     asked = [(len(ids), params["max_new_tokens"]) for ids, params, _ in client.requests if len(ids) in (7, 8)]
     assert asked.count((7, 30)) == 2, "what is there counts against --rollout-max-response-len"
 
@@ -332,21 +345,6 @@ def test_stale_groups_of_cut_rollouts_begin_anew_as_they_were_drawn(make_args: A
         (cut,) = source.get_samples(1)
     assert len(cut) == 4
     assert [(s.rollout_id, s.prompt, s.session_id) for s in as_prompts(source, cut)] == drawn
-
-
-def test_groups_that_go_on_leave_what_older_weights_finished_out_of_the_loss(make_args: Args) -> None:
-    args = make_args(partial_rollout=True, mask_offpolicy_in_partial_rollout=True)
-
-    def masks(*statuses: Status) -> list[list[int] | None]:
-        group = [Sample(index=i, tokens=[1]) for i in range(2)]
-        for sample, status in zip(group, statuses, strict=True):
-            sample.append_response_tokens(tokens=[2, 3], log_probs=[-1.0, -1.0])
-            sample.status = status
-        GroupRun(args, group, {})
-        return [sample.loss_mask for sample in group]
-
-    assert masks(Status.COMPLETED, Status.ABORTED) == [[0, 0], [0, 0]]
-    assert masks(Status.COMPLETED, Status.TRUNCATED) == [[1, 1], [1, 1]]
 
 
 def test_groups_that_a_hook_adds_are_counted_and_get_numbers_of_their_own(

@@ -161,6 +161,13 @@ def test_datasets_with_rewards_of_their_own_need_no_label_and_no_reward_flag(par
         ("datasets: {a: {path: aime.jsonl, top_k: 0}}", "a: top_k must be -1 (all) or at least 1, not 0"),
         ("datasets: {a: {path: aime.jsonl, top_k: true}}", "a: top_k must be a whole number, not True"),
         ("datasets: {a: {path: aime.jsonl, stop: [1]}}", "a: stop must be a list, each text, not [1]"),
+        (
+            "datasets: {a: {path: aime.jsonl, stop: [END, '']}}",
+            "a: stop has an empty text in it: drop it, or",
+        ),
+        ("datasets: {a: {path: aime.jsonl, stop: ''}}", "a: stop has an empty text in it"),
+        ("{defaults: {stop: ['']}, datasets: {a: {path: aime.jsonl}}}", "defaults: stop has an empty text in it"),
+        ("datasets: {a: {path: aime.jsonl, input_key: ''}}", "a: input_key is empty: drop it, or write null"),
         ("datasets: {a: {path: aime.jsonl, min_new_tokens: 17}}", "min_new_tokens 17 is more than max_response_len 16"),
         ("datasets: {a: {path: aime.jsonl, rm_type: maths}}", "eval.yaml: a: rm_type maths: there are dapo"),
         ("datasets: {a: {path: aime.jsonl, rm_type: dapo}}", "a: rm_type dapo: --eval-reward-key is missing"),

@@ -17,14 +17,13 @@ from slime.options.eval_datasets import eval_datasets
 from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
-from slime.rollout.gate import hold_requests
 from slime.rollout.hooks import HookError
 from slime.rollout.loop import background_loop
 from slime.rollout.metrics import accounting
 from slime.rollout.versions import staleness
 from slime.utils.errors import SettingError
 from slime.utils.types import Sample
-from tests.fake_client import FakeClient, hook_file, reply
+from tests.fake_client import FakeClient, hook_file, push, reply
 from tests.waiting import skip, wait_for
 
 NUM_GPUS = 0
@@ -59,8 +58,7 @@ class Engine:
 
     def push(self, version: int) -> None:
         self.version = version
-        for hold in (True, False):
-            background_loop().run(hold_requests(hold, None if hold else version), timeout=60, what="push")
+        push(version)
 
     async def __call__(self, number: int, input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
         version = self.version

@@ -88,6 +88,7 @@ def test_later_duplicates_win_and_repeated_lists_gather(parser: StrictParser) ->
         ("--batch 0", "argument --batch: must be at least 1, not 0"),
         ("--batch x", "argument --batch: invalid int value: 'x'"),
         ("--name=", "argument --name: is empty: is a shell variable unset?"),
+        ("--stops=", "argument --stops: is empty: is a shell variable unset?"),
         ("--rate 0", "argument --rate: must be above 0, not 0"),
         ("--rate 2.5", "argument --rate: must be at most 2, not 2.5"),
         ("--kind c", "invalid choice: 'c'"),
@@ -229,6 +230,10 @@ def test_entries_go_through_their_flags(values: Any, expected: Any, full_parser:
         ("run_dir", ["a"], "run_dir: --run-dir does not take ['a']"),
         ("run_dir", {"a": 1}, "run_dir: --run-dir does not take {'a': 1}"),
         ("rollout_stop", [], "argument --rollout-stop: expected at least one argument"),
+        ("rollout_stop", ["END", ""], "argument --rollout-stop: is empty"),
+        ("rollout_stop", "", "argument --rollout-stop: is empty"),
+        ("rollout_sample_hook_path", [[""]], "argument --rollout-sample-hook-path: is empty"),
+        ("lora_target_modules", [""], "argument --lora-target-modules: is empty"),
         ("transformer_impl", "inference_optimized", "--transformer-impl inference_optimized is not available yet"),
     ],
 )

@@ -1,0 +1,57 @@
+"""Which tokens of a rollout older weights generated, and ``--mask-offpolicy-in-partial-rollout``, which masks them."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterable
+
+from slime.rollout.under_way import current_rollout
+from slime.rollout.versions import pushed_version, versions
+from slime.utils.types import Sample
+
+MASKED_TOKENS = "rollout/offpolicy_tokens_masked"
+
+
+def newest_version(args: Namespace, rollout_id: int | None = None) -> int:
+    """The newest weights at the engines while a rollout is collected; its tokens of older ones are off-policy.
+
+    The driver of train_async.py tells of its pushes. That of train.py pushes version k before rollout k.
+
+    Args:
+        rollout_id: default the one under way.
+    """
+    rollout_id = current_rollout() if rollout_id is None else rollout_id
+    return pushed_version() if args.asynchronous or rollout_id is None else rollout_id
+
+
+def note_version(sample: Sample, version: int, *, as_segment: bool = False) -> None:
+    """Give a response that a user's function filled by hand, and so has no versions, this one.
+
+    Args:
+        as_segment: whether it is that of all tokens there are, so that those to come are told from them.
+    """
+    if sample.response_length and not sample.weight_versions:
+        sample.weight_versions = [str(version)]
+        if as_segment:
+            sample.segment_starts, sample.segment_lengths = [0], [sample.response_length]
+
+
+def mask_older_tokens(samples: Iterable[Sample], version: int) -> int:
+    """Take tokens that weights older than ``version`` generated out of the loss; how many that are.
+
+    A token whose weights are not known, as where a hook wrote the versions by hand, counts as made by the sample's
+    oldest; in a sample without versions nothing is masked.
+    """
+    return sum(_mask_older(sample, version) for sample in samples)
+
+
+def _mask_older(sample: Sample, version: int) -> int:
+    known = versions(sample)
+    if not known or min(known) >= version:
+        return 0
+    before = [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
+    made = (str(min(known)) if token is None else token for token in sample.token_versions())
+    sample.loss_mask = [
+        0 if by.isdigit() and int(by) < version else mask for by, mask in zip(made, before, strict=True)
+    ]
+    return sum(before) - sum(sample.loss_mask)
