@@ -69,8 +69,9 @@ def near(rows: Rows, distance: float, rng: np.random.Generator | None = None) ->
 
 def step_of(batch: TrainBatch) -> OptimizerStep:
     """One step of the whole batch."""
-    rows = [np.arange(len(batch))]
-    return OptimizerStep(rows, len(np.unique(batch.rollout_ids)), int(batch.loss_mask.values.sum()))
+    ids, trained = batch.rollout_ids, np.array([batch.loss_mask[row].any() for row in range(len(batch))])
+    counts = len(np.unique(ids)), int(batch.loss_mask.values.sum()), len(np.unique(ids[trained]))
+    return OptimizerStep([np.arange(len(batch))], *counts)
 
 
 def packed(
@@ -89,7 +90,8 @@ def packed(
     layout = PackLayout(
         cp_size, cp_rank, MULTIPLE, per_token_loss, constant_length, torch.device("cpu"), cp_group=cp_group
     )
-    return [pack(batch, rows, step_of(batch), layout) for rows in np.split(rng.permutation(len(batch)), cuts)]
+    step = step_of(batch)
+    return [pack(batch, rows, step, layout) for rows in np.split(rng.permutation(len(batch)), cuts)]
 
 
 # ---- the stream, token by token

@@ -69,8 +69,8 @@ def plain_weights(args: Namespace, batch: TrainBatch, row: int) -> tuple[float, 
         return 1 / step.num_tokens, 1 / step.num_tokens
     parts = np.flatnonzero(batch.rollout_ids == batch.rollout_ids[row]).tolist()
     of_rollout = [int(batch.loss_mask[part].sum()) for part in parts]
-    in_mean = 1 / max(sum(of_rollout), 1) / step.num_rollouts
-    return 1 / args.loss_constant_length / step.num_rollouts if args.loss_constant_length else in_mean, in_mean
+    tokens = args.loss_constant_length or max(sum(of_rollout), 1)
+    return 1 / tokens / step.num_rollouts, 1 / max(sum(of_rollout), 1) / step.num_trained_rollouts
 
 
 def _surrogate(

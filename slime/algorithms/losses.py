@@ -111,7 +111,7 @@ def _k2(d: Tensor) -> Tensor:
 
 def _k3(d: Tensor) -> Tensor:
     d = d.clamp(min=-MAX_LOG_RATIO)  # of both terms: that which stays would push away from the base
-    return (-d).exp() - 1 + d
+    return (-d).expm1() + d  # near 0, exp(-d) - 1 in float32 is mostly rounding
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": _k1, "k2": _k2, "k3": _k3, "low_var_kl": _k3}

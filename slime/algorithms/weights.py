@@ -22,14 +22,17 @@ def token_weights(
     constant instead, so that a long answer is not held to less (Dr. GRPO, arXiv:2503.20783):
     ``mask / constant_length / num_rollouts``. With ``num_tokens``, the mean over all tokens of the step (DAPO,
     arXiv:2503.14476, eq. 8): ``mask / num_tokens``. Denominators are those of the whole step over all ranks, so that
-    weights need no scaling by ranks or micro-batches; but for ``constant_length``, they add up to 1 over all of them.
+    weights need no scaling by ranks or micro-batches. Over all of them they add up to the share of the counted
+    rollouts that have a trained token: to 1 where ``num_rollouts`` counts these alone, as for metrics, and in a mean
+    over tokens; under ``constant_length`` to anything.
 
     Args:
         mask: [tokens], 1 where a token counts. Any shape that matches ``row_of_token``.
         row_of_token: int64, row of each token in ``rollout_mask_sums``; any valid index where the mask is 0.
         rollout_mask_sums: int64 [rows], loss tokens of each row's whole rollout; 0 for a fully masked one, which then
             adds nothing and still counts in ``num_rollouts``.
-        num_rollouts: rollouts of the step, for the per-rollout mean.
+        num_rollouts: rollouts of the step, for the per-rollout mean: all of them for a loss, those with a trained token
+            for a metric. 0 is as 1: there is nothing to divide.
         num_tokens: loss tokens of the step, for the per-token mean.
         constant_length: tokens that every rollout is divided by, at least 1; goes with ``num_rollouts``.
 
@@ -47,6 +50,7 @@ def token_weights(
     if num_tokens is not None:
         return weights / max(num_tokens, 1)
     assert num_rollouts is not None
+    num_rollouts = max(num_rollouts, 1)
     if constant_length is not None:
         return weights / constant_length / num_rollouts
     return weights / rollout_mask_sums.clamp(min=1)[row_of_token] / num_rollouts

@@ -32,7 +32,7 @@ def _of_rank(columns: TrainBatch, schedule: list[ScheduledStep], rank: int) -> T
             chosen.append(rows)
             own.append(np.arange(count, count + len(rows), dtype=np.int64))
             count += len(rows)
-        steps.append(OptimizerStep(own, step.num_rollouts, step.num_tokens))
+        steps.append(OptimizerStep(own, step.num_rollouts, step.num_tokens, step.num_trained_rollouts))
     rows = np.concatenate(chosen)
     taken: dict[str, Any] = {}
     for column in fields(TrainBatch):

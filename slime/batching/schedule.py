@@ -18,12 +18,14 @@ from slime.batching.packing import pack_by_cost, pack_by_tokens, pack_in_order, 
 class ScheduledStep:
     """One optimizer step over all ranks: ``micro_batches[rank][i]`` holds row indices into the whole batch, int64.
 
-    ``num_rollouts`` and ``num_tokens`` (loss tokens) are the step's two loss denominators.
+    ``num_rollouts`` and ``num_tokens`` (loss tokens) are the step's two loss denominators; ``num_trained_rollouts``,
+    those of its rollouts that have a loss token, is what its metrics' means divide by.
     """
 
     micro_batches: list[list[np.ndarray]]
     num_rollouts: int
     num_tokens: int
+    num_trained_rollouts: int
 
 
 def build_schedule(
@@ -61,7 +63,8 @@ def build_schedule(
             contradict each other.
     """
     lengths, mask_sums = np.asarray(lengths, dtype=np.int64), np.asarray(mask_sums, dtype=np.int64)
-    _check_columns(lengths, np.asarray(rollout_ids), mask_sums, row_costs)
+    rollout_ids = np.asarray(rollout_ids)
+    _check_columns(lengths, rollout_ids, mask_sums, row_costs)
     _check_sizes(
         dp_size=dp_size,
         global_batch_size=global_batch_size,
@@ -83,7 +86,9 @@ def build_schedule(
         if balance_micro_batches and max_tokens is not None and row_costs is not None:
             even = pack_by_cost(lengths, row_costs, rows, max_tokens, needed, multiple)
         packed = even or split_largest(packed, lengths, needed - len(packed))
-        schedule.append(ScheduledStep(_deal(packed, dp_size, row_costs), global_batch_size, int(mask_sums[rows].sum())))
+        trained = len(np.unique(rollout_ids[rows[mask_sums[rows] > 0]]))
+        dealt = _deal(packed, dp_size, row_costs)
+        schedule.append(ScheduledStep(dealt, global_batch_size, int(mask_sums[rows].sum()), trained))
     return schedule
 
 

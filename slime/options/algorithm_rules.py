@@ -108,6 +108,11 @@ def _check_correction(args: Namespace) -> None:
                     "nothing to do: drop one of them"
                 )
     _check_settings(args)
+    if args.tis_mode == "truncate" and args.tis_clip_low > 0 and args.custom_tis_function_path is None:
+        raise OptionError(
+            f"--tis-clip-low {args.tis_clip_low} has no effect with --tis-mode truncate, which has an upper "
+            "bound alone: use --tis-mode clip for both"
+        )
     for low, high in (("tis_clip_low", "tis_clip"), ("rs_lower_bound", "rs_upper_bound")):
         if getattr(args, low) > getattr(args, high):
             flags = [f"{flag_named(name)} {getattr(args, name)}" for name in (low, high)]

@@ -53,10 +53,15 @@ def accounting(args: Namespace, source: RolloutDataSource, in_flight: int = 0) -
 
 
 def length_stats(samples: Sequence[Sample], prefix: str, *, effective: bool = False) -> dict[str, float]:
-    """Mean, median, maximum and minimum of response lengths, in tokens; *effective* tokens count in the loss."""
-    if not samples:
-        return {}
+    """Mean, median, maximum and minimum of response lengths, in tokens; nothing where there are no samples.
+
+    *Effective* tokens count in the loss, and samples without any of them are left out.
+    """
     lengths = np.array([s.effective_response_length if effective else s.response_length for s in samples])
+    if effective:
+        lengths = lengths[lengths > 0]
+    if not len(lengths):
+        return {}
     return {
         f"{prefix}/mean": float(lengths.mean()),
         f"{prefix}/median": float(np.median(lengths)),

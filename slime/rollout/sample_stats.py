@@ -114,5 +114,7 @@ def _correct_stats(correct: list[Sample], num_samples: int) -> dict[str, float]:
 
 
 def _trained_log_probs(sample: Sample) -> np.ndarray:
+    if sample.remove_sample:
+        return np.empty(0)
     log_probs = np.asarray(sample.rollout_log_probs, dtype=np.float64)
     return log_probs if sample.loss_mask is None else log_probs[np.asarray(sample.loss_mask, dtype=bool)]

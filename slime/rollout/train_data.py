@@ -267,7 +267,12 @@ def _rollout_log_probs(args: Namespace, samples: list[Sample]) -> Ragged | None:
     wrong = np.flatnonzero(~np.isfinite(log_probs.values))
     if wrong.size:
         position = int(np.searchsorted(log_probs.offsets, wrong[0], side="right")) - 1
-        raise ValueError(f"{_name(position, samples[position])}: a rollout_log_prob is {log_probs.values[wrong[0]]}")
+        token = int(wrong[0] - log_probs.offsets[position])
+        is_trained = bool(_loss_mask(samples[position])[token])
+        raise ValueError(
+            f"{_name(position, samples[position])}: the rollout_log_prob of response token {token} is "
+            f"{log_probs.values[wrong[0]]}, which {'is trained on' if is_trained else 'is masked: give it 0.0'}"
+        )
     return log_probs
 
 

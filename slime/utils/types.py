@@ -94,6 +94,8 @@ class Sample:
     @property
     def effective_response_length(self) -> int:
         """Number of response tokens that count in the loss."""
+        if self.remove_sample:
+            return 0
         return self.response_length if self.loss_mask is None else sum(self.loss_mask)
 
     def get_reward_value(self, args: Any) -> float:
@@ -263,13 +265,15 @@ class OptimizerStep:
     """One optimizer step of one data-parallel rank.
 
     ``num_rollouts`` and ``num_tokens`` (loss tokens) count over *all* ranks: they are the two denominators of the loss,
-    known before the first forward pass.
+    known before the first forward pass. So does ``num_trained_rollouts``, the rollouts that have a loss token: means
+    that are reported divide by it, while the loss counts fully masked rollouts too.
     """
 
     micro_batches: list[np.ndarray]
     """Row indices into the rank's `TrainBatch`, one int64 array a micro-batch; every rank has as many of them."""
     num_rollouts: int
     num_tokens: int
+    num_trained_rollouts: int
 
 
 @dataclass(frozen=True)

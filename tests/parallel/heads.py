@@ -180,7 +180,7 @@ class Plain:
         """Logits of all rows and the heads' losses; gradients of the loss that they add are in the parameters."""
         found: dict[str, Tensor] = {}
         losses = [torch.zeros(()) for _ in range(args.mtp_num_layers)]
-        rollouts = len(set(rows.rollout_ids.tolist()))
+        rollouts = len({id for id, count in zip(rows.rollout_ids, rows.rollout_mask_sums, strict=True) if count})
         for i in range(len(rows)):
             tokens, mask = torch.from_numpy(rows.tokens[i]).long(), torch.from_numpy(rows.loss_mask[i]).float()
             trained = torch.cat([torch.zeros(len(tokens) - len(mask)), mask])

@@ -234,7 +234,7 @@ def _kl(args: Namespace, log_probs: Tensor, base: Tensor) -> Tensor:
 def _loss(
     args: Namespace, rows: TrainBatch, part: list[int], learner: Learner, known: Known
 ) -> tuple[Tensor, dict[str, float]]:
-    """A step's loss and metrics: every token's, weighted."""
+    """A step's loss and metrics: every token's, weighted. Fully masked rollouts count in the loss and in no mean."""
     rollouts = {int(rows.rollout_ids[row]) for row in part}
     trained = dict.fromkeys(rollouts, 0.0)
     for row in part:
@@ -243,10 +243,10 @@ def _loss(
     metrics: dict[str, float] = {}
     for row in part:
         mask = known.masks[row]
-        weights = mask / max(trained[int(rows.rollout_ids[row])], 1.0) / len(rollouts)
+        share = mask / max(trained[int(rows.rollout_ids[row])], 1.0)
+        weights, in_loss = share / sum(count > 0 for count in trained.values()), share / len(rollouts)
         if args.calculate_per_token_loss:
-            weights = mask / sum(trained.values())
-        in_loss = weights
+            weights = in_loss = mask / sum(trained.values())
         if args.loss_constant_length is not None:  # arXiv:2503.20783
             in_loss = mask / args.loss_constant_length / len(rollouts)
         loss, report = _token_loss(args, rows, row, learner, known)
@@ -255,7 +255,8 @@ def _loss(
             if name.endswith("_max"):
                 metrics[name] = max(metrics.get(name, 0.0), float((value * mask).max()))
             else:
-                own = in_loss if name in _LOSSES else weights
+                is_users = args.loss_type == "custom_loss" and "rollout" not in name
+                own = in_loss if name in _LOSSES or is_users else weights
                 metrics[name] = metrics.get(name, 0.0) + float((value * own).sum().detach())
     return total, metrics
 

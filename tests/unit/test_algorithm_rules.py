@@ -195,6 +195,10 @@ def test_functions_in_a_bare_file(name: str, function: str, directory: Path) -> 
         ("--use-rollout-logprobs --use-rs", "which leaves --use-rs nothing to do: drop one of them"),
         ("--custom-tis-function-path functions.py:run", "--custom-tis-function-path has no effect without --use-tis"),
         ("--use-tis --tis-clip 0.5 --tis-clip-low 0.6", "--tis-clip-low 0.6 is above --tis-clip 0.5"),
+        (
+            "--use-tis --tis-mode truncate --tis-clip-low 0.9",
+            "--tis-clip-low 0.9 has no effect with --tis-mode truncate, which has an upper bound alone",
+        ),
         ("--use-rs --rs-lower-bound 3", "--rs-lower-bound 3.0 is above --rs-upper-bound 2.0"),
         ("--critic-lr 1e-5", "--critic-lr has no effect: only --advantage-estimator ppo has a critic"),
         ("--critic-lr-warmup-iters 2", "--critic-lr-warmup-iters has no effect: only --advantage-estimator ppo"),

@@ -40,8 +40,9 @@ def test_every_token(cp_size: int, cp_rank: int, multiple: int) -> None:
     assert packed.rollout_log_probs is not None
     for t, token in enumerate(want):
         row = int(token["row"])
-        weight = token["mask"] / max(int(batch.rollout_mask_sums[row]), 1) / len(batch) if row >= 0 else 0.0
-        assert packed.weights[t] == packed.mean_weights[t] == pytest.approx(weight)
+        share = token["mask"] / max(int(batch.rollout_mask_sums[row]), 1) if row >= 0 else 0.0
+        assert packed.weights[t] == pytest.approx(share / len(batch))
+        assert packed.mean_weights[t] == pytest.approx(share / np.count_nonzero(batch.rollout_mask_sums))
         assert packed.mask[t] == token["mask"]
         assert row == -1 or rows[packed.row_of_token[t]] == row
         assert packed.rollout_log_probs[t] == pytest.approx(token["log_prob"])
@@ -68,6 +69,7 @@ def test_weights_add_up_to_one_rollout_each() -> None:
     assert counted < len(batch)  # the fully masked one counts in the denominator
     total = sum(float(packed.weights.sum()) for packed in all_of(batch))
     assert total == pytest.approx(counted / len(batch), rel=1e-6)
+    assert sum(float(packed.mean_weights.sum()) for packed in all_of(batch)) == pytest.approx(1.0, rel=1e-6)
 
 
 def test_parts_of_a_rollout_share_its_weight() -> None:
@@ -86,7 +88,7 @@ def test_weights_of_a_constant_length_are_all_the_same_and_means_keep_theirs() -
     weights = torch.cat([packed.weights for packed in constant])
     assert weights.unique().tolist() == pytest.approx([0.0, 1 / 9 / len(np.unique(batch.rollout_ids))])
     for mine, theirs in zip(constant, plain, strict=True):
-        assert torch.equal(mine.mean_weights, theirs.weights)
+        assert torch.equal(mine.mean_weights, theirs.mean_weights)
 
 
 def test_weights_of_the_per_token_loss_are_all_the_same() -> None:

@@ -37,6 +37,7 @@ def test_static_micro_batches_are_consecutive_rows_dealt_in_turn() -> None:
     )
     assert [[m.tolist() for m in rank] for rank in schedule[0].micro_batches] == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
     assert schedule[0].num_tokens == 24
+    assert schedule[0].num_trained_rollouts == 8
 
 
 def test_the_largest_micro_batch_is_split_to_fill_the_ranks() -> None:
@@ -328,6 +329,7 @@ def test_each_rank_gets_its_rows_and_indices_into_them() -> None:
         assert np.concatenate(used).tolist() == list(range(len(batch)))
         for step, scheduled in zip(batch.steps, schedule, strict=True):
             assert (step.num_rollouts, step.num_tokens) == (scheduled.num_rollouts, scheduled.num_tokens)
+            assert step.num_trained_rollouts == scheduled.num_trained_rollouts
             for own, whole in zip(step.micro_batches, scheduled.micro_batches[rank], strict=True):
                 assert batch.sample_indices[own].tolist() == whole.tolist()
                 assert [int(batch.tokens[i][0]) for i in own] == whole.tolist()

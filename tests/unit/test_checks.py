@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slime.backends.megatron.checks import check_step
+from slime.backends.megatron import checks
 from slime.backends.megatron.learner import TrainingError
 from slime.utils import device
 from tests.algorithm_options import algorithm_options
@@ -25,6 +25,10 @@ GOOD = {
     "train/loss": 0.3,
 }
 DIFFERENCE = "train/train_rollout_logprob_abs_diff"
+
+
+def check_step(args: Namespace, where: str, metrics: dict[str, float], *, is_first: bool) -> None:
+    checks.check_step(args, where, metrics, 5, is_first=is_first)
 
 
 def options(**changes: Any) -> Namespace:
@@ -195,3 +199,12 @@ def test_a_mismatch_warns_and_stops_where_asked(difference: float, caplog: pytes
     assert f"differ by {difference:.4g} in the mean (--mismatch-threshold 0.2)" in caplog.messages[0]
     with pytest.raises(TrainingError, match=r"--mismatch-threshold 0\.2"):
         check_step(options(stop_on_mismatch=True, **quiet), "here", {DIFFERENCE: difference}, is_first=False)
+
+
+def test_a_step_without_trained_tokens_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    zeros = dict.fromkeys(GOOD, 0.0)
+    checks.check_step(options(), "rollout 7, step 1 of 1, actor", zeros, 0, is_first=True)
+    assert [record.getMessage() for record in caplog.records] == [
+        "rollout 7, step 1 of 1, actor: no response has a trained token (every loss_mask is 0, or remove_sample is "
+        "set): the step's loss and means are 0, and say nothing of the policy or of a mismatch"
+    ]

@@ -96,6 +96,8 @@ def run(args: Namespace, batch: TrainBatch, trainer: Rows, micro_batches: list[M
 
 def check(**options: Any) -> dict[str, Rows]:
     bounds = {name: bound for name, bound in BOUNDS.items() if options.get("use_" + name.split("_")[0])}
+    if options.get("tis_mode") == "truncate":
+        bounds.pop("tis_clip_low", None)
     args = algorithm_options(**bounds, **options)
     batch, trainer, engine, micro_batches = make(args)
     loss, gradient, metrics = run(args, batch, trainer, micro_batches)

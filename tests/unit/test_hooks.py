@@ -110,7 +110,7 @@ def test_a_loss_that_is_grpo_again(reduction: dict[str, Any]) -> None:
         torch.testing.assert_close(leaves[1].grad, leaves[0].grad, rtol=1e-4, atol=1e-7)
     want, got = added(reports[0]), added(reports[1])
     assert set(got) == {"train/loss", "train/pg_loss", "train/kl_loss", "train/entropy_loss"}
-    if plain.loss_constant_length is not None:  # the entropy is logged as a mean
+    if not plain.calculate_per_token_loss:  # the entropy is logged as a mean, of rollouts that have a trained token
         del got["train/entropy_loss"]
     assert got == pytest.approx({name: want[name] for name in got}, rel=1e-5, abs=1e-6)
 
@@ -274,12 +274,13 @@ def test_masks_that_a_function_changes_leave_denominators() -> None:
         assert micro_batch.old_log_probs is not None
         column = put(batch, micro_batch, present)
         losses = take(batch, [micro_batch], [policy_loss(plain, micro_batch, column, column).terms["train/pg_loss"]])
-        trainer, weights = (take(batch, [micro_batch], [x]) for x in (micro_batch.old_log_probs, micro_batch.weights))
+        columns = (micro_batch.old_log_probs, micro_batch.weights, micro_batch.mean_weights)
+        trainer, weights, in_means = (take(batch, [micro_batch], [column]) for column in columns)
         for row in micro_batch.rows.tolist():
             mask = batch.loss_mask[row] * (np.exp(trainer[row] - engine_rows(batch)[row]) <= 1.2)
             mean = losses[row] @ batch.loss_mask[row] / len(mask)
             total += float((losses[row] * mean * mask) @ weights[row])
-            kept += float(mask @ weights[row])
+            kept += float(mask @ in_means[row])
     assert got["train/loss"] == pytest.approx(total, rel=1e-4)
     assert got["train/kept"] == pytest.approx(kept, rel=1e-5)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
@@ -19,8 +21,10 @@ from slime.backends.megatron.loss import (
     value_loss,
 )
 from slime.options.algorithm import AlgorithmOptions
+from slime.utils.types import Ragged
 from tests.algorithm_options import algorithm_options
 from tests.micro_batches import fresh_rows, numbers, packed, put, same, take
+from tests.parallel import rollouts
 from tests.plain_loss import Inputs, inputs, plain_policy_loss, plain_weights
 
 NUM_GPUS = 0
@@ -201,6 +205,37 @@ def test_means_do_not_change_under_a_constant_length() -> None:
     terms = {"train/loss", "train/pg_loss", "train/kl_loss"}
     for name, value in plain.items():
         assert (got[name] == pytest.approx(value, rel=1e-5, abs=1e-6)) == (name not in terms), name
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["per rollout", "per token"])
+@pytest.mark.parametrize("removed", [0, 8, 15, 16])
+def test_fully_masked_rollouts_are_in_no_mean(removed: int, per_token: bool) -> None:
+    """On policy, entropy 4.25, log-prob -5.5, the engine's 0.125 lower: so say the metrics, however many are masked."""
+    reduction = {"calculate_per_token_loss": per_token}
+    args = algorithm_options(use_tis=True, use_opsm=True, opsm_delta=9.0, tis_clip=9.0, **reduction)
+    rows = rollouts.columns(1)
+    masks = [np.full(n, i >= removed, np.uint8) for i, n in enumerate(rows.loss_mask.lengths.tolist())]
+    sums = np.array([mask.sum() for mask in masks], dtype=np.int64)
+    batch = replace(rows, loss_mask=Ragged.from_rows(masks, np.uint8), rollout_mask_sums=sums)
+    reports = []
+    for micro_batch in packed(batch, per_token_loss=per_token):
+        log_probs = torch.full_like(micro_batch.mask, -5.5)
+        micro_batch.rollout_log_probs, micro_batch.advantages = log_probs - 0.125, torch.ones_like(log_probs)
+        loss = policy_loss(args, micro_batch, log_probs, torch.full_like(log_probs, 4.25))
+        reports.append(reduce_tokens(loss, micro_batch)[1])
+    got, share = joined(reports), float(removed < 16)
+    want = {
+        "train/ois": 1.0,
+        "train/entropy_loss": 4.25,
+        "rollout/log_probs": -5.5,
+        "train/tis": math.exp(0.125),
+        "train/train_rollout_logprob_abs_diff": 0.125,
+        "rollout/advantages": 1.0,
+    }
+    assert {name: got[name] for name in want} == pytest.approx({k: v * share for k, v in want.items()}, rel=1e-6)
+    of_loss = share if per_token else (16 - removed) / 16  # where they count
+    assert got["train/loss"] == pytest.approx(-math.exp(0.125) * of_loss, rel=1e-6)
+    assert not any(math.isnan(value) for value in got.values())
 
 
 # ---- the critic and supervision

@@ -77,10 +77,10 @@ def run_rank(rank: int, directory: str) -> None:
     for layout, sizes in LAYOUTS.items():
         parallel_state.initialize_model_parallel(**sizes)
         own = REPORTS[rank] if parallel_state.is_pipeline_last_stage() else []
-        metrics[layout] = step_metrics([tensors(report) for report in own], TOKENS[rank])
+        metrics[layout] = step_metrics([tensors(report) for report in own], {"tokens": TOKENS[rank]})
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel()
-    metrics["some"] = step_metrics([tensors(report) for report in SOME[rank]], TOKENS[rank])
+    metrics["some"] = step_metrics([tensors(report) for report in SOME[rank]], {"tokens": TOKENS[rank]})
     Path(directory, f"rank{rank}.json").write_text(json.dumps(metrics))
     dist.destroy_process_group()
 

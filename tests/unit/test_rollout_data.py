@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -62,7 +63,7 @@ def run(tmp_path: Path) -> Callable[..., Namespace]:
             "import torch\ndef f(args, rollout_id, d):\n" + "".join(f"    {x}\n" for x in body.splitlines())
         )
         args = algorithm_options(rollout_data_postprocess_path=f"{path}:f")
-        postprocess(args, 7, batch, micro_batches, where or layout())
+        postprocess(args, 7, batch, micro_batches, where or layout(), None)
         return args
 
     return call
@@ -105,20 +106,28 @@ def test_changes_take_effect_in_place_and_anew(run: Callable[..., Namespace]) ->
 
 
 @pytest.mark.parametrize("options", [{}, {"per_token_loss": True}, {"constant_length": 100}])
-def test_masked_tokens_lose_their_weight_and_denominators_stay(
+def test_masked_tokens_lose_their_weight_and_the_losses_denominators_stay(
     options: dict[str, Any], run: Callable[..., Namespace]
 ) -> None:
+    """Means are over what is left: over rollouts that still have a trained token, of which each one counts the same."""
     batch, micro_batches = make(**options)
     run("for m in d['loss_masks']: m[::2] = 0", batch, micro_batches, layout(**options))
     masks = [row * (np.arange(len(row)) % 2) for row in (batch.loss_mask[i] for i in range(len(batch)))]
     same(take(batch, micro_batches, [m.mask for m in micro_batches]), masks)
+    left = Counter(dict.fromkeys(batch.rollout_ids.tolist(), 0))
+    for rollout, mask in zip(batch.rollout_ids.tolist(), masks, strict=True):
+        left[rollout] += int(mask.sum())
+    assert np.count_nonzero(list(left.values())) < micro_batches[0].step.num_trained_rollouts
+    assert sum(float(m.mean_weights.sum()) for m in micro_batches) == pytest.approx(1.0, rel=1e-6)
     step = micro_batches[0].step
     for name in ("weights", "mean_weights"):
         got = take(batch, micro_batches, [getattr(m, name) for m in micro_batches])
         for row, weights in enumerate(got):
             denominator = max(int(batch.rollout_mask_sums[row]), 1) * step.num_rollouts
+            if name == "mean_weights":
+                denominator = max(left[int(batch.rollout_ids[row])], 1) * np.count_nonzero(list(left.values()))
             if options.get("per_token_loss"):
-                denominator = step.num_tokens
+                denominator = sum(left.values()) if name == "mean_weights" else step.num_tokens
             elif name == "weights" and "constant_length" in options:
                 denominator = options["constant_length"] * step.num_rollouts
             np.testing.assert_allclose(weights, masks[row] / denominator, rtol=1e-6)
@@ -132,7 +141,7 @@ def test_supervised_rows_have_a_mask_to_change(run: Callable[..., Namespace]) ->
     micro_batches = packed(batch)
     args = run("args.keys = set(d)\nfor m in d['loss_masks']: m.zero_()", batch, micro_batches)
     assert not args.keys & {"advantages", "log_probs", "rollout_log_probs", "metadata"}
-    assert not any(m.weights.any() for m in micro_batches)
+    assert not any(m.weights.any() or m.mean_weights.any() for m in micro_batches)
 
 
 MISTAKES = [

@@ -114,6 +114,10 @@ def test_correct_samples() -> None:
         sample(0, 3, None),
     ]
     metrics = sample_metrics(flags(log_correct_samples=True), samples)
+    removed = sample(0, 4, 1.0, None, length=2, rollout_log_probs=[-70.0, -80.0])
+    removed.remove_sample = True  # it has no trained token
+    with_removed = sample_metrics(flags(log_correct_samples=True), [*samples, removed])
+    assert with_removed["rollout/correct_samples/log_probs"] == metrics["rollout/correct_samples/log_probs"]
     assert metrics["rollout/correct_samples/ratio"] == 0.5
     assert metrics["rollout/correct_samples/response_len/mean"] == 5.0
     assert metrics["rollout/correct_samples/log_probs"] == pytest.approx(-1.5)

@@ -133,6 +133,8 @@ def test_every_schedule_keeps_its_promises(case: Case, balance_ranks: bool, bala
         assert sorted(np.concatenate(flat(step)).tolist()) == rows_of_step
         assert step.num_rollouts == case.per_step
         assert step.num_tokens == sum(int(case.mask_sums[row]) for row in rows_of_step)
+        trained = {int(case.rollout_ids[row]) for row in rows_of_step if case.mask_sums[row]}
+        assert step.num_trained_rollouts == len(trained)
         assert len(step.micro_batches) == case.dp_size
         counts = {len(rank) for rank in step.micro_batches}
         assert len(counts) == 1

@@ -235,8 +235,9 @@ def test_metrics() -> None:
     for sample, reward in zip(samples, [1.0, 1.0, 0.0, 0.0, 1.0, 0.0], strict=True):
         sample.reward = reward
     samples[0].loss_mask = [1] + [0] * (samples[0].response_length - 1)
+    samples[4].loss_mask, samples[5].remove_sample = [0] * samples[4].response_length, True  # in no length
     _, metrics = to_train_batches(make_args(global_batch_size=6), samples, dp_size=1)
-    lengths = [1] + [s.response_length for s in samples[1:]]
+    lengths = [1] + [s.response_length for s in samples[1:4] + samples[6:]]
     assert metrics["rollout/raw_reward"] == 0.5
     assert metrics["rollout/rewards"] == pytest.approx(0.0, abs=1e-6)
     assert metrics["rollout/zero_std/count_0"] == 1
@@ -326,8 +327,12 @@ def test_values_that_cannot_be_trained_on_are_named() -> None:
         to_columns(make_args(), broken(tokens=[1, 2], response_length=2, rollout_log_probs=[0.0, 0.0]))
     with pytest.raises(ValueError, match=r"sample 9 .*: token id 300 is outside the model's vocabulary of 300"):
         to_columns(make_args(), broken(tokens=[1, 300], response_length=1, rollout_log_probs=[0.0]))
-    with pytest.raises(ValueError, match=r"sample 9 .*: a rollout_log_prob is -inf"):
+    with pytest.raises(ValueError, match=r"sample 9 .*: the rollout_log_prob of response token 0 is -inf, which is t"):
         to_columns(make_args(), broken(tokens=[1, 2], response_length=1, rollout_log_probs=[float("-inf")]))
+    masked = {"tokens": [1, 2, 3], "response_length": 2, "loss_mask": [1, 0]}
+    for value in (float("nan"), None):
+        with pytest.raises(ValueError, match=r"of response token 1 is nan, which is masked: give it 0\.0"):
+            to_columns(make_args(), broken(**masked, rollout_log_probs=[0.0, value]))
     with pytest.raises(ValueError, match=r"sample 9: loss_mask must be of 0 and 1, got \[2\]"):
         to_columns(make_args(), broken(tokens=[1, 2], response_length=1, rollout_log_probs=[0.0], loss_mask=[2]))
     with pytest.raises(ValueError, match="returned no samples"):

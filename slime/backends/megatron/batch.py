@@ -67,7 +67,7 @@ class MicroBatch:
     weights: Tensor
     """float32 [T], the token's weight in the loss; 0 where the mask is."""
     mean_weights: Tensor
-    """float32 [T], its weight in a mean over the step, which differs under a constant length."""
+    """float32 [T], its weight in a mean over the step, of rollouts with a trained token; no constant length."""
     rows: np.ndarray
     """int64 [R], the samples' rows in the `TrainBatch`."""
     lengths: list[int]
@@ -203,19 +203,33 @@ def pack(batch: TrainBatch, rows: np.ndarray, step: OptimizerStep, layout: PackL
     )
 
 
-def set_mask(micro_batch: MicroBatch, mask: Tensor, rollout_mask_sums: np.ndarray, layout: PackLayout) -> None:
-    """Train on other tokens. Denominators stay those of the step, which other ranks know too.
+def set_mask(micro_batch: MicroBatch, mask: Tensor) -> None:
+    """Train on other tokens; weights are then still those of the tokens before.
 
     Args:
         mask: 0 or 1 for each of the response tokens, in order.
-        rollout_mask_sums: int64 [R], as `pack` had them.
     """
     lengths = micro_batch.responses.lengths.tolist()
     micro_batch.row_counts = torch.stack([row.sum() for row in mask.split(lengths)])
     micro_batch.mask = micro_batch.responses.scatter(mask)
-    micro_batch.weights, micro_batch.mean_weights = _weights(
-        micro_batch.mask, micro_batch.row_of_token, rollout_mask_sums, micro_batch.step, layout
-    )
+
+
+def set_weights(
+    micro_batch: MicroBatch,
+    rollout_mask_sums: np.ndarray,
+    trained_sums: np.ndarray,
+    trained: OptimizerStep,
+    layout: PackLayout,
+) -> None:
+    """Weigh the tokens of a new mask: in the loss by the step's denominators as they were, in means by the new ones.
+
+    Args:
+        rollout_mask_sums: int64 [R], as `pack` had them.
+        trained_sums, trained: the same, and the step, as the new masks of all ranks make them.
+    """
+    own = micro_batch.mask, micro_batch.row_of_token
+    micro_batch.weights, _ = _weights(*own, rollout_mask_sums, micro_batch.step, layout)
+    _, micro_batch.mean_weights = _weights(*own, trained_sums, trained, layout)
 
 
 def _weights(
@@ -227,10 +241,13 @@ def _weights(
         mask.cpu(),
         row_of_token.cpu(),
         torch.from_numpy(rollout_mask_sums),
-        num_rollouts=None if layout.per_token_loss else step.num_rollouts,
         num_tokens=step.num_tokens if layout.per_token_loss else None,
     )
-    return [from_host(weigh(constant_length=length), layout.device) for length in (layout.constant_length, None)]
+    counts = (step.num_rollouts, layout.constant_length), (step.num_trained_rollouts, None)
+    return [
+        from_host(weigh(num_rollouts=None if layout.per_token_loss else count, constant_length=length), layout.device)
+        for count, length in counts
+    ]
 
 
 def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

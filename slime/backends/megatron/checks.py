@@ -15,16 +15,24 @@ logger = logging.getLogger(__name__)
 _DIFFERENCE = "train/train_rollout_logprob_abs_diff"
 
 
-def check_step(args: Namespace, where: str, metrics: dict[str, float], *, is_first: bool) -> None:
+def check_step(
+    args: Namespace, where: str, metrics: dict[str, float], trained_tokens: float, *, is_first: bool
+) -> None:
     """Check a step's metrics.
 
     Args:
         where: rollout and step, for messages.
+        trained_tokens: of all ranks; without any the means are 0, and say nothing.
         is_first: the actor's first step of all: on policy, and at the reference.
 
     Raises:
         TrainingError: a check of ``--ci-test`` failed, or with ``--stop-on-mismatch`` trainer and engine disagree.
     """
+    if not trained_tokens:
+        logger.warning(
+            f"{where}: no response has a trained token (every loss_mask is 0, or remove_sample is set): the step's "
+            "loss and means are 0, and say nothing of the policy or of a mismatch"
+        )
     _check_mismatch(args, where, metrics.get(_DIFFERENCE, 0.0))
     if not args.ci_test:
         return

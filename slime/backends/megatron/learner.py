@@ -45,6 +45,8 @@ _OF_TOKENS = dict.fromkeys(("probs", "routing_map", "reversed_local_input_permut
 """What of Megatron's all-to-all dispatcher has a row for each token."""
 CURRENT = "current"
 REFERENCE = "ref"
+TRAINED_TOKENS = "trained_tokens"
+"""What a step counts beside its metrics, of all ranks: response tokens that are in the loss."""
 
 
 class TrainingError(SlimeError):
@@ -175,7 +177,8 @@ class Learner:
         before(self.chunks, self._optimizer, self._scheduler)
         with embedding_at_hand(self.model_chunks):
             reports = self._pass(micro_batches, partial(_loss_for_schedule, loss), forward_only=False)
-        metrics = step_metrics(reports, tokens)
+        trained = sum(float(m.row_counts.sum()) for m in micro_batches)
+        metrics = step_metrics(reports, {"tokens": tokens, TRAINED_TOKENS: trained})
         for name in (name for name in metrics if name.endswith("loss")):
             self._check_finite(where, name, metrics[name])
         device.rejoin()

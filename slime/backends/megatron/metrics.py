@@ -12,14 +12,14 @@ from torch import Tensor
 from slime.backends.megatron.loss import MAXIMUM
 
 
-def step_metrics(reports: list[dict[str, Tensor]], tokens: int) -> dict[str, float]:
-    """Sums and maxima of the micro-batches over all ranks, and ``tokens``, likewise summed.
+def step_metrics(reports: list[dict[str, Tensor]], counts: dict[str, float]) -> dict[str, float]:
+    """Sums and maxima of the micro-batches over all ranks, and ``counts``, likewise summed.
 
     Args:
         reports: of `slime.backends.megatron.loss.reduce_tokens`, one a micro-batch; none before the last stage.
-        tokens: of this rank's rows.
+        counts: of this rank's rows, under names that no report has.
     """
-    metrics = _reduce(reports, tokens) if parallel_state.is_pipeline_last_stage() else {}
+    metrics = _reduce(reports, counts) if parallel_state.is_pipeline_last_stage() else {}
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         box = [metrics]
         last = parallel_state.get_pipeline_model_parallel_last_rank()
@@ -28,7 +28,7 @@ def step_metrics(reports: list[dict[str, Tensor]], tokens: int) -> dict[str, flo
     return metrics
 
 
-def _reduce(reports: list[dict[str, Tensor]], tokens: int) -> dict[str, float]:
+def _reduce(reports: list[dict[str, Tensor]], counts: dict[str, float]) -> dict[str, float]:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     names = _names(reports, group)
     zero = torch.zeros_like(next(iter(reports[0].values())))
@@ -36,15 +36,15 @@ def _reduce(reports: list[dict[str, Tensor]], tokens: int) -> dict[str, float]:
     is_maximum = torch.tensor([name.startswith(MAXIMUM) for name in names], device=table.device)
     maxima = table.amax(0)
     # Context-parallel ranks share rows.
-    own_tokens = tokens if parallel_state.get_context_parallel_rank() == 0 else 0
-    sums = torch.cat([table.double().sum(0), torch.tensor([own_tokens], dtype=torch.float64, device=table.device)])
+    own = [count * (parallel_state.get_context_parallel_rank() == 0) for count in counts.values()]
+    sums = torch.cat([table.double().sum(0), torch.tensor(own, dtype=torch.float64, device=table.device)])
     if group.size() > 1:
         dist.all_reduce(sums, group=group)
         if is_maximum.any():
             dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
-    sums[:-1] = torch.where(is_maximum, maxima.double(), sums[:-1])
+    sums[: len(names)] = torch.where(is_maximum, maxima.double(), sums[: len(names)])
     shown = [f"{name.removeprefix(MAXIMUM)}_max" if name.startswith(MAXIMUM) else name for name in names]
-    return dict(zip([*shown, "tokens"], sums.tolist(), strict=True))
+    return dict(zip([*shown, *counts], sums.tolist(), strict=True))
 
 
 def _names(reports: list[dict[str, Tensor]], group: dist.ProcessGroup) -> list[str]:

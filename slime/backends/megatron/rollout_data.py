@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from slime.backends.megatron.batch import UPSTREAM_COLUMNS, MicroBatch, PackLayout, known_columns, set_mask
+from slime.backends.megatron.batch import UPSTREAM_COLUMNS, MicroBatch, PackLayout, known_columns, set_mask, set_weights
 from slime.utils.errors import BadInputError
 from slime.utils.plain import save_plain
-from slime.utils.types import TrainBatch
+from slime.utils.types import OptimizerStep, TrainBatch
 from slime.utils.user_functions import call_user_function
 
 _CHANGEABLE = (*UPSTREAM_COLUMNS, "loss_masks")
@@ -64,11 +66,19 @@ def response_rows(data: Mapping[str, Any], key: str, lengths: list[int], like: T
 
 
 def postprocess(
-    args: Namespace, rollout_id: int, batch: TrainBatch, micro_batches: list[MicroBatch], layout: PackLayout
+    args: Namespace,
+    rollout_id: int,
+    batch: TrainBatch,
+    micro_batches: list[MicroBatch],
+    layout: PackLayout,
+    group: dist.ProcessGroup | None,
 ) -> None:
     """Let ``--rollout-data-postprocess-path`` change a rollout's per-token columns, which are then trained on.
 
-    Last pipeline stage only, where these columns are; collective over the context-parallel ranks.
+    Last pipeline stage only, where these columns are; collective over the data- and context-parallel ranks.
+
+    Args:
+        group: the data-parallel ranks, whose rows are in the same steps.
 
     Raises:
         BadInputError: it changed a length, or what is for reading only.
@@ -92,7 +102,38 @@ def postprocess(
     if not ((mask == 0) | (mask == 1)).all():
         raise BadInputError(f"{where}: rollout_data['loss_masks'] must be of 0 and 1")
     for m, part in _parts(micro_batches, mask):
-        set_mask(m, part, batch.rollout_mask_sums[m.rows], layout)
+        set_mask(m, part)
+    for m, sums, step in zip(micro_batches, *_trained(batch, micro_batches, group), strict=True):
+        set_weights(m, batch.rollout_mask_sums[m.rows], sums, step, layout)
+
+
+def _trained(
+    batch: TrainBatch, micro_batches: list[MicroBatch], group: dist.ProcessGroup | None
+) -> tuple[list[np.ndarray], list[OptimizerStep]]:
+    """What the masks of all ranks make of each micro-batch's ``rollout_mask_sums`` and of its step."""
+    numbers: dict[int, int] = {}
+    steps = [numbers.setdefault(id(m.step), len(numbers)) for m in micro_batches]
+    rollouts = [
+        [(step, rollout) for rollout in batch.rollout_ids[m.rows].tolist()]
+        for m, step in zip(micro_batches, steps, strict=True)
+    ]
+    own: Counter[tuple[int, int]] = Counter()
+    for m, keys in zip(micro_batches, rollouts, strict=True):
+        for key, count in zip(keys, m.row_counts.tolist(), strict=True):
+            own[key] += int(count)
+    of_ranks: list[Any] = [own]
+    if group is not None and group.size() > 1:
+        of_ranks = [None] * group.size()
+        dist.all_gather_object(of_ranks, own, group)
+    total: Counter[tuple[int, int]] = sum(of_ranks, Counter())  # without rollouts that have no trained token
+    counted = [[n for (step, _), n in total.items() if step == number] for number in range(len(numbers))]
+    return (
+        [np.array([total[key] for key in keys], dtype=np.int64) for keys in rollouts],
+        [
+            replace(m.step, num_tokens=sum(counted[step]), num_trained_rollouts=len(counted[step]))
+            for m, step in zip(micro_batches, steps, strict=True)
+        ],
+    )
 
 
 def _parts(micro_batches: list[MicroBatch], values: Tensor) -> zip[tuple[MicroBatch, Tensor]]:

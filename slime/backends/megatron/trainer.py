@@ -30,7 +30,7 @@ from slime.backends.megatron.advantages import set_advantages  # noqa: E402
 from slime.backends.megatron.batch import MicroBatch, PackLayout, pack  # noqa: E402
 from slime.backends.megatron.fit import built_shape  # noqa: E402
 from slime.backends.megatron.head import logits  # noqa: E402
-from slime.backends.megatron.learner import REFERENCE, Learner, Output, TrainingError  # noqa: E402
+from slime.backends.megatron.learner import REFERENCE, TRAINED_TOKENS, Learner, Output, TrainingError  # noqa: E402
 from slime.backends.megatron.log_probs import token_terms  # noqa: E402
 from slime.backends.megatron.loss import LOSSES, mismatch_report, reduce_tokens, value_loss  # noqa: E402
 from slime.backends.megatron.memory import MemoryLog  # noqa: E402
@@ -157,7 +157,8 @@ class MegatronTrainer:
                         where = f"rollout {rollout_id}, step {i + 1} of {len(packed)}, {name}"
                         before = model_hooks.before_train_step(learner.args, rollout_id, i)
                         steps[i] |= learner.step(where, micro_batches, loss, tokens[i], before)
-                        checks.check_step(self.args, where, steps[i], is_first=first and i == 0)
+                        trained = steps[i].pop(TRAINED_TOKENS)
+                        checks.check_step(self.args, where, steps[i], trained, is_first=first and i == 0)
         total = sum(metrics.pop("tokens") for metrics in steps)
         rate = total / seconds[f"perf/{name}_train_time"]
         steps[-1] |= seconds | {f"perf/{name}_train_tok_per_s": rate} | self._memory.peaks()
@@ -183,7 +184,8 @@ class MegatronTrainer:
             self._add_advantages(batch, everything, seconds)
         if args.rollout_data_postprocess_path is not None and parallel_state.is_pipeline_last_stage():
             with self._span(seconds, "postprocess"):
-                postprocess(args, rollout_id, batch, everything, self._layout)
+                group = parallel_state.get_data_parallel_group()
+                postprocess(args, rollout_id, batch, everything, self._layout, group)
         if args.save_debug_train_data is not None:
             with self._span(seconds, "save_debug"):
                 save_train_data(args, rollout_id, batch, packed)
