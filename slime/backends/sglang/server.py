@@ -48,8 +48,7 @@ class Server:
         if status is None:
             return None
         self._ended = self._ended or time.time()
-        by = f" (signal {status - 128})" if status > 128 else ""
-        return End(self._ended, f"{self._name} at {self.url} ended with status {status}{by}{self._log_end()}")
+        return End(self._ended, f"{self._name} at {self.url} {_told(status)}{self._log_end()}")
 
     def check(self) -> None:
         """Raise EngineError, with the last lines of its log, if the server has ended."""
@@ -99,3 +98,11 @@ class Server:
     def _log_end(self) -> str:
         tail = self._process.tail(_TAIL_LINES) if self._process else ""
         return f"\nlast lines of {self._log_path}:\n{tail}"
+
+
+def _told(status: int) -> str:
+    """How a server ended, by the exit status of its supervisor."""
+    if status < 0:
+        return f"is gone: the process that supervises it was ended by signal {-status}"
+    by = f" (signal {status - 128})" if status > 128 else ""
+    return f"ended with status {status}{by}"
