@@ -156,11 +156,11 @@ class Supervisor:
         """TERM to the server, which ends its own tree in order; after the grace period KILL to whatever is left."""
         deadline = time.monotonic() + self._grace
         if self._status is None:
-            send(self._server, signal.SIGTERM)
+            _terminate(self._server)
         while self._status is None and time.monotonic() < deadline:
             self._sleep_until_child_ends()
         for pid in self._tree():
-            send(pid, signal.SIGTERM)
+            _terminate(pid)
         while self._tree() and time.monotonic() < deadline:
             self._sleep_until_child_ends()
         deadline = time.monotonic() + _KILL_DEADLINE_S
@@ -178,6 +178,11 @@ class Supervisor:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 512)
         self._reap()
+
+
+def _terminate(pid: int) -> None:
+    send(pid, signal.SIGTERM)
+    send(pid, signal.SIGCONT)  # one that is stopped heeds a signal only when it goes on
 
 
 def main() -> int:
