@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from slime.rollout.chat_template import chat_template
+from slime.rollout.messages import Messages, RowError, check_messages
 from slime.rollout.tokenizer import load_tokenizer
+from slime.rollout.turns import find_turns
 from slime.utils.errors import BadInputError
 from slime.utils.types import Sample, Status
-
-Messages = list[dict[str, Any]]
-Render = Callable[[Messages, bool], str]
-
-_PROBE = "slime-end-of-turn-probe"
-
-
-class RowError(BadInputError):
-    """What is wrong with one row."""
-
-
-def check_messages(messages: Any, what: str) -> None:
-    """Raise RowError unless ``messages`` is a non-empty list of dicts with a ``role``."""
-    if not isinstance(messages, list):
-        raise RowError(f"{what} is a {type(messages).__name__}; a string or a list of chat messages is expected")
-    if not messages:
-        raise RowError(f"{what} is an empty list of messages")
-    for position, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise RowError(f"message {position} of {what} is not an object with a 'role': {message!r:.80}")
 
 
 def render(tokenizer: Any, messages: Messages, tools: Any, kwargs: str, *, generation_prompt: bool = True) -> str:
@@ -41,16 +23,10 @@ def render(tokenizer: Any, messages: Messages, tools: Any, kwargs: str, *, gener
         kwargs: further arguments of the template, a JSON object.
 
     Raises:
-        RowError: the template refuses the conversation.
+        RowError: the template refuses the conversation, or a message has what no template takes.
     """
-    from jinja2 import TemplateError
-
-    try:
-        return tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=generation_prompt, **json.loads(kwargs)
-        )
-    except (TemplateError, TypeError, ValueError) as error:
-        raise RowError(f"the chat template refuses the conversation: {error}") from error
+    template = chat_template(tokenizer, tools or None, kwargs)
+    return template.text(template.prepared(messages), tools or None, generation_prompt=generation_prompt)
 
 
 def with_answer(prompt: str | Messages, label: Any) -> Messages:
@@ -91,67 +67,6 @@ class Encoded:
         sample.status = Status.COMPLETED
 
 
-def assistant_spans(
-    messages: Messages, text: str, render_messages: Render, closing: str, *, last_only: bool
-) -> list[tuple[int, int]]:
-    """Where in ``text``, the rendering of ``messages``, the assistant's turns are: character ranges.
-
-    A turn is what the model has to produce after the generation prompt, its end-of-turn token included. It is found by
-    rendering: it begins where the rendering of the messages before it, with the generation prompt, ends. So what the
-    template puts into that prompt (an opened reasoning block, say) is not trained, and what it puts into the turn is.
-
-    Args:
-        render_messages: ``(messages, generation_prompt) -> text``.
-        closing: what the template puts behind an assistant's turn (`turn_closing`).
-        last_only: only the last of the assistant's turns.
-
-    Raises:
-        RowError: the template renders earlier turns differently once later ones follow, so that turns cannot be found.
-    """
-    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    spans = []
-    for i in turns[-1:] if last_only else turns:
-        if messages[i].get("step_loss_mask", 1) != 1:
-            continue
-        start = _turn_start(messages[:i], text, render_messages)
-        through = text if i == len(messages) - 1 else render_messages(messages[: i + 1], False)
-        end = _turn_end(through, text, start, closing)
-        if end < 0:
-            raise RowError(f"the end of message {i} is not to be found in the rendered conversation")
-        spans.append((start, end))
-    return spans
-
-
-def turn_closing(render_messages: Render) -> str:
-    """What the chat template puts behind the content of an assistant's last turn."""
-    probe = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
-    return render_messages(probe, False).rpartition(_PROBE)[2]
-
-
-def _turn_start(before: Messages, text: str, render_messages: Render) -> int:
-    prompt = render_messages(before, True)
-    if text.startswith(prompt):
-        return len(prompt)
-    closed = render_messages(before, False) if before else ""
-    if not text.startswith(closed):
-        raise RowError(f"the chat template rewrites the turns before message {len(before)}, its loss mask is undefined")
-    # The generation prompt opens something, such as <think>, that this turn does not have.
-    common = next((i for i, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), len(text))
-    return max(len(closed), common)
-
-
-def _turn_end(through: str, text: str, start: int, closing: str) -> int:
-    """End of the turn that begins at ``start``, -1 if not found; ``through`` is the conversation up to this turn."""
-    # The model stops at the end-of-turn token; a line break behind it is the template's. Without such a token the
-    # line break is all there is to stop at.
-    marker = closing.rstrip() or closing
-    if text.startswith(through):
-        return len(through) - (len(closing) - len(marker))
-    # Templates drop the reasoning of a turn that is not the last one.
-    end = text.find(marker, start) if marker else -1
-    return end if end < 0 else end + len(marker)
-
-
 class ConversationEncoder:
     """Encodes conversations by a tokenizer and its chat template."""
 
@@ -163,7 +78,6 @@ class ConversationEncoder:
         self._tokenizer = load_tokenizer(checkpoint)
         self._kwargs = chat_template_kwargs
         self._last_only = last_only
-        self._closing: str | None = None
         if not self._tokenizer.chat_template:
             raise BadInputError(f"--loss-type sft_loss: the tokenizer of {checkpoint} has no chat template")
         if not self._tokenizer.is_fast:
@@ -176,18 +90,11 @@ class ConversationEncoder:
             RowError: it is no conversation, its template refuses it, or none of its tokens is trained.
         """
         check_messages(messages, "the conversation")
-
-        def render_messages(part: Messages, generation_prompt: bool) -> str:
-            return render(self._tokenizer, part, tools, self._kwargs, generation_prompt=generation_prompt)
-
-        text = render_messages(messages, False)
-        if self._closing is None:
-            self._closing = turn_closing(render_messages)
-        spans = assistant_spans(messages, text, render_messages, self._closing, last_only=self._last_only)
-        encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        starts, ends = np.asarray(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
+        template = chat_template(self._tokenizer, tools or None, self._kwargs)
+        turns = find_turns(template, template.prepared(messages), tools or None, last_only=self._last_only)
+        tokens, starts, ends = self._tokens(turns.text, [edge for span in turns.spans for edge in span])
         mask = np.zeros(len(starts), dtype=np.uint8)
-        for start, end in spans:
+        for start, end in turns.spans:
             mask |= ((ends > start) & (starts < end)).astype(np.uint8)
         mask[:1] = 0  # nothing comes before the first token to predict it from
         if not mask.any():
@@ -195,7 +102,28 @@ class ConversationEncoder:
                 "no token of the conversation is trained: it has no assistant turn, or all have step_loss_mask 0"
             )
         length = int(np.flatnonzero(mask)[-1]) + 1
-        tokens = np.asarray(encoding["input_ids"], dtype=np.int32)
-        return Encoded(
-            tokens[:length], mask[:length], text[min(start for start, _ in spans) : max(e for _, e in spans)]
-        )
+        first, last = min(start for start, _ in turns.spans), max(end for _, end in turns.spans)
+        return Encoded(tokens[:length], mask[:length], turns.text[first:last])
+
+    def _tokens(self, text: str, edges: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Token ids, and where in ``text`` they begin and end; no token reaches over an edge.
+
+        An engine's prompt is tokenised for itself, so what the model says begins with a token of its own, even where
+        the two would be one token (a line break before a line break).
+        """
+        ids, starts, ends = self._tokenised(text)
+        crossed = [edge for edge in sorted({*edges}) if ((starts < edge) & (ends > edge)).any()]
+        if not crossed:
+            return ids, starts, ends
+        bounds = [0, *crossed, len(text)]
+        parts = []
+        for start, end in itertools.pairwise(bounds):
+            part, first, last = self._tokenised(text[start:end])
+            parts.append((part, first + start, last + start))
+        ids, starts, ends = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+        return ids, starts, ends
+
+    def _tokenised(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        starts, ends = np.asarray(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
+        return np.asarray(encoding["input_ids"], dtype=np.int32), starts, ends

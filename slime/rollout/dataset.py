@@ -15,8 +15,9 @@ import numpy as np
 
 from slime.options.rollout import SFT_ROLLOUT, generates_itself
 from slime.options.validate import NEEDS_LABEL, may_set_labels
-from slime.rollout.conversation import ConversationEncoder, Encoded, RowError, check_messages, render, with_answer
-from slime.rollout.reading import Row, read_rows
+from slime.rollout.conversation import ConversationEncoder, Encoded, render, with_answer
+from slime.rollout.messages import RowError, as_text, check_messages, messages_of_json, without_arrow_nulls
+from slime.rollout.reading import Row, read_rows, split_slice
 from slime.rollout.rm_hub.answers import label_problem
 from slime.rollout.tokenizer import load_tokenizer
 from slime.utils.errors import BadInputError
@@ -151,6 +152,7 @@ def load_prompts(spec: PromptSpec) -> PromptDataset:
     if spec.apply_chat_template and not tokenizer.chat_template:
         raise BadInputError(f"--apply-chat-template: the tokenizer of {spec.hf_checkpoint} has no chat template")
     rejects = _Rejects(spec)
+    arrow = split_slice(spec.path)[0].suffix == ".parquet"
     encoder = None
     if spec.trained_turns is not None:
         encoder = ConversationEncoder(spec.hf_checkpoint, spec.chat_template_kwargs, spec.trained_turns == "last")
@@ -159,7 +161,7 @@ def load_prompts(spec: PromptSpec) -> PromptDataset:
     for batch in _batches(_rows(spec)):
         num_read += len(batch)
         columns.update(*(row.value or {} for row in batch))
-        parsed = [row for row in (_parse(row, spec, tokenizer, rejects) for row in batch) if row is not None]
+        parsed = [row for row in (_parse(row, spec, tokenizer, rejects, arrow) for row in batch) if row is not None]
         sized = _encode(parsed, encoder, rejects) if encoder else _tokenise(parsed, spec, tokenizer, rejects)
         for row, length in sized:
             if spec.max_prompt_len is not None and length > spec.max_prompt_len:
@@ -210,15 +212,16 @@ def _empty_columns(spec: PromptSpec, dataset: PromptDataset, columns: set[str]) 
             yield f"{spec.flag} {spec.path}: no row has anything at {key!r} ({flag}); the keys of its rows are {keys}"
 
 
-def _parse(row: Row, spec: PromptSpec, tokenizer: Any, rejects: _Rejects) -> PromptRow | None:
+def _parse(row: Row, spec: PromptSpec, tokenizer: Any, rejects: _Rejects, arrow: bool) -> PromptRow | None:
     try:
         if row.value is None:
             raise RowError(row.problem)
-        prompt = _take(row.value, spec.input_key, "--input-key")
+        prompt = as_text(_take(row.value, spec.input_key, "--input-key"))
+        prompt = without_arrow_nulls(prompt) if arrow else prompt
         label = None if spec.label_key is None else _take(row.value, spec.label_key, "--label-key")
         if label is None and spec.label_key is not None and spec.trained_turns is None:
             raise RowError(f"{spec.label_key!r} (--label-key) is null")
-        metadata = _metadata(row.value, spec)
+        metadata = _metadata(row.value, spec, arrow)
         _check_label(label, metadata, spec)
         prompt = _prompt(prompt, metadata.get("tools"), spec, tokenizer)
     except RowError as error:
@@ -257,12 +260,15 @@ def _check_label(label: Any, metadata: dict[str, Any], spec: PromptSpec) -> None
         raise RowError(f"{spec.label_key!r} (--label-key) {problem}")
 
 
-def _metadata(row: dict[str, Any], spec: PromptSpec) -> dict[str, Any]:
-    metadata = _decoded(_optional(row, spec.metadata_key, "--metadata-key"), spec.metadata_key, "--metadata-key") or {}
+def _metadata(row: dict[str, Any], spec: PromptSpec, arrow: bool) -> dict[str, Any]:
+    metadata, tools = (
+        _decoded(_optional(row, key, flag), key, flag, arrow)
+        for key, flag in ((spec.metadata_key, "--metadata-key"), (spec.tool_key, "--tool-key"))
+    )
+    metadata = metadata or {}
     if not isinstance(metadata, dict):
         raise RowError(f"{spec.metadata_key!r} (--metadata-key) is a {type(metadata).__name__}, not an object")
-    tools = _decoded(_optional(row, spec.tool_key, "--tool-key"), spec.tool_key, "--tool-key")
-    if tools is None:
+    if tools is None or tools == []:
         return metadata
     if not isinstance(tools, list):
         raise RowError(f"{spec.tool_key!r} (--tool-key) is a {type(tools).__name__}, not a list of tools")
@@ -283,10 +289,10 @@ def _optional(row: dict[str, Any], key: str | None, flag: str) -> Any:
     return value
 
 
-def _decoded(value: Any, key: str | None, flag: str) -> Any:
+def _decoded(value: Any, key: str | None, flag: str, arrow: bool) -> Any:
     """``value``, parsed where it is a string of JSON; an empty string is nothing."""
     if not isinstance(value, str):
-        return value
+        return without_arrow_nulls(value) if arrow else value
     if not value.strip():
         return None
     try:
@@ -296,6 +302,8 @@ def _decoded(value: Any, key: str | None, flag: str) -> Any:
 
 
 def _prompt(prompt: Any, tools: Any, spec: PromptSpec, tokenizer: Any) -> str | list[dict[str, Any]]:
+    if spec.apply_chat_template or spec.trained_turns is not None:
+        prompt = messages_of_json(prompt)
     if isinstance(prompt, str):
         if not spec.apply_chat_template:
             return prompt

@@ -62,9 +62,8 @@ EXTRA = {
         "rates",
         "sgd",
     ),
-    "distopt": ("resume", "nan", "other_base", "unstepped", "rates", "offload"),
-    "dp2": ("resume", "offload"),
-    "tp2": ("resume", "other_base", "offload"),
+    "distopt": ("resume", "nan", "other_base", "unstepped", "rates"),
+    "tp2": ("resume", "other_base"),
     "vpp2": ("resume", "hooks"),
     "cp2": ("resume", "hooks"),
 }

@@ -207,7 +207,7 @@ BAD_ROWS: list[tuple[Any, str]] = [
     ("[1, 2]", "a JSON object is expected, this is an array"),
     ({"question": "p", "label": "x"}, r"there is no key 'prompt' \(--input-key\); the keys are 'label', 'question'"),
     ({"prompt": "p"}, r"there is no key 'label' \(--label-key\); the keys are 'prompt'"),
-    ({"prompt": 5, "label": "x"}, r"'prompt' \(--input-key\) is a int; a string or a list of chat messages"),
+    ({"prompt": True, "label": "x"}, r"'prompt' \(--input-key\) is a bool; a string or a list of chat messages"),
     ({"prompt": [], "label": "x"}, "is an empty list of messages"),
     ({"prompt": [{"content": "x"}], "label": "x"}, "message 0 of 'prompt' .* is not an object with a 'role'"),
     ({"prompt": [{"role": "user"}], "label": "x"}, "message 0 of 'prompt' .* has neither 'content' nor 'tool_calls'"),

@@ -1,0 +1,112 @@
+"""Chat messages as rows have them, and as a chat template takes them."""
+
+from __future__ import annotations
+
+import json
+from numbers import Number
+from typing import Any
+
+from slime.utils.errors import BadInputError
+
+Messages = list[dict[str, Any]]
+
+
+class RowError(BadInputError):
+    """What is wrong with one row."""
+
+
+def check_messages(messages: Any, what: str) -> None:
+    """Raise RowError unless ``messages`` is a non-empty list of dicts with a ``role``."""
+    if not isinstance(messages, list):
+        raise RowError(f"{what} is a {type(messages).__name__}; a string or a list of chat messages is expected")
+    if not messages:
+        raise RowError(f"{what} is an empty list of messages")
+    for position, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise RowError(f"message {position} of {what} is not an object with a 'role': {message!r:.80}")
+
+
+def as_text(value: Any) -> Any:
+    """A number as text, such as the index of a task; anything else as it is."""
+    return str(value) if isinstance(value, Number) and not isinstance(value, (bool, complex)) else value
+
+
+def messages_of_json(prompt: Any) -> Any:
+    """The messages of a prompt that is JSON text of a list of messages; anything else as it is."""
+    if not isinstance(prompt, str) or not prompt.lstrip().startswith("["):
+        return prompt
+    try:
+        value = json.loads(prompt)
+    except (ValueError, RecursionError):
+        return prompt
+    if not isinstance(value, list) or not value:
+        return prompt
+    return value if all(isinstance(entry, dict) and isinstance(entry.get("role"), str) for entry in value) else prompt
+
+
+def without_arrow_nulls(value: Any) -> Any:
+    """A value of a parquet file without the nulls that Arrow puts into structs; its maps become objects.
+
+    Arrow gives all structs of a column the same keys: what one row lacks is null there. Nulls in lists stay.
+    """
+    if isinstance(value, dict):
+        return {key: without_arrow_nulls(entry) for key, entry in value.items() if entry is not None}
+    if isinstance(value, list):
+        if value and all(isinstance(entry, tuple) and len(entry) == 2 for entry in value):
+            return {key: without_arrow_nulls(entry) for key, entry in value}
+        return [without_arrow_nulls(entry) for entry in value]
+    return value
+
+
+def text_of_parts(parts: list[Any], where: str) -> str:
+    """The text of a content that is a list of parts: theirs, one after the other.
+
+    Raises:
+        RowError: a part is no text.
+    """
+    return "".join(_text_of_part(part, f"part {number} of {where}") for number, part in enumerate(parts))
+
+
+def _text_of_part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+    text = part.get("text") if isinstance(part, dict) and kind in ("text", None) else None
+    if not isinstance(text, str):
+        raise RowError(f'{where} is no text but {kind!r}: only {{"type": "text", "text": ...}} can be rendered')
+    return text
+
+
+def with_arguments(calls: Any, where: str, *, as_json: bool) -> list[Any]:
+    """Tool calls whose arguments are objects, or JSON text where ``as_json``; rows may have them either way.
+
+    SGLang's server parses the arguments of earlier calls likewise before it renders them.
+
+    Raises:
+        RowError: the calls are no list of objects, or the arguments of one no object.
+    """
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise RowError(f"'tool_calls' of {where} is not a list of objects: {calls!r:.80}")
+    changed = []
+    for number, call in enumerate(calls):
+        function = call.get("function", call)
+        if isinstance(function, dict) and "arguments" in function:
+            arguments = _arguments(function["arguments"], f"tool call {number} of {where}")
+            shown = json.dumps(arguments, ensure_ascii=False) if as_json else arguments
+            function = function | {"arguments": shown}
+            call = call | {"function": function} if "function" in call else function
+        changed.append(call)
+    return changed
+
+
+def _arguments(value: Any, where: str) -> dict[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise RowError(f"the arguments of {where} are a string that is no JSON: {error}") from error
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise RowError(f"the arguments of {where} are a {type(value).__name__}, not an object")
+    return value
