@@ -45,8 +45,14 @@ class DeadlineOptions:
     placement_timeout: float = option(300.0, "Until the cluster has given the slots.", above=0)
     engine_start_timeout: float = option(600.0, "Until an engine or the router answers and is registered.", above=0)
     data_load_timeout: float = option(1800.0, "Reading, checking and tokenising the prompts of all files.", above=0)
-    rollout_timeout: float = option(3600.0, "One generate or eval call as a whole.", above=0)
+    rollout_timeout: float = option(3600.0, "One generate or eval call, while no older one is under way.", above=0)
     request_timeout: float = option(1800.0, "One generation request.", above=0)
+    rollout_health_check_interval: float = option(
+        10.0, "Between two questions whether an engine or a router answers.", above=0
+    )
+    rollout_health_check_timeout: float = option(
+        30.0, "One such answer; a server that leaves two questions in a row without one hangs.", above=0
+    )
     generate_timeout: float | None = option(
         None, "One call of a custom generate function or of a sample hook; default as --rollout-timeout.", above=0
     )

@@ -229,6 +229,7 @@ DEFAULTS: dict[str, Any] = {
     "moe_router_bias_update_rate": 0.0,
     "moe_token_dispatcher_type": "alltoall",
     "mtp_loss_scaling_factor": 0.2,
+    "optimizer_offload_fraction": 1.0,
     "transformer_impl": "local",
     "use_distributed_optimizer": True,
 }

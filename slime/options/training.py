@@ -33,6 +33,13 @@ _NOT_WITH_TRANSFORMER_ENGINE = ("lora_rank", "tp_comm_overlap", "init_model_with
 """Without it the last two do nothing; its layers would obey them, and lack what they need for it."""
 _IN_FLOAT32 = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 """What only Transformer Engine's optimizer has in other types."""
+_OF_OFFLOAD = {
+    "overlap_cpu_optimizer_d2h_h2d": "--overlap-cpu-optimizer-d2h-h2d",
+    "optimizer_offload_fraction": "--optimizer-offload-fraction",
+    "pin_cpu_params": "--no-pin-cpu-params",
+    "pin_cpu_grads": "--no-pin-cpu-grads",
+}
+"""Settings of the optimizer in host memory. Gradients need none there: they stay in the device's buffers."""
 
 
 def check_training(args: Namespace, given: set[str]) -> None:
@@ -92,14 +99,17 @@ def import_transformer_engine() -> None:
 
 
 def _check_optimizer(args: Namespace, given: set[str]) -> None:
-    switches = ("optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d", "use_precision_aware_optimizer")
-    asked = [flag_named(name) for name in switches if getattr(args, name)]
-    asked += [f"{flag_named(name)} {value}" for name in _IN_FLOAT32 if (value := getattr(args, name)) != "fp32"]
-    if asked:
+    if asked := [f"{flag_named(name)} {value}" for name in _IN_FLOAT32 if (value := getattr(args, name)) != "fp32"]:
         raise OptionError(
-            f"{asked[0]} is not available yet in this version: the optimizer is torch's, on the GPU and in float32; "
-            "with --colocate its state is in host memory while engines generate"
+            f"{', '.join(asked)}: the optimizer is torch's and keeps all in float32 (fp32), with "
+            "--use-precision-aware-optimizer too; --optimizer-cpu-offload is what saves device memory"
         )
+    if not 0 < args.optimizer_offload_fraction <= 1:
+        raise OptionError(
+            f"--optimizer-offload-fraction {args.optimizer_offload_fraction} is not above 0 and at most 1"
+        )
+    if not args.optimizer_cpu_offload and (unused := [flag for name, flag in _OF_OFFLOAD.items() if name in given]):
+        raise OptionError(f"{', '.join(unused)} has no effect without --optimizer-cpu-offload")
     if args.optimizer not in OPTIMIZERS:
         raise OptionError(f"--optimizer {args.optimizer}: there are {' and '.join(OPTIMIZERS)}")
     if args.optimizer != "adam":

@@ -37,6 +37,7 @@ REPLACED: dict[str, str] = {
     "--train-iters": "it follows from --num-rollout and --num-steps-per-rollout",
     "--train-memory-margin-bytes": "it has no meaning here; drop it",
     "--true-on-policy-mode": "one step per rollout is on policy; add --sglang-enable-deterministic-inference",
+    "--rollout-health-check-first-wait": "an engine is asked from its first answer on; drop it",
     "--use-critic": "--advantage-estimator ppo has a critic; drop it",
     "--use-custom-fsdp": "the distributed optimizer shards optimizer state; there is no FSDP backend",
     "--use-fault-tolerance": "a run of several engines goes on without one that dies, which is not restarted; drop it",
@@ -50,7 +51,6 @@ REPLACED: dict[str, str] = {
 
 REPLACED_PREFIXES: dict[str, str] = {
     "--ci-metric-checker-": "metrics.jsonl has every metric",
-    "--rollout-health-check-": "an engine that dies is noticed at once, one that hangs by --request-timeout; drop it",
     "--slime-router-": "the router is sglang-router; see --help router",
 }
 """The same for whole families of flags."""

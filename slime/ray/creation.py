@@ -10,7 +10,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slime.ray.cluster import actor_environment, as_actor
-from slime.ray.engine_actor import EngineActor, EngineNode, EnginePlan
+from slime.ray.engine_actor import EXAMINATION, EngineActor, EngineNode, EnginePlan
 from slime.ray.placement import Placement, Slot
 from slime.ray.rollout_manager import EVALUATION, ROLLOUTS, ROUTERS, RolloutManager, rollouts_overlap
 from slime.ray.train_actor import TrainActor
@@ -40,7 +40,7 @@ def create_engines(
         firsts = range(rank * width, (rank + 1) * width, on_node)
         nodes = [_engine_node(placement, slots[first : first + on_node]) for first in firsts]
         plan = EnginePlan(args, rank, api_keys, nodes, name)
-        actors[f"{name} {rank}"] = as_actor(EngineActor).options(**nodes[0].options).remote(plan)
+        actors[f"{name} {rank}"] = as_actor(EngineActor, **{EXAMINATION: 1}).options(**nodes[0].options).remote(plan)
     return actors
 
 

@@ -17,6 +17,8 @@ from slime.ray.cluster import as_actor, enter_actor, serving_host
 _POLL_S = 0.1
 """Fine enough to tell which server of an engine ended first: the others follow within a second."""
 _ANSWER_S = 20.0
+EXAMINATION = "examination"
+"""Ray's concurrency group, a thread of its own: another call may be waiting for an engine that hangs."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,25 @@ class EngineActor:
 
     @ray.method(concurrency_group="watch")
     def watch(self) -> None:
-        """Return, by raising EngineError with the log's last lines, when the server does not start or dies."""
+        """Return, by raising EngineError with the log's last lines, when the server does not start, dies or hangs."""
         self._started.result()
+        self._engine.listen()
         while True:
             self._engine.check()
             time.sleep(_POLL_S)
+
+    @ray.method(concurrency_group=EXAMINATION)
+    def examine(self, because: str, *, paused: bool) -> None:
+        """Raise EngineError, as `watch` then does as well, if the engine does not answer now.
+
+        Args:
+            because: what went wrong, for the message.
+            paused: whether it may be paused, and generates nothing.
+        """
+        if paused:
+            self._engine.examine_control(because)
+        else:
+            self._engine.examine_generation(because)
 
     def release_memory(self) -> None:
         """Give the GPU memory back, when no request runs."""

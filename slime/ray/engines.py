@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 
+from slime.options.schema import flag_named
 from slime.ray.supervision import Deadline, RunError, Supervisor
 
 _TIME = "%Y-%m-%d %H:%M:%S"
@@ -18,9 +19,13 @@ _HEAD_LINES, _LOG_LINES = 2, 15
 """Of each engine's end, in the error of a run that has lost all of them."""
 
 
+_EXAMINATION_MARGIN_S = 60.0
+
+
 @dataclass(frozen=True)
 class _Death:
-    """When an engine died, and of what: phase, engine, status and the last lines of its log, as far as known."""
+    """When an engine died, or was found to hang, and of what: phase, engine, status or question, and the last lines of
+    its log, as far as known."""
 
     when: str
     cause: str
@@ -28,7 +33,7 @@ class _Death:
 
 class Engines:
     """The engines of a run, by rank. Until `survive` the death of any of them ends the run, from then on that of the
-    last one.
+    last one. One that hangs is ended, and is then dead.
 
     The slots of an engine that died stay empty. Its requests are tried again by whoever sent them.
     """
@@ -94,13 +99,26 @@ class Engines:
             alive = len(self.living)
             for rank, death in self._deaths.items():
                 if rank not in self._told:
-                    _warn(f"push of version {version}: skipped {_name(rank)}, which died at {death.when}")
+                    _warn(f"push of version {version}: skipped {_name(rank)}, which was lost at {death.when}")
             self._told |= self._deaths.keys()
             try:
                 return publish([self._urls[rank] for rank in self._deaths])
-            except RunError:
+            except RunError as error:
+                if len(self.living) == alive:
+                    self._examine(f"push of version {version}: {error}".splitlines()[0])
                 if len(self.living) in (0, alive):
                     raise
+
+    def _examine(self, because: str) -> None:
+        """Find out whether one hangs, which is then dead: who waits for its answer knows only that there is none."""
+        name = "rollout_health_check_timeout"
+        limit = Deadline(2 * getattr(self._args, name) + _EXAMINATION_MARGIN_S, flag_named(name))
+        calls = {
+            _name(rank): actor.examine.remote(because, paused=True)
+            for rank, actor in self._actors.items()
+            if rank not in self._deaths
+        }
+        self._supervisor.wait(calls, "examine the engines", limit)
 
     def _survivor(self, rank: int) -> Callable[[str, str], None]:
         return lambda phase, cause: self._go_on_without(rank, phase, cause)
@@ -112,8 +130,9 @@ class Engines:
         kept = [*lines[:_HEAD_LINES], *lines[_HEAD_LINES:][-_LOG_LINES:]]
         self._deaths[rank] = _Death(time.strftime(_TIME), "\n".join(kept))
         if not self.living:
-            causes = "\n".join(f"{_name(r)} died at {death.when}: {death.cause}" for r, death in self._deaths.items())
-            raise RunError(f"{phase}: no engine is left, {' and '.join(map(_name, self._deaths))} died\n{causes}")
+            names = " and ".join(map(_name, self._deaths))
+            causes = [f"{_name(r)} was lost at {death.when}: {death.cause}" for r, death in self._deaths.items()]
+            raise RunError("\n".join([f"{phase}: no engine is left, {names} were lost", *causes]))
         # It owns the server's supervisor, which ends what is left of the tree when its owner goes, and the actors of
         # the engine's other nodes, which Ray ends likewise.
         ray.kill(self._actors[rank])

@@ -17,6 +17,7 @@ from slime.backends.sglang.router import Router
 from slime.options.rollout import DEFAULT_ROLLOUT, generates_itself
 from slime.options.validate import check_schedule
 from slime.ray.cluster import enter_actor, serving_host
+from slime.ray.examination import Examiner
 from slime.rollout.abort import forget_engine, register_engines
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, flatten_samples
 from slime.rollout.data_source import DataSource, RolloutDataSource
@@ -67,6 +68,9 @@ class RolloutManager:
         self._made: dict[int, list[Sample]] = {}
         """Rollouts that no trainer has taken yet."""
         self._reward_log = RewardLog()
+        self._examiner: Examiner | None = None
+        self._engines: set[str] = set()
+        """URLs of the actor's engines that get requests."""
         self._rollout = load_function(args.rollout_function_path, flag="--rollout-function-path")
         self._evaluate = load_function(args.eval_function_path, flag="--eval-function-path")
 
@@ -94,6 +98,7 @@ class RolloutManager:
             log_path = f"{args.run_dir}/logs/{name.replace(' ', '_')}.log"
             router = self._routers[model] = Router(its_args, host, self._api_keys, log_path, name)
             router.start()
+            router.listen()
             if model == ACTOR:
                 http_utils.limit_posts(router.url, place_of_request)
         args.sglang_model_routers = {model: _address(router) for model, router in self._routers.items()}
@@ -104,12 +109,14 @@ class RolloutManager:
             os.environ |= {"SLIME_ROUTER_API_KEY": self._api_keys[0]}
             os.environ |= {http_utils.ROUTER_VARIABLES[name]: router.url for name, router in self._routers.items()}
 
-    def register(self, opened: None, engine_urls: list[str], reward_urls: list[str]) -> None:
+    def register(self, opened: None, engines: dict[str, Any], reward_urls: list[str]) -> None:
         """Make engines known to the router of their model, and those of the actor to hooks.
 
         Args:
             opened: the answer of `open_routers`, which Ray so waits for.
+            engines: the actors of the actor's, by URL.
         """
+        engine_urls = list(engines)
         deadline = time.monotonic() + self._args.engine_start_timeout
         for model, router in self._routers.items():
             urls = engine_urls if model == ACTOR else reward_urls
@@ -117,9 +124,15 @@ class RolloutManager:
                 router.add(url)
             router.wait_registered(urls, timeout=max(0.0, deadline - time.monotonic()))
         register_engines(engine_urls, self._api_keys[1] if self._api_keys else None)
+        self._engines = set(engine_urls)
+        self._examiner = Examiner(engines, self._args.rollout_health_check_timeout, self.remove_engine)
+        http_utils.examine_by(self._routers[ACTOR].url, self._examiner)
 
     def remove_engine(self, url: str) -> None:
-        """Send nothing more to an engine that has died, and have fewer requests in flight."""
+        """Send nothing more to an engine that has died or hangs, and have fewer requests in flight."""
+        if url not in self._engines:
+            return  # it was found to hang before its end was known
+        self._engines.remove(url)
         self._routers[ACTOR].remove(url)
         forget_engine(url)
         self._args.num_engines -= 1
@@ -127,7 +140,7 @@ class RolloutManager:
 
     @ray.method(concurrency_group="watch")
     def watch(self) -> None:
-        """Return, by raising, when a router dies."""
+        """Return, by raising, when a router dies or hangs."""
         while True:
             for router in list(self._routers.values()):
                 router.check()
@@ -198,6 +211,8 @@ class RolloutManager:
     def hold_requests(self, hold: bool, version: int | None) -> None:
         """Send engines no new requests while weights are pushed, or go on under those of ``version``."""
         timeout = self._args.weight_update_timeout
+        if self._examiner is not None:
+            self._examiner.forbid() if hold else self._examiner.allow()
         background_loop().run(
             hold_requests(hold, version), timeout=timeout, what="holding requests during a weight update"
         )

@@ -151,7 +151,8 @@ class Run:
         num_engines = len(self._engines.living)
         urls, reward_urls = urls[:num_engines], urls[num_engines:]
         if urls:
-            started = {"the router": self._manager.register.remote(opened, urls, reward_urls)}
+            engines = dict(zip(urls, self._engines.living, strict=True))
+            started = {"the router": self._manager.register.remote(opened, engines, reward_urls)}
             self._wait(started, _START_ROUTER, self._limit("engine_start_timeout", _MARGIN_S))
             self._connect_trainers(urls, keys)
             self._engines.survive(urls, self._manager)
@@ -258,6 +259,8 @@ class Run:
         call, begun = self._rollouts.pop(rollout_id)
         phase = f"rollout {rollout_id}"
         limit = self._limit("rollout_timeout", _MARGIN_S)
+        if self.args.asynchronous:  # an evaluation comes before it, and stale groups are generated again after it
+            limit = Deadline(3 * self.args.rollout_timeout + _MARGIN_S, limit.flag)
         ((batches, metrics),) = self._wait({"the rollout manager": call}, phase, limit)
         metrics["perf/wait_for_rollout_time"] = time.monotonic() - self._step_started
         metrics["perf/rollout_ahead_time"] = self._step_started - begun

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from argparse import Namespace
 from typing import Any
 
 from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
 from slime.rollout.hooks import HookError
+from slime.rollout.in_line import in_line
 from slime.rollout.metrics import engine_metrics, speed_metrics
+from slime.rollout.numbers import numbers_kept
 from slime.rollout.pool import Pool, call_batch_hook
 from slime.rollout.state import RolloutState, rollout_state
 from slime.utils.errors import DeadlineError
@@ -33,7 +34,7 @@ async def collect(
     async with rollout_state(args, rank=rollout_id) as state:
         pool = Pool(args, source, state, rollout_id)
         try:
-            async with asyncio.timeout(args.rollout_timeout):
+            async with in_line(rollout_id, args.rollout_timeout):
                 pool.begin(drawn)
                 while (missing := num_groups - len(pool.kept)) > 0:
                     if missing > pool.num_under_way:
@@ -66,7 +67,10 @@ async def finish_batch(
     ``--rollout-sample-filter-path`` may set ``remove_sample``, which masks a sample out of the loss;
     ``--rollout-all-samples-process-path`` sees all groups that were finished, filtered ones too.
     """
+    samples = flatten_samples(groups)
     if (path := args.rollout_sample_filter_path) is not None:
-        await call_batch_hook(state, "--rollout-sample-filter-path", path, args, groups)
+        with numbers_kept(samples, f"--rollout-sample-filter-path {path}"):
+            await call_batch_hook(state, "--rollout-sample-filter-path", path, args, groups)
     if (path := args.rollout_all_samples_process_path) is not None:
-        await call_batch_hook(state, "--rollout-all-samples-process-path", path, args, all_done, source)
+        with numbers_kept(samples, f"--rollout-all-samples-process-path {path}"):
+            await call_batch_hook(state, "--rollout-all-samples-process-path", path, args, all_done, source)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slime.rollout.numbers import numbers_kept
 from slime.utils.errors import BadInputError
 from slime.utils.types import Sample, Status
 from slime.utils.user_functions import call_user_function
@@ -38,9 +39,10 @@ def convert(args: Namespace, samples: list[Sample]) -> Converted:
         HookError: it raised.
     """
     where = f"{FLAG} {args.custom_convert_samples_to_train_data_path}"
-    returned = call_user_function(
-        FLAG, args.custom_convert_samples_to_train_data_path, {"args": args, "samples": samples}
-    )
+    with numbers_kept(samples, where):
+        returned = call_user_function(
+            FLAG, args.custom_convert_samples_to_train_data_path, {"args": args, "samples": samples}
+        )
     columns = _columns(returned, where)
     origins = _origins(columns["sample_indices"], samples, where)
     rows = []

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, flatten_samples
 from slime.rollout.collect import finish_batch, late
+from slime.rollout.in_line import in_line
 from slime.rollout.loop import background_loop, run_all
 from slime.rollout.metrics import engine_metrics, speed_metrics
 from slime.rollout.pool import Pool
@@ -38,7 +39,8 @@ def generate_rollout_fully_async(
     if evaluation:
         return generate_rollout(args, rollout_id, data_source, evaluation=True)
     what = f"rollout {rollout_id} (--rollout-timeout)"
-    return background_loop().run(_next(args, rollout_id, data_source), timeout=args.rollout_timeout, what=what)
+    rollout = _next(args, rollout_id, data_source)
+    return background_loop().run(rollout, timeout=args.rollout_timeout, what=what, keeps_it=True)
 
 
 async def _next(args: Namespace, rollout_id: int, source: Any) -> RolloutFnTrainOutput:
@@ -77,7 +79,7 @@ class Stream:
         self._next, self._version = rollout_id, rollout_id - args.max_weight_staleness
         await self._tell()
         try:
-            async with asyncio.timeout(args.rollout_timeout):
+            async with in_line(rollout_id, args.rollout_timeout):
                 pool, state = await self._until_enough()
                 groups = pool.take(args.rollout_batch_size, rollout_id)
                 self._next = rollout_id + 1

@@ -16,6 +16,7 @@ from slime.rollout.failure_log import FailureLog
 from slime.rollout.generation import generate
 from slime.rollout.hooks import HookError, Limit, accepted, call_hook, naming
 from slime.rollout.loop import run_all
+from slime.rollout.numbers import Numbers, numbers_kept, numbers_of, restore, same
 from slime.rollout.off_policy import newest_version, note_version
 from slime.rollout.rm_hub import async_rm, batched_async_rm, judge_of
 from slime.rollout.sampling import request_seed
@@ -23,7 +24,7 @@ from slime.rollout.state import RolloutState, state_of_call
 from slime.rollout.train_data import check_response
 from slime.rollout.under_way import current_rollout
 from slime.utils.errors import DeadlineError, SettingError, SlimeError
-from slime.utils.http_utils import RequestError
+from slime.utils.http_utils import NoReplyError, RequestError
 from slime.utils.misc import load_function
 from slime.utils.types import Group, Sample, Status
 
@@ -81,6 +82,7 @@ class GroupRun:
         self._evaluation = evaluation
         self._generated = {position for position, sample in enumerate(group) if sample.status in _FINISHED}
         """Positions of samples that need no more than a reward."""
+        self._numbers = [numbers_of(sample) for sample in group]
         self._untouched: dict[int, bytes] = {}
         """By position, samples as they were: those that a user's function gets, and those that go on."""
 
@@ -105,6 +107,8 @@ class GroupRun:
 
     def _to_go_on(self, position: int) -> list[Sample]:
         parts = flatten_samples(self.results[position])
+        for part in parts:  # a function that was given up in the middle may have changed them
+            restore(part, self._numbers[position], "a function that was not done")
         if position in self._generated and all(part.status in _FINISHED for part in parts):
             return parts
         sample = parts[0]
@@ -191,8 +195,9 @@ class GroupRun:
             by_name = {"sampling_params": own} if takes_list else {}
             known = accepted(function, evaluation=self._evaluation, **by_name)
             limit = self._limit(f"the generation of sample {sample.index} by {flag} {path}")
+            numbers = numbers_of(given)
             result = await call_hook(function, f"{flag} {path}", self.args, *by_position, limit=limit, **known)
-            result = _checked(result, given, f"{flag} {path}")
+            result = _checked(result, numbers, f"{flag} {path}")
             if self.args.asynchronous or self.args.mask_offpolicy_in_partial_rollout:
                 for part in flatten_samples(result):
                     note_version(part, version)  # when it was called: the oldest that it can be
@@ -216,10 +221,12 @@ class GroupRun:
             function = load_function(path, flag=flag, default_names=("sample_hook", "rollout_sample_hook"))
             known = accepted(function, rollout_id=current_rollout(), evaluation=self._evaluation)
             limit = self._limit(f"{flag} {path} with sample {sample.index}")
+            numbers = numbers_of(sample)
             shown = await call_hook(function, f"{flag} {path}", self.args, sample, limit=limit, **known)
             if shown is not None and not isinstance(shown, Sample):
                 raise HookError(f"{flag} {path} must return a Sample or None, not {shown!r:.120}")
             sample = sample if shown is None else shown
+            restore(sample, numbers, f"{flag} {path}")
         return sample
 
     def _limit(self, what: str) -> Limit | None:
@@ -234,7 +241,8 @@ class GroupRun:
 
     async def _reward(self, state: RolloutState, sample: Sample) -> None:
         async def attempt(number: int) -> Sample:
-            with naming("the reward", passes=SlimeError):
+            judge = judge_of(self.args, sample)
+            with naming("the reward", passes=SlimeError), numbers_kept([sample], judge):
                 return self._with_reward(sample, await async_rm(self.args, sample))
 
         await _tried(self.args, state, sample, "reward", attempt)
@@ -246,7 +254,8 @@ class GroupRun:
             return
 
         async def attempt(number: int) -> list[Sample]:
-            with naming("the reward", passes=SlimeError):
+            judge = judge_of(self.args, samples[0])
+            with naming("the reward", passes=SlimeError), numbers_kept(samples, judge):
                 rewards = await batched_async_rm(self.args, samples)
             pairs = [(s, reward) for s, reward in zip(samples, rewards, strict=True) if _wants_reward(s)]
             return [self._with_reward(sample, reward) for sample, reward in pairs]
@@ -320,7 +329,7 @@ async def _tried(
         except SlimeError as error:
             if args.on_sample_error == "stop" or state.ending or not _is_of_sample(error, what):
                 raise
-            reason = f"{what}_timeout" if isinstance(error, DeadlineError) else f"{what}_error"
+            reason = f"{what}_timeout" if isinstance(error, (DeadlineError, NoReplyError)) else f"{what}_error"
             state.failures[reason] += 1
             sample.failure = f"{reason}: {error}"
             _failure_log.warn(f"sample {sample.index}, try {number + 1} of {tries}", reason, error)
@@ -334,7 +343,7 @@ def _is_of_sample(error: Exception, what: str) -> bool:
         return False
     if what != "generate":
         return True
-    return isinstance(error, (HookError, DeadlineError, RowError)) or (
+    return isinstance(error, (HookError, DeadlineError, RowError, NoReplyError)) or (
         isinstance(error, RequestError) and error.status in _REFUSED
     )
 
@@ -344,24 +353,21 @@ def _params_of_member(params: dict[str, Any], position: int) -> dict[str, Any]:
     return dict(params) if seed is None else params | {"sampling_seed": request_seed(seed, position)}
 
 
-def _checked(result: Any, sample: Sample, where: str) -> Sample | list[Sample]:
-    """The result of a custom generate function; the samples of a list get the ``rollout_id`` they share."""
+def _checked(result: Any, numbers: Numbers, where: str) -> Sample | list[Sample]:
+    """The result of a custom generate function; all its samples have the numbers of the one that it was given."""
     parts = result if isinstance(result, list) else [result]
     if not parts or not all(isinstance(part, Sample) for part in parts):
         raise HookError(f"{where} must return a Sample or a non-empty list of Sample, not {result!r:.120}")
     for part in parts:
         if part.status is Status.PENDING:
             part.status = Status.COMPLETED
-        if part.rollout_id is None:
-            part.rollout_id = sample.rollout_id
-        if part.group_index is None:
-            part.group_index = sample.group_index
         try:
             part.check()
         except ValueError as error:
             raise HookError(f"{where} returned an inconsistent sample: {error}") from error
-    if len({part.rollout_id for part in parts}) != 1:
-        raise HookError(
-            f"{where} cut one rollout into samples of different rollout_id {[part.rollout_id for part in parts]}"
-        )
+    ids = [part.rollout_id for part in parts if part.rollout_id is not None]
+    if not all(same(one, ids[0]) for one in ids):
+        raise HookError(f"{where} cut one rollout into samples of different rollout_id {ids}")
+    for part in parts:
+        restore(part, numbers, where)
     return result

@@ -10,6 +10,7 @@ import numpy as np
 
 from slime.rollout.hooks import HookError, Limit, call_hook
 from slime.rollout.loop import background_loop
+from slime.rollout.numbers import numbers_kept
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
@@ -26,7 +27,9 @@ def logs_rollout(
         HookError: it failed; the message names flag and path.
         DeadlineError: it took longer than ``--rollout-timeout``.
     """
-    return _log(args, "--custom-rollout-log-function-path", rollout_id, args, samples, extra_metrics, seconds)
+    flag = "--custom-rollout-log-function-path"
+    with numbers_kept(samples, f"{flag} {args.custom_rollout_log_function_path}"):
+        return _log(args, flag, rollout_id, args, samples, extra_metrics, seconds)
 
 
 def logs_evaluation(args: Namespace, rollout_id: int, data: dict[str, Any], extra_metrics: dict[str, Any]) -> bool:

@@ -41,11 +41,16 @@ class BackgroundLoop:
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 self._loop.run_forever()
 
+    def _reacts(self) -> bool:
+        reacted = threading.Event()
+        self.soon(reacted.set)
+        return reacted.wait(_GRACE_S)
+
     def soon(self, function: Callable[..., Any], *args: Any) -> None:
         """Have ``function`` called on the loop, and do not wait for it."""
         self._loop.call_soon_threadsafe(function, *args)
 
-    def run(self, coroutine: Coroutine[Any, Any, T], *, timeout: float, what: str) -> T:
+    def run(self, coroutine: Coroutine[Any, Any, T], *, timeout: float, what: str, keeps_it: bool = False) -> T:
         """Run ``coroutine`` to its end and return its result.
 
         The coroutine keeps ``timeout`` itself; this only notices, a little later, that it could not because something
@@ -54,13 +59,18 @@ class BackgroundLoop:
         Args:
             timeout: seconds.
             what: what is being done, for the error message.
+            keeps_it: the coroutine's deadline stands still at times (`in_line`), so that only a loop that is blocked
+                is too late.
 
         Raises:
             DeadlineError: the loop is blocked; the message shows where. The next caller gets a new loop.
         """
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        limit = timeout + _GRACE_S
         try:
-            return future.result(timeout + _GRACE_S)
+            while keeps_it and not concurrent.futures.wait([future], limit).done and self._reacts():
+                limit = _GRACE_S
+            return future.result(0 if keeps_it else limit)
         except concurrent.futures.TimeoutError:
             if future.done():
                 raise

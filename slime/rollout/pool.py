@@ -18,6 +18,7 @@ from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.group import GroupRun, untrainable
 from slime.rollout.hooks import HookError, call_hook
 from slime.rollout.loop import cancel, in_own_thread
+from slime.rollout.numbers import numbers_kept
 from slime.rollout.off_policy import MASKED_TOKENS, mask_older_tokens, newest_version
 from slime.rollout.prompts import as_prompts, count_dropped, draw_groups, put_back
 from slime.rollout.sampling import seeded, train_sampling_params
@@ -200,7 +201,9 @@ class Pool:
         if path is None:
             return DynamicFilterOutput(keep=True)
         flag = "--dynamic-sampling-filter-path"
-        verdict = await call_batch_hook(self._state, flag, path, self._args, flatten_samples(results))
+        samples = flatten_samples(results)
+        with numbers_kept(samples, f"{flag} {path}"):
+            verdict = await call_batch_hook(self._state, flag, path, self._args, samples)
         if isinstance(verdict, bool) or getattr(verdict, "ndim", None) == 0:  # a tensor's comparison
             return DynamicFilterOutput(keep=bool(verdict))
         if not isinstance(verdict, DynamicFilterOutput):

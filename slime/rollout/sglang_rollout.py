@@ -70,4 +70,4 @@ def generate_groups(
     """
     rollout = collect(args, rollout_id, data_source, groups, wanted or args.rollout_batch_size)
     what = f"rollout {rollout_id} (--rollout-timeout)"
-    return background_loop().run(rollout, timeout=args.rollout_timeout, what=what)
+    return background_loop().run(rollout, timeout=args.rollout_timeout, what=what, keeps_it=True)

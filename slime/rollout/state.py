@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from slime.backends.sglang.client import GenerateClient
@@ -42,6 +43,22 @@ class Generator(Protocol):
         """Close the connections."""
 
 
+@dataclass
+class _Doing:
+    """What a sample waits for, and since when."""
+
+    sample: Sample
+    what: str
+    since: float = field(default_factory=time.monotonic)
+
+    def goes_on(self, what: str) -> None:
+        """It waits for something else now."""
+        self.what, self.since = what, time.monotonic()
+
+
+_doing: ContextVar[_Doing | None] = ContextVar("what_the_sample_waits_for", default=None)
+
+
 class RolloutState:
     """Shared by all samples of one call of a rollout function."""
 
@@ -58,7 +75,7 @@ class RolloutState:
         """No more requests are sent, and those that the engines abort do not go on."""
         self.requests: set[str] = set()
         """Ids of those that an engine has."""
-        self._doing: dict[object, tuple[Sample, str, float]] = {}
+        self._doing: dict[object, _Doing] = {}
         self._busy: dict[object, tuple[str, float]] = {}
 
     @contextlib.asynccontextmanager
@@ -82,18 +99,25 @@ class RolloutState:
     @contextlib.asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
         """A place among the requests in flight, once none of them are held back."""
+        doing = _doing.get() or _Doing(Sample(), "")  # a hook of the whole batch sends a request
+        what = doing.what
+        doing.goes_on("waiting for a place among the requests in flight")
         async with self._gate.passing((self._rank, _position.get())):
+            doing.goes_on("held back by a weight update")
             await may_request()
+            doing.goes_on(what)
             yield
 
     @contextlib.contextmanager
     def doing(self, sample: Sample, what: str) -> Iterator[None]:
         """Note what ``sample`` is waiting for, for the message of a deadline."""
-        key = object()
-        self._doing[key] = (sample, what, time.monotonic())
+        key, doing = object(), _Doing(sample, what)
+        self._doing[key] = doing
+        token = _doing.set(doing)
         try:
             yield
         finally:
+            _doing.reset(token)
             del self._doing[key]
 
     @contextlib.contextmanager
@@ -113,8 +137,10 @@ class RolloutState:
     def progress(self) -> str:
         """How many samples are done, and what the longest waiting ones wait for."""
         now = time.monotonic()
-        longest = sorted(self._doing.values(), key=lambda entry: entry[2])
-        shown = ", ".join(f"sample {s.index} ({what} for {now - since:.0f} s)" for s, what, since in longest[:_SHOWN])
+        longest = sorted(self._doing.values(), key=lambda doing: doing.since)
+        shown = ", ".join(
+            f"sample {doing.sample.index} ({doing.what} for {now - doing.since:.0f} s)" for doing in longest[:_SHOWN]
+        )
         more = f" and {len(longest) - _SHOWN} more" if len(longest) > _SHOWN else ""
         waiting = f"; waiting for {shown}{more}" if shown else ""
         busy = "".join(f"; {what} for {now - since:.0f} s" for what, since in self._busy.values())

@@ -17,6 +17,7 @@ from slime.options.schema import flag_named
 from slime.rollout.conversion import FLAG as CONVERSION
 from slime.rollout.conversion import Converted, convert
 from slime.rollout.metrics import length_stats
+from slime.rollout.numbers import numbers_kept
 from slime.utils.errors import BadInputError
 from slime.utils.types import Ragged, Sample, Status, TrainBatch
 from slime.utils.user_functions import call_user_function
@@ -312,7 +313,8 @@ def _rewards(args: Namespace, samples: list[Sample], rollout_ids: np.ndarray) ->
         return zeros, zeros
     if hook := args.custom_reward_post_process_path:
         flag = "--custom-reward-post-process-path"
-        returned = call_user_function(flag, hook, {"args": args, "samples": samples})
+        with numbers_kept(samples, f"{flag} {hook}"):
+            returned = call_user_function(flag, hook, {"args": args, "samples": samples})
         if not isinstance(returned, Sequence) or len(returned) != 2:
             raise BadInputError(f"{flag} {hook}: it must return (raw rewards, rewards), not {returned!r:.200}")
         raw_rewards, rewards = returned

@@ -126,6 +126,43 @@ def apart(where: torch.device) -> Iterator[None]:
         stream.synchronize()
 
 
+def in_turns(
+    count: int,
+    slots: int,
+    load: Callable[[int], None],
+    work: Callable[[int], None],
+    store: Callable[[int], None],
+) -> None:
+    """``load(i)``, ``work(i)`` and ``store(i)`` for each of ``count`` pieces, over when it returns.
+
+    With several ``slots`` the three go on beside each other for different pieces, and piece i is not loaded before that
+    of i - slots is stored; they may only queue work of the device.
+    """
+    if slots < 2 or not is_cuda():
+        for i in range(count):
+            load(i)
+            work(i)
+            store(i)
+        finish()
+        return
+    current, loading, storing = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
+    loading.wait_stream(current)
+    stored: list[torch.cuda.Event] = []
+    for i in range(count):
+        with torch.cuda.stream(loading):
+            if i >= slots:
+                loading.wait_event(stored[i - slots])
+            load(i)
+        current.wait_stream(loading)
+        work(i)
+        storing.wait_stream(current)
+        with torch.cuda.stream(storing):
+            store(i)
+            stored.append(storing.record_event())
+    current.wait_stream(storing)
+    finish()
+
+
 @functools.cache
 def _side_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()

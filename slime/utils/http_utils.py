@@ -11,7 +11,7 @@ import random
 import resource
 import socket
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 from urllib.parse import urlsplit
@@ -44,6 +44,7 @@ _OTHER_FILES = 512
 
 _api_keys: dict[str, str] = {}
 _places: dict[str, Callable[[], AbstractAsyncContextManager[object]]] = {}
+_examiners: dict[str, Callable[[str], Awaitable[str | None]]] = {}
 _sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = weakref.WeakKeyDictionary()
 
 
@@ -53,6 +54,10 @@ class RequestError(SlimeError, RuntimeError):
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status
+
+
+class NoReplyError(RequestError):
+    """A request that got no reply in time from servers that were examined, and answer."""
 
 
 def origin_of(url: str) -> str:
@@ -79,6 +84,16 @@ def register_api_key(url: str, key: str) -> None:
 def limit_posts(url: str, place: Callable[[], AbstractAsyncContextManager[object]]) -> None:
     """Make every later `post` of this process to the origin of ``url`` within ``place()``."""
     _places[origin_of(url)] = place
+
+
+def examine_by(url: str, examine: Callable[[str], Awaitable[str | None]]) -> None:
+    """Have ``examine`` look into it when a request of this process to the origin of ``url`` gets no reply in time.
+
+    Args:
+        examine: given what went wrong; None where a server that hung is out of the way, so that the request is sent
+            again, else why it is not to be. It raises RequestError where no server is left that answers.
+    """
+    _examiners[origin_of(url)] = examine
 
 
 def authorization(url: str) -> dict[str, str]:
@@ -115,11 +130,11 @@ async def send(
     """Send one request, again with growing pauses where another try may succeed.
 
     Tried again are connections that were refused or that broke off, be it in the middle of the reply, the statuses of
-    `RETRIED_STATUSES`, and what the router answers when the engine that had the request has died. Only a refused
-    connection and statuses 429 and 499 mean that the server surely did not work on the request; after the others it may
-    have, and the work is then done twice: send nothing this way, with retries, that must happen at most once. Not tried
-    again are other error statuses, which would come back, timeouts, whose work may still be under way, and replies that
-    are no HTTP.
+    `RETRIED_STATUSES`, what the router answers when the engine that had the request has died, and a request without a
+    reply in time where a server is found to hang (`examine_by`). Only a refused connection and statuses 429 and 499
+    mean that the server surely did not work on the request; after the others it may have, and the work is then done
+    twice: send nothing this way, with retries, that must happen at most once. Not tried again are other error statuses,
+    which would come back, other timeouts, whose work may still be under way, and replies that are no HTTP.
 
     Args:
         loads: parses the reply, or raises ValueError where it is no JSON.
@@ -141,7 +156,8 @@ async def send(
             problem = f"status {status}: {text[:_BODY_IN_ERROR]}"
             worth_retrying = status in RETRIED_STATUSES or (status == 500 and _error_code(text) in _LOST_ENGINE)
         except TimeoutError as error:
-            raise RequestError(f"{method} {url}: no reply within {session.timeout.total} s") from error
+            await _examined(f"{method} {url}: no reply within {session.timeout.total:g} s", url, error)
+            problem, worth_retrying = "no reply of an engine that hangs", True
         except (*_RETRIED_ERRORS, aiohttp.ClientError) as error:
             problem, worth_retrying = f"{type(error).__name__}: {error}", isinstance(error, _RETRIED_ERRORS)
             if isinstance(error, OSError) and error.errno == errno.EMFILE:
@@ -154,6 +170,15 @@ async def send(
         await asyncio.sleep(pause * random.uniform(0.5, 1.0))
         pause = min(pause * 2, _LONGEST_BACKOFF_S)
     raise AssertionError("unreachable")
+
+
+async def _examined(problem: str, url: str, timeout: TimeoutError) -> None:
+    """Return where the request is worth another try, since a server that may have had it hangs; else raise."""
+    examine = _examiners.get(origin_of(url))
+    if examine is None:
+        raise RequestError(problem) from timeout
+    if (explanation := await examine(problem)) is not None:
+        raise NoReplyError(f"{problem}; {explanation}") from timeout
 
 
 def allow_open_files(connections: int | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +49,24 @@ def long_flags(workspace: Path, run_dir: Path, slots: str, **changes: Value) -> 
     return flags(workspace, run_dir, **(values | changes))
 
 
-def kill_server(run_dir: Path, rank: int) -> list[psutil.Process]:
-    """Kill the server of an engine, whose id its log tells; it, its tree, and its owners up to the engine's actor."""
+Strike = Callable[[Path, int], list[psutil.Process]]
+_ASKED: dict[str, Value] = {"rollout_health_check_interval": 1, "rollout_health_check_timeout": 4}
+
+
+def server_tree(run_dir: Path, rank: int) -> list[psutil.Process]:
+    """Of an engine, whose server's id its log tells: its actor, supervisor and server, and those below."""
     found = _SERVER.search(log_of(run_dir, rank))
     assert found
     server = psutil.Process(int(found[1]))
     supervisor, actor, *_ = server.parents()
     assert "ray::EngineActor" in " ".join(actor.cmdline())
-    tree = [actor, supervisor, server, *server.children(recursive=True)]
-    server.kill()
+    return [actor, supervisor, server, *server.children(recursive=True)]
+
+
+def kill_server(run_dir: Path, rank: int) -> list[psutil.Process]:
+    """Kill the server of an engine; the processes of its tree."""
+    tree = server_tree(run_dir, rank)
+    tree[2].kill()
     return tree
 
 
@@ -69,11 +79,26 @@ def log_of(run_dir: Path, rank: int) -> str:
     return (run_dir / "logs" / f"engine_{rank}.log").read_text()
 
 
-def kill_mid_rollout(process: TrainProcess, run_dir: Path, rank: int) -> list[psutil.Process]:
-    """`kill_server` while it works on a rollout that begins after this call."""
+def stop_server(run_dir: Path, rank: int) -> list[psutil.Process]:
+    """Stop the server of an engine, so that it answers no more; the processes as of `kill_server`."""
+    tree = server_tree(run_dir, rank)
+    tree[2].suspend()
+    return tree
+
+
+def stop_scheduler(run_dir: Path, rank: int) -> list[psutil.Process]:
+    """Stop what generates, whose server goes on answering by itself."""
+    tree = server_tree(run_dir, rank)
+    (scheduler,) = [child for child in tree[3:] if "scheduler" in " ".join(child.cmdline())]
+    scheduler.suspend()
+    return tree
+
+
+def mid_rollout(process: TrainProcess, run_dir: Path, rank: int, strike: Strike) -> list[psutil.Process]:
+    """Strike an engine while it works on a rollout that begins after this call."""
     since = len(log_of(run_dir, rank))
     process.wait_until(lambda: server_is_busy(run_dir, rank, since), RUN_S, "a request on the engine", 0.05)
-    return kill_server(run_dir, rank)
+    return strike(run_dir, rank)
 
 
 def assert_nothing_lost_or_twice(run_dir: Path, num_rollout: int) -> None:
@@ -99,14 +124,21 @@ def warnings_of(log: Path) -> list[str]:
     ]
 
 
-def assert_went_on_without(log: Path, run_dir: Path, rank: int) -> None:
+_KILLED = r"ended with status 137 \(signal 9\)"
+
+
+def hangs(question: str) -> str:
+    return rf"hangs: engine http://\S+: GET {question}: .*, 2 times in a row; it last answered at 2\d\d\d-"
+
+
+def assert_went_on_without(log: Path, run_dir: Path, rank: int, why: str = _KILLED) -> None:
     died, skipped = warnings_of(log)
     # The phase is the driver's: a rollout may end, its requests tried again, before the death is known.
-    assert re.search(rf": engine {rank} failed .* ended with status 137 \(signal 9\)", died)
+    assert re.search(rf": engine {rank} failed .*engine {rank}( node \d)? at http://\S+ {why}", died)
     assert "going on with 1 of 2 engines" in died
     assert f"engine_{rank}.log" in died
     assert re.search(
-        rf"push of version \d+: skipped engine {rank}, which died at 2\d\d\d-\d\d-\d\d \d\d:\d\d:\d\d", skipped
+        rf"push of version \d+: skipped engine {rank}, which was lost at 2\d\d\d-\d\d-\d\d \d\d:\d\d:\d\d", skipped
     )
     alive = series(run_dir, "rollout/engines_alive")
     assert alive[0] == 2
@@ -172,24 +204,22 @@ def test_requests_of_an_engine_that_dies_are_sent_to_the_other(tmp_path: Path) -
 
 def test_a_run_goes_on_with_one_engine_and_ends_without_any(workspace: Path) -> None:
     run_dir, log = workspace / "both_die", workspace / "both_die.log"
-    line = long_flags(workspace, run_dir, "disaggregated", num_rollout=100, save=str(run_dir), save_interval=1)
-    with TrainProcess(line, log) as process:
+    changes: dict[str, Value] = {"num_rollout": 100, "save": str(run_dir), "save_interval": 1, **_ASKED}
+    with TrainProcess(long_flags(workspace, run_dir, "disaggregated", **changes), log) as process:
         process.wait_until(lambda: series(run_dir, "train/loss"), RUN_S, "the first training step")
-        kill_mid_rollout(process, run_dir, 1)
+        mid_rollout(process, run_dir, 1, stop_server)
         steps = len(series(run_dir, "train/loss"))
         process.wait_until(lambda: len(series(run_dir, "train/loss")) >= steps + 2, RUN_S, "two more steps")
-        assert_went_on_without(log, run_dir, 1)
+        assert_went_on_without(log, run_dir, 1, hangs("/health"))
         assert max(series(run_dir, "train/train_rollout_logprob_abs_diff")) < 1e-4
-        kill_mid_rollout(process, run_dir, 0)
+        mid_rollout(process, run_dir, 0, kill_server)
         assert process.wait(RUN_S) == 1, process.tail()
         process.assert_no_process_left()
     (error,) = [text for text in log.read_text().splitlines() if text.startswith("train.py: error:")]
-    assert "no engine is left, engine 1 and engine 0 died" in error
-    for rank in (0, 1):
-        assert re.search(
-            rf"\nengine {rank} died at .*ended with status 137 \(signal 9\)\nlast lines of .*engine_{rank}.log",
-            log.read_text(),
-        )
+    assert "no engine is left, engine 1 and engine 0 were lost" in error
+    for rank, why in ((0, _KILLED), (1, hangs("/health") + ".*")):
+        lost = rf"\nengine {rank} was lost at .*{why}\nlast lines of .*engine_{rank}.log"
+        assert re.search(lost, log.read_text())
     checkpoints = list(run_dir.glob("iter_*"))
     assert checkpoints
     assert all((path / ".metadata").exists() and (path / "rollout_state.pt").exists() for path in checkpoints)
@@ -198,19 +228,23 @@ def test_a_run_goes_on_with_one_engine_and_ends_without_any(workspace: Path) -> 
 
 @pytest.mark.full
 @pytest.mark.parametrize("slots", _SLOTS)
-def test_a_run_that_loses_an_engine_finishes(workspace: Path, slots: str) -> None:
-    num_rollout, run_dir, log = 5, workspace / slots, workspace / f"{slots}.log"
+@pytest.mark.parametrize("strike", [kill_server, stop_server, stop_scheduler])
+def test_a_run_that_loses_an_engine_finishes(workspace: Path, slots: str, strike: Strike) -> None:
+    name = f"{slots}_{strike.__name__}"
+    num_rollout, run_dir, log = 5, workspace / name, workspace / f"{name}.log"
+    why = {kill_server: _KILLED, stop_server: hangs("/health"), stop_scheduler: hangs("/(health_generate|server_info)")}
     changes: dict[str, Value] = {"num_rollout": num_rollout, "check_weight_update_equal": True, "eval_interval": 2}
+    changes |= _ASKED | {"request_timeout": 40, "weight_update_timeout": 60}
     line = long_flags(workspace, run_dir, slots, eval_prompt_data=["add", str(workspace / "eval.jsonl")], **changes)
     driver = "train_async.py" if slots == "asynchronous" else "train.py"
     with TrainProcess(line, log, driver=driver) as process:
         process.wait_until(lambda: series(run_dir, "train/loss"), RUN_S, "the first training step")
-        tree = kill_mid_rollout(process, run_dir, 0)
+        tree = mid_rollout(process, run_dir, 0, strike)
         process.wait_until(lambda: len(warnings_of(log)) == 2, RUN_S, "the push that skips the engine")
         assert not psutil.wait_procs(tree, timeout=20)[1], "its actor, and all below"
         assert process.wait(RUN_S) == 0, process.tail()
         process.assert_no_process_left()
-    assert_went_on_without(log, run_dir, 0)
+    assert_went_on_without(log, run_dir, 0, why[strike])
     assert len(series(run_dir, "train/loss")) == num_rollout
     if slots != "asynchronous":
         # The other's tokens are of the newest weights, which the trainer's own log-probs show.
@@ -261,7 +295,7 @@ def test_a_run_with_lost_requests_a_hanging_judge_and_a_dead_engine_finishes(wor
     }
     with TrainProcess(long_flags(workspace, run_dir, "disaggregated", **changes), log) as process:
         process.wait_until(lambda: series(run_dir, "train/loss"), RUN_S, "the first training step")
-        kill_mid_rollout(process, run_dir, 0)
+        mid_rollout(process, run_dir, 0, kill_server)
         assert process.wait(RUN_S) == 0, process.tail()
         process.assert_no_process_left()
     assert_went_on_without(log, run_dir, 0)

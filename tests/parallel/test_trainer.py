@@ -62,8 +62,9 @@ EXTRA = {
         "rates",
         "sgd",
     ),
-    "distopt": ("resume", "nan", "other_base", "unstepped", "rates"),
-    "tp2": ("resume", "other_base"),
+    "distopt": ("resume", "nan", "other_base", "unstepped", "rates", "offload"),
+    "dp2": ("resume", "offload"),
+    "tp2": ("resume", "other_base", "offload"),
     "vpp2": ("resume", "hooks"),
     "cp2": ("resume", "hooks"),
 }

@@ -37,6 +37,7 @@ from tests.parallel import gathering, rollouts  # noqa: E402
 from tests.parallel.cases import CASES, Case  # noqa: E402
 
 HOOKS = Path(__file__).parents[1] / "user_hooks.py"
+OFFLOAD = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True, "use_precision_aware_optimizer": True}
 DISTRIBUTED = {True: "--use-distributed-optimizer", False: "--no-use-distributed-optimizer"}
 USERS = {
     "custom_megatron_init_path": "megatron_init",
@@ -225,6 +226,30 @@ class Rank:
         with pytest.raises(OptionError, match=r"of random weights of --seed 1234 .* random weights of --seed 1235 "):
             MegatronTrainer(self.arguments(case, load=str(saved), seed=1235, **random))
 
+    def offload(self) -> None:
+        """The optimizer in host memory: the same steps as without, asleep in between, and on from either's state."""
+        case = CASES["resume"]
+        bf16 = {"params_dtype": "bfloat16", "ci_test": False}
+        kinds = {"resident": bf16, "host": bf16 | OFFLOAD}
+        trainers, saved = {}, {name: str(self.work / f"saved_{name}") for name in kinds}
+        for name, options in kinds.items():
+            trainers[name] = trainer = MegatronTrainer(self.arguments(case, save=saved[name], **options))
+            self.train(trainer, case, 0, 2)
+            self.save(trainer, 1)
+            trainer.sleep(keep_weights=False)
+            trainer.wake(weights_only=False)
+            self.train(trainer, case, 2, 3)
+        for name, options in kinds.items():
+            for other, directory in saved.items():
+                again = MegatronTrainer(self.arguments(case, load=directory, **options))
+                self.train(again, case, 2, 3)
+                trainers[f"{name} from {other}"] = again
+        for trainer in trainers.values():
+            for mine, wanted in zip(learners(trainer), learners(trainers["resident"]), strict=True):
+                assert state_of(mine._optimizer) == state_of(wanted._optimizer)
+            weights = gathering.weights(trainers["resident"])
+            assert all(torch.equal(weights[name], tensor) for name, tensor in gathering.weights(trainer).items())
+
     def nan(self) -> None:
         """A step that is not finite stops with its place, on every rank."""
         case = CASES["grpo"]
@@ -310,6 +335,11 @@ def rates_of(learner: Any) -> list[dict[str, Any]]:
     """What the optimizer steps by, of each group."""
     names = ("lr", "weight_decay", "betas", "eps")
     return [{name: group.get(name) for name in names} for group in learner._optimizer.param_groups]
+
+
+def learners(trainer: MegatronTrainer) -> list[Any]:
+    """The actor, and the critic if there is one."""
+    return [learner for learner in (trainer._actor, trainer._critic) if learner is not None]
 
 
 def state_of(optimizer: Any) -> list[bytes]:

@@ -165,7 +165,7 @@ def test_an_engine_has_an_actor_on_the_first_slot_of_each_of_its_nodes(
 ) -> None:
     plans: list[EnginePlan] = []
     created = Namespace(options=lambda **options: Namespace(remote=plans.append))
-    monkeypatch.setattr(creation, "as_actor", lambda cls: created)
+    monkeypatch.setattr(creation, "as_actor", lambda cls, **threads: created)
     monkeypatch.setattr(Placement, "options", lambda self, slot, trains: {"bundle": slot.bundle})
     slots = [Slot(9 - i, f"10.0.0.{i // 2}", str(i % 2)) for i in range(4)]
     args = Namespace(rollout_num_gpus_per_engine=width, num_gpus_per_node=2)

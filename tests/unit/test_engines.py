@@ -62,7 +62,7 @@ class Actor:
         self.watching.give(error or failure(EngineError(f"{end}\nlast lines of its log:\n{log}")))
 
     def __getattr__(self, name: str) -> Any:
-        def remote(*values: Any) -> Ref:
+        def remote(*values: Any, **keywords: Any) -> Ref:
             self.calls.append((name, *values))
             answer = self.answers.get(name)
             return Ref().give(answer() if callable(answer) else answer)
@@ -97,7 +97,8 @@ class Cluster:
 
     def __init__(self, serving: bool = True, count: int = 2) -> None:
         self.supervisor = Supervisor()
-        self.engines = Engines(Namespace(run_dir="run"), self.supervisor)
+        args = Namespace(run_dir="run", rollout_health_check_timeout=1.0)
+        self.engines = Engines(args, self.supervisor)
         self.actors = [Actor(rank, start=f"http://e{rank}", sleep=rank) for rank in range(count)]
         self.manager, self.trainer = Actor(8), Actor(9)
         self.engines.watch(self.actors)
@@ -171,9 +172,35 @@ def test_a_push_is_made_again_without_those_that_died_in_it(count: int, capsys: 
     assert attempts == [[], ["http://e1"], ["http://e1", "http://e2"]][:count]
     lines = [line for line in capsys.readouterr().err.splitlines() if "push of version" in line]
     assert len(lines) == count - 1
-    assert "push of version 4: skipped engine 1, which died at 2" in lines[0]
+    assert "push of version 4: skipped engine 1, which was lost at 2" in lines[0]
     cluster.engines.push(5, publish)
     assert "push of version" not in capsys.readouterr().err
+
+
+def test_a_push_that_no_engine_is_seen_to_fail_finds_the_one_that_hangs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its server listens, so that nothing but the push's own deadline tells of it."""
+    cluster, attempts = Cluster(), []
+
+    def publish(gone: list[str]) -> dict[str, float]:
+        attempts.append(gone)
+        if not gone:
+            raise RunError("pause: no answer within 9 s (--weight-update-timeout) from http://e1")
+        return {}
+
+    def hang() -> Exception:
+        error = failure(EngineError("engine 1 at http://e1 hangs: GET /server_info: no answer within 1 s"))
+        cluster.actors[1].die(error)
+        return error
+
+    cluster.actors[1].answers["examine"] = hang
+    assert cluster.engines.push(4, publish) == {}
+    assert attempts == [[], ["http://e1"]]
+    for actor in cluster.actors:
+        because = "push of version 4: pause: no answer within 9 s (--weight-update-timeout) from http://e1"
+        assert actor.calls[-1] == ("examine", because)
+    lost, skipped = capsys.readouterr().err.splitlines()
+    assert "engine 1 at http://e1 hangs: GET /server_info: no answer within 1 s; going on with 1 of 2" in lost
+    assert "push of version 4: skipped engine 1, which was lost at" in skipped
 
 
 def test_a_push_that_fails_by_itself_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +222,7 @@ def test_without_any_engine_the_run_ends_with_every_cause(killed: list[Actor]) -
     with pytest.raises(RunError) as raised:
         cluster.rollout()
     first, *rest = str(raised.value).split("\n", 1)
-    assert first == "rollout 3: no engine is left, engine 1 and engine 0 died"
+    assert first == "rollout 3: no engine is left, engine 1 and engine 0 were lost"
     for rank in (0, 1):
         assert (
             f"engine {rank} at http://e{rank} ended with status 137 (signal 9)\nlast lines of its log:\nmany" in rest[0]
@@ -236,11 +263,13 @@ def test_other_deaths_end_the_run(kill: Callable[[Cluster], None], serving: bool
 def test_the_data_side_forgets_an_engine() -> None:
     manager, removed = object.__new__(RolloutManager), []
     manager._args = Namespace(num_engines=2, sglang_server_concurrency=8)
+    manager._engines = {"http://e0", "http://e1"}
     others = Namespace(remove=lambda url: pytest.fail("the reward model's engines are others"))
     manager._routers = {ACTOR: Namespace(remove=removed.append), REWARD: others}  # type: ignore[dict-item]
     abort.register_engines(["http://e0", "http://e1"], None)
     try:
-        manager.remove_engine("http://e1")
+        for _ in range(2):  # by who finds out that it hangs, and by the driver
+            manager.remove_engine("http://e1")
         assert list(abort._engines) == ["http://e0"]
     finally:
         abort.register_engines([], None)

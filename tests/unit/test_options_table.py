@@ -140,7 +140,7 @@ def test_what_to_write_instead_is_available(known_flags: set[str]) -> None:
             "--use-fault-tolerance",
             "a run of several engines goes on without one that dies, which is not restarted; drop",
         ),
-        ("--rollout-health-check-interval 9", "an engine that dies is noticed at once, one that hangs by --request-t"),
+        ("--rollout-health-check-first-wait 9", "an engine is asked from its first answer on; drop it"),
         ("--model-name qwen3", "config.json of --hf-checkpoint says which model it is; drop it"),
         ("--no-load-optim", "drop it: --ref-load starts from a checkpoint's weights alone"),
         ("--sglang-enable-ep-moe", "--sglang-enable-ep-moe is not available: use --sglang-ep-size N"),

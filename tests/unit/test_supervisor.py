@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import signal
 import subprocess
@@ -150,18 +151,60 @@ def test_owner_with_a_forked_child_that_keeps_the_pipe_open(tmp_path: Path) -> N
         fork.kill()
 
 
-def test_server_dies_with_a_killed_supervisor(server: ServerProcess, tmp_path: Path) -> None:
+def test_the_whole_tree_dies_with_a_killed_supervisor(tmp_path: Path) -> None:
+    """Those too that have left the server's session, and those that ignore TERM."""
+    server = ServerProcess([sys.executable, "-c", TREE, str(tmp_path), "stubborn"], os.environ, tmp_path / "log")
     server.start()
     pids = tree_pids(tmp_path)
     assert server.pid is not None
+    (guard,) = (p for p in psutil.Process(server.pid).children() if "supervisor" in " ".join(p.cmdline()))
     os.kill(server.pid, signal.SIGKILL)
-    try:
-        wait_for(lambda: not alive(pids[0]), "the server itself ended")
-        assert server.poll() == -signal.SIGKILL
-    finally:
-        for pid in pids[1:]:
-            os.kill(pid, signal.SIGKILL)
-        server.stop()
+    wait_for(lambda: not any(map(alive, [*pids, guard.pid])), "the tree, and the guard that ended it, are gone")
+    assert server.poll() == -signal.SIGKILL
+    server.stop()
+
+
+def test_a_server_without_its_guard_still_ends_in_order(server: ServerProcess, tmp_path: Path) -> None:
+    server.start()
+    pids = tree_pids(tmp_path)
+    (guard,) = (p for p in psutil.Process(server.pid).children() if "supervisor" in " ".join(p.cmdline()))
+    guard.kill()
+    server.stop()
+    assert not [pid for pid in pids if alive(pid)]
+    assert server.poll() == 128 + signal.SIGTERM
+
+
+LATE = """
+import multiprocessing, os, runpy, sys, time
+from pathlib import Path
+def work(path):
+    Path(path).write_text(str(os.getpid()))
+    while True: time.sleep(1)
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=work, args=(sys.argv[1] + "/child",))
+    child.start()
+    child.join()
+"""
+
+
+def test_children_of_a_server_ask_for_their_parents_death_before_they_import(tmp_path: Path) -> None:
+    """What `launch` does at its top, which SGLang's own processes run again, before it imports anything else."""
+    top = Path(launch_file()).read_text().split("import importlib", 1)[0]
+    script = tmp_path / "server.py"
+    script.write_text(top.split('"""', 2)[2] + LATE)
+    parent = subprocess.Popen([sys.executable, str(script), str(tmp_path)])
+    wait_for((tmp_path / "child").exists, "the child runs")
+    wait_for(lambda: (tmp_path / "child").read_text(), "its id")
+    parent.kill()
+    parent.wait(60)
+    wait_for(lambda: not alive(int((tmp_path / "child").read_text())), "the child died with it")
+
+
+def launch_file() -> str:
+    spec = importlib.util.find_spec("slime.backends.sglang.launch")
+    assert spec is not None
+    assert spec.origin is not None
+    return spec.origin
 
 
 def test_ctrl_c_in_the_terminal_reaches_the_owner_only(server: ServerProcess, tmp_path: Path) -> None:
@@ -214,7 +257,7 @@ def test_scratch_files_go_with_their_server_and_nobody_elses(killed: bool, tmp_p
         waits = supervisor.num_ctx_switches().voluntary
         # It looks between two waits. The present one may have begun, and one more may be another's than its loop's.
         wait_for(lambda: supervisor.num_ctx_switches().voluntary >= waits + 3, "the supervisor has looked")
-        (process,) = supervisor.children()
+        (process,) = (child for child in supervisor.children() if child.cmdline()[1] == "-c")
         process.kill()
         wait_for(lambda: server.poll() is not None, "the supervisor ended")
     assert mine.exists() != killed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
@@ -12,12 +13,20 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
+from slime.backends.megatron.offload import HostState
 from slime.options.megatron import config_kwargs
 from slime.options.training import warmup_and_decay_steps, weight_decays
 from slime.utils import device
+from slime.utils.errors import BadInputError
 
 _FUSED = {"fused": True, "foreach": False}
 """What torch wants of the parameter groups of a fused optimizer."""
+_OURS = (
+    *("optimizer_cpu_offload", "optimizer_offload_fraction", "use_torch_optimizer_for_cpu_offload"),
+    *("overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params", "use_precision_aware_optimizer"),
+)
+"""Settings that are obeyed here (`HostState`) and not by megatron-core, which has the same by Transformer Engine's
+optimizer alone. In float32, all that there is here, its precision-aware optimizer makes the same steps."""
 
 
 def wrap_data_parallel(args: Namespace, model_chunks: list[torch.nn.Module]) -> list[DistributedDataParallel]:
@@ -34,9 +43,12 @@ def wrap_data_parallel(args: Namespace, model_chunks: list[torch.nn.Module]) -> 
 
 def make_optimizer(args: Namespace, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
     """The optimizer of the wrapped chunks; fp32 master weights are taken from the model's present weights."""
-    config = OptimizerConfig(**config_kwargs(args, OptimizerConfig))
+    values = {name: value for name, value in config_kwargs(args, OptimizerConfig).items() if name not in _OURS}
+    config = OptimizerConfig(**values)
     optimizer = get_megatron_optimizer(config, chunks)
     _leave_rates_to_schedule(optimizer.param_groups, config)
+    if args.optimizer_cpu_offload:
+        _offload(args, optimizer)
     for part in parts_of(optimizer):
         # Megatron-core calls it before a load, and has none for SGD.
         if part.init_state_fn is None:
@@ -51,6 +63,38 @@ def make_optimizer(args: Namespace, chunks: list[DistributedDataParallel]) -> Me
     return optimizer
 
 
+def _offload(args: Namespace, optimizer: MegatronOptimizer) -> None:
+    """Move what the optimizer alone has to host memory, before there are moments on the device.
+
+    Raises:
+        BadInputError: memory that cannot be pinned.
+    """
+    settings = {"pin": args.pin_cpu_params, "overlap": args.overlap_cpu_optimizer_d2h_h2d}
+    try:
+        states = [
+            HostState(part, _moments(part.optimizer), fraction=args.optimizer_offload_fraction, **settings)
+            for part in parts_of(optimizer)
+        ]
+    except MemoryError as error:
+        raise BadInputError(f"--optimizer-cpu-offload: {error}: raise its limit, or --no-pin-cpu-params") from error
+    step = optimizer.step
+
+    def step_when_ready() -> Any:
+        with contextlib.ExitStack() as stack:
+            for state in states:
+                stack.enter_context(state.ready())
+            return step()
+
+    optimizer.step = step_when_ready
+
+
+def _moments(inner: torch.optim.Optimizer) -> tuple[str, ...]:
+    """What the optimizer keeps of each of a parameter's elements."""
+    if isinstance(inner, torch.optim.Adam):
+        return ("exp_avg", "exp_avg_sq")
+    return ("momentum_buffer",) if any(group["momentum"] for group in inner.param_groups) else ()
+
+
 def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """The optimizers that one is chained of: dense and expert parameters have their own, if the rank has any."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
@@ -63,7 +107,10 @@ def state_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
         inner = part.optimizer
         stepped = [parameter.data for group in inner.param_groups for parameter in group["params"]]
         state = [value for values in inner.state.values() for value in values.values() if torch.is_tensor(value)]
-        yield from (tensor for tensor in stepped + state if tensor.device == device.current_device())
+        offloaded = getattr(inner, "host_state", None)
+        for tensor in stepped + state:
+            if tensor.device == device.current_device() and not (offloaded and offloaded.holds(tensor)):
+                yield tensor
 
 
 def gradient_buffers(chunks: list[DistributedDataParallel]) -> Iterator[Tensor]:
@@ -123,7 +170,7 @@ def _allocate(adam: torch.optim.Adam) -> None:
 
     adam.register_load_state_dict_pre_hook(with_steps)
     for group in adam.param_groups:
-        for parameter in group["params"]:
+        for parameter in (p for p in group["params"] if p not in adam.state):
             adam.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter.data),
@@ -134,7 +181,7 @@ def _allocate(adam: torch.optim.Adam) -> None:
 def _allocate_momentum(sgd: torch.optim.SGD) -> None:
     """The same for SGD, whose first step from zeros is that from nothing; without momentum it has no state."""
     for group in sgd.param_groups:
-        for parameter in group["params"] if group["momentum"] else ():
+        for parameter in (p for p in group["params"] if group["momentum"] and p not in sgd.state):
             sgd.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter.data)}
 
 

@@ -32,6 +32,10 @@ class EngineError(SlimeError):
     """An engine died, refused or did not answer; the message names the engine, the call and the answer."""
 
 
+class NoAnswerError(EngineError):
+    """A server that took a question and did not answer it in time."""
+
+
 class EngineControl:
     """Control calls to one engine, straight to it (the router forwards none); synchronous, usable from any thread."""
 
@@ -55,6 +59,19 @@ class EngineControl:
             return self._request("GET", "/health", key=self._generate_key, timeout=timeout).ok
         except EngineError:
             return False
+
+    def ask(self, path: str, *, succeeds: bool = False) -> None:
+        """Ask whether the server answers at all.
+
+        Args:
+            succeeds: whether only a success is an answer.
+
+        Raises:
+            EngineError: it does not, within the client's timeout; it names the question.
+        """
+        reply = self._request("GET", path, key=self._generate_key)
+        if succeeds and not reply.ok:
+            raise EngineError(f"engine {self.url}: GET {path}: status {reply.status_code}")
 
     def pause(self, mode: str = "abort") -> None:
         """Stop generating. ``abort`` ends the running requests with what they have; ``retract`` and ``in_place`` keep
@@ -246,7 +263,7 @@ class EngineControl:
                     timeout=(min(_CONNECT_TIMEOUT_S, timeout), timeout),
                 )
             except requests.Timeout as error:
-                raise EngineError(f"engine {self.url}: {method} {path}: no answer within {timeout:.0f} s") from error
+                raise NoAnswerError(f"engine {self.url}: {method} {path}: no answer within {timeout:.0f} s") from error
             except requests.RequestException as error:
                 raise EngineError(f"engine {self.url}: {method} {path}: {error}") from error
 
@@ -321,7 +338,7 @@ class GenerateClient:
             )
         except RequestError as error:
             if isinstance(error.__cause__, TimeoutError):
-                raise RequestError(f"{error} (--request-timeout)") from error
+                raise type(error)(f"{error} (--request-timeout)") from error
             raise
         if not isinstance(reply, dict):
             raise RequestError(f"POST {self._url}: the reply is no JSON object: {str(reply)[:200]}")

@@ -154,6 +154,17 @@ class Engine(Server):
         own = super().end()
         return sorted([*([own] if own else []), *others.ends()])
 
+    def _ask(self, timeout: float) -> None:
+        self.control(timeout).ask("/health")
+
+    def examine_generation(self, because: str) -> None:
+        """`examine` by a token, which every process of the engine takes part in; a paused engine makes none."""
+        self.examine(because, lambda timeout: self.control(timeout).ask("/health_generate", succeeds=True))
+
+    def examine_control(self, because: str) -> None:
+        """`examine` by a question to the engine's schedulers, which answer in a pause as well."""
+        self.examine(because, lambda timeout: self.control(timeout).ask("/server_info", succeeds=True))
+
     def _halt(self) -> None:
         try:
             super()._halt()

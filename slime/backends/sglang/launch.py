@@ -7,6 +7,13 @@ where SGLang prints them.
 
 from __future__ import annotations
 
+from slime.utils.processes import die_with_parent
+
+# First of all: SGLang's own processes run this module again before anything else, and then import for up to a minute
+# until they ask the kernel for this themselves.
+if __name__ == "__mp_main__":
+    die_with_parent()
+
 import importlib
 import logging
 import os

@@ -11,12 +11,13 @@ from typing import Any
 
 import requests
 
-from slime.backends.sglang.client import EngineError
+from slime.backends.sglang.client import EngineError, NoAnswerError
 from slime.backends.sglang.process import GENERATE_KEY_VARIABLE, ServerProcess
 from slime.backends.sglang.server import Server
 from slime.utils.http_utils import http_url, redact, register_api_key
 
 _CALL_TIMEOUT_S = 10.0
+_MARGIN_S = 60.0
 
 
 class Router(Server):
@@ -64,7 +65,8 @@ class Router(Server):
             *("--port", str(port)),
             *("--prometheus-host", self._host),
             *("--prometheus-port", str(prometheus_port)),
-            *("--request-timeout-secs", str(int(self._args.request_timeout))),
+            # After the clients', which say more, and have engines examined.
+            *("--request-timeout-secs", str(int(self._args.request_timeout + _MARGIN_S))),
             *("--log-level", "warn"),
             # It takes requests that a weight update turns away for failures, and shuts the engine out for a minute.
             "--disable-circuit-breaker",
@@ -95,6 +97,9 @@ class Router(Server):
                 # It is listed for a while after it was removed; then there is none of its name.
                 self._call("DELETE", f"/workers/{worker['id']}", also_good=(404,))
 
+    def _ask(self, timeout: float) -> None:
+        self._call("GET", "/liveness", timeout=timeout)
+
     def _answers(self) -> bool:
         try:
             self._workers()
@@ -110,13 +115,21 @@ class Router(Server):
         return {worker["url"] for worker in self._workers() if worker["is_healthy"]}
 
     def _call(
-        self, method: str, path: str, body: dict[str, str] | None = None, also_good: Collection[int] = ()
+        self,
+        method: str,
+        path: str,
+        body: dict[str, str] | None = None,
+        also_good: Collection[int] = (),
+        timeout: float = _CALL_TIMEOUT_S,
     ) -> requests.Response:
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         with requests.Session() as session:
             session.trust_env = False
             try:
-                reply = session.request(method, self.url + path, json=body, headers=headers, timeout=_CALL_TIMEOUT_S)
+                reply = session.request(method, self.url + path, json=body, headers=headers, timeout=timeout)
+            except requests.Timeout as error:
+                late = f"{self._name} at {self.url}: {method} {path}: no answer within {timeout:.0f} s"
+                raise NoAnswerError(late) from error
             except requests.RequestException as error:
                 raise EngineError(f"{self._name} at {self.url}: {method} {path}: {error}") from error
         if not reply.ok and reply.status_code not in also_good:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from slime.backends.sglang.client import EngineError
 from slime.backends.sglang.process import ServerProcess
+from slime.backends.sglang.pulse import Ask, Pulse
 from slime.utils.http_utils import PortReservation
 
 _POLL_S = 0.1
@@ -36,6 +37,7 @@ class Server:
         self._ports: list[PortReservation] = []
         self._process: ServerProcess | None = None
         self._ended: float | None = None
+        self._pulse: Pulse | None = None
         self.url = ""
 
     def poll(self) -> int | None:
@@ -48,16 +50,38 @@ class Server:
         if status is None:
             return None
         self._ended = self._ended or time.time()
-        by = f" (signal {status - 128})" if status > 128 else ""
-        return End(self._ended, f"{self._name} at {self.url} ended with status {status}{by}{self._log_end()}")
+        return End(self._ended, f"{self._name} at {self.url} {_told(status)}{self._log_end()}")
 
     def check(self) -> None:
-        """Raise EngineError, with the last lines of its log, if the server has ended."""
+        """Raise EngineError, with the last lines of its log, if the server has ended, or hangs.
+
+        Whether it lives is decided here alone: by its exit status, and by its answers to the questions of `listen`.
+        """
         if (end := self.end()) is not None:
             raise EngineError(end.message)
+        if self._pulse is not None and self._pulse.silence is not None:
+            raise EngineError(f"{self._name} at {self.url} hangs: {self._pulse.silence}{self._log_end()}")
+
+    def listen(self) -> None:
+        """Ask the server, which has started, from now on whether it answers."""
+        args = self._args
+        self._pulse = Pulse(self._ask, args.rollout_health_check_interval, args.rollout_health_check_timeout)
+        self._pulse.begin()
+
+    def examine(self, because: str, ask: Ask | None = None) -> None:
+        """`check`, after asking it at once; with ``ask`` another question than that of `listen`."""
+        if self._pulse is not None:
+            self._pulse.examine(ask, because)
+        self.check()
+
+    def _ask(self, timeout: float) -> None:
+        """Raise EngineError if the server does not answer within so many seconds."""
+        raise NotImplementedError
 
     def stop(self) -> None:
         """End every process of the server; may be called again."""
+        if self._pulse is not None:
+            self._pulse.end()
         self._halt()
         for reservation in self._ports:
             reservation.close()
@@ -99,3 +123,11 @@ class Server:
     def _log_end(self) -> str:
         tail = self._process.tail(_TAIL_LINES) if self._process else ""
         return f"\nlast lines of {self._log_path}:\n{tail}"
+
+
+def _told(status: int) -> str:
+    """How a server ended, by the exit status of its supervisor."""
+    if status < 0:
+        return f"is gone: the process that supervises it was ended by signal {-status}"
+    by = f" (signal {status - 128})" if status > 128 else ""
+    return f"ended with status {status}{by}"

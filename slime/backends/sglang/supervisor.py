@@ -3,6 +3,8 @@
 The owner holds the write end of a pipe and this process the read end. When the owner goes, however it goes, the pipe
 ends and so does the server: every process of its tree, by id. The supervisor is a child subreaper, so a descendant
 whose parent has died becomes the supervisor's child and cannot leave the tree by starting a session of its own.
+When the supervisor itself is killed, a guard, a process that does nothing but wait for that, kills what is left: all
+of the server's session, and all that has the server's mark in its environment.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import functools
 import os
 import select
 import signal
@@ -19,8 +22,11 @@ import time
 from pathlib import Path
 from types import FrameType
 
-_PR_SET_PDEATHSIG = 1
+from slime.utils import processes
+from slime.utils.processes import Process, send
+
 _PR_SET_CHILD_SUBREAPER = 36
+_MARK = "SLIME_SERVER_ID"
 _OWNER_CHECK_S = 1.0
 _KILL_DEADLINE_S = 10.0
 _KILL_POLL_S = 0.02
@@ -30,20 +36,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def descendants() -> list[int]:
     """The ids of all living processes below this one, parents before children; zombies are not counted."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            state, parent = (entry / "stat").read_text().rsplit(")", 1)[1].split()[:2]
-        except OSError:
-            continue  # the process ended between the listing and the reading
-        if state not in "ZX":
-            children.setdefault(int(parent), []).append(int(entry.name))
-    found = children.get(os.getpid(), [])
-    for pid in found:
-        found += children.get(pid, [])  # the list grows while it is walked: breadth first
-    return found
+    return [process.pid for process in processes.below([os.getpid()], processes.running().values())]
+
+
+def tree_of(session: int | None, mark: str) -> list[Process]:
+    """What is left of a server: of its supervisor's session, with its mark, and below any of these."""
+    everything = processes.running()
+    own = [p for p in everything.values() if p.session == session or processes.is_marked(p.pid, mark)]
+    found = [*own, *processes.below([p.pid for p in own], everything.values())]
+    return [process for process in dict.fromkeys(found) if process.pid not in (os.getpid(), session)]
 
 
 def mapped_files(pid: int, prefix: str) -> set[str]:
@@ -63,6 +64,8 @@ class Supervisor:
         self._grace = grace
         self._scratch = scratch
         self._left_over: set[str] = set()
+        self._guard: int | None = None
+        self._mark = os.urandom(16).hex()
         self._owner = os.getppid()
         self._stop_asked = False
         self._status: int | None = None
@@ -80,7 +83,12 @@ class Supervisor:
     def run(self, command: list[str]) -> int:
         """Run ``command`` until it ends or its owner does; its exit status, 128 + n if signal n ended it."""
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        server = subprocess.Popen(command, preexec_fn=_die_with_parent)
+        guarded = self._start_guard()
+        server = subprocess.Popen(
+            command,
+            env={**processes.TITLES, **os.environ, _MARK: self._mark},
+            preexec_fn=functools.partial(processes.die_with_parent, os.getpid()),
+        )
         self._server = server.pid
         while self._status is None and not self._stop_asked and not self._owner_is_gone():
             self._wait(_OWNER_CHECK_S)
@@ -90,13 +98,36 @@ class Supervisor:
         self._end_tree()
         for path in self._left_over:
             Path(path).unlink(missing_ok=True)
+        os.close(guarded)
+        with contextlib.suppress(ChildProcessError):  # `_reap` has seen it end, by somebody's KILL
+            os.waitpid(self._guard or 0, 0)
         server.returncode = self._status  # reaped by `_reap`; Popen must not wait for it again
         return 1 if self._status is None else self._status
+
+    def _start_guard(self) -> int:
+        """Start the guard; the descriptor whose closing, by our end at the latest, sets it going."""
+        leads = os.getsid(0) == os.getpid()
+        session, (guard_end, ours) = os.getpid() if leads else None, os.pipe()
+        if pid := os.fork():
+            self._guard = pid
+            os.close(guard_end)
+            return ours
+        try:
+            os.setsid()
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
+                signal.signal(number, signal.SIG_IGN)
+            for descriptor in (0, self._owner_fd, ours):
+                os.close(descriptor)
+            os.read(guard_end, 1)
+            mark = f"{_MARK}={self._mark}"
+            processes.kill_all(lambda: tree_of(session, mark), _KILL_DEADLINE_S)
+        finally:
+            os._exit(0)
 
     def _note_scratch(self) -> None:
         # While it lives, because a server that was killed can no longer be asked which of all such files is its own.
         if self._scratch is not None and not self._left_over:
-            for pid in descendants():
+            for pid in self._tree():
                 self._left_over |= mapped_files(pid, self._scratch)
 
     def _owner_is_gone(self) -> bool:
@@ -125,19 +156,22 @@ class Supervisor:
         """TERM to the server, which ends its own tree in order; after the grace period KILL to whatever is left."""
         deadline = time.monotonic() + self._grace
         if self._status is None:
-            _signal(self._server, signal.SIGTERM)
+            _terminate(self._server)
         while self._status is None and time.monotonic() < deadline:
             self._sleep_until_child_ends()
-        for pid in descendants():
-            _signal(pid, signal.SIGTERM)
-        while descendants() and time.monotonic() < deadline:
+        for pid in self._tree():
+            _terminate(pid)
+        while self._tree() and time.monotonic() < deadline:
             self._sleep_until_child_ends()
         deadline = time.monotonic() + _KILL_DEADLINE_S
-        while (left := descendants()) and time.monotonic() < deadline:
+        while (left := self._tree()) and time.monotonic() < deadline:
             for pid in left:
-                _signal(pid, signal.SIGKILL)
+                send(pid, signal.SIGKILL)
             self._sleep_until_child_ends()
         self._reap()
+
+    def _tree(self) -> list[int]:
+        return [pid for pid in descendants() if pid != self._guard]
 
     def _sleep_until_child_ends(self) -> None:
         select.select([self._wake_read], [], [], _KILL_POLL_S)
@@ -146,16 +180,9 @@ class Supervisor:
         self._reap()
 
 
-def _die_with_parent() -> None:
-    # Only for a supervisor that is itself killed: SGLang's own children die with the server in the same way.
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
-def _signal(pid: int, number: int) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return
+def _terminate(pid: int) -> None:
+    send(pid, signal.SIGTERM)
+    send(pid, signal.SIGCONT)  # one that is stopped heeds a signal only when it goes on
 
 
 def main() -> int:

@@ -1,0 +1,86 @@
+"""Which engines hang, when a request got no reply in time: their own actors examine them, and those are left out."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from slime.utils.http_utils import RequestError
+
+_MARGIN_S = 20.0
+
+
+class Examiner:
+    """Examines the engines behind a router, once for all requests that ask meanwhile, in a thread of its own."""
+
+    def __init__(self, engines: Mapping[str, Any], answer: float, remove: Callable[[str], object]) -> None:
+        """
+        Args:
+            engines: the actors, by URL.
+            answer: seconds that an engine may take to answer; it is asked twice.
+            remove: called with the URL of one that hangs, unless all do.
+        """
+        self._engines, self._remove = dict(engines), remove
+        self._limit = 2 * answer + _MARGIN_S
+        self._lock = threading.Lock()
+        self._current: Future[str | None] | None = None
+        self._turn = threading.Lock()
+        """Of whoever examines, or pauses engines."""
+
+    async def __call__(self, problem: str) -> str | None:
+        """As of `http_utils.examine_by`."""
+        return await asyncio.wrap_future(self._begin(problem))
+
+    def forbid(self) -> None:
+        """Examine nothing until `allow`: engines that are paused generate nothing. Waits for what is under way."""
+        self._turn.acquire(timeout=self._limit)
+
+    def allow(self) -> None:
+        """Take `forbid` back."""
+        if self._turn.locked():
+            self._turn.release()
+
+    def _begin(self, problem: str) -> Future[str | None]:
+        with self._lock:
+            if self._current is None or self._current.done():
+                self._current = Future()
+                self._current.set_running_or_notify_cancel()  # one that gives up must not cancel it for the others
+                threading.Thread(
+                    target=self._run, args=(problem, self._current), name="examination", daemon=True
+                ).start()
+            return self._current
+
+    def _run(self, problem: str, verdict: Future[str | None]) -> None:
+        try:
+            with self._turn:
+                answer = self._examine(problem)
+            verdict.set_result(answer)
+        except BaseException as error:
+            verdict.set_exception(error)
+
+    def _examine(self, problem: str) -> str | None:
+        asked = dict(self._engines)
+        calls = {url: actor.examine.remote(problem, paused=False) for url, actor in asked.items()}
+        deadline = time.monotonic() + self._limit
+        hanging = {}
+        for url, call in calls.items():
+            try:
+                ray.get(call, timeout=max(0.0, deadline - time.monotonic()))
+            except RayError as error:  # one that has died among them
+                hanging[url] = str(getattr(error, "cause", None) or error).splitlines()[0]
+        if not hanging:
+            who = f"all {len(asked)} engines answer" if len(asked) > 1 else "the only engine left answers"
+            return f"{who}, so that this takes longer: raise the limit, or ask for less"
+        if len(hanging) == len(asked):
+            raise RequestError(f"{problem}: no engine is left that answers\n" + "\n".join(hanging.values()))
+        for url in hanging:
+            del self._engines[url]
+            self._remove(url)
+        return None

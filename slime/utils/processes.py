@@ -1,0 +1,95 @@
+"""Processes of this host as the kernel shows them: by parent, session, start time, and marks in their environment.
+
+Imports the standard library only, so that a process can be told to die with its parent before it does anything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+RUN_MARK = "SLIME_RUN_ID"
+"""In the environment of every process that a run starts; its value belongs to one run alone."""
+TITLES = {"SPT_NOENV": "1"}
+"""Has a process that sets its own title leave its environment readable, marks among it (package setproctitle)."""
+_PR_SET_PDEATHSIG = 1
+_POLL_S = 0.05
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Process(NamedTuple):
+    """A process that runs; zombies are none."""
+
+    pid: int
+    parent: int
+    session: int
+    started: int
+    """In ticks since the host's start: another process that got the same id has another."""
+
+
+def running() -> dict[int, Process]:
+    """All processes, by id."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            # The name, in parentheses, may hold anything.
+            fields = (entry / "stat").read_text(errors="replace").rsplit(")", 1)[1].split()
+        except (OSError, IndexError):
+            continue  # it ended between the listing and the reading
+        if fields[0] not in "ZX":
+            pid = int(entry.name)
+            found[pid] = Process(pid, int(fields[1]), int(fields[3]), int(fields[19]))
+    return found
+
+
+def below(ancestors: Iterable[int], processes: Iterable[Process]) -> list[Process]:
+    """Those of ``processes`` that descend from any of ``ancestors``, parents before children."""
+    children: dict[int, list[Process]] = {}
+    for process in processes:
+        children.setdefault(process.parent, []).append(process)
+    found = [child for pid in ancestors for child in children.get(pid, [])]
+    for process in found:
+        found += children.get(process.pid, [])  # the list grows while it is walked: breadth first
+    return found
+
+
+def is_marked(pid: int, mark: str) -> bool:
+    """Whether ``mark``, NAME=VALUE, was in a process's environment when its program began."""
+    try:
+        return mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # it ended, or is somebody else's
+        return False
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Have the kernel kill this process when its parent's thread that started it ends.
+
+    Args:
+        parent: the id that the parent had: a process whose parent has gone before this call ends at once.
+    """
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if parent is not None and os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)
+
+
+def kill_all(find: Callable[[], Iterable[Process]], seconds: float) -> None:
+    """KILL what ``find`` gives until it gives nothing, for ``seconds`` at most."""
+    deadline = time.monotonic() + seconds
+    while (left := list(find())) and time.monotonic() < deadline:
+        for process in left:
+            send(process.pid, signal.SIGKILL)
+        time.sleep(_POLL_S)
+
+
+def send(pid: int, number: int) -> None:
+    """Send a signal to a process that may have ended."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)

@@ -1,0 +1,121 @@
+"""Deadlines of rollouts that wait behind others: they stand still meanwhile, and say truly what was waited for."""
+
+from __future__ import annotations
+
+import asyncio
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from slime.rollout.collect import collect
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.gate import FIRST, hold_requests
+from slime.rollout.in_line import in_line
+from slime.rollout.loop import background_loop
+from slime.rollout.prompts import draw_groups
+from slime.utils.errors import DeadlineError
+from tests.fake_client import FakeClient, reply
+from tests.waiting import skip
+
+NUM_GPUS = 0
+
+Args = Callable[..., Namespace]
+Use = Callable[..., FakeClient]
+
+
+def test_a_deadline_runs_only_for_the_first_in_line() -> None:
+    ends: dict[int, str] = {}
+
+    async def stay(rank: int, until: asyncio.Event, seconds: float | None = 10.0) -> None:
+        try:
+            async with in_line(rank, seconds):
+                await until.wait()
+            ends[rank] = "done"
+        except TimeoutError:
+            ends[rank] = "late"
+
+    async def scenario() -> None:
+        async def pass_by(seconds: float) -> None:
+            await asyncio.sleep(0.01)  # for what was begun or ended before
+            skip(seconds)
+            await asyncio.sleep(0.01)
+
+        older, never, evaluated = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        jobs = [asyncio.create_task(stay(5, older)), asyncio.create_task(stay(6, never))]
+        await pass_by(9)
+        assert not ends
+        older.set()
+        await pass_by(6)
+        assert ends == {5: "done"}, "the younger one has its own ten seconds from now on"
+        jobs.append(asyncio.create_task(stay(FIRST, evaluated, seconds=None)))
+        await pass_by(100)
+        assert ends == {5: "done"}, "an evaluation comes first"
+        evaluated.set()
+        await pass_by(3)
+        assert set(ends) == {5, FIRST}, "nine of the ten are over"
+        await pass_by(2)
+        assert ends == {5: "done", FIRST: "done", 6: "late"}
+        await asyncio.gather(*jobs)
+
+    asyncio.run(scenario())
+
+
+def test_a_rollout_that_waits_behind_an_older_one_ends_well(make_args: Args, use: Use) -> None:
+    """The older one takes almost all of its own time, which leaves the younger one none if it counted from its
+    beginning."""
+
+    older_ended = asyncio.Event()
+
+    async def answer(number: int, input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        if len(input_ids) == 1:
+            skip(9)
+        elif len(input_ids) > 4:  # the younger one's prompts
+            await older_ended.wait()
+            if len(input_ids) == 8:
+                skip(9)
+        return reply("x")
+
+    use(FakeClient(answer))
+    args = make_args(asynchronous=True, max_weight_staleness=1, sglang_server_concurrency=8, rollout_timeout=20.0)
+    source = RolloutDataSourceWithBuffer(args)
+
+    async def both() -> list[Any]:
+        older, younger = [
+            asyncio.create_task(collect(args, number, source, draw_groups(args, source, 4), 4)) for number in (0, 1)
+        ]
+        older.add_done_callback(lambda _: older_ended.set())
+        return await asyncio.gather(older, younger)
+
+    first, second = background_loop().run(both(), timeout=60, what="two rollouts")
+    assert len(first.samples) == len(second.samples) == 4
+
+
+@pytest.mark.parametrize("why", ["place", "push"])
+def test_the_message_says_that_a_request_waits_and_for_what(why: str, make_args: Args, use: Use) -> None:
+    async def answer(number: int, input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        asyncio.get_running_loop().call_later(0.05, skip, 30)
+        await asyncio.sleep(100)
+        return reply("x")
+
+    use(FakeClient(answer))
+    args = make_args(sglang_server_concurrency=1 if why == "place" else 100, rollout_timeout=20.0)
+    source = RolloutDataSourceWithBuffer(args)
+
+    async def late() -> None:
+        if why == "push":
+            await hold_requests(True)
+            asyncio.get_running_loop().call_later(0.05, skip, 30)
+        try:
+            await collect(args, 0, source, draw_groups(args, source, 4), 4)
+        finally:
+            await hold_requests(False)
+
+    waits = {
+        "place": r"sample 0 \(generating for .*sample 1 \(waiting for a place among the requests in flight for",
+        "push": r"sample 0 \(held back by a weight update for",
+    }
+    with pytest.raises(DeadlineError, match=rf"rollout 0: 0 of 8 samples finished; .*{waits[why]}"):
+        background_loop().run(late(), timeout=60, what="a rollout")
+    background_loop.cache_clear()
