@@ -68,19 +68,10 @@ class Case:
     """A model without a forward pass: weights, gradients, an optimizer and its schedule."""
 
     def __init__(self, directory: Path, flags: list[str], steps: int) -> None:
-        words = [
-            "--hf-checkpoint",
-            str(directory),
-            "--random-weights",
-            "--load-debug-rollout-data",
-            "unused_{rollout_id}",
-            "--bf16",
-            "--lr",
-            "1e-4",
-        ]
-        words += ["--num-rollout", str(steps), "--rollout-batch-size", "1", "--n-samples-per-prompt", "1"]
-        words += ["--disable-rewards-normalization", "--actor-num-gpus-per-node", "1", "--weight-decay", "0.1"]
-        args = parse_args(words + flags)
+        every = f"--hf-checkpoint {directory} --random-weights --load-debug-rollout-data unused_{{rollout_id}} --bf16"
+        every += f" --num-rollout {steps} --rollout-batch-size 1 --n-samples-per-prompt 1 --lr 1e-4 --weight-decay 0.1"
+        every += " --disable-rewards-normalization --actor-num-gpus-per-node 1"
+        args = parse_args([*every.split(), *flags])
         parallel.set_seeds(args.seed)
         self.model_chunks = model.build_model(args)
         self.chunks = optimizer.wrap_data_parallel(args, model.wrap(self.model_chunks))
