@@ -1,12 +1,12 @@
 """Answers whose reward is known, by mathematics and not by what the graders do: written ones and made ones.
 
-A pair has an ``answer``, which each grader of `ANSWER_GRADERS` finds in a response of its own form, or a ``response``
-and the one ``grader`` that judges it; then ``label``, ``expected`` (0 or 1), ``category`` and maybe ``metadata``. A
-category says which way a question was decided that could be decided otherwise. Left out, because people do not agree on
-them: a list against a tuple in the same order (``2,3`` and ``(2,3)``), names against places (``y=3,x=4`` and
-``(3,4)``), an interval against an inequality, irrational numbers against decimals of six places and more, ``99=3``
-against ``3``, ``5\\ldots`` against ``5``, ``DNE`` against ``undefined``, ``10:30 a.m.`` against ``10:30``, and a box
-before ``</think>``.
+A pair has an ``answer``, which each of `tools.score_graders.ANSWER_GRADERS` finds in a response of its own form, or a
+``response`` and the one ``grader`` that judges it; then ``label``, ``expected`` (0 or 1), ``category`` and maybe
+``metadata``. A category says which way a question was decided that could be decided otherwise. Left out, because people
+do not agree on them: a list against a tuple in the same order (``2,3`` and ``(2,3)``), names against places
+(``y=3,x=4`` and ``(3,4)``), an interval against an inequality, irrational numbers against decimals of six places and
+more, ``99=3`` against ``3``, ``5\\ldots`` against ``5``, ``DNE`` against ``undefined``, ``10:30 a.m.`` against
+``10:30``, and a box before ``</think>``.
 """
 
 from __future__ import annotations
@@ -20,14 +20,6 @@ from typing import Any
 
 Pair = dict[str, Any]
 
-ANSWER_GRADERS = {
-    "math": "so \\boxed{%s}",
-    "boxed_math": "\\boxed{1000003}, no: \\boxed{%s}",
-    "deepscaler": "<think>\\boxed{1000003}</think> \\boxed{%s}",
-    "dapo": "Therefore\nAnswer: %s",
-    "boxed_dapo": "so \\boxed{%s}",
-}
-"""How a response has its answer, by grader."""
 _WRITTEN = Path(__file__).with_name("data") / "reward_pairs.jsonl"
 _LETTERS = "0123456789ABCDEF"
 

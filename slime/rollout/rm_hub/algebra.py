@@ -14,7 +14,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from slime.rollout.rm_hub.answers import quick_equal
+from slime.rollout.rm_hub.equality import quick_equal
 
 logger = logging.getLogger(__name__)
 

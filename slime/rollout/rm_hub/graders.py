@@ -12,9 +12,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from slime.rollout.rm_hub.algebra import answers_equal
-from slime.rollout.rm_hub.answers import after_reasoning, as_number, label_problem, last_boxed, normalize
+from slime.rollout.rm_hub.answers import accepted_labels, after_reasoning, label_problem, last_boxed
 from slime.rollout.rm_hub.instructions import ifbench_reward
 from slime.rollout.rm_hub.multiple_choice import gpqa_reward
+from slime.rollout.rm_hub.notation import canonical, compact
 from slime.utils.errors import BadInputError, SettingError
 from slime.utils.types import Sample
 
@@ -29,28 +30,29 @@ _CLOSED_ANSWERS = ("yes", "no", "noanswer")
 
 
 def _labels(sample: Sample, name: str) -> list[str]:
-    """The accepted answers: the label, or each of a list of labels.
+    """The accepted answers: the label, or each of a list of labels, that is not empty.
 
     Raises:
         BadInputError: there is no label.
-        SettingError: it is an object, or holds one.
+        SettingError: it is none, as an object is, or NaN.
     """
     if sample.label is None:
         raise BadInputError(f"rm_type {name} needs a label, sample {sample.index} has none: is --label-key set?")
     if problem := label_problem(sample.label):
         raise SettingError(f"rm_type {name}: the label of sample {sample.index} {problem}")
-    labels = sample.label if isinstance(sample.label, list) else [sample.label]
-    return [str(label) for label in labels]
+    return accepted_labels(sample.label)
+
+
+async def _any_equal(answer: str, labels: list[str]) -> bool:
+    for label in labels:
+        if await answers_equal(answer, label):
+            return True
+    return False
 
 
 async def _grade_boxed(sample: Sample, response: str, name: str) -> float:
-    answer = last_boxed(response)
-    for label in _labels(sample, name):
-        if "\\boxed" in label:
-            label = last_boxed(label) or ""
-        if answer is not None and label.strip() and await answers_equal(answer, label):
-            return 1.0
-    return 0.0
+    answer, labels = last_boxed(response), _labels(sample, name)
+    return float(answer is not None and await _any_equal(answer, labels))
 
 
 async def math_reward(args: Namespace, sample: Sample, response: str) -> float:
@@ -73,26 +75,31 @@ async def deepscaler_reward(args: Namespace, sample: Sample, response: str) -> f
 async def dapo_reward(args: Namespace, sample: Sample, response: str) -> dict[str, Any]:
     """``{"score": 1 or -1, "acc", "pred"}`` by the last "Answer: ..." within the last 300 characters.
 
-    Yu et al. 2025, arXiv:2503.14476; answers are compared after normalisation, as numbers where both are numbers.
+    Yu et al. 2025, arXiv:2503.14476; answers are compared as by ``math``.
     """
-    found = _DAPO_ANSWER.findall(_MARKUP.sub("", response[-_DAPO_TAIL:]))
-    return _dapo_score(sample, (last_boxed(found[-1]) or found[-1]) if found else None)
+    return await _dapo_score(sample, dapo_answer(response))
 
 
 async def boxed_dapo_reward(args: Namespace, sample: Sample, response: str) -> dict[str, Any]:
     """As ``dapo``, on the content of the last ``\\boxed{}``."""
-    return _dapo_score(sample, last_boxed(response))
+    return await _dapo_score(sample, last_boxed(response))
 
 
-def _dapo_score(sample: Sample, answer: str | None) -> dict[str, Any]:
-    predicted = "[INVALID]" if answer is None else normalize(answer.rpartition("=")[2])
-    correct = any(_same_number_or_text(predicted, normalize(label)) for label in _labels(sample, "dapo"))
-    return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": predicted}
+def dapo_answer(response: str) -> str | None:
+    """What follows the last "Answer:" of the last 300 characters, or the box in it; None without one."""
+    found = _DAPO_ANSWER.findall(_MARKUP.sub("", response[-_DAPO_TAIL:]))
+    return (last_boxed(found[-1]) or found[-1]) if found else None
 
 
-def _same_number_or_text(left: str, right: str) -> bool:
-    numbers = as_number(left), as_number(right)
-    return left == right if None in numbers else numbers[0] == numbers[1]
+def shown_answer(answer: str | None) -> str:
+    """An answer as the metrics show it."""
+    return "[INVALID]" if answer is None else compact(canonical(answer)).rpartition("=")[2]
+
+
+async def _dapo_score(sample: Sample, answer: str | None) -> dict[str, Any]:
+    labels = _labels(sample, "dapo")
+    correct = answer is not None and await _any_equal(answer, labels)
+    return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": shown_answer(answer)}
 
 
 async def f1_reward(args: Namespace, sample: Sample, response: str) -> float:
@@ -101,7 +108,7 @@ async def f1_reward(args: Namespace, sample: Sample, response: str) -> float:
     Rajpurkar et al. 2016 (SQuAD), section 6.1; "yes", "no" and "noanswer" only match themselves.
     """
     words = _words(after_reasoning(response))
-    return max(_f1(words, _words(label)) for label in _labels(sample, "f1"))
+    return max((_f1(words, _words(label)) for label in _labels(sample, "f1")), default=0.0)
 
 
 def _words(text: str) -> list[str]:
@@ -121,7 +128,7 @@ def _f1(guess: list[str], truth: list[str]) -> float:
 
 async def random_reward(args: Namespace, sample: Sample, response: str) -> float:
     """0 or 1 by a fair coin that seed, sample and response decide: a resumed run tosses the same."""
-    key = (args.rollout_seed, sample.group_index, sample.index, zlib.crc32(response.encode()))
+    key = (args.rollout_seed, sample.group_index, sample.index, zlib.crc32(response.encode(errors="surrogatepass")))
     return float(random.Random(repr(key)).randrange(2))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import string
+import unicodedata
 from argparse import Namespace
 from typing import Any
 
@@ -13,17 +14,44 @@ from slime.utils.types import Sample
 
 _COMMON, _MOST = 4, 10
 """Where the metadata lists no choices: A to J count where a response says which it takes, A to D as lone letters."""
-_LETTER = r"(?:\(([A-Za-z])\)|\[([A-Za-z])\]|(?<!\w)([A-Z])(?!\w|\s*=))"
+_LATIN = "A-Za-z0-9_\u00c0-\u024f\u0370-\u04ff"
+"""Letters that make words of those beside them. Chinese, Japanese and Korean write no space before a choice."""
+_BRACKETED = r"\(([A-Za-z])\)|\[([A-Za-z])\]"
+_ALONE = rf"(?:{_BRACKETED}|(?<!\w)([A-Z])(?!\w|\s*=))"
 """In brackets of either case; bare only as a capital, because "a" is a word, and in no equation."""
-_MARK = r"[\s*_`\"'$]"
-_OPENING = rf"(?:{_MARK}|\\[(\[]){{0,6}}(?:\\(?:boxed|text|textbf|mathbf|mathrm)\{{[\s*]{{0,2}}){{0,2}}"
-_CLOSING = r"[\s*_`\"'$}.,]{0,4}"
-_STATED = re.compile(
-    r"(?:(?i:\b(?:answer|option|choice)(?:\s+(?:is|(?:would|must|should)\s+be)|[\s*_]{0,4}:)"
-    r"|\bfinal\s+answer\b[\s:*_]{0,4}(?:is\b)?)|\\boxed\{)"
-    rf"{_OPENING}{_LETTER}|{_LETTER}{_CLOSING}\s*(?i:is\s+(?:the\s+)?(?:correct|right)\b)"
+_LETTER = (
+    rf"(?:{_BRACKETED}|(?<![{_LATIN}])([A-Z])(?![{_LATIN}]|\s*=)|(?<!\w)([a-z])(?=[\s*_`\"'$}})]{{0,4}}(?:[.,;\n]|$)))"
 )
-_STANDALONE = re.compile(_LETTER)
+"""Where a choice is stated: a small letter too, with nothing behind it."""
+_MARK = r"[\s*_`\"'$\u300c\u300e\u3010]"
+_OPENING = rf"(?:{_MARK}|\\[(\[]){{0,6}}(?:\\(?:boxed|text|textbf|mathbf|mathrm)\{{[\s*]{{0,2}}){{0,2}}"
+_CLOSING = r"[\s*_`\"'$}.,\u300d\u300f\u3011]{0,4}"
+_BEFORE = "|".join(
+    (
+        r"(?i:\b(?:answer|option|choice)(?:\s+(?:is|(?:would|must|should)\s+be)\s?:?|[\s*_]{0,4}:)(?:\s+(?:option|choice)\b)?"
+        r"|\bfinal\s+answer\b[\s:*_]{0,4}(?:is\b)?)|\\boxed\{",
+        r"(?i:\b(?:r\u00e9ponse|respuesta|resposta|risposta|antwort|\u043e\u0442\u0432\u0435\u0442)"
+        r"(?:\s+(?:correcta?|corretta|correcte|richtige))?(?:\s+(?:est|es|\u00e9|\u00e8|ist|lautet))?\s{0,2}:?)",
+        r"\u7b54\u6848(?:\u5e94\u8be5|\u61c9\u8a72|\u5e94|\u61c9)?[\u662f\u4e3a\u70ba\u9009\u9078]?\s{0,2}:?(?:\u9009\u9879|\u9078\u9805)?",
+        r"(?<!\u4e0d)(?<!\u80fd)[\u9009\u9078][\u62e9\u64c7]?(?:\u9009\u9879|\u9078\u9805|\u9879|\u9805)?\s{0,2}:?",
+        r"(?:\u6b63\u89e3|\u6b63\u7b54|\u7b54\u3048|\u89e3\u7b54|\u56de\u7b54)[\u306f\u304c]?\s{0,2}:?(?:\u9078\u629e\u80a2)?",
+        r"\ub2f5(?:\uc548)?[\uc740\ub294\uc774]?\s{0,2}:?",
+    )
+)
+"""What states a choice: English; French, Spanish, Portuguese, Italian, German, Russian; Chinese; Japanese; Korean."""
+_BEHIND = (
+    r"(?i:is\s+(?:the\s+)?(?:correct|right)\b)"
+    r"|[\u9879\u9805]?\u662f?\u6b63[\u786e\u78ba]"
+    r"|[\u304c\u306f](?:\u6b63\u89e3|\u6b63\u3057\u3044|\u6b63\u7b54|\u9069\u5207)"
+    r"|\ubc88?[\uac00\uc774]\s{0,2}(?:\uc815\ub2f5|\ub9de|\uc633)"
+)
+_DENIED = (
+    r"(?!\s{0,2}[\u9879\u9805]?\u662f?[\u4e0d\u9519\u932f]|\u3067\u306f\u306a|[\u306f\u304c](?:\u8aa4|\u9055)"
+    r"|[\uac00\uc774\ub294\uc740]\s?(?:\uc544\ub2c8|\ud2c0))"
+)
+"""Not the one that is wrong."""
+_STATED = re.compile(rf"(?:{_BEFORE}){_OPENING}{_LETTER}{_DENIED}|{_LETTER}{_CLOSING}\s*(?:{_BEHIND})")
+_STANDALONE = re.compile(_ALONE)
 _PRONOUN = re.compile(r"\bI(?=['\u2019]|\s+(?!is\b|because\b)[a-z])")
 _ARTICLE = re.compile(r"(?:^|(?<=[.!?:]\s))A(?=\s+(?!is\b|and\b|or\b|because\b)[a-z])", re.M)
 """That begins a sentence."""
@@ -34,11 +62,12 @@ async def gpqa_reward(args: Namespace, sample: Sample, response: str) -> float:
 
     The right one: ``metadata["correct_letter"]``, else the label: a letter, an index into ``metadata["choices"]`` or
     the text of one of these. The chosen one: the last "the answer is X", "X is correct" or "final answer: X" after the
-    reasoning, or the one that stands in a box; else the last letter there that stands alone and is no word.
+    reasoning (in ten languages), or the one that stands in a box; else the last letter there that stands alone and is
+    no word.
     """
     choices = _choices(sample.metadata.get("choices"))
     right, text = _right_answer(sample, choices)
-    solution = after_reasoning(response)
+    solution = unicodedata.normalize("NFKC", after_reasoning(response))  # of wide letters and brackets makes plain ones
     chosen = None if right is None else _chosen_letter(solution, choices, right)
     if chosen is not None:
         return float(chosen == right)
@@ -78,7 +107,7 @@ def _right_answer(sample: Sample, choices: dict[str, str]) -> tuple[str | None, 
     if re.fullmatch(r"\(?[A-Za-z][).]?", words):
         letter = words.strip("().").upper()
         return letter, choices.get(letter)
-    if words.isdecimal() and int(words) < len(choices):
+    if words.isdecimal() and len(words) < 5 and int(words) < len(choices):
         return list(choices.items())[int(words)]
     return None, words
 
@@ -99,4 +128,4 @@ def _contains(text: str, answer: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    return " ".join(text.casefold().split())
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())

@@ -1,0 +1,292 @@
+"""Whether an answer and a label say the same: decided exactly where that can be done, and else by algebra."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+
+from slime.rollout.rm_hub.notation import canonical, compact
+from slime.rollout.rm_hub.numerals import exact_value, is_unread, without_commas
+from slime.rollout.rm_hub.units import Unit, singular, split_unit
+
+Algebra = Callable[[str, str], bool]
+"""Says of two expressions in LaTeX, without units and lists, whether they are equal."""
+
+_INTEGER = re.compile(r"[+-]?\d+$")
+_LONGEST = 2000
+"""Letters of an answer that is looked into; longer ones only equal themselves."""
+_LONGEST_FORMULA, _MOST_BRACKETS = 500, 60
+"""What algebra is tried on; of more it takes longer than a reward may."""
+_LONGEST_NUMBER = 64
+_MOST_ITEMS = 100
+_NAME = re.compile(
+    r"\s*(?:\\?[A-Za-z]+'*(?:_(?:\{\w+\}|\w))?\s*(?:\(\s*\\?[a-z]+(?:\s*,\s*\\?[a-z]+)*\s*\))?"
+    r"|\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])+\s*\))\s*$"
+)
+_RELATION = re.compile(r"[<>=|]|\\(?:le|ge|ne|in|cup|cap|mid|equiv|sim|to|subset|setminus)(?![A-Za-z])")
+_WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*$")
+_COMMANDS = re.compile(r"\\[A-Za-z]+")
+_FUNCTIONS = {"degree", "degrees", "sqrt", "sinh", "cosh", "tanh", "asin", "acos", "atan", "arcsin", "arccos", "arctan"}
+_MATRIX = re.compile(r"^\\begin\s*\{([pbBvV]?matrix|smallmatrix|array)\}\s*(?:\{[lcr| ]*\})?(.*)\\end\s*\{\1\}$", re.S)
+_ONES = re.findall(
+    r"\w+",
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen",
+)
+_TENS = re.findall(r"\w+", "twenty thirty forty fifty sixty seventy eighty ninety")
+_NUMBER_WORDS = {
+    **{word: value for value, word in enumerate(_ONES)},
+    **{word: 10 * place for place, word in enumerate(_TENS, 2)},
+    **{f"{ten} {one}": 10 * place + _ONES.index(one) for place, ten in enumerate(_TENS, 2) for one in _ONES[1:10]},
+}
+_SHORT_WORDS = ("yes", "no", "odd", "all")
+_PERCENT = "percent"
+_DEGREES = Unit((("angle", 1),), Fraction(1))
+
+
+class NeedsAlgebra(Exception):
+    """The answers cannot be told apart by exact numbers and spelling alone."""
+
+
+def quick_equal(answer: str, label: str) -> bool | None:
+    """Whether two answers are equal, as far as spelling and exact numbers tell; None where it takes algebra."""
+    if _INTEGER.match(answer) and _INTEGER.match(label) and max(len(answer), len(label)) <= _LONGEST_NUMBER:
+        return int(answer) == int(label)
+    try:
+        return equal(answer, label, _no_algebra)
+    except NeedsAlgebra:
+        return None
+
+
+def _no_algebra(answer: str, label: str) -> bool:
+    raise NeedsAlgebra
+
+
+def equal(answer: str, label: str, algebra: Algebra) -> bool:
+    """Whether two answers are equal.
+
+    Numbers are exact. A unit that one side alone has is left out, two are converted where that is exact; 50% is 0.5,
+    and its sign may be left out. ``(a, b)`` and intervals are ordered, ``\\{a, b\\}`` and bare lists are not. A name
+    on one side alone (``x = 5``) is left out.
+    """
+    if max(len(answer), len(label)) > _LONGEST:
+        return answer.strip() != "" and answer.strip() == label.strip()
+    answer, label = canonical(answer), canonical(label)
+    if not answer or not label:
+        return False
+    return any(_same(left, right, algebra, 0) for left in _readings(answer) for right in _readings(label))
+
+
+def _readings(text: str) -> Iterator[str]:
+    """``100,200`` is a number, and a list."""
+    joined = without_commas(text)
+    yield joined
+    if joined != text:
+        yield text
+
+
+def _same(left: str, right: str, algebra: Algebra, depth: int) -> bool:
+    left, right = _unwrapped(left), _unwrapped(right)
+    if compact(left) == compact(right):
+        return left != ""
+    if depth > 8 or not left or not right:
+        return False
+    (left_name, left_value), (right_name, right_value) = _named(left), _named(right)
+    if left_name and right_name:
+        return compact(left_name) == compact(right_name) and _same(left_value, right_value, algebra, depth + 1)
+    if (left_name and "=" not in right) or (right_name and "=" not in left):
+        return _same(left_value, right_value, algebra, depth + 1)
+    lists = _items(left), _items(right)
+    if lists[0] or lists[1]:
+        return _same_lists(left, right, *lists, algebra, depth)
+    return _same_quantities(left, right, algebra)
+
+
+def _unwrapped(text: str) -> str:
+    """Without brackets around one expression."""
+    text = text.strip()
+    brackets, inner = _brackets(text)
+    return inner if brackets == "()" and len(_split(inner)) == 1 else text
+
+
+def _named(text: str) -> tuple[str, str]:
+    """The name on the left of the only ``=`` (or of ``\\in``) that there is, and what is on the right."""
+    for sign in ("=", "\\in "):
+        if text.count(sign) == 1:
+            name, _, value = text.partition(sign)
+            if _NAME.match(name) and not name.rstrip().endswith((" and", " or")):
+                return name.strip(), value.strip()
+    return "", text
+
+
+# --- lists, tuples, sets, intervals, matrices
+
+
+def _items(text: str) -> tuple[str, list[str]] | None:
+    """The brackets and the items of a list, or None: "{}" of a set, "" of a bare list, "2x2" of a matrix."""
+    if match := _MATRIX.match(text):
+        rows = [[cell.strip() for cell in row.split("&")] for row in match[2].split("\\cr") if row.strip()]
+        shape = f"{match[1].lstrip('pbB').replace('array', 'matrix')}{'x'.join(str(len(row)) for row in rows)}"
+        return shape, [cell for row in rows for cell in row]
+    brackets, inner = _brackets(text)
+    found = _split(inner)
+    if brackets in ("()", "[)", "(]", "[]") and len(found) > 1:
+        return brackets, found
+    if brackets == "{}" and not _RELATION.search(inner):
+        return brackets, found
+    if not brackets and len(found) > 1:
+        return "", [sign for item in found for sign in _signs(item)]
+    signs = _signs(text)
+    return ("", signs) if len(signs) > 1 else None
+
+
+def _brackets(text: str) -> tuple[str, str]:
+    """The pair that encloses all of ``text``, and what is in it."""
+    if text.startswith("\\{") and text.endswith("\\}") and "\\}" not in text[2:-2]:
+        return "{}", text[2:-2].strip()
+    if text[:1] in ("(", "[") and text[-1:] in (")", "]") and _closing(text) == len(text) - 1:
+        return text[0] + text[-1], text[1:-1].strip()
+    return "", text
+
+
+def _closing(text: str) -> int:
+    """Where the bracket closes that ``text`` begins with; intervals mix round and square ones."""
+    level = 0
+    for place, letter in enumerate(text):
+        level += (letter in "([{") - (letter in ")]}")
+        if level <= 0:
+            return place
+    return -1
+
+
+def _split(text: str) -> list[str]:
+    """At the commas, semicolons, ``and`` and ``or`` that are in no brackets."""
+    parts, start, level = [], 0, 0
+    for match in re.finditer(r"[()\[\]{},;]|\b(?:and|or)\b", text):
+        if match[0] in "([{":
+            level += 1
+        elif match[0] in ")]}":
+            level -= 1
+        elif level <= 0:
+            parts.append(text[start : match.start()].strip())
+            start = match.end()
+    parts.append(text[start:].strip())
+    return [part for part in parts if part][: _MOST_ITEMS + 1]
+
+
+def _signs(text: str) -> list[str]:
+    if text.count("\\pm") != 1:
+        return [text]
+    before, _, after = text.partition("\\pm")
+    return [f"{before}+{after}" if before.strip() else after, f"{before}-{after}"]
+
+
+def _same_lists(
+    left: str,
+    right: str,
+    left_list: tuple[str, list[str]] | None,
+    right_list: tuple[str, list[str]] | None,
+    algebra: Algebra,
+    depth: int,
+) -> bool:
+    if left_list is None or right_list is None:
+        brackets, items = left_list or right_list or ("", [])
+        if brackets == "{}" and len(items) == 1:
+            other = right if right_list is None else left
+            return (
+                _same(items[0], other, algebra, depth + 1) if left_list else _same(other, items[0], algebra, depth + 1)
+            )
+        other = right if right_list is None else left
+        return bool(_RELATION.search(other)) and _by_algebra(left, right, algebra)
+    (left_kind, lefts), (right_kind, rights) = left_list, right_list
+    if max(len(lefts), len(rights)) > _MOST_ITEMS:
+        return False
+    kinds = {left_kind, right_kind}
+    if kinds == {"{}"}:
+        return _covers(lefts, rights, algebra, depth) and _covers(rights, lefts, algebra, depth)
+    if len(lefts) != len(rights):
+        return False
+    if kinds <= {"", "{}"}:
+        return _same_in_some_order(lefts, rights, algebra, depth)
+    if left_kind != right_kind and kinds not in ({"", "()"}, {"", "[]"}):
+        return False
+    return all(_same(*pair, algebra, depth + 1) for pair in zip(lefts, rights, strict=True))
+
+
+def _covers(some: list[str], others: list[str], algebra: Algebra, depth: int) -> bool:
+    return all(any(_same(one, other, algebra, depth + 1) for other in others) for one in some)
+
+
+def _same_in_some_order(lefts: list[str], rights: list[str], algebra: Algebra, depth: int) -> bool:
+    left_over = list(rights)
+    for one in lefts:
+        found = next((other for other in left_over if _same(one, other, algebra, depth + 1)), None)
+        if found is None:
+            return False
+        left_over.remove(found)
+    return True
+
+
+# --- numbers with units, words, and the rest
+
+
+def _same_quantities(left: str, right: str, algebra: Algebra) -> bool:
+    words = _word(left), _word(right)
+    if words[0] is not None and words[1] is not None:
+        return words[0] == words[1]
+    (left, left_unit), (right, right_unit) = split_unit(left), split_unit(right)
+    factors = _factors(left_unit, right_unit)
+    if not factors:
+        return False
+    try:
+        values = _value(left), _value(right)
+    except ArithmeticError:
+        return False
+    if values[0] is not None and values[1] is not None:
+        return any(values[0] * factor == values[1] for factor in factors)
+    if "\\pi" in (right if left_unit == _DEGREES else left if right_unit == _DEGREES else ""):
+        left, right = (
+            f"\\frac{{\\pi}}{{180}}({text})" if unit == _DEGREES else text
+            for text, unit in ((left, left_unit), (right, right_unit))
+        )
+    return any(_by_algebra(left if factor == 1 else f"({factor})\\cdot({left})", right, algebra) for factor in factors)
+
+
+def _factors(left: Unit | None, right: Unit | None) -> list[Fraction]:
+    """What the left number may be multiplied by to be the right one; nothing where the units contradict each other."""
+    percents = [unit is not None and unit.powers == ((_PERCENT, 1),) for unit in (left, right)]
+    one = Fraction(1)
+    if left is not None and right is not None:
+        return [left.size / right.size] if left.powers == right.powers else []
+    if any(percents):
+        return [one, one / 100 if percents[0] else one * 100]
+    return [one]
+
+
+def _value(text: str) -> Fraction | None:
+    word = _NUMBER_WORDS.get(text.strip().lower().replace("-", " "))
+    return exact_value(text) if word is None else Fraction(word)
+
+
+def _word(text: str) -> str | None:
+    """Words as they are compared, where ``text`` is words and no product of letters."""
+    if not _WORDS.match(text) or text.lower().replace("-", " ") in _NUMBER_WORDS:
+        return None
+    words = re.sub(r"^(?:a|an|the) ", "", text.casefold()).split()
+    if len(text) < 4 and text.lower() not in _SHORT_WORDS:
+        return None
+    return " ".join(singular(word) for word in words)
+
+
+def _by_algebra(left: str, right: str, algebra: Algebra) -> bool:
+    if any(len(text) > _LONGEST_FORMULA or is_unread(text) or _has_words(text) for text in (left, right)):
+        return False
+    if any(sum(text.count(opening) for opening in "([{") > _MOST_BRACKETS for text in (left, right)):
+        return False
+    return algebra(left, right)
+
+
+def _has_words(text: str) -> bool:
+    """Whether there are words that algebra would take for products of letters."""
+    return any(word.lower() not in _FUNCTIONS for word in re.findall(r"[A-Za-z]{4,}", _COMMANDS.sub(" ", text)))

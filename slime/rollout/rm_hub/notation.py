@@ -1,0 +1,149 @@
+"""One spelling for what LaTeX, Unicode and plain text write in many ways, without a change of what it means."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+from slime.rollout.rm_hub.numerals import written_out
+from slime.rollout.rm_hub.units import currency_behind
+
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+_SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
+_SYMBOLS = {
+    "\u2212": "-",
+    "\u2013": "-",
+    "\u00d7": "\\times ",
+    "\u00b7": "\\cdot ",
+    "\u22c5": "\\cdot ",
+    "\u00f7": "\\div ",
+    "\u03c0": "\\pi ",
+    "\u03b8": "\\theta ",
+    "\u03b1": "\\alpha ",
+    "\u03b2": "\\beta ",
+    "\u221e": "\\infty ",
+    "\u221a": "\\sqrt ",
+    "\u2264": "\\le ",
+    "\u2265": "\\ge ",
+    "\u2260": "\\ne ",
+    "\u222a": "\\cup ",
+    "\u2229": "\\cap ",
+    "\u2205": "\\emptyset ",
+    "\u2208": "\\in ",
+    "\u2248": "\\approx ",
+    "\u00b1": "\\pm ",
+    "\u00b0": "^\\circ ",
+    "\u3001": ",",
+    "\u3002": ".",
+}
+_SYNONYMS = {
+    "leq": "\\le",
+    "geq": "\\ge",
+    "leqslant": "\\le",
+    "geqslant": "\\ge",
+    "lt": "<",
+    "gt": ">",
+    "neq": "\\ne",
+    "varnothing": "\\emptyset",
+    "dfrac": "\\frac",
+    "tfrac": "\\frac",
+    "cfrac": "\\frac",
+    "dbinom": "\\binom",
+    "tbinom": "\\binom",
+    "degree": "^\\circ",
+    "lbrace": "\\{",
+    "rbrace": "\\}",
+    "lvert": "|",
+    "rvert": "|",
+    "land": " and ",
+    "lor": " or ",
+}
+_COMMAND = re.compile(r"\\([A-Za-z]+)\s*(?=([A-Za-z])?)")
+_DROPPED = re.compile(
+    r"\\(?:displaystyle|textstyle|limits|(?:left|right)\s*\.|left(?![a-z])|right(?![a-z])|[bB]igg?[lrm]?(?![a-z])|!)\s*"
+)
+_SPACING = re.compile(r"\\(?:[,;:> ]|quad\b|qquad\b|hspace\{[^{}]*\}|enspace\b|thinspace\b)|~|\s+")
+_LINE_END = re.compile(r"\\\\(?:\[[^\]]*\])?")
+_DELIMITERS = re.compile(r"\\[()\[\]]")
+_FONT = re.compile(
+    r"\\(?:text(?:bf|it|rm|normal|tt|sf|sc)?|math(?:rm|bf|it|sf|tt|normal)|mbox|hbox|boldsymbol|bm|operatorname\*?|emph|"
+    r"underline)\s*\{([^{}]*)\}"
+)
+_FONT_BEFORE_LETTER = re.compile(rf"{_FONT.pattern}(?=[A-Za-z0-9\\])")
+_CIRC = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))\s*")
+_GROUP = r"\{(?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*\}"
+_BARE_FIRST = re.compile(r"\\(frac|sqrt|binom)\s*(\[[^\[\]]*\])?\s*(\\[A-Za-z]+|[^\s{}\\\[])")
+_BARE_SECOND = re.compile(rf"\\(frac|binom)\s*({_GROUP})\s*(\\[A-Za-z]+|[^\s{{}}\\])")
+_LEAD = re.compile(r"^(?:(?:the|my)\s+)?(?:final\s+)?(?:answer|result)(?:\s+is)?\s*[:=]?\s*|^\\approx\s*|^=\s*", re.I)
+_IDLE_GROUP = re.compile(r"(?<![\w\\})\]^_])\{\s*([\w.]+)\s*\}")
+_SPACE_BETWEEN_DIGITS = re.compile(r"(?<=\d) (?=\d)")
+_SUCH_THAT = re.compile(r"(\\\{[^{}:|]*?)(?::|\||\\mid(?![A-Za-z]))\s*")
+_ORDINAL = re.compile(r"(?<=\d) ?\^?\{?(?:st|nd|rd|th)\b\}?")
+_EMPTY_SET = re.compile(r"\\\{\s*\\\}")
+
+
+def canonical(text: str) -> str:
+    """An answer without what does not change its meaning; a space stands only where there was one."""
+    text = _unified(_ascii(text))
+    text = _EMPTY_SET.sub(r"\\emptyset", text)
+    text = _LEAD.sub("", text.strip(" `"))
+    text = _SUCH_THAT.sub(r"\1\\mid ", text)
+    text = re.sub(r"\b[Ii]nfinity\b", r"\\infty", text)
+    text = currency_behind(text)
+    text = re.sub(r"\\?%", " percent", _ORDINAL.sub("", text))
+    text = text.replace("\\$", "").replace("$", "")
+    text = _with_groups(text)
+    return written_out(text).strip().rstrip(".;,").strip()
+
+
+def compact(text: str) -> str:
+    """``text`` without spaces but for those between digits, where they part numbers, and between words."""
+    text = re.sub(r"(?<![\dA-Za-z]) | (?![\dA-Za-z])", "", text)
+    return re.sub(r"(?<=\d) (?=[A-Za-z])|(?<=[A-Za-z]) (?=\d)", "", text)
+
+
+def _ascii(text: str) -> str:
+    text = _SUPERSCRIPT.sub(lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}", text)
+    if text.isascii():
+        return text
+    letters = []
+    for letter in text:
+        plain = unicodedata.normalize("NFKC", letter)
+        if "\u2044" in plain:  # the stroke of a fraction that is one letter
+            top, _, bottom = plain.partition("\u2044")
+            plain = f"\\frac{{{top}}}{{{bottom}}}"
+        letters.append(_SYMBOLS.get(letter) or _SYMBOLS.get(plain, plain))
+    return "".join(letters)
+
+
+def _unified(text: str) -> str:
+    """One name for each command, no fonts, and degrees as a word."""
+    text = text.strip()
+    for mark in ("**", "__", "$$", "$"):
+        # Not one alone, which may be a currency.
+        if text.startswith(mark) and text.endswith(mark) and len(text) >= 2 * len(mark) and text[-2:] != "\\$":
+            text = text.removeprefix(mark).removesuffix(mark).strip()
+    text = _LINE_END.sub(r" \\cr ", text)
+    text = _DELIMITERS.sub(" ", text).replace("{,}", ",")
+    text = _SPACING.sub(" ", _DROPPED.sub("", text))
+    for _ in range(4):  # one within another
+        plainer = _FONT.sub(r" \1", _FONT_BEFORE_LETTER.sub(r" \1 ", text))
+        if plainer == text:
+            break
+        text = plainer
+    text = _COMMAND.sub(_renamed, text)
+    return re.sub(r" +", " ", _CIRC.sub(" degree ", text)).strip()
+
+
+def _renamed(match: re.Match[str]) -> str:
+    name = _SYNONYMS.get(match[1], f"\\{match[1]}")
+    return f"{name} " if match[2] else name
+
+
+def _with_groups(text: str) -> str:
+    """``\\frac12`` as ``\\frac{1}{2}``, ``\\sqrt3`` as ``\\sqrt{3}``, ``{5}`` as ``5``."""
+    text = _BARE_FIRST.sub(r"\\\1\2{\3}", text)
+    text = _BARE_SECOND.sub(r"\\\1\2{\3}", text)
+    text = re.sub(r"\\(frac|sqrt|binom) (?=[{\[])", r"\\\1", text)
+    text = re.sub(rf"\\frac({_GROUP}) (?=\{{)", r"\\frac\1", text)
+    return _IDLE_GROUP.sub(r"\1", text)

@@ -1,0 +1,92 @@
+"""The built-in rewards on pairs whose reward is known (`tests.reward_pairs`), and on texts that nobody would write."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from argparse import Namespace
+from collections.abc import Callable
+
+import pytest
+
+from slime.rollout.rm_hub import async_rm
+from slime.rollout.rm_hub.graders import GRADERS
+from slime.utils.types import Sample
+from tests.reward_pairs import generated_pairs, written_pairs
+from tools.score_graders import missed, rates, score
+
+NUM_GPUS = 0
+
+Args = Callable[..., Namespace]
+
+
+def test_every_grader_is_right_about_the_labelled_pairs() -> None:
+    scored = score([*written_pairs(), *generated_pairs()])
+    found = rates(scored)
+    assert {name.removeprefix("boxed_") for name in found} == set(GRADERS) - {"random"}
+    few = {name: rate for name, rate in found.items() if rate[1] < 0.99 or rate[2] < 0.97}
+    assert not few, "\n".join(missed(scored))
+    assert len(scored) > 3000
+
+
+def test_no_pair_is_written_twice() -> None:
+    told = ("grader", "answer", "response", "label", "metadata")
+    pairs = [tuple(str(pair.get(key)) for key in told) for pair in written_pairs()]
+    assert len(pairs) == len(set(pairs)) > 400
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "9" * 1_000_000,
+        "1e999999999",
+        "0." + "3" * 2000,
+        "\\frac{" * 5000,
+        "(" * 1900,
+        "{" * 50_000 + "}" * 50_000,
+        "1" + " 000" * 500,
+        "1" + ",000" * 490,
+        "2^{2^{2^{2^{2^{2}}}}}",
+        "2000!!!!!",
+        "5 " + "a" * 1900,
+        "5 " + "km " * 600,
+        " " * 1999,
+        "0.\\dot{1}" * 200,
+        "\\text{" * 400,
+        "," * 1999,
+        "\\pm" * 600,
+        "\ud83d\x00\x07",
+        "$" * 1999,
+        "_" * 1999,
+        "1_{99999999999}",
+        "x=" * 900,
+    ],
+    ids=lambda text: repr(text[:12]),
+)
+def test_no_text_crashes_a_grader_or_holds_it_up(text: str, rollout_args: Args) -> None:
+    started = time.monotonic()
+    metadata = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+    for name in sorted(set(GRADERS) - {"remote_rm"}):
+        for response, label in (
+            (f"</think>\\boxed{{{text}}}\nAnswer: {text}", "7"),
+            ("</think>\\boxed{7}\nAnswer: 7", text),
+        ):
+            sample = Sample(response=response, label=label, metadata=metadata | {"choices": ["a", "b"]})
+            if not label.strip() and name == "gpqa":
+                continue
+            reward = asyncio.run(async_rm(rollout_args(rm_type=name), sample))
+            assert name in ("ifbench", "random", "f1") or (reward["score"] if isinstance(reward, dict) else reward) <= 0
+    assert time.monotonic() - started < 30
+
+
+def test_random_letters_crash_no_grader(rollout_args: Args) -> None:
+    rng = random.Random(27)
+    known = r"\frac { } ( ) [ ] \ 1 07 . , e E9 _ ^ % $ \text{ = \pm \overline{3} \dot km per \sqrt x \\ & and ! / - °"
+    pieces = [*known.split(), " ", "\u00bd", "\u00b2", "\\begin{matrix}"]
+    for _ in range(400):
+        text, label = ("".join(rng.choices(pieces, k=rng.randint(1, 12))) for _ in range(2))
+        for name in ("dapo", "gpqa", "f1"):
+            if label.strip():
+                args = rollout_args(rm_type=name)
+                asyncio.run(async_rm(args, Sample(response=f"Answer: {text}", label=label)))
