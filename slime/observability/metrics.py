@@ -8,18 +8,24 @@ import json
 import math
 import os
 import secrets
+import sys
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from slime.utils.errors import BadInputError
 from slime.utils.redaction import redacted
+from slime.utils.storage import why_not_written, writing
 
 _FINISH_S = 60
 
 
 class _Sink(Protocol):
+    place: tuple[str, str]
+    """The flag that names where it writes, and where that is."""
+
     def write(self, metrics: dict[str, float], step_key: str, step: int) -> None: ...
 
     def close(self) -> None: ...
@@ -32,7 +38,10 @@ class MetricsLogger:
         """
         Raises:
             BadInputError: Weights & Biases does not take the run.
+            StorageError: a file or directory cannot be made.
         """
+        self._lost: Counter[tuple[str, str]] = Counter()
+        """Lines that a sink could not write since it last could, by its place."""
         self._sinks: list[_Sink] = [_JsonLines(_lines(args))]
         if args.use_tensorboard:
             self._sinks.append(_TensorBoard(args))
@@ -52,13 +61,26 @@ class MetricsLogger:
         """
         scalars = {name: _scalar(name, value) for name, value in metrics.items()}
         for sink in self._sinks:
-            sink.write(scalars, step_key, step)
+            self._go_on(sink, lambda sink=sink: sink.write(scalars, step_key, step))  # type: ignore[misc]
 
     def close(self) -> None:
         """Flush and close every sink; calling it again does nothing."""
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
-            sink.close()
+            self._go_on(sink, sink.close)
+
+    def _go_on(self, sink: _Sink, do: Callable[[], None]) -> None:
+        """Let a sink do something; a run does not end of what it cannot write there, and says so once."""
+        try:
+            do()
+        except Exception as error:  # wandb's have no type in common
+            self._lost[sink.place] += 1
+            if self._lost[sink.place] == 1:
+                why = why_not_written(error, *sink.place) or f"{' '.join(sink.place)}: {type(error).__name__}: {error}"
+                _warn(f"{why}; the run goes on, and metrics are lost there until that is mended")
+        else:
+            if lost := self._lost.pop(sink.place, 0):
+                _warn(f"{' '.join(sink.place)}: metrics are written again; {lost} lines are lost")
 
 
 def evaluated_versions(args: argparse.Namespace) -> set[int]:
@@ -69,6 +91,10 @@ def evaluated_versions(args: argparse.Namespace) -> set[int]:
         with contextlib.suppress(ValueError):  # half a line, of a host that went down
             versions.add(json.loads(line).get("eval/step"))
     return versions - {None}
+
+
+def _warn(text: str) -> None:
+    print(f"{Path(sys.argv[0]).name}: warning: {text}", file=sys.stderr, flush=True)
 
 
 def _lines(args: argparse.Namespace) -> Path:
@@ -93,19 +119,28 @@ class _JsonLines:
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab+")
-        # A host that went down may have left half a line; the next one must not be appended to it.
-        if self._file.seek(0, os.SEEK_END) > 0:
-            self._file.seek(-1, os.SEEK_END)
-            if self._file.read(1) != b"\n":
-                self._file.write(b"\n")
+        self.place = "--run-dir", str(path)
+        with writing(*self.place):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Without a buffer: what a full disk does not take must not be kept for the file's end.
+            self._file = path.open("ab+", buffering=0)
+            # A host that went down may have left half a line; the next one must not be appended to it.
+            if self._file.seek(0, os.SEEK_END) > 0:
+                self._file.seek(-1, os.SEEK_END)
+                if self._file.read(1) != b"\n":
+                    self._file.write(b"\n")
 
     def write(self, metrics: dict[str, float], step_key: str, step: int) -> None:
         line: dict[str, Any] = {step_key: step, "time": time.time()}
         line |= {name: _json_value(value) for name, value in metrics.items() if name not in line}
-        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
-        self._file.flush()
+        text, end = json.dumps(line, allow_nan=False).encode() + b"\n", self._file.seek(0, os.SEEK_END)
+        try:
+            written = self._file.write(text)
+            if written != len(text):  # the disk is full now; a further try gets the error
+                self._file.write(text[written:])
+        except OSError:
+            self._file.truncate(end)
+            raise
 
     def close(self) -> None:
         self._file.close()
@@ -126,7 +161,9 @@ class _TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         directory = Path(args.tb_project_name or args.run_dir) / (args.tb_experiment_name or "tensorboard")
-        self._writer = SummaryWriter(str(directory))
+        self.place = "--tb-project-name" if args.tb_project_name else "--run-dir", str(directory)
+        with writing(*self.place):
+            self._writer = SummaryWriter(str(directory))
 
     def write(self, metrics: dict[str, float], step_key: str, step: int) -> None:
         for name, value in metrics.items():
@@ -147,7 +184,9 @@ class _Wandb:
         if group and not args.disable_wandb_random_suffix:
             group = f"{group}_{secrets.token_hex(4)}"
         directory = Path(args.wandb_dir or args.run_dir)
-        directory.mkdir(parents=True, exist_ok=True)
+        self.place = "--wandb-dir" if args.wandb_dir else "--run-dir", str(directory)
+        with writing(*self.place):
+            directory.mkdir(parents=True, exist_ok=True)
         settings: dict[str, Any] = {"finish_timeout": _FINISH_S, "finish_timeout_raises": False}
         if args.wandb_host:
             settings["base_url"] = args.wandb_host

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -24,6 +23,14 @@ from slime.options.lora import Modules, check_adapters, described
 from slime.options.model import has_weights
 from slime.options.next_tokens import check_saved_heads
 from slime.options.schema import flag_named
+from slime.utils.storage import why_no_directory
+
+_PLACES = (
+    *("save", "save_hf", "save_lora", "critic_save", "run_dir", "update_weight_disk_dir"),
+    *("tb_project_name", "wandb_dir", "dump_details", "save_debug_rollout_data", "save_debug_train_data"),
+)
+"""Options that name directories, or files in directories, that a run makes."""
+_USED_WITH = {"tb_project_name": "use_tensorboard", "wandb_dir": "use_wandb"}
 
 
 def load_release(args: Namespace, warnings: list[str]) -> None:
@@ -100,21 +107,12 @@ def _paths(args: Namespace) -> None:
 
 def _places(args: Namespace) -> None:
     """Directories that a run makes; found out before it has trained for hours."""
-    for name in ("save", "save_hf", "save_lora", "critic_save", "run_dir", "update_weight_disk_dir"):
-        path = getattr(args, name)
-        if path is None:
+    for name in _PLACES:
+        path, uses = getattr(args, name), _USED_WITH.get(name)
+        if path is None or (uses and not getattr(args, uses)):
             continue
-        place = Path(path).expanduser().absolute()
-        nearest = next(each for each in (place, *place.parents) if os.path.lexists(each))
-        flag, what = flag_named(name), "it" if nearest == place else nearest
-        if not nearest.is_dir():
-            where = f"a link to {nearest.readlink()}, which is not there" if nearest.is_symlink() else "no directory"
-            raise OptionError(f"{flag} {path}: {what} is {where}")
-        try:
-            # Tried: permissions do not tell it of file systems like /proc, nor to root.
-            tempfile.TemporaryDirectory(prefix=".slime-", dir=nearest).cleanup()
-        except OSError as error:
-            raise OptionError(f"{flag} {path}: no directory can be made in {what}: {error.strerror}") from None
+        if why := why_no_directory(path):
+            raise OptionError(f"{flag_named(name)} {path}: {why}")
 
 
 def _other_runs_checkpoints(args: Namespace) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import re
 from argparse import Namespace
+from string import Formatter
 
+from slime.options.checkpoint import find_checkpoint
 from slime.options.debug import kept_groups
 from slime.options.errors import OptionError
 from slime.options.schema import flag_named
@@ -17,6 +21,10 @@ _TEMPLATES: dict[str, tuple[str, ...]] = {
     "save_debug_train_data": ("rollout_id", "rank"),
 }
 """Options that are paths with places for numbers, and which of these must be in them, since every file is kept."""
+
+
+_DUMPS = ("save_debug_rollout_data", "save_debug_train_data")
+_NUMBERS = {"rollout_id": r"(?:eval_)?(?P<rollout_id>\d+)", "rank": r"\d+"}
 
 
 def derive_subsample(args: Namespace) -> None:
@@ -74,8 +82,26 @@ def derive_templates(args: Namespace) -> None:
         if missing:
             raise OptionError(f"{flag} {template}: {{{missing[0]}}} is missing in it")
         setattr(args, name, os.path.abspath(os.path.expanduser(template)))
+        _check_dumps(args, name)
     if args.load_debug_rollout_data is not None and args.save_debug_rollout_data == args.load_debug_rollout_data:
         raise OptionError(
             "--save-debug-rollout-data and --load-debug-rollout-data are the same files: "
             + args.load_debug_rollout_data
+        )
+
+
+def _check_dumps(args: Namespace, name: str) -> None:
+    """Refuse to write over dumps of another run; one that is resumed goes on with its own."""
+    if name not in _DUMPS or (args.load is not None and find_checkpoint(args.load) is not None):
+        return
+    template, first = getattr(args, name), args.start_rollout_id or 0
+    pieces = [(glob.escape(text), re.escape(text), field) for text, field, _, _ in Formatter().parse(template)]
+    taken = re.compile("".join(text + _NUMBERS.get(field or "", "") for _, text, field in pieces))
+    files = glob.glob("".join(text + ("*" if field else "") for text, _, field in pieces))
+    earlier = sorted(file for file in files if (found := taken.fullmatch(file)) and int(found["rollout_id"]) >= first)
+    if earlier:
+        given = "--dump-details" if args.dump_details and template.startswith(args.dump_details) else flag_named(name)
+        raise OptionError(
+            f"{given}: {earlier[0]} is there, {len(earlier)} of an earlier run that would be overwritten: name another "
+            "place, move them away, or resume that run by --load"
         )

@@ -8,32 +8,38 @@ import socket
 from pathlib import Path
 
 from slime.ray.supervision import InputError
+from slime.utils.storage import why_not_written
 
 _NAME = "run.lock"
 _LONGEST = 1000
 
 
-def claim(directory: str | Path) -> int:
+def claim(directory: str | Path, flag: str) -> int:
     """Make the directory if need be, and keep other runs from writing there until the returned descriptor is closed.
 
     On a file system without locks it keeps nobody.
 
+    Args:
+        flag: which names the directory.
+
     Raises:
-        InputError: another run has it; which.
+        InputError: another run has it, which; or nothing can be written there.
     """
     path = Path(directory, _NAME)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise InputError(f"{path}: this lock cannot be made: {error.strerror}") from None
+        why = why_not_written(error, flag, directory) or f"{flag} {directory}: {error}"
+        raise InputError(f"the lock of a run, {_NAME}, cannot be made: {why}") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.pread(lock, _LONGEST, 0).decode().strip()
         os.close(lock)
         raise InputError(
-            f"{directory}: another run, {holder}, writes there: wait for its end, or name another --run-dir and --save"
+            f"{flag} {directory}: another run, {holder}, writes there: wait for its end, or name another --run-dir and "
+            "--save"
         ) from None
     except OSError:
         return lock

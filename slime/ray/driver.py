@@ -15,6 +15,7 @@ from slime.ray.dry_run import dry_run
 from slime.ray.due import NothingLeftError, check_remaining
 from slime.ray.supervision import InputError, RunError
 from slime.utils.errors import BadInputError
+from slime.utils.storage import StorageError
 
 _terminated = threading.Event()
 """By SIGTERM. Kept here, as where Ray waits it makes a handler's SystemExit one with status 1, and of classes of
@@ -35,6 +36,9 @@ def run_driver(train: Callable[[argparse.Namespace], None], args: argparse.Names
     except RunError as error:
         print(f"{program()}: error: {error}", file=sys.stderr)
         sys.exit(error.exit_status)
+    except StorageError as error:
+        print(f"{program()}: error: {error}", file=sys.stderr)
+        sys.exit(RunError.exit_status)
     except BadInputError as error:
         print(f"{program()}: error: {error}", file=sys.stderr)
         sys.exit(InputError.exit_status)

@@ -9,6 +9,7 @@ import os
 import secrets
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,6 +19,7 @@ from ray.exceptions import RayError
 
 from slime.observability.metrics import MetricsLogger
 from slime.observability.progress import step_line
+from slime.options.checkpoint import checkpoint_directory
 from slime.options.checkpoint_rules import starting_point
 from slime.options.export_rules import exports_after
 from slime.options.schema import flag_named
@@ -31,7 +33,9 @@ from slime.ray.engines import Engines
 from slime.ray.placement import Placement, core_shortage, place, slot_counts
 from slime.ray.supervision import LOAD_DATA, RESTORE_DATA, START_TRAINERS, Deadline, RunError, Supervisor
 from slime.ray.turns import Turns
+from slime.utils import aside
 from slime.utils.arguments import describe
+from slime.utils.storage import writing
 from slime.weights import EngineAddress
 
 _STOP_S = 20.0
@@ -65,6 +69,8 @@ class Run:
         """Those under way or waiting, and when they were begun."""
         self._evaluation: tuple[ray.ObjectRef, int] | None = None
         """The one under way, and of which version."""
+        self._unfinished: list[Path] = []
+        """What trainers are writing."""
         self._step: dict[str, float] = {}
         self._step_started = time.monotonic()
         self._dp_ranks = [0]
@@ -79,9 +85,12 @@ class Run:
         if shortage := core_shortage(args):
             print(f"{program()}: warning: {shortage}", file=sys.stderr, flush=True)
         try:
-            for directory in sorted({os.path.realpath(each) for each in (args.run_dir, args.save) if each}):
-                self._claims.append(claim(directory))
-            Path(args.run_dir, "logs").mkdir(exist_ok=True)
+            named = ((args.run_dir, "--run-dir"), (args.save, "--save"))
+            places = {os.path.realpath(each): flag for each, flag in named if each}
+            for directory in sorted(places):
+                self._claims.append(claim(directory, places[directory]))
+            with writing("--run-dir", args.run_dir):
+                Path(args.run_dir, "logs").mkdir(exist_ok=True)
             self._metrics = MetricsLogger(args)
             self._janitor = connect(slot_counts(args)[0])
             # Again: Ray has put its own in the place of ours.
@@ -119,7 +128,9 @@ class Run:
         (args.num_rollout,) = self._wait(loaded, LOAD_DATA, self._limit("data_load_timeout"))
         if left := check_remaining(args):  # again: --num-epoch has become a number of rollouts
             print(left, flush=True)
-        Path(args.run_dir, "config.yaml").write_text(describe(args))
+        config = Path(args.run_dir, "config.yaml")
+        with writing("--run-dir", config):
+            config.write_text(describe(args))
         self._placement = place(args)
         trainers, slots = len(self._placement.train), len(self._placement.rollout + self._placement.reward)
         print(
@@ -234,6 +245,9 @@ class Run:
         if self._metrics is not None:
             self._metrics.close()
         ray.shutdown()
+        for final in self._unfinished:  # now that no trainer writes there: it would keep a full disk full
+            aside.put_back(final)
+            aside.discard_directory(final)
         if self._janitor is not None:
             janitor.dismiss(self._janitor)
         for held in self._claims:
@@ -357,13 +371,23 @@ class Run:
                 f"trainer {rank}": actor.save.remote(rollout_id, state if rank == 0 else None)
                 for rank, actor in enumerate(self._trainers)
             }
-            self._wait(calls, phase, limit)
+            saves = (args.save, args.critic_save if args.use_critic else None)
+            with self._staging([checkpoint_directory(each, rollout_id) for each in saves if each]):
+                self._wait(calls, phase, limit)
         self._export(rollout_id, exports_after(args, rollout_id), phase)
         self._log({"perf/save_model_time": time.monotonic() - started}, "rollout/step", rollout_id)
 
     def _export(self, rollout_id: int, places: dict[str, str], phase: str) -> None:
         for name, directory in places.items():
-            self._all_trainers(name, phase, self._limit("checkpoint_timeout"), directory, rollout_id)
+            with self._staging([Path(directory)]):
+                self._all_trainers(name, phase, self._limit("checkpoint_timeout"), directory, rollout_id)
+
+    @contextlib.contextmanager
+    def _staging(self, finals: list[Path]) -> Iterator[None]:
+        """Within, trainers write what becomes ``finals``; what is unfinished when that fails goes with the run."""
+        self._unfinished = finals
+        yield
+        self._unfinished = []
 
     def end_step(self, rollout_id: int) -> None:
         """Print the step's line."""

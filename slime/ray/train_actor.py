@@ -18,10 +18,12 @@ from slime.ray.cluster import enter_actor
 from slime.utils import device
 from slime.utils.errors import BadInputError
 from slime.utils.hf_writer import NamedTensors
+from slime.utils.storage import writing
 from slime.utils.types import TrainBatch
 from slime.weights import EngineAddress
 
 _ROLLOUT_STATE = "rollout_state.pt"
+_STILL_WHOLE = "earlier checkpoints are whole"
 _STORE_IS_THERE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
@@ -119,23 +121,29 @@ class TrainActor:
         """Write one complete checkpoint, with the data side's state, which rank 0 alone gets, or none."""
         from slime.backends.megatron.checkpoint import begin_save, commit_save
 
-        directory = begin_save(self._args.save, rollout_id)
-        self._trainer.save(directory)
-        if self._rank == 0:
-            torch.save(rollout_state, Path(directory, _ROLLOUT_STATE))
-        if self._args.use_critic:
+        args = self._args
+        with writing("--save", args.save, note=_STILL_WHOLE):
+            directory = begin_save(args.save, rollout_id)
+            self._trainer.save(directory)
+            if self._rank == 0:
+                torch.save(rollout_state, Path(directory, _ROLLOUT_STATE))
+        if args.use_critic:
             # First: a run resumes by the actor's latest, and finds the critic's of the same rollout.
-            self._trainer.save_critic(begin_save(self._args.critic_save, rollout_id))
-            commit_save(self._args.critic_save, rollout_id)
-        commit_save(self._args.save, rollout_id)
+            with writing("--critic-save", args.critic_save, note=_STILL_WHOLE):
+                self._trainer.save_critic(begin_save(args.critic_save, rollout_id))
+                commit_save(args.critic_save, rollout_id)
+        with writing("--save", args.save, note=_STILL_WHOLE):
+            commit_save(args.save, rollout_id)
 
     def save_hf(self, directory: str, rollout_id: int) -> None:
         """Write the present weights, those after a rollout, as a Hugging Face directory."""
-        self._trainer.save_hf(directory, rollout_id)
+        with writing("--save-hf", directory):
+            self._trainer.save_hf(directory, rollout_id)
 
     def save_lora(self, directory: str, rollout_id: int) -> None:
         """Write the present adapters, those after a rollout, in PEFT's format."""
-        self._trainer.save_lora(directory, rollout_id)
+        with writing("--save-lora", directory):
+            self._trainer.save_lora(directory, rollout_id)
 
     def stop(self) -> None:
         """Leave the transport's process groups."""

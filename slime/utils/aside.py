@@ -76,9 +76,14 @@ def written_directory(final: Path) -> Iterator[Path]:
 def write_file(final: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` fill a file beside ``final``, and rename it in place of what is there."""
     path = unfinished(final)
-    write(path)
-    _flush(path)
-    path.replace(final)
+    try:
+        write(path)
+        _flush(path)
+        path.replace(final)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)  # it would keep a full disk full
+        raise
     _flush(final.parent)
 
 

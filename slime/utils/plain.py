@@ -12,6 +12,7 @@ import torch
 
 from slime.utils import aside
 from slime.utils.errors import BadInputError
+from slime.utils.storage import writing
 
 _ARRAY = "__numpy_array__"
 _ATOMS = {type(None), bool, int, float, complex, str, bytes}
@@ -24,13 +25,17 @@ def save_plain(path: Path, content: dict[str, Any], flag: str) -> None:
 
     Args:
         flag: which asked for the file, for the warning about such values.
+
+    Raises:
+        StorageError: the file cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     strange: dict[str, str] = {}
     values = _plain(content, "", strange)
     for kind, place in strange.items():
         logger.warning("%s: %s holds a %s, which a file without code cannot: its text is saved", flag, place, kind)
-    aside.write_file(path, lambda unfinished: torch.save(values, unfinished))
+    with writing(flag, path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_file(path, lambda unfinished: torch.save(values, unfinished))
 
 
 def load_plain(path: Path, flag: str) -> Any:

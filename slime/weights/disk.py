@@ -10,7 +10,7 @@ from typing import Any
 
 from slime.utils.user_functions import call_user_function
 from slime.weights.engines import EngineAddress
-from slime.weights.hf_directory import HFDirectoryWriter, NamedTensors, load_format, weights_directory
+from slime.weights.hf_directory import HFDirectoryWriter, NamedTensors, load_format, weights_directory, weights_flag
 from slime.weights.publisher import WeightPublisher
 
 
@@ -30,7 +30,8 @@ class DiskPublisher(WeightPublisher):
         self._previous: Path | None = None
 
     def _prepare(self, version: int) -> None:
-        self._writer = HFDirectoryWriter(self._root / f"weight_v{version:06d}", Path(self.args.hf_checkpoint))
+        template, flag = Path(self.args.hf_checkpoint), weights_flag(self.args)
+        self._writer = HFDirectoryWriter(self._root / f"weight_v{version:06d}", template, flag)
 
     def _deliver(self, bucket: NamedTensors, staged: Any) -> None:
         # Not beside the next gather: engines do not wait for it, what they have goes on meanwhile.

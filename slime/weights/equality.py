@@ -21,6 +21,7 @@ from slime.weights.hf_directory import (
     stored_names,
     stored_tensors,
     weights_directory,
+    weights_flag,
 )
 
 
@@ -39,7 +40,7 @@ class EqualityCheck:
         self._template = Path(args.hf_checkpoint)
         self._load_format = load_format(args)
         self._parent = weights_directory(args)
-        self._writer = HFDirectoryWriter(self._parent / f"check_v{version:06d}", self._template)
+        self._writer = HFDirectoryWriter(self._parent / f"check_v{version:06d}", self._template, weights_flag(args))
         self._digests: dict[str, str] = {}
 
     def add(self, bucket: NamedTensors) -> None:

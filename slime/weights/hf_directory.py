@@ -14,27 +14,45 @@ from safetensors import safe_open
 
 from slime.utils import aside
 from slime.utils.hf_writer import HFWriter, NamedTensors
+from slime.utils.storage import writing
 
-__all__ = ["HFDirectoryWriter", "NamedTensors", "load_format", "stored_names", "stored_tensors", "weights_directory"]
+__all__ = [
+    "HFDirectoryWriter",
+    "NamedTensors",
+    "load_format",
+    "stored_names",
+    "stored_tensors",
+    "weights_directory",
+    "weights_flag",
+]
 
 
 class HFDirectoryWriter(HFWriter):
     """A `HFWriter` that writes aside; `commit` renames its directory into place."""
 
-    def __init__(self, directory: Path, template: Path) -> None:
+    def __init__(self, directory: Path, template: Path, flag: str) -> None:
         """
         Args:
             directory: where it shall be; replaced if it is there.
             template: a Hugging Face directory whose other files (config, tokenizer) are copied.
+            flag: which names the place, for errors: every method raises StorageError where it cannot be written.
         """
         self._final = directory
+        self._flag = flag
         self._committed = False
-        super().__init__(aside.begin_directory(directory), template)
+        with writing(flag, directory):
+            super().__init__(aside.begin_directory(directory), template)
+
+    def add(self, bucket: NamedTensors) -> None:
+        """Write one bucket, as `HFWriter.add` does."""
+        with writing(self._flag, self._final):
+            super().add(bucket)
 
     def commit(self) -> Path:
         """Complete the directory and move it into place; its path."""
-        self.finish()
-        aside.commit_directory(self._final)
+        with writing(self._flag, self._final):
+            self.finish()
+            aside.commit_directory(self._final)
         self._committed = True
         return self._final
 
@@ -62,6 +80,11 @@ def weights_directory(args: Namespace) -> Path:
         return run_dir / "weights"
     whose = hashlib.sha256(f"{socket.gethostname()}:{run_dir}".encode()).hexdigest()[:8]
     return Path(args.update_weight_disk_dir, f"{run_dir.name}-{whose}").absolute()
+
+
+def weights_flag(args: Namespace) -> str:
+    """Which flag names `weights_directory`."""
+    return "--update-weight-disk-dir" if args.update_weight_disk_dir else "--run-dir"
 
 
 def stored_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:

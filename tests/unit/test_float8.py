@@ -128,7 +128,7 @@ def test_what_is_written_for_engines_is_a_checkpoint_in_float8(origins: Path, tm
     origin = origins / "qwen3_moe_fp8"
     blocks, weights = Float8Blocks.of(origin), trained(origins / "qwen3_moe")
     assert blocks is not None
-    writer = HFDirectoryWriter(tmp_path / "version", origin)
+    writer = HFDirectoryWriter(tmp_path / "version", origin, "--run-dir")
     for bucket in blocks.quantised(in_buckets(weights, 20_000)):
         writer.add(bucket)
     directory = writer.commit()

@@ -308,7 +308,7 @@ def test_only_rank_0_is_sent_the_data_sides_state() -> None:
             return {"cursor": 5}
 
     trainers, manager = [Actor(), Actor()], Actor()
-    made = Run(Namespace(save="somewhere", save_hf=None, save_lora=None, checkpoint_timeout=1234.0))
+    made = Run(Namespace(save="somewhere", use_critic=False, save_hf=None, save_lora=None, checkpoint_timeout=1234.0))
     made._supervisor = supervisor = Answers(None)  # type: ignore[assignment]
     made._metrics = Namespace(log=lambda *values: None)  # type: ignore[assignment]
     made._trainers, made._manager = trainers, manager

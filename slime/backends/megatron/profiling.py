@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.profiler import profile
 
 from slime.utils import device
+from slime.utils.storage import writing
 
 
 @contextmanager
@@ -23,5 +24,6 @@ def profiled(args: Namespace, target: str, rollout_id: int) -> Iterator[None]:
         yield
         device.synchronize()
     directory = Path(args.run_dir, "traces")
-    directory.mkdir(parents=True, exist_ok=True)
-    recorded.export_chrome_trace(str(directory / f"{target}_{rollout_id}_rank{dist.get_rank()}.json.gz"))
+    with writing("--profile-target, in --run-dir", directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        recorded.export_chrome_trace(str(directory / f"{target}_{rollout_id}_rank{dist.get_rank()}.json.gz"))

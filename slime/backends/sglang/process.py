@@ -9,9 +9,11 @@ import sys
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import slime
 from slime.utils.http_utils import redact
+from slime.utils.storage import writing
 
 GENERATE_KEY_VARIABLE = "SLIME_ENGINE_API_KEY"
 ADMIN_KEY_VARIABLE = "SLIME_ENGINE_ADMIN_API_KEY"
@@ -63,14 +65,13 @@ class ServerProcess:
 
     def start(self) -> None:
         """Start the supervisor, which starts the command; returns at once."""
-        self._log_path.parent.mkdir(parents=True, exist_ok=True)
         supervisor_end, self._owner_end = os.pipe()
         supervisor = [sys.executable, "-m", "slime.backends.sglang.supervisor"]
         options = ["--owner-fd", str(supervisor_end), "--grace", str(self._grace)]
         if self._scratch is not None:
             options += ["--scratch", self._scratch]
         try:
-            with self._log_path.open("ab") as log:
+            with self._log() as log:
                 self._supervisor = subprocess.Popen(
                     [*supervisor, *options, "--", *self._command],
                     env=self._env,
@@ -82,6 +83,11 @@ class ServerProcess:
                 )
         finally:
             os.close(supervisor_end)
+
+    def _log(self) -> BinaryIO:
+        with writing("--run-dir, log", self._log_path):
+            self._log_path.parent.mkdir(parents=True, exist_ok=True)
+            return self._log_path.open("ab")
 
     def let_go(self) -> None:
         """Have a server that is held go on; one that has ended is left to `poll`."""
