@@ -281,7 +281,7 @@ def test_handing_over_has_the_time_that_prompts_may_take() -> None:
         def remote(self, rollout_id: int) -> dict[str, float]:
             return {"rollout/prompts_read": 4.0 + rollout_id}
 
-    made, supervisor = Run(Namespace(rollout_timeout=1000.0)), Answers(None)
+    made, supervisor = Run(Namespace(rollout_timeout=1000.0, asynchronous=False)), Answers(None)
     made._supervisor, made._manager = supervisor, Manager()  # type: ignore[assignment]
     logged: list[dict[str, float]] = []
     made._metrics = Namespace(log=lambda values, *_: logged.append(values))  # type: ignore[assignment]
