@@ -15,7 +15,7 @@ from typing import Any, Literal
 from jinja2 import Template, TemplateError, nodes
 from jinja2.visitor import NodeTransformer
 
-from slime.rollout.messages import Messages, RowError, as_text, text_of_parts, with_arguments
+from slime.rollout.messages import Messages, RowError, content_text, with_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,7 @@ class ChatTemplate:
         self._source = source
         self._kwargs: dict[str, Any] = json.loads(kwargs)
         self._warned: set[str] = set()
+        self._roles: dict[str, bool] = {}
 
     # Rendering
 
@@ -132,29 +133,28 @@ class ChatTemplate:
         is warned of, once.
 
         Raises:
-            RowError: a part of a content is no text, or the arguments of a tool call no object.
+            RowError: a content is no text, a role is none of the template's, or the arguments of a tool call are no
+                object.
         """
         return [self._prepared(message, f"message {number}") for number, message in enumerate(messages)]
 
     def _prepared(self, message: dict[str, Any], where: str) -> dict[str, Any]:
-        prepared = {key: value for key, value in message.items() if value is not None or key == "content"}
-        content = as_text(message.get("content"))
-        if isinstance(content, list):
-            content = text_of_parts(content, f"the content of {where}")
-        if "content" in prepared:
-            parts = isinstance(content, str) and message["role"] in self._roles_of_parts
-            prepared["content"] = [{"type": "text", "text": content}] if parts else content
-        if not prepared.get("tool_calls", True):
-            del prepared["tool_calls"]
-        if "tool_calls" in prepared:
+        role, content = message["role"], content_text(message, where)
+        if not self._role_is_shown(role):
+            raise RowError(f"the chat template leaves out {where}: it does not know the role {role!r}")
+        prepared = {key: value for key, value in message.items() if value is not None and key != "content"}
+        if content is not None:
+            prepared["content"] = [{"type": "text", "text": content}] if role in self._roles_of_parts else content
+        if prepared.get("tool_calls"):
             prepared["tool_calls"] = with_arguments(prepared["tool_calls"], where, as_json=self._arguments_as_json)
-            if not content:
-                prepared.pop("content", None)
-                prepared |= self._no_content
-        self._warn_of_unread(prepared)
+            prepared |= {} if content else self._no_content
+        else:
+            prepared.pop("tool_calls", None)
+        self._warn(prepared)
         return prepared
 
-    def _warn_of_unread(self, message: dict[str, Any]) -> None:
+    def _warn(self, message: dict[str, Any]) -> None:
+        """Warn, once, of what a message has and the template does not show."""
         for key in message.keys() - self._read_keys - _UNSHOWN_KEYS - self._warned:
             self._warned.add(key)
             read = ", ".join(name for name in _KEYS if name in self._read_keys)
@@ -164,6 +164,10 @@ class ChatTemplate:
                 key,
                 read,
             )
+        calling = "tool_calls" in message and bool(message.get("content"))
+        if calling and "content" not in self._warned and not self._shows_content_of_calls:
+            self._warned.add("content")
+            logger.warning("the chat template leaves out the content of messages that have tool calls")
 
     @functools.cached_property
     def _read_keys(self) -> set[str]:
@@ -175,14 +179,24 @@ class ChatTemplate:
     @functools.cached_property
     def _roles_of_parts(self) -> set[str]:
         """Roles whose contents the template takes as lists of parts only."""
-        roles = ("system", "user", "assistant")
         parts = [{"type": "text", "text": _NAME}]
-        return {role for role in roles if not self._shows(role, _NAME) and self._shows(role, parts)}
+        return {role for role in _ROLES if not self._shows(role, _NAME) and self._shows(role, parts)}
 
-    def _shows(self, role: str, content: Any) -> bool:
+    def _role_is_shown(self, role: str) -> bool:
+        if role not in self._roles:
+            self._roles[role] = role in _ROLES or self._shows(role, _NAME) is not False
+        return self._roles[role]
+
+    def _shows(self, role: str, content: Any) -> bool | None:
+        """Whether a message of a role is in the text; None where the template refuses it."""
         message = {"role": role, "content": content}
         text = self._try([message, _USER] if role == "system" else [_USER, message])
-        return text is not None and _NAME in text
+        return None if text is None else _NAME in text
+
+    @functools.cached_property
+    def _shows_content_of_calls(self) -> bool:
+        text = self._try([_USER, _call("{}" if self._arguments_as_json else {}) | {"content": _TEXT}])
+        return text is None or _TEXT in text
 
     @functools.cached_property
     def _arguments_as_json(self) -> bool:
@@ -210,7 +224,9 @@ class ChatTemplate:
             return None
 
 
+_ROLES = ("system", "user", "assistant")
 _NAME = "slime_function"
+_TEXT = "slime-content"
 _USER = {"role": "user", "content": "?"}
 _TURN = {"role": "assistant", "content": "?"}
 _NO_CONTENT: tuple[dict[str, Any], ...] = ({"content": ""}, {"content": None}, {})

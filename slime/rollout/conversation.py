@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from slime.rollout.chat_template import chat_template
-from slime.rollout.messages import Messages, RowError, check_messages
+from slime.rollout.messages import Messages, RowError, check_messages, messages_of_json
 from slime.rollout.tokenizer import load_tokenizer
 from slime.rollout.turns import find_turns
 from slime.utils.errors import BadInputError
@@ -35,6 +35,7 @@ def with_answer(prompt: str | Messages, label: Any) -> Messages:
     Raises:
         RowError: the label would be said, and is no plain value.
     """
+    prompt = messages_of_json(prompt)
     messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if label is not None and not any(message.get("role") == "assistant" for message in messages):
         if isinstance(label, (dict, list)):

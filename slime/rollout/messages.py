@@ -58,13 +58,22 @@ def without_arrow_nulls(value: Any) -> Any:
     return value
 
 
-def text_of_parts(parts: list[Any], where: str) -> str:
-    """The text of a content that is a list of parts: theirs, one after the other.
+def content_text(message: dict[str, Any], where: str) -> str | None:
+    """What a message says: a text, a number, or parts of text, one after the other; None beside tool calls alone.
 
     Raises:
-        RowError: a part is no text.
+        RowError: it says nothing, or has something else than text.
     """
-    return "".join(_text_of_part(part, f"part {number} of {where}") for number, part in enumerate(parts))
+    content = as_text(message.get("content"))
+    if isinstance(content, list):
+        return "".join(
+            _text_of_part(part, f"part {number} of the content of {where}") for number, part in enumerate(content)
+        )
+    if content is None and not message.get("tool_calls"):
+        raise RowError(f"{where} has neither 'content' nor 'tool_calls': {message!r:.80}")
+    if content is not None and not isinstance(content, str):
+        raise RowError(f"the content of {where} is a {type(content).__name__}, not a text or a list of text parts")
+    return content
 
 
 def _text_of_part(part: Any, where: str) -> str:
