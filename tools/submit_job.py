@@ -19,9 +19,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from slime.utils.environment import bypass_proxies
 from slime.utils.installation import check_installation
 
 check_installation()
@@ -71,6 +73,7 @@ def main(argv: list[str] | None = None) -> None:
     runtime_env = _object("RUNTIME_ENV_JSON", args.runtime_env_json)
     with _bad_input("RUNTIME_ENV_JSON"):
         RuntimeEnv(**runtime_env)  # checks it
+    bypass_proxies([urlsplit(_address()).hostname or ""])  # what is submitted may hold keys
     client = _connect()
     job = f"raysubmit_{secrets.token_hex(8)}"  # our own, so that it is known where the answer is lost
     taken = f"whether the job was taken after all, {_ray_job('status', job)} says"

@@ -39,7 +39,7 @@ def create_engines(
     for rank in range(len(slots) // width):
         firsts = range(rank * width, (rank + 1) * width, on_node)
         nodes = [_engine_node(placement, slots[first : first + on_node]) for first in firsts]
-        plan = EnginePlan(args, rank, api_keys, nodes, name)
+        plan = EnginePlan(_for_workers(args), rank, api_keys, nodes, name)
         actors[f"{name} {rank}"] = as_actor(EngineActor, **{EXAMINATION: 1}).options(**nodes[0].options).remote(plan)
     return actors
 
@@ -71,11 +71,16 @@ def create_trainers(args: argparse.Namespace, placement: Placement) -> list[Any]
     if getattr(args, "sglang_enable_symm_mem", False):
         variables["NCCL_CUMEM_ENABLE"] = "1"  # as in those engines, whatever the host says
     environment = actor_environment(variables | _as_environment(args.train_env_vars or {}))
-    actors = []
+    its_args, actors = _for_workers(args), []
     for rank, slot in enumerate(placement.train):
         options = {"runtime_env": environment, **placement.options(slot, trains=True)}
-        actors.append(as_actor(TrainActor).options(**options).remote(args, rank, len(placement.train), slot.gpu))
+        actors.append(as_actor(TrainActor).options(**options).remote(its_args, rank, len(placement.train), slot.gpu))
     return actors
+
+
+def _for_workers(args: argparse.Namespace) -> argparse.Namespace:
+    """The options for a process that logs no metrics: without the tracker's key."""
+    return argparse.Namespace(**vars(args) | {"wandb_key": None})
 
 
 def _as_environment(values: dict[str, Any]) -> dict[str, str]:

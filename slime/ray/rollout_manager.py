@@ -10,6 +10,7 @@ import math
 import os
 import time
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 
@@ -38,6 +39,7 @@ from slime.rollout.state import concurrency, place_of_request
 from slime.rollout.train_data import to_train_batches
 from slime.rollout.under_way import under_way
 from slime.utils import http_utils
+from slime.utils.environment import bypass_proxies
 from slime.utils.errors import BadInputError, SlimeError
 from slime.utils.misc import load_function
 from slime.utils.types import Group, Sample
@@ -91,6 +93,7 @@ class RolloutManager:
     def open_routers(self, reward: bool) -> None:
         """Start the router, and one for the reward model's engines if there are any; make them known to hooks."""
         args, host = self._args, serving_host(self._api_keys)
+        bypass_proxies([host])  # hooks may ask the router by clients of their own
         for model in (ACTOR, REWARD) if reward else (ACTOR,):
             # The user's flags are for the other one.
             its_args = args if model == ACTOR else argparse.Namespace(**vars(args) | {"router_cli": []})
@@ -118,6 +121,7 @@ class RolloutManager:
         """
         engine_urls = list(engines)
         deadline = time.monotonic() + self._args.engine_start_timeout
+        bypass_proxies([urlsplit(url).hostname or "" for url in (*engine_urls, *reward_urls)])
         for model, router in self._routers.items():
             urls = engine_urls if model == ACTOR else reward_urls
             for url in urls:

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from slime.utils.environment import proxy_of
 from slime.utils.errors import SlimeError
 
 logger = logging.getLogger(__name__)
@@ -105,9 +106,18 @@ def authorization(url: str) -> dict[str, str]:
     """
     origin = origin_of(url)
     key = _api_keys.get(origin)
-    if key is None and origin in [origin_of(os.environ.get(name, "")) for name in ROUTER_VARIABLES.values()]:
+    if key is None and origin in _routers():
         key = os.environ.get("SLIME_ROUTER_API_KEY")
     return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _routers() -> list[str]:
+    """The origins that the environment of a hook's process names."""
+    return [origin_of(os.environ.get(name, "")) for name in ROUTER_VARIABLES.values()]
+
+
+def _is_own(url: str) -> bool:
+    return origin_of(url) in (*_api_keys, *_places, *_routers())
 
 
 def redact(text: str, secrets: tuple[str, ...]) -> str:
@@ -126,6 +136,7 @@ async def send(
     headers: Mapping[str, str] | None = None,
     retries: int,
     loads: Callable[[str], Any] = json.loads,
+    proxy: str | None = None,
 ) -> Any:
     """Send one request, again with growing pauses where another try may succeed.
 
@@ -138,6 +149,7 @@ async def send(
 
     Args:
         loads: parses the reply, or raises ValueError where it is no JSON.
+        proxy: URL of the one that the request goes through.
 
     Returns:
         The reply, parsed where it is JSON, else its text.
@@ -149,7 +161,7 @@ async def send(
     for attempt in range(retries + 1):
         status: int | None = None
         try:
-            async with session.request(method, url, json=payload, headers=headers) as reply:
+            async with session.request(method, url, json=payload, headers=headers, proxy=proxy) as reply:
                 status, text = reply.status, await reply.text()
             if status < 400:
                 return _parse(text, loads)
@@ -213,7 +225,8 @@ async def post(
 ) -> Any:
     """Send ``payload`` as JSON and return the parsed reply; the key of our own servers is added.
 
-    To a run's router it waits for a place among the requests that ``--sglang-server-concurrency`` allows.
+    It goes through the proxy that the environment names for the URL, to a run's own servers never. To a run's router it
+    waits for a place among the requests that ``--sglang-server-concurrency`` allows.
 
     Args:
         url: where to; the router's address for generation.
@@ -229,7 +242,8 @@ async def post(
     method, both = action.upper(), {**authorization(url), **(headers or {})}
     place = _places.get(origin_of(url), nullcontext) if method == "POST" else nullcontext
     async with place():
-        return await send(_session(), method, url, payload, headers=both, retries=max_retries)
+        proxy = None if _is_own(url) else proxy_of(url)
+        return await send(_session(), method, url, payload, headers=both, retries=max_retries, proxy=proxy)
 
 
 async def get(url: str, max_retries: int = 60, headers: Mapping[str, str] | None = None) -> Any:

@@ -11,6 +11,7 @@ from slime.backends.sglang.engine import Engine
 from slime.backends.sglang.router import Router
 from slime.weights import EngineAddress
 from tests.integration.tiny import KEYS, Service, engine_args, write_tiny_model
+from tests.proxy import RecordingProxy
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +29,11 @@ def service(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     )
     engine = Engine(args, 0, "127.0.0.1", KEYS, run_dir / "engine_0.log", None)
     router = Router(args, "127.0.0.1", KEYS, run_dir / "router.log")
+    proxy = RecordingProxy()
+    patch = pytest.MonkeyPatch()
+    secrets = {"WANDB_API_KEY": "key-of-the-host", "HF_TOKEN": "token-of-the-host"}
+    for name, value in (proxy.variables | secrets).items():
+        patch.setenv(name, value)
     try:
         engine.prepare()  # as where trainers start first
         engine.start()
@@ -35,7 +41,10 @@ def service(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         router.add(engine.url)
         router.wait_registered([engine.url], timeout=60)
         address = EngineAddress(engine.url, 1, *KEYS)
-        yield Service(args, engine, router, address, engine.control(timeout=60))
+        patch.undo()
+        yield Service(args, engine, router, address, engine.control(timeout=60), proxy)
     finally:
+        patch.undo()
+        proxy.close()
         router.stop()
         engine.stop()

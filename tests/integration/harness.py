@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from tests.documents import missing_metrics
+from tests.proxy import RecordingProxy
 
 ROOT = Path(__file__).resolve().parents[2]
 _PR_SET_CHILD_SUBREAPER = 36
@@ -32,7 +33,9 @@ class TrainProcess:
         self._before = {p.pid for p in psutil.Process().children(recursive=True)}
         environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
         path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)} | (env or {})
+        self._proxy = RecordingProxy()
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)} | self._proxy.variables
+        environment |= env or {}
         with open(log, "w") as output:
             self._process = subprocess.Popen(
                 [sys.executable, str(ROOT / driver), *flags],
@@ -50,9 +53,11 @@ class TrainProcess:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """End what a failed test has left."""
+        """End what a failed test has left; of what a run asks nothing went through the host's proxy."""
         for process in self.descendants():
             process.kill()
+        asked = self._proxy.close()
+        assert exc[0] is not None or not asked, asked
 
     def wait(self, timeout: float) -> int:
         """The exit status; AssertionError with the log's end when it takes longer than ``timeout`` seconds."""

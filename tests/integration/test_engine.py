@@ -92,6 +92,22 @@ def test_keys_open_what_they_should_and_are_in_no_log(service: Service) -> None:
         assert not any(key in argument for key in KEYS for argument in process.cmdline())
 
 
+def test_nothing_goes_through_the_proxy_of_the_host(service: Service) -> None:
+    """Nor do servers have the variables, which their own libraries might heed, or secrets of the host."""
+    body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 1}}
+    asyncio.run(post(f"{service.router.url}/generate", body))
+    assert service.proxy is not None
+    assert service.proxy.asked == []
+    secrets = {"WANDB_API_KEY"}
+    for server, more in ((service.engine, set()), (service.router, {"HF_TOKEN"})):
+        assert server._process is not None
+        supervisor = psutil.Process(server._process.pid)
+        for process in (supervisor, *supervisor.children(recursive=True)):
+            given = process.environ()
+            assert not [name for name in given if name.lower().endswith("_proxy") and name.lower() != "no_proxy"]
+            assert not (secrets | more) & set(given)
+
+
 def test_post_of_a_hook_reaches_the_router_with_its_key(service: Service) -> None:
     async def run() -> Any:
         body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}}

@@ -13,16 +13,21 @@ from slime.backends.sglang.router import Router
 from slime.rollout.sglang_rollout import generate
 from slime.utils.types import Sample
 from tests.integration.tiny import engine_args
+from tests.proxy import RecordingProxy
 
 NUM_GPUS = 0
 WORKERS, REQUESTS = 3, 10
 
 
 @pytest.mark.parametrize("policy", ["consistent_hashing", "manual"])
-def test_requests_of_one_session_go_to_one_engine(policy: str, tmp_path: Path) -> None:
+def test_requests_of_one_session_go_to_one_engine(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    proxy = RecordingProxy()
+    for name, value in proxy.variables.items():
+        monkeypatch.setenv(name, value)
     args = engine_args(tmp_path, tmp_path, router_cli=["--policy", policy], rollout_max_context_len=64)
     vars(args).update(router_policy=policy, num_engines=WORKERS, sglang_router_api_key=None)
     asyncio.run(asyncio.wait_for(_sessions(args), 120))
+    assert proxy.close() == []
 
 
 async def _sessions(args: Namespace) -> None:

@@ -17,6 +17,7 @@ from slime.backends.sglang.engine import Engine
 from slime.backends.sglang.router import Router
 from slime.utils.arguments import GROUPS
 from slime.weights import EngineAddress
+from tests.proxy import RecordingProxy
 
 KEYS = ("generate-key-of-the-tests", "admin-key-of-the-tests")
 
@@ -102,6 +103,8 @@ class Service:
     router: Router
     address: EngineAddress
     control: EngineControl
+    proxy: RecordingProxy | None = None
+    """Which the environment named when both were started."""
 
 
 def processes_of(service: Service) -> list[psutil.Process]:

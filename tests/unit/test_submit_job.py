@@ -19,6 +19,7 @@ import pytest
 import ray
 
 from tests import shipped
+from tests.proxy import RecordingProxy
 from tools import submit_job
 
 NUM_GPUS = 0
@@ -123,8 +124,11 @@ def environment_of(server: _Server, **variables: str) -> dict[str, str]:
 
 def submit(server: _Server, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """What comes of a job."""
-    environment = environment_of(server, **variables)
-    return subprocess.run(words_of(*flags), capture_output=True, text=True, timeout=300, env=environment)
+    proxy = RecordingProxy()
+    environment = environment_of(server, **variables, **proxy.variables)
+    ran = subprocess.run(words_of(*flags), capture_output=True, text=True, timeout=300, env=environment)
+    assert proxy.close() == [], "what is submitted may hold keys"
+    return ran
 
 
 def refused(server: _Server, status: int = 1, *flags: str, **variables: str) -> str:

@@ -12,6 +12,7 @@ from typing import Protocol
 from slime.backends.sglang.client import EngineControl, EngineError
 from slime.backends.sglang.process import ADMIN_KEY_VARIABLE, FLOAT8_VARIABLE, GENERATE_KEY_VARIABLE, ServerProcess
 from slime.backends.sglang.server import End, Server
+from slime.utils.environment import server_environment
 from slime.utils.http_utils import host_port, http_url
 
 __all__ = ["End", "Engine", "EngineError", "OtherNodes"]
@@ -37,6 +38,8 @@ _SERVER_ENVIRONMENT = {
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",
 }
 """Defaults; what the host's environment sets counts more."""
+_SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+"""Those that a server may need: a draft model may be one of the hub's."""
 _CPU_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 _SCRATCH = "/dev/shm/sglang_loads_"
 """SGLang 0.5.17 leaves a file of 16 KiB a rank behind, by which its processes tell each other their load."""
@@ -238,7 +241,7 @@ class Engine(Server):
         return [*flags, "--enable-weights-cpu-backup"] if args.offload_rollout else flags
 
     def _environment(self) -> dict[str, str]:
-        env = {**_SERVER_ENVIRONMENT, **os.environ}
+        env = {**_SERVER_ENVIRONMENT, **server_environment(needs=_SECRETS)}
         if self._api_keys is not None:
             env[GENERATE_KEY_VARIABLE], env[ADMIN_KEY_VARIABLE] = self._api_keys
         if self._args.pushes_float8:

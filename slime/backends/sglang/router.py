@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from argparse import Namespace
 from collections.abc import Collection
@@ -14,6 +13,7 @@ import requests
 from slime.backends.sglang.client import EngineError, NoAnswerError
 from slime.backends.sglang.process import GENERATE_KEY_VARIABLE, ServerProcess
 from slime.backends.sglang.server import Server
+from slime.utils.environment import server_environment
 from slime.utils.http_utils import http_url, redact, register_api_key
 
 _CALL_TIMEOUT_S = 10.0
@@ -72,7 +72,7 @@ class Router(Server):
             "--disable-circuit-breaker",
         ]
         command = [sys.executable, "-m", "slime.backends.sglang.launch_router", *flags, *self._args.router_cli]
-        env = dict(os.environ)
+        env = server_environment()
         if self._key is not None:
             env[GENERATE_KEY_VARIABLE] = self._key
         self._launch(ServerProcess(command, env, self._log_path, secrets=(self._key,) if self._key else ()))

@@ -15,6 +15,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from slime.rollout.rm_hub.equality import quick_equal
+from slime.utils.environment import server_environment
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class _Worker:
 
     def _start(self) -> None:
         command = [sys.executable, "-W", "ignore", "-m", "slime.rollout.rm_hub.grade_worker"]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        env = {**server_environment(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, close_fds=True
         )

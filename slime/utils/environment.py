@@ -1,0 +1,78 @@
+"""What other processes get of this one's environment, and which requests go through the host's proxies.
+
+A run's own traffic never does: prompts, responses and keys would pass by whoever runs the proxy. Its servers get no
+proxy variables at all. Processes that run users' code keep them, for calls to the world, and list the run's own hosts
+in ``no_proxy``, which every HTTP client heeds.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterable
+from urllib.parse import urlsplit
+from urllib.request import getproxies_environment, proxy_bypass_environment
+
+from slime.utils.redaction import is_secret
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_PROXY = re.compile(r"(all|ftp|grpc|https?|socks[45]?|wss?)_proxy", re.IGNORECASE)
+_BYPASS = ("no_proxy", "NO_PROXY")
+_SWITCHES = ("SGLANG_", "NCCL_", "NVSHMEM_", "UCX_", "TORCH_", "RAY_")
+"""Prefixes of variables that are settings of a program we start, whatever their names end in."""
+
+
+def is_proxy(name: str) -> bool:
+    """Whether a variable names a proxy, in lower or upper case."""
+    return _PROXY.fullmatch(name) is not None
+
+
+def server_environment(needs: Collection[str] = ()) -> dict[str, str]:
+    """This process's environment for a program that runs no code of users and asks nobody outside the run.
+
+    It is without proxies, and without variables whose names call them secrets, such as WANDB_API_KEY and HF_TOKEN.
+
+    Args:
+        needs: names of secrets that the program does need.
+    """
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not is_proxy(name) and (name in needs or not _is_secret(name, value))
+    }
+
+
+def forget_secrets(needs: Collection[str] = ()) -> None:
+    """Remove the variables whose names call them secrets from this process's environment, all but ``needs``."""
+    for name, value in list(os.environ.items()):
+        if name not in needs and _is_secret(name, value):
+            del os.environ[name]
+
+
+def bypass_proxies(hosts: Iterable[str]) -> None:
+    """Have HTTP clients, also of programs that this process starts, use no proxy to these hosts and to loopback."""
+    known = [each.strip() for name in _BYPASS for each in os.environ.get(name, "").split(",") if each.strip()]
+    if "*" in known:
+        return
+    # An IPv6 address with brackets too: clients differ in what they compare.
+    own = [form for host in (*LOOPBACK, *hosts) for form in ((host, f"[{host}]") if ":" in host else (host,))]
+    os.environ |= dict.fromkeys(_BYPASS, ",".join(dict.fromkeys([*known, *own])))
+
+
+def proxy_of(url: str) -> str | None:
+    """The proxy that the environment names for a URL; None where there is none, or not for this host.
+
+    SOCKS is left out, which aiohttp does not speak.
+    """
+    parts, proxies = urlsplit(url), getproxies_environment()
+    host = parts.hostname or ""
+    if host in LOOPBACK or host.startswith("127."):
+        return None
+    if proxy_bypass_environment(parts.netloc.rpartition("@")[2], proxies):
+        return None
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
+    return proxy if proxy and proxy.startswith(("http://", "https://")) else None
+
+
+def _is_secret(name: str, value: str) -> bool:
+    return not name.startswith(_SWITCHES) and is_secret(name, value)

@@ -1,0 +1,184 @@
+"""What other processes get of the environment, and which requests go through a proxy of the host."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from slime.backends.sglang import router as router_module
+from slime.backends.sglang.engine import Engine
+from slime.backends.sglang.router import Router
+from slime.utils import http_utils
+from slime.utils.environment import bypass_proxies, forget_secrets, proxy_of, server_environment
+from slime.utils.http_utils import RequestError, limit_posts, post, register_api_key
+from tests.proxy import RecordingProxy
+
+NUM_GPUS = 0
+PROXY = "http://proxy.example:3128"
+PROXIES = [n for lower in ("http", "https", "all", "ftp", "ws", "wss", "socks", "grpc") for n in (lower, lower.upper())]
+SECRETS = {
+    "WANDB_API_KEY": "w",
+    "HF_TOKEN": "h",
+    "HUGGING_FACE_HUB_TOKEN": "h",
+    "AWS_SECRET_ACCESS_KEY": "a",
+    "AWS_ACCESS_KEY_ID": "AKIA",
+    "OPENAI_API_KEY": "12345",
+    "DB_PASSWORD": "p",
+    "SLIME_ROUTER_API_KEY": "k",
+}
+SETTINGS = {"TOKENIZERS_PARALLELISM": "false", "NCCL_DEBUG": "INFO", "HF_TOKEN_PATH": "/t", "SGLANG_SAVE_KEY": "1"}
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.lower().endswith("_proxy") or name.startswith("SLIME_"):
+            monkeypatch.delenv(name)
+    for name, value in (SECRETS | SETTINGS).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(http_utils, "_api_keys", {})
+    monkeypatch.setattr(http_utils, "_places", {})
+
+
+@pytest.fixture
+def proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in PROXIES:
+        monkeypatch.setenv(f"{name}_{'PROXY' if name.isupper() else 'proxy'}", PROXY)
+
+
+def assert_is_for_a_server(given: dict[str, str], *needed: str) -> None:
+    assert not [name for name in given if name.lower().endswith("_proxy") and name.lower() != "no_proxy"]
+    assert set(SECRETS) & set(given) == set(needed)
+    assert set(SETTINGS) <= set(given)
+    assert given["PATH"] == os.environ["PATH"]
+
+
+@pytest.mark.usefixtures("proxies")
+def test_programs_that_ask_nobody_outside_get_neither_proxies_nor_secrets() -> None:
+    assert_is_for_a_server(server_environment())
+    assert_is_for_a_server(server_environment(needs=("HF_TOKEN",)), "HF_TOKEN")
+    assert os.environ["http_proxy"] == PROXY, "this process, which runs users' code, keeps them"
+    assert os.environ["WANDB_API_KEY"] == "w"
+
+
+@pytest.mark.usefixtures("proxies")
+@pytest.mark.parametrize("gpus", [None, ["0"]])
+def test_an_engine(gpus: list[str] | None, tmp_path: Path) -> None:
+    """It may load a draft model from the hub."""
+    args = Namespace(rollout_num_gpus_per_engine=1, pushes_float8=False)
+    given = Engine(args, 0, "127.0.0.1", None, tmp_path / "log", gpus)._environment()
+    assert_is_for_a_server(given, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+
+
+@pytest.mark.usefixtures("proxies")
+@pytest.mark.parametrize("name", ["router", "reward router"])
+def test_a_router(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, str]] = []
+
+    class Process:
+        held = False
+
+        def __init__(self, command: list[str], env: dict[str, str], log_path: Path, secrets: Any) -> None:
+            started.append(env)
+
+        def start(self) -> None:
+            raise InterruptedError
+
+        def stop(self) -> None:
+            pass
+
+    monkeypatch.setattr(router_module, "ServerProcess", Process)
+    args = Namespace(request_timeout=1.0, router_cli=[], engine_start_timeout=1.0)
+    with pytest.raises(InterruptedError):
+        Router(args, "127.0.0.1", ("generate", "admin"), tmp_path / "log", name).start()
+    assert_is_for_a_server(started[0])
+
+
+def test_a_trainer_keeps_what_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "r")
+    forget_secrets(needs=("OPENAI_API_KEY",))
+    assert set(SECRETS) & set(os.environ) == {"OPENAI_API_KEY"}
+    assert os.environ["RAY_AUTH_TOKEN"] == "r", "Ray's own"
+    assert set(SETTINGS) <= set(os.environ)
+
+
+@pytest.mark.parametrize(
+    ("url", "variables", "proxy"),
+    [
+        ("http://judge.example/score", {"http_proxy": PROXY}, PROXY),
+        ("http://judge.example/score", {"HTTP_PROXY": PROXY}, PROXY),
+        ("https://judge.example/score", {"http_proxy": PROXY}, None),
+        ("https://judge.example/score", {"HTTPS_PROXY": PROXY}, PROXY),
+        ("https://judge.example/score", {"ALL_PROXY": PROXY}, PROXY),
+        ("http://judge.example/score", {"all_proxy": "socks5://s:1080"}, None),
+        ("http://judge.example/score", {"http_proxy": PROXY, "no_proxy": "judge.example"}, None),
+        ("http://judge.example:80/score", {"http_proxy": PROXY, "NO_PROXY": ".example"}, None),
+        ("http://user:secret@judge.example/score", {"http_proxy": PROXY, "no_proxy": ".example"}, None),
+        ("http://judge.example/score", {"http_proxy": PROXY, "no_proxy": "*"}, None),
+        ("http://localhost:1/score", {"http_proxy": PROXY}, None),
+        ("http://127.0.1.1:1/score", {"http_proxy": PROXY}, None),
+        ("http://[::1]:1/score", {"http_proxy": PROXY}, None),
+        ("http://judge.example/score", {}, None),
+    ],
+)
+def test_calls_of_users_go_by_the_variables(
+    url: str, variables: dict[str, str], proxy: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert proxy_of(url) == proxy
+
+
+@pytest.mark.usefixtures("proxies")
+@pytest.mark.parametrize("name", ["no_proxy", "NO_PROXY"])
+def test_every_client_passes_proxies_by_for_the_hosts_of_a_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "corp.example, other.example")
+    bypass_proxies(["192.0.2.2", "2001:db8::2"])
+    bypass_proxies(["192.0.2.3", "192.0.2.2"])
+    assert os.environ["no_proxy"] == os.environ["NO_PROXY"]
+    hosts = os.environ["no_proxy"].split(",")
+    assert len(set(hosts)) == len(hosts)
+    for host in ("127.0.0.1", "192.0.2.2", "192.0.2.3", "[2001:db8::2]", "a.corp.example", "other.example"):
+        assert proxy_of(f"http://{host}:30000/generate") is None
+        assert not requests.utils.get_environ_proxies(f"http://{host}:30000/generate", no_proxy=None), host
+    assert proxy_of("http://judge.example/score") == PROXY
+
+
+def test_a_run_without_any_proxy_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "*")
+    bypass_proxies(["192.0.2.2"])
+    assert os.environ["no_proxy"] == "*"
+    assert "NO_PROXY" not in os.environ
+
+
+def test_post_asks_the_world_through_the_proxy_and_the_runs_own_servers_never(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Own are those that it has a key of or counts the requests to, and those that a hook's process is told of."""
+    proxy = RecordingProxy()
+    for name, value in proxy.variables.items():
+        monkeypatch.setenv(name, value)
+    own = ["http://192.0.2.2:9", "http://192.0.2.3:9", "http://192.0.2.4:9"]
+    register_api_key(own[0], "key")
+    limit_posts(own[1], asyncio.Lock)
+    monkeypatch.setenv("SLIME_ROUTER_URL", own[2])
+    asked: list[str | None] = []
+
+    async def send(*_: Any, proxy: str | None, **kwargs: Any) -> None:
+        asked.append(proxy)
+
+    async def scenario() -> None:
+        with pytest.raises(RequestError, match="status 502"):
+            await post("http://judge.example/score", {"n": 1}, max_retries=0)
+        monkeypatch.setattr(http_utils, "send", send)
+        for url in own:
+            await post(f"{url}/generate", {})
+        await http_utils._session().close()
+
+    asyncio.run(scenario())
+    assert asked == [None] * 3
+    assert proxy.close() == ["POST http://judge.example/score HTTP/1.1"]
