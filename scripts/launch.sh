@@ -84,6 +84,7 @@ _on_nodes() {
    : "${RAY_PORT:=6379}"
    read -ra words <<<"${RAY_START_ARGS:-}"
    _use_token
+   _bypass_proxies
    if [ "$NODE_RANK" -gt 0 ]; then
       _wait_for_ray "$timeout" $$
       exec "${ray[@]}" --address "$MASTER_ADDR:$RAY_PORT" "${words[@]}"
@@ -100,6 +101,13 @@ _on_nodes() {
    wait $!
    "$@" &
    wait $!
+}
+
+_bypass_proxies() { # for what Ray's own processes ask each other, and of the metadata server of a cloud
+   local known=${no_proxy:-}${no_proxy:+${NO_PROXY:+,}}${NO_PROXY:-}
+   [[ ,$known, != *,\*,* ]] || return 0
+   export no_proxy=${known:+$known,}localhost,127.0.0.1,::1,$MASTER_ADDR,169.254.169.254,metadata.google.internal
+   export NO_PROXY=$no_proxy
 }
 
 _end_children() { # TERM, and KILL for what has not ended after END_TIMEOUT seconds

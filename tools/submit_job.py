@@ -51,6 +51,7 @@ _LOG_S = 60
 """Seconds without a line of the log after which the job's status is asked."""
 _PREFERRED = "RAY_API_SERVER_ADDRESS"
 """The variable that Ray's client and its commands prefer to every other address that they are given."""
+_KEY_FLAG = "--wandb-key"
 _TOKEN = (
     "give it the token of that Ray, by RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, and "
     "RAY_AUTH_MODE=token (which launch sets where there is one)"
@@ -73,12 +74,13 @@ def main(argv: list[str] | None = None) -> None:
     runtime_env = _object("RUNTIME_ENV_JSON", args.runtime_env_json)
     with _bad_input("RUNTIME_ENV_JSON"):
         RuntimeEnv(**runtime_env)  # checks it
+    command, runtime_env = _without_key(args.command, runtime_env)
     bypass_proxies([urlsplit(_address()).hostname or ""])  # what is submitted may hold keys
     client = _connect()
     job = f"raysubmit_{secrets.token_hex(8)}"  # our own, so that it is known where the answer is lost
     taken = f"whether the job was taken after all, {_ray_job('status', job)} says"
     with _bad_input("RUNTIME_ENV_JSON"), _told("POST /api/jobs/", taken):
-        client.submit_job(entrypoint=shlex.join(args.command), submission_id=job, runtime_env=runtime_env)
+        client.submit_job(entrypoint=shlex.join(command), submission_id=job, runtime_env=runtime_env)
     print(f"launch: submitted as job {job}; {_ray_job('stop', job)} stops it", file=sys.stderr, flush=True)
     try:
         sys.exit(_follow(client, job))
@@ -101,6 +103,25 @@ class _Client(JobSubmissionClient):
             except (TypeError, ValueError) as error:
                 raise _StrangeAnswerError(f"an answer that is none of a Ray's job server ({error})") from error
         return answer
+
+
+def _without_key(command: list[str], runtime_env: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """Move W&B's key from the job's command line, which ps and Ray's list of jobs show, to its environment."""
+    words, keys = [], []
+    flag = _KEY_FLAG + "="
+    for before, word in zip(["", *command], command, strict=False):
+        if before == _KEY_FLAG or word.startswith(flag):
+            keys.append(word.removeprefix(flag))
+        elif word != _KEY_FLAG:
+            words.append(word)
+    if not keys:
+        return command, runtime_env
+    print(
+        f"launch: {_KEY_FLAG} goes to the job as WANDB_API_KEY; who may ask this Ray for a job's environment sees it "
+        "there, but not a key of `wandb login` on its head node",
+        file=sys.stderr,
+    )
+    return words, {**runtime_env, "env_vars": {**runtime_env.get("env_vars", {}), "WANDB_API_KEY": keys[-1]}}
 
 
 def _object(name: str, text: str) -> dict[str, Any]:

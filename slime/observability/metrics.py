@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from slime.utils.command_line import strike_secrets
 from slime.utils.errors import BadInputError
 from slime.utils.redaction import redacted
 from slime.utils.storage import why_not_written, writing
@@ -180,6 +181,7 @@ class _Wandb:
     def __init__(self, args: argparse.Namespace) -> None:
         import wandb
 
+        strike_secrets()  # W&B records the command line
         group = args.wandb_group
         if group and not args.disable_wandb_random_suffix:
             group = f"{group}_{secrets.token_hex(4)}"

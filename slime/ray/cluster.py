@@ -21,12 +21,16 @@ from ray._private import services
 from slime.ray import janitor
 from slime.ray.supervision import RunError
 from slime.utils import device
+from slime.utils.environment import bypass_proxies
+from slime.utils.http_utils import host_ip
 
 _OBJECT_STORE_WITHOUT_GPU = 512 << 20
 _HOST_SWITCHES = ("NCCL_", "GLOO_", "NVSHMEM_", "UCX_", "TORCH_", "TRITON_", "CUDA_", "SGLANG_", "HF_")
 """Prefixes of variables that say how this host is to be used."""
 _NEVER_PASSED_ON = ("CUDA_VISIBLE_DEVICES", "_TOKEN", "_KEY", "_SECRET", "_PASSWORD")
 """Endings: Ray gives each worker its devices, and shows the environment of workers to everyone who may ask it."""
+_METADATA_SERVERS = ("169.254.169.254", "metadata.google.internal")
+"""Of clouds, each on its own host: Ray asks whether it runs in one. Its metrics' client heeds proxies too."""
 _ANSWER_S = 60.0
 """For the first answer of a running Ray, with the start of the program that asks it."""
 
@@ -43,6 +47,7 @@ def connect(slots: int) -> int | None:
     if not (sys.stdout.isatty() and sys.stderr.isatty()):
         # Ray colours the prefix of workers' lines, which this process prints, in files too.
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")
+    bypass_proxies([host_ip(), *_METADATA_SERVERS])
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": True}
     address = os.environ.get("RAY_ADDRESS")
     if address and address != "local":

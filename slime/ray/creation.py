@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 import ray
@@ -14,6 +13,8 @@ from slime.ray.engine_actor import EXAMINATION, EngineActor, EngineNode, EngineP
 from slime.ray.placement import Placement, Slot
 from slime.ray.rollout_manager import EVALUATION, ROLLOUTS, ROUTERS, RolloutManager, rollouts_overlap
 from slime.ray.train_actor import TrainActor
+from slime.utils.environment import as_environment
+from slime.utils.redaction import is_secret
 
 
 def create_manager(args: argparse.Namespace, api_keys: tuple[str, str] | None) -> Any:
@@ -70,7 +71,10 @@ def create_trainers(args: argparse.Namespace, placement: Placement) -> list[Any]
     variables = {"PYTHONWARNINGS": "ignore"}
     if getattr(args, "sglang_enable_symm_mem", False):
         variables["NCCL_CUMEM_ENABLE"] = "1"  # as in those engines, whatever the host says
-    environment = actor_environment(variables | _as_environment(args.train_env_vars or {}))
+    # Ray shows that environment to everyone who may ask it: what is named for a secret is set by the rank itself.
+    wanted = as_environment(args.train_env_vars)
+    variables |= {name: value for name, value in wanted.items() if not is_secret(name, value)}
+    environment = actor_environment(variables)
     its_args, actors = _for_workers(args), []
     for rank, slot in enumerate(placement.train):
         options = {"runtime_env": environment, **placement.options(slot, trains=True)}
@@ -81,8 +85,3 @@ def create_trainers(args: argparse.Namespace, placement: Placement) -> list[Any]
 def _for_workers(args: argparse.Namespace) -> argparse.Namespace:
     """The options for a process that logs no metrics: without the tracker's key."""
     return argparse.Namespace(**vars(args) | {"wandb_key": None})
-
-
-def _as_environment(values: dict[str, Any]) -> dict[str, str]:
-    """Numbers and truth values of a JSON object as they are written there."""
-    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}

@@ -14,6 +14,7 @@ from slime.observability.progress import done_line
 from slime.ray.dry_run import dry_run
 from slime.ray.due import NothingLeftError, check_remaining
 from slime.ray.supervision import InputError, RunError
+from slime.utils.command_line import strike_secrets
 from slime.utils.errors import BadInputError
 from slime.utils.storage import StorageError
 
@@ -24,6 +25,7 @@ KeyboardInterrupt the plain one."""
 
 def run_driver(train: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:
     """Run a driver's loop, or only check it with ``--dry-run``; an error is one line and the process's exit status."""
+    strike_secrets()
     try:
         if args.dry_run:
             dry_run(args)

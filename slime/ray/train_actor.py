@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 
 from slime.ray.cluster import enter_actor
 from slime.utils import device
-from slime.utils.environment import forget_secrets
+from slime.utils.environment import as_environment, forget_secrets
 from slime.utils.errors import BadInputError
 from slime.utils.hf_writer import NamedTensors
 from slime.utils.storage import writing
@@ -33,7 +33,8 @@ class TrainActor:
 
     def __init__(self, args: argparse.Namespace, rank: int, world_size: int, gpu: str | None) -> None:
         enter_actor(args)
-        forget_secrets(needs=args.train_env_vars or ())
+        forget_secrets()
+        os.environ |= as_environment(args.train_env_vars)
         self._args = args
         self._rank = rank
         self._store: TCPStore | None = None

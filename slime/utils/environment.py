@@ -7,9 +7,11 @@ in ``no_proxy``, which every HTTP client heeds.
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies_environment, proxy_bypass_environment
 
@@ -42,11 +44,16 @@ def server_environment(needs: Collection[str] = ()) -> dict[str, str]:
     }
 
 
-def forget_secrets(needs: Collection[str] = ()) -> None:
-    """Remove the variables whose names call them secrets from this process's environment, all but ``needs``."""
+def forget_secrets() -> None:
+    """Remove the variables whose names call them secrets from this process's environment."""
     for name, value in list(os.environ.items()):
-        if name not in needs and _is_secret(name, value):
+        if _is_secret(name, value):
             del os.environ[name]
+
+
+def as_environment(values: Mapping[str, Any] | None) -> dict[str, str]:
+    """Numbers and truth values of a JSON object as they are written there."""
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in (values or {}).items()}
 
 
 def bypass_proxies(hosts: Iterable[str]) -> None:

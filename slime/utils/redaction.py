@@ -52,10 +52,11 @@ def _redact(name: str, value: Any) -> Any:
         return redacted(value)
     if is_dataclass(value) and not isinstance(value, type):
         return redacted(asdict(value))
-    return _redact_words(value) if isinstance(value, (list, tuple)) else value
+    return redacted_words(value) if isinstance(value, (list, tuple)) else value
 
 
-def _redact_words(words: Sequence[Any]) -> list[Any]:
+def redacted_words(words: Sequence[Any]) -> list[Any]:
+    """A command line in which every secret is `REDACTED`: the words after a flag that is named for one."""
     flag, result = "", []
     for word in words:
         if isinstance(word, str) and word.startswith("--"):

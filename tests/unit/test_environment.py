@@ -14,8 +14,11 @@ import requests
 from slime.backends.sglang import router as router_module
 from slime.backends.sglang.engine import Engine
 from slime.backends.sglang.router import Router
+from slime.ray import creation
+from slime.ray.placement import Placement, Slot
+from slime.ray.train_actor import TrainActor
 from slime.utils import http_utils
-from slime.utils.environment import bypass_proxies, forget_secrets, proxy_of, server_environment
+from slime.utils.environment import bypass_proxies, proxy_of, server_environment
 from slime.utils.http_utils import RequestError, limit_posts, post, register_api_key
 from tests.proxy import RecordingProxy
 
@@ -100,10 +103,33 @@ def test_a_router(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert_is_for_a_server(started[0])
 
 
-def test_a_trainer_keeps_what_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_has_the_secrets_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not by Ray, which shows the environment of its workers."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "")  # so that it is put back
     monkeypatch.setenv("RAY_AUTH_TOKEN", "r")
-    forget_secrets(needs=("OPENAI_API_KEY",))
-    assert set(SECRETS) & set(os.environ) == {"OPENAI_API_KEY"}
+    given: list[Any] = []
+
+    class Actor:
+        def options(self, **options: Any) -> Actor:
+            given.append(options["runtime_env"]["env_vars"])
+            return self
+
+        def remote(self, *values: Any) -> None:
+            given.append(values)
+
+    monkeypatch.setattr(creation, "as_actor", lambda cls: Actor())
+    slot = Slot(0, "node", None)
+    wanted = {"OPENAI_API_KEY": "mine", "OMP_NUM_THREADS": 2}
+    args = Namespace(train_env_vars=wanted, wandb_key="s3cret", launch_dir="/nowhere")
+    monkeypatch.setattr(Placement, "options", lambda *_, **__: {})
+    creation.create_trainers(args, Placement(None, [slot], train=[slot], rollout=[], reward=[]))
+    variables, values = given
+    assert variables["OMP_NUM_THREADS"] == "2"
+    assert not set(SECRETS) & set(variables)
+    assert values[0].wandb_key is None
+    TrainActor(*values)
+    assert {name: os.environ[name] for name in SECRETS if name in os.environ} == {"OPENAI_API_KEY": "mine"}
     assert os.environ["RAY_AUTH_TOKEN"] == "r", "Ray's own"
     assert set(SETTINGS) <= set(os.environ)
 

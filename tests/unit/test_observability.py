@@ -4,6 +4,7 @@ import argparse
 import json
 import random
 import struct
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -199,6 +200,8 @@ def test_wandb_offline_writes_metrics_and_options_without_secrets(
         input_key="question",
         lr=0.25,
     )
+    words = ["train.py", "--wandb-key", args.wandb_key, "--judge-token=word-secret", "--lr", "0.25"]
+    monkeypatch.setattr(sys, "argv", words)
     logger = MetricsLogger(args)
     reward = random.random()
     logger.log({"rollout/raw_reward": reward}, "rollout/step", 3)
@@ -217,6 +220,8 @@ def test_wandb_offline_writes_metrics_and_options_without_secrets(
             assert b"-secret" not in content, file
             assert args.wandb_key.encode() not in content, file
     assert read_lines(tmp_path)[0]["rollout/step"] == 3
+    recorded = [record.environment.args for record in finished_wandb_records(tmp_path / "w")]
+    assert ["--wandb-key", "<redacted>", "--judge-token=<redacted>", "--lr", "0.25"] in [list(a) for a in recorded]
 
 
 def test_wandb_without_a_key_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ def test_an_interrupt_is_answered_before_anything_is_stopped(
 
 def test_environment_values_are_text() -> None:
     values = {"A": "x", "B": 1, "C": True, "D": 0.5}
-    assert creation._as_environment(values) == {"A": "x", "B": "1", "C": "true", "D": "0.5"}
+    assert creation.as_environment(values) == {"A": "x", "B": "1", "C": "true", "D": "0.5"}
 
 
 def failure_of(error: Exception, phase: str) -> RunError:

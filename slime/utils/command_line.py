@@ -1,0 +1,37 @@
+"""Secrets on this process's command line, which others can read for as long as the process lives."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+from pathlib import Path
+
+from slime.utils.redaction import redacted_words
+
+_ARG_START = 45
+"""Place, behind the program's name in /proc/self/stat, of the address at which the command line begins."""
+
+
+def strike_secrets() -> None:
+    """Replace the values of flags that are named for secrets, such as ``--wandb-key``, once they have been parsed.
+
+    In ``sys.argv``, which W&B records, and in the kernel's copy, which ``ps`` shows to every user of the host and from
+    which Ray takes the name of a job.
+    """
+    sys.argv[1:] = redacted_words(sys.argv[1:])
+    with contextlib.suppress(OSError, ValueError, IndexError):  # of a kernel that has no such files, or hides them
+        _overwrite()
+
+
+def _overwrite() -> None:
+    line = Path("/proc/self/cmdline").read_bytes()
+    address = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[_ARG_START])
+    if address == 0 or ctypes.string_at(address, len(line)) != line:
+        return
+    words = line.split(b"\0")
+    for word, shown in zip(words, redacted_words([each.decode("latin-1") for each in words]), strict=True):
+        if shown != word.decode("latin-1"):
+            kept = word.index(b"=") + 1 if word.startswith(b"--") else 0
+            ctypes.memset(address + kept, ord("*"), len(word) - kept)
+        address += len(word) + 1
