@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import getproxies_environment, proxy_bypass_environment
+from urllib.request import getproxies, proxy_bypass
 
 from slime.utils.redaction import is_secret
 
@@ -71,11 +71,11 @@ def proxy_of(url: str) -> str | None:
 
     SOCKS is left out, which aiohttp does not speak.
     """
-    parts, proxies = urlsplit(url), getproxies_environment()
+    parts, proxies = urlsplit(url), getproxies()
     host = parts.hostname or ""
     if host in LOOPBACK or host.startswith("127."):
         return None
-    if proxy_bypass_environment(parts.netloc.rpartition("@")[2], proxies):
+    if proxy_bypass(parts.netloc.rpartition("@")[2]):
         return None
     proxy = proxies.get(parts.scheme) or proxies.get("all")
     return proxy if proxy and proxy.startswith(("http://", "https://")) else None
