@@ -33,6 +33,15 @@ def rollout_rewards(rollout_ids: Iterable[Hashable], rewards: Iterable[Reward]) 
     return found
 
 
+def overlong_penalty(lengths: np.ndarray, max_length: int, buffer: int, factor: float) -> np.ndarray:
+    """What is added to the rewards of responses of these lengths in tokens, float64 from ``-factor`` to 0.
+
+    Soft overlong punishment of Yu et al. 2025 (DAPO, arXiv:2503.14476), equation 13, times ``factor``: 0 up to
+    ``max_length - buffer`` tokens, then falling in a line to ``-factor`` at ``max_length``, and ``-factor`` beyond.
+    """
+    return -factor * np.clip((np.asarray(lengths) - (max_length - buffer)) / buffer, 0.0, 1.0) + 0.0
+
+
 def normalize_rewards(
     rewards: np.ndarray,
     group_ids: np.ndarray,

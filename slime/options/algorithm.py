@@ -44,6 +44,15 @@ class AlgorithmOptions:
     normalize_advantages: bool = option(False, "Whiten advantages over all tokens of a rollout.")
     disable_grpo_std_normalization: bool = option(False, "Do not divide by the group's standard deviation.")
     disable_rewards_normalization: bool = option(False, "Do not subtract the group's mean.")
+    overlong_buffer_len: int | None = option(
+        None,
+        "Tokens before --rollout-max-response-len in which a response's reward falls, by --overlong-penalty-factor at "
+        "the end (soft overlong punishment of DAPO).",
+        at_least=1,
+    )
+    overlong_penalty_factor: float = option(
+        1.0, "What is taken off the reward of a response that is as long as it may be.", above=0
+    )
     calculate_per_token_loss: bool = option(
         False, "Average over all tokens of a step, instead of over each response and then over responses."
     )

@@ -6,7 +6,7 @@ import os
 from argparse import Namespace
 from dataclasses import fields
 
-from slime.options.algorithm import CorrectionOptions
+from slime.options.algorithm import AlgorithmOptions, CorrectionOptions
 from slime.options.checkpoint import same_place
 from slime.options.errors import OptionError
 from slime.options.rollout import DEFAULT_ROLLOUT, SFT_ROLLOUT
@@ -38,6 +38,7 @@ def derive_algorithm(args: Namespace) -> None:
     args.reward_std = args.advantage_estimator in DIVIDED_BY_STD and not args.disable_grpo_std_normalization
     args.needs_reference = args.loss_type != "sft_loss" and (args.use_kl_loss or args.kl_coef > 0)
     _check_loss(args)
+    _check_overlong(args)
     _check_correction(args)
     _derive_critic(args)
     if args.loss_type == "sft_loss":
@@ -78,6 +79,26 @@ def _check_loss(args: Namespace) -> None:
             "--loss-constant-length would divide KL and entropy, and not what --custom-pg-loss-reducer-function-path "
             "makes of the policy loss: let the function divide, and drop the flag"
         )
+
+
+def _check_overlong(args: Namespace) -> None:
+    buffer, factor = args.overlong_buffer_len, args.overlong_penalty_factor
+    if buffer is None:
+        if factor != AlgorithmOptions.overlong_penalty_factor:
+            raise OptionError(f"--overlong-penalty-factor {factor:g} has no effect without --overlong-buffer-len")
+        return
+    flag = f"--overlong-buffer-len {buffer}"
+    if args.rollout_max_response_len is None:
+        raise OptionError(f"{flag} ends at --rollout-max-response-len, which is missing")
+    if buffer > args.rollout_max_response_len:
+        raise OptionError(f"{flag} is more than --rollout-max-response-len {args.rollout_max_response_len}")
+    if args.loss_type == "sft_loss":
+        raise OptionError(f"{flag} has no effect with --loss-type sft_loss, which has no rewards: drop it")
+    for name in ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path"):
+        if getattr(args, name) is not None:
+            raise OptionError(
+                f"{flag} has no effect with {flag_named(name)}, which makes the rewards: drop one of them"
+            )
 
 
 def _check_estimator(args: Namespace) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from slime.algorithms.rewards import normalize_rewards, rollout_rewards
+from slime.algorithms.rewards import normalize_rewards, overlong_penalty, rollout_rewards
 from slime.batching.columns import train_batches
 from slime.batching.flops import DecoderShape, LatentShape, forward_flops
 from slime.batching.schedule import build_schedule
@@ -66,6 +66,8 @@ def to_train_batches(args: Namespace, samples: list[Sample], dp_size: int) -> tu
     metrics = rollout_metrics(samples, columns)
     if args.loss_type != "sft_loss":
         metrics |= reward_metrics(columns)
+    if args.overlong_buffer_len is not None:
+        metrics["rollout/overlong_penalty"] = float(_overlong_penalties(args, samples).mean())
     return train_batches(columns, schedule), metrics
 
 
@@ -323,8 +325,9 @@ def _rewards(args: Namespace, samples: list[Sample], rollout_ids: np.ndarray) ->
             _reward_column(rewards, samples, f"reward of {flag}"),
         )
     raw = _reward_column([s.get_reward_value(args) for s in samples], samples, "reward")
+    shaped = raw + _overlong_penalties(args, samples)
     if args.reward_baseline is None:
-        return raw, raw
+        return raw, shaped
     for position, sample in enumerate(samples):
         if sample.group_index is None:
             raise ValueError(
@@ -333,7 +336,16 @@ def _rewards(args: Namespace, samples: list[Sample], rollout_ids: np.ndarray) ->
             )
     groups = np.array([s.group_index for s in samples], dtype=np.int64)
     return raw, normalize_rewards(
-        raw, groups, rollout_ids, baseline=args.reward_baseline, divide_by_std=args.reward_std
+        shaped, groups, rollout_ids, baseline=args.reward_baseline, divide_by_std=args.reward_std
+    )
+
+
+def _overlong_penalties(args: Namespace, samples: list[Sample]) -> np.ndarray:
+    if args.overlong_buffer_len is None:
+        return np.zeros(len(samples))
+    lengths = np.array([sample.response_length for sample in samples])
+    return overlong_penalty(
+        lengths, args.rollout_max_response_len, args.overlong_buffer_len, args.overlong_penalty_factor
     )
 
 

@@ -402,3 +402,36 @@ def test_versions_of_tokens_are_those_of_their_segments() -> None:
     assert to_columns(make_args(), [whole]).weight_versions is None
     with pytest.raises(ValueError, match=r"--keep-old-actor needs .* 2 of 5 have none; a generate function notes"):
         to_columns(args, [by_hand])
+
+
+@pytest.mark.parametrize(("rm_reward", "key"), [(1.0, None), ({"score": 1.0, "acc": True}, "score")])
+def test_long_responses_lose_some_of_their_reward(rm_reward: Any, key: str | None) -> None:
+    """DAPO's example at a tenth of its length in the paper's terms: no loss up to 12 tokens, all of it from 16 on."""
+    lengths = (1, 12, 13, 14, 15, 16, 17)
+    samples = [
+        Sample(
+            group_index=0,
+            index=i,
+            rollout_id=i,
+            tokens=[1] * (length + 1),
+            response_length=length,
+            reward=rm_reward,
+            rollout_log_probs=[0.0] * length,
+            status=Status.COMPLETED,
+        )
+        for i, length in enumerate(lengths)
+    ]
+    changes = {"reward_key": key, "rollout_max_response_len": 16, "overlong_buffer_len": 4, "global_batch_size": 7}
+    plain = make_args(**changes, micro_batch_size=1, disable_rewards_normalization=True, overlong_penalty_factor=2.0)
+    batches, metrics = to_train_batches(plain, samples, dp_size=1)
+    assert batches[0].rewards.tolist() == [1.0, 1.0, 0.5, 0.0, -0.5, -1.0, -1.0]
+    assert batches[0].raw_rewards.tolist() == [1.0] * 7
+    assert metrics["rollout/overlong_penalty"] == pytest.approx(-(0.5 + 1.0 + 1.5 + 2.0 + 2.0) / 7)
+    assert metrics["rollout/raw_reward"] == 1.0
+    assert [sample.reward for sample in samples] == [rm_reward] * 7, "a second conversion starts from the same rewards"
+    compared = to_columns(make_args(**changes, disable_grpo_std_normalization=True), samples)
+    assert compared.rewards.tolist() == pytest.approx([2 / 4 + x for x in (0, 0, -1 / 4, -2 / 4, -3 / 4, -1, -1)])
+    unshaped = make_args(**changes | {"overlong_buffer_len": None}, micro_batch_size=1)
+    batches, metrics = to_train_batches(unshaped, samples, dp_size=1)
+    assert not batches[0].rewards.any()
+    assert "rollout/overlong_penalty" not in metrics
