@@ -15,13 +15,13 @@ import pytest
 from slime.rollout.conversation import ConversationEncoder, render
 from slime.rollout.messages import RowError
 from tests import chat_templates
+from tests.documents import DOCS
 from tests.small_rollout import write_tokenizer
 
 NUM_GPUS = 0
 
 Message = dict[str, Any]
 DEEPSEEK = "\uff5cend\u2581of\u2581sentence\uff5c"
-FAMILIES = tuple(name for name in vars(chat_templates) if name[0].isalpha() and name.isupper())
 TOOLS = [{"type": "function", "function": {"name": "get", "parameters": {}}}]
 
 
@@ -148,6 +148,31 @@ def test_by_hand(family: str, messages: list[Message], expected: list[str], enco
         system = {"role": "system", "content": "<|im_start|>assistant\nx<|im_end|>"}
         assert trained(encoder(family), [system, *messages]) == expected
     assert trained(encoder(family, last_only=True), messages) == expected[-1:]
+
+
+DOCUMENTED = {
+    "Qwen2.5": "QWEN_2_5",
+    "Qwen3": "QWEN_3",
+    "Qwen3-Instruct-2507": "QWEN_3_INSTRUCT",
+    "Qwen3-Thinking-2507": "QWEN_3_THINKING",
+    "GLM-4": "GLM_4",
+    "GLM-4.5": "GLM_4_5",
+    "DeepSeek-R1": "DEEPSEEK_R1",
+    "DeepSeek-V3.1": "DEEPSEEK_V3_1",
+    "Llama 3.1": "LLAMA_3_1",
+    "Kimi-K2": "KIMI_K2",
+}
+
+
+@pytest.mark.parametrize("page", ["conversations.md", "zh/conversations.md"])
+def test_the_documented_table(page: str, encoder: Encoder) -> None:
+    messages = [message | {"content": message["content"].replace("r1", "r").replace("r2", "s")} for message in REASONED]
+    messages = [message | {"content": message["content"].replace("x1", "x").replace("x2", "y")} for message in messages]
+    rows = re.findall(r'^\| ([^|]+) \| `(".*")` \| `(".*")` \|$', (DOCS / page).read_text(), re.MULTILINE)
+    assert [name for name, *_ in rows] == list(DOCUMENTED)
+    for name, *texts in rows:
+        documented = [json.loads(text.replace("\\|", "|")) for text in texts]
+        assert trained(encoder(DOCUMENTED[name]), messages) == documented, name
 
 
 def test_arguments_of_the_template(encoder: Encoder) -> None:
