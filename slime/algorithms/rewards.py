@@ -11,6 +11,8 @@ from typing import Literal, TypeVar
 import numpy as np
 
 STD_EPSILON = 1e-6
+LARGEST_REWARD = 1e18
+"""Of a reward without its sign: rewards are float32 in training, and so are squares of their differences."""
 
 Reward = TypeVar("Reward", float, float | None)
 

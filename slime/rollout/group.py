@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 import pickle
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+from slime.algorithms.rewards import LARGEST_REWARD
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.conversation import RowError
 from slime.rollout.failure_log import FailureLog
@@ -31,6 +31,8 @@ from slime.utils.types import Group, Sample, Status
 T = TypeVar("T")
 
 _failure_log = FailureLog()
+_judges_of_numbers: set[str] = set()
+"""Who has given a reward that is no dict."""
 
 _MAX_ABORTS = 16
 _TRIES = 3
@@ -150,6 +152,8 @@ class GroupRun:
                 result = await self._show(await self._custom(state, position, path, given, params))
             for part in flatten_samples(result):
                 part.failure = part.failure or failure
+                if part.reward is not None:
+                    self._with_reward(part, part.reward, f"the generation by {path or 'a sample hook'}")
                 # A filter may leave such samples out by itself: `Pool` looks at what it keeps.
                 judged_later = self._evaluation or state.ending or self.args.dynamic_sampling_filter_path is not None
                 if not judged_later and (problem := untrainable(self.args, part)):
@@ -243,7 +247,7 @@ class GroupRun:
         async def attempt(number: int) -> Sample:
             judge = judge_of(self.args, sample)
             with naming("the reward", passes=SlimeError), numbers_kept([sample], judge):
-                return self._with_reward(sample, await async_rm(self.args, sample))
+                return self._with_reward(sample, await async_rm(self.args, sample), judge)
 
         await _tried(self.args, state, sample, "reward", attempt)
 
@@ -258,22 +262,23 @@ class GroupRun:
             with naming("the reward", passes=SlimeError), numbers_kept(samples, judge):
                 rewards = await batched_async_rm(self.args, samples)
             pairs = [(s, reward) for s, reward in zip(samples, rewards, strict=True) if _wants_reward(s)]
-            return [self._with_reward(sample, reward) for sample, reward in pairs]
+            return [self._with_reward(sample, reward, judge_of(self.args, sample)) for sample, reward in pairs]
 
         with state.doing(samples[0], "rewarding its group"):
             await _tried(self.args, state, samples[0], "reward", attempt)
 
-    def _with_reward(self, sample: Sample, reward: Any) -> Sample:
+    def _with_reward(self, sample: Sample, reward: Any, judge: str) -> Sample:
         if reward is None and not self._evaluation:
-            raise HookError(
-                f"sample {sample.index} has no reward (status {sample.status.value}): {judge_of(self.args, sample)} "
-                "gave None"
-            )
+            raise HookError(f"sample {sample.index} has no reward (status {sample.status.value}): {judge} gave None")
         sample.reward = reward
-        self._must_be_trainable(sample)
+        try:
+            self._must_be_trainable(sample, judge)
+        except SlimeError:
+            sample.reward = None
+            raise
         return sample
 
-    def _must_be_trainable(self, sample: Sample) -> None:
+    def _must_be_trainable(self, sample: Sample, judge: str) -> None:
         args = self.args
         key = args.eval_reward_key if self._evaluation else args.reward_key
         own = args.custom_reward_post_process_path or args.custom_convert_samples_to_train_data_path
@@ -281,12 +286,17 @@ class GroupRun:
             return
         try:
             value = sample.get_reward_value(Namespace(reward_key=key))
-        except (ValueError, TypeError) as error:
-            no_key = isinstance(sample.reward, dict) and key is None
-            raise (SettingError if no_key else HookError)(str(error)) from error
-        if not math.isfinite(value):
-            sample.reward = None
-            raise HookError(f"sample {sample.index}: its reward is {value}, which no advantage can be made of")
+        except (ValueError, TypeError, OverflowError) as error:
+            # Of a judge that gives numbers too it is an odd answer; else the key is missing, which no try can mend.
+            odd = args.on_sample_error == "drop" or judge in _judges_of_numbers or not isinstance(sample.reward, dict)
+            raise (HookError if odd or key is not None else SettingError)(str(error)) from error
+        if not isinstance(sample.reward, dict):
+            _judges_of_numbers.add(judge)
+        if not abs(value) <= LARGEST_REWARD:
+            raise HookError(
+                f"sample {sample.index}: its reward is {value:g}, which no advantage can be made of: {judge} must give "
+                f"numbers within {LARGEST_REWARD:g}"
+            )
 
 
 def untrainable(args: Namespace, sample: Sample) -> str | None:

@@ -7,8 +7,11 @@ import contextlib
 import contextvars
 import functools
 import inspect
+import logging
 import threading
-from collections.abc import Awaitable, Callable
+import time
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -21,8 +24,12 @@ __all__ = ["HookError", "Limit", "accepted", "accepts", "call_hook", "call_quick
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 _THREADS = 64
 """Calls of plain functions at the same time, on one event loop."""
+_BLOCKED_S = 3.0
+_blockers: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,38 @@ async def call_hook(
 async def _named(where: str, call: Callable[[], Awaitable[T]]) -> T:
     """The answer of ``call``: a SystemExit that left its task would end the event loop."""
     with naming(where):
-        return await call()
+        answer = call()
+        return await (_timed(where, answer) if inspect.iscoroutine(answer) else answer)
+
+
+@types.coroutine
+def _timed(where: str, coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
+    """What ``coroutine`` returns; once it is told of one that keeps the event loop to itself."""
+    step: Callable[[Any], Any] = coroutine.send
+    value: Any = None
+    while True:
+        began = time.monotonic()
+        try:
+            waits_for = step(value)
+        except StopIteration as stop:
+            return stop.value
+        finally:
+            if (seconds := time.monotonic() - began) > _BLOCKED_S and where not in _blockers:
+                _blockers.add(where)
+                logger.warning(
+                    "%s kept the event loop to itself for %.0f s: all other requests, rewards and deadlines waited "
+                    "meanwhile. Make it a plain function (def, not async def), which runs in a thread of its own, or "
+                    "await what takes long (asyncio.to_thread)",
+                    *(where, seconds),
+                )
+        try:
+            value = yield waits_for
+            step = coroutine.send
+        except GeneratorExit:
+            coroutine.close()
+            raise
+        except BaseException as error:
+            value, step = error, coroutine.throw
 
 
 def call_quick_hook(function: Callable[..., Any], where: str, *args: Any, **kwargs: Any) -> Any:
@@ -85,6 +123,8 @@ async def within(limit: Limit | None, call: Awaitable[T]) -> T:
         if limit is not None and not task.done():
             raise DeadlineError(f"{limit.what} took longer than {limit.seconds:g} s ({limit.flag})")
         return task.result()
+    except GeneratorExit as error:  # the call's own: as such it would say that we are closed
+        raise RuntimeError("GeneratorExit") from error
     finally:
         await cancel([task])
 

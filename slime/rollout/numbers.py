@@ -18,7 +18,8 @@ from slime.utils.types import Sample
 logger = logging.getLogger(__name__)
 
 _NAMES = ("group_index", "index", "rollout_id")
-_told: set[tuple[str, str]] = set()
+told: set[tuple[str, str]] = set()
+"""Flag and path of every function that has changed a number, with the number's name."""
 
 Numbers = tuple[Any, ...]
 """Values of the three, in their order."""
@@ -42,8 +43,8 @@ def restore(sample: Sample, numbers: Numbers, where: str) -> None:
         if own is None or same(present, own) or (present is None and name == "index"):
             continue
         setattr(sample, name, own)
-        if present is not None and (where, name) not in _told:
-            _told.add((where, name))
+        if present is not None and (where, name) not in told:
+            told.add((where, name))
             logger.warning(
                 "%s set %s of sample %s to %r: slime counts by it, and has put %r back; what is yours to note goes "
                 "into Sample.metadata",

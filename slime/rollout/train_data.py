@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from slime.algorithms.rewards import normalize_rewards, overlong_penalty, rollout_rewards
+from slime.algorithms.rewards import LARGEST_REWARD, normalize_rewards, overlong_penalty, rollout_rewards
 from slime.batching.columns import train_batches
 from slime.batching.flops import DecoderShape, LatentShape, forward_flops
 from slime.batching.schedule import build_schedule
@@ -355,12 +355,13 @@ def _reward_column(rewards: Iterable[float], samples: list[Sample], what: str) -
         raise ValueError(f"{what}: {len(values)} values for {len(samples)} samples")
     try:
         column = np.array([float(value) for value in values], dtype=np.float64)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{what}: not all values are numbers: {error}") from error
-    wrong = np.flatnonzero(~np.isfinite(column))
+    wrong = np.flatnonzero(~(np.abs(column) <= LARGEST_REWARD))
     if wrong.size:
         position = int(wrong[0])
-        raise ValueError(f"{_name(position, samples[position])}: the {what} is {column[position]}")
+        found = f"the {what} is {column[position]:g}, and must be within {LARGEST_REWARD:g}"
+        raise ValueError(f"{_name(position, samples[position])}: {found}")
     return column
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import threading
 import traceback
 from collections.abc import Iterator, Mapping
 from types import TracebackType
@@ -31,7 +32,11 @@ def naming(where: str, passes: type[Exception] = HookError) -> Iterator[None]:
         raise HookError(f"{where} raised CancelledError: something that it waits for was cancelled") from error
     except SystemExit as error:
         raise HookError(f"{where} called sys.exit({error.code!r})") from error
-    except Exception as error:
+    except GeneratorExit:
+        raise  # it is we who close the coroutine
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise  # Ctrl-C, which no other thread gets
         frames = "".join(traceback.format_exception(type(error), error, _from_theirs(error.__traceback__)))
         raise HookError(f"{where} raised {type(error).__name__}: {error}\n{frames.rstrip()}") from error
 

@@ -17,6 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from slime.rollout import numbers
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.generation import prompt_tokens
 from slime.rollout.sampling import train_sampling_params
@@ -114,15 +115,14 @@ def check_group(subject: Subject) -> None:
     args = subject.args
     groups = make_source(args).get_samples(args.rollout_batch_size)
     done = [_generated(subject, group) for group in groups]
-    ids = [[sample.rollout_id for sample in flatten_samples([result])] for group in done for result in group]
-    seen: set[Any] = set()
-    for parts in ids:
-        subject.must(
-            not seen & set(parts),
-            f"two samples of a rollout came back with one rollout_id {parts[0]}",
-            "leave rollout_id as it is, or None in new samples: those of one list share the one of their sample",
-        )
-        seen |= set(parts)
+    where = f"{subject.contract.flag} {subject.path}"
+    changed = sorted(name for function, name in numbers.told if function == where)
+    subject.must(
+        not changed,
+        f"it set {', '.join(changed)}, by which slime counts, and they were put back",
+        "leave group_index, index and rollout_id as they are, or None in new samples: those of one list share the ones "
+        "of their sample; what is yours to note goes into Sample.metadata",
+    )
     to_train_batches(args, flatten_samples(done), dp_size=1)
 
 

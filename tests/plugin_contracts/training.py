@@ -103,7 +103,7 @@ def check_postprocess(subject: Subject) -> None:
 
     batch, micro_batches = _batch(subject)
     layout = PackLayout(1, 0, MULTIPLE, subject.args.calculate_per_token_loss, None, torch.device("cpu"))
-    postprocess(subject.args, 0, batch, micro_batches, layout)
+    postprocess(subject.args, 0, batch, micro_batches, layout, group=None)
     _must_be_finite(subject, "advantages", [m.advantages for m in micro_batches])
 
 

@@ -232,12 +232,24 @@ def test_hook_of_a_batch_that_hangs_is_named(flag: str, make_args: Args, use: Us
         ("    import sys; sys.exit(3)\n", r"called sys.exit\(3\)"),
         ("    task = asyncio.ensure_future(asyncio.sleep(9)); task.cancel(); await task\n", "raised CancelledError"),
         ("    return float('nan')\n", "its reward is nan"),
+        ("    return 1e308\n", r"sample \d+: its reward is 1e\+308, .* must give numbers within 1e\+18"),
+        ("    return -float('inf')\n", "its reward is -inf"),
+        ("    return 10**400\n", "raised OverflowError"),
+        ("    raise KeyboardInterrupt\n", "raised KeyboardInterrupt"),
+        ("    raise BaseException('odd')\n", "raised BaseException: odd"),
+        ("    raise GeneratorExit\n", "raised RuntimeError: GeneratorExit"),
         ("    next(iter([]))\n", "raised RuntimeError: (coroutine raised )?StopIteration"),
     ],
 )
-def test_reward_functions_that_fail_oddly(body: str, message: str, make_args: Args, use: Use, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_async", [True, False])
+def test_reward_functions_that_fail_oddly(
+    is_async: bool, body: str, message: str, make_args: Args, use: Use, tmp_path: Path
+) -> None:
+    if "await" in body and not is_async:
+        return
     use(FakeClient())
-    hook = hook_file(tmp_path, f"import asyncio\nasync def rm(args, sample):\n{body}")
+    kind = "async def" if is_async else "def"
+    hook = hook_file(tmp_path, f"import asyncio\n{kind} rm(args, sample):\n{body}")
     source = RolloutDataSourceWithBuffer(make_args())
     with pytest.raises(HookError, match=message):
         rollout(make_args(custom_rm_path=f"{hook}:rm", on_sample_error="stop"), 0, source)

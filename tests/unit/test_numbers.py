@@ -47,7 +47,7 @@ FUNCTIONS = {
 
 @pytest.fixture(autouse=True)
 def untold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numbers, "_told", set())
+    monkeypatch.setattr(numbers, "told", set())
 
 
 def numbers_by_group(samples: list[Sample]) -> list[tuple[Any, ...]]:

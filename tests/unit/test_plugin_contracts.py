@@ -135,7 +135,7 @@ MISTAKES: list[tuple[str, str, str]] = [
         "--custom-generate-function-path",
         _ONE_TURN + "async def f(args, sample, p):\n    s = await generate(args, sample, p)\n"
         "    s.rollout_id = 5\n    return s",
-        "two samples of a rollout came back with one rollout_id 5",
+        "it set rollout_id, by which slime counts, and they were put back",
     ),
     # data, filters, rewards
     ("--data-source-path", "class f:\n    def __init__(self): pass", "too many positional arguments"),
