@@ -23,8 +23,6 @@ _ELSEWHERE = {
     "slime.rollout.rm_hub.deepscaler": _BY_RM_TYPE,
     "slime.rollout.rm_hub.f1": _BY_RM_TYPE,
     "slime.rollout.rm_hub.gpqa": _BY_RM_TYPE,
-    "slime.rollout.rm_hub.math_dapo_utils": _BY_RM_TYPE,
-    "slime.rollout.rm_hub.math_utils": "slime.rollout.rm_hub.answers has last_boxed and quick_equal",
     "slime.utils.async_utils": "a plain function may call asyncio.run, most hooks may be async",
     "slime.utils.data": "slime.rollout.dataset reads prompts, see docs/rollout.md for data sources of your own",
     "slime.utils.eval_config": "args.eval_datasets has slime.options.eval_datasets.EvalDataset",

@@ -162,7 +162,7 @@ def test_functions_in_a_bare_file(name: str, function: str, directory: Path) -> 
         ("--overlong-penalty-factor 2", "--overlong-penalty-factor 2 has no effect without --overlong-buffer-len"),
         ("--overlong-buffer-len 9 --rollout-max-response-len 8",
          "--overlong-buffer-len 9 is more than --rollout-max-response-len 8"),
-        ("--overlong-buffer-len 4 --loss-type sft_loss", "--overlong-buffer-len 4 has no effect with --loss-type sft_lo"),
+        ("--overlong-buffer-len 4 --loss-type sft_loss", "--overlong-buffer-len 4 has no effect with --loss-type sft"),
         ("--overlong-buffer-len 0", "argument --overlong-buffer-len: must be at least 1, not 0"),
         ("--overlong-buffer-len 4 --overlong-penalty-factor 0", "argument --overlong-penalty-factor: must be above 0"),
         ("--overlong-buffer-len 4 --custom-reward-post-process-path functions.py:run",

@@ -287,6 +287,33 @@ def test_remote_rm(rollout_args: Args) -> None:
         reward(rollout_args(rm_type="remote_rm"), "r", "a")
 
 
+def test_the_names_that_upstreams_hooks_import(rollout_args: Args, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slime.rollout.rm_hub import grade_answer_verl, remote_rm
+    from slime.rollout.rm_hub.math_dapo_utils import compute_score
+    from slime.rollout.rm_hub.math_utils import extract_answer, grade_answer_mathd
+
+    assert compute_score("Answer: 42<|im_end|>", "42") == {"score": 1.0, "acc": True, "pred": "42"}
+    assert compute_score("Answer: 41<|im_end|>", 42) == {"score": -1.0, "acc": False, "pred": "41"}
+    assert compute_score("no answer", "42") == {"score": -1.0, "acc": False, "pred": "[INVALID]"}
+    assert compute_score("so \\boxed{42}", "42", strict_box_verify=True)["score"] == 1.0
+    assert compute_score("so \\boxed{42}", "42")["score"] == -1.0
+    assert compute_score("Answer: 42", None)["score"] == -1.0
+    assert extract_answer("a \\boxed{x^{2}} b") == "x^{2}"
+    assert extract_answer("none") is None
+    assert grade_answer_verl("so \\boxed{b+a}", "\\boxed{a+b}")
+    assert not grade_answer_verl("so \\boxed{7 1/2}", "4")
+    assert not grade_answer_verl("no box", "4")
+    assert not grade_answer_verl("\\boxed{4}", "")
+    assert grade_answer_mathd("7 1/2", "7.5")
+
+    async def post(url: str, payload: Any, **kwargs: Any) -> Any:
+        return {"score": float(payload == {"prompt": "p", "response": "r", "label": "l"})}
+
+    monkeypatch.setattr(http_utils, "post", post)
+    sample = Sample(prompt="p", response="r<|im_end|>", label="l")
+    assert asyncio.run(remote_rm(rollout_args(rm_url="http://127.0.0.1:9/"), sample)) == {"score": 1.0}
+
+
 def test_choice_of_reward(rollout_args: Args, tmp_path: Path) -> None:
     hook = tmp_path / "mine.py"
     hook.write_text(

@@ -10,12 +10,21 @@ from slime.rollout.hooks import within
 from slime.rollout.loop import run_all
 from slime.rollout.rm_hub.answers import last_boxed
 from slime.rollout.rm_hub.custom import Reward, custom_rewards, hook_of, limit_of
-from slime.rollout.rm_hub.graders import ASKS_A_SERVER, BOXED_GRADERS, GRADERS
+from slime.rollout.rm_hub.graders import ASKS_A_SERVER, BOXED_GRADERS, GRADERS, remote_reward
+from slime.rollout.rm_hub.math_utils import grade_answer_verl
 from slime.rollout.rm_hub.special_tokens import response_without_special_tokens
 from slime.utils.errors import BadInputError
 from slime.utils.types import Sample
 
-__all__ = ["Reward", "async_rm", "batched_async_rm", "judge_of", "response_without_special_tokens"]
+__all__ = [
+    "Reward",
+    "async_rm",
+    "batched_async_rm",
+    "grade_answer_verl",
+    "judge_of",
+    "remote_rm",
+    "response_without_special_tokens",
+]
 
 _BOXED = "boxed_"
 
@@ -69,6 +78,16 @@ async def batched_async_rm(args: Namespace, samples: Sequence[Sample], **kwargs:
         for place, reward in zip(members, found, strict=True):
             rewards[place] = reward
     return rewards
+
+
+async def remote_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Reward:
+    """Upstream's name for ``--rm-type remote_rm``: what the server at ``--rm-url`` answers.
+
+    Raises:
+        BadInputError, RequestError: as `remote_reward`.
+    """
+    reply: Reward = await remote_reward(args, sample, response_without_special_tokens(args, sample))
+    return reply
 
 
 def judge_of(args: Namespace, sample: Sample) -> str:

@@ -30,6 +30,12 @@ async def answers_equal(answer: str, label: str) -> bool:
     return await algebra_pool().equal(answer, label) if verdict is None else verdict
 
 
+def answers_equal_now(answer: str, label: str) -> bool:
+    """As `answers_equal`, in the thread of the caller."""
+    verdict = quick_equal(answer, label)
+    return algebra_pool().equal_now(answer, label) if verdict is None else verdict
+
+
 class _Worker:
     """One `grade_worker` process, started when needed, replaced when it hangs or dies; for one thread at a time."""
 
@@ -100,9 +106,10 @@ class AlgebraPool:
         Raises:
             RuntimeError: no worker process could be started.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._equal, answer, label)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self.equal_now, answer, label)
 
-    def _equal(self, answer: str, label: str) -> bool:
+    def equal_now(self, answer: str, label: str) -> bool:
+        """As `equal`, in the thread of the caller."""
         worker = self._idle.get()
         try:
             return worker.equal(answer, label, self._seconds)

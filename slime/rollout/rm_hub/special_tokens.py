@@ -31,12 +31,17 @@ def response_without_special_tokens(args: Namespace, sample: Sample) -> str:
     """
     checkpoint = getattr(args, "hf_checkpoint", None)
     if not sample.response or not checkpoint:
-        return _USUAL.sub("", sample.response)
+        return without_usual_special_tokens(sample.response)
     text = sample.response
     if stop := _stop_text(args, checkpoint, sample):
         text = text.removesuffix(stop)
     pattern = _special_tokens(checkpoint)
     return text if pattern is None else pattern.sub("", text)
+
+
+def without_usual_special_tokens(text: str) -> str:
+    """``text`` without what looks like a special token of one of the usual tokenizers."""
+    return _USUAL.sub("", text)
 
 
 def _stop_text(args: Namespace, checkpoint: str, sample: Sample) -> str | None:

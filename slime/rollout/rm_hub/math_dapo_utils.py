@@ -1,0 +1,28 @@
+"""Upstream's name for DAPO's reward, for functions of users that import it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.rollout.rm_hub.algebra import answers_equal_now
+from slime.rollout.rm_hub.answers import accepted_labels, last_boxed
+from slime.rollout.rm_hub.graders import dapo_answer, shown_answer
+from slime.rollout.rm_hub.special_tokens import without_usual_special_tokens
+
+
+def compute_score(
+    solution_str: str, ground_truth: Any, strict_box_verify: bool = False, pause_tokens_index: list[int] | None = None
+) -> dict[str, Any]:
+    """``{"score": 1 or -1, "acc", "pred"}`` of a response's text, as ``--rm-type dapo`` judges.
+
+    Where the comparison takes algebra it holds up the caller, for 10 s at the most.
+
+    Args:
+        strict_box_verify: look at the last box, as ``--rm-type boxed_dapo`` does.
+        pause_tokens_index: taken for the sake of callers, and not read.
+    """
+    text = without_usual_special_tokens(solution_str)
+    answer = last_boxed(text) if strict_box_verify else dapo_answer(text)
+    labels = [] if ground_truth is None else accepted_labels(ground_truth)
+    correct = answer is not None and any(answers_equal_now(answer, label) for label in labels)
+    return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": shown_answer(answer)}

@@ -1,0 +1,37 @@
+"""Upstream's names for judging an answer in a box, for functions of users that import them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.rollout.rm_hub.algebra import answers_equal_now
+from slime.rollout.rm_hub.answers import accepted_labels, last_boxed
+
+
+def extract_answer(passage: str) -> str | None:
+    """The content of the last box of ``passage``; None without one."""
+    return last_boxed(passage)
+
+
+extract_boxed_answer = extract_answer
+
+
+def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
+    """Whether the last box of ``solution_str`` has the value of ``ground_truth``, as ``--rm-type math`` judges.
+
+    Where that takes algebra it holds up the caller, for 10 s at the most.
+    """
+    answer = last_boxed(solution_str)
+    if answer is None or ground_truth is None:
+        return False
+    return any(answers_equal_now(answer, label) for label in accepted_labels(ground_truth))
+
+
+def grade_answer_mathd(given_answer: str | None, ground_truth: Any) -> bool:
+    """Whether two answers, without boxes, have the same value."""
+    if given_answer is None or ground_truth is None:
+        return False
+    return any(answers_equal_now(given_answer, label) for label in accepted_labels(ground_truth))
+
+
+grade_answer_sympy = grade_answer_mathd
