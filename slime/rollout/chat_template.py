@@ -19,6 +19,8 @@ from slime.rollout.messages import Messages, RowError, content_text, with_argume
 
 logger = logging.getLogger(__name__)
 
+SPOKEN = ("system", "user", "assistant")
+"""Roles that every template knows."""
 _PRIVATE = range(0xE000, 0xF900)
 """Characters of Unicode's private use area."""
 _MARK = "slime_mark"
@@ -179,19 +181,21 @@ class ChatTemplate:
     @functools.cached_property
     def _roles_of_parts(self) -> set[str]:
         """Roles whose contents the template takes as lists of parts only."""
-        parts = [{"type": "text", "text": _NAME}]
-        return {role for role in _ROLES if not self._shows(role, _NAME) and self._shows(role, parts)}
+        parts = [{"type": "text", "text": _TEXT}]
+        return {role for role in SPOKEN if not self._shows(role, _TEXT) and self._shows(role, parts)}
 
     def _role_is_shown(self, role: str) -> bool:
         if role not in self._roles:
-            self._roles[role] = role in _ROLES or self._shows(role, _NAME) is not False
+            self._roles[role] = role in SPOKEN or self._shows(role, _TEXT) is not False
         return self._roles[role]
 
     def _shows(self, role: str, content: Any) -> bool | None:
         """Whether a message of a role is in the text; None where the template refuses it."""
         message = {"role": role, "content": content}
-        text = self._try([message, _USER] if role == "system" else [_USER, message])
-        return None if text is None else _NAME in text
+        arguments = "{}" if self._arguments_as_json else {}
+        before = {"system": [], "tool": [_USER, _call(arguments) | self._no_content]}.get(role, [_USER])
+        text = self._try([*before, message, *([_USER] if role == "system" else [])])
+        return None if text is None else _TEXT in text
 
     @functools.cached_property
     def _shows_content_of_calls(self) -> bool:
@@ -224,7 +228,6 @@ class ChatTemplate:
             return None
 
 
-_ROLES = ("system", "user", "assistant")
 _NAME = "slime_function"
 _TEXT = "slime-content"
 _USER = {"role": "user", "content": "?"}

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from slime.rollout.chat_template import ChatTemplate, Marked
+from slime.rollout.chat_template import SPOKEN, ChatTemplate, Marked
 from slime.rollout.messages import Messages, RowError
 
 _TAG = re.compile(r"<[^<>\s]+>")
@@ -49,9 +49,11 @@ def find_turns(template: ChatTemplate, messages: Messages, tools: Any, *, last_o
     whole = template.marked(messages, tools)
     if whole.text != template.text(messages, tools):
         raise RowError("the chat template renders another text while it is followed: the loss mask is undefined")
+    finder = _Finder(template, messages, tools, whole)
+    for i in wanted:
+        finder.check(i)
     if template.has_generation_blocks:
         return Turns(whole.text, [span for i in wanted for span in _generated(whole, i)])
-    finder = _Finder(template, messages, tools, whole)
     spans = [finder.span(i) for i in wanted]
     return Turns(finder.text, spans)
 
@@ -79,19 +81,24 @@ class _Finder:
         self.text = whole.text
         """Ends by the token that ends the last turn, where the template leaves that to the next role."""
 
-    def span(self, number: int) -> tuple[int, int]:
+    def check(self, number: int) -> None:
+        """Raise RowError where a turn's piece lacks its tool calls, or has what is not the assistant's."""
         first, last = _piece(self._whole, number)
-        self._check_calls(number, self._whole.text[first:last])
-        end = self._end(number, first, last)
-        return self._start(number, first, min(end, last)), end
-
-    def _check_calls(self, number: int, piece: str) -> None:
-        """Raise RowError for calls that are not in the text: templates leave out what they do not know."""
-        calls = self._messages[number].get("tool_calls")
-        if calls and self._without_calls is not None:
+        piece = self._whole.text[first:last]
+        if self._messages[number].get("tool_calls") and self._without_calls is not None:
             first, last = self._without_calls.pieces.get(number, (0, 0))
             if self._without_calls.text[first:last] == piece:
                 raise RowError(f"the chat template leaves out the tool calls of message {number}")
+        if self._other_results is not None:
+            first, last = self._other_results.pieces.get(number, (0, 0))
+            if self._other_results.text[first:last] != piece:
+                raise RowError(f"the chat template renders tool results within message {number}, a turn to be trained")
+
+    def span(self, number: int) -> tuple[int, int]:
+        """Characters of a turn."""
+        first, last = _piece(self._whole, number)
+        end = self._end(number, first, last)
+        return self._start(number, first, min(end, last)), end
 
     def _start(self, number: int, first: int, last: int) -> int:
         text, prompt = self._whole.text, self._prompt(number)
@@ -165,6 +172,15 @@ class _Finder:
             for message in self._messages
         ]
         return self._rendered(silent)
+
+    @functools.cached_property
+    def _other_results(self) -> Marked | None:
+        """The conversation with other tool results; None where it has none."""
+        changed = [
+            message if message["role"] in SPOKEN else self._template.prepared([message | {"content": _OTHER[0]}])[0]
+            for message in self._messages
+        ]
+        return self._rendered(changed) if any(message["role"] not in SPOKEN for message in self._messages) else None
 
     def _rendered(self, messages: Messages, *, generation_prompt: bool = False) -> Marked | None:
         try:

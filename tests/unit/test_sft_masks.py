@@ -417,6 +417,16 @@ def test_calls_that_the_template_leaves_out(encoder: Encoder) -> None:
             encoder("KIMI_K2").encode(messages)
 
 
+def test_tool_results_within_a_turn(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages if m.role != 'tool' %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if m.tool_calls %}"
+        "{{ m.tool_calls | tojson }}{{ messages[loop.index0 + 1].content }}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    with pytest.raises(RowError, match="renders tool results within message 1, a turn to be trained"):
+        encoder_of(template, tmp_path).encode(CHAIN)
+
+
 def test_generation_blocks_say_what_is_trained(tmp_path: Path) -> None:
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
@@ -427,6 +437,10 @@ def test_generation_blocks_say_what_is_trained(tmp_path: Path) -> None:
     assert trained(encode, LITERAL) == ["ok <|im_end|> more<|user|><|im_end|>", "z<|im_end|>"]
     skipped = [user("q"), assistant("x", step_loss_mask=0), user("r"), assistant("y")]
     assert trained(encode, skipped) == ["y<|im_end|>"]
+    with pytest.raises(
+        RowError, match="leaves out the tool calls of message 1"
+    ):
+        encode.encode(CHAIN)
 
 
 def test_no_token_reaches_over_the_beginning_of_a_turn(tmp_path: Path) -> None:
