@@ -8,6 +8,7 @@ from slime.options.errors import OptionError
 from slime.options.rollout import FULLY_ASYNC_ROLLOUT, generates_itself
 from slime.options.schema import flag_named
 
+_MASKS = "mask_offpolicy_in_partial_rollout"
 _WITHOUT_BUFFER = ("slime.rollout.data_source.RolloutDataSource", "slime.data.RolloutDataSource")
 
 
@@ -27,7 +28,8 @@ def check_collection(args: Namespace, given: set[str]) -> None:
             name = flag_named(flag)
             raise OptionError(f"{name} needs a buffer, and --data-source-path {args.data_source_path} has none")
     own = generates_itself(args.rollout_function_path)
-    for name in sorted(given & {"over_sampling_batch_size", "dynamic_sampling_filter_path", "partial_rollout"}):
+    ours = {"over_sampling_batch_size", "dynamic_sampling_filter_path", "partial_rollout", _MASKS}
+    for name in sorted(given & ours):
         if not own:
             raise OptionError(
                 f"{flag_named(name)} is for slime's own rollouts: --rollout-function-path "

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -33,10 +34,22 @@ class Examiner:
         self._current: Future[str | None] | None = None
         self._turn = threading.Lock()
         """Of whoever examines, or pauses engines."""
+        self._working = 0
 
     async def __call__(self, problem: str) -> str | None:
         """As of `http_utils.examine_by`."""
         return await asyncio.wrap_future(self._begin(problem))
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """Within, engines generate; outside they may be asleep, and a question would be the end of them."""
+        with self._lock:
+            self._working += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._working -= 1
 
     def forbid(self) -> None:
         """Examine nothing until `allow`: engines that are paused generate nothing. Waits for what is under way."""
@@ -66,6 +79,8 @@ class Examiner:
             verdict.set_exception(error)
 
     def _examine(self, problem: str) -> str | None:
+        if not self._working:
+            return "no rollout is under way, so that no engine was asked"
         asked = dict(self._engines)
         calls = {url: actor.examine.remote(problem, paused=False) for url, actor in asked.items()}
         deadline = time.monotonic() + self._limit

@@ -134,9 +134,10 @@ class RolloutManager:
 
     def remove_engine(self, url: str) -> None:
         """Send nothing more to an engine that has died or hangs, and have fewer requests in flight."""
-        if url not in self._engines:
+        try:
+            self._engines.remove(url)
+        except KeyError:
             return  # it was found to hang before its end was known
-        self._engines.remove(url)
         self._routers[ACTOR].remove(url)
         forget_engine(url)
         self._args.num_engines -= 1
@@ -168,7 +169,7 @@ class RolloutManager:
         """
         args = self._args
         started = time.monotonic()
-        with under_way(rollout_id):
+        with under_way(rollout_id), self._generating():
             samples, metrics = self._samples(rollout_id)
         generated = time.monotonic()
         metrics.setdefault("perf/rollout_time", generated - started)
@@ -203,6 +204,9 @@ class RolloutManager:
             metrics |= staleness_metrics(rollout_id, samples)
         return samples, metrics
 
+    def _generating(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._examiner is None else self._examiner.working()
+
     def hand_over(self, rollout_id: int) -> dict[str, float]:
         """Note that the trainers take a rollout; where all prompts are then."""
         samples, source = self._made.pop(rollout_id), self._data_source
@@ -226,7 +230,7 @@ class RolloutManager:
         """Score the engines' present weights on every evaluation dataset; what there is to log of it."""
         started = time.monotonic()
         args = self._args
-        with _naming("--eval-function-path", args.eval_function_path):
+        with _naming("--eval-function-path", args.eval_function_path), self._generating():
             wanted = accepted(self._evaluate, evaluation=True)
             output = self._evaluate(args, rollout_id, self._data_source, **wanted)
         if not isinstance(output, RolloutFnEvalOutput):

@@ -253,6 +253,24 @@ def test_a_run_that_loses_an_engine_finishes(workspace: Path, slots: str, strike
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("strike", [stop_server, stop_scheduler])
+def test_a_push_goes_on_without_an_engine_that_hangs(workspace: Path, strike: Strike) -> None:
+    """Nobody has a request at the engine, so that only its silence, or the push's own deadline, tells of it."""
+    num_rollout, run_dir, log = 4, workspace / f"push_{strike.__name__}", workspace / f"push_{strike.__name__}.log"
+    changes: dict[str, Value] = {"num_rollout": num_rollout, "weight_update_timeout": 20, **_ASKED}
+    with TrainProcess(long_flags(workspace, run_dir, "disaggregated", **changes), log) as process:
+        process.wait_until((run_dir / "samples_1.pt").exists, RUN_S, "a rollout that is about to be trained", 0.02)
+        strike(run_dir, 1)
+        assert process.wait(RUN_S) == 0, process.tail()
+        process.assert_no_process_left()
+    question = {stop_server: "/health", stop_scheduler: "/(server_info|health_generate)"}[strike]
+    assert_went_on_without(log, run_dir, 1, hangs(question))
+    assert len(series(run_dir, "train/loss")) == num_rollout
+    assert max(series(run_dir, "train/train_rollout_logprob_abs_diff")) < 1e-4
+    assert_nothing_lost_or_twice(run_dir, num_rollout)
+
+
+@pytest.mark.full
 def test_an_engine_over_nodes_that_loses_one_is_gone_as_a_whole(workspace: Path) -> None:
     """Two engines of two servers, on slots that are a node each."""
     num_rollout, run_dir, log = 5, workspace / "nodes", workspace / "nodes.log"

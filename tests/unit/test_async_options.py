@@ -103,6 +103,9 @@ def test_old_samples_without_a_correction_are_warned_of(correction: str, capsys:
 
 def test_masking_of_older_tokens_needs_a_way_for_them_to_come_about(capsys: pytest.CaptureFixture[str]) -> None:
     flag = "--mask-offpolicy-in-partial-rollout"
+    (Path.cwd() / "own.py").write_text("def generate_rollout(args, rollout_id, source, evaluation=False): pass\n")
+    refused = async_failure(capsys, f"{flag} --rollout-function-path own.py")
+    assert f"{flag} is for slime's own rollouts: --rollout-function-path " in refused
     assert failure(capsys, flag).startswith(f"{flag} has no effect without --partial-rollout or --over-sampling-batch")
     for words in ("", FULLY_ASYNC):
         assert parse_args(async_command(f"{flag} {words}"), asynchronous=True).mask_offpolicy_in_partial_rollout

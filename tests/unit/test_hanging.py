@@ -62,6 +62,21 @@ def test_one_lost_answer_is_no_silence_and_two_in_a_row_are() -> None:
     pulse.end()
 
 
+def test_trouble_of_ones_own_neither_ends_the_asking_nor_is_the_servers() -> None:
+    calls: list[float] = []
+
+    def ask(timeout: float) -> None:
+        calls.append(timeout)
+        if len(calls) == 1:
+            raise OSError("too many open files")
+
+    pulse = Pulse(ask, interval=0.01, timeout=3.0)
+    pulse.begin()
+    wait_for(lambda: len(calls) > 2, "it is asked again")
+    assert pulse.silence is None
+    pulse.end()
+
+
 def test_a_server_that_was_stopped_in_order_is_not_called_silent() -> None:
     ask, asked = asking(False)
     pulse = Pulse(ask, interval=0.01, timeout=3.0)
@@ -178,14 +193,26 @@ def hanging(rank: int) -> Exception:
     return failure(EngineError(f"engine {rank} at http://e{rank} hangs: no answer\nlast lines of its log:\nbang"))
 
 
+def ask(examiner: Examiner) -> str | None:
+    with examiner.working():
+        return asyncio.run(examiner("POST: no reply"))
+
+
+def test_engines_that_may_be_asleep_are_not_asked() -> None:
+    actors = {"http://e0": Actor(hanging(0))}
+    examiner = Examiner(actors, 1.0, lambda url: None)
+    assert asyncio.run(examiner("POST: no reply")) == "no rollout is under way, so that no engine was asked"
+    assert not actors["http://e0"].asked
+
+
 def test_the_engines_that_hang_are_left_out() -> None:
     actors = {"http://e0": Actor(), "http://e1": Actor(hanging(1)), "http://e2": Actor(RayActorError())}
     removed: list[str] = []
     examiner = Examiner(actors, 1.0, removed.append)
-    assert asyncio.run(examiner("POST: no reply")) is None
+    assert ask(examiner) is None
     assert removed == ["http://e1", "http://e2"]
     assert actors["http://e1"].asked == ["POST: no reply"]
-    told = asyncio.run(examiner("POST: no reply"))
+    told = ask(examiner)
     assert told is not None
     assert told.startswith("the only engine left answers")
     assert len(actors["http://e1"].asked) == 1, "it is left alone"
@@ -195,7 +222,7 @@ def test_when_all_engines_hang_each_is_named_and_none_is_removed() -> None:
     actors = {f"http://e{rank}": Actor(hanging(rank)) for rank in range(2)}
     examiner = Examiner(actors, 1.0, lambda url: pytest.fail("the driver ends the run, with every cause"))
     with pytest.raises(RequestError, match=r"no engine is left that answers\nengine 0 .*\nengine 1 .* no answer$"):
-        asyncio.run(examiner("POST: no reply"))
+        ask(examiner)
 
 
 def test_requests_that_fail_together_share_an_examination_and_one_that_gives_up_spoils_it_for_nobody() -> None:
@@ -212,7 +239,8 @@ def test_requests_that_fail_together_share_an_examination_and_one_that_gives_up_
         actors["http://e0"].released.set()
         return await asyncio.gather(*others)
 
-    assert asyncio.run(scenario()) == [None] * 4
+    with examiner.working():
+        assert asyncio.run(scenario()) == [None] * 4
     assert len(actors["http://e0"].asked) == 1
 
 
@@ -221,14 +249,14 @@ def test_nothing_is_examined_while_engines_are_paused_for_a_push() -> None:
     examiner = Examiner(actors, 1.0, lambda url: None)
     examiner.forbid()
     with ThreadPoolExecutor() as pool:
-        asked = pool.submit(lambda: asyncio.run(examiner("POST: no reply")))
+        asked = pool.submit(ask, examiner)
         time.sleep(0.05)
         assert not actors["http://e0"].asked
         examiner.allow()
         assert asked.result(10) is not None
         # And a push waits for an examination that is under way.
         actors["http://e0"].released.clear()
-        asked = pool.submit(lambda: asyncio.run(examiner("POST: no reply")))
+        asked = pool.submit(ask, examiner)
         wait_for(lambda: len(actors["http://e0"].asked) == 2, "the second examination")
         held = pool.submit(examiner.forbid)
         time.sleep(0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -70,4 +71,5 @@ class Pulse:
 
     def _run(self) -> None:
         while self.silence is None and not self._ended.wait(self._interval):
-            self.examine()
+            with contextlib.suppress(Exception):  # trouble of this process says nothing of the server
+                self.examine()
