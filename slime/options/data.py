@@ -31,7 +31,9 @@ class DataOptions:
         False, "No --prompt-data: the rollout function is given empty samples, and fills them in."
     )
     input_key: str = option(
-        "input", "Column of the prompt: a string or a list of chat messages. Dots lead into objects: a.b is b of a."
+        "input",
+        "Column of the prompt: a string, a number, or a list of chat messages, also as JSON text. Dots lead into "
+        "objects: a.b is b of a.",
     )
     label_key: str | None = option(
         None, "Column of the expected answer; dots lead into objects, as in reward_model.ground_truth."

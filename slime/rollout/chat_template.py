@@ -77,7 +77,9 @@ class ChatTemplate:
         Raises:
             RowError: the template refuses the conversation.
         """
-        left, right = _unused_characters(json.dumps([messages, tools], ensure_ascii=False, default=str) + self._source)
+        with _refusing():
+            written = json.dumps([messages, tools, self._kwargs], ensure_ascii=False, default=str)
+        left, right = _unused_characters(written + self._source)
         numbers = {id(message): number for number, message in enumerate(messages)}
 
         def mark(kind: str, loop: int, message: Any = None) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from slime.rollout.chat_template import chat_template
-from slime.rollout.messages import Messages, RowError, check_messages, messages_of_json
+from slime.rollout.messages import Messages, RowError, as_text, check_messages, messages_of_json
 from slime.rollout.tokenizer import load_tokenizer
 from slime.rollout.turns import find_turns
 from slime.utils.errors import BadInputError
@@ -35,7 +35,7 @@ def with_answer(prompt: str | Messages, label: Any) -> Messages:
     Raises:
         RowError: the label would be said, and is no plain value.
     """
-    prompt = messages_of_json(prompt)
+    prompt = messages_of_json(as_text(prompt))
     messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if label is not None and not any(message.get("role") == "assistant" for message in messages):
         if isinstance(label, (dict, list)):
@@ -125,6 +125,9 @@ class ConversationEncoder:
         return ids, starts, ends
 
     def _tokenised(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        try:
+            encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        except (TypeError, UnicodeError) as error:  # half a surrogate pair
+            raise RowError(f"the conversation is no text that can be tokenised: {error}") from error
         starts, ends = np.asarray(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
         return np.asarray(encoding["input_ids"], dtype=np.int32), starts, ends

@@ -219,6 +219,7 @@ def _parse(row: Row, spec: PromptSpec, tokenizer: Any, rejects: _Rejects, arrow:
         prompt = as_text(_take(row.value, spec.input_key, "--input-key"))
         prompt = without_arrow_nulls(prompt) if arrow else prompt
         label = None if spec.label_key is None else _take(row.value, spec.label_key, "--label-key")
+        label = without_arrow_nulls(label) if arrow else label
         if label is None and spec.label_key is not None and spec.trained_turns is None:
             raise RowError(f"{spec.label_key!r} (--label-key) is null")
         metadata = _metadata(row.value, spec, arrow)

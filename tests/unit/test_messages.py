@@ -141,13 +141,13 @@ def test_parquet_gives_what_jsonl_gives(
     rows = [
         {
             "prompt": [ask, call({"city": "Rome"}, content=""), {"role": "tool", "content": "5"}],
-            "label": "x",
+            "label": {"target": ["x"]},
             "tools": [tool("weather", city={"type": "string", "enum": ["a", None]})],
             "metadata": {"difficulty": {"level": 1}},
         },
         {
             "prompt": [ask, answer, ask],
-            "label": "y",
+            "label": {"score": 1},
             "tools": [tool("add", x={"type": "number"}, y={"type": "number"}), tool("now")],
             "metadata": {"source": "b"},
         },
@@ -161,7 +161,7 @@ def test_parquet_gives_what_jsonl_gives(
         )
         for i in range(2):
             assert first[i].prompt == second[i].prompt
-            assert first[i].metadata == second[i].metadata
+            assert (first[i].metadata, first[i].label) == (second[i].metadata, second[i].label)
             assert first[i].tokens == second[i].tokens
     assert without_arrow_nulls({"a": None, "b": [None, {"c": None}], "d": [("k", 1), ("l", {"m": None})]}) == {
         "b": [None, {}],

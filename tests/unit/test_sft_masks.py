@@ -437,9 +437,7 @@ def test_generation_blocks_say_what_is_trained(tmp_path: Path) -> None:
     assert trained(encode, LITERAL) == ["ok <|im_end|> more<|user|><|im_end|>", "z<|im_end|>"]
     skipped = [user("q"), assistant("x", step_loss_mask=0), user("r"), assistant("y")]
     assert trained(encode, skipped) == ["y<|im_end|>"]
-    with pytest.raises(
-        RowError, match="leaves out the tool calls of message 1"
-    ):
+    with pytest.raises(RowError, match="leaves out the tool calls of message 1"):
         encode.encode(CHAIN)
 
 

@@ -182,13 +182,14 @@ def test_bad_conversations_fail_at_load_or_are_skipped(rollout_args: Args, write
         {"prompt": [user("a")], "label": None},
         {"prompt": "a", "label": "b"},
         {"prompt": "", "label": None},
+        {"prompt": [user("a\ud83d"), assistant("b")], "label": None},
     ]
     args = sft_args(rollout_args, write_jsonl(rows), label_key="label")
     with pytest.raises(BadInputError, match=r"--prompt-data .*, line 2: no token of the conversation is trained"):
         load_prompts(train_prompt_spec(args))
     args.skip_bad_rows = True
     dataset = load_prompts(train_prompt_spec(args))
-    assert (len(dataset), dataset.num_bad) == (2, 2)
+    assert (len(dataset), dataset.num_bad) == (2, 3)
     assert [dataset[i].response for i in range(2)] == ["b<|im_end|>"] * 2
 
 
