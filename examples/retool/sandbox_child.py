@@ -7,11 +7,13 @@ locked in, so that whatever comes before is a failure of the sandbox and not of 
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import linecache
 import os
 import resource
 import signal
+import struct
 import sys
 import traceback
 from typing import Any, NoReturn
@@ -25,6 +27,32 @@ _MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _ATTR_RDONLY, _ATTR_NOSUID = 442, -100
 _PDEATHSIG, _DUMPABLE, _NO_NEW_PRIVS = 1, 4, 38
 _CAPABILITIES_V3 = 0x20080522
 _NUM_FILES = 1000
+_SECCOMP, _SECCOMP_FILTER = 22, 2
+_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+"""By `os.uname`: the column of a number in the table below, and what the kernel calls the architecture."""
+REFUSED = {
+    # Memory that no limit of the process counts.
+    **{"shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "memfd_create": (319, 279)},
+    **{"memfd_secret": (447, 447), "msgget": (68, 186), "msgsnd": (69, 189), "semget": (64, 190), "semop": (65, 193)},
+    **{"mq_open": (240, 180), "io_setup": (206, 0), "vmsplice": (278, 75)},
+    # What belongs to the user and not to the process.
+    **{"add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219)},
+    # Other processes.
+    **{"ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272)},
+    **{"pidfd_getfd": (438, 438)},
+    # New namespaces and mounts, a tmpfs above all.
+    **{"unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41)},
+    **{"chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430)},
+    **{"fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442)},
+    **{"open_by_handle_at": (304, 265), "name_to_handle_at": (303, 264)},
+    # Large parts of the kernel, of which programs like these need nothing.
+    **{"io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "bpf": (321, 280)},
+    **{"perf_event_open": (298, 241), "userfaultfd": (323, 282), "fanotify_init": (300, 262), "personality": (135, 92)},
+    **{"init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106), "kexec_load": (246, 104)},
+    **{"kexec_file_load": (320, 294), "swapon": (167, 224), "swapoff": (168, 225), "reboot": (169, 142)},
+    **{"quotactl": (179, 60), "acct": (163, 89), "syslog": (103, 116)},
+}
+"""System calls that the code may not make, and their numbers on each architecture."""
 
 
 def _call(function: str, *args: Any) -> None:
@@ -98,6 +126,29 @@ def set_limits(cpu_s: int, memory_mb: int, disk_mb: int) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
 
 
+def refuse_system_calls() -> None:
+    """Have the kernel answer those of `REFUSED` with EPERM, for good; calls of another architecture end the process.
+
+    Raises:
+        OSError: the kernel has no filters, or their numbers on this machine are not known here.
+    """
+    machine = os.uname().machine
+    if machine not in _ARCHITECTURES:
+        raise OSError(f"seccomp: the numbers of system calls on {machine} are not known here")
+    column, architecture = _ARCHITECTURES[machine]
+    load, jump_equal, jump_greater, answer = 0x20, 0x15, 0x35, 0x06
+    allow, refuse, kill = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000
+    program = [(load, 0, 0, 4), (jump_equal, 1, 0, architecture), (answer, 0, 0, kill), (load, 0, 0, 0)]
+    # The x32 calls of x86_64 have numbers from here on.
+    program += [(jump_greater, 0, 1, 0x40000000), (answer, 0, 0, kill)]
+    for numbers in REFUSED.values():
+        program += [(jump_equal, 0, 1, numbers[column]), (answer, 0, 0, refuse)]
+    program.append((answer, 0, 0, allow))
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in program))
+    header = ctypes.create_string_buffer(struct.pack("HP", len(program), ctypes.addressof(code)))
+    _call("prctl", _SECCOMP, _SECCOMP_FILTER, header, 0, 0)
+
+
 def _out_of_time(cpu_s: int) -> NoReturn:
     raise TimeoutError(f"more than {cpu_s} s of CPU time")
 
@@ -142,6 +193,7 @@ def main() -> int:
                 return wait_for(pid, most=128)
         drop_privileges()
         set_limits(limits["cpu_s"], limits["memory_mb"], limits["disk_mb"])
+        refuse_system_calls()
     except OSError as error:
         print(error)
         return 1

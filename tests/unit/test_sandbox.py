@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from examples.retool import tool_sandbox
+from examples.retool.sandbox_child import REFUSED
 from examples.retool.tool_sandbox import PROBES, Limits, Result, SandboxError, probe, run_python
 
 NUM_GPUS = 0
@@ -168,6 +169,54 @@ def test_the_process_around_a_program_is_out_of_its_reach(run: Run, jail: bool) 
     assert run(f"{ptrace}; print(ctypes.get_errno())") == Result("-1\n1", True)
 
 
+ASK = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+for name, number in NUMBERS.items():
+    ctypes.set_errno(0)
+    status = libc.syscall(number, 0, 0, 0, 0, 0, 0)
+    if status != -1 or ctypes.get_errno() != 1:
+        print(name, status, ctypes.get_errno())
+"""
+
+
+def test_system_calls_that_no_limit_counts_are_refused(run: Run) -> None:
+    """Memory beside the process's own, keyrings, other processes, namespaces, io_uring and the like."""
+    column = 0 if os.uname().machine == "x86_64" else 1
+    numbers = {name: columns[column] for name, columns in REFUSED.items()}
+    assert {"shmget", "memfd_create", "keyctl", "io_uring_setup", "unshare", "mount", "bpf"} <= set(numbers)
+    assert len(set(numbers.values())) == len(numbers)
+    assert run(f"NUMBERS = {numbers}\n{ASK}") == Result("", True)
+
+
+TAKES = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+libc.shmat.restype = ctypes.c_void_p
+for _ in range(60):
+    segment = libc.shmget(0, 10 << 20, 0o1600)
+    address = libc.shmat(segment, None, 0) if segment >= 0 else -1
+    if address in (-1, None, 2**64 - 1):
+        raise MemoryError(f"errno {ctypes.get_errno()}")
+    ctypes.memset(address, 1, 10 << 20)
+    libc.shmdt(ctypes.c_void_p(address))
+"""
+
+
+def test_shared_memory_does_not_pass_the_limit(run: Run) -> None:
+    """600 MB with a limit of 128, a segment attached at a time."""
+    result = run(TAKES)
+    assert "MemoryError: errno 1" in result.output
+    assert not result.ok
+
+
+def test_another_machines_calls_are_no_way_out(run: Run) -> None:
+    if os.uname().machine != "x86_64":
+        return  # x32 is x86_64's alone
+    result = run("import ctypes; ctypes.CDLL(None).syscall(0x40000000 + 39)")
+    assert result == Result("[ended by signal 31]", False)
+
+
 def test_each_program_starts_in_an_empty_directory_and_leaves_nothing(run: Run) -> None:
     where = run("import os; open('left', 'w'); print(os.getcwd(), os.listdir())").output
     assert where.endswith("['left']")
@@ -220,7 +269,8 @@ def sandboxes() -> list[psutil.Process]:
 
 def test_what_is_possible_inside(jail: bool) -> None:
     found = asyncio.run(probe(Limits(wall_s=60.0, jail=jail)))
-    always = ("start a process", "start a thread", "take 1 GiB of memory")
+    always = ("start a process", "start a thread", "take 1 GiB of memory", "take memory that is not counted")
+    always += ("share memory", "make namespaces")
     assert not any(found[name] for name in (PROBES if jail else always)), found
     if jail:
         assert "etc" not in asyncio.run(run_python("import os; print(os.listdir('/'))", Limits(wall_s=60.0))).output
