@@ -31,6 +31,7 @@ from slime.rollout.log_hooks import logs_evaluation, logs_rollout
 from slime.rollout.loop import background_loop
 from slime.rollout.metrics import accounting
 from slime.rollout.model_urls import ACTOR, REWARD
+from slime.rollout.resend_log import ResendLog
 from slime.rollout.reward_log import RewardLog
 from slime.rollout.sample_stats import sample_metrics
 from slime.rollout.sglang_rollout import draw_first_groups, generate_groups
@@ -104,6 +105,7 @@ class RolloutManager:
             router.listen()
             if model == ACTOR:
                 http_utils.limit_posts(router.url, place_of_request)
+                self._resend_log = ResendLog(router.url)
         args.sglang_model_routers = {model: _address(router) for model, router in self._routers.items()}
         args.sglang_router_ip, args.sglang_router_port = args.sglang_model_routers[ACTOR]
         args.sglang_router_api_key = self._api_keys[0] if self._api_keys else None
@@ -183,7 +185,11 @@ class RolloutManager:
         self._made[rollout_id] = samples
         references = [ray.put(batch) for batch in batches]
         metrics["perf/convert_time"] = time.monotonic() - generated
-        return references, metrics | batch_metrics
+        return references, metrics | batch_metrics | self._resends(rollout_id)
+
+    def _resends(self, rollout_id: int) -> dict[str, float]:
+        router = self._routers.get(ACTOR)
+        return {} if router is None else self._resend_log.metrics(rollout_id, router.failed_tries())
 
     def _samples(self, rollout_id: int) -> tuple[list[Sample], dict[str, Any]]:
         args = self._args

@@ -20,6 +20,7 @@ import aiohttp
 
 from slime.utils.environment import proxy_of
 from slime.utils.errors import SlimeError
+from slime.utils.resends import count_request, count_resend
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,11 @@ def origin_of(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}"
 
 
+def _first_word(url: str) -> str:
+    word = urlsplit(url).path.split("/")[1:2]
+    return f"/{word[0]}" if word and word[0] else ""
+
+
 def host_port(host: str, port: int) -> str:
     """``host:port``, with brackets around an IPv6 address that has none yet."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
@@ -77,9 +83,13 @@ def http_url(host: str, port: int) -> str:
     return f"http://{host_port(host, port)}"
 
 
-def register_api_key(url: str, key: str) -> None:
-    """Send ``key`` as bearer token with every later request of this process to the origin of ``url``."""
-    _api_keys[origin_of(url)] = key
+def register_api_key(url: str, key: str, path: str = "") -> None:
+    """Send ``key`` as bearer token with every later request of this process to the origin of ``url``.
+
+    Args:
+        path: of one word (``/workers``): only to what is there and below.
+    """
+    _api_keys[origin_of(url) + path] = key
 
 
 def limit_posts(url: str, place: Callable[[], AbstractAsyncContextManager[object]]) -> None:
@@ -105,7 +115,7 @@ def authorization(url: str) -> dict[str, str]:
     goes to any other origin.
     """
     origin = origin_of(url)
-    key = _api_keys.get(origin)
+    key = _api_keys.get(origin + _first_word(url)) or _api_keys.get(origin)
     if key is None and origin in _routers():
         key = os.environ.get("SLIME_ROUTER_API_KEY")
     return {"Authorization": f"Bearer {key}"} if key else {}
@@ -158,6 +168,7 @@ async def send(
         RequestError: naming the URL, what came back and how often it was tried.
     """
     pause = _FIRST_BACKOFF_S
+    count_request(origin_of(url))
     for attempt in range(retries + 1):
         status: int | None = None
         try:
@@ -165,19 +176,21 @@ async def send(
                 status, text = reply.status, await reply.text()
             if status < 400:
                 return _parse(text, loads)
-            problem = f"status {status}: {text[:_BODY_IN_ERROR]}"
+            problem, cause = f"status {status}: {text[:_BODY_IN_ERROR]}", f"status_{status}"
             worth_retrying = status in RETRIED_STATUSES or (status == 500 and _error_code(text) in _LOST_ENGINE)
         except TimeoutError as error:
             await _examined(f"{method} {url}: no reply within {session.timeout.total:g} s", url, error)
-            problem, worth_retrying = "no reply of an engine that hangs", True
+            problem, worth_retrying, cause = "no reply of an engine that hangs", True, "hung_engine"
         except (*_RETRIED_ERRORS, aiohttp.ClientError) as error:
             problem, worth_retrying = f"{type(error).__name__}: {error}", isinstance(error, _RETRIED_ERRORS)
+            cause = "cut_body" if isinstance(error, aiohttp.ClientPayloadError) else "connection"
             if isinstance(error, OSError) and error.errno == errno.EMFILE:
                 problem += f"; {_too_few_files()}"
         if not worth_retrying or attempt == retries:
             raise RequestError(f"{method} {url}: {problem} (tried {attempt + 1} times)", status)
         if status == TURNED_AWAY:
             continue
+        count_resend(origin_of(url), cause)
         # Full jitter: without it all requests that a restarted server refused come back at the same moment.
         await asyncio.sleep(pause * random.uniform(0.5, 1.0))
         pause = min(pause * 2, _LONGEST_BACKOFF_S)

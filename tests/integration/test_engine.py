@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from slime.backends.sglang.client import EngineControl, EngineError, GenerateClient
 from slime.backends.sglang.engine import Engine
-from slime.utils.http_utils import RequestError, post
+from slime.utils.http_utils import RequestError, get, post
 from tests.integration.tiny import KEYS, Service, engine_args, log_probs_of, processes_of
 from tests.waiting import wait_for
 
@@ -79,6 +79,11 @@ def test_keys_open_what_they_should_and_are_in_no_log(service: Service) -> None:
 
     for url in (service.engine.url, service.router.url):
         assert [status(f"{url}/generate", generation, key) for key in (None, *KEYS)] == [401, 200, 401]
+    workers = f"{service.router.url}/workers"
+    stranger = {"url": "http://127.0.0.1:9"}
+    assert [status(workers, stranger, key) for key in (None, KEYS[0])] == [401, 401]
+    found = asyncio.run(get(workers))  # a hook's, which has the key for that too
+    assert [worker["url"] for worker in found["workers"]] == [service.engine.url]
     service.control.flush_cache()  # waits until the requests above have left, which a flush alone answers with 400
     flush = f"{service.engine.url}/flush_cache"
     assert [status(flush, {}, key) for key in (None, *KEYS)] == [401, 401, 200]

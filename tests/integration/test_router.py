@@ -11,8 +11,9 @@ from aiohttp import web
 
 from slime.backends.sglang.router import Router
 from slime.rollout.sglang_rollout import generate
+from slime.utils.http_utils import RequestError, get, post
 from slime.utils.types import Sample
-from tests.integration.tiny import engine_args
+from tests.integration.tiny import KEYS, engine_args
 from tests.proxy import RecordingProxy
 
 NUM_GPUS = 0
@@ -25,7 +26,7 @@ def test_requests_of_one_session_go_to_one_engine(policy: str, tmp_path: Path, m
     for name, value in proxy.variables.items():
         monkeypatch.setenv(name, value)
     args = engine_args(tmp_path, tmp_path, router_cli=["--policy", policy], rollout_max_context_len=64)
-    vars(args).update(router_policy=policy, num_engines=WORKERS, sglang_router_api_key=None)
+    vars(args).update(router_policy=policy, num_engines=WORKERS, sglang_router_api_key=KEYS[0])
     asyncio.run(asyncio.wait_for(_sessions(args), 120))
     assert proxy.close() == []
 
@@ -34,7 +35,14 @@ async def _sessions(args: Namespace) -> None:
     async def healthy(request: web.Request) -> web.StreamResponse:
         return web.json_response({"model_path": "m"})
 
+    faults = [503, None, 503]  # a status, or a connection that breaks
+
     async def answer(request: web.Request) -> web.StreamResponse:
+        if faults:
+            if (status := faults.pop()) is not None:
+                return web.Response(status=status)
+            assert request.transport is not None
+            request.transport.abort()
         meta = {
             "finish_reason": {"type": "stop"},
             "output_token_logprobs": [[-0.5, request.url.port, None]],
@@ -50,7 +58,7 @@ async def _sessions(args: Namespace) -> None:
     for _ in range(WORKERS):
         await web.TCPSite(runner, "127.0.0.1", 0).start()
     urls = [f"http://127.0.0.1:{port}" for _, port in runner.addresses]
-    router = Router(args, "127.0.0.1", None, args.run_dir / "router.log")
+    router = Router(args, "127.0.0.1", KEYS, args.run_dir / "router.log")
     try:
         await asyncio.to_thread(router.start)
         for url in urls:
@@ -61,6 +69,14 @@ async def _sessions(args: Namespace) -> None:
         asked = [await _engines_of(args, f"session {i}") for i in range(16)]
         assert all(len(engines) == 1 for engines in asked), asked
         assert len(set.union(*asked)) > 1, "sessions are spread over the engines"
+        stranger = {"url": "http://127.0.0.1:9"}
+        with pytest.raises(RequestError) as refused:
+            await post(f"{router.url}/workers", stranger, headers={"Authorization": f"Bearer {KEYS[0]}"})
+        assert refused.value.status == 401, "the key for generation puts nobody between the run and its engines"
+        found = await get(f"{router.url}/workers")  # a hook's, which has the other key there
+        assert {worker["url"] for worker in found["workers"]} == set(urls)
+        failed = await asyncio.to_thread(router.failed_tries)
+        assert failed == {"status_503": 2, "connection": 1}, "which the router has repeated by itself"
     finally:
         await asyncio.to_thread(router.stop)
         await runner.cleanup()

@@ -82,13 +82,13 @@ def test_an_engine(gpus: list[str] | None, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("proxies")
 @pytest.mark.parametrize("name", ["router", "reward router"])
 def test_a_router(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[dict[str, str]] = []
+    started: list[Any] = []
 
     class Process:
         held = False
 
         def __init__(self, command: list[str], env: dict[str, str], log_path: Path, secrets: Any) -> None:
-            started.append(env)
+            started.extend([env, command])
 
         def start(self) -> None:
             raise InterruptedError
@@ -100,7 +100,10 @@ def test_a_router(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     args = Namespace(request_timeout=1.0, router_cli=[], engine_start_timeout=1.0)
     with pytest.raises(InterruptedError):
         Router(args, "127.0.0.1", ("generate", "admin"), tmp_path / "log", name).start()
-    assert_is_for_a_server(started[0])
+    given, command = started
+    assert_is_for_a_server(given)
+    assert command[command.index("--prometheus-host") + 1] == "127.0.0.1", "its metrics ask for no key"
+    assert not {"generate", "admin"} & set(command)
 
 
 def test_a_trainer_has_the_secrets_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

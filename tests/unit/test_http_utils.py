@@ -192,6 +192,20 @@ def test_a_reply_that_is_no_json_is_text_and_get_sends_no_body() -> None:
     asyncio.run(scenario())
 
 
+def test_a_key_for_some_paths_goes_there_only() -> None:
+    async def scenario() -> None:
+        handler, seen = answers((200, {}))
+        async with serving(handler) as ours:
+            register_api_key(ours, "generate")
+            register_api_key(ours, "admin", "/workers")
+            for path in ("/generate", "/workers", "/workers/1", "/workers?x=1", "/workersx", "/x/workers", "/", ""):
+                await get(ours + path)
+        sent = [request["headers"]["Authorization"].removeprefix("Bearer ") for request in seen]
+        assert sent == ["generate", "admin", "admin", "admin", *["generate"] * 4]
+
+    asyncio.run(scenario())
+
+
 def test_keys_go_to_their_own_origin_only(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         handler, seen = answers((200, {}))

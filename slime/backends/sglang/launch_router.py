@@ -1,6 +1,6 @@
 """Start the router: ``python -m slime.backends.sglang.launch_router <flags of `router_parser`>``.
 
-The key comes by environment: a command line is readable by every user of the host.
+Keys come by environment: a command line is readable by every user of the host.
 """
 
 from __future__ import annotations
@@ -8,9 +8,12 @@ from __future__ import annotations
 import os
 import sys
 
-from slime.backends.sglang.process import GENERATE_KEY_VARIABLE
+from slime.backends.sglang.process import ADMIN_KEY_VARIABLE, GENERATE_KEY_VARIABLE
 from slime.options.sglang import router_parser
 from slime.utils.http_utils import allow_open_files
+
+_NAMES = ("slime", "slime")
+"""Id and name of the key, as the router's log of control calls has them."""
 
 
 def main() -> None:
@@ -23,7 +26,11 @@ def main() -> None:
     if GENERATE_KEY_VARIABLE in os.environ:
         flags += ["--api-key", os.environ[GENERATE_KEY_VARIABLE]]
     values = router_parser(with_address=True).parse_args(flags)
-    launch_router(RouterArgs.from_cli_args(values, use_router_prefix=False))
+    args = RouterArgs.from_cli_args(values, use_router_prefix=False)
+    if ADMIN_KEY_VARIABLE in os.environ:
+        # Else the key for generation opens /workers too, by which a stranger would come between a run and its engines.
+        args.control_plane_api_keys = [*args.control_plane_api_keys, (*_NAMES, os.environ[ADMIN_KEY_VARIABLE], "admin")]
+    launch_router(args)
 
 
 if __name__ == "__main__":

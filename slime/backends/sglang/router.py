@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from argparse import Namespace
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import requests
 
 from slime.backends.sglang.client import EngineError, NoAnswerError
-from slime.backends.sglang.process import GENERATE_KEY_VARIABLE, ServerProcess
+from slime.backends.sglang.process import ADMIN_KEY_VARIABLE, GENERATE_KEY_VARIABLE, ServerProcess
 from slime.backends.sglang.server import Server
 from slime.utils.environment import server_environment
 from slime.utils.http_utils import http_url, redact, register_api_key
 
 _CALL_TIMEOUT_S = 10.0
+_LOOPBACK = "127.0.0.1"
+_WORKERS = "/workers"
+_CONTROL_PATHS = (_WORKERS, "/flush_cache", "/get_loads")
+"""Those of the router that the key for generation does not open."""
+_RESPONSES = re.compile(r"^smg_router_upstream_responses_total\{(.*)\} (\d+)$", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+_REPEATED_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
+"""Of engines, after which the router tries again; 500 is also its own for an engine that it does not reach."""
 _MARGIN_S = 60.0
 
 
@@ -35,13 +46,15 @@ class Router(Server):
         Args:
             args: the run's options.
             host: the address at which others reach the router; it listens on no other.
-            api_keys: (generate, admin) of the engines; the router asks its clients for the first and shows it to the
-                engines.
+            api_keys: (generate, admin) of the engines; the router asks for the first, which it shows to the engines,
+                and for the second where its own workers are concerned.
             log_path: the router's log.
             name: what messages call it.
         """
         super().__init__(name, args, host, log_path)
         self._key = api_keys[0] if api_keys else None
+        self._admin_key = api_keys[1] if api_keys else None
+        self._metrics_url = ""
 
     def start(self) -> None:
         """Start the router; returns when it answers. From then on `http_utils.post` sends it its key.
@@ -54,33 +67,38 @@ class Router(Server):
         except BaseException:
             self.stop()
             raise
-        if self._key is not None:
+        if self._key is not None and self._admin_key is not None:
             register_api_key(self.url, self._key)
+            for path in _CONTROL_PATHS:
+                register_api_key(self.url, self._admin_key, path)
 
     def _start(self) -> None:
-        port, prometheus_port = self._reserve(), self._reserve()
+        port, metrics_port = self._reserve(), self._reserve()
         self.url = http_url(self._host, port)
         flags = [
             *("--host", self._host),
             *("--port", str(port)),
-            *("--prometheus-host", self._host),
-            *("--prometheus-port", str(prometheus_port)),
+            # Which asks for no key.
+            *("--prometheus-host", _LOOPBACK),
+            *("--prometheus-port", str(metrics_port)),
             # After the clients', which say more, and have engines examined.
             *("--request-timeout-secs", str(int(self._args.request_timeout + _MARGIN_S))),
             *("--log-level", "warn"),
             # It takes requests that a weight update turns away for failures, and shuts the engine out for a minute.
             "--disable-circuit-breaker",
         ]
-        command = [sys.executable, "-m", "slime.backends.sglang.launch_router", *flags, *self._args.router_cli]
+        flags += self._args.router_cli
+        self._metrics_url = _metrics_url(flags)
         env = server_environment()
-        if self._key is not None:
-            env[GENERATE_KEY_VARIABLE] = self._key
-        self._launch(ServerProcess(command, env, self._log_path, secrets=(self._key,) if self._key else ()))
+        if self._key is not None and self._admin_key is not None:
+            env |= {GENERATE_KEY_VARIABLE: self._key, ADMIN_KEY_VARIABLE: self._admin_key}
+        command = [sys.executable, "-m", "slime.backends.sglang.launch_router", *flags]
+        self._launch(ServerProcess(command, env, self._log_path, secrets=self._secrets()))
         self._wait_until(self._answers, "answered", self._args.engine_start_timeout)
 
     def add(self, url: str) -> None:
         """Register the engine at ``url``; the router takes it into use once it has answered (`wait_registered`)."""
-        self._call("POST", "/workers", {"url": url} | ({"api_key": self._key} if self._key else {}))
+        self._call("POST", _WORKERS, {"url": url} | ({"api_key": self._key} if self._key else {}))
 
     def wait_registered(self, urls: list[str], timeout: float) -> None:
         """Wait until the router finds every engine healthy.
@@ -95,10 +113,28 @@ class Router(Server):
         for worker in self._workers():
             if worker["url"] == url:
                 # It is listed for a while after it was removed; then there is none of its name.
-                self._call("DELETE", f"/workers/{worker['id']}", also_good=(404,))
+                self._call("DELETE", f"{_WORKERS}/{worker['id']}", also_good=(404,))
 
     def _ask(self, timeout: float) -> None:
         self._call("GET", "/liveness", timeout=timeout)
+
+    def failed_tries(self) -> Counter[str]:
+        """Tries at engines that failed since its start, by cause; none where it does not tell."""
+        with requests.Session() as session:
+            session.trust_env = False
+            try:
+                text = session.get(self._metrics_url, timeout=_CALL_TIMEOUT_S).text
+            except requests.RequestException:
+                return Counter()
+        failed: Counter[str] = Counter()
+        for labels, count in _RESPONSES.findall(text):
+            named = dict(_LABEL.findall(labels))
+            if (status := int(named["status_code"])) in _REPEATED_STATUSES:
+                failed[_cause(status, named["error_code"])] += int(count)
+        return failed
+
+    def _secrets(self) -> tuple[str, ...]:
+        return tuple(key for key in (self._key, self._admin_key) if key)
 
     def _answers(self) -> bool:
         try:
@@ -108,7 +144,7 @@ class Router(Server):
         return True
 
     def _workers(self) -> list[dict[str, Any]]:
-        workers: list[dict[str, Any]] = self._call("GET", "/workers").json()["workers"]
+        workers: list[dict[str, Any]] = self._call("GET", _WORKERS).json()["workers"]
         return workers
 
     def _healthy(self) -> set[str]:
@@ -122,7 +158,7 @@ class Router(Server):
         also_good: Collection[int] = (),
         timeout: float = _CALL_TIMEOUT_S,
     ) -> requests.Response:
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        headers = {"Authorization": f"Bearer {self._admin_key}"} if self._admin_key else {}
         with requests.Session() as session:
             session.trust_env = False
             try:
@@ -133,6 +169,22 @@ class Router(Server):
             except requests.RequestException as error:
                 raise EngineError(f"{self._name} at {self.url}: {method} {path}: {error}") from error
         if not reply.ok and reply.status_code not in also_good:
-            text = redact(reply.text[:500], (self._key,) if self._key else ())
+            text = redact(reply.text[:500], self._secrets())
             raise EngineError(f"{self._name} at {self.url}: {method} {path}: status {reply.status_code}: {text}")
         return reply
+
+
+def _metrics_url(flags: Sequence[str]) -> str:
+    """Where the router's metrics are; of a flag that is given twice the later one counts."""
+    host, port = (_last(flags, name) for name in ("--prometheus-host", "--prometheus-port"))
+    return http_url({"0.0.0.0": _LOOPBACK, "::": "::1"}.get(host, host), int(port)) + "/metrics"
+
+
+def _last(flags: Sequence[str], name: str) -> str:
+    return [value for flag, value in pairwise(flags) if flag == name][-1]
+
+
+def _cause(status: int, code: str) -> str:
+    if "body" in code or code.startswith("read_response"):
+        return "cut_body"
+    return "connection" if code.startswith("call_upstream") else f"status_{status}"
