@@ -159,7 +159,9 @@ class ChatTemplate:
 
     def _warn(self, message: dict[str, Any]) -> None:
         """Warn, once, of what a message has and the template does not show."""
-        for key in message.keys() - self._read_keys - _UNSHOWN_KEYS - self._warned:
+        for key in message:
+            if key in self._read_keys or key in _UNSHOWN_KEYS or key in self._warned:
+                continue
             self._warned.add(key)
             read = ", ".join(name for name in _KEYS if name in self._read_keys)
             logger.warning(

@@ -410,6 +410,17 @@ def test_what_cannot_be_proven_is_refused(template: str, message: str, tmp_path:
         encoder_of(template, tmp_path).encode(TWO)
 
 
+def test_loops_that_are_left_early_and_messages_that_are_one_object(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    question, answer = user("q"), assistant("x")
+    messages = [question, answer, {"role": "system", "content": "s"}, question, answer]
+    assert trained(encoder_of(template, tmp_path), messages) == ["x<|im_end|>", "x<|im_end|>"]
+
+
 def test_calls_that_the_template_leaves_out(encoder: Encoder) -> None:
     for content in ("", "get"):
         messages = [user("u"), assistant(content, tool_calls=calls({}))]
