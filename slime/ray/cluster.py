@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import services
+from ray._private import services, worker
 
 from slime.ray import janitor
+from slime.ray.places import check_places, temporary_directory
 from slime.ray.supervision import RunError
 from slime.utils import device
 from slime.utils.environment import bypass_proxies
 from slime.utils.http_utils import host_ip
+from slime.utils.processes import RUN_MARK, TITLES
 
 _OBJECT_STORE_WITHOUT_GPU = 512 << 20
 _HOST_SWITCHES = ("NCCL_", "GLOO_", "NVSHMEM_", "UCX_", "TORCH_", "TRITON_", "CUDA_", "SGLANG_", "HF_")
@@ -31,34 +33,37 @@ _NEVER_PASSED_ON = ("CUDA_VISIBLE_DEVICES", "_TOKEN", "_KEY", "_SECRET", "_PASSW
 """Endings: Ray gives each worker its devices, and shows the environment of workers to everyone who may ask it."""
 _METADATA_SERVERS = ("169.254.169.254", "metadata.google.internal")
 """Of clouds, each on its own host: Ray asks whether it runs in one. Its metrics' client heeds proxies too."""
+_RAYLETS_END = "Raylet is terminated."
 _ANSWER_S = 60.0
 """For the first answer of a running Ray, with the start of the program that asks it."""
 
 
-def connect(slots: int) -> int | None:
+def connect(slots: int) -> int:
     """Join the Ray of RAY_ADDRESS, or start a local one with room for ``slots`` slots, which ends with this process.
 
     Returns:
-        With a local Ray, the descriptor that its janitor watches, to be closed after ``ray.shutdown``.
+        The descriptor that the janitor of this process watches, to be given to `janitor.dismiss` at the run's end.
 
     Raises:
         RunError: the running Ray could not be joined, or a local one not be started.
+        InputError: a local one could not write where it has to.
     """
     if not (sys.stdout.isatty() and sys.stderr.isatty()):
         # Ray colours the prefix of workers' lines, which this process prints, in files too.
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     bypass_proxies([host_ip(), *_METADATA_SERVERS])
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": True}
-    address = os.environ.get("RAY_ADDRESS")
-    if address and address != "local":
+    if address := running_address():
         _ask(address)
+        owner_end = janitor.start()
         try:
             _init(**quiet)
         except ConnectionError as error:
             raise RunError(f"connect to Ray: {error} (RAY_ADDRESS={address})") from None
-        return None
+        return owner_end
     # Ray warns that it will stop hiding GPUs from tasks that ask for none; no actor of ours relies on that.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    check_places()
     local: dict[str, Any] = {"num_cpus": max(os.cpu_count() or 1, slots), "include_dashboard": False}
     if not device.is_cuda():
         # Ray counts GPUs by the driver's library; a torch without CUDA cannot use them.
@@ -66,13 +71,23 @@ def connect(slots: int) -> int | None:
     owner_end = janitor.start()
     try:
         with _sessions_of_their_own():
+            _leave_out_raylets_last_lines()
             _init(address="local", **local, **quiet)
     except Exception as error:  # Ray has no type for it
+        text = " ".join(str(error).split())
+        # Nothing else is mended by waiting.
+        again = " A machine that is busy may need another try." if "timed out" in text or "timeout" in text else ""
+        _, temporary = temporary_directory()
         raise RunError(
-            f"start a local Ray: {' '.join(str(error).split())} A machine that is busy may need another try; Ray's own "
-            f"logs are under {os.environ.get('RAY_TMPDIR', '/tmp')}/ray/session_latest/logs"
+            f"start a local Ray: {text}{again} Ray's own logs are under {temporary}/ray/session_latest/logs"
         ) from error
     return owner_end
+
+
+def running_address() -> str | None:
+    """Where the Ray that the run joins is; None where it starts one of its own."""
+    address = os.environ.get("RAY_ADDRESS")
+    return address if address and address != "local" else None
 
 
 def _init(**options: Any) -> None:
@@ -111,6 +126,17 @@ def _sessions_of_their_own() -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen = popen
+
+
+def _leave_out_raylets_last_lines() -> None:
+    """Keep Ray's agent from printing 40 lines of its raylet's log when that has died: our own error says it in one."""
+    printing = worker.print_to_stdstream
+
+    def print_others(data: dict[str, Any], *args: Any, **options: Any) -> None:
+        if not any(str(line).startswith(_RAYLETS_END) for line in data.get("lines", ())):
+            printing(data, *args, **options)
+
+    worker.print_to_stdstream = print_others
 
 
 def _ask(address: str) -> None:
@@ -153,6 +179,7 @@ def actor_environment(extra: dict[str, str] | None = None) -> dict[str, Any]:
         for name, value in os.environ.items()
         if name.startswith(_HOST_SWITCHES) and not name.endswith(_NEVER_PASSED_ON)
     }
+    variables |= {name: os.environ[name] for name in (RUN_MARK, *TITLES) if name in os.environ}
     # Slots are placed by us, from the placement group's probe; Ray must not hide the other GPUs of an engine.
     variables["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
     return {"env_vars": variables | (extra or {})}

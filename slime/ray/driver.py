@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import threading
@@ -13,7 +14,7 @@ from types import FrameType
 from slime.observability.progress import done_line
 from slime.ray.dry_run import dry_run
 from slime.ray.due import NothingLeftError, check_remaining
-from slime.ray.supervision import InputError, RunError
+from slime.ray.supervision import InputError, RayDownError, RunError
 from slime.utils.command_line import strike_secrets
 from slime.utils.errors import BadInputError
 from slime.utils.storage import StorageError
@@ -35,6 +36,10 @@ def run_driver(train: Callable[[argparse.Namespace], None], args: argparse.Names
             print(done_line(args), flush=True)
     except NothingLeftError as over:
         print(over, flush=True)
+    except RayDownError as error:
+        print(f"{program()}: error: {error}", file=sys.stderr, flush=True)
+        # At a usual end Ray's client would look for its head for a minute. The janitor ends what is left.
+        os._exit(error.exit_status)
     except RunError as error:
         print(f"{program()}: error: {error}", file=sys.stderr)
         sys.exit(error.exit_status)

@@ -7,8 +7,10 @@ import argparse
 from slime.options.checkpoint_rules import starting_point
 from slime.options.errors import OptionError
 from slime.options.validate import check_schedule
+from slime.ray.cluster import running_address
 from slime.ray.due import check_remaining
 from slime.ray.placement import describe_placement
+from slime.ray.places import check_places, place_warnings
 from slime.ray.rollout_manager import make_data_source, num_rollout
 from slime.ray.supervision import LOAD_DATA, InputError
 from slime.rollout.data_warnings import data_warnings, dataset_of
@@ -46,9 +48,16 @@ def _check(args: argparse.Namespace) -> list[str]:
         data = _check_recorded(args) if args.load_debug_rollout_data else _check_prompts(args)
     except (BadInputError, OptionError) as error:
         raise InputError(f"{LOAD_DATA}: {error}") from None
+    host = [] if running_address() else _check_host()
     sizes = [f"evaluation: {name}, {len(prompts)} prompts" for name, prompts in evaluations.items()]
     warnings = [f"warning: {warning}" for prompts in evaluations.values() for warning in prompts.warnings]
-    return [line for line in (starting_point(args), *sizes, *warnings, *data) if line]
+    return [line for line in (starting_point(args), *sizes, *warnings, *data, *host) if line]
+
+
+def _check_host() -> list[str]:
+    """Whether a local Ray could start here, and what is short; raises InputError."""
+    check_places()
+    return [f"warning: {warning}" for warning in place_warnings()]
 
 
 def _check_recorded(args: argparse.Namespace) -> list[str]:

@@ -1,66 +1,75 @@
-"""Ends what a killed driver leaves of its local Ray: ``python -m slime.ray.janitor OWNER_FD OWNER_PID``.
+"""Ends what a killed driver leaves on its host: ``python -m slime.ray.janitor OWNER_FD OWNER_PID MARK``.
 
-Ray's processes end with their driver, all but the two agents of its node: these keep looking for the head for about a
-minute. The janitor learns of the driver's end by the pipe whose other end the driver holds.
+A local Ray's processes end with their driver, all but the two agents of its node: these keep looking for the head for
+about a minute. And where Ray itself is broken, nobody is left who would end workers, or what these have started. The
+janitor learns of the driver's end by the pipe whose other end the driver holds. It knows the tree below the driver, and
+finds what has left that by the run's mark in its environment; never by name.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
+import secrets
 import select
 import signal
 import subprocess
 import sys
+import time
 
-import psutil
+from slime.utils import processes
+from slime.utils.processes import RUN_MARK, TITLES, Process
 
 _LOOK_S = 2.0
 _GRACE_S = 10.0
+_KILL_S = 10.0
+_POLL_S = 0.2
 
 
 def start() -> int:
-    """Start a janitor for this process; the descriptor to give to `dismiss` when everything has ended in order."""
+    """Mark this process's later children, and start a janitor for it; the descriptor to give to `dismiss` or close."""
+    environment = dict(os.environ)
+    mark = secrets.token_hex(8)
+    os.environ |= {**{name: os.environ.get(name, value) for name, value in TITLES.items()}, RUN_MARK: mark}
     janitor_end, owner_end = os.pipe()
-    command = [sys.executable, "-m", "slime.ray.janitor", str(janitor_end), str(os.getpid())]
-    subprocess.Popen(command, pass_fds=(janitor_end,), stdin=subprocess.DEVNULL, start_new_session=True)
+    command = [sys.executable, "-m", "slime.ray.janitor", str(janitor_end), str(os.getpid()), f"{RUN_MARK}={mark}"]
+    subprocess.Popen(
+        command, pass_fds=(janitor_end,), stdin=subprocess.DEVNULL, start_new_session=True, env=environment
+    )
     os.close(janitor_end)
     return owner_end
 
 
-def dismiss(owner_end: int) -> None:
-    """End the janitor: there is nothing left to do for it."""
-    os.write(owner_end, b"done")
+def dismiss(owner_end: int, *, ended_well: bool) -> None:
+    """End the janitor: there is nothing left to do for it, or where the run did not end well, what is left."""
+    if ended_well:
+        os.write(owner_end, b"done")
     os.close(owner_end)
 
 
-def ray_processes(owner: int) -> list[psutil.Process]:
-    """The daemons that ``owner`` started, and the workers and agents of its raylet."""
-    found = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(owner).children():
-            if child.pid != os.getpid():
-                found.append(child)
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    found += child.children()
-    return found
+def tree_of(owner: int, mark: str, known: dict[int, Process]) -> dict[int, Process]:
+    """What runs below ``owner``, has its mark or was ``known`` to, by id; but for this process."""
+    everything = processes.running()
+    found = processes.below([owner], everything.values())
+    found += [process for process in everything.values() if processes.is_marked(process.pid, mark)]
+    found += [known[pid] for pid in known.keys() & everything.keys() if everything[pid].started == known[pid].started]
+    return {process.pid: process for process in found if process.pid not in (os.getpid(), owner)}
 
 
 def main() -> None:
     """Wait for the owner's end, give its processes time to end, and kill those of them that are left."""
     # One that is sent to every process of a job must not end this one first.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    owner_fd, owner = int(sys.argv[1]), int(sys.argv[2])
-    known = ray_processes(owner)
-    while not select.select([owner_fd], [], [], _LOOK_S)[0]:
-        known = ray_processes(owner) or known
-    if os.read(owner_fd, 1):
+    owner_fd, owner, mark = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    known: dict[int, Process] = {}
+    # The parent is looked at as well: a process forked by the owner may have kept the pipe's other end open.
+    while not (told := select.select([owner_fd], [], [], _LOOK_S)[0]) and os.getppid() == owner:
+        known = tree_of(owner, mark, known)
+    if told and os.read(owner_fd, 1):
         return
-    # psutil compares start times: a process that took over the id of one of these is not touched.
-    _, left = psutil.wait_procs(known, timeout=_GRACE_S)
-    for process in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+    deadline = time.monotonic() + _GRACE_S
+    while (known := tree_of(owner, mark, known)) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    processes.kill_all(lambda: tree_of(owner, mark, known).values(), _KILL_S)
 
 
 if __name__ == "__main__":

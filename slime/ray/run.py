@@ -25,13 +25,14 @@ from slime.options.export_rules import exports_after
 from slime.options.schema import flag_named
 from slime.ray import janitor
 from slime.ray.claims import claim
-from slime.ray.cluster import connect, leaving_after
+from slime.ray.cluster import connect, leaving_after, running_address
 from slime.ray.creation import create_engines, create_manager, create_trainers, reward_engine_args
 from slime.ray.driver import exit_status, interrupt_on_sigterm, program
 from slime.ray.due import check_remaining, missing_exports, scores_start
 from slime.ray.engines import Engines
 from slime.ray.placement import Placement, core_shortage, place, slot_counts
-from slime.ray.supervision import LOAD_DATA, RESTORE_DATA, START_TRAINERS, Deadline, RunError, Supervisor
+from slime.ray.places import place_warnings
+from slime.ray.supervision import LOAD_DATA, RESTORE_DATA, START_TRAINERS, Deadline, RayDownError, RunError, Supervisor
 from slime.ray.turns import Turns
 from slime.utils import aside
 from slime.utils.arguments import describe
@@ -65,6 +66,7 @@ class Run:
         self._metrics: MetricsLogger | None = None
         self._claims: list[int] = []
         self._janitor: int | None = None
+        self._ended_well, self._ray_is_down = False, False
         self._rollouts: dict[int, tuple[ray.ObjectRef, float]] = {}
         """Those under way or waiting, and when they were begun."""
         self._evaluation: tuple[ray.ObjectRef, int] | None = None
@@ -82,8 +84,8 @@ class Run:
     def __enter__(self) -> Run:
         interrupt_on_sigterm()
         args = self.args
-        if shortage := core_shortage(args):
-            print(f"{program()}: warning: {shortage}", file=sys.stderr, flush=True)
+        for warning in filter(None, [core_shortage(args), *([] if running_address() else place_warnings())]):
+            print(f"{program()}: warning: {warning}", file=sys.stderr, flush=True)
         try:
             named = ((args.run_dir, "--run-dir"), (args.save, "--save"))
             places = {os.path.realpath(each): flag for each, flag in named if each}
@@ -101,6 +103,7 @@ class Run:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._ended_well, self._ray_is_down = error is None, isinstance(error, RayDownError)
         if not isinstance(error, (KeyboardInterrupt, SystemExit)):
             self._stop()
             return
@@ -233,7 +236,22 @@ class Run:
         self._all_trainers("connect", "connect trainers to engines", limit, addresses)
 
     def _stop(self) -> None:
-        """Orderly where it works, by force where it does not; the servers' supervisors see to the rest."""
+        """Orderly where it works, by force where it does not; supervisors and the janitor see to the rest."""
+        if not self._ray_is_down:
+            self._stop_actors()
+        if self._metrics is not None:
+            self._metrics.close()
+        if not self._ray_is_down:
+            ray.shutdown()
+        for final in self._unfinished:  # now that no trainer writes there: it would keep a full disk full
+            aside.put_back(final)
+            aside.discard_directory(final)
+        if self._janitor is not None:
+            janitor.dismiss(self._janitor, ended_well=self._ended_well)
+        for held in self._claims:
+            os.close(held)
+
+    def _stop_actors(self) -> None:
         actors = (*self._trainers, *self._engines.living, *self._reward_engines.values(), self._manager)
         calls = [actor.stop.remote() for actor in actors if actor is not None]
         if calls:
@@ -242,16 +260,6 @@ class Run:
         if self._placement is not None:
             with contextlib.suppress(RayError):
                 self._placement.release()
-        if self._metrics is not None:
-            self._metrics.close()
-        ray.shutdown()
-        for final in self._unfinished:  # now that no trainer writes there: it would keep a full disk full
-            aside.put_back(final)
-            aside.discard_directory(final)
-        if self._janitor is not None:
-            janitor.dismiss(self._janitor)
-        for held in self._claims:
-            os.close(held)
 
     # ---- the loop's verbs
 

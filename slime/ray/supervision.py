@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from slime.backends.sglang.client import EngineError
 from slime.options.errors import OptionError
+from slime.ray.causes import ray_failure, why_it_died
 from slime.utils.errors import BadInputError, SlimeError
 
 LOAD_DATA = "load data"
@@ -23,6 +24,8 @@ _POLL_S = 1.0
 _BLAME_S = 5.0
 _BLAME_ENGINE_S = 20.0
 """How long after a call to it failed an engine may take to be dead: its server's tree has ten seconds to end."""
+_PATIENCE_S, _PATIENCE_POLL_S = 1.0, 0.1
+"""How long after its workers a raylet's own end may be seen."""
 _FRAMES = 3
 
 
@@ -30,6 +33,10 @@ class RunError(SlimeError):
     """The run cannot go on; the message says who failed, in which phase, and why."""
 
     exit_status = 1
+
+
+class RayDownError(RunError):
+    """Our own local Ray has died: nothing that it runs can be called any more."""
 
 
 class InputError(RunError):
@@ -94,6 +101,7 @@ class Supervisor:
                 waiting = ", ".join(names[ref] for ref in pending)
                 raise RunError(f"{phase}: no answer within {limit} from {waiting} (weight version {self.version})")
             others = [ref for ref in self._background if ref not in names]
+            _check_ray(phase)
             done, _ = ray.wait([*pending, *self._watches, *others], num_returns=1, timeout=min(left, _POLL_S))
             for ref in done:
                 if ref in self._watches:
@@ -129,12 +137,25 @@ class Supervisor:
             is_input = phase in _READS_INPUT and isinstance(error.cause, (BadInputError, OptionError))
             kind = InputError if is_input else RunError
             return kind(f"{phase}: {who} failed (weight version {self.version}): {_reason(error)}")
-        if isinstance(error, RayActorError):
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            return RunError(f"{phase}: the process of {who} died (weight version {self.version}): {lines[0]}")
+        if isinstance(error, (RayActorError, OutOfMemoryError)):
+            _check_ray(phase, _PATIENCE_S)
+            return RunError(f"{phase}: {why_it_died(error, who)} (weight version {self.version})")
         if error is not None:
-            return RunError(f"{phase}: Ray could not run {who} (weight version {self.version}): {error}")
+            _check_ray(phase, _PATIENCE_S)
+            text = " ".join(str(error).split())
+            return RunError(f"{phase}: Ray could not run {who} (weight version {self.version}): {text}")
         return RunError(f"{phase}: {who} ended its watch without a failure")
+
+
+def _check_ray(phase: str, patience: float = 0.0) -> None:
+    """Raise RayDownError if our own Ray has died, or is about to be seen to have."""
+    deadline = time.monotonic() + patience
+    while True:
+        if why := ray_failure():
+            raise RayDownError(f"{phase}: {why}")
+        if time.monotonic() >= deadline:
+            return
+        time.sleep(_PATIENCE_POLL_S)
 
 
 def _patience(error: RayError) -> float:

@@ -62,9 +62,9 @@ def writing(flag: str, path: str | Path, *, note: str = "") -> Iterator[None]:
     """
     try:
         yield
-    except StorageError:
+    except (StorageError, KeyboardInterrupt, SystemExit):
         raise
-    except Exception as error:
+    except BaseException as error:  # torch's CheckpointException is no Exception
         if (line := why_not_written(error, flag, path)) is None:
             raise
         raise StorageError(f"{line}{f'; {note}' if note else ''}") from error

@@ -75,7 +75,10 @@ def test_a_local_ray_that_does_not_start_is_told_in_one_line(monkeypatch: pytest
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(cluster.janitor, "start", lambda: 0)
-    with pytest.raises(RunError, match=r"^start a local Ray: The current node .*This could happen. A machine that is"):
+    with pytest.raises(
+        RunError,
+        match=r"^start a local Ray: The current node .*This could happen. A machine that is busy .* Ray's own logs are",
+    ):
         cluster.connect(2)
 
 

@@ -110,6 +110,8 @@ def test_causes(error: Exception, expected: str | None, tmp_path: Path) -> None:
         assert line is not None
         assert expected.format(place=tmp_path) in line
         assert "\n" not in line
+        with pytest.raises(StorageError, match=re.escape(line[:40])), writing("--save", tmp_path):
+            raise error
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, None])

@@ -1,0 +1,238 @@
+"""What a killed driver leaves is ended within seconds, and who is blamed when Ray's own processes die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, OutOfMemoryError
+
+from slime.ray import causes, driver, places, supervision
+from slime.ray.supervision import Deadline, InputError, RayDownError, RunError, Supervisor
+from slime.utils import processes
+from tests.waiting import wait_for
+
+NUM_GPUS = 0
+NAMES = ("child", "grandchild", "orphan")
+# An owner whose child has a child of its own, in another session and deaf to TERM, and one that leaves the tree.
+OWNER = """
+import os, signal, subprocess, sys, time
+from slime.ray import janitor
+directory, end = sys.argv[1:]
+janitor._GRACE_S = 1.0
+watched = janitor.start()
+def live(name):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with open(os.path.join(directory, name + ".tmp"), "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(os.path.join(directory, name + ".tmp"), os.path.join(directory, name))
+    while True: time.sleep(1)
+if os.fork() == 0:
+    if os.fork() == 0:
+        os.setsid()
+        live("grandchild")
+    live("child")
+program = "import os, sys, time; os.setsid(); os.fork() and os._exit(0); open(sys.argv[1] + '.tmp', 'w').write(str(os"
+program += ".getpid())); os.rename(sys.argv[1] + '.tmp', sys.argv[1]); time.sleep(600)"
+subprocess.run([sys.executable, "-c", program, os.path.join(directory, "orphan")])
+while not all(os.path.exists(os.path.join(directory, name)) for name in ("child", "grandchild", "orphan")):
+    time.sleep(0.1)
+time.sleep(2 * janitor._LOOK_S)
+print("ready", flush=True)
+sys.stdin.readline()
+if end != "killed":
+    janitor.dismiss(watched, ended_well=end == "well")
+"""
+
+
+@pytest.fixture
+def ids(tmp_path: Path) -> Iterator[list[int]]:
+    found: list[int] = []
+    yield found
+    for pid in found:
+        processes.send(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("end", ["killed", "ill", "well"])
+def test_nothing_is_left_of_a_run_unless_it_ended_well(end: str, tmp_path: Path, ids: list[int]) -> None:
+    """A daemon that a user's function has started may outlive a run that ends well."""
+    command = [sys.executable, "-c", OWNER, str(tmp_path), end]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == b"ready\n"
+        ids += [int((tmp_path / name).read_text()) for name in NAMES]
+        janitors = [p.pid for p in processes.running().values() if p.parent == owner.pid and p.pid not in ids]
+        if end == "killed":
+            owner.kill()
+        assert owner.stdin is not None
+        owner.stdin.close()
+    assert set(ids) <= processes.running().keys()
+    wait_for(lambda: not set(janitors) & processes.running().keys(), "the janitor has ended")
+    assert set(ids) & processes.running().keys() == (set(ids) if end == "well" else set())
+
+
+def test_a_process_that_took_over_an_id_is_not_touched() -> None:
+    own = processes.running()[os.getpid()]
+    from slime.ray.janitor import tree_of
+
+    assert not tree_of(-1, "NONE=x", {os.getppid(): own})
+    parent = processes.running()[os.getppid()]
+    assert tree_of(-1, "NONE=x", {parent.pid: parent}) == {parent.pid: parent}
+    assert not tree_of(-1, "NONE=x", {parent.pid: parent._replace(started=parent.started - 1)})
+
+
+# ---- who is to blame
+
+
+class Daemon:
+    def __init__(self, status: int | None) -> None:
+        self.pid, self.returncode = 77, status
+
+
+class Node:
+    def __init__(self, **statuses: int) -> None:
+        self._statuses = statuses
+
+    def dead_processes(self) -> list[tuple[str, Daemon]]:
+        return [(name, Daemon(status)) for name, status in self._statuses.items()]
+
+    def get_logs_dir_path(self) -> str:
+        return "/tmp/ray/logs"
+
+
+def actor_error(text: str) -> ActorDiedError:
+    error = ActorDiedError()
+    error.error_msg = text
+    return error
+
+
+WORKER_DIED = """The actor died unexpectedly before finishing this task.
+\tclass_name: TrainActor
+\tactor_id: ab
+\tpid: 123
+\tip: 10.0.0.7
+The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker \
+unexpectedly exits with a connection error code 2. End of file. Some common causes include: (1) OOM"""
+NODE_DIED = "The actor died because its node has died. Node Id: ab\n\tpid: 123\n\tip: 10.0.0.7\n\tunexpectedly: health"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (
+            actor_error(WORKER_DIED),
+            "the process of trainer 0 died (123 on 10.0.0.7): Worker unexpectedly exits with a ",
+        ),
+        (actor_error(NODE_DIED), "the host of trainer 0 (123 on 10.0.0.7) has left Ray's cluster: its raylet was "),
+        (
+            OutOfMemoryError("Task was killed due to the node running low on memory.\nMemory on"),
+            "Ray ended the process",
+        ),
+    ],
+)
+def test_a_death_is_told_in_one_line(error: Any, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "_PATIENCE_S", 0.0)
+    line = str(Supervisor()._failure(error, "trainer 0", "train"))
+    assert line.startswith(f"train: {expected}")
+    assert line.endswith("(weight version none yet)")
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("dead", "expected"),
+    [
+        ({"raylet": -9}, "Ray's raylet on this host, process 77, was ended by signal 9, and the run cannot go on"),
+        (
+            {"log_monitor": 0, "gcs_server": 1},
+            r"Ray's head \(gcs_server\) on this host, process 77, ended with status 1",
+        ),
+    ],
+)
+def test_the_death_of_rays_own_processes_is_not_blamed_on_ours(
+    dead: dict[str, int], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(causes.worker, "_global_node", Node(**dead))
+    with pytest.raises(RayDownError, match=f"^rollout 3: {expected}"):
+        raise Supervisor()._failure(actor_error(WORKER_DIED), "the rollout manager", "rollout 3")
+    with pytest.raises(RayDownError, match=f"^train: {expected}"):
+        Supervisor().wait({"trainer 0": object()}, "train", Deadline(60.0))  # type: ignore[dict-item]
+
+
+def test_without_its_log_monitor_a_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(causes.worker, "_global_node", Node(log_monitor=-9))
+    assert causes.ray_failure() is None
+    monkeypatch.setattr(causes.worker, "_global_node", None)
+    assert causes.ray_failure() is None
+
+
+def test_processes_that_the_kernel_ended_for_memory_are_told_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert causes.memory_hint() == ""
+    (tmp_path / "vmstat").write_text(f"nr_free 5\noom_kill {causes._BEFORE + 2}\n")
+    monkeypatch.setattr(causes, "_KERNEL_COUNTS", tmp_path / "vmstat")
+    assert "the kernel has ended 2 processes of this host for want of memory" in causes.memory_hint()
+
+
+def test_a_driver_whose_ray_is_down_says_so_and_leaves_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left: list[int] = []
+
+    def train(args: Namespace) -> None:
+        raise RayDownError("train: Ray's raylet")
+
+    monkeypatch.setattr(driver, "check_remaining", lambda args: "")
+    monkeypatch.setattr(driver.os, "_exit", left.append)
+    driver.run_driver(train, Namespace(dry_run=False))
+    assert left == [RunError.exit_status]
+    assert "error: train: Ray's raylet\n" in capsys.readouterr().err
+
+
+# ---- the places of a local Ray
+
+
+def set_places(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
+    for name in ("RAY_TMPDIR", "TMPDIR", "XDG_CACHE_HOME", "HF_HOME", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("variable", ["RAY_TMPDIR", "TMPDIR"])
+def test_a_temporary_directory_with_too_long_a_name(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 107 - len(f"/ray/session_2025-01-01_00-00-00_000000_{os.getpid()}/sockets/plasma_store")
+    set_places(monkeypatch, **{variable: "/" + "x" * most})
+    with pytest.raises(
+        InputError, match=rf"^{variable}=/x+: Ray's sockets .* set RAY_TMPDIR to .* at most {most}, such"
+    ):
+        places.check_places()
+
+
+@pytest.mark.parametrize("variable", ["RAY_TMPDIR", "TMPDIR", "HOME", "TRITON_CACHE_DIR"])
+def test_a_place_that_cannot_be_written_to_is_named(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_places(monkeypatch)
+    places.check_places()
+    set_places(monkeypatch, **{variable: "/dev/null/x"})
+    to_set = {"HOME": "set HOME", "TRITON_CACHE_DIR": "set it to"}.get(variable, "set RAY_TMPDIR")
+    with pytest.raises(InputError, match=rf"^{variable}=/dev/null/x: .*/dev/null is no directory: {to_set}"):
+        places.check_places()
+
+
+def test_a_disk_that_is_nearly_full_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_places(monkeypatch)
+    usage = places.shutil.disk_usage("/tmp")._replace(total=100 << 30, free=50 << 30)
+    monkeypatch.setattr(places.shutil, "disk_usage", lambda path: usage)
+    assert places.place_warnings() == []
+    usage = usage._replace(free=4 << 30)
+    (warning,) = places.place_warnings()
+    assert warning.startswith("4 GiB of 100 GiB are free in /tmp, where Ray writes")
