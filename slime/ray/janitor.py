@@ -1,4 +1,4 @@
-"""Ends what a killed driver leaves on its host: ``python -m slime.ray.janitor OWNER_FD OWNER_PID MARK``.
+"""Ends what a killed driver leaves on its host: ``python -m slime.ray.janitor OWNER_FD OWNER_PID MARK GRACE``.
 
 A local Ray's processes end with their driver, all but the two agents of its node: these keep looking for the head for
 about a minute. And where Ray itself is broken, nobody is left who would end workers, or what these have started. The
@@ -25,13 +25,21 @@ _KILL_S = 10.0
 _POLL_S = 0.2
 
 
-def start() -> int:
-    """Mark this process's later children, and start a janitor for it; the descriptor to give to `dismiss` or close."""
+def start(grace: float = _GRACE_S) -> int:
+    """Mark this process's later children, and start a janitor for it.
+
+    Args:
+        grace: seconds that these have to end by themselves when this process has gone.
+
+    Returns:
+        The descriptor to give to `dismiss`.
+    """
     environment = dict(os.environ)
     mark = secrets.token_hex(8)
     os.environ |= {**{name: os.environ.get(name, value) for name, value in TITLES.items()}, RUN_MARK: mark}
     janitor_end, owner_end = os.pipe()
-    command = [sys.executable, "-m", "slime.ray.janitor", str(janitor_end), str(os.getpid()), f"{RUN_MARK}={mark}"]
+    words = (str(janitor_end), str(os.getpid()), f"{RUN_MARK}={mark}", str(grace))
+    command = [sys.executable, "-m", "slime.ray.janitor", *words]
     subprocess.Popen(
         command, pass_fds=(janitor_end,), stdin=subprocess.DEVNULL, start_new_session=True, env=environment
     )
@@ -59,14 +67,14 @@ def main() -> None:
     """Wait for the owner's end, give its processes time to end, and kill those of them that are left."""
     # One that is sent to every process of a job must not end this one first.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    owner_fd, owner, mark = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    owner_fd, owner, mark, grace = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4])
     known: dict[int, Process] = {}
     # The parent is looked at as well: a process forked by the owner may have kept the pipe's other end open.
     while not (told := select.select([owner_fd], [], [], _LOOK_S)[0]) and os.getppid() == owner:
         known = tree_of(owner, mark, known)
     if told and os.read(owner_fd, 1):
         return
-    deadline = time.monotonic() + _GRACE_S
+    deadline = time.monotonic() + grace
     while (known := tree_of(owner, mark, known)) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     processes.kill_all(lambda: tree_of(owner, mark, known).values(), _KILL_S)

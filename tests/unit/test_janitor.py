@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError
 
@@ -21,31 +22,29 @@ from tests.waiting import wait_for
 
 NUM_GPUS = 0
 NAMES = ("child", "grandchild", "orphan")
-# An owner whose child has a child of its own, in another session and deaf to TERM, and one that leaves the tree.
-OWNER = """
+# Of three, all deaf to TERM, the child has a child of its own in another session, and the orphan leaves the tree.
+LIVES = """
 import os, signal, subprocess, sys, time
+program, directory, name = sys.argv[1:]
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if name == "orphan":
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+if name == "child":
+    subprocess.Popen([sys.executable, "-c", program, program, directory, "grandchild"], start_new_session=True)
+with open(os.path.join(directory, name + ".tmp"), "w") as file:
+    file.write(str(os.getpid()))
+os.rename(os.path.join(directory, name + ".tmp"), os.path.join(directory, name))
+while True: time.sleep(1)
+"""
+OWNER = """
+import subprocess, sys
 from slime.ray import janitor
-directory, end = sys.argv[1:]
-janitor._GRACE_S = 1.0
-watched = janitor.start()
-def live(name):
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with open(os.path.join(directory, name + ".tmp"), "w") as file:
-        file.write(str(os.getpid()))
-    os.rename(os.path.join(directory, name + ".tmp"), os.path.join(directory, name))
-    while True: time.sleep(1)
-if os.fork() == 0:
-    if os.fork() == 0:
-        os.setsid()
-        live("grandchild")
-    live("child")
-program = "import os, sys, time; os.setsid(); os.fork() and os._exit(0); open(sys.argv[1] + '.tmp', 'w').write(str(os"
-program += ".getpid())); os.rename(sys.argv[1] + '.tmp', sys.argv[1]); time.sleep(600)"
-subprocess.run([sys.executable, "-c", program, os.path.join(directory, "orphan")])
-while not all(os.path.exists(os.path.join(directory, name)) for name in ("child", "grandchild", "orphan")):
-    time.sleep(0.1)
-time.sleep(2 * janitor._LOOK_S)
-print("ready", flush=True)
+program, directory, end = sys.argv[1:]
+watched = janitor.start(grace=1.0)
+for name in ("child", "orphan"):
+    subprocess.Popen([sys.executable, "-c", program, program, directory, name])
 sys.stdin.readline()
 if end != "killed":
     janitor.dismiss(watched, ended_well=end == "well")
@@ -63,19 +62,21 @@ def ids(tmp_path: Path) -> Iterator[list[int]]:
 @pytest.mark.parametrize("end", ["killed", "ill", "well"])
 def test_nothing_is_left_of_a_run_unless_it_ended_well(end: str, tmp_path: Path, ids: list[int]) -> None:
     """A daemon that a user's function has started may outlive a run that ends well."""
-    command = [sys.executable, "-c", OWNER, str(tmp_path), end]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
-        assert owner.stdout is not None
-        assert owner.stdout.readline() == b"ready\n"
+    command = [sys.executable, "-c", OWNER, LIVES, str(tmp_path), end]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as owner:
+        wait_for(lambda: all((tmp_path / name).exists() for name in NAMES), "all of them have started")
         ids += [int((tmp_path / name).read_text()) for name in NAMES]
-        janitors = [p.pid for p in processes.running().values() if p.parent == owner.pid and p.pid not in ids]
+        (janitor,) = (p for p in map(psutil.Process, children_of(owner.pid)) if "slime.ray.janitor" in p.cmdline())
         if end == "killed":
             owner.kill()
         assert owner.stdin is not None
         owner.stdin.close()
-    assert set(ids) <= processes.running().keys()
-    wait_for(lambda: not set(janitors) & processes.running().keys(), "the janitor has ended")
+    wait_for(lambda: janitor.pid not in processes.running(), "the janitor has ended")
     assert set(ids) & processes.running().keys() == (set(ids) if end == "well" else set())
+
+
+def children_of(pid: int) -> list[int]:
+    return [process.pid for process in processes.running().values() if process.parent == pid]
 
 
 def test_a_process_that_took_over_an_id_is_not_touched() -> None:
