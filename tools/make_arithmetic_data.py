@@ -22,6 +22,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from slime.utils.storage import reported, write_text
+
 Pair = tuple[int, int]
 
 OPERATORS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -103,11 +107,10 @@ def write(options: argparse.Namespace) -> dict[str, int]:
     problems = all_problems(options.digits, options.operator)
     splits = split(problems, options.num_eval, options.sft_fraction, rng)
     output = Path(options.output)
-    output.mkdir(parents=True, exist_ok=True)
     for name, pairs in splits.items():
         asked = written(pairs, options.operator, name != "eval", rng)
         lines = [json.dumps(row(a, b, options.operator, name)) for a, b in asked]
-        (output / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        write_text("output", output / f"{name}.jsonl", "\n".join(lines) + "\n")
     return check_disjoint(output)
 
 
@@ -138,7 +141,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     try:
-        counts = write(options)
+        with reported("make_arithmetic_data.py"):
+            counts = write(options)
     except ValueError as error:
         print(f"make_arithmetic_data.py: {error}", file=sys.stderr)
         return 2

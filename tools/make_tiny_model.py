@@ -28,6 +28,7 @@ check_installation()
 
 from slime.options.schema import flag_named, positive  # noqa: E402
 from slime.utils import aside  # noqa: E402
+from slime.utils.storage import StorageError, writing  # noqa: E402
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -173,7 +174,7 @@ def write(options: argparse.Namespace) -> int:
     tokenizer = make_tokenizer(options.vocab_size if options.like is None else _SMALLEST_VOCABULARY)
     config = make_config(options, tokenizer)
     model = make_model(config, options.arch, options.seed) if options.like is None else None
-    with aside.written_directory(output.resolve()) as directory:
+    with writing("output", output), aside.written_directory(output.resolve()) as directory:
         tokenizer.save_pretrained(directory)
         if model is None:
             config.architectures = [ARCHITECTURES[options.arch][1]]
@@ -257,7 +258,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     try:
         count = write(options)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, StorageError) as error:
         print(f"make_tiny_model.py: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -20,6 +20,10 @@ from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from slime.utils.storage import StorageError, write_text, writing  # noqa: E402
+
 _GAIN_NEEDED = 0.20
 _START_AT, _START_BELOW = 0.36, 0.60
 _WELL_FORMED_NEEDED = 0.95
@@ -126,7 +130,7 @@ def cleared(output: Path) -> Iterator[None]:
         yield
     finally:
         left = {name: state for name, state in _content(output).items() if Path(name).parts[0] in _RESULTS}
-        (output / _RECORD).write_text(json.dumps(left))
+        write_text("--output-dir", output / _RECORD, json.dumps(left))
 
 
 def _train(output: Path, seed: int, rm_type: str, phases: Phases) -> None:
@@ -154,7 +158,8 @@ def clear(output: Path) -> None:
     Raises:
         QuickstartError: something else is in it.
     """
-    output.mkdir(parents=True, exist_ok=True)
+    with writing("--output-dir", output):
+        output.mkdir(parents=True, exist_ok=True)
     record = output / _RECORD
     left: dict[str, list[int]] = {}
     with suppress(FileNotFoundError, json.JSONDecodeError):
@@ -206,8 +211,9 @@ def choose_start(phases: Phases, output: Path) -> dict[str, Any]:
     if chosen["well_formed"] < _WELL_FORMED_NEEDED:
         raise QuickstartError(f"only {chosen['well_formed']:.1%} of the answers are well-formed before RL")
     # Written aside, so that what is there is whole: `tools/compare_algorithms.py` goes on from it.
-    aside = shutil.copytree(chosen["model"], output / "sft" / ".hf")
-    aside.rename(output / "sft" / "hf")
+    with writing("--output-dir", output):
+        aside = shutil.copytree(chosen["model"], output / "sft" / ".hf")
+        aside.rename(output / "sft" / "hf")
     return chosen
 
 
@@ -236,7 +242,8 @@ def plot(metrics: list[dict[str, Any]], path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    with writing("--output-dir", path):
+        figure.savefig(path, dpi=120)
 
 
 def report(
@@ -267,9 +274,8 @@ def report(
         ("curve", str(output / "curve.png")),
     ]
     print("\n" + "\n".join(f"{name:<28} {value}" for name, value in rows))
-    (output / "result.json").write_text(
-        json.dumps({"before": accuracy[0], "after": accuracy[-1], "gain": gain, "hf_before": before, "hf_after": after})
-    )
+    result = {"before": accuracy[0], "after": accuracy[-1], "gain": gain, "hf_before": before, "hf_after": after}
+    write_text("--output-dir", output / "result.json", json.dumps(result))
     if abs(after["accuracy"] - accuracy[-1]) > 2 / after["problems"]:
         raise QuickstartError("transformers scores the saved checkpoint otherwise than the run reported")
     if rm_type != "random" and gain < _GAIN_NEEDED:
@@ -306,7 +312,7 @@ def main() -> None:
     error = None
     try:
         quickstart(args.output_dir.absolute(), args.seed, args.rm_type, phases)
-    except QuickstartError as failure:
+    except (QuickstartError, StorageError) as failure:
         error = failure
     except KeyboardInterrupt:
         sys.exit(130)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.multi_agent.rollout_with_multi_agents import rewriter_prompt, selector_prompt, solver_prompt
+from slime.utils.storage import reported, write_text
 
 _NUM_DEMONSTRATIONS, _NUM_EVAL, _SOLVERS, _REWRITERS = 6000, 64, 3, 2
 _RIGHT = 0.6
@@ -63,9 +64,8 @@ def write(output: Path, seed: int) -> None:
         "eval": rows(problems[:_NUM_EVAL]),
         "sft": [demonstrated() for _ in range(_NUM_DEMONSTRATIONS)],
     }
-    output.mkdir(parents=True, exist_ok=True)
     for name, lines in files.items():
-        (output / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_text("output", output / f"{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def main() -> None:
@@ -74,7 +74,8 @@ def main() -> None:
     parser.add_argument("output", type=Path, help="directory to write; files of the same names are replaced")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    write(args.output, args.seed)
+    with reported("make_data.py"):
+        write(args.output, args.seed)
 
 
 if __name__ == "__main__":

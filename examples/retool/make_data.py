@@ -16,6 +16,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+from slime.utils.storage import reported, write_text
+
 _NUM_DEMONSTRATIONS, _NUM_TRAIN, _NUM_EVAL = 8000, 400, 64
 _GUESSES = 1 / 3
 
@@ -54,9 +56,8 @@ def write(output: Path, seed: int) -> None:
         "eval": rows(chosen[_NUM_TRAIN:]),
         "sft": [demonstrated() for _ in range(_NUM_DEMONSTRATIONS)],
     }
-    output.mkdir(parents=True, exist_ok=True)
     for name, lines in files.items():
-        (output / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_text("output", output / f"{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def main() -> None:
@@ -65,7 +66,8 @@ def main() -> None:
     parser.add_argument("output", type=Path, help="directory to write; files of the same names are replaced")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    write(args.output, args.seed)
+    with reported("make_data.py"):
+        write(args.output, args.seed)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+from slime.utils.storage import reported, write_text
+
 CITIES = ["Athens", "Berlin", "Cairo", "Delhi", "Essen", "Fargo", "Genoa", "Hanoi", "Izmir", "Jaffa", "Kyoto", "Lyon",
           "Milan", "Nice", "Oslo", "Paris", "Quito", "Rome", "Seoul", "Tunis"]  # fmt: skip
 _NUM_EVAL = 20
@@ -61,9 +63,8 @@ def write(output: Path, seed: int) -> None:
         "eval": rows(held_out),
         "sft": [demonstrated() for _ in range(_NUM_DEMONSTRATIONS)],
     }
-    output.mkdir(parents=True, exist_ok=True)
     for name, lines in files.items():
-        (output / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_text("output", output / f"{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def main() -> None:
@@ -72,7 +73,8 @@ def main() -> None:
     parser.add_argument("output", type=Path, help="directory to write; files of the same names are replaced")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    write(args.output, args.seed)
+    with reported("make_data.py"):
+        write(args.output, args.seed)
 
 
 if __name__ == "__main__":

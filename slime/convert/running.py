@@ -25,6 +25,7 @@ from slime.convert.hf_files import HFOutput, Spec, other_than_a_model
 from slime.options.schema import positive
 from slime.utils import aside
 from slime.utils.errors import BadInputError
+from slime.utils.storage import StorageError, writing
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,8 @@ def main(name: str, convert: Callable[[], None], output: Path, *, several_ranks:
         ranks = os.environ.get("WORLD_SIZE", "1") if "TORCHELASTIC_RUN_ID" in os.environ else "1"
         if ranks != "1" and not several_ranks:
             raise BadInputError(f"this is one process with threads, and torchrun starts {ranks}: start it without")
-        convert()
+        with writing("output", output, note="it was not made"):
+            convert()
     except (KeyboardInterrupt, RuntimeError) as error:
         # torch holds an interrupt back while a rank writes, which then fails because the others have ended by theirs.
         if not (interrupts or isinstance(error, KeyboardInterrupt)):
@@ -84,8 +86,8 @@ def main(name: str, convert: Callable[[], None], output: Path, *, several_ranks:
     except (BadInputError, FileNotFoundError, ValueError) as error:
         print(f"{name}: error: {error}", file=sys.stderr)
         return 2
-    except OSError as error:
-        print(f"{name}: error: {error}; the output was not made", file=sys.stderr)
+    except (StorageError, OSError) as error:
+        print(f"{name}: error: {error}", file=sys.stderr)
         return 1
     finally:
         for number, handler in before.items():

@@ -16,11 +16,8 @@ _RAYS_SHARE = "/ray/session_2025-01-01_00-00-00_000000_{pid}/sockets/plasma_stor
 _ROOM = 1 << 30
 _SPILLS_BELOW = 0.05
 """Ray refuses objects that its memory has no room for when less than this share of the disk is free."""
-_NEEDS_HOME = (
-    ("~/.cache", "XDG_CACHE_HOME", "flashinfer, sglang"),
-    ("~/.cache/huggingface", "HF_HOME", "transformers"),
-    ("~/.triton", "TRITON_CACHE_DIR", "triton"),
-)
+_CACHES = ("XDG_CACHE_HOME", "HF_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "MPLCONFIGDIR")
+"""Variables by which users send the caches of libraries elsewhere than to HOME."""
 
 
 def check_places() -> None:
@@ -41,15 +38,13 @@ def check_places() -> None:
         raise InputError(f"{given}: Ray's sessions are written there, and {why}: set RAY_TMPDIR to another directory")
     home = os.path.expanduser("~")
     if why := why_no_directory(home):
-        wanted = [f"{name} ({whose})" for _, name, whose in _NEEDS_HOME if not os.environ.get(name)]
-        if wanted:
-            raise InputError(
-                f"HOME={home}: caches are written there, and {why}: set HOME to a directory that can be written to, "
-                f"or {', '.join(wanted)}"
-            )
-    for _, name, whose in _NEEDS_HOME:
+        raise InputError(
+            f"HOME={home}: Ray keeps its token there, and libraries their caches, and {why}: set HOME to a directory "
+            "that can be written to"
+        )
+    for name in _CACHES:
         if (own := os.environ.get(name)) and (why := why_no_directory(own)):
-            raise InputError(f"{name}={own}: {whose} write there, and {why}: set it to another directory")
+            raise InputError(f"{name}={own}: a library has its cache there, and {why}: set it to another directory")
 
 
 def place_warnings() -> list[str]:

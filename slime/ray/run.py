@@ -36,7 +36,7 @@ from slime.ray.supervision import LOAD_DATA, RESTORE_DATA, START_TRAINERS, Deadl
 from slime.ray.turns import Turns
 from slime.utils import aside
 from slime.utils.arguments import describe
-from slime.utils.storage import writing
+from slime.utils.storage import write_text, writing
 from slime.weights import EngineAddress
 
 _STOP_S = 20.0
@@ -131,9 +131,7 @@ class Run:
         (args.num_rollout,) = self._wait(loaded, LOAD_DATA, self._limit("data_load_timeout"))
         if left := check_remaining(args):  # again: --num-epoch has become a number of rollouts
             print(left, flush=True)
-        config = Path(args.run_dir, "config.yaml")
-        with writing("--run-dir", config):
-            config.write_text(describe(args))
+        write_text("--run-dir", Path(args.run_dir, "config.yaml"), describe(args))
         self._placement = place(args)
         trainers, slots = len(self._placement.train), len(self._placement.rollout + self._placement.reward)
         print(

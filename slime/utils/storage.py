@@ -10,6 +10,7 @@ import errno
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,8 +25,8 @@ _CAUSES = {
     errno.EROFS: "the file system is read-only",
     errno.EACCES: "it may not be written to by this user",
     errno.EPERM: "it may not be written to by this user",
-    errno.ENOENT: "a directory has gone since the start",
-    errno.ENOTDIR: "a directory has gone since the start, and something else is in its place",
+    errno.ENOENT: "a directory was removed, or cannot be made there",
+    errno.ENOTDIR: "something that is no directory is in the place of one",
     errno.ESTALE: "the network file system has lost it (stale file handle)",
     errno.ENOTCONN: "the network file system is not connected",
     errno.EIO: "the disk, or the network that it is reached by, fails (input/output error)",
@@ -68,6 +69,26 @@ def writing(flag: str, path: str | Path, *, note: str = "") -> Iterator[None]:
         if (line := why_not_written(error, flag, path)) is None:
             raise
         raise StorageError(f"{line}{f'; {note}' if note else ''}") from error
+
+
+def write_text(flag: str, path: Path, text: str) -> None:
+    """Write a file that is whole or as it was before, and the directories above it.
+
+    Raises:
+        StorageError: it could not be written.
+    """
+    with writing(flag, path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_file(path, lambda unfinished: unfinished.write_text(text))
+
+
+@contextlib.contextmanager
+def reported(program: str) -> Iterator[None]:
+    """Within a program's block, what could not be written is a line and exit status 1."""
+    try:
+        yield
+    except StorageError as error:
+        sys.exit(f"{program}: error: {error}")
 
 
 def why_not_written(error: BaseException, flag: str, path: str | Path) -> str | None:

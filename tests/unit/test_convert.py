@@ -219,8 +219,9 @@ def test_a_full_disk_is_one_line(
     monkeypatch.setattr(os, "pwrite", full)
     assert fp8_tool.main(["--model-dir", str(models("qwen3")), "--save-dir", str(tmp_path / "out")]) == 1
     (line,) = (line for line in capsys.readouterr().err.splitlines() if "error" in line)
-    assert line.startswith("convert_hf_to_fp8.py: error: [Errno 28] No space left on device: ")
-    assert line.endswith(".out.tmp/model.safetensors'; the output was not made")
+    assert line.startswith(f"convert_hf_to_fp8.py: error: output {tmp_path / 'out'}: the disk is full (")
+    assert ".out.tmp/model.safetensors); " in line
+    assert line.endswith("free some space there, or name another directory; it was not made")
     assert not list(tmp_path.iterdir())
 
 
