@@ -7,27 +7,43 @@ import random
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from slime.rollout.rm_hub import async_rm
+from slime.rollout.rm_hub import async_rm, graders
+from slime.rollout.rm_hub.algebra import answers_equal
 from slime.rollout.rm_hub.graders import GRADERS
 from slime.utils.types import Sample
 from tests.reward_pairs import generated_pairs, written_pairs
 from tools.score_graders import missed, rates, score
 
 NUM_GPUS = 0
+ROOT = Path(__file__).resolve().parents[2]
 
 Args = Callable[..., Namespace]
 
 
-def test_every_grader_is_right_about_the_labelled_pairs() -> None:
+def test_every_grader_is_right_about_the_labelled_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdicts: dict[tuple[str, str], asyncio.Future[bool]] = {}
+
+    def once(answer: str, label: str) -> asyncio.Future[bool]:
+        if (answer, label) not in verdicts:
+            verdicts[answer, label] = asyncio.ensure_future(answers_equal(answer, label))
+        return verdicts[answer, label]
+
+    monkeypatch.setattr(graders, "answers_equal", once)  # which all mathematical graders ask
     scored = score([*written_pairs(), *generated_pairs()])
     found = rates(scored)
     assert {name.removeprefix("boxed_") for name in found} == set(GRADERS) - {"random"}
     few = {name: rate for name, rate in found.items() if rate[1] < 0.99 or rate[2] < 0.97}
     assert not few, "\n".join(missed(scored))
     assert len(scored) > 3000
+    for page in ("docs/rollout.md", "docs/zh/rollout.md"):
+        table = (ROOT / page).read_text()
+        for name in ("math", "deepscaler", "dapo", "gpqa", "f1", "ifbench"):
+            count, precision, recall = found[name]
+            assert f"| `{name}` | {count} | {precision:.3f} | {recall:.3f} |" in table, page
 
 
 def test_no_pair_is_written_twice() -> None:
@@ -39,7 +55,7 @@ def test_no_pair_is_written_twice() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "9" * 1_000_000,
+        "9" * 200_000,
         "1e999999999",
         "0." + "3" * 2000,
         "\\frac{" * 5000,
@@ -84,7 +100,7 @@ def test_random_letters_crash_no_grader(rollout_args: Args) -> None:
     rng = random.Random(27)
     known = r"\frac { } ( ) [ ] \ 1 07 . , e E9 _ ^ % $ \text{ = \pm \overline{3} \dot km per \sqrt x \\ & and ! / - °"
     pieces = [*known.split(), " ", "\u00bd", "\u00b2", "\\begin{matrix}"]
-    for _ in range(400):
+    for _ in range(200):
         text, label = ("".join(rng.choices(pieces, k=rng.randint(1, 12))) for _ in range(2))
         for name in ("dapo", "gpqa", "f1"):
             if label.strip():

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from slime.rollout.rm_hub.notation import canonical, compact
 from slime.rollout.rm_hub.numerals import exact_value, is_unread, without_commas
-from slime.rollout.rm_hub.units import Unit, singular, split_unit
+from slime.rollout.rm_hub.units import Unit, singular, split_unit, together
 
 Algebra = Callable[[str, str], bool]
 """Says of two expressions in LaTeX, without units and lists, whether they are equal."""
@@ -24,25 +24,18 @@ _NAME = re.compile(
     r"\s*(?:\\?[A-Za-z]+'*(?:_(?:\{\w+\}|\w))?\s*(?:\(\s*\\?[a-z]+(?:\s*,\s*\\?[a-z]+)*\s*\))?"
     r"|\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])+\s*\))\s*$"
 )
-_RELATION = re.compile(r"[<>=|]|\\(?:le|ge|ne|in|cup|cap|mid|equiv|sim|to|subset|setminus)(?![A-Za-z])")
+_RELATION = re.compile(r"[<>=|]|\\(?:le|ge|ne|in|cup|cap|mid|equiv|sim|to|subset|setminus|mathbb)(?![A-Za-z])")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*$")
 _COMMANDS = re.compile(r"\\[A-Za-z]+")
 _FUNCTIONS = {"degree", "degrees", "sqrt", "sinh", "cosh", "tanh", "asin", "acos", "atan", "arcsin", "arccos", "arctan"}
 _MATRIX = re.compile(r"^\\begin\s*\{([pbBvV]?matrix|smallmatrix|array)\}\s*(?:\{[lcr| ]*\})?(.*)\\end\s*\{\1\}$", re.S)
-_ONES = re.findall(
-    r"\w+",
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen",
-)
-_TENS = re.findall(r"\w+", "twenty thirty forty fifty sixty seventy eighty ninety")
-_NUMBER_WORDS = {
-    **{word: value for value, word in enumerate(_ONES)},
-    **{word: 10 * place for place, word in enumerate(_TENS, 2)},
-    **{f"{ten} {one}": 10 * place + _ONES.index(one) for place, ten in enumerate(_TENS, 2) for one in _ONES[1:10]},
-}
-_SHORT_WORDS = ("yes", "no", "odd", "all")
+_CHOICE = re.compile(r"\(([A-J])\) (.+)$", re.S)
+_LETTER = re.compile(r"(\()?([A-Za-z])\)?$")
+_SHORT_WORD = re.compile(r"yes|no|odd|all|[^aeiou][aeiou][^aeiou]")
+"""What is no product of variables, though it is short."""
+_CLOCK = re.compile(r"\d:\d\d(?!\d)")
 _PERCENT = "percent"
-_DEGREES = Unit((("angle", 1),), Fraction(1))
+_DEGREES, _RADIANS = Unit((("angle", 1),), Fraction(1)), Unit((("radian", 1),), Fraction(1))
 
 
 class NeedsAlgebra(Exception):
@@ -79,15 +72,20 @@ def equal(answer: str, label: str, algebra: Algebra) -> bool:
 
 
 def _readings(text: str) -> Iterator[str]:
-    """``100,200`` is a number, and a list."""
-    joined = without_commas(text)
-    yield joined
-    if joined != text:
-        yield text
+    """``100,200`` is a number, and a list; ``(C) 12`` is a choice, and what stands behind it."""
+    choice = _CHOICE.match(text)
+    for part in choice.groups() if choice else (text,):
+        joined = without_commas(part)
+        yield joined
+        if joined != part:
+            yield part
 
 
 def _same(left: str, right: str, algebra: Algebra, depth: int) -> bool:
-    left, right = _unwrapped(left), _unwrapped(right)
+    letters = _LETTER.match(left), _LETTER.match(right)
+    if letters[0] and letters[1] and (letters[0][1] or letters[1][1]):
+        return letters[0][2].lower() == letters[1][2].lower()
+    left, right = (_unwrapped(together(text) or text) for text in (left, right))
     if compact(left) == compact(right):
         return left != ""
     if depth > 8 or not left or not right:
@@ -232,31 +230,34 @@ def _same_in_some_order(lefts: list[str], rights: list[str], algebra: Algebra, d
 
 
 def _same_quantities(left: str, right: str, algebra: Algebra) -> bool:
-    words = _word(left), _word(right)
-    if words[0] is not None and words[1] is not None:
-        return words[0] == words[1]
+    if _are_words(left, right):
+        return _plain_words(left) == _plain_words(right)
     (left, left_unit), (right, right_unit) = split_unit(left), split_unit(right)
+    left, right = _in_radians(left, left_unit, right, right_unit), _in_radians(right, right_unit, left, left_unit)
     factors = _factors(left_unit, right_unit)
     if not factors:
         return False
     try:
-        values = _value(left), _value(right)
+        values = exact_value(left), exact_value(right)
     except ArithmeticError:
         return False
     if values[0] is not None and values[1] is not None:
         return any(values[0] * factor == values[1] for factor in factors)
-    if "\\pi" in (right if left_unit == _DEGREES else left if right_unit == _DEGREES else ""):
-        left, right = (
-            f"\\frac{{\\pi}}{{180}}({text})" if unit == _DEGREES else text
-            for text, unit in ((left, left_unit), (right, right_unit))
-        )
     return any(_by_algebra(left if factor == 1 else f"({factor})\\cdot({left})", right, algebra) for factor in factors)
+
+
+def _in_radians(text: str, unit: Unit | None, other: str, other_unit: Unit | None) -> str:
+    """Degrees where the other angle is in radians."""
+    compared = unit == _DEGREES and (other_unit == _RADIANS or (other_unit is None and "\\pi" in other))
+    return f"\\frac{{\\pi}}{{180}}\\cdot({text})" if compared else text
 
 
 def _factors(left: Unit | None, right: Unit | None) -> list[Fraction]:
     """What the left number may be multiplied by to be the right one; nothing where the units contradict each other."""
     percents = [unit is not None and unit.powers == ((_PERCENT, 1),) for unit in (left, right)]
     one = Fraction(1)
+    if {left, right} == {_DEGREES, _RADIANS}:
+        return [one]
     if left is not None and right is not None:
         return [left.size / right.size] if left.powers == right.powers else []
     if any(percents):
@@ -264,22 +265,19 @@ def _factors(left: Unit | None, right: Unit | None) -> list[Fraction]:
     return [one]
 
 
-def _value(text: str) -> Fraction | None:
-    word = _NUMBER_WORDS.get(text.strip().lower().replace("-", " "))
-    return exact_value(text) if word is None else Fraction(word)
+def _are_words(*texts: str) -> bool:
+    """Whether all are letters, and one at least is a word and no product of variables."""
+    letters = all(_WORDS.match(text) for text in texts)
+    return letters and any(len(text) > 3 or _SHORT_WORD.fullmatch(text.lower()) for text in texts)
 
 
-def _word(text: str) -> str | None:
-    """Words as they are compared, where ``text`` is words and no product of letters."""
-    if not _WORDS.match(text) or text.lower().replace("-", " ") in _NUMBER_WORDS:
-        return None
-    words = re.sub(r"^(?:a|an|the) ", "", text.casefold()).split()
-    if len(text) < 4 and text.lower() not in _SHORT_WORDS:
-        return None
-    return " ".join(singular(word) for word in words)
+def _plain_words(text: str) -> list[str]:
+    return [singular(word) for word in re.sub(r"^(?:a|an|the) ", "", text.casefold()).split()]
 
 
 def _by_algebra(left: str, right: str, algebra: Algebra) -> bool:
+    if _CLOCK.search(left) or _CLOCK.search(right):  # algebra takes 10:30 for a third
+        return compact(left).lower().replace(".", "") == compact(right).lower().replace(".", "")
     if any(len(text) > _LONGEST_FORMULA or is_unread(text) or _has_words(text) for text in (left, right)):
         return False
     if any(sum(text.count(opening) for opening in "([{") > _MOST_BRACKETS for text in (left, right)):

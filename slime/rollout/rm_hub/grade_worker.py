@@ -20,7 +20,7 @@ from slime.rollout.rm_hub import equality
 _MEMORY = 4 << 30
 _PR_SET_PDEATHSIG = 1
 _DIGITS = 200
-_EXACT, _ROUNDED = 1e-150, 1e-6
+_EXACT, _ROUNDED = 1e-150, 5e-7
 """How far apart numbers are, relative to the larger one, that are equal; where one of them has a decimal point."""
 _POINTS = (("13/7", "29/11", "5/3", "37/19"), ("-17/9", "-31/13", "-7/5", "-41/23"))
 """Values of variables at which expressions are compared, above zero and below."""
@@ -108,7 +108,7 @@ def _close(left: Any, right: Any, point: dict[Any, Any], tolerance: float) -> bo
     sides = []
     for side in (left, right):
         number = sympy.N(side.subs({each: values[each.name] for each in side.free_symbols}), _DIGITS)
-        infinite = number in (sympy.oo, -sympy.oo, sympy.zoo)
+        infinite = number in (sympy.oo, -sympy.oo)
         if not infinite and (not number.is_number or not number.is_finite or number.has(sympy.nan)):
             return None
         sides.append(number)

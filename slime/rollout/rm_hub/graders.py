@@ -23,7 +23,7 @@ Grader = Callable[[Namespace, Sample, str], Awaitable[Any]]
 
 _DAPO_TAIL = 300
 _DAPO_ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
-_MARKUP = re.compile(r"\*\*|`|\\[()\[\]]")
+_MARKUP = re.compile(r"(?<!\w)\*\*|\*\*(?!\w)|`|\\[()\[\]]")
 """Bold, code, and the brackets of a formula."""
 _REMOTE_RETRIES = 10
 _CLOSED_ANSWERS = ("yes", "no", "noanswer")

@@ -34,15 +34,16 @@ _BEFORE = "|".join(
         r"(?:\s+(?:correcta?|corretta|correcte|richtige))?(?:\s+(?:est|es|\u00e9|\u00e8|ist|lautet))?\s{0,2}:?)",
         r"\u7b54\u6848(?:\u5e94\u8be5|\u61c9\u8a72|\u5e94|\u61c9)?[\u662f\u4e3a\u70ba\u9009\u9078]?\s{0,2}:?(?:\u9009\u9879|\u9078\u9805)?",
         r"(?<!\u4e0d)(?<!\u80fd)[\u9009\u9078][\u62e9\u64c7]?(?:\u9009\u9879|\u9078\u9805|\u9879|\u9805)?\s{0,2}:?",
+        r"(?:\u9009\u9879|\u9078\u9805|\u8ba4\u4e3a|\u8a8d\u70ba|\u800c)[\u662f\u4e3a\u70ba]\s{0,2}:?",
         r"(?:\u6b63\u89e3|\u6b63\u7b54|\u7b54\u3048|\u89e3\u7b54|\u56de\u7b54)[\u306f\u304c]?\s{0,2}:?(?:\u9078\u629e\u80a2)?",
         r"\ub2f5(?:\uc548)?[\uc740\ub294\uc774]?\s{0,2}:?",
     )
 )
 """What states a choice: English; French, Spanish, Portuguese, Italian, German, Russian; Chinese; Japanese; Korean."""
 _BEHIND = (
-    r"(?i:is\s+(?:the\s+)?(?:correct|right)\b)"
+    r"(?i:is\s+(?:the\s+)?(?:correct|right|answer)\b)"
     r"|[\u9879\u9805]?\u662f?\u6b63[\u786e\u78ba]"
-    r"|[\u304c\u306f](?:\u6b63\u89e3|\u6b63\u3057\u3044|\u6b63\u7b54|\u9069\u5207)"
+    r"|\u3092\u9078|[\u304c\u306f](?:\u6b63\u89e3|\u6b63\u3057\u3044|\u6b63\u7b54|\u9069\u5207)"
     r"|\ubc88?[\uac00\uc774]\s{0,2}(?:\uc815\ub2f5|\ub9de|\uc633)"
 )
 _DENIED = (

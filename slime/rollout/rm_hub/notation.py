@@ -53,6 +53,8 @@ _SYNONYMS = {
     "degree": "^\\circ",
     "lbrace": "\\{",
     "rbrace": "\\}",
+    "langle": "(",
+    "rangle": ")",
     "lvert": "|",
     "rvert": "|",
     "land": " and ",
@@ -67,7 +69,7 @@ _LINE_END = re.compile(r"\\\\(?:\[[^\]]*\])?")
 _DELIMITERS = re.compile(r"\\[()\[\]]")
 _FONT = re.compile(
     r"\\(?:text(?:bf|it|rm|normal|tt|sf|sc)?|math(?:rm|bf|it|sf|tt|normal)|mbox|hbox|boldsymbol|bm|operatorname\*?|emph|"
-    r"underline)\s*\{([^{}]*)\}"
+    r"underline)\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
 )
 _FONT_BEFORE_LETTER = re.compile(rf"{_FONT.pattern}(?=[A-Za-z0-9\\])")
 _CIRC = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))\s*")
@@ -78,6 +80,31 @@ _LEAD = re.compile(r"^(?:(?:the|my)\s+)?(?:final\s+)?(?:answer|result)(?:\s+is)?
 _IDLE_GROUP = re.compile(r"(?<![\w\\})\]^_])\{\s*([\w.]+)\s*\}")
 _SPACE_BETWEEN_DIGITS = re.compile(r"(?<=\d) (?=\d)")
 _SUCH_THAT = re.compile(r"(\\\{[^{}:|]*?)(?::|\||\\mid(?![A-Za-z]))\s*")
+_PLAIN = {
+    r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)": r"\\sqrt{\1}",
+    r"(?<![\\A-Za-z])(sqrt|sin|cos|tan|ln|log|exp|pi)(?![A-Za-z])": r"\\\1 ",
+    r"(?<!\\)\b[Ii]nfinity\b": r"\\infty ",
+    r"\*\*": "^",
+    r"<=": r"\\le ",
+    r">=": r"\\ge ",
+    r"!=": r"\\ne ",
+}
+"""Plain text for what LaTeX has a command for."""
+_BARE_SET = re.compile(r"\{[^{}]*,[^{}]*\}$")
+_TIMES_TEN = re.compile(r"(?<=\d)\s*[xX]\s*(?=10\s*\^)")
+_ONES = re.findall(
+    r"\w+",
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen",
+)
+_TENS = re.findall(r"\w+", "twenty thirty forty fifty sixty seventy eighty ninety")
+_NUMBER_WORDS = {
+    **{word: value for value, word in enumerate(_ONES)},
+    **{word: 10 * place for place, word in enumerate(_TENS, 2)},
+    **{f"{ten}-{one}": 10 * place + _ONES.index(one) for place, ten in enumerate(_TENS, 2) for one in _ONES[1:10]},
+}
+_IN_WORDS = re.compile(rf"({'|'.join(sorted(_NUMBER_WORDS, key=len, reverse=True))})((?: [A-Za-z]+)*\.?)$", re.I)
+_BASE_IN_WORDS = re.compile(rf"_\s*\{{?\s*({'|'.join(_ONES[2:17])})\b\s*\}}?", re.I)
 _ORDINAL = re.compile(r"(?<=\d) ?\^?\{?(?:st|nd|rd|th)\b\}?")
 _EMPTY_SET = re.compile(r"\\\{\s*\\\}")
 
@@ -86,12 +113,15 @@ def canonical(text: str) -> str:
     """An answer without what does not change its meaning; a space stands only where there was one."""
     text = _unified(_ascii(text))
     text = _EMPTY_SET.sub(r"\\emptyset", text)
-    text = _LEAD.sub("", text.strip(" `"))
+    text = _in_digits(_LEAD.sub("", text.strip(" `")))
+    if _BARE_SET.match(text):
+        text = f"\\{text[:-1]}\\}}"
+    for plain, latex in _PLAIN.items():
+        text = re.sub(plain, latex, text)
     text = _SUCH_THAT.sub(r"\1\\mid ", text)
-    text = re.sub(r"\b[Ii]nfinity\b", r"\\infty", text)
     text = currency_behind(text)
-    text = re.sub(r"\\?%", " percent", _ORDINAL.sub("", text))
-    text = text.replace("\\$", "").replace("$", "")
+    text = re.sub(r"\\?%", " percent", _ORDINAL.sub("", _TIMES_TEN.sub(r"\\times ", text)))
+    text = re.sub(r"\\?[$#]", "", text)
     text = _with_groups(text)
     return written_out(text).strip().rstrip(".;,").strip()
 
@@ -100,6 +130,13 @@ def compact(text: str) -> str:
     """``text`` without spaces but for those between digits, where they part numbers, and between words."""
     text = re.sub(r"(?<![\dA-Za-z]) | (?![\dA-Za-z])", "", text)
     return re.sub(r"(?<=\d) (?=[A-Za-z])|(?<=[A-Za-z]) (?=\d)", "", text)
+
+
+def _in_digits(text: str) -> str:
+    """A number that is written as a word, alone or before others, and the base of one."""
+    text = _BASE_IN_WORDS.sub(lambda match: f"_{{{_NUMBER_WORDS[match[1].lower()]}}}", text)
+    match = _IN_WORDS.match(re.sub(r"(?<=ty) (?=[a-z])", "-", text) if text[:1].isalpha() else text)
+    return text if match is None else f"{_NUMBER_WORDS[match[1].lower()]}{match[2]}"
 
 
 def _ascii(text: str) -> str:

@@ -27,9 +27,13 @@ _UNREAD = re.compile(r"(?<![_\d])\d+\s+\d|\d_|\d[eE][+-]?\d|\\(?:overline|dot)\s
 """What `written_out` could not make sense of."""
 
 
+_GOES_ON = re.compile(r"(?<![\w.])(\d*)\.(\d*?)(\d)\3{2,}(?:\\[lc]?dots|\.\.\.)")
+
+
 def written_out(text: str) -> str:
     """``text`` with every number that people write in a way of its own as a plain integer, decimal or ``\\frac``."""
     text = _EXPONENT.sub(_plain_of_exponent, text)
+    text = _GOES_ON.sub(r"\1.\2(\3)", text)
     text = _REPEATING.sub(_fraction_of_repeating, text)
     text = _BASE.sub(_integer_of_base, text)
     text = _GROUPED_BY_SPACE.sub(lambda match: match[0].replace(" ", ""), text)

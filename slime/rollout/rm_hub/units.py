@@ -43,7 +43,7 @@ _MEASURES: dict[str, dict[str, tuple[str, ...]]] = {
     "euro": {"1": ("euro", "EUR")},
     "sterling": {"1": ("GBP",)},
     "yen": {"1": ("yen", "JPY", "yuan", "RMB")},
-    "rupee": {"1": ("rupee", "INR")},
+    "rupee": {"1": ("rupee", "INR", "Rs")},
     "angle": {"1": ("degree", "deg")},
     "radian": {"1": ("radian", "rad")},
     "Celsius": {"1": ("C", "Celsius", "celsius", "centigrade")},
@@ -54,6 +54,9 @@ _MEASURES: dict[str, dict[str, tuple[str, ...]]] = {
     "power": {"1": ("W", "watt"), "1000": ("kW",)},
     "voltage": {"1": ("V", "volt")},
     "frequency": {"1": ("Hz", "hertz")},
+    "turns": {"1": ("rpm",)},
+    "pressure": {"1": ("psi",)},
+    "gallon": {"1": ("gal", "gallon")},
     "percent": {"1": ("percent", "percentage", "pct")},
 }
 """By what is measured, and by size: the names. A name stands for itself where it is in no row."""
@@ -66,15 +69,17 @@ _ANY = ("unit", "square", "cubic", "integer", "number", "digit", "way", "point",
 """Words behind a number that say nothing of it."""
 _NO_UNIT = re.compile(
     r"or|and|more|less|than|over|under|at|least|most|mod|modulo|to|if|not|is|are|was|from|above|below|between|squared|"
-    r"cubed|factorial|half|halves|thirds?|quarters?|fourths?|fifths?|pi|sqrt|sin|cos|tan|log|ln|exp|max|min|gcd|lcm|"
+    r"cubed|factorial|half|halves|thirds?|quarters?|fourths?|fifths?|tenths?|hundredths?|thousandths?|pi|sqrt|sin|cos|tan|log|ln|exp|max|gcd|lcm|"
     r"undefined|infinity|otherwise|plus|minus|times|divided|equals|where|when|for|only|but|unless|pm|am",
     re.I,
 )
 """Words that change what is said, so that what they stand in is no number with a unit."""
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_CURRENCIES = {"\\$": "dollar", "$": "dollar", "\u20ac": "euro", "\u00a3": "GBP", "\u00a5": "yen", "\u20b9": "rupee"}
-_CURRENCY = re.compile(r"^([-+]?)\s*(\\\$|[$\u20ac\u00a3\u00a5\u20b9])\s*([-+]?\s*[\d.\\(].*)$", re.S)
-_CURRENCY_BEHIND = re.compile(r"^(.*\d)\s*(\\\$|[$\u20ac\u00a3\u00a5\u20b9])$", re.S)
+_CURRENCIES = {"$": "dollar", "US$": "dollar", "\u20ac": "euro", "\u00a3": "GBP", "\u00a5": "yen", "\u20b9": "rupee"}
+_SIGN = r"US\\?\$|USD|EUR|GBP|INR|Rs\.?|\\?[$\u20ac\u00a3\u00a5\u20b9]"
+_CURRENCY = re.compile(rf"^([-+]?)\s*({_SIGN})\s*([-+]?\s*[\d.\\(].*)$", re.S)
+_CURRENCY_BEHIND = re.compile(r"^(.*\d)\s*(\\?[$\u20ac\u00a3\u00a5\u20b9])$", re.S)
+_PART = re.compile(r"(?:^|(?<=[A-Za-z])(?:\s*,|\s+and\b)?\s*)(\d{1,9}(?:\.\d{1,9})?)\s*([A-Za-z]+)\b")
 _NAME = r"[A-Za-z]+\.?(?:\s*\^\s*(?:\{\s*-?\d\s*\}|-?\d))?"
 _BEHIND = re.compile(
     rf"(?P<space>(?<=[\d}})\]!])\s*|(?<=\\pi)\s+)(?P<unit>{_NAME}(?:(?:\s*\\cdot\s*|[\s*/-]+){_NAME})*)$"
@@ -95,10 +100,23 @@ class Unit:
 def currency_behind(text: str) -> str:
     """A sum of money with its currency as a word behind it: ``\\$5`` is ``5 dollar``."""
     if match := _CURRENCY.match(text):
-        return f"{match[1]}{match[3].strip()} {_CURRENCIES[match[2]]}"
+        sign = match[2].replace("\\", "").strip(".")
+        return f"{match[1]}{match[3].strip()} {_CURRENCIES.get(sign, sign)}"
     if match := _CURRENCY_BEHIND.match(text):
-        return f"{match[1]} {_CURRENCIES[match[2]]}"
+        return f"{match[1]} {_CURRENCIES[match[2].removeprefix(chr(92))]}"
     return text
+
+
+def together(text: str) -> str | None:
+    """``2 hours 30 minutes`` as a number of the first unit; None of what is no such sum."""
+    parts = _PART.findall(text)
+    if len(parts) < 2 or _PART.sub("", text).strip():
+        return None
+    kinds, sizes = zip(*(_kind_of(name, spaced=True) for _, name in parts), strict=True)
+    if len(set(kinds)) > 1 or any(size is None for size in sizes) or sorted(sizes, reverse=True) != list(sizes):
+        return None
+    total = sum(Fraction(number) * size for (number, _), size in zip(parts, sizes, strict=True))
+    return f"{total / sizes[0]} {parts[0][1]}"
 
 
 def split_unit(text: str) -> tuple[str, Unit | None]:
@@ -127,6 +145,8 @@ def _read(text: str, spaced: bool) -> Unit | None:
     size, sign, power_of_next = Fraction(1), 1, 1
     unknown = ""
     for slash, word, power in _WORD.findall(text):
+        if word in ("of", "a", "an", "the"):
+            continue
         if _NO_UNIT.fullmatch(word):
             return None
         if slash or word in ("per", "each", "every"):
