@@ -93,13 +93,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "": {},
     "recompute": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+    "offload": {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True},
     "selective_moe": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]},
     "first_of_1": {"decoder_first_pipeline_num_layers": 1},
     "last_of_1": {"decoder_last_pipeline_num_layers": 1},
     "stages_of_1_3": {"pipeline_model_parallel_layout": "Et|tttL"},
     "chunks_of_0_2_1_1": {"pipeline_model_parallel_layout": "E|tt|t|tL"},
 }
-"""How the same is computed: other options of the model under a layout, which change no result."""
+"""How the same is computed: other options of the model or optimizer under a layout, which change no result."""
 STAGES = {
     "first_of_1": [[1], [3]],
     "last_of_1": [[3], [1]],

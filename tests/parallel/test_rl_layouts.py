@@ -79,9 +79,9 @@ def variants_of(layout: str, kind: str) -> list[str]:
     """Those that the layout and the model have."""
     selective = "selective_moe" if kind == "qwen3_moe" else "selective"
     if layout == "pp2_vpp2":
-        return ["recompute", selective, "chunks_of_0_2_1_1"]
+        return ["recompute", selective, "offload", "chunks_of_0_2_1_1"]
     uneven = ["first_of_1", "last_of_1", "stages_of_1_3"] if PP in LAYOUTS[layout][1] else []
-    return ["recompute", selective, *uneven]
+    return ["recompute", selective, "offload", *uneven]
 
 
 def jobs_of(layout: str, *, in_ci: bool) -> list[Job]:

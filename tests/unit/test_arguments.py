@@ -267,6 +267,9 @@ def test_transformer_engine_must_be_installed(fails: Fails, monkeypatch: pytest.
         "--lr-decay-style WSD --lr-wsd-decay-iters 2 --lr-warmup-iters 1",
         "--cuda-graph-impl none --num-distributed-optimizer-instances 1 --exp-avg-dtype fp32",
         "--moe-token-dispatcher-type flex --moe-enable-deepep",
+        "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer",
+        "--optimizer-cpu-offload --optimizer-offload-fraction 0.5 --no-pin-cpu-grads --no-pin-cpu-params",
+        "--use-precision-aware-optimizer --main-grads-dtype fp32 --main-params-dtype fp32 --exp-avg-sq-dtype fp32",
     ],
 )
 def test_what_a_trainer_takes(parse: Parse, words: str) -> None:

@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 
 _ADVICE = (
     "lower --max-tokens-per-gpu or --log-probs-chunk-size, cut the model over more GPUs, recompute activations "
-    "(--recompute-granularity full --recompute-method uniform --recompute-num-layers 1), or give engines less "
-    "(--sglang-mem-fraction-static)"
+    "(--recompute-granularity full --recompute-method uniform --recompute-num-layers 1), keep the optimizer's state in "
+    "host memory (--optimizer-cpu-offload), or give engines less (--sglang-mem-fraction-static)"
 )
 _SAVE_ADVICE = "cut the model over more GPUs, or give engines less (--sglang-mem-fraction-static)"
 _PUSH_ADVICE = f"lower --update-weight-buffer-size, {_SAVE_ADVICE}"
