@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from slime.utils.redaction import redacted_words
@@ -22,6 +23,27 @@ def strike_secrets() -> None:
     sys.argv[1:] = redacted_words(sys.argv[1:])
     with contextlib.suppress(OSError, ValueError, IndexError):  # of a kernel that has no such files, or hides them
         _overwrite()
+
+
+def apart(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A command line without the flags that are named for secrets, and those, each with its values."""
+    groups: list[list[str]] = [[]]
+    for word in words:
+        if word.startswith("--"):
+            groups.append([])
+        groups[-1].append(word)
+    shown = [word for group in groups if redacted_words(group) == group for word in group]
+    return shown, [word for group in groups if redacted_words(group) != group for word in group]
+
+
+def secrets_of(words: Sequence[str]) -> tuple[str, ...]:
+    """The secrets themselves of a command line."""
+    shown = zip(words, redacted_words(words), strict=True)
+    return tuple(_value(word) for word, redacted in shown if word != redacted and _value(word))
+
+
+def _value(word: str) -> str:
+    return word.partition("=")[2] if word.startswith("--") else word
 
 
 def _overwrite() -> None:

@@ -93,6 +93,9 @@ def test_keys_open_what_they_should_and_are_in_no_log(service: Service) -> None:
     server_args = (service.args.run_dir / "engine_0.log").read_text()
     assert "server_args=" in server_args
     assert "api_key='***'" in server_args
+    told = requests.get(f"{service.engine.url}/server_info", headers={"Authorization": f"Bearer {KEYS[0]}"}, timeout=30)
+    assert told.json()["api_key"] == told.json()["admin_api_key"] == "***"
+    assert not any(key in told.text for key in KEYS)
     for process in processes_of(service):
         assert not any(key in argument for key in KEYS for argument in process.cmdline())
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import psutil
+import pytest
+
+from slime.backends.sglang.process import ServerProcess
+from slime.utils.command_line import apart, secrets_of
 
 NUM_GPUS = 0
 PROGRAM = """
@@ -36,3 +43,47 @@ def test_secrets_are_struck_where_they_can_be_read() -> None:
     assert own.split(" ")[:4] == ["--wandb-key", "<redacted>", "--lr", "1e-6"]
     expected = ["--wandb-key", "*" * 6, "--lr", "1e-6", "--sglang-ssl-keyfile-password=" + "*" * 7, *given[5:10]]
     assert shown == [*expected, "*" * 6, "", "*" * 6, *given[13:]]
+
+
+@pytest.mark.parametrize(
+    ("words", "shown", "hidden", "secrets"),
+    [
+        ([], [], [], ()),
+        (["python", "-m", "x", "--port", "1"], ["python", "-m", "x", "--port", "1"], [], ()),
+        (
+            ["x", "--ssl-keyfile-password", "s3cret", "--api-key=k=1", "--served-model-name", "m", "n"],
+            ["x", "--served-model-name", "m", "n"],
+            ["--ssl-keyfile-password", "s3cret", "--api-key=k=1"],
+            ("s3cret", "k=1"),
+        ),
+        (
+            ["--control-plane-api-keys", "a:b:admin:c", "d:e:user:f", "--max-total-tokens", "8192"],
+            ["--max-total-tokens", "8192"],
+            ["--control-plane-api-keys", "a:b:admin:c", "d:e:user:f"],
+            ("a:b:admin:c", "d:e:user:f"),
+        ),
+    ],
+)
+def test_secrets_are_set_apart(words: list[str], shown: list[str], hidden: list[str], secrets: tuple[str, ...]) -> None:
+    assert apart(words) == (shown, hidden)
+    assert secrets_of(words) == secrets
+
+
+def test_a_server_gets_secrets_by_its_environment(tmp_path: Path) -> None:
+    """Neither its command line nor its supervisor's has them, and the end of its log neither."""
+    code = "import sys; from slime.backends.sglang.process import secret_flags as f; print(sys.argv[1:], f(), flush=1)"
+    words = ["--ssl-keyfile-password", "s3cret", "--port", "1"]
+    server = ServerProcess([sys.executable, "-c", f"{code}; input()", *words], os.environ, tmp_path / "log", held=True)
+    server.start()
+    try:
+        deadline = time.monotonic() + 60
+        while "--port" not in server.tail():
+            assert server.poll() is None, server.tail()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        supervisor = psutil.Process(server.pid)
+        for process in (supervisor, *supervisor.children(recursive=True)):
+            assert "s3cret" not in " ".join(process.cmdline())
+        assert server.tail() == "['--port', '1'] ['--ssl-keyfile-password', '***']\n"
+    finally:
+        server.stop()

@@ -22,14 +22,24 @@ from typing import Any
 
 from slime.backends.sglang import compat
 from slime.backends.sglang.float8 import refuse_other_layouts
-from slime.backends.sglang.process import ADMIN_KEY_VARIABLE, FLOAT8_VARIABLE, GENERATE_KEY_VARIABLE, HELD_VARIABLE
+from slime.backends.sglang.process import (
+    ADMIN_KEY_VARIABLE,
+    FLOAT8_VARIABLE,
+    GENERATE_KEY_VARIABLE,
+    HELD_VARIABLE,
+    secret_flags,
+)
+from slime.utils.command_line import secrets_of
 from slime.utils.http_utils import redact
 
 
+def _secrets() -> tuple[str, ...]:
+    keys = (os.environ.get(GENERATE_KEY_VARIABLE), os.environ.get(ADMIN_KEY_VARIABLE))
+    return (*filter(None, keys), *secrets_of(secret_flags()))
+
+
 def _strike_keys_from_log() -> None:
-    secrets = tuple(
-        key for key in (os.environ.get(GENERATE_KEY_VARIABLE), os.environ.get(ADMIN_KEY_VARIABLE)) if key is not None
-    )
+    secrets = _secrets()
     make_record = logging.getLogRecordFactory()
 
     def make_redacted_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
@@ -39,6 +49,22 @@ def _strike_keys_from_log() -> None:
         return record
 
     logging.setLogRecordFactory(make_redacted_record)
+
+
+def _strike_keys_from_answers() -> None:
+    """Of /server_info above all, which the key for generation opens: it would give the other one away."""
+    from sglang.srt.entrypoints import http_server
+
+    secrets, plain = _secrets(), http_server.msgspec_to_builtins
+
+    def struck(value: Any) -> Any:
+        if isinstance(value, str):
+            return redact(value, secrets)
+        if isinstance(value, dict):
+            return {name: struck(each) for name, each in value.items()}
+        return [struck(each) for each in value] if isinstance(value, list | tuple) else value
+
+    http_server.msgspec_to_builtins = lambda value: struck(plain(value))
 
 
 def _register_configs() -> None:
@@ -72,7 +98,8 @@ def main() -> None:
         importlib.import_module("sglang.srt.entrypoints.http_server")  # which `run_server` imports, and takes longest
         print("imported; goes on when the trainers have taken their memory", flush=True)
         sys.stdin.readline()
-    flags = sys.argv[1:]
+    _strike_keys_from_answers()
+    flags = [*sys.argv[1:], *secret_flags()]
     if "--enable-lora" in flags:
         compat.unload_adapters_at_once()
     for flag, variable in (("--api-key", GENERATE_KEY_VARIABLE), ("--admin-api-key", ADMIN_KEY_VARIABLE)):

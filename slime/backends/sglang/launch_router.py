@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-from slime.backends.sglang.process import ADMIN_KEY_VARIABLE, GENERATE_KEY_VARIABLE
+from slime.backends.sglang.process import ADMIN_KEY_VARIABLE, GENERATE_KEY_VARIABLE, secret_flags
 from slime.options.sglang import router_parser
 from slime.utils.http_utils import allow_open_files
 
@@ -22,7 +22,7 @@ def main() -> None:
     from sglang_router.router_args import RouterArgs
 
     allow_open_files()
-    flags = sys.argv[1:]
+    flags = [*sys.argv[1:], *secret_flags()]
     if GENERATE_KEY_VARIABLE in os.environ:
         flags += ["--api-key", os.environ[GENERATE_KEY_VARIABLE]]
     values = router_parser(with_address=True).parse_args(flags)

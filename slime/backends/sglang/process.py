@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -12,12 +13,15 @@ from pathlib import Path
 from typing import BinaryIO
 
 import slime
+from slime.utils.command_line import apart, secrets_of
 from slime.utils.http_utils import redact
 from slime.utils.storage import writing
 
 GENERATE_KEY_VARIABLE = "SLIME_ENGINE_API_KEY"
 ADMIN_KEY_VARIABLE = "SLIME_ENGINE_ADMIN_API_KEY"
 FLOAT8_VARIABLE = "SLIME_ENGINE_TAKES_FLOAT8"
+SECRET_FLAGS_VARIABLE = "SLIME_SERVER_SECRET_FLAGS"
+"""Words of the command line that are left out of it, as a JSON array: every user of the host can read it."""
 HELD_VARIABLE = "SLIME_ENGINE_WAITS_FOR_A_LINE"
 """The server imports, and goes on after a line of its standard input."""
 _AFTER_KILL_S = 15.0
@@ -42,7 +46,7 @@ class ServerProcess:
     ) -> None:
         """
         Args:
-            command: the server's command line, without secrets.
+            command: the server's command line; flags that are named for secrets come to it by environment.
             env: its whole environment.
             log_path: file that standard output and error are appended to.
             secrets: strings that `tail` replaces by ``***``.
@@ -51,10 +55,12 @@ class ServerProcess:
                 ended, nobody else's.
             held: the server only imports until `let_go`.
         """
-        self._command = command
+        self._command, hidden = apart(command)
         self._env = {**env, "PYTHONPATH": _with_our_package(env.get("PYTHONPATH", ""))}
+        if hidden:
+            self._env[SECRET_FLAGS_VARIABLE] = json.dumps(hidden)
         self._log_path = Path(log_path)
-        self._secrets = secrets
+        self._secrets = (*secrets, *secrets_of(hidden))
         self._grace = grace
         self._scratch = scratch
         self._supervisor: subprocess.Popen[bytes] | None = None
@@ -135,6 +141,12 @@ class ServerProcess:
             return ""
         with self._log_path.open(errors="replace") as log:
             return redact("".join(deque(log, maxlen=lines)), self._secrets)
+
+
+def secret_flags() -> list[str]:
+    """In the server: what its command line leaves out."""
+    words: list[str] = json.loads(os.environ.get(SECRET_FLAGS_VARIABLE, "[]"))
+    return words
 
 
 def _with_our_package(python_path: str) -> str:
