@@ -67,8 +67,11 @@ _die() { printf 'launch: error: %s\n' "$*" >&2; exit 2; }
 
 _print() { # one flag a line
    printf '%q' "$1"
-   local word
+   local word before=
    for word in "${@:2}"; do
+      [ "$before" != --wandb-key ] || word='***'
+      [[ $word != --wandb-key=* ]] || word='--wandb-key=***'
+      before=$word
       case $word in --*) printf ' \\\n  ' ;; esac
       printf ' %q' "$word"
    done

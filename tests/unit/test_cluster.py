@@ -8,6 +8,7 @@ import re
 import socket
 import sys
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -180,3 +181,24 @@ def test_servers_without_keys_stay_on_the_drivers_host() -> None:
     placement._check_loopback([here, here], "10.0.0.1")
     with pytest.raises(InputError, match=r"--no-api-keys .* slots on 10\.0\.0\.2, not only .* host 10\.0\.0\.1"):
         placement._check_loopback([here, there], "10.0.0.1")
+
+
+def test_rays_token_is_its_owners_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ray writes it for all to read; what is there from earlier runs is mended too."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    token = tmp_path / ".ray" / "auth_token"
+    modes: list[int] = []
+
+    def write(**options: Any) -> None:
+        modes.append(token.parent.stat().st_mode & 0o777)
+        token.write_text("t")
+        token.chmod(0o644)
+
+    monkeypatch.setattr(ray, "init", write)
+    cluster._init()
+    assert modes == [0o700], "nobody reads it before it is mended"
+    assert token.stat().st_mode & 0o777 == 0o600
+    monkeypatch.setenv("HOME", "/dev/null")
+    monkeypatch.setattr(ray, "init", lambda **options: modes.append(0))
+    cluster._init()
+    assert modes[1:] == [0]

@@ -259,3 +259,27 @@ def test_a_token_is_sent_where_there_is_one(variables: dict[str, str], mode: str
     environment = {"PATH": os.environ["PATH"], "PYTHON": str(tmp_path / "python"), "HOME": str(tmp_path), **variables}
     ran = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=300, env=environment)
     assert ran.stdout == f"mode={mode}\n"
+
+
+def test_a_dry_run_prints_no_key(tmp_path: Path) -> None:
+    program = f"source {SCRIPTS}/launch.sh; launch train.py --wandb-key s3cret --wandb-key=s3cret --lr 1"
+    environment = {"PATH": os.environ["PATH"], "PYTHON": "true", "HOME": str(tmp_path), "DRY_RUN": "1"}
+    ran = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=300, env=environment)
+    assert ran.returncode == 0, ran.stderr
+    assert "s3cret" not in ran.stdout + ran.stderr
+    assert "--lr 1" in ran.stdout
+
+
+def test_rays_own_processes_ask_each_other_without_a_proxy(tmp_path: Path) -> None:
+    """In a run on several nodes; what the user excepts stays excepted, and everything stays everything."""
+    (tmp_path / "python").write_text('#!/bin/bash\n[ "$1" = -c ] || echo "$no_proxy $NO_PROXY"\n')
+    (tmp_path / "python").chmod(0o755)
+    nodes = {"NUM_NODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "RAY_PORT": "9", "NODES_TIMEOUT": "5"}
+    known = {"PATH": os.environ["PATH"], "PYTHON": str(tmp_path / "python"), "HOME": str(tmp_path), **nodes}
+    program = f'source {SCRIPTS}/launch.sh; _bypass_proxies; "$PYTHON"'
+    for given, expected in (("corp.example", "corp.example,localhost,127.0.0.1,::1,127.0.0.1"), ("*", "*")):
+        for name in ("no_proxy", "NO_PROXY"):
+            command = ["bash", "-c", program]
+            ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env=known | {name: given})
+            assert ran.stdout.strip().startswith(expected), ran
+            assert len(set(ran.stdout.split())) == 1
