@@ -12,7 +12,7 @@ import psutil
 import pytest
 from aiohttp import web
 
-from slime.backends.sglang.client import GenerateClient
+from slime.backends.sglang.client import EngineError, GenerateClient
 from slime.backends.sglang.router import Router
 from slime.utils.types import Sample
 from tests.integration import faulty_hooks
@@ -145,6 +145,12 @@ def assert_went_on_without(log: Path, run_dir: Path, rank: int, why: str = _KILL
     assert alive[-1] == 1
 
 
+def router_supervisor(router: Router) -> int:
+    assert router._process is not None
+    assert router._process.pid is not None
+    return router._process.pid
+
+
 def test_requests_of_an_engine_that_dies_are_sent_to_the_other(tmp_path: Path) -> None:
     """The real router, with stand-ins for the engines: one breaks off the connections that it has, and is gone."""
 
@@ -176,7 +182,8 @@ def test_requests_of_an_engine_that_dies_are_sent_to_the_other(tmp_path: Path) -
 
         on_it: list[web.Request] = []
         (living, url), (doomed, doomed_url) = await serve(lives), await serve(dies)
-        router = Router(engine_args(tmp_path, tmp_path), "127.0.0.1", KEYS, tmp_path / "router.log")
+        asked = {"rollout_health_check_interval": 60.0, "rollout_health_check_timeout": 1.0}
+        router = Router(engine_args(tmp_path, tmp_path, **asked), "127.0.0.1", KEYS, tmp_path / "router.log")
         client = None
         try:
             await asyncio.to_thread(router.start)
@@ -192,6 +199,14 @@ def test_requests_of_an_engine_that_dies_are_sent_to_the_other(tmp_path: Path) -
                 await asyncio.to_thread(router.remove, doomed_url)
             replies = await asyncio.gather(*calls)
             assert [reply["meta_info"]["by"] for reply in replies] == ["the other"] * 40
+
+            router.listen()
+            router.check()
+            await asyncio.to_thread(router.examine, "nothing: it answers")
+            for process in psutil.Process(router_supervisor(router)).children():
+                process.suspend()
+            with pytest.raises(EngineError, match=r"router at http://\S+ hangs: .*/liveness: no answer within 1 s"):
+                await asyncio.to_thread(router.examine, "being stopped")
         finally:
             if client is not None:
                 await client.close()

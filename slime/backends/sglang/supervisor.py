@@ -99,6 +99,8 @@ class Supervisor:
         for path in self._left_over:
             Path(path).unlink(missing_ok=True)
         os.close(guarded)
+        if self._guard is not None:
+            send(self._guard, signal.SIGCONT)  # who stops a whole tree stops it too
         with contextlib.suppress(ChildProcessError):  # `_reap` has seen it end, by somebody's KILL
             os.waitpid(self._guard or 0, 0)
         server.returncode = self._status  # reaped by `_reap`; Popen must not wait for it again
