@@ -12,6 +12,7 @@ from slime.ray.due import check_remaining
 from slime.ray.placement import describe_placement
 from slime.ray.places import check_places, place_warnings
 from slime.ray.rollout_manager import make_data_source, num_rollout
+from slime.ray.room import room_warnings
 from slime.ray.supervision import LOAD_DATA, InputError
 from slime.rollout.data_warnings import data_warnings, dataset_of
 from slime.rollout.debug_data import check_recorded
@@ -75,6 +76,7 @@ def _check_prompts(args: argparse.Namespace) -> list[str]:
     ]
     data = f"data: {len(source)} prompts ({', '.join(left_out)} left out), {args.num_rollout} rollouts"
     left = check_remaining(args)
+    room = [f"warning: {warning}" for warning in room_warnings(args)]
     dataset = dataset_of(source)
     read = [] if dataset is None else dataset.warnings
-    return [data, *(f"warning: {warning}" for warning in (*read, *data_warnings(args, source))), left]
+    return [data, *(f"warning: {warning}" for warning in (*read, *data_warnings(args, source))), *room, left]

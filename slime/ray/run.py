@@ -9,7 +9,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -32,6 +32,7 @@ from slime.ray.due import check_remaining, missing_exports, scores_start
 from slime.ray.engines import Engines
 from slime.ray.placement import Placement, core_shortage, place, slot_counts
 from slime.ray.places import place_warnings
+from slime.ray.room import room_warnings
 from slime.ray.supervision import LOAD_DATA, RESTORE_DATA, START_TRAINERS, Deadline, RayDownError, RunError, Supervisor
 from slime.ray.turns import Turns
 from slime.utils import aside
@@ -84,8 +85,7 @@ class Run:
     def __enter__(self) -> Run:
         interrupt_on_sigterm()
         args = self.args
-        for warning in filter(None, [core_shortage(args), *([] if running_address() else place_warnings())]):
-            print(f"{program()}: warning: {warning}", file=sys.stderr, flush=True)
+        self._warn([core_shortage(args), *([] if running_address() else place_warnings())])
         try:
             named = ((args.run_dir, "--run-dir"), (args.save, "--save"))
             places = {os.path.realpath(each): flag for each, flag in named if each}
@@ -131,6 +131,7 @@ class Run:
         (args.num_rollout,) = self._wait(loaded, LOAD_DATA, self._limit("data_load_timeout"))
         if left := check_remaining(args):  # again: --num-epoch has become a number of rollouts
             print(left, flush=True)
+        self._warn(room_warnings(args))
         write_text("--run-dir", Path(args.run_dir, "config.yaml"), describe(args))
         self._placement = place(args)
         trainers, slots = len(self._placement.train), len(self._placement.rollout + self._placement.reward)
@@ -402,6 +403,10 @@ class Run:
         print(step_line(rollout_id, self.args.num_rollout, self._step), flush=True)
 
     # ---- helpers
+
+    def _warn(self, warnings: Iterable[str | None]) -> None:
+        for warning in filter(None, warnings):
+            print(f"{program()}: warning: {warning}", file=sys.stderr, flush=True)
 
     def _limit(self, option: str, margin: float = 0.0) -> Deadline:
         return Deadline(getattr(self.args, option) + margin, flag_named(option))

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from slime.observability.metrics import MetricsLogger
 from slime.options.debug_rules import derive_templates
 from slime.options.errors import OptionError
-from slime.ray import driver
+from slime.ray import driver, room
 from slime.utils import aside, storage
 from slime.utils.hf_writer import HFWriter
 from slime.utils.plain import save_plain
@@ -249,3 +249,44 @@ def test_dumps_of_details_name_their_own_flag_and_a_resumed_run_goes_on(tmp_path
     (checkpoints / "latest_checkpointed_iteration.txt").write_text("0")
     derive_templates(Namespace(**vars(args) | {"load": str(checkpoints)}))
     shutil.rmtree(checkpoints)
+
+
+# ---- room
+
+
+def room_args(tmp_path: Path, **changes: Any) -> Namespace:
+    (tmp_path / "model").mkdir()
+    save_file({"a": torch.zeros(1000, 20), "b": torch.zeros(5)}, tmp_path / "model" / "model.safetensors")
+    values = {"hf_checkpoint": str(tmp_path / "model"), "save": str(tmp_path / "saves" / "x"), "save_hf": None}
+    values |= {"placement": "colocate", "random_weights": False, "lora_rank": None, "num_rollout": 10}
+    values |= {"start_rollout_id": None, "save_interval": 3, "use_critic": False, "critic_save": None}
+    values |= {"params_dtype": "bfloat16", "optimizer": "adam", "sgd_momentum": 0.9, "save_lora": None}
+    return Namespace(**values | changes)
+
+
+def test_checkpoints_that_will_not_fit_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args, nbytes = room_args(tmp_path), 20005 * (2 + 3 * 4)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(room.shutil, "disk_usage", lambda path: usage._replace(free=4 * nbytes - 1))
+    (warning,) = room.room_warnings(args)  # after rollouts 3, 6, 9 and the last
+    assert warning.startswith(
+        f"--save {tmp_path}/saves/x: the run will save 4 of about 274 KiB each, and 1.07 MiB are "
+    )
+    args.start_rollout_id = 3
+    assert room.room_warnings(args) == []
+    args.save_hf, args.save = str(tmp_path / "hf"), None
+    assert room.room_warnings(args) == [], "one place, written over and over"
+    args.save_hf, args.start_rollout_id = str(tmp_path / "hf_{rollout_id}"), 0
+    monkeypatch.setattr(room.shutil, "disk_usage", lambda path: usage._replace(free=4 * 20005 * 2 - 1))
+    assert len(room.room_warnings(args)) == 1
+    args.random_weights = True
+    assert room.room_warnings(args) == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "optimizer", "momentum", "each"),
+    [("float32", "adam", 0.9, 16), ("bfloat16", "sgd", 0.9, 10), ("bfloat16", "sgd", 0.0, 6)],
+)
+def test_size_of_a_checkpoint(dtype: str, optimizer: str, momentum: float, each: int) -> None:
+    args = Namespace(params_dtype=dtype, optimizer=optimizer, sgd_momentum=momentum)
+    assert room.checkpoint_bytes(args, 10) == 10 * each
