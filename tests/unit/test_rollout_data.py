@@ -16,7 +16,7 @@ import torch
 
 from slime.backends.megatron import rollout_data as module
 from slime.backends.megatron.batch import MicroBatch, PackLayout
-from slime.backends.megatron.rollout_data import postprocess, rollout_data, save_train_data
+from slime.backends.megatron.rollout_data import postprocess, rollout_data, save_train_data, weigh
 from slime.utils.errors import BadInputError, HookError
 from slime.utils.plain import load_plain
 from slime.utils.types import Ragged, TrainBatch
@@ -134,6 +134,19 @@ def test_masked_tokens_lose_their_weight_and_the_losses_denominators_stay(
     for m in micro_batches:
         assert m.row_counts.tolist() == [masks[row].sum() for row in m.rows.tolist()]
         assert (m.weights[m.mask == 0] == 0).all()
+
+
+def test_denominators_of_a_conversion_are_the_losss_alone() -> None:
+    """Its function may give any ``rollout_mask_sums``; means stay means."""
+    batch, micro_batches = make(3)
+    before = snapshot(micro_batches)
+    given = replace(batch, rollout_mask_sums=np.full(len(batch), 99))
+    for m in micro_batches:
+        m.weights, m.mean_weights = m.weights * 0, m.mean_weights * 0
+    weigh(given, micro_batches, layout(), None)
+    for m, kept in zip(micro_batches, before, strict=True):
+        assert torch.equal(m.mean_weights, kept["mean_weights"])
+        torch.testing.assert_close(m.weights, m.mask / 99 / m.step.num_rollouts)
 
 
 def test_supervised_rows_have_a_mask_to_change(run: Callable[..., Namespace]) -> None:

@@ -103,6 +103,17 @@ def postprocess(
         raise BadInputError(f"{where}: rollout_data['loss_masks'] must be of 0 and 1")
     for m, part in _parts(micro_batches, mask):
         set_mask(m, part)
+    weigh(batch, micro_batches, layout, group)
+
+
+def weigh(
+    batch: TrainBatch, micro_batches: list[MicroBatch], layout: PackLayout, group: dist.ProcessGroup | None
+) -> None:
+    """Weigh tokens in the loss by the denominators that the batch came with, in means by those of the present masks.
+
+    These differ where a user's function has changed masks or given the ``rollout_mask_sums``. Last pipeline stage only;
+    collective over the data-parallel ranks.
+    """
     for m, sums, step in zip(micro_batches, *_trained(batch, micro_batches, group), strict=True):
         set_weights(m, batch.rollout_mask_sums[m.rows], sums, step, layout)
 

@@ -38,7 +38,7 @@ from slime.backends.megatron.model import head_weight  # noqa: E402
 from slime.backends.megatron.next_tokens import heads_loss  # noqa: E402
 from slime.backends.megatron.parallel import initialize_distributed  # noqa: E402
 from slime.backends.megatron.profiling import profiled  # noqa: E402
-from slime.backends.megatron.rollout_data import postprocess, save_train_data  # noqa: E402
+from slime.backends.megatron.rollout_data import postprocess, save_train_data, weigh  # noqa: E402
 
 __all__ = ["MegatronTrainer", "TrainingError"]
 
@@ -179,6 +179,8 @@ class MegatronTrainer:
     ) -> None:
         """Everything that the losses need beside the batch, as a user's function leaves it."""
         args, everything = self.args, [m for micro_batches in packed for m in micro_batches]
+        if args.custom_convert_samples_to_train_data_path is not None and parallel_state.is_pipeline_last_stage():
+            weigh(batch, everything, self._layout, parallel_state.get_data_parallel_group())
         if args.loss_type != "sft_loss":
             self._add_log_probs(rollout_id, everything, len(packed), seconds)
             self._add_advantages(batch, everything, seconds)
