@@ -25,6 +25,7 @@ _NAME = re.compile(
     r"|\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])+\s*\))\s*$"
 )
 _RELATION = re.compile(r"[<>=|]|\\(?:le|ge|ne|in|cup|cap|mid|equiv|sim|to|subset|setminus|mathbb)(?![A-Za-z])")
+_ORDER = re.compile(r"[<>]|\\(?:le|ge)(?![A-Za-z])")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*$")
 _COMMANDS = re.compile(r"\\[A-Za-z]+")
 _FUNCTIONS = {"degree", "degrees", "sqrt", "sinh", "cosh", "tanh", "asin", "acos", "atan", "arcsin", "arccos", "arctan"}
@@ -198,6 +199,11 @@ def _same_lists(
         other = right if right_list is None else left
         return bool(_RELATION.search(other)) and _by_algebra(left, right, algebra)
     (left_kind, lefts), (right_kind, rights) = left_list, right_list
+    if (
+        any(kind == "" and all(map(_ORDER.search, items)) for kind, items in (left_list, right_list))
+        and left_kind != right_kind
+    ):
+        return _by_algebra(left, right, algebra)
     if max(len(lefts), len(rights)) > _MOST_ITEMS:
         return False
     kinds = {left_kind, right_kind}
@@ -278,6 +284,8 @@ def _plain_words(text: str) -> list[str]:
 def _by_algebra(left: str, right: str, algebra: Algebra) -> bool:
     if _CLOCK.search(left) or _CLOCK.search(right):  # algebra takes 10:30 for a third
         return compact(left).lower().replace(".", "") == compact(right).lower().replace(".", "")
+    if _has_words(left) and _has_words(right):
+        return compact(left).casefold() == compact(right).casefold()
     if any(len(text) > _LONGEST_FORMULA or is_unread(text) or _has_words(text) for text in (left, right)):
         return False
     if any(sum(text.count(opening) for opening in "([{") > _MOST_BRACKETS for text in (left, right)):

@@ -55,6 +55,12 @@ def _verified(left: Any, right: Any) -> bool:
 
 
 def _parsed(text: str) -> Any:
+    import sympy
+
+    for word, join in ((" or ", sympy.Union), (" and ", sympy.Intersection)):
+        if word in text:
+            parts = [_parsed(part) for part in text.split(word)]
+            return None if None in parts else join(*(part.as_set() for part in parts))
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
 

@@ -65,6 +65,7 @@ _DROPPED = re.compile(
     r"\\(?:displaystyle|textstyle|limits|(?:left|right)\s*\.|left(?![a-z])|right(?![a-z])|[bB]igg?[lrm]?(?![a-z])|!)\s*"
 )
 _SPACING = re.compile(r"\\(?:[,;:> ]|quad\b|qquad\b|hspace\{[^{}]*\}|enspace\b|thinspace\b)|~|\s+")
+_DOLLAR = re.compile(r"(?<!\\)\$")
 _LINE_END = re.compile(r"\\\\(?:\[[^\]]*\])?")
 _DELIMITERS = re.compile(r"\\[()\[\]]")
 _FONT = re.compile(
@@ -76,9 +77,12 @@ _CIRC = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))\s*")
 _GROUP = r"\{(?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*\}"
 _BARE_FIRST = re.compile(r"\\(frac|sqrt|binom)\s*(\[[^\[\]]*\])?\s*(\\[A-Za-z]+|[^\s{}\\\[])")
 _BARE_SECOND = re.compile(rf"\\(frac|binom)\s*({_GROUP})\s*(\\[A-Za-z]+|[^\s{{}}\\])")
-_LEAD = re.compile(r"^(?:(?:the|my)\s+)?(?:final\s+)?(?:answer|result)(?:\s+is)?\s*[:=]?\s*|^\\approx\s*|^=\s*", re.I)
+_LEAD = re.compile(
+    r"^(?:(?:the|my)\s+)?(?:final\s+)?(?:answer|result)(?:\s+is)?\s*[:=]?\s*|^\\approx\s*|^=\s*"
+    r"|^(?:[A-Za-z]+ ){1,6}(?:is|are|equals)\s*:?\s+(?=[-\d\\(\[.])",
+    re.I,
+)
 _IDLE_GROUP = re.compile(r"(?<![\w\\})\]^_])\{\s*([\w.]+)\s*\}")
-_SPACE_BETWEEN_DIGITS = re.compile(r"(?<=\d) (?=\d)")
 _SUCH_THAT = re.compile(r"(\\\{[^{}:|]*?)(?::|\||\\mid(?![A-Za-z]))\s*")
 _PLAIN = {
     r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)": r"\\sqrt{\1}",
@@ -156,10 +160,11 @@ def _ascii(text: str) -> str:
 def _unified(text: str) -> str:
     """One name for each command, no fonts, and degrees as a word."""
     text = text.strip()
-    for mark in ("**", "__", "$$", "$"):
-        # Not one alone, which may be a currency.
-        if text.startswith(mark) and text.endswith(mark) and len(text) >= 2 * len(mark) and text[-2:] != "\\$":
-            text = text.removeprefix(mark).removesuffix(mark).strip()
+    for mark in ("", "**", "__"):
+        text = text.removeprefix(mark).removesuffix(mark).strip()
+        text = text if text.endswith("..") else text.rstrip(".;,").strip()
+    if len(_DOLLAR.findall(text)) % 2 == 0:  # one alone is a currency
+        text = _DOLLAR.sub(" ", text)
     text = _LINE_END.sub(r" \\cr ", text)
     text = _DELIMITERS.sub(" ", text).replace("{,}", ",")
     text = _SPACING.sub(" ", _DROPPED.sub("", text))
