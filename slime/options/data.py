@@ -44,7 +44,10 @@ class DataOptions:
     tool_key: str = option("tools", "Column of tool definitions for the chat template; dots lead into objects.")
     apply_chat_template: bool = option(False, "Render chat messages with the tokenizer's chat template.")
     apply_chat_template_kwargs: dict[str, Any] | None = option(None, "Arguments of the chat template, as JSON.")
-    skip_bad_rows: bool = option(False, "Count and skip rows that cannot be read, instead of stopping.")
+    skip_bad_rows: bool = option(False, "Count and skip rows that cannot be used, instead of stopping.")
+    restart_epoch: bool = option(
+        False, "On a resume over other --prompt-data than the checkpoint's, begin the epoch anew; else without effect."
+    )
 
 
 @dataclass

@@ -266,7 +266,7 @@ def chat_template(tokenizer: Any, tools: Any, kwargs: str) -> ChatTemplate:
 def _refusing() -> Iterator[None]:
     try:
         yield
-    except (TemplateError, TypeError, ValueError, AttributeError, LookupError, RecursionError) as error:
+    except (TemplateError, TypeError, ValueError, AttributeError, LookupError, RuntimeError, ArithmeticError) as error:
         raise RowError(f"the chat template refuses the conversation: {error}") from error
 
 

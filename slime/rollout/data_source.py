@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from slime.rollout.base_types import flatten_samples
+from slime.rollout.changed_data import changed_group_size, cursor_over
 from slime.rollout.dataset import PromptDataset, load_prompts, train_prompt_spec
 from slime.rollout.filter_hub.buffer_filters import pop_first
 from slime.rollout.hooks import call_quick_hook
@@ -241,11 +242,13 @@ class RolloutDataSource(DataSource):
             "num_dropped": dict(self.num_dropped),
             "in_flight": _as_dicts([*handed_out, *self._again]),
             "num_prompts": len(self),
+            "digest": getattr(self.dataset, "digest", None),
+            "n_samples_per_prompt": int(self.args.n_samples_per_prompt),
             "shuffle": [bool(self.args.rollout_shuffle), int(self.args.rollout_seed)],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken; other data or another shuffle than then is warned of.
+        """Continue where `state_dict` was taken; other rows, shuffle or sizes of groups than then are warned of.
 
         Raises:
             BadInputError: the position lies beyond the data, or the state has a buffer, which would be lost.
@@ -255,22 +258,21 @@ class RolloutDataSource(DataSource):
                 f"the checkpoint has {len(state['buffer'])} groups in its buffer, and {type(self).__name__} has none: "
                 f"resume with the --data-source-path it was made with, such as {_WITH_BUFFER}"
             )
-        present = self.state_dict()
-        changed = [key for key in ("num_prompts", "shuffle") if state[key] != present[key]]
-        if changed:
-            then_now = "; ".join(f"{key}: {state[key]} then, {present[key]} now" for key in changed)
-            logger.warning("resuming over other prompts than the checkpoint's, their order differs (%s)", then_now)
-        if state["cursor"] > len(self):
-            raise BadInputError(
-                f"--prompt-data has {len(self)} prompts, the checkpoint was {state['cursor']} into an epoch of "
-                f"{state['num_prompts']}: resume with the data it was made with"
-            )
-        self._epoch, self._cursor = state["epoch"], state["cursor"]
+        self._go_on(state)
+
+    def _go_on(self, state: dict[str, Any]) -> None:
+        cursor, warning = cursor_over(state, self.state_dict(), restart=self.args.restart_epoch)
+        again = _from_dicts(state.get("in_flight", []))
+        waiting = len(again) + len(state.get("buffer", []))
+        for line in (warning, changed_group_size(state, waiting, self.args.n_samples_per_prompt)):
+            if line is not None:
+                logger.warning(line)
+        self._epoch, self._cursor = state["epoch"], cursor
         self._num_groups, self._num_samples = state["num_groups"], state["num_samples"]
         self.num_added = state["num_added"]
         self.num_trained, self.num_dropped = state["num_trained"], Counter(state["num_dropped"])
         self._order = self._shuffled(self._epoch)
-        self._in_flight, self._again = {}, _from_dicts(state.get("in_flight", []))
+        self._in_flight, self._again = {}, again
 
 
 def _as_dicts(groups: list[Group]) -> list[list[dict[str, Any]]]:
@@ -362,5 +364,5 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
                 f"the checkpoint's data source had no buffer, {type(self).__name__} has one: resume with the "
                 "--data-source-path it was made with"
             )
-        super().load_state_dict({key: value for key, value in state.items() if key != "buffer"})
+        self._go_on(state)
         self.buffer = _from_dicts(state["buffer"])

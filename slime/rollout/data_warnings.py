@@ -40,7 +40,7 @@ def _responses_cut(args: Namespace, dataset: PromptDataset) -> Iterator[str]:
         return
     if args.rollout_max_context_len != room:
         return
-    cut = sum(longest > room - (0 if row.tokens is None else len(row.tokens)) for row in dataset.rows)
+    cut = sum(longest > room - length for length in dataset.prompt_lengths)
     if cut:
         yield (
             f"--rollout-max-response-len {longest} is more than an engine's context leaves to {cut} of {len(dataset)} "

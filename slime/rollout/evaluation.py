@@ -40,6 +40,8 @@ def eval_prompt_spec(args: Namespace, dataset: EvalDataset) -> PromptSpec:
         (dataset.custom_generate_function_path or args.custom_generate_function_path) is not None
         or not generates_itself(args.eval_function_path)
     )  # fmt: skip
+    hook = dataset.custom_rm_path or (args.custom_rm_path if dataset.rm_type is None else None)
+    named = dataset.rm_type or (dataset.metadata_overrides or {}).get("rm_type")
     return PromptSpec(
         path=dataset.path,
         hf_checkpoint=args.hf_checkpoint,
@@ -53,6 +55,9 @@ def eval_prompt_spec(args: Namespace, dataset: EvalDataset) -> PromptSpec:
         max_prompt_len=args.eval_max_prompt_len or args.rollout_max_prompt_len,
         skip_bad_rows=args.skip_bad_rows,
         messages_allowed=own_code,
+        built_in_reward=not own_code and not args.rollout_sample_hook_path and hook is None,
+        rm_type=named or args.rm_type,
+        rm_type_in_rows=named is None,
     )
 
 

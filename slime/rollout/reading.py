@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import codecs
 import itertools
-import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from slime.rollout.values import JsonError, parse_json
 from slime.utils.errors import BadInputError
 
 _SLICE = re.compile(r"@\[\s*(-?\d*)\s*:\s*(-?\d*)\s*\]$")
 _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 _PARQUET_BATCH = 1024
+_LONGEST_LINE = 1 << 30
+_OTHER_FILES = {
+    codecs.BOM_UTF16_LE: "is UTF-16: write it as UTF-8",
+    codecs.BOM_UTF16_BE: "is UTF-16: write it as UTF-8",
+    b"\x1f\x8b": "is compressed by gzip: unpack it",
+    b"\x28\xb5\x2f\xfd": "is compressed by zstd: unpack it",
+    b"PAR1": "is a parquet file: name it .parquet",
+}
 
 
 @dataclass(frozen=True)
@@ -25,6 +34,54 @@ class Row:
     """File and line (JSONL) or row (parquet), counted from 1."""
     value: dict[str, Any] | None
     problem: str | None = None
+
+
+class RawRow(NamedTuple):
+    """One row as a file has it: a line of JSONL, the values of a row of parquet, or what is wrong with it."""
+
+    number: int
+    """Of the line (JSONL) or row (parquet), from 1."""
+    content: bytes | dict[str, Any] | None
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class RowFile:
+    """A file of rows, or a slice of them."""
+
+    path: Path
+    bounds: slice
+
+    @property
+    def is_parquet(self) -> bool:
+        """Whether it is parquet, and not JSONL."""
+        return self.path.suffix == ".parquet"
+
+    def where(self, number: int) -> str:
+        """How messages name a row."""
+        return f"{self.path}, {'row' if self.is_parquet else 'line'} {number}"
+
+    def raw_rows(self, keys: Iterable[str] | None = None) -> Iterator[RawRow]:
+        """The rows in the order of the file; blank lines are none.
+
+        Args:
+            keys: of parquet, read those columns only that hold these keys (all: None); the others are None.
+
+        Raises:
+            BadInputError: the file cannot be read.
+        """
+        try:
+            yield from _parquet(self, keys) if self.is_parquet else _json_lines(self)
+        except OSError as error:
+            raise BadInputError(f"{self.path} cannot be read: {_one_line(error)}") from error
+
+    def parsed(self, raw: RawRow) -> Row:
+        """The value of a raw row."""
+        value: Any = raw.content
+        problem = raw.problem
+        if isinstance(value, bytes):
+            value, problem = _json_value(value)
+        return Row(self.where(raw.number), value, problem)
 
 
 def split_slice(path: str) -> tuple[Path, slice]:
@@ -38,8 +95,22 @@ def split_slice(path: str) -> tuple[Path, slice]:
         if "@[" in path:
             raise BadInputError(f"{path}: a slice is written path@[start:stop], with integers or nothing")
         return Path(path).expanduser(), slice(None)
-    start, stop = (int(bound) if bound else None for bound in match.groups())
+    start, stop = (int(bound) if bound.strip("-") else None for bound in match.groups())
     return Path(path[: match.start()]).expanduser(), slice(start, stop)
+
+
+def open_rows(path: str) -> RowFile:
+    """The file of ``path``, which may end in a slice.
+
+    Raises:
+        BadInputError: no such file, an unknown suffix, or plainly another kind of file.
+    """
+    file, bounds = split_slice(path)
+    if not file.is_file():
+        raise BadInputError(f"{file} is a directory" if file.is_dir() else f"there is no file {file}")
+    if file.suffix != ".parquet" and file.suffix not in _JSON_SUFFIXES:
+        raise BadInputError(f"{file}: unknown suffix {file.suffix!r}; use {', '.join(_JSON_SUFFIXES)} or .parquet")
+    return RowFile(file, bounds)
 
 
 def read_rows(path: str) -> Iterator[Row]:
@@ -48,16 +119,10 @@ def read_rows(path: str) -> Iterator[Row]:
     Negative bounds count from the end, as in Python, and cost a first pass that counts.
 
     Raises:
-        BadInputError: no such file, an unknown suffix, or a parquet file that does not open.
+        BadInputError: no such file, an unknown suffix, or a file that cannot be read.
     """
-    file, bounds = split_slice(path)
-    if not file.is_file():
-        raise BadInputError(f"there is no file {file}")
-    if file.suffix == ".parquet":
-        return _read_parquet(file, bounds)
-    if file.suffix not in _JSON_SUFFIXES:
-        raise BadInputError(f"{file}: unknown suffix {file.suffix!r}; use {', '.join(_JSON_SUFFIXES)} or .parquet")
-    return _read_json_lines(file, bounds)
+    file = open_rows(path)
+    return map(file.parsed, file.raw_rows())
 
 
 def _start_stop(bounds: slice, total: int | None) -> tuple[int, int | None]:
@@ -68,44 +133,118 @@ def _start_stop(bounds: slice, total: int | None) -> tuple[int, int | None]:
     return start, max(start, stop)
 
 
-def _read_json_lines(file: Path, bounds: slice) -> Iterator[Row]:
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def _json_lines(source: RowFile) -> Iterator[RawRow]:
+    with source.path.open("rb") as file:
+        begin = file.read(4)
+        for mark, problem in _OTHER_FILES.items():
+            if begin.startswith(mark):
+                raise BadInputError(f"{source.path} {problem}")
     total = None
-    if min(bounds.start or 0, bounds.stop or 0) < 0:
-        with file.open("rb") as lines:
-            total = sum(1 for line in lines if line.strip())
-    start, stop = _start_stop(bounds, total)
-    with file.open("rb") as lines:
-        numbered = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
-        for number, line in itertools.islice(numbered, start, stop):
-            yield _json_row(f"{file}, line {number}", line)
+    if min(source.bounds.start or 0, source.bounds.stop or 0) < 0:
+        total = sum(1 for _ in _lines(source.path))
+    start, stop = _start_stop(source.bounds, total)
+    for number, line in itertools.islice(_lines(source.path), start, stop):
+        yield RawRow(number, line)
 
 
-def _json_row(where: str, line: bytes) -> Row:
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Lines that are not blank, without their ends and a byte-order mark, and their numbers."""
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(_LONGEST_LINE):
+            number += 1
+            if len(line) == _LONGEST_LINE:
+                raise BadInputError(f"{path}, line {number}: it is longer than {_LONGEST_LINE >> 30} GiB")
+            # With its end, what breaks off there would be at column 1 of a line 2.
+            line = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).rstrip()
+            if line:
+                yield number, line
+
+
+def _json_value(line: bytes) -> tuple[dict[str, Any] | None, str | None]:
+    """The object of a line, or what is wrong with it."""
+    if b"\0" in line:
+        return None, "not JSON: it has NUL bytes, as files have that were not written to their end"
     try:
-        value = json.loads(line.rstrip())  # with its end, what breaks off there would be at column 1 of a line 2
+        value = parse_json(line.decode())
     except UnicodeDecodeError as error:
-        return Row(where, None, f"not UTF-8: {error}")
-    except json.JSONDecodeError as error:
-        return Row(where, None, f"not JSON: {error.msg} at column {error.colno}; one object a line is expected")
+        return None, f"not UTF-8: {error.reason} at byte {error.start + 1} of the line"
+    except JsonError as error:
+        return None, f"not JSON: {error}; one object a line is expected"
     if not isinstance(value, dict):
-        return Row(where, None, f"a JSON object is expected, this is {_kind(value)}; one object a line (JSONL)")
-    return Row(where, value)
+        return None, f"a JSON object is expected, this is {_kind(value)}; one object a line (JSONL)"
+    return value, None
 
 
 def _kind(value: Any) -> str:
     return {list: "an array", str: "a string", type(None): "null"}.get(type(value), f"a {type(value).__name__}")
 
 
-def _read_parquet(file: Path, bounds: slice) -> Iterator[Row]:
+def _parquet(source: RowFile, keys: Iterable[str] | None) -> Iterator[RawRow]:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.ParquetFile(file)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise BadInputError(f"{file} is no readable parquet file: {error}") from error
+        table = pyarrow.parquet.ParquetFile(source.path, page_checksum_verification=True)
+        names = table.schema_arrow.names
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise BadInputError(f"{source.path} is no readable parquet file: {_one_line(error)}") from error
+    columns = names if keys is None else _columns(names, keys)
+    for name in columns:
+        if names.count(name) > 1:
+            raise BadInputError(f"{source.path} has the column {name!r} twice")
+    unread = dict.fromkeys(name for name in names if name not in columns)
     with table:
-        start, stop = _start_stop(bounds, table.metadata.num_rows)
-        values = (row for batch in table.iter_batches(_PARQUET_BATCH) for row in batch.to_pylist())
-        for number, value in itertools.islice(enumerate(values, 1), start, stop):
-            yield Row(f"{file}, row {number}", value)
+        start, stop = _start_stop(source.bounds, table.metadata.num_rows)
+        first, stop = 0, table.metadata.num_rows if stop is None else stop
+        for group in range(table.num_row_groups):
+            end = first + table.metadata.row_group(group).num_rows
+            if end > start and first < stop:
+                for row in _row_group(table, group, columns, range(first + 1, end + 1)):
+                    if start < row.number <= stop:
+                        yield row._replace(content={**unread, **row.content}) if isinstance(row.content, dict) else row
+            first = end
+
+
+def _columns(names: Collection[str], keys: Iterable[str]) -> list[str]:
+    """The columns that hold ``keys``: those of their names or, where none has it, of what stands before their dot."""
+    wanted = {key if key in names else key.partition(".")[0] for key in keys}
+    return [name for name in names if name in wanted]
+
+
+def _row_group(table: Any, group: int, columns: list[str], numbers: range) -> Iterator[RawRow]:
+    """The rows of one group; from a page on that does not read, all have that problem."""
+    import pyarrow
+
+    done = 0
+    if not columns:
+        yield from (RawRow(number, {}) for number in numbers)
+        return
+    try:
+        for batch in table.iter_batches(_PARQUET_BATCH, row_groups=[group], columns=columns):
+            for row in _values(batch, numbers[done:]):
+                yield row
+                done += 1
+    except (pyarrow.ArrowException, OSError) as error:
+        problem = f"row group {group} cannot be read from here on: {_one_line(error)}"
+        yield from (RawRow(number, None, problem) for number in numbers[done:])
+
+
+def _values(batch: Any, numbers: range) -> Iterator[RawRow]:
+    try:
+        values = batch.to_pylist(maps_as_pydicts="strict")
+    except Exception:  # whatever one value does not become: text that is no UTF-8, a date beyond the year 9999
+        values = [None] * batch.num_rows
+    for position, (number, value) in enumerate(zip(numbers, values, strict=False)):
+        yield RawRow(number, value) if value is not None else _one_value(batch.slice(position, 1), number)
+
+
+def _one_value(batch: Any, number: int) -> RawRow:
+    try:
+        return RawRow(number, batch.to_pylist(maps_as_pydicts="strict")[0])
+    except Exception as error:
+        return RawRow(number, None, f"a value of it cannot be read: {_one_line(error)}")

@@ -209,9 +209,64 @@ def test_resume_over_other_data(make_args: Args, caplog: pytest.LogCaptureFixtur
     grown = RolloutDataSource(make_args(num_prompts=12))
     grown.load_state_dict(source.state_dict())
     assert "num_prompts: 10 then, 12 now" in caplog.text
-    shrunk = RolloutDataSource(make_args(num_prompts=5))
-    with pytest.raises(ValueError, match="--prompt-data has 5 prompts, the checkpoint was 6 into an epoch of 10"):
+    args = make_args(num_prompts=5)
+    shrunk = RolloutDataSource(args)
+    with pytest.raises(ValueError, match=r"has 5 prompts, the checkpoint was 6 into an epoch of 10: .*--restart-epoch"):
         shrunk.load_state_dict(source.state_dict())
+    args.restart_epoch = True
+    shrunk.load_state_dict(source.state_dict() | {"in_flight": []})
+    assert labels(shrunk.get_samples(6)) == [0, 1, 2, 3, 4, 0], "its epoch is begun anew"
+
+
+def test_resume_over_as_many_other_rows(
+    make_args: Args, rollout_args: Args, write_jsonl: Callable[..., str], caplog: pytest.LogCaptureFixture
+) -> None:
+    source = RolloutDataSource(make_args(num_prompts=10))
+    source.get_samples(6)
+    state = source.state_dict() | {"in_flight": []}
+    rows = [{"prompt": f"p{i}", "label": str(i)} for i in range(10)]
+    others = {
+        "label": [*rows[:9], {"prompt": "p9", "label": "10"}],
+        "order": [*rows[:8], rows[9], rows[8]],
+        "metadata": [*rows[:9], rows[9] | {"metadata": {"a": 1}}],
+    }
+    for name, other in others.items():
+        args = rollout_args(prompt_data=write_jsonl(other, f"{name}.jsonl"))
+        resumed = RolloutDataSource(args)
+        caplog.clear()
+        resumed.load_state_dict(state)
+        (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert f"digest: {state['digest']} then, {resumed.state_dict()['digest']} now" in line
+        assert "--restart-epoch" in line
+        assert "6 prompts into its epoch" in line
+        args.restart_epoch = True
+        anew = RolloutDataSource(args)
+        anew.load_state_dict(state)
+        assert len(labels(anew.get_samples(10))) == 10
+        assert anew.state_dict()["epoch"] == 0
+    moved = RolloutDataSource(rollout_args(prompt_data=write_jsonl(rows, "moved.jsonl"), restart_epoch=True))
+    caplog.clear()
+    moved.load_state_dict(state)
+    assert labels(moved.get_samples(1)) == [6], "the same rows in another file: the flag has no effect"
+    changed = RolloutDataSource(rollout_args(prompt_data=write_jsonl(others["order"], "old.jsonl")))
+    changed.load_state_dict(
+        {key: value for key, value in state.items() if key not in ("digest", "n_samples_per_prompt")}
+    )
+    assert "then" not in caplog.text, "checkpoints of earlier versions have no digest"
+
+
+def test_resume_with_another_group_size(make_args: Args, caplog: pytest.LogCaptureFixture) -> None:
+    source = RolloutDataSourceWithBuffer(make_args(n_samples_per_prompt=4))
+    groups = source.get_samples(3)
+    source.add_samples(groups[:1])
+    resumed = RolloutDataSourceWithBuffer(make_args(n_samples_per_prompt=2))
+    resumed.load_state_dict(source.state_dict())
+    assert "--n-samples-per-prompt is 2, and 3 groups that wait in the checkpoint were made with 4" in caplog.text
+    assert [len(group) for group in resumed.get_samples(4)] == [4, 4, 4, 2]
+    caplog.clear()
+    source.count_trained([sample for group in source.get_samples(1) + groups[1:] for sample in group])
+    RolloutDataSourceWithBuffer(make_args(n_samples_per_prompt=2)).load_state_dict(source.state_dict())
+    assert "wait in the checkpoint" not in caplog.text
 
 
 def test_resume_with_another_class(make_args: Args) -> None:

@@ -218,6 +218,30 @@ BAD_ROWS: list[tuple[Any, str]] = [
     ({"prompt": "p", "label": "x", "metadata": "{no"}, r"'metadata' \(--metadata-key\) is a string that is no JSON"),
     ({"prompt": "p", "label": "x", "metadata": "[1]"}, r"'metadata' \(--metadata-key\) is a list, not an object"),
     ({"prompt": "p", "label": "x", "tools": "{}"}, r"'tools' \(--tool-key\) is a dict, not a list of tools"),
+    (
+        {"prompt": "a\ud83d", "label": "x"},
+        r"'prompt' \(--input-key\) has half a character \('\\ud83d', .* at position 1",
+    ),
+    ({"prompt": "p", "label": ["\udc00"]}, r"'label' \(--label-key\) has half a character"),
+    ({"prompt": "p", "label": "x", "metadata": {"\ud800": 1}}, r"'metadata' \(--metadata-key\) has half a character"),
+    ({"prompt": "p", "label": float("nan")}, r"'label' \(--label-key\) is .*nan"),
+    ('{"prompt": "p", "label": 1e999}', r"'label' \(--label-key\) is .*inf"),
+    (
+        {"prompt": "p", "label": "x", "metadata": {"a": [float("nan")]}},
+        r"'metadata' .* is or holds nan, which is no number",
+    ),
+    ({"prompt": "p", "label": "x", "metadata": '{"a": -Infinity}'}, r"'metadata' .* is or holds -inf"),
+    ('{"prompt": "p", "label": ' + "[" * 100_000 + "]" * 100_000 + "}", "not JSON: it is nested too deeply"),
+    ({"prompt": "p", "label": "x", "metadata": "[" * 100_000}, "is a string that is no JSON: it is nested too deeply"),
+    (
+        '{"prompt": "p", "label": ' + "[" * 200 + "]" * 200 + "}",
+        r"'label' \(--label-key\) is nested more than 100 deep",
+    ),
+    ('{"prompt": "p", "label": ' + "1" * 5000 + "}", "not JSON: it has a number of too many digits"),
+    ('{"prompt": "p", "label": "x", "prompt": "q"}', "not JSON: it has the key 'prompt' twice"),
+    ('{"prompt": "p\0", "label": "x"}', "not JSON: it has NUL bytes"),
+    ({"prompt": "p", "label": "x", "metadata": {"rm_type": "bogus"}}, "has an unknown rm_type 'bogus': there are"),
+    ({"prompt": "p", "label": "x", "metadata": {"rm_type": 7}}, "has an unknown rm_type 7: there are"),
 ]
 
 
@@ -229,6 +253,89 @@ def test_bad_row_is_an_error_or_skipped(row: Any, message: str, rollout_args: Ar
     assert str(error.value).startswith(f"--prompt-data {path}, line 3: ")
     dataset = load(rollout_args(prompt_data=path, skip_bad_rows=True))
     assert (len(dataset), dataset.num_bad) == (3, 1)
+
+
+def test_the_first_bad_rows_and_their_number_are_shown(
+    rollout_args: Args, write_jsonl: Write, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = ["{", {"label": "x"}, {"prompt": "", "label": "x"}, "[]", {"prompt": None, "label": "x"}, "}", "{"]
+    path = write_jsonl([*rows(1), *bad, *rows(2)])
+    with pytest.raises(BadInputError) as error:
+        load(rollout_args(prompt_data=path))
+    *shown, total = str(error.value).splitlines()
+    assert [line.partition(": ")[0] for line in shown] == [f"--prompt-data {path}, line {n}" for n in range(2, 7)]
+    assert total.startswith("--prompt-data: 7 of 10 rows are bad, the first 5 are above (--skip-bad-rows leaves")
+    assert "2 x not JSON: Expecting property name enclosed in double quotes" in total
+    dataset = load(rollout_args(prompt_data=path, skip_bad_rows=True))
+    assert (len(dataset), dataset.num_bad) == (3, 7)
+    assert f"skipped: 7 rows of {path} in all: 2 x not JSON: Expecting property name" in caplog.text
+
+
+def test_whatever_a_tokenizer_raises_is_of_its_row(
+    rollout_args: Args, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = rollout_args(prompt_data=write_jsonl(rows(1500)))
+    tokenizer = type(load_tokenizer(args.hf_checkpoint))
+    real = tokenizer.__call__
+
+    def raising(self: Any, given: Any, **kwargs: Any) -> Any:
+        if "question 1200" in given:
+            raise ZeroDivisionError("odd")
+        return real(self, given, **kwargs)
+
+    monkeypatch.setattr(tokenizer, "__call__", raising)
+    with pytest.raises(BadInputError, match="line 1201: the tokenizer fails: ZeroDivisionError: odd "):
+        load(args)
+    args.skip_bad_rows = True
+    dataset = load(args)
+    assert (len(dataset), dataset.num_bad, dataset[1200].label) == (1499, 1, "1201")
+
+
+@pytest.mark.parametrize("fails", ["1 // 0", "messages[5].content.nothing", "10.0 ** 999", "raise_exception('no')"])
+def test_whatever_a_template_raises_is_of_its_row(
+    fails: str, rollout_args: Args, write_jsonl: Write, make_tokenizer: Callable[..., Path]
+) -> None:
+    template = "{% if messages[0].content == 'question 1' %}{{ " + fails + " }}{% endif %}{{ messages[0].content }}"
+    args = rollout_args(prompt_data=write_jsonl(rows(3)), hf_checkpoint=str(make_tokenizer(template)))
+    args.apply_chat_template = True
+    with pytest.raises(BadInputError, match="line 2: the chat template refuses the conversation"):
+        load(args)
+    args.skip_bad_rows = True
+    assert [sample.label for sample in load(args)] == ["0", "2"]
+
+
+def test_columns_of_parquet_that_nobody_asked_for_are_not_read(rollout_args: Args, tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "x.parquet"
+    table = pyarrow.table(
+        {
+            "prompt": ["a", "b", "c"],
+            "label": ["1", "2", "3"],
+            "metadata": pyarrow.array([[("k", "v")], None, []], pyarrow.map_(pyarrow.string(), pyarrow.string())),
+            "unread": ["x" * 50_000] * 3,
+        }
+    )
+    pyarrow.parquet.write_table(table, path, compression="none", use_dictionary=False)
+    content = bytearray(path.read_bytes())
+    start = content.index(b"x" * 1000) - 24  # the header of its page
+    content[start : start + 100] = b"\xff" * 100
+    path.write_bytes(content)
+    dataset = load(rollout_args(prompt_data=str(path)))
+    assert [sample.metadata for sample in dataset] == [{"k": "v"}, {}, {}]
+    with pytest.raises(BadInputError, match=r"no key 'gone' \(--input-key\); the keys are .*'prompt', 'unread'"):
+        load(rollout_args(prompt_data=str(path), input_key="gone"))
+    args = rollout_args(prompt_data=str(path), label_key="unread", skip_bad_rows=True)
+    with pytest.raises(
+        BadInputError, match=r"no row is left of 3 \(3 bad.*3 x row group N cannot be read from here on"
+    ):
+        load(args)
+
+
+def test_unread_values_of_jsonl_may_be_anything(rollout_args: Args, write_jsonl: Write) -> None:
+    path = write_jsonl([{"prompt": "p", "label": "x", "score": float("nan"), "\ud800": "\ud800"}])
+    assert len(load(rollout_args(prompt_data=path))) == 1
 
 
 def test_a_message_may_be_a_tool_call_alone(rollout_args: Args, write_jsonl: Write) -> None:
@@ -363,7 +470,7 @@ def test_metadata_is_found_or_its_key_is_told(
             load(args)
         return
     dataset = load(args)
-    assert [row.metadata for row in dataset.rows] == [found, {}, {}, {}]
+    assert [sample.metadata for sample in dataset] == [found, {}, {}, {}]
     told = (
         f"--prompt-data {path}: no row has anything at '{key}' (--metadata-key); the keys of its rows are 'extra', "
         "'extra_info', 'label', 'prompt'"

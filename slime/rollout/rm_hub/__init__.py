@@ -103,6 +103,13 @@ def _rm_type(args: Namespace, sample: Sample) -> str | None:
     return sample.metadata.get("rm_type") or args.rm_type
 
 
+def rm_type_problem(name: Any) -> str | None:
+    """Why ``name`` is no built-in reward; None where it is one."""
+    if isinstance(name, str) and name.removeprefix(_BOXED) in GRADERS:
+        return None
+    return f"unknown rm_type {name!r:.60}: there are {', '.join(sorted(GRADERS))}, each also as {_BOXED}<name>"
+
+
 async def _built_in_list(args: Namespace, sample: Sample) -> list[Reward]:
     return [await _built_in(args, sample)]
 
@@ -111,15 +118,14 @@ async def _built_in(args: Namespace, sample: Sample) -> Reward:
     name = _rm_type(args, sample)
     if not name:
         raise BadInputError("there is no reward: give --rm-type, --custom-rm-path or metadata['rm_type']")
+    if (problem := rm_type_problem(name)) is not None:
+        raise BadInputError(problem)
     bare, response = name.removeprefix(_BOXED), response_without_special_tokens(args, sample)
-    grader = GRADERS.get(bare)
+    grader = GRADERS[bare]
     if name != bare and bare in BOXED_GRADERS:
         grader = BOXED_GRADERS[bare]
     elif name != bare:
         response = last_boxed(response) or ""
-    if grader is None:
-        known = ", ".join(sorted(GRADERS))
-        raise BadInputError(f"unknown rm_type {name!r}: there are {known}, each also as {_BOXED}<name>")
     if bare not in ASKS_A_SERVER:
         return await grader(args, sample, response)
     return await within(limit_of(args, f"sample {sample.index} by rm_type {name}"), grader(args, sample, response))

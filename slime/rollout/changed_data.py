@@ -1,0 +1,63 @@
+"""What is other on a resume than the data source's state in the checkpoint has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.utils.errors import BadInputError
+
+_RESTART = "--restart-epoch begins this epoch anew with the data as it is now"
+
+
+def changed_data(then: dict[str, Any], now: dict[str, Any]) -> str | None:
+    """How the prompts or their order differ between two states; None where they are the same, as far as is known.
+
+    States of earlier versions have no digest.
+    """
+    names = ["num_prompts", "shuffle"]
+    if then.get("digest") and now.get("digest"):
+        names.append("digest")
+    changed = [f"{name}: {then[name]} then, {now[name]} now" for name in names if then[name] != now[name]]
+    return "; ".join(changed) or None
+
+
+def cursor_over(then: dict[str, Any], now: dict[str, Any], *, restart: bool) -> tuple[int, str | None]:
+    """Where in its epoch a run goes on, and a warning if its data changed.
+
+    Args:
+        restart: begin the epoch anew where they changed.
+
+    Raises:
+        BadInputError: the position lies beyond the data.
+    """
+    cursor, changed = then["cursor"], changed_data(then, now)
+    if changed is None:
+        return cursor, None
+    if restart:
+        return 0, f"--restart-epoch: epoch {then['epoch']} begins anew, since the prompts have changed ({changed})"
+    if cursor > now["num_prompts"]:
+        raise BadInputError(
+            f"--prompt-data has {now['num_prompts']} prompts, the checkpoint was {cursor} into an epoch of "
+            f"{then['num_prompts']}: resume with the data it was made with, or {_RESTART}"
+        )
+    return cursor, (
+        f"resuming over other prompts than the checkpoint's ({changed}): the run goes on {cursor} prompts into its "
+        f"epoch, whichever these are now, so that some may be trained twice and others not at all; {_RESTART}"
+    )
+
+
+def changed_group_size(then: dict[str, Any], waiting: int, size: int) -> str | None:
+    """A warning if groups that wait in a checkpoint were made with another ``--n-samples-per-prompt``.
+
+    Args:
+        then: the state, which has no such size where an earlier version wrote it.
+        waiting: how many groups wait.
+        size: the flag's value now.
+    """
+    former = then.get("n_samples_per_prompt", size)
+    if former == size or not waiting:
+        return None
+    return (
+        f"--n-samples-per-prompt is {size}, and {waiting} groups that wait in the checkpoint were made with {former}: "
+        "they are handed out as they are, so that the next rollouts have another number of samples"
+    )
