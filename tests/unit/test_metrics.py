@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from slime.backends.megatron.loss import MAXIMUM
+from slime.utils.types import Ragged
+from tests.micro_batches import fresh_rows, step_of
 from tests.ranks import run_ranks
 
 NUM_GPUS = 0
@@ -63,6 +67,34 @@ def test_what_only_some_micro_batches_report_counts_as_0_of_the_others(found: li
         }  # fmt: skip
 
 
+def test_masks_of_all_ranks_make_the_means(found: list[dict[str, Any]]) -> None:
+    """Two ranks that mask tokens, some rollouts throughout, weigh the others as one process does with such masks."""
+    assert [of_rank["weighed"] for of_rank in found] == [True] * RANKS
+    assert sum(of_rank["sum of weights"] for of_rank in found) == pytest.approx(1.0, rel=1e-6)
+
+
+def weigh_masked(rank: int) -> dict[str, Any]:
+    """Whether this rank's half of a batch has the weights of the whole, and what they add up to."""
+    from slime.backends.megatron.batch import PackLayout, pack, set_mask
+    from slime.backends.megatron.rollout_data import weigh
+
+    layout = PackLayout(1, 0, 1, per_token_loss=False, constant_length=None, device=torch.device("cpu"))
+    batch = fresh_rows(3)
+    masks = [batch.loss_mask[row] * (np.arange(len(batch.loss_mask[row])) % 3 == 0) for row in range(len(batch))]
+    masks[3][:] = masks[4][:] = masks[5][:] = 0  # all parts of one rollout
+    sums = np.bincount(batch.rollout_ids, [mask.sum() for mask in masks]).astype(np.int64)[batch.rollout_ids]
+    masked = replace(batch, loss_mask=Ragged.from_rows(masks, np.uint8), rollout_mask_sums=sums)
+    rows = np.arange(len(batch))[rank::RANKS]
+    wanted = pack(masked, rows, step_of(masked), layout)
+    own = pack(batch, rows, step_of(batch), layout)
+    set_mask(own, torch.cat([torch.from_numpy(masks[row]).float() for row in rows.tolist()]))
+    weigh(batch, [own], layout, dist.group.WORLD)
+    return {
+        "weighed": torch.equal(own.mean_weights, wanted.mean_weights),
+        "sum of weights": float(own.mean_weights.sum()),
+    }
+
+
 def run_rank(rank: int, directory: str) -> None:
     from slime.backends.megatron import compat
 
@@ -73,7 +105,7 @@ def run_rank(rank: int, directory: str) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
-    metrics = {}
+    metrics: dict[str, Any] = weigh_masked(rank)
     for layout, sizes in LAYOUTS.items():
         parallel_state.initialize_model_parallel(**sizes)
         own = REPORTS[rank] if parallel_state.is_pipeline_last_stage() else []
