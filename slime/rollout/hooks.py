@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from slime.rollout.loop import cancel
+from slime.rollout.state import seconds_in_line
 from slime.utils.errors import DeadlineError, HookError
 from slime.utils.user_functions import naming
 
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 _THREADS = 64
 """Calls of plain functions at the same time, on one event loop."""
 _BLOCKED_S = 3.0
+_SHORTEST_WAIT_S = 0.05
 _blockers: set[str] = set()
 
 
@@ -114,14 +116,21 @@ def call_quick_hook(function: Callable[..., Any], where: str, *args: Any, **kwar
 async def within(limit: Limit | None, call: Awaitable[T]) -> T:
     """The answer of ``call``; DeadlineError where it takes longer than ``limit``.
 
+    The time in which requests of the call wait for those of others, such as older rollouts, does not count.
+
     It has a task of its own, since one that swallows its cancellation, as a loop over a bare ``except`` does, would
     otherwise be waited for.
     """
-    task = asyncio.ensure_future(call)
+    task, loop, before = asyncio.ensure_future(call), asyncio.get_running_loop(), seconds_in_line()
+    began = loop.time()
     try:
-        await asyncio.wait([task], timeout=None if limit is None else limit.seconds)
-        if limit is not None and not task.done():
-            raise DeadlineError(f"{limit.what} took longer than {limit.seconds:g} s ({limit.flag})")
+        while not task.done():
+            left = None
+            if limit is not None:
+                left = limit.seconds + seconds_in_line() - before - (loop.time() - began)
+                if left <= 0:
+                    raise DeadlineError(f"{limit.what} took longer than {limit.seconds:g} s ({limit.flag})")
+            await asyncio.wait([task], timeout=None if left is None else max(left, _SHORTEST_WAIT_S))
         return task.result()
     except GeneratorExit as error:  # the call's own: as such it would say that we are closed
         raise RuntimeError("GeneratorExit") from error

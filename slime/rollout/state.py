@@ -51,12 +51,44 @@ class _Doing:
     what: str
     since: float = field(default_factory=time.monotonic)
 
+    _in_line: int = 0
+    """Its requests that wait for a place now."""
+    _in_line_since: float = 0.0
+    _was_in_line: float = 0.0
+
     def goes_on(self, what: str) -> None:
         """It waits for something else now."""
         self.what, self.since = what, time.monotonic()
 
+    @contextlib.contextmanager
+    def in_line(self, what: str) -> Iterator[None]:
+        """Within, a request of it waits for others to be served first."""
+        before, loop = self.what, asyncio.get_running_loop()
+        self.goes_on(what)
+        if self._in_line == 0:
+            self._in_line_since = loop.time()
+        self._in_line += 1
+        try:
+            yield
+        finally:
+            self._in_line -= 1
+            if self._in_line == 0:
+                self._was_in_line += loop.time() - self._in_line_since
+            self.goes_on(before)
+
+    def seconds_in_line(self) -> float:
+        """How long its requests have waited for a place so far."""
+        now = asyncio.get_running_loop().time()
+        return self._was_in_line + (now - self._in_line_since if self._in_line else 0.0)
+
 
 _doing: ContextVar[_Doing | None] = ContextVar("what_the_sample_waits_for", default=None)
+
+
+def seconds_in_line() -> float:
+    """How long requests of the sample that is worked on in this task have waited for others to be served first."""
+    doing = _doing.get()
+    return 0.0 if doing is None else doing.seconds_in_line()
 
 
 class RolloutState:
@@ -100,13 +132,13 @@ class RolloutState:
     async def place(self) -> AsyncIterator[None]:
         """A place among the requests in flight, once none of them are held back."""
         doing = _doing.get() or _Doing(Sample(), "")  # a hook of the whole batch sends a request
-        what = doing.what
-        doing.goes_on("waiting for a place among the requests in flight")
-        async with self._gate.passing((self._rank, _position.get())):
-            doing.goes_on("held back by a weight update")
-            await may_request()
-            doing.goes_on(what)
-            yield
+        with contextlib.ExitStack() as line:
+            line.enter_context(doing.in_line("waiting for a place among the requests in flight"))
+            async with self._gate.passing((self._rank, _position.get())):
+                doing.goes_on("held back by a weight update")
+                await may_request()
+                line.close()
+                yield
 
     @contextlib.contextmanager
     def doing(self, sample: Sample, what: str) -> Iterator[None]:

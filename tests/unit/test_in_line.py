@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from argparse import Namespace
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from slime.rollout.in_line import in_line
 from slime.rollout.loop import background_loop
 from slime.rollout.prompts import draw_groups
 from slime.utils.errors import DeadlineError
-from tests.fake_client import FakeClient, reply
+from tests.fake_client import FakeClient, hook_file, reply, rollout
 from tests.waiting import skip
 
 NUM_GPUS = 0
@@ -90,6 +91,46 @@ def test_a_rollout_that_waits_behind_an_older_one_ends_well(make_args: Args, use
 
     first, second = background_loop().run(both(), timeout=60, what="two rollouts")
     assert len(first.samples) == len(second.samples) == 4
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_the_limit_of_a_call_counts_only_what_it_does_itself(
+    counts: bool, make_args: Args, use: Use, tmp_path: Path
+) -> None:
+    """One request is served at a time, and takes a third of the limit; each call makes two, and waits for others."""
+
+    async def answer(number: int, input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        if not counts:
+            skip(6)
+        return reply("x")
+
+    use(FakeClient(answer))
+    hook = hook_file(
+        tmp_path,
+        "import asyncio\n"
+        "from slime.rollout.sglang_rollout import generate as ask\n"
+        "from tests.waiting import skip\n"
+        "async def generate(args, sample, params):\n"
+        "    for _ in range(2):\n"
+        "        sample = await ask(args, sample, params)\n"
+        f"    if {counts}:\n"
+        "        skip(30)\n"
+        "        await asyncio.sleep(60)\n"
+        "    return sample\n",
+    )
+    args = make_args(
+        custom_generate_function_path=f"{hook}:generate",
+        generate_timeout=20.0,
+        sglang_server_concurrency=1,
+        on_sample_error="stop",
+        rollout_timeout=10**6,
+    )
+    source = RolloutDataSourceWithBuffer(args)
+    if counts:
+        with pytest.raises(DeadlineError, match=r"took longer than 20 s \(--generate-timeout\)"):
+            rollout(args, 0, source)
+    else:
+        assert len(rollout(args, 0, source).samples) == 4
 
 
 @pytest.mark.parametrize("why", ["place", "push"])
