@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -34,9 +34,9 @@ class EngineNode:
 class EnginePlan:
     """One engine of a run, and where it runs."""
 
-    args: argparse.Namespace
+    args: argparse.Namespace = field(repr=False)
     rank: int
-    api_keys: tuple[str, str] | None
+    api_keys: tuple[str, str] | None = field(repr=False)
     nodes: list[EngineNode]
     name: str = "engine"
 

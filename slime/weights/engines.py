@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from slime.backends.sglang.client import EngineControl, EngineError
@@ -20,8 +20,8 @@ class EngineAddress:
 
     url: str
     num_gpus: int
-    generate_key: str | None = None
-    admin_key: str | None = None
+    generate_key: str | None = field(default=None, repr=False)  # messages may show the rest
+    admin_key: str | None = field(default=None, repr=False)
 
     def control(self, timeout: float) -> EngineControl:
         """A client whose every call ends within ``timeout`` seconds."""

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.integration
 
 RUN_S = 600
 _ROLLOUTS = 3
+_KEY = "key-of-a-tracker-0123456789"
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +112,7 @@ def colocated(workspace: Path) -> Path:
         log_multi_turn=True,
         log_correct_samples=True,
         check_weight_update_equal=True,
+        wandb_key=_KEY,
     )
     _run(line, workspace / "colocated.log")
     return run_dir
@@ -140,6 +142,12 @@ def test_colocated_run_trains_and_agrees_with_the_engine(colocated: Path) -> Non
     assert f"training starts from {colocated.parent / 'model'} (--ref-load)" in lines
     assert all("time" in line for line in read_metrics(colocated))
     assert_documented(colocated)
+
+
+def test_no_file_of_a_run_has_a_key_of_its_command_line(workspace: Path, colocated: Path) -> None:
+    files = [workspace / "colocated.log", *(path for path in colocated.rglob("*") if path.is_file())]
+    assert any(path.name == "config.yaml" for path in files)
+    assert not [path for path in files if _KEY.encode() in path.read_bytes()]
 
 
 def test_checkpoints_are_complete_and_load_in_transformers(colocated: Path) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import secrets
+from argparse import Namespace
 from typing import Any
 
 import pytest
 
+from slime.ray.engine_actor import EnginePlan
 from slime.utils.redaction import REDACTED, redacted
+from slime.weights import EngineAddress
 
 SECRETS = """
 WANDB_API_KEY HF_TOKEN AWS_SECRET_ACCESS_KEY AWS_ACCESS_KEY_ID wandb_key sglang_router_api_key api_keys judge_secret
@@ -72,3 +75,10 @@ def test_words_of_a_command_line() -> None:
     wanted = ["--log-level", "info", "--ssl-keyfile-password", REDACTED, "--api-keys", REDACTED, REDACTED]
     assert redacted({"sglang_cli": words}) == {"sglang_cli": [*wanted, "--max-total-tokens", "9"]}
     assert redacted({"router_cli": ["--api-key=k", "--x=y"]}) == {"router_cli": [f"--api-key={REDACTED}", "--x=y"]}
+
+
+def test_what_holds_keys_shows_none() -> None:
+    """A traceback or a log may show it."""
+    plan = EnginePlan(Namespace(judge_token="s3cret"), 0, ("s3cret", "s3cret"), [])
+    for holder in (plan, EngineAddress("http://127.0.0.1:1", 1, "s3cret", "s3cret")):
+        assert "s3cret" not in repr(holder)
