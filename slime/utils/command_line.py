@@ -54,6 +54,6 @@ def _overwrite() -> None:
     words = line.split(b"\0")
     for word, shown in zip(words, redacted_words([each.decode("latin-1") for each in words]), strict=True):
         if shown != word.decode("latin-1"):
-            kept = word.index(b"=") + 1 if word.startswith(b"--") else 0
+            kept = word.find(b"=") + 1 if word.startswith(b"--") else 0
             ctypes.memset(address + kept, ord("*"), len(word) - kept)
         address += len(word) + 1

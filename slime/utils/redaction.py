@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
@@ -14,6 +16,10 @@ _SECRET = re.compile(r"passw(or)?d|passphrase|secret|credential")
 _WORD = r"(^|_|access|api|auth|private)(key|token)"
 _NAMED_FOR_ONE = re.compile(_WORD + "$")
 _NAMED_FOR_SOME = re.compile(_WORD + "s?(_|$)")
+_IN_URL = re.compile(
+    r"(\w://[^/\s:@]*:)[^/\s@]+(?=@)|(?<=[?&])((?:[\w-]*[_-])?(?:api)?(?:key|token|secret|password)=)[^&#\s]+",
+    re.IGNORECASE,
+)
 _HARMLESS = re.compile(
     r"^(eval_)?(input|label|metadata|multimodal|reward|tool)_keys?$"  # columns and entries
     r"|^(bos|eos|pad|stop|unk)_token$|(^|_)token_(dispatcher|drop|map)|_tokens_buckets$|_path$"
@@ -48,6 +54,8 @@ def _redact(name: str, value: Any) -> Any:
         return dict.fromkeys(value, REDACTED)
     if is_secret(name, value):
         return REDACTED
+    if isinstance(value, str):
+        return _redacted_text(name, value)
     if isinstance(value, Mapping):
         return redacted(value)
     if is_dataclass(value) and not isinstance(value, type):
@@ -55,11 +63,24 @@ def _redact(name: str, value: Any) -> Any:
     return redacted_words(value) if isinstance(value, (list, tuple)) else value
 
 
+def _redacted_text(name: str, text: str) -> str:
+    """A text that holds options of its own: a JSON object, another program's command line, a URL with a password."""
+    if text.lstrip().startswith("{"):
+        with contextlib.suppress(ValueError):
+            found = json.loads(text)
+            shown = _redact(name.lstrip("-").replace("-", "_"), found)
+            return text if shown == found else json.dumps(shown, ensure_ascii=False)
+    words = text.split()
+    if len(words) > 1 and words[0].startswith("--"):
+        return text if redacted_words(words) == words else " ".join(map(str, redacted_words(words)))
+    return _IN_URL.sub(lambda match: f"{match[1] or match[2]}{REDACTED}", text)
+
+
 def redacted_words(words: Sequence[Any]) -> list[Any]:
     """A command line in which every secret is `REDACTED`: the words after a flag that is named for one."""
     flag, result = "", []
     for word in words:
-        if isinstance(word, str) and word.startswith("--"):
+        if isinstance(word, str) and word.startswith("--") and " " not in word.partition("=")[0].strip():
             flag, equals, value = word.partition("=")
             result.append(flag + equals + str(_redact(flag, value)) if equals else flag)
         else:

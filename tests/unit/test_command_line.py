@@ -30,7 +30,14 @@ def test_secrets_are_struck_where_they_can_be_read() -> None:
     """By ``sys.argv``, of which trackers take a copy, and by ps; all else stays as it is."""
     given = ["--wandb-key", "s3cret", "--lr", "1e-6", "--sglang-ssl-keyfile-password=s3cret="]
     given += ["--input-key", "question", "--prompt-data", "数据.jsonl", "--judge-tokens", "s3cret", "", "s3cret"]
-    given += ["--label-key", "答案"]
+    given += [
+        "--label-key",
+        "答案",
+        "--train-env-vars",
+        '{"HF_TOKEN": "s3cret"}',
+        "--rm-sglang-args",
+        "--api-key s3cret",
+    ]
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *given], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -42,7 +49,16 @@ def test_secrets_are_struck_where_they_can_be_read() -> None:
     assert "s3cret" not in own
     assert own.split(" ")[:4] == ["--wandb-key", "<redacted>", "--lr", "1e-6"]
     expected = ["--wandb-key", "*" * 6, "--lr", "1e-6", "--sglang-ssl-keyfile-password=" + "*" * 7, *given[5:10]]
-    assert shown == [*expected, "*" * 6, "", "*" * 6, *given[13:]]
+    assert shown == [
+        *expected,
+        "*" * 6,
+        "",
+        "*" * 6,
+        *given[13:16],
+        "*" * len(given[16]),
+        given[17],
+        "*" * len(given[18]),
+    ]
 
 
 @pytest.mark.parametrize(

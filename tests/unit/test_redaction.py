@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slime.ray.engine_actor import EnginePlan
-from slime.utils.redaction import REDACTED, redacted
+from slime.utils.redaction import REDACTED, redacted, redacted_words
 from slime.weights import EngineAddress
 
 SECRETS = """
@@ -82,3 +82,49 @@ def test_what_holds_keys_shows_none() -> None:
     plan = EnginePlan(Namespace(judge_token="s3cret"), 0, ("s3cret", "s3cret"), [])
     for holder in (plan, EngineAddress("http://127.0.0.1:1", 1, "s3cret", "s3cret")):
         assert "s3cret" not in repr(holder)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "shown"),
+    [
+        ("--train-env-vars", '{"HF_TOKEN": "s3cret", "N": 1}', '{"HF_TOKEN": "<redacted>", "N": "<redacted>"}'),
+        ("--judge", '{"url": "http://j", "api_key": "s3cret"}', '{"url": "http://j", "api_key": "<redacted>"}'),
+        (
+            "--rm-sglang-args",
+            "--tp-size 1 --ssl-keyfile-password s3cret",
+            "--tp-size 1 --ssl-keyfile-password <redacted>",
+        ),
+        ("--rm-url", "http://me:s3cret@judge.example/score", "http://me:<redacted>@judge.example/score"),
+        (
+            "--rm-url",
+            "https://judge.example/s?n=1&api_key=s3cret&x=2",
+            "https://judge.example/s?n=1&api_key=<redacted>&x=2",
+        ),
+        ("--rm-url", "https://judge.example/s?token=s3cret", "https://judge.example/s?token=<redacted>"),
+    ],
+)
+def test_secrets_within_a_text(name: str, text: str, shown: str) -> None:
+    """As on a command line, by its flag with and without =, and as an option."""
+    assert redacted_words(["x", name, text, "--lr", "1"]) == ["x", name, shown, "--lr", "1"]
+    assert redacted_words([f"{name}={text}"]) == [f"{name}={shown}"]
+    option = name[2:].replace("-", "_")
+    assert redacted({option: text}) == {option: shown}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"enable_thinking": false}',
+        "{not json",
+        "--a b",
+        "--tp-size 2",
+        "http://h:1/x?key_of=1",
+        "a@b:c",
+        "{}",
+        "",
+        "{x} --y z",
+    ],
+)
+def test_other_texts_stay_as_they_are(text: str) -> None:
+    assert redacted({"value": text}) == {"value": text}
+    assert redacted_words(["--value", text]) == ["--value", text]
