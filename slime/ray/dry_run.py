@@ -13,12 +13,12 @@ from slime.ray.placement import describe_placement
 from slime.ray.places import check_places, place_warnings
 from slime.ray.rollout_manager import make_data_source, num_rollout
 from slime.ray.room import room_warnings
-from slime.ray.supervision import LOAD_DATA, InputError
+from slime.ray.supervision import LOAD_DATA, InputError, RunError
 from slime.rollout.data_warnings import data_warnings, dataset_of
 from slime.rollout.debug_data import check_recorded
 from slime.rollout.evaluation import load_eval_prompts
 from slime.utils.arguments import describe
-from slime.utils.errors import BadInputError
+from slime.utils.errors import BadInputError, SlimeError
 
 _OK = "ok: the run can start"
 
@@ -49,6 +49,8 @@ def _check(args: argparse.Namespace) -> list[str]:
         data = _check_recorded(args) if args.load_debug_rollout_data else _check_prompts(args)
     except (BadInputError, OptionError) as error:
         raise InputError(f"{LOAD_DATA}: {error}") from None
+    except SlimeError as error:
+        raise RunError(f"{LOAD_DATA}: {error}") from None
     host = [] if running_address() else _check_host()
     sizes = [f"evaluation: {name}, {len(prompts)} prompts" for name, prompts in evaluations.items()]
     warnings = [f"warning: {warning}" for prompts in evaluations.values() for warning in prompts.warnings]
