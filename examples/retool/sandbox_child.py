@@ -177,9 +177,11 @@ def run(code: str) -> int:
 def main() -> int:
     """Exit status 0 where the code raised nothing; in a jail more than 128 is a signal."""
     limits = json.loads(sys.argv[1])
-    code = sys.stdin.read()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which the code may send us: our traceback is nothing to read
     _call("prctl", _PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    code = sys.stdin.read()
+    if os.getppid() != limits["owner"]:
+        return 1  # it was gone before it could be asked for: nobody would end the code
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which the code may send us: our traceback is nothing to read
     try:
         if limits["jail"]:
             enter_jail(limits["directory"], limits["disk_mb"])

@@ -114,8 +114,9 @@ def _remove(directory: str) -> None:
 @contextlib.asynccontextmanager
 async def _process(limits: Limits, directory: str) -> AsyncIterator[asyncio.subprocess.Process]:
     """The sandbox's process; at the end of the block its whole group is gone, by id."""
+    settings = json.dumps(asdict(limits) | {"directory": directory, "owner": os.getpid()})
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-I", "-S", str(_CHILD), json.dumps(asdict(limits) | {"directory": directory})),
+        *(sys.executable, "-I", "-S", str(_CHILD), settings),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,

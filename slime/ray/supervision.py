@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    GetTimeoutError,
+    ObjectStoreFullError,
+    OutOfDiskError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
 from slime.backends.sglang.client import EngineError
 from slime.options.errors import OptionError
@@ -181,6 +189,9 @@ def _reason(error: RayTaskError) -> str:
     """The message of an error that tells all by itself; the end of the remote traceback of any other."""
     if isinstance(error.cause, (SlimeError, OptionError)):
         return str(error.cause)
+    if isinstance(error.cause, (ObjectStoreFullError, OutOfDiskError)):
+        text = " ".join(str(error.cause).split())
+        return f"Ray has no room for an object, in memory or in RAY_TMPDIR (or TMPDIR, else /tmp): {text}"
     lines = str(error).rstrip().splitlines()
     frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
     return "\n" + "\n".join(lines[frames[-_FRAMES] if len(frames) > _FRAMES else 0 :])

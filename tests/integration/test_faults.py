@@ -286,6 +286,30 @@ def test_a_push_goes_on_without_an_engine_that_hangs(workspace: Path, strike: St
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(
+    ("word", "blamed"),
+    [
+        ("/raylet/raylet ", r"Ray's raylet on this host, process \d+, was ended by signal 9"),
+        ("/gcs/gcs_server ", r"Ray's head \(gcs_server\) on this host, process \d+, was ended by signal 9"),
+        ("slime.backends.sglang.supervisor", r"engine 0 at \S+ is gone: the process that supervises it was ended by"),
+    ],
+)
+def test_nothing_is_left_when_what_holds_a_run_together_is_killed(workspace: Path, word: str, blamed: str) -> None:
+    """While the engine starts: SGLang's own processes still import, and have not asked to die with their parent."""
+    name = word.strip().rsplit("/", 1)[-1]
+    run_dir, log = workspace / name, workspace / f"{name}.log"
+    with TrainProcess(flags(workspace, run_dir, num_rollout=100), log) as process:
+        process.wait_until(lambda: process.runs("multiprocessing.spawn"), RUN_S, "SGLang's own processes", 0.05)
+        victim = min(p.pid for p in process.descendants() if word in " ".join([*p.cmdline(), ""]))
+        psutil.Process(victim).kill()
+        assert process.wait(60) == 1, process.tail()
+        process.assert_no_process_left(30)
+    (error,) = (text for text in log.read_text().splitlines() if text.startswith("train.py: error:"))
+    assert re.search(blamed, error)
+    assert "last lines of the Raylet" not in log.read_text()
+
+
+@pytest.mark.full
 def test_an_engine_over_nodes_that_loses_one_is_gone_as_a_whole(workspace: Path) -> None:
     """Two engines of two servers, on slots that are a node each."""
     num_rollout, run_dir, log = 5, workspace / "nodes", workspace / "nodes.log"

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -284,3 +287,11 @@ def test_a_sandbox_that_cannot_be_made_is_no_result(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(tool_sandbox, "_CHILD", Path("/nonexistent.py"))
     with pytest.raises(SandboxError, match="did not start"):
         asyncio.run(run_python("print(1)", Limits(wall_s=60.0)))
+
+
+def test_code_whose_owner_has_gone_does_not_run(tmp_path: Path) -> None:
+    """Nobody would end it: the kernel was to be asked for that after the owner's end."""
+    settings = json.dumps(asdict(Limits(jail=False)) | {"directory": str(tmp_path), "owner": -1})
+    command = [sys.executable, "-I", "-S", str(tool_sandbox._CHILD), settings]
+    done = subprocess.run(command, input="print('ran')", capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (1, "")
