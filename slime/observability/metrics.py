@@ -42,7 +42,7 @@ class MetricsLogger:
             StorageError: a file or directory cannot be made.
         """
         self._lost: Counter[tuple[str, str]] = Counter()
-        """Lines that a sink could not write since it last could, by its place."""
+        """Lines that a sink could not write, by its place."""
         self._sinks: list[_Sink] = [_JsonLines(_lines(args))]
         if args.use_tensorboard:
             self._sinks.append(_TensorBoard(args))
@@ -69,6 +69,8 @@ class MetricsLogger:
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
             self._go_on(sink, sink.close)
+            if lost := self._lost[sink.place]:
+                _warn(f"{' '.join(sink.place)}: {lost} lines of metrics are lost")
 
     def _go_on(self, sink: _Sink, do: Callable[[], None]) -> None:
         """Let a sink do something; a run does not end of what it cannot write there, and says so once."""
@@ -79,9 +81,6 @@ class MetricsLogger:
             if self._lost[sink.place] == 1:
                 why = why_not_written(error, *sink.place) or f"{' '.join(sink.place)}: {type(error).__name__}: {error}"
                 _warn(f"{why}; the run goes on, and metrics are lost there until that is mended")
-        else:
-            if lost := self._lost.pop(sink.place, 0):
-                _warn(f"{' '.join(sink.place)}: metrics are written again; {lost} lines are lost")
 
 
 def evaluated_versions(args: argparse.Namespace) -> set[int]:
