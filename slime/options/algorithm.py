@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from slime.options.calls import Call
-from slime.options.schema import option
+from slime.options.schema import LARGEST_SEED, option
 
 Level = Literal["token", "sequence", "geometric"]
 
@@ -96,7 +96,9 @@ class AlgorithmOptions:
         "Train the heads that predict further tokens (MTP) too, --mtp-num-layers of them (default: what config.json "
         "says), with weight --mtp-loss-scaling-factor; their loss changes nothing else.",
     )
-    seed: int = option(1234, "Seed of model initialisation and of the training workers.")
+    seed: int = option(
+        1234, "Seed of model initialisation and of the training workers.", at_least=0, at_most=LARGEST_SEED
+    )
 
 
 @dataclass

@@ -26,7 +26,7 @@ def same_place(one: str | Path | None, other: str | Path | None) -> bool:
 
 def has_checkpoint(directory: str | Path) -> bool:
     """Whether a directory names a checkpoint."""
-    return Path(directory, LATEST).is_file()
+    return os.path.isfile(Path(directory, LATEST))
 
 
 def latest_name(directory: str | Path) -> str:
@@ -46,7 +46,7 @@ def is_release(directory: str | Path) -> bool:
 
 def is_torch_dist(directory: str | Path) -> bool:
     """Whether a directory itself is a whole torch_dist checkpoint: it has the file that is written last."""
-    return Path(directory, "metadata.json").is_file()
+    return os.path.isfile(Path(directory, "metadata.json"))
 
 
 def find_checkpoint(load_dir: str | Path) -> tuple[Path, int] | None:

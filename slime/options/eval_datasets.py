@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-import yaml
-
 from slime.options.errors import OptionError
 from slime.options.rollout import GENERATE_CALLS, REWARD_CALLS, REWARD_NAMES
 from slime.options.schema import beyond_bounds, option
+from slime.options.values import problem_of, read_yaml
 
 PAIRS, CONFIG = "--eval-prompt-data", "--eval-config"
 
@@ -45,7 +44,7 @@ class EvalDataset:
     top_k: int = option(-1, "Sample from the k most likely tokens; -1 is all.", at_least=-1)
     max_response_len: int | None = option(None, "Tokens of one response at most.", at_least=1)
     stop: list[str] | None = option(None, "Strings that end a response.")
-    stop_token_ids: list[int] | None = option(None, "Token ids that end a response.")
+    stop_token_ids: list[int] | None = option(None, "Token ids that end a response.", at_least=0)
     min_new_tokens: int | None = option(None, "Tokens of one response at least.", at_least=0)
     repetition_penalty: float | None = option(None, "SGLang's; 1 is none.", above=0, at_most=2)
     skip_special_tokens: bool = option(False, "Leave special tokens out of the response text.")
@@ -110,7 +109,7 @@ def data_file(flag: str, path: str) -> str:
         OptionError: there is no such file.
     """
     file, bracket, rest = path.partition("@[")
-    if not Path(file).expanduser().is_file():
+    if not os.path.isfile(os.path.expanduser(file)):
         raise OptionError(f"{flag} {path}: there is no file {file}")
     return os.path.abspath(os.path.expanduser(file)) + bracket + rest
 
@@ -154,9 +153,9 @@ def _from_config(args: Namespace) -> Iterator[EvalDataset]:
 def _sections(path: str, source: str) -> dict[str, Any]:
     """``defaults`` and ``datasets``, which may stand below ``eval``."""
     try:
-        content = yaml.safe_load(Path(path).expanduser().read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise OptionError(f"{source} {' '.join(str(error).split())}") from error
+        content = read_yaml(path)
+    except ValueError as error:
+        raise OptionError(f"{source} {error}") from error
     if isinstance(content, Mapping) and set(content) == {"eval"}:
         content = content["eval"]
     if not isinstance(content, Mapping) or not content.get("datasets"):
@@ -219,7 +218,8 @@ def _checked(field: dataclasses.Field[Any], value: Any, where: str) -> Any:
         raise OptionError(f"{where} must be {'a list, each ' if is_list else ''}{_KINDS[kind]}, not {value!r:.60}")
     if "" in values:
         raise OptionError(f"{where} {'has an empty text in it' if is_list else 'is empty'}: drop it, or write null")
-    if (problem := None if is_list else beyond_bounds(field, value)) is not None:
+    problem = problem_of(value) or next((bad for item in values if (bad := beyond_bounds(field.metadata, item))), None)
+    if problem is not None:
         raise OptionError(f"{where} {problem}")
     return values if is_list else value
 

@@ -154,5 +154,3 @@ def _check_recompute(args: Namespace) -> None:
     if missing:
         names = " and ".join(flag_named(name) for name in missing)
         raise OptionError(f"--recompute-granularity full needs {names}")
-    if args.recompute_num_layers < 1:
-        raise OptionError(f"--recompute-num-layers {args.recompute_num_layers}: it must be at least 1")

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from slime.options.installed import PendingFlags
-from slime.options.megatron_names import DEFAULTS, DEST_OF, FLAGS, HIDDEN
-from slime.options.schema import flag_named
+from slime.options.megatron_names import BOUNDS, DEFAULTS, DEST_OF, FLAGS, HIDDEN
+from slime.options.schema import bounded, flag_named
 
 PACKAGE = "megatron-core"
 READER = "import sys; from slime.options.megatron import write_fields; write_fields(sys.argv[1])"
@@ -112,7 +112,9 @@ def add_megatron_flags(parser: argparse.ArgumentParser, pending: PendingFlags, t
             group.add_argument(flag.name, action="store_const", const=flag.const, **common)
         else:
             metavar = None if flag.choices else flag.convert.__name__.upper()
-            group.add_argument(flag.name, type=flag.convert, choices=flag.choices, metavar=metavar, **common)
+            group.add_argument(
+                flag.name, type=_checked(flag.convert, flag.dest), choices=flag.choices, metavar=metavar, **common
+            )
     declared = {flag.dest for flag in FLAGS if flag.const is None} | set(DEST_OF) | taken
     group = parser.add_argument_group("Megatron configuration: fields of megatron-core's dataclasses")
     existing = set(parser._option_string_actions)
@@ -127,7 +129,7 @@ def _add_field(group: Any, record: dict[str, Any], existing: set[str]) -> None:
     common = {"dest": name, "default": default, "help": record["help"].replace("%", "%%")}
     if record["kind"] != "bool":
         converters: dict[str, Callable[[str], Any]] = {"int": _integer, "float": float}
-        convert = converters.get(record["kind"], str)
+        convert = _checked(converters.get(record["kind"], str), name)
         metavar = None if record["choices"] else record["kind"].upper()
         group.add_argument(
             flag, type=convert, nargs=record["nargs"], choices=record["choices"], metavar=metavar, **common
@@ -138,6 +140,11 @@ def _add_field(group: Any, record: dict[str, Any], existing: set[str]) -> None:
     if opposite not in existing:
         common["help"] = f"The opposite of {flag}."
         group.add_argument(opposite, action="store_const", const=False, **common)
+
+
+def _checked(convert: Callable[[str], Any], name: str) -> Callable[[str], Any]:
+    """A converter with the bounds of its number, where it makes one."""
+    return bounded(convert, BOUNDS.get(name, {"at_least": 0})) if convert in (int, float, _integer) else convert
 
 
 def _integer(text: str) -> int:

@@ -5,7 +5,7 @@ This is the one such table; every other Megatron flag is made from a dataclass f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -234,6 +234,43 @@ DEFAULTS: dict[str, Any] = {
     "use_distributed_optimizer": True,
 }
 """Defaults that differ from the dataclass field's."""
+
+_ANY: Mapping[str, float] = {}
+_POSITIVE, _COUNT, _SHARE = {"above": 0}, {"at_least": 1}, {"at_least": 0, "below": 1}
+BOUNDS: dict[str, Mapping[str, float]] = {
+    name: bounds
+    for names, bounds in (
+        ("glu_linear_offset", _ANY),
+        (
+            """
+            tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
+            expert_tensor_parallel_size hierarchical_context_parallel_sizes num_distributed_optimizer_instances
+            num_layers_per_virtual_pipeline_stage virtual_pipeline_model_parallel_size
+            microbatch_group_size_per_virtual_pipeline_stage decoder_first_pipeline_num_layers
+            decoder_last_pipeline_num_layers ddp_bucket_size lr_decay_iters lr_wsd_decay_iters
+            num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels vocab_size
+            padded_vocab_size make_vocab_size_divisible_by max_position_embeddings seq_length recompute_num_layers
+            moe_router_topk moe_router_num_groups moe_router_group_topk moe_ffn_hidden_size moe_latent_size hysteresis
+            """,
+            _COUNT,
+        ),
+        (
+            "adam_beta1 adam_beta2 sgd_momentum muon_momentum attention_dropout hidden_dropout lr_warmup_fraction",
+            _SHARE,
+        ),
+        (
+            """
+            adam_eps rotary_base rope_scaling_factor rotary_scaling_factor loss_scale softmax_scale
+            rotary_seq_len_interpolation_factor initial_loss_scale min_loss_scale loss_scale_window
+            moe_expert_capacity_factor moe_router_topk_scaling_factor
+            """,
+            _POSITIVE,
+        ),
+        ("rotary_percent optimizer_offload_fraction", {"above": 0, "at_most": 1}),
+    )
+    for name in names.split()
+}
+"""Bounds of Megatron's numbers, by attribute: at least 0 where nothing is said."""
 
 HIDDEN: frozenset[str] = frozenset(
     (

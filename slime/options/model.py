@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import re
 from argparse import Namespace
 from pathlib import Path
@@ -32,8 +33,8 @@ def model_directory(checkpoint: str, *, with_weights: bool, flag: str = "--hf-ch
     Raises:
         OptionError: it is neither directory nor hub id, or cannot be downloaded.
     """
-    directory = Path(checkpoint).expanduser()
-    if not directory.is_dir():
+    directory = Path(os.path.expanduser(checkpoint))
+    if not os.path.isdir(directory):
         if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", checkpoint):
             named = "" if "/" in checkpoint else ", and a hub id is OWNER/MODEL"  # which half of one would be a name
             raise OptionError(f"{flag} {checkpoint}: there is no such directory{named}")

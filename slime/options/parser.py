@@ -13,7 +13,10 @@ from typing import Any, NoReturn
 from slime.options.schema import flag_named
 from slime.options.sglang import PassThrough
 from slime.options.unavailable import explain_flag, explain_value
+from slime.options.values import problem_of, shortened
 
+HOOK_GROUP = "Hook "
+"""What titles of groups begin with that users' hooks add flags to."""
 _SINGLE = (None, argparse.OPTIONAL)
 """``nargs`` of a flag with one value."""
 
@@ -30,7 +33,23 @@ class StrictParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print one line and exit with status 2."""
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+        self.exit(2, f"{self.prog}: error: {shortened(' '.join(message.split()))}\n")
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """One word as what its flag takes: numbers that mean nothing are refused, but for flags of a user's own."""
+        if problem := problem_of(arg_string):
+            raise argparse.ArgumentError(action, problem)
+        try:
+            value = super()._get_value(action, arg_string)
+        except (OverflowError, RecursionError) as error:
+            raise argparse.ArgumentError(action, f"invalid value: {arg_string!r}") from error
+        if not self._is_users(action) and (problem := problem_of(value)):
+            raise argparse.ArgumentError(action, problem)
+        return value
+
+    def _is_users(self, action: argparse.Action) -> bool:
+        """Whether a hook's ``add_arguments`` made the flag."""
+        return (getattr(getattr(action, "container", None), "title", None) or "").startswith(HOOK_GROUP)
 
     def actions_by_dest(self) -> dict[str, list[argparse.Action]]:
         """The flags that set each attribute."""

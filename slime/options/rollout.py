@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from slime.options.calls import Call
-from slime.options.schema import option
+from slime.options.schema import LARGEST_SEED, option
 
 DEFAULT_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
 FULLY_ASYNC_ROLLOUT = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
@@ -106,9 +106,11 @@ class RolloutOptions:
     rollout_max_response_len: int | None = option(None, "Tokens of one response at most.", at_least=1)
     rollout_skip_special_tokens: bool = option(False, "Leave special tokens out of the response text.")
     rollout_stop: list[str] | None = option(None, "Strings that end a response.")
-    rollout_stop_token_ids: list[int] | None = option(None, "Token ids that end a response.")
+    rollout_stop_token_ids: list[int] | None = option(None, "Token ids that end a response.", at_least=0)
     rollout_shuffle: bool = option(False, "Shuffle the prompts anew in every epoch.")
-    rollout_seed: int = option(42, "Seed of the shuffle and of per-request sampling seeds.")
+    rollout_seed: int = option(
+        42, "Seed of the shuffle and of per-request sampling seeds.", at_least=0, at_most=LARGEST_SEED
+    )
     loss_mask_type: Literal["qwen", "qwen3", "qwen3_5", "distill_qwen"] = option(
         "qwen",
         "Supervised data: distill_qwen trains the assistant's last turn, and the others, which mean the same, all of "
@@ -142,7 +144,7 @@ class RewardOptions:
         "Hugging Face directory or hub id of a reward model: SGLang engines of its own serve it, with weights that "
         "never change, to the reward function, which finds them by get_model_url(args, 'reward').",
     )
-    rm_num_gpus: int | None = option(None, "Slots of the reward model, which nobody shares.", at_least=1)
+    rm_num_gpus: int | None = option(None, "Slots of the reward model, which nobody shares.", at_least=1, at_most=1_000_000)
     rm_num_gpus_per_engine: int = option(1, "Slots of one engine of the reward model.", at_least=1)
     rm_sglang_args: dict[str, Any] | None = option(
         None, 'SGLang flags of the reward model\'s engines, as JSON: {"context_length": 2048}.'

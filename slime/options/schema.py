@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from slime.options.calls import Call
+from slime.options.values import json_value, problem_of
+
+LARGEST_SEED = 2**32 - 1
+"""What numpy takes."""
 
 
 def option(
@@ -22,6 +25,7 @@ def option(
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
+    below: float | None = None,
 ) -> Any:
     """A dataclass field that becomes a flag.
 
@@ -34,6 +38,7 @@ def option(
         at_least: smallest allowed value.
         above: bound that the value must exceed.
         at_most: largest allowed value.
+        below: bound that the value must not reach.
     """
     metadata = {
         "help": help,
@@ -43,6 +48,7 @@ def option(
         "at_least": at_least,
         "above": above,
         "at_most": at_most,
+        "below": below,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -64,7 +70,7 @@ def json_object(text: str) -> dict[str, Any]:
         argparse.ArgumentTypeError: the text is no JSON object.
     """
     try:
-        value = json.loads(text)
+        value = json_value(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"not JSON ({error}): {text!r}") from error
     if not isinstance(value, dict):
@@ -84,26 +90,29 @@ def positive(text: str) -> int:
     return value
 
 
-def beyond_bounds(field: dataclasses.Field[Any], value: Any) -> str | None:
-    """How a number breaks ``at_least``, ``above`` or ``at_most``; None for any other value."""
-    at_least, above, at_most = (field.metadata[bound] for bound in ("at_least", "above", "at_most"))
+def beyond_bounds(bounds: Mapping[str, Any], value: Any) -> str | None:
+    """How a number breaks ``at_least``, ``above``, ``at_most`` or ``below`` of a field's metadata; None for any other
+    value."""
+    at_least, above, at_most, below = (bounds.get(bound) for bound in ("at_least", "above", "at_most", "below"))
     if at_least is not None and not value >= at_least:
         return f"must be at least {at_least}, not {value}"
     if above is not None and not value > above:
         return f"must be above {above}, not {value}"
     if at_most is not None and not value <= at_most:
         return f"must be at most {at_most}, not {value}"
+    if below is not None and not value < below:
+        return f"must be below {below}, not {value}"
     return None
 
 
-def _bounded(scalar: type, field: dataclasses.Field[Any]) -> Callable[[str], Any]:
+def bounded(scalar: Callable[[str], Any], bounds: Mapping[str, Any]) -> Callable[[str], Any]:
     """A converter that also checks the bounds, and refuses no text at all: a path of none is the working directory."""
 
     def convert(text: str) -> Any:
         if not text:
             raise argparse.ArgumentTypeError("is empty: is a shell variable unset?")
         value = scalar(text)
-        if problem := beyond_bounds(field, value):
+        if problem := problem_of(value) or beyond_bounds(bounds, value):
             raise argparse.ArgumentTypeError(problem)
         return value
 
@@ -116,12 +125,14 @@ def _add_list(
 ) -> None:
     """``--x a b`` for a list; for a list of lists every occurrence of the flag adds one."""
     if get_origin(element) is list:
-        word = _bounded(get_args(element)[0], field)
+        word = bounded(get_args(element)[0], field.metadata)
         group.add_argument(*names, action="append", nargs="+", type=word, metavar="WORD", **common)
     elif get_origin(element) is Literal:
         group.add_argument(*names, nargs="+", choices=get_args(element), **common)
     else:
-        group.add_argument(*names, nargs="+", type=_bounded(element, field), metavar=element.__name__.upper(), **common)
+        group.add_argument(
+            *names, nargs="+", type=bounded(element, field.metadata), metavar=element.__name__.upper(), **common
+        )
 
 
 def add_options(parser: argparse.ArgumentParser, options: type) -> None:
@@ -146,7 +157,7 @@ def add_options(parser: argparse.ArgumentParser, options: type) -> None:
             group.add_argument(*names, type=json_object, metavar="JSON", **common)
         else:
             metavar = "PATH:FUNCTION" if field.metadata["hook"] is not None else annotation.__name__.upper()
-            group.add_argument(*names, type=_bounded(annotation, field), metavar=metavar, **common)
+            group.add_argument(*names, type=bounded(annotation, field.metadata), metavar=metavar, **common)
 
 
 def hook_fields(groups: tuple[type, ...]) -> Iterator[dataclasses.Field[Any]]:

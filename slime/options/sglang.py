@@ -10,6 +10,7 @@ from typing import Any
 
 from slime.options.errors import OptionError
 from slime.options.installed import PendingFlags
+from slime.options.values import json_value, problem_of
 
 ENGINE_PACKAGE = "sglang"
 ENGINE_READER = "import sys; from slime.options.sglang import write_engine_flags; write_engine_flags(sys.argv[1])"
@@ -115,8 +116,10 @@ class PassThrough(argparse.Action):
         setattr(namespace, self.words, {**getattr(namespace, self.words, {}), self.dest: [self.own_flag, *texts]})
         try:
             converted = [self.convert(text) for text in texts]
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             raise argparse.ArgumentError(self, f"invalid value: {' '.join(texts)!r}") from error
+        if problem := problem_of(converted):
+            raise argparse.ArgumentError(self, problem)
         single = self.const if not converted else converted[0]
         setattr(namespace, self.dest, converted if self.nargs in ("+", "*") else single)
 
@@ -132,8 +135,8 @@ def _human_int(text: str) -> int:
 _CONVERTERS: dict[str, Callable[[str], Any]] = {
     "int": int,
     "float": float,
-    "loads": json.loads,
-    "json_list_type": json.loads,
+    "loads": json_value,
+    "json_list_type": json_value,
     "human_readable_int": _human_int,
 }
 

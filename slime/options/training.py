@@ -104,10 +104,6 @@ def _check_optimizer(args: Namespace, given: set[str]) -> None:
             f"{', '.join(asked)}: the optimizer is torch's and keeps all in float32 (fp32), with "
             "--use-precision-aware-optimizer too; --optimizer-cpu-offload is what saves device memory"
         )
-    if not 0 < args.optimizer_offload_fraction <= 1:
-        raise OptionError(
-            f"--optimizer-offload-fraction {args.optimizer_offload_fraction} is not above 0 and at most 1"
-        )
     if not args.optimizer_cpu_offload and (unused := [flag for name, flag in _OF_OFFLOAD.items() if name in given]):
         raise OptionError(f"{', '.join(unused)} has no effect without --optimizer-cpu-offload")
     if args.optimizer not in OPTIMIZERS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import itertools
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -94,9 +95,9 @@ def split_slice(path: str) -> tuple[Path, slice]:
     if match is None:
         if "@[" in path:
             raise BadInputError(f"{path}: a slice is written path@[start:stop], with integers or nothing")
-        return Path(path).expanduser(), slice(None)
+        return Path(os.path.expanduser(path)), slice(None)
     start, stop = (int(bound) if bound.strip("-") else None for bound in match.groups())
-    return Path(path[: match.start()]).expanduser(), slice(start, stop)
+    return Path(os.path.expanduser(path[: match.start()])), slice(start, stop)
 
 
 def open_rows(path: str) -> RowFile:

@@ -6,11 +6,10 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
-
-import yaml
 
 from slime.options import megatron, sglang
 from slime.options.algorithm import AlgorithmOptions, CorrectionOptions, CriticOptions
@@ -40,7 +39,7 @@ from slime.options.model import (
     take_rotary_factor,
 )
 from slime.options.next_tokens import check_heads, check_heads_training
-from slime.options.parser import HelpAction, StrictParser, flag_values, flag_words
+from slime.options.parser import HOOK_GROUP, HelpAction, StrictParser, flag_values, flag_words
 from slime.options.reward_model import find_reward_model, reward_engine_flags
 from slime.options.rollout import GROUP_REWARD_NAMES, EngineOptions, RewardOptions, RolloutOptions
 from slime.options.schema import add_options, flag_named, flag_of, hook_fields
@@ -48,6 +47,7 @@ from slime.options.tracking import TrackingOptions
 from slime.options.training import check_training
 from slime.options.unavailable import explain_flag
 from slime.options.validate import derive_all, limit_prompts
+from slime.options.values import read_yaml
 from slime.utils.misc import load_function, load_module, split_function_path
 from slime.utils.redaction import redacted
 
@@ -127,7 +127,7 @@ def describe(args: argparse.Namespace) -> str:
 def _parse(parser: StrictParser, words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """The defaults, what the words and the YAML file that they name set, and warnings about that file."""
     yaml_values = _read_yaml(words)
-    defaults = _assemble(parser, words, yaml_values)
+    defaults = assemble(parser, words, yaml_values)
     given = parser.parse_set(words)
     warnings = _check_keys(parser, yaml_values)
     return defaults, _merged(given, _parse_yaml(parser, yaml_values)), warnings
@@ -142,7 +142,9 @@ def _merged(given: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _assemble(parser: StrictParser, words: Sequence[str], yaml_values: dict[str, Any]) -> dict[str, Any]:
+def assemble(
+    parser: StrictParser, words: Sequence[str] = (), yaml_values: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
     """Add every flag there is to the parser; returns the defaults."""
     sections = "|".join(HELP_SECTIONS)
     parser.add_argument(
@@ -164,7 +166,7 @@ def _assemble(parser: StrictParser, words: Sequence[str], yaml_values: dict[str,
     return parser.split_defaults()
 
 
-def _given_hooks(words: Sequence[str], yaml_values: dict[str, Any]) -> list[tuple[str, str]]:
+def _given_hooks(words: Sequence[str], yaml_values: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The (flag, function path) pairs that the user wrote."""
     flags = {flag_of(field): field.name for field in hook_fields(GROUPS)}
     pairs = [(flag, path) for flag, paths in flag_words(words) if flag in flags for path in paths]
@@ -178,17 +180,18 @@ def _paths(value: Any) -> list[str]:
     return [str(value)] if value else []
 
 
-def _add_hook_flags(parser: StrictParser, words: Sequence[str], yaml_values: dict[str, Any]) -> None:
+def _add_hook_flags(parser: StrictParser, words: Sequence[str], yaml_values: Mapping[str, Any]) -> None:
     """Let the modules that function paths name add flags of their own, by ``add_arguments(parser)``."""
     sources = [_source(flag, path) for flag, path in _given_hooks(words, yaml_values)]
-    modules = {load_module(source).__file__: source for source in sources}  # a file may be named in several ways
+    # A file may be named in several ways, and modules of C have none.
+    modules = {getattr(load_module(source), "__file__", None) or source: source for source in sources}
     for source in modules.values():
         add_arguments = getattr(load_module(source), "add_arguments", None)
         if add_arguments is not None:
             try:
-                add_arguments(parser.add_argument_group(f"Hook {source}"))
-            except argparse.ArgumentError as error:
-                raise OptionError(f"{source}: its add_arguments failed: {error}") from error
+                add_arguments(parser.add_argument_group(f"{HOOK_GROUP}{source}"))
+            except Exception as error:
+                raise OptionError(f"{source}: its add_arguments failed: {type(error).__name__}: {error}") from error
 
 
 def _source(flag: str, path: str) -> str:
@@ -208,9 +211,8 @@ def _read_yaml(words: Sequence[str]) -> dict[str, Any]:
     if not path:
         return {}
     try:
-        with open(os.path.expanduser(path)) as file:
-            values = yaml.safe_load(file) or {}
-    except (OSError, yaml.YAMLError) as error:
+        values = read_yaml(path) or {}
+    except ValueError as error:
         raise OptionError(f"{flag} {path}: {error}") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise OptionError(f"{flag} {path}: not a mapping of names to values")

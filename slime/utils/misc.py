@@ -7,6 +7,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -65,8 +66,8 @@ def load_module(source: str) -> ModuleType:
     """
     if not source.endswith(".py"):
         return _import_by_name(source)
-    file = Path(source).expanduser().resolve()
-    if not file.is_file():
+    file = Path(os.path.realpath(os.path.expanduser(source)))
+    if not os.path.isfile(file):
         raise ValueError(f"there is no file {file}")
     name = f"slime_user_{file.stem}_{hashlib.sha1(str(file).encode()).hexdigest()[:8]}"
     if name in sys.modules:
@@ -78,7 +79,7 @@ def load_module(source: str) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ValueError(f"importing {file} failed: {type(error).__name__}: {error}{_elsewhere(error)}") from error
     return module
@@ -93,11 +94,11 @@ def _import_by_name(name: str) -> ModuleType:
             raise ValueError(f"importing {name} failed: {error}{_elsewhere(error)}") from error
         hint = _elsewhere(error) or _near(missing, _sibling_modules(missing))
         raise ValueError(f"there is no module {missing!r}{hint}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"importing {name} failed: {type(error).__name__}: {error}") from error
 
 
-def _elsewhere(error: Exception) -> str:
+def _elsewhere(error: BaseException) -> str:
     """Where to find what a function that was written for the upstream system imports."""
     missing = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
     found = (text for name, text in _ELSEWHERE.items() if missing == name or missing.startswith(f"{name}."))

@@ -44,6 +44,8 @@ _OF_CPP = {os.strerror(errno.ENOSPC): errno.ENOSPC, "Parent directory": errno.EN
 _TORCH_WRITER = re.compile(r"inline_container\.cc|PytorchStreamWriter failed|basic_ios::clear|iostream error")
 """torch's own files of C++: what is wrong with the disk is not in their errors."""
 _PROBE_BYTES, _LITTLE = 1 << 20, 1 << 28
+_LONGEST_PATH, _LONGEST_NAME = 4096, 255
+"""Bytes; Linux takes no more."""
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -93,7 +95,7 @@ def reported(program: str) -> Iterator[None]:
 
 def why_not_written(error: BaseException, flag: str, path: str | Path) -> str | None:
     """The line for an error of writing below ``path``; None for one that has nothing to do with that."""
-    place = Path(path).expanduser().absolute()
+    place = Path(os.path.expanduser(path)).absolute()
     found = _of_storage(error)
     if found is None:
         return None
@@ -114,7 +116,7 @@ def why_not_written(error: BaseException, flag: str, path: str | Path) -> str | 
 
 def nearest_directory(path: Path) -> Path:
     """``path``, or the directory above it that is there."""
-    return next((each for each in (path, *path.parents) if each.is_dir()), Path("/"))
+    return next((each for each in (path, *path.parents) if os.path.isdir(each)), Path("/"))
 
 
 def free_space(path: Path) -> str:
@@ -138,7 +140,9 @@ def amount(count: float) -> str:
 
 def why_no_directory(path: str | Path) -> str:
     """Why no file could be written in a directory at ``path``, which need not be there yet; empty where one could."""
-    place = Path(path).expanduser().absolute()
+    place = Path(os.path.expanduser(path)).absolute()
+    if len(os.fsencode(place)) >= _LONGEST_PATH or any(len(os.fsencode(part)) > _LONGEST_NAME for part in place.parts):
+        return "the path, or a name in it, is too long"
     nearest = next(each for each in (place, *place.parents) if os.path.lexists(each))
     what = "it" if nearest == place else str(nearest)
     if not nearest.is_dir():

@@ -168,22 +168,23 @@ def test_hooks_are_loaded_and_their_flags_known(parse: Parse, directory: Path, f
         ("--transformer-impl inference_optimized", "", "--transformer-impl inference_optimized is not available yet"),
         ("--lr-warmup-fraction 0.1 --lr-warmup-iters 3", "", "exclude each other"),
         ("--lr-warmup-iters 3", "", "--lr-warmup-iters 3: the learning rate would warm up for 3 optimizer steps of 3"),
-        ("--lr-warmup-fraction 1", "", "--lr-warmup-fraction 1.0: the learning rate would warm up for 3 optimizer"),
+        ("--lr-warmup-fraction 1", "", "--lr-warmup-fraction: must be below 1, not 1.0"),
         ("--lr-warmup-iters 2 --lr-decay-iters 2 --num-epoch 1", "--num-rollout", "2 optimizer steps of 2"),
         ("--lr 1e-5 --min-lr 1e-4", "", "--min-lr 0.0001 is above --lr 1e-05"),
         ("--lr-warmup-init 1", "", "--lr-warmup-init 1.0 is above --lr 1e-06"),
-        ("--lr-warmup-iters -1", "", "-iters -1: the learning rate would warm up for -1 optimizer steps of 3"),
+        ("--lr-warmup-iters -1", "", "--lr-warmup-iters: must be at least 0, not -1"),
         ("--lr-decay-style WSD", "", "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
         ("--lr-decay-style WSD --lr-wsd-decay-iters 4", "", "-iters 4: there are 3 optimizer steps after the warm-up"),
         ("--lr-decay-style WSD --lr-wsd-decay-iters 3 --lr-warmup-iters 1", "", "there are 2 optimizer steps after"),
         ("--end-weight-decay 0.1", "", "--start-weight-decay 0.01 and --end-weight-decay 0.1 (--weight-decay"),
         ("--start-weight-decay 0.1 --weight-decay-incr-style linear", "", "weight decay is at least 0 and does not"),
-        ("--weight-decay -1", "", "weight decay is at least 0 and does not fall"),
+        ("--weight-decay -1", "", "--weight-decay: must be at least 0, not -1.0"),
+        ("--start-weight-decay 0.2", "", "weight decay is at least 0 and does not fall"),
         ("--weight-decay-incr-style cosine", "", "are the same; set them, or drop it"),
         ("--optimizer sgd --use-distributed-optimizer", "", "--optimizer sgd cannot be distributed"),
         ("--overlap-cpu-optimizer-d2h-h2d", "", "-d2h-h2d has no effect without --optimizer-cpu-offload"),
         ("--no-pin-cpu-params", "", "--no-pin-cpu-params has no effect without --optimizer-cpu-offload"),
-        ("--optimizer-cpu-offload --optimizer-offload-fraction 0", "", "-fraction 0.0 is not above 0 and at most 1"),
+        ("--optimizer-cpu-offload --optimizer-offload-fraction 0", "", "-fraction: must be above 0, not 0.0"),
         ("--exp-avg-dtype bf16 --main-params-dtype fp16", "", "--main-params-dtype fp16, --exp-avg-dtype bf16: the op"),
         ("--optimizer lion", "", "--optimizer lion: there are adam and sgd"),
         ("--padded-vocab-size 299", "", "--padded-vocab-size 299 must be at least the vocabulary's 300"),
@@ -373,7 +374,7 @@ def test_an_interrupt_while_flags_are_read_is_no_traceback(
     def interrupted(*values: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("slime.utils.arguments._assemble", interrupted)
+    monkeypatch.setattr("slime.utils.arguments.assemble", interrupted)
     with pytest.raises(SystemExit) as stop:
         parse_args([])
     assert stop.value.code == 130

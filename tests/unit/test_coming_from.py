@@ -10,7 +10,7 @@ import pytest
 
 from slime.options.parser import StrictParser
 from slime.options.unavailable import explain_flag
-from slime.utils.arguments import _assemble, parse_args
+from slime.utils.arguments import assemble, parse_args
 from tests.command_line import write_model, write_rows
 from tests.documents import DOCS, examples
 
@@ -27,7 +27,7 @@ def lines(page: str) -> list[str]:
 def test_every_flag_parses_or_says_what_to_do(page: str) -> None:
     """But for OpenRLHF's own, which have underscores."""
     parser = StrictParser(prog="train.py")
-    _assemble(parser, [], {})
+    assemble(parser, [], {})
     known = {*parser._option_string_actions, "--pretrain"}
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*\w(?![\w-])", (DOCS / page).read_text()))
     assert len(named) > 100

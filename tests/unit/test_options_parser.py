@@ -21,7 +21,7 @@ from slime.options.patterns import layer_pattern
 from slime.options.schema import add_options, option
 from slime.options.sglang import CONSISTENT_HASHING, command_line, router_parser
 from slime.options.unavailable import explain_flag
-from slime.utils.arguments import _assemble
+from slime.utils.arguments import assemble
 from tests.waiting import wait_for
 
 
@@ -49,7 +49,7 @@ def parser() -> StrictParser:
 @pytest.fixture(scope="module")
 def full_parser() -> StrictParser:
     made = StrictParser(prog="train.py")
-    _assemble(made, [], {})
+    assemble(made, [], {})
     return made
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from slime.options.parser import StrictParser
 from slime.options.unavailable import NOT_YET, REPLACED, REPLACED_VALUES, explain_flag
-from slime.utils.arguments import _assemble
+from slime.utils.arguments import assemble
 
 UPSTREAM = """
 --actor-num-gpus-per-node --actor-num-nodes --advantage-estimator --allgather-cp --apply-chat-template
@@ -99,7 +99,7 @@ COMMON_MEGATRON = """
 @pytest.fixture(scope="module")
 def known_flags() -> set[str]:
     parser = StrictParser(prog="train.py")
-    _assemble(parser, [], {})
+    assemble(parser, [], {})
     return set(parser._option_string_actions)
 
 
@@ -152,7 +152,7 @@ def test_what_to_write_instead_is_available(known_flags: set[str]) -> None:
 )
 def test_an_unavailable_flag_exits_with_one_line(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     parser = StrictParser(prog="train.py")
-    _assemble(parser, [], {})
+    assemble(parser, [], {})
     with pytest.raises(SystemExit) as stop:
         parser.parse_set(words.split())
     line = capsys.readouterr().err
