@@ -15,10 +15,14 @@ class ClusterOptions:
     actor_num_nodes: int = option(1, "Number of training nodes.", at_least=1, at_most=100_000)
     actor_num_gpus_per_node: int = option(8, "Training slots on each training node.", at_least=1, at_most=10_000)
     rollout_num_gpus: int | None = option(
-        None, "Slots for generation; with --colocate the training slots are used and this is ignored.", at_least=0,
-        at_most=1_000_000
+        None,
+        "Slots for generation; with --colocate the training slots are used and this is ignored.",
+        at_least=0,
+        at_most=1_000_000,
     )
-    rollout_num_gpus_per_engine: int = option(1, "Slots of one SGLang engine (its tensor-parallel size).", at_least=1, at_most=100_000)
+    rollout_num_gpus_per_engine: int = option(
+        1, "Slots of one SGLang engine (its tensor-parallel size).", at_least=1, at_most=100_000
+    )
     num_gpus_per_node: int = option(
         8, "Slots that one node has; an engine of more lies on several nodes, with so many on each.", at_least=1
     )

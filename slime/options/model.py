@@ -16,6 +16,7 @@ from slime.options.errors import OptionError
 from slime.options.megatron_names import FLAGS
 from slime.options.patterns import written_pattern
 from slime.options.schema import flag_named
+from slime.options.values import json_value
 
 _OVERRIDES = "--sglang-json-model-override-args"
 OTHER_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "*.h5", "*.onnx"]
@@ -210,7 +211,7 @@ def config_of_engines(args: Namespace, config: Any) -> Any:
     if not given:
         return None
     try:
-        overrides = json.loads(given)
+        overrides = json_value(given)
     except ValueError as error:
         raise OptionError(f"{_OVERRIDES} {given} is no JSON: {error}") from error
     if not isinstance(overrides, dict):

@@ -144,7 +144,9 @@ class RewardOptions:
         "Hugging Face directory or hub id of a reward model: SGLang engines of its own serve it, with weights that "
         "never change, to the reward function, which finds them by get_model_url(args, 'reward').",
     )
-    rm_num_gpus: int | None = option(None, "Slots of the reward model, which nobody shares.", at_least=1, at_most=1_000_000)
+    rm_num_gpus: int | None = option(
+        None, "Slots of the reward model, which nobody shares.", at_least=1, at_most=1_000_000
+    )
     rm_num_gpus_per_engine: int = option(1, "Slots of one engine of the reward model.", at_least=1)
     rm_sglang_args: dict[str, Any] | None = option(
         None, 'SGLang flags of the reward model\'s engines, as JSON: {"context_length": 2048}.'
