@@ -23,7 +23,7 @@ from slime.ray.places import check_places, temporary_directory
 from slime.ray.supervision import RunError
 from slime.utils import device
 from slime.utils.environment import bypass_proxies
-from slime.utils.http_utils import host_ip
+from slime.utils.http_utils import LOOPBACK, host_ip
 from slime.utils.processes import RUN_MARK, TITLES
 
 _OBJECT_STORE_WITHOUT_GPU = 512 << 20
@@ -208,7 +208,7 @@ def enter_actor(args: argparse.Namespace) -> None:
 
 def serving_host(api_keys: tuple[str, str] | None) -> str:
     """The address of this host at which servers of a run listen: without keys, one that no other host reaches."""
-    return "127.0.0.1" if api_keys is None else ray.util.get_node_ip_address()
+    return LOOPBACK if api_keys is None else ray.util.get_node_ip_address()
 
 
 def as_actor(cls: type, **threads: int) -> Any:

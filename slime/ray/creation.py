@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 import ray
@@ -14,7 +15,9 @@ from slime.ray.placement import Placement, Slot
 from slime.ray.rollout_manager import EVALUATION, ROLLOUTS, ROUTERS, RolloutManager, rollouts_overlap
 from slime.ray.train_actor import TrainActor
 from slime.utils.environment import as_environment
+from slime.utils.http_utils import LOOPBACK
 from slime.utils.redaction import is_secret
+from slime.utils.stores import NODE_ADDRESS_VARIABLE
 
 
 def create_manager(args: argparse.Namespace, api_keys: tuple[str, str] | None) -> Any:
@@ -46,7 +49,7 @@ def create_engines(
 
 
 def _engine_node(placement: Placement, slots: list[Slot]) -> EngineNode:
-    options = {"runtime_env": actor_environment(), **placement.options(slots[0], trains=False)}
+    options = {"runtime_env": actor_environment(_interface(placement)), **placement.options(slots[0], trains=False)}
     gpus = [slot.gpu for slot in slots if slot.gpu is not None]
     return EngineNode(options, gpus or None)
 
@@ -68,7 +71,7 @@ def reward_engine_args(args: argparse.Namespace) -> argparse.Namespace:
 def create_trainers(args: argparse.Namespace, placement: Placement) -> list[Any]:
     """One actor a training rank."""
     # torch and megatron-core warn of their own deprecations, many lines a rank; no code of users runs there.
-    variables = {"PYTHONWARNINGS": "ignore"}
+    variables = {"PYTHONWARNINGS": "ignore", **_interface(placement)}
     if getattr(args, "sglang_enable_symm_mem", False):
         variables["NCCL_CUMEM_ENABLE"] = "1"  # as in those engines, whatever the host says
     # Ray shows that environment to everyone who may ask it: what is named for a secret is set by the rank itself.
@@ -80,6 +83,13 @@ def create_trainers(args: argparse.Namespace, placement: Placement) -> list[Any]
         options = {"runtime_env": environment, **placement.options(slot, trains=True)}
         actors.append(as_actor(TrainActor).options(**options).remote(its_args, rank, len(placement.train), slot.gpu))
     return actors
+
+
+def _interface(placement: Placement) -> dict[str, str]:
+    """On one host nobody else needs to reach where ranks meet; gloo would listen where the host's name leads to."""
+    if not placement.on_one_host:
+        return {}
+    return {NODE_ADDRESS_VARIABLE: LOOPBACK, "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
 
 
 def _for_workers(args: argparse.Namespace) -> argparse.Namespace:

@@ -44,6 +44,16 @@ class Placement:
         """Whether the slots are GPUs."""
         return any(slot.gpu is not None for slot in self.slots)
 
+    @property
+    def trains_on_one_host(self) -> bool:
+        """Whether all trainers are on one host."""
+        return len({slot.host for slot in self.train}) == 1
+
+    @property
+    def on_one_host(self) -> bool:
+        """Whether trainers and engines are on one host."""
+        return len({slot.host for slot in self.slots}) == 1
+
     def options(self, slot: Slot, *, trains: bool) -> dict[str, Any]:
         """Ray options that put an actor on ``slot``."""
         share = _TRAIN_SHARE if trains else _ENGINE_SHARE

@@ -210,7 +210,7 @@ class Run:
         if not self._trainers:
             args.start_rollout_id = args.start_rollout_id or 0
             return
-        served = {"trainer 0": self._trainers[0].serve_rendezvous.remote()}
+        served = {"trainer 0": self._trainers[0].serve_rendezvous.remote(self._placement.trains_on_one_host)}
         limit = self._limit("checkpoint_timeout")
         (master,) = self._wait(served, START_TRAINERS, limit)
         answers = self._all_trainers("start", START_TRAINERS, limit, master, args.num_rollout)

@@ -19,7 +19,9 @@ from slime.utils import device
 from slime.utils.environment import as_environment, forget_secrets
 from slime.utils.errors import BadInputError
 from slime.utils.hf_writer import NamedTensors
+from slime.utils.http_utils import LOOPBACK
 from slime.utils.storage import writing
+from slime.utils.stores import NODE_ADDRESS_VARIABLE, serve_store, serve_stores_where_they_are_reached
 from slime.utils.types import TrainBatch
 from slime.weights import EngineAddress
 
@@ -45,10 +47,14 @@ class TrainActor:
         """Never returns: the death of this process is what the caller waits for."""
         threading.Event().wait()
 
-    def serve_rendezvous(self) -> tuple[str, int]:
-        """Serve, on rank 0, the store at which all ranks meet; its host and port, which the kernel has chosen."""
-        host = ray.util.get_node_ip_address()
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    def serve_rendezvous(self, on_one_host: bool) -> tuple[str, int]:
+        """Serve, on rank 0, the store at which all ranks meet; its host and port, which the kernel has chosen.
+
+        Args:
+            on_one_host: whether all ranks are on this host, so that no other needs to reach it.
+        """
+        host = LOOPBACK if on_one_host else ray.util.get_node_ip_address()
+        self._store = serve_store(host, wait_for_workers=False)
         return host, self._store.port
 
     def start(self, master: tuple[str, int], num_rollout: int) -> tuple[int, int, dict[str, Any] | None]:
@@ -58,6 +64,8 @@ class TrainActor:
             The first rollout's id, the data-parallel size and, on rank 0 of a resumed run, the data side's saved state.
         """
         os.environ.update(MASTER_ADDR=master[0], MASTER_PORT=str(master[1]))
+        os.environ.setdefault(NODE_ADDRESS_VARIABLE, ray.util.get_node_ip_address())
+        serve_stores_where_they_are_reached()
         self._args.num_rollout = num_rollout
         from slime.backends.megatron.trainer import MegatronTrainer
 

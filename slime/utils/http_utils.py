@@ -39,6 +39,7 @@ _FIRST_BACKOFF_S = 0.25
 _LONGEST_BACKOFF_S = 4.0
 _BODY_IN_ERROR = 500
 _PORTS = range(20000, 30000)
+LOOPBACK = "127.0.0.1"
 ROUTER_VARIABLES = {"actor": "SLIME_ROUTER_URL", "reward": "SLIME_REWARD_ROUTER_URL"}
 """Where processes that a hook starts find the router of each model."""
 _OTHER_FILES = 512

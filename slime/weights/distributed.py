@@ -18,7 +18,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from slime.backends.sglang.client import EngineError
 from slime.utils import device
-from slime.utils.http_utils import PortReservation, host_ip, host_port
+from slime.utils.http_utils import LOOPBACK, PortReservation, host_ip, host_port
+from slime.utils.stores import NODE_ADDRESS_VARIABLE
 from slime.weights.engines import EngineAddress, call_all, start_all
 from slime.weights.hf_directory import NamedTensors
 from slime.weights.publisher import Wait, WeightPublisher
@@ -44,8 +45,9 @@ class DistributedPublisher(WeightPublisher):
         # A name of its own for each group: torch refuses one that this process, or a living engine, has used before.
         self._group_name = f"slime-weights-{os.getpid()}-{next(_group_numbers)}"
         loopback = all(control.url.startswith(("http://127.", "http://[::1]")) for control in self.controls)
-        # The address at which the other trainers reach rank 0: the host may have others that the engines cannot reach.
-        host = "127.0.0.1" if loopback else os.environ.get("MASTER_ADDR") or host_ip()
+        # Where the run reaches this host, which may have other addresses that the engines cannot reach.
+        own = os.environ.get(NODE_ADDRESS_VARIABLE) or os.environ.get("MASTER_ADDR") or host_ip()
+        host = LOOPBACK if loopback else own
         reservation = PortReservation(host)
         self._members = self.living
         world_size = 1 + sum(engine.num_gpus for engine in self._members)

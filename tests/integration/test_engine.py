@@ -100,6 +100,16 @@ def test_keys_open_what_they_should_and_are_in_no_log(service: Service) -> None:
         assert not any(key in argument for key in KEYS for argument in process.cmdline())
 
 
+def test_servers_listen_where_they_are_reached_and_nowhere_else(service: Service) -> None:
+    """The store of their ranks and the router's metrics too."""
+    assert service.router._process is not None
+    router = psutil.Process(service.router._process.pid).children(recursive=True)
+    for processes, fewest in ((processes_of(service), 2), (router, 2)):
+        found = [c for process in processes for c in process.net_connections("inet") if c.status == "LISTEN"]
+        assert {c.laddr.ip for c in found} == {"127.0.0.1"}
+        assert len({c.laddr.port for c in found}) >= fewest
+
+
 def test_nothing_goes_through_the_proxy_of_the_host(service: Service) -> None:
     """Nor do servers have the variables, which their own libraries might heed, or secrets of the host."""
     body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 1}}

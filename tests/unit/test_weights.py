@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import threading
 import time
 from argparse import Namespace
@@ -16,6 +15,7 @@ import torch
 
 from slime.backends.sglang.client import EngineError
 from slime.utils.hf_writer import NamedTensors
+from slime.utils.stores import NODE_ADDRESS_VARIABLE
 from slime.weights import distributed
 from slime.weights.distributed import DistributedPublisher
 from slime.weights.engines import EngineAddress, call_all
@@ -118,11 +118,19 @@ def test_others_are_waited_for_before_what_they_read_is_given_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine_host", "master", "expected"),
-    [("127.0.0.1", "10.1.2.3", "127.0.0.1"), ("10.1.2.4", "10.1.2.3", "10.1.2.3"), ("10.1.2.4", None, "10.9.9.9")],
+    ("engine_host", "own", "master", "expected"),
+    [
+        ("127.0.0.1", "10.1.2.3", "10.1.2.3", "127.0.0.1"),
+        ("10.1.2.4", None, "10.1.2.3", "10.1.2.3"),
+        ("10.1.2.4", "10.1.2.3", "127.0.0.1", "10.1.2.3"),
+        ("10.1.2.3", "127.0.0.1", "127.0.0.1", "127.0.0.1"),
+        # An engine may have a further node, which reaches no loopback of this one.
+        ("10.1.2.3", "10.1.2.3", "127.0.0.1", "10.1.2.3"),
+        ("10.1.2.4", None, None, "10.9.9.9"),
+    ],
 )
 def test_the_group_meets_at_the_trainers_address(
-    engine_host: str, master: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+    engine_host: str, own: str | None, master: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Reserved(Exception):
         pass
@@ -132,9 +140,8 @@ def test_the_group_meets_at_the_trainers_address(
 
     monkeypatch.setattr(distributed, "PortReservation", reserve)
     monkeypatch.setattr(distributed, "host_ip", lambda: "10.9.9.9")
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    if master is not None:
-        monkeypatch.setitem(os.environ, "MASTER_ADDR", master)
+    for name, value in (("MASTER_ADDR", master), (NODE_ADDRESS_VARIABLE, own)):
+        monkeypatch.setenv(name, value or "")
     args = Namespace(weight_update_timeout=100.0)
     publisher = DistributedPublisher(args, 0, [EngineAddress(f"http://{engine_host}:1", 1)])
     with pytest.raises(Reserved, match=expected):

@@ -31,6 +31,7 @@ from slime.backends.sglang.process import (
 )
 from slime.utils.command_line import secrets_of
 from slime.utils.http_utils import redact
+from slime.utils.stores import serve_stores_where_they_are_reached
 
 
 def _secrets() -> tuple[str, ...]:
@@ -80,6 +81,7 @@ compat.install(sys.argv[1:])
 compat.route_by_present_weights(sys.argv[1:])
 compat.find_experts_in_turn(sys.argv[1:])
 compat.sleep_when_all_do(sys.argv[1:])
+serve_stores_where_they_are_reached()
 _register_configs()
 _strike_keys_from_log()
 if FLOAT8_VARIABLE in os.environ:

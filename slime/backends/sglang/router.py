@@ -17,10 +17,9 @@ from slime.backends.sglang.client import EngineError, NoAnswerError
 from slime.backends.sglang.process import ADMIN_KEY_VARIABLE, GENERATE_KEY_VARIABLE, ServerProcess
 from slime.backends.sglang.server import Server
 from slime.utils.environment import server_environment
-from slime.utils.http_utils import http_url, redact, register_api_key
+from slime.utils.http_utils import LOOPBACK, http_url, redact, register_api_key
 
 _CALL_TIMEOUT_S = 10.0
-_LOOPBACK = "127.0.0.1"
 _WORKERS = "/workers"
 _CONTROL_PATHS = (_WORKERS, "/flush_cache", "/get_loads")
 """Those of the router that the key for generation does not open."""
@@ -79,7 +78,7 @@ class Router(Server):
             *("--host", self._host),
             *("--port", str(port)),
             # Which asks for no key.
-            *("--prometheus-host", _LOOPBACK),
+            *("--prometheus-host", LOOPBACK),
             *("--prometheus-port", str(metrics_port)),
             # After the clients', which say more, and have engines examined.
             *("--request-timeout-secs", str(int(self._args.request_timeout + _MARGIN_S))),
@@ -177,7 +176,7 @@ class Router(Server):
 def _metrics_url(flags: Sequence[str]) -> str:
     """Where the router's metrics are; of a flag that is given twice the later one counts."""
     host, port = (_last(flags, name) for name in ("--prometheus-host", "--prometheus-port"))
-    return http_url({"0.0.0.0": _LOOPBACK, "::": "::1"}.get(host, host), int(port)) + "/metrics"
+    return http_url({"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host), int(port)) + "/metrics"
 
 
 def _last(flags: Sequence[str], name: str) -> str:

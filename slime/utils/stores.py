@@ -1,0 +1,55 @@
+"""torch's TCP stores, at which the ranks of a group meet, on one address each: by themselves they listen on all."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import socket
+from typing import Any
+
+from torch.distributed import TCPStore
+
+_rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # torch.distributed has a function so named
+NODE_ADDRESS_VARIABLE = "SLIME_NODE_ADDRESS"
+"""Where all of the run reaches a trainer's host; MASTER_ADDR is loopback already where only the trainers are on one."""
+
+
+def serve_store(host: str, port: int = 0, **options: Any) -> TCPStore:
+    """Serve a store that only ``host`` leads to.
+
+    Args:
+        host: an address of this machine, or a name of one.
+        port: 0 for one that the kernel chooses.
+        options: further ones of torch's class.
+
+    Raises:
+        OSError: ``host`` is none of this machine's, or the port is taken.
+    """
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    # The kernel's own limit: all ranks may come at once.
+    listener = socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN)
+    port = listener.getsockname()[1]
+    return TCPStore(host, port, is_master=True, master_listen_fd=listener.detach(), **options)
+
+
+def serve_stores_where_they_are_reached() -> None:
+    """Have every group that this process opens by an address serve its store there, as `serve_store` does.
+
+    torch 2.11 to 2.13 has no option for it.
+    """
+    if not hasattr(_rendezvous._create_c10d_store, "__wrapped__"):
+        _rendezvous._create_c10d_store = _bound(_rendezvous._create_c10d_store)
+
+
+def _bound(create: Any) -> Any:
+    @functools.wraps(create)
+    def create_bound(hostname: str, port: int, rank: int, world_size: int, *rest: Any, **options: Any) -> Any:
+        if rank == 0 and not _rendezvous._torchelastic_use_agent_store():
+            timeout = rest[0] if rest else options["timeout"]
+            try:
+                return serve_store(hostname, port, world_size=world_size, timeout=timeout, multi_tenant=True)
+            except OSError:
+                pass  # a name that only others know, or a store of this process that serves several groups
+        return create(hostname, port, rank, world_size, *rest, **options)
+
+    return create_bound
