@@ -25,6 +25,7 @@ NUM_GPUS = 0
 pytestmark = pytest.mark.integration
 
 _SERVER = re.compile(r"Started server process \[(\d+)\]")
+_SUPERVISOR = ["slime.backends.sglang.supervisor", "slime.backends.sglang.launch "]
 _SLOTS: dict[str, dict[str, Value]] = {
     "disaggregated": {"colocate": None, "actor_num_gpus_per_node": 1, "rollout_num_gpus": 2},
     "colocated": {"actor_num_gpus_per_node": 2},
@@ -287,20 +288,24 @@ def test_a_push_goes_on_without_an_engine_that_hangs(workspace: Path, strike: St
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("word", "blamed"),
+    ("words", "blamed"),
     [
-        ("/raylet/raylet ", r"Ray's raylet on this host, process \d+, was ended by signal 9"),
-        ("/gcs/gcs_server ", r"Ray's head \(gcs_server\) on this host, process \d+, was ended by signal 9"),
-        ("slime.backends.sglang.supervisor", r"engine 0 at \S+ is gone: the process that supervises it was ended by"),
+        (["/raylet/raylet "], r"Ray's raylet on this host, process \d+, was ended by signal 9"),
+        (["/gcs/gcs_server "], r"Ray's head \(gcs_server\) on this host, process \d+, was ended by signal 9"),
+        (_SUPERVISOR, r"engine 0 at \S+ is gone: the process that supervises it was ended by signal 9"),
     ],
 )
-def test_nothing_is_left_when_what_holds_a_run_together_is_killed(workspace: Path, word: str, blamed: str) -> None:
+def test_nothing_is_left_when_what_holds_a_run_together_is_killed(
+    workspace: Path, words: list[str], blamed: str
+) -> None:
     """While the engine starts: SGLang's own processes still import, and have not asked to die with their parent."""
-    name = word.strip().rsplit("/", 1)[-1]
+    name = words[0].strip().rsplit("/", 1)[-1]
     run_dir, log = workspace / name, workspace / f"{name}.log"
     with TrainProcess(flags(workspace, run_dir, num_rollout=100), log) as process:
         process.wait_until(lambda: process.runs("multiprocessing.spawn"), RUN_S, "SGLang's own processes", 0.05)
-        victim = min(p.pid for p in process.descendants() if word in " ".join([*p.cmdline(), ""]))
+        lines = {p.pid: " ".join([*p.cmdline(), ""]) for p in process.descendants()}
+        # The first of them: the supervisor's guard has the same command line.
+        victim = min(pid for pid, line in lines.items() if all(word in line for word in words))
         psutil.Process(victim).kill()
         assert process.wait(60) == 1, process.tail()
         process.assert_no_process_left(30)
