@@ -50,7 +50,7 @@ def selector_prompt(question: str, answers: list[str]) -> str:
     return "\n".join([question, *(f"{number}: {answer}" for number, answer in enumerate(answers, 1)), "Which?"])
 
 
-async def generate(
+async def generate_with_multi_agents(
     args: Namespace, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> list[Sample]:
     """All agents' samples, rewarded; in an evaluation the final answer's alone, with the reward of that."""

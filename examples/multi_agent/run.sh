@@ -63,7 +63,7 @@ ROLLOUT_ARGS=(
 )
 
 CUSTOM_ARGS=(
-   --custom-generate-function-path examples.multi_agent.rollout_with_multi_agents.generate
+   --custom-generate-function-path examples.multi_agent.rollout_with_multi_agents.generate_with_multi_agents
    --rm-type math
    --agents-solvers 3
    --agents-rewriters 2

@@ -158,10 +158,3 @@ def _append(args: Namespace, sample: Sample, reply: dict[str, Any]) -> None:
         meta_info=meta,
         text=reply.get("text"),
     )
-    spec, cache = sample.spec_info, sample.prefix_cache_info
-    spec.spec_accept_token_num += meta.get("spec_num_correct_drafts") or 0
-    spec.spec_draft_token_num += meta.get("spec_num_proposed_drafts") or 0
-    spec.spec_verify_ct += meta.get("spec_verify_ct") or 0
-    spec.completion_token_num += meta.get("completion_tokens") or 0
-    cache.cached_tokens += meta.get("cached_tokens") or 0
-    cache.total_prompt_tokens += meta.get("prompt_tokens") or 0

@@ -14,27 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from slime.utils.elsewhere import elsewhere, hint_for
 from slime.utils.errors import BadInputError
-
-_BY_RM_TYPE = "await slime.rollout.rm_hub.async_rm(args, sample) grades by --rm-type"
-_ELSEWHERE = {
-    "slime.agent": "examples/multi_agent has several agents, slime.rollout.observation the turns of one",
-    "slime.backends.megatron_utils": "a custom loss is given what it needs, see docs/algorithms.md",
-    "slime.rollout.on_policy_distillation": "it is not available yet in this version",
-    "slime.rollout.rm_hub.deepscaler": _BY_RM_TYPE,
-    "slime.rollout.rm_hub.f1": _BY_RM_TYPE,
-    "slime.rollout.rm_hub.gpqa": _BY_RM_TYPE,
-    "slime.utils.async_utils": "a plain function may call asyncio.run, most hooks may be async",
-    "slime.utils.data": "slime.rollout.dataset reads prompts, see docs/rollout.md for data sources of your own",
-    "slime.utils.eval_config": "args.eval_datasets has slime.options.eval_datasets.EvalDataset",
-    "slime.utils.external_utils": "scripts/launch.sh runs train.py in a Ray of its own or a running one",
-    "slime.utils.mask_utils": "slime.rollout.conversation.ConversationEncoder makes masks of conversations",
-    "slime.utils.ppo_utils": "slime.algorithms has the losses",
-    "slime.utils.processing_utils": "slime.rollout.tokenizer has load_tokenizer",
-    "slime.utils.timer": "perf/ in metrics.jsonl has the times of a run's parts, see docs/metrics.md",
-    "slime_plugins": "write a custom generate function, see docs/customize.md",
-}
-"""Modules of the upstream system that users' functions import, and what to use here."""
 
 
 def split_function_path(path: str) -> tuple[str, str | None]:
@@ -81,7 +62,7 @@ def load_module(source: str) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise ValueError(f"importing {file} failed: {type(error).__name__}: {error}{_elsewhere(error)}") from error
+        raise ValueError(f"importing {file} failed: {type(error).__name__}: {error}{elsewhere(error)}") from error
     return module
 
 
@@ -91,18 +72,11 @@ def _import_by_name(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if not (name == missing or name.startswith(missing + ".")):
-            raise ValueError(f"importing {name} failed: {error}{_elsewhere(error)}") from error
-        hint = _elsewhere(error) or _near(missing, _sibling_modules(missing))
+            raise ValueError(f"importing {name} failed: {error}{elsewhere(error)}") from error
+        hint = elsewhere(error) or _near(missing, _sibling_modules(missing))
         raise ValueError(f"there is no module {missing!r}{hint}") from error
     except (Exception, SystemExit) as error:
-        raise ValueError(f"importing {name} failed: {type(error).__name__}: {error}") from error
-
-
-def _elsewhere(error: BaseException) -> str:
-    """Where to find what a function that was written for the upstream system imports."""
-    missing = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
-    found = (text for name, text in _ELSEWHERE.items() if missing == name or missing.startswith(f"{name}."))
-    return "".join(f"; {text}" for text in found)
+        raise ValueError(f"importing {name} failed: {type(error).__name__}: {error}{elsewhere(error)}") from error
 
 
 def _sibling_modules(name: str) -> list[str]:
@@ -145,7 +119,8 @@ def load_function(path: str, *, flag: str | None = None, default_names: Sequence
     for part in name.split("."):
         if not hasattr(target, part):
             public = [n for n in dir(target) if not n.startswith("_")]
-            raise BadInputError(f"{where}: {source} has no {part!r}{_near(part, public)}")
+            hint = hint_for(f"{source}.{part}") or _near(part, public)
+            raise BadInputError(f"{where}: {source} has no {part!r}{hint}")
         target = getattr(target, part)
     if not callable(target):
         raise BadInputError(f"{where}: {name!r} is a {type(target).__name__}, not a function or class")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from typing import Any
@@ -32,6 +32,32 @@ class SpecInfo:
     spec_verify_ct: int = 0
     completion_token_num: int = 0
 
+    @property
+    def spec_accept_rate(self) -> float:
+        """Accepted draft tokens over drafted ones; 0 where nothing was drafted."""
+        return self.spec_accept_token_num / self.spec_draft_token_num if self.spec_draft_token_num else 0.0
+
+    @property
+    def spec_accept_length(self) -> float:
+        """Tokens that one verification brought; 0 where nothing was verified."""
+        return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
+
+    def add(self, meta_info: Mapping[str, Any]) -> None:
+        """Count one reply by the engine's ``meta_info``; releases of SGLang differ in two of the names."""
+        self.spec_accept_token_num += _count(meta_info, "spec_accept_token_num", "spec_num_correct_drafts")
+        self.spec_draft_token_num += _count(meta_info, "spec_draft_token_num", "spec_num_proposed_drafts")
+        self.spec_verify_ct += _count(meta_info, "spec_verify_ct")
+        self.completion_token_num += _count(meta_info, "completion_tokens")
+
+    def to_dict(self) -> dict[str, int]:
+        """The counters by name."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, int]) -> SpecInfo:
+        """The inverse of `to_dict`."""
+        return cls(**data)
+
 
 @dataclass
 class PrefixCacheInfo:
@@ -39,6 +65,30 @@ class PrefixCacheInfo:
 
     cached_tokens: int = 0
     total_prompt_tokens: int = 0
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        """Share of prompt tokens whose keys and values were there already; 0 before the first request."""
+        return self.cached_tokens / self.total_prompt_tokens if self.total_prompt_tokens else 0.0
+
+    def add(self, meta_info: Mapping[str, Any]) -> None:
+        """Count one reply by the engine's ``meta_info``."""
+        self.cached_tokens += _count(meta_info, "cached_tokens")
+        self.total_prompt_tokens += _count(meta_info, "prompt_tokens")
+
+    def to_dict(self) -> dict[str, int]:
+        """The counters by name."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, int]) -> PrefixCacheInfo:
+        """The inverse of `to_dict`."""
+        return cls(**data)
+
+
+def _count(meta_info: Mapping[str, Any], *names: str) -> int:
+    """The first of ``names`` that an engine gives; 0 without any."""
+    return next((meta_info[name] for name in names if meta_info.get(name) is not None), 0)
 
 
 @dataclass
@@ -91,6 +141,12 @@ class Sample:
     SpecInfo = SpecInfo
     PrefixCacheInfo = PrefixCacheInfo
 
+    def __post_init__(self) -> None:
+        # `append_response_tokens` grows these in place: samples that were made of one list must not share it.
+        for name in ("tokens", "loss_mask", "rollout_log_probs"):
+            if isinstance(column := getattr(self, name), list):
+                setattr(self, name, list(column))
+
     @property
     def effective_response_length(self) -> int:
         """Number of response tokens that count in the loss."""
@@ -120,51 +176,64 @@ class Sample:
         self,
         args: Any = None,
         *,
-        tokens: Sequence[int],
-        log_probs: Sequence[float] | None = None,
+        tokens: Iterable[int] | None = None,
+        log_probs: Iterable[float] | None = None,
         trainable: bool = True,
         meta_info: dict[str, Any] | None = None,
         text: str | None = None,
         update_terminal_info: bool = True,
     ) -> None:
-        """Append tokens to the response, keeping mask, log-probs, length, versions and status consistent.
+        """Append tokens to the response, keeping mask, log-probs, length, versions, counters and status consistent.
+
+        The sample's lists grow in place: who holds one of them sees what is appended.
 
         Args:
-            tokens: token ids to append.
+            tokens: token ids to append: a list, an array or a tensor; None for a reply without any.
             log_probs: the engine's log-probs, one a token; required for trainable tokens, 0.0 for the others.
             trainable: whether the tokens count in the loss (model output) or not (tool output).
-            meta_info: the engine's ``meta_info`` of the reply: weight version and finish reason are taken from it.
+            meta_info: the engine's ``meta_info`` of the reply: weight version, finish reason, and the counters of
+                ``spec_info`` and ``prefix_cache_info`` are taken from it.
             text: text to append to ``response``.
             update_terminal_info: whether ``meta_info`` decides ``status``.
 
         Raises:
-            ValueError: trainable tokens without as many log-probs.
+            ValueError: trainable tokens without as many log-probs, or log-probs of tokens that are not trained. The
+                sample is as it was.
         """
-        tokens = list(tokens)
-        if trainable and (log_probs is None or len(log_probs) != len(tokens)):
-            got = "none" if log_probs is None else str(len(log_probs))
-            raise ValueError(f"{len(tokens)} trainable tokens need as many log-probs, got {got}")
-        if self.loss_mask is None:
-            self.loss_mask = [1] * self.response_length
-        if self.rollout_log_probs is None:
-            self.rollout_log_probs = [0.0] * self.response_length
-        self.tokens = self.tokens + tokens
-        self.response_length += len(tokens)
-        self.loss_mask = self.loss_mask + [int(trainable)] * len(tokens)
-        new_log_probs = [float(x) for x in log_probs] if trainable and log_probs is not None else [0.0] * len(tokens)
-        self.rollout_log_probs = self.rollout_log_probs + new_log_probs
+        new = [] if tokens is None else [int(token) for token in tokens]
+        given = None if log_probs is None else [float(log_prob) for log_prob in log_probs]
+        if trainable and len(given or []) != len(new):
+            got = "none" if given is None else str(len(given))
+            raise ValueError(f"{len(new)} trainable tokens need as many log-probs, got {got}")
+        if given and not trainable:
+            raise ValueError(f"log-probs of {len(given)} tokens with trainable=False, which have none: leave them out")
+        start = self.response_length
+        self._grow("tokens", new, before=0)
+        self._grow("loss_mask", [int(trainable)] * len(new), before=1)
+        self._grow("rollout_log_probs", given or [0.0] * len(new), before=0.0)
+        self.response_length += len(new)
         if text:
             self.response += text
         if meta_info is not None:
+            self.spec_info.add(meta_info)
+            self.prefix_cache_info.add(meta_info)
             # A request that was aborted before its first token has made nothing with those weights.
-            if tokens and "weight_version" in meta_info:
+            if new and "weight_version" in meta_info:
                 self.weight_versions.append(str(meta_info["weight_version"]))
-                self.segment_starts.append(self.response_length - len(tokens))
-                self.segment_lengths.append(len(tokens))
+                self.segment_starts.append(start)
+                self.segment_lengths.append(len(new))
             if update_terminal_info:
                 finish = (meta_info.get("finish_reason") or {}).get("type")
                 self.status = _STATUS_OF_FINISH.get(str(finish), self.status)
         self.check()
+
+    def _grow(self, name: str, values: list[Any], before: float) -> None:
+        """Extend a list in place; one that is not there yet begins with ``before`` for each token of the response."""
+        column = getattr(self, name)
+        if not isinstance(column, list):
+            column = [before] * self.response_length if column is None else list(column)
+            setattr(self, name, column)
+        column.extend(values)
 
     def reset_response(self) -> None:
         """Take the response back, and everything that followed from it: what is left is the prompt, to be generated."""
@@ -203,8 +272,8 @@ class Sample:
         extra = {k: v for k, v in vars(self).items() if k not in names}
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
         plain["status"] = self.status.value
-        plain["spec_info"] = asdict(self.spec_info)
-        plain["prefix_cache_info"] = asdict(self.prefix_cache_info)
+        plain["spec_info"] = self.spec_info.to_dict()
+        plain["prefix_cache_info"] = self.prefix_cache_info.to_dict()
         return {**plain, **extra}
 
     @classmethod
@@ -213,8 +282,8 @@ class Sample:
         names = {f.name for f in fields(cls)}
         known = {k: v for k, v in data.items() if k in names}
         known["status"] = Status(known.get("status", Status.PENDING.value))
-        known["spec_info"] = SpecInfo(**known.get("spec_info", {}))
-        known["prefix_cache_info"] = PrefixCacheInfo(**known.get("prefix_cache_info", {}))
+        known["spec_info"] = SpecInfo.from_dict(known.get("spec_info", {}))
+        known["prefix_cache_info"] = PrefixCacheInfo.from_dict(known.get("prefix_cache_info", {}))
         sample = cls(**known)
         for key, value in data.items():
             if key not in names:
@@ -224,6 +293,9 @@ class Sample:
 
 Group = list[Sample]
 """The samples of one prompt: the unit of buffering, filtering and abort."""
+
+RolloutBatch = dict[str, Any]
+"""Columns by name, as hooks on training ranks are given them."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
+from slime.utils.elsewhere import elsewhere
 from slime.utils.errors import DeadlineError, HookError, SettingError
 from slime.utils.misc import load_function
 
@@ -38,7 +39,8 @@ def naming(where: str, passes: type[Exception] = HookError) -> Iterator[None]:
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise  # Ctrl-C, which no other thread gets
         frames = "".join(traceback.format_exception(type(error), error, _from_theirs(error.__traceback__)))
-        raise HookError(f"{where} raised {type(error).__name__}: {error}\n{frames.rstrip()}") from error
+        what = f"{type(error).__name__}: {error}{elsewhere(error)}"
+        raise HookError(f"{where} raised {what}\n{frames.rstrip()}") from error
 
 
 def _is_being_cancelled() -> bool:

@@ -41,7 +41,7 @@ class Agents(FakeClient):
 
 def multi(make_args: Args, **changes: Any) -> Namespace:
     rows = {"num_prompts": 1, "rollout_batch_size": 1, "n_samples_per_prompt": 2}
-    path = "examples.multi_agent.rollout_with_multi_agents.generate"
+    path = "examples.multi_agent.rollout_with_multi_agents.generate_with_multi_agents"
     return example_args(make_args, agents, **rows, custom_generate_function_path=path, **changes)
 
 
@@ -70,7 +70,9 @@ def test_evaluation_scores_the_final_answer(make_args: Args, use: Use) -> None:
     for choice, label, reward in (("1", "0", 1.0), ("2", "0", 0.0), ("2", "1", 1.0), ("9", "0", 0.0), ("0", "0", 0.0)):
         use(Agents(args, choice))
         question = Sample(prompt=[{"role": "user", "content": "?"}], label=label)
-        (part,) = asyncio.run(agents.generate(args, question, train_sampling_params(args), evaluation=True))
+        (part,) = asyncio.run(
+            agents.generate_with_multi_agents(args, question, train_sampling_params(args), evaluation=True)
+        )
         assert part.reward == reward, (choice, part.response)
         assert part.metadata["agent"] == ("rewriter" if choice in "12" else "selector")
 
