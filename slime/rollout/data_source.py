@@ -74,6 +74,8 @@ class RolloutDataSource(DataSource):
         """Rows left out by ``--rollout-max-prompt-len``."""
         self.lock = threading.RLock()
         """Held by every method that changes the source: rollouts under way use it from several threads."""
+        self.metadata: dict[str, Any] = {}
+        """What hooks keep by `update_metadata`."""
         self.num_trained = 0
         """Groups that were handed to the trainer, in the whole run."""
         self.num_dropped: Counter[str] = Counter()
@@ -225,6 +227,14 @@ class RolloutDataSource(DataSource):
                 self.num_dropped[reason] += len(groups)
                 self._came_back(flatten_samples(groups))
 
+    def get_metadata(self) -> dict[str, Any]:
+        """What `update_metadata` has put there; checkpoints keep it."""
+        return self.metadata
+
+    def update_metadata(self, metadata: dict[str, Any]) -> None:
+        """Keep plain values of a hook's own with the run's position in the data."""
+        self.metadata.update(metadata)
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides what comes next, and where the prompts went, as plain values."""
         with self.lock:
@@ -241,6 +251,7 @@ class RolloutDataSource(DataSource):
             "num_trained": self.num_trained,
             "num_dropped": dict(self.num_dropped),
             "in_flight": _as_dicts([*handed_out, *self._again]),
+            "metadata": dict(self.metadata),
             "num_prompts": len(self),
             "digest": getattr(self.dataset, "digest", None),
             "n_samples_per_prompt": int(self.args.n_samples_per_prompt),
@@ -271,6 +282,7 @@ class RolloutDataSource(DataSource):
         self._num_groups, self._num_samples = state["num_groups"], state["num_samples"]
         self.num_added = state["num_added"]
         self.num_trained, self.num_dropped = state["num_trained"], Counter(state["num_dropped"])
+        self.metadata = dict(state.get("metadata", {}))
         self._order = self._shuffled(self._epoch)
         self._in_flight, self._again = {}, again
 
@@ -283,6 +295,16 @@ def _from_dicts(groups: list[list[dict[str, Any]]]) -> list[Group]:
     return [[Sample.from_dict(fields) for fields in group] for group in groups]
 
 
+class BufferedGroup(list[Sample]):
+    """A group of the buffer, which a filter may also read as one sample of the API document: by its reward."""
+
+    @property
+    def reward(self) -> float:
+        """The mean of the samples' rewards that are numbers; -inf where there is none, so that it sorts behind all."""
+        rewards = [sample.reward for sample in self if isinstance(sample.reward, (int, float))]
+        return sum(rewards) / len(rewards) if rewards else float("-inf")
+
+
 class RolloutDataSourceWithBuffer(RolloutDataSource):
     """A `RolloutDataSource` that takes groups back and hands them out again before new prompts."""
 
@@ -293,7 +315,8 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def buffer_filter(self, args: Namespace, buffer: list[Group], num_samples: int) -> list[Group]:
         """Choose up to ``num_samples`` groups and take them out of ``buffer``, as ``--buffer-filter-path`` does.
 
-        For subclasses to override. What is taken out and not returned is thrown away.
+        For subclasses to override; such a method may leave what it returns in the buffer, as the API document's does.
+        What is taken out and not returned is thrown away.
         """
         path = args.buffer_filter_path
         if path is None:
@@ -316,18 +339,28 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
             return again + self._hand_out(groups) + super().get_samples(wanted - len(groups))
 
     def _choose(self, wanted: int) -> list[Group]:
-        before = list(self.buffer)
+        before = {id(view): (view, group) for group in self.buffer for view in [BufferedGroup(group)]}
+        self.buffer[:] = [view for view, _ in before.values()]
         groups = self.buffer_filter(self.args, self.buffer, wanted)
         chooser = self.args.buffer_filter_path or f"{type(self).__name__}.buffer_filter"
         chosen, left = {id(group) for group in groups}, {id(group) for group in self.buffer}
-        if len(groups) > wanted or not chosen <= {id(group) for group in before}:
+        if len(groups) > wanted or not chosen <= before.keys():
             raise BadInputError(f"{chooser} must return up to {wanted} groups of the buffer; it returned {len(groups)}")
-        if chosen & left:
+        if chosen & left and self.args.buffer_filter_path is not None:
             raise BadInputError(f"{chooser} must take the groups that it returns out of the buffer: pop them")
-        dropped = [group for group in before if id(group) not in chosen | left]
-        if dropped:
+        if dropped := before.keys() - chosen - left:
             self.num_dropped["buffer_filter"] += len(dropped)
-        return groups
+
+        def own(view: Group) -> Group:
+            if id(view) not in before:
+                return view  # of the filter's making
+            group = before[id(view)][1]
+            group[:] = view  # which the filter may have begun anew
+            return group
+
+        # The API document's method leaves in the buffer what it returns.
+        self.buffer[:] = [own(view) for view in self.buffer if id(view) not in chosen]
+        return [own(view) for view in groups]
 
     def add_samples(self, samples: list[Group]) -> None:
         """Append groups; each is a non-empty list of samples, of whatever number.

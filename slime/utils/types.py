@@ -267,10 +267,12 @@ class Sample:
                 )
 
     def to_dict(self) -> dict[str, Any]:
-        """A dict of plain values, including attributes that a user's code added; `from_dict` reads it back."""
+        """Plain values as they are now, attributes that a user's code added included; `from_dict` reads them back."""
         names = {f.name for f in fields(self)}
         extra = {k: v for k, v in vars(self).items() if k not in names}
-        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        # Copies of lists: `append_response_tokens` may go on while the dict is being written.
+        values = ((f.name, getattr(self, f.name)) for f in fields(self))
+        plain = {name: list(value) if isinstance(value, list) else value for name, value in values}
         plain["status"] = self.status.value
         plain["spec_info"] = self.spec_info.to_dict()
         plain["prefix_cache_info"] = self.prefix_cache_info.to_dict()

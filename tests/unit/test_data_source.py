@@ -145,6 +145,39 @@ def test_buffer_filter_that_chooses_too_many(make_args: Args) -> None:
         source.get_samples(2)
 
 
+def test_the_documents_buffer_filter(make_args: Args) -> None:
+    """It sorts what it calls samples by reward, and takes nothing out of the buffer."""
+
+    class Prioritised(RolloutDataSourceWithBuffer):
+        def buffer_filter(self, args: Namespace, buffer: list[Any], num_samples: int) -> list[Any]:
+            sorted_buffer = sorted(buffer, key=lambda s: s.reward, reverse=True)
+            return sorted_buffer[:num_samples]
+
+    source = Prioritised(make_args())
+    groups = source.get_samples(3)
+    for group, rewards in zip(groups, ([0.0, 0.0], [1.0, None], [0.0, 1.0]), strict=True):
+        for sample, reward in zip(group, rewards, strict=True):
+            sample.reward = reward
+    source.add_samples([[*groups[0]], groups[1], groups[2]])
+    assert source.get_samples(2) == [groups[1], groups[2]]
+    assert source.get_buffer_length() == 1
+    assert source.get_samples(1) == [groups[0]]
+    assert sum(source.num_dropped.values()) == 0
+
+
+def test_metadata_of_hooks_is_kept(make_args: Args) -> None:
+    source = RolloutDataSourceWithBuffer(make_args())
+    source.update_metadata({"level": 2})
+    state = pickle.loads(pickle.dumps(source.state_dict()))
+    source.update_metadata({"level": 3})
+    resumed = RolloutDataSourceWithBuffer(make_args())
+    resumed.load_state_dict(state)
+    assert (resumed.get_metadata(), source.get_metadata()) == ({"level": 2}, {"level": 3})
+    del state["metadata"]  # a checkpoint of before
+    resumed.load_state_dict(state)
+    assert resumed.get_metadata() == {}
+
+
 def test_resume_continues_exactly(make_args: Args) -> None:
     args = make_args(num_prompts=7, rollout_shuffle=True)
     source = RolloutDataSourceWithBuffer(args)

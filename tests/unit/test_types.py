@@ -109,3 +109,11 @@ def test_a_refused_call_changes_nothing(call: dict[str, object], message: str) -
     with pytest.raises(ValueError, match=message):
         sample.append_response_tokens(**call, meta_info=META)  # type: ignore[arg-type]
     assert sample.to_dict() == before
+
+
+def test_a_dict_is_of_the_moment() -> None:
+    """Checkpoints are written while other samples go on."""
+    sample = prompt(loss_mask=[], rollout_log_probs=[])
+    before = sample.to_dict()
+    sample.append_response_tokens(tokens=[1], log_probs=[-1.0], meta_info=META)
+    assert (before["tokens"], before["loss_mask"], before["weight_versions"]) == ([7, 8], [], [])
