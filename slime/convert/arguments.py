@@ -11,9 +11,10 @@ from typing import Any
 
 from slime.options import megatron
 from slime.options.errors import OptionError
+from slime.options.help import HelpAction
 from slime.options.installed import InstalledFlagsError, start_reading
 from slime.options.model import has_weights, model_directory
-from slime.options.parser import HelpAction, StrictParser
+from slime.options.parser import StrictParser
 from slime.options.schema import add_options, option
 from slime.utils.arguments import take_shape
 
@@ -59,7 +60,7 @@ def parse_model_args(description: str, argv: Sequence[str] | None = None) -> arg
     parser = StrictParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "-h", "--help", action=HelpAction, sections={"megatron": "Megatron"}, metavar="SECTION",
-        help="Show the conversion's own flags, or Megatron's, or all.",
+        help="Show the conversion's own flags, Megatron's, all, or one (--help --FLAG).",
     )  # fmt: skip
     add_options(parser, ConversionOptions)
     own = {action.dest for action in parser._actions}

@@ -24,7 +24,9 @@ class ClusterOptions:
         1, "Slots of one SGLang engine (its tensor-parallel size).", at_least=1, at_most=100_000
     )
     num_gpus_per_node: int = option(
-        8, "Slots that one node has; an engine of more lies on several nodes, with so many on each.", at_least=1
+        8,
+        "Slots that one node has. An engine with more slots spans several nodes, with this many on each.",
+        at_least=1,
     )
     colocate: bool = option(False, "Generate on the training slots, taking turns.")
     offload_train: bool | None = option(

@@ -20,7 +20,12 @@ def kept_groups(groups: int, share: float | None) -> list[int]:
 class DebugOptions:
     """Debug."""
 
-    dry_run: bool = option(False, "Validate everything, print the resolved configuration and placement, and stop.")
+    dry_run: Literal["changed", "full"] | None = option(
+        None,
+        "Validate everything, print the placement and all values that are not the defaults, and stop; full prints them "
+        "all.",
+        bare="changed",
+    )
     custom_config_path: str | None = option(
         None, "YAML file: its keys set options (and win over flags), and other keys become attributes of args."
     )

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-import os
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
+from slime.options.help import join_help
 from slime.options.schema import flag_named
 from slime.options.sglang import PassThrough
 from slime.options.unavailable import explain_flag, explain_value
@@ -30,6 +29,7 @@ class StrictParser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, add_help=False, **kwargs)
         self._required: list[list[argparse.Action]] = []
+        self.default_values: dict[str, Any] = {}
 
     def error(self, message: str) -> NoReturn:
         """Print one line and exit with status 2."""
@@ -75,10 +75,11 @@ class StrictParser(argparse.ArgumentParser):
             value = self._get_value(action, action.default) if isinstance(action.default, str) else action.default
             if defaults.get(action.dest) is None:
                 defaults[action.dest] = value
-            shown = action.nargs != 0 and value not in (None, False, [], {}) and value != ""
+            shown = action.nargs != 0 and not (value is None or value is False or value in ([], {}, ""))
             if action.help and shown and "default" not in action.help.lower():
                 action.help = f"{action.help.rstrip('.')} (default {value})."
             action.default = argparse.SUPPRESS
+        self.default_values = defaults
         return defaults
 
     def check_required(self, given: Collection[str]) -> None:
@@ -93,12 +94,13 @@ class StrictParser(argparse.ArgumentParser):
 
         Flags that do not exist, or not yet, are all named in one error line with the nearest names.
         """
+        argv = join_help(argv)
         flags = [token.split("=", 1)[0] for token in argv if token.startswith("--")]
         problems = [reason for flag in flags if (reason := explain_flag(flag))]
         problems += [reason for pair in flag_values(argv) if (reason := explain_value(*pair))]
         if problems:
             self.error("; ".join(dict.fromkeys(problems)))
-        namespace, extra = self.parse_known_args(list(argv), argparse.Namespace())
+        namespace, extra = self.parse_known_args(argv, argparse.Namespace())
         if extra:
             self.error("; ".join(self._explain_extra(argv, extra)))
         return vars(namespace)
@@ -143,6 +145,8 @@ class StrictParser(argparse.ArgumentParser):
             setattr(namespace, key, value)
         elif action.nargs == 0:
             self._set_switch(action, key, value, namespace)
+        elif isinstance(value, bool) and action.const is not None:  # a flag that may stand without a word
+            setattr(namespace, action.dest, action.const if value else None)
         elif isinstance(value, bool):
             raise ValueError(f"{key}: {action.option_strings[0]} takes a value, not {value!r}")
         else:
@@ -225,32 +229,3 @@ def flag_words(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
 def flag_values(argv: Sequence[str]) -> list[tuple[str, str]]:
     """Every (flag, first value) of an argument list, written ``--flag value`` or ``--flag=value``."""
     return [(flag, words[0] if words else "") for flag, words in flag_words(argv)]
-
-
-class HelpAction(argparse.Action):
-    """``--help`` shows slime's own groups, ``--help megatron`` and the like one more, ``--help all`` everything."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, sections: Mapping[str, str], **kwargs: Any) -> None:
-        super().__init__(option_strings, dest, nargs="?", default=argparse.SUPPRESS, **kwargs)
-        self.sections = sections
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: Any = None) -> None:
-        """Print the chosen sections and exit with status 0."""
-        if values not in (None, "all", *self.sections):
-            parser.error(f"--help {values}: there are {', '.join(self.sections)} and all")
-        formatter_class: Any = parser.formatter_class
-        formatter: argparse.HelpFormatter = formatter_class(parser.prog, max_help_position=36, width=120)
-        formatter.add_text(parser.description)
-        for group in parser._action_groups:
-            section = next((s for s, prefix in self.sections.items() if (group.title or "").startswith(prefix)), None)
-            if group._group_actions and (values == "all" or section == values):
-                formatter.start_section(group.title)
-                formatter.add_text(group.description)
-                formatter.add_arguments(group._group_actions)
-                formatter.end_section()
-        formatter.add_text(parser.epilog)
-        try:
-            print(formatter.format_help(), end="", flush=True)
-        except BrokenPipeError:  # `--help | head`: nor must the interpreter flush what is left
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        parser.exit()

@@ -45,7 +45,8 @@ class RolloutOptions:
     )
     custom_generate_function_path: str | None = option(
         None,
-        "async function (args, sample, sampling_params) that generates one sample, for tools and several turns.",
+        "Your own generation, for tools and several turns: an async function (args, sample, sampling_params) that "
+        "generates one sample.",
         hook=("generate", "custom_generate"),
         call=GENERATE_CALLS,
     )
@@ -129,7 +130,8 @@ class RewardOptions:
     )
     custom_rm_path: str | None = option(
         None,
-        "async function (args, sample, **kwargs) -> float or dict, or (args, samples, **kwargs) -> list of these.",
+        "Your own reward: an async function (args, sample, **kwargs) -> float or dict, or (args, samples, **kwargs) -> "
+        "list of these.",
         hook=REWARD_NAMES,
         call=REWARD_CALLS,
     )

@@ -26,6 +26,7 @@ def option(
     above: float | None = None,
     at_most: float | None = None,
     below: float | None = None,
+    bare: str | None = None,
 ) -> Any:
     """A dataclass field that becomes a flag.
 
@@ -39,6 +40,7 @@ def option(
         above: bound that the value must exceed.
         at_most: largest allowed value.
         below: bound that the value must not reach.
+        bare: what the flag without a word means; of a field that is one of several words.
     """
     metadata = {
         "help": help,
@@ -49,6 +51,7 @@ def option(
         "above": above,
         "at_most": at_most,
         "below": below,
+        "bare": bare,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -126,7 +129,8 @@ def _add_list(
     """``--x a b`` for a list; for a list of lists every occurrence of the flag adds one."""
     if get_origin(element) is list:
         word = bounded(get_args(element)[0], field.metadata)
-        group.add_argument(*names, action="append", nargs="+", type=word, metavar="WORD", **common)
+        shown = "PATH:FUNCTION" if field.metadata["hook"] is not None else "WORD"
+        group.add_argument(*names, action="append", nargs="+", type=word, metavar=shown, **common)
     elif get_origin(element) is Literal:
         group.add_argument(*names, nargs="+", choices=get_args(element), **common)
     else:
@@ -150,7 +154,9 @@ def add_options(parser: argparse.ArgumentParser, options: type) -> None:
         elif annotation is bool:
             group.add_argument(*names, action="store_const", const=True, **common)
         elif get_origin(annotation) is Literal:
-            group.add_argument(*names, choices=get_args(annotation), **common)
+            bare = field.metadata["bare"]
+            optional: dict[str, Any] = {} if bare is None else {"nargs": "?", "const": bare}
+            group.add_argument(*names, choices=get_args(annotation), **optional, **common)
         elif get_origin(annotation) is list:
             _add_list(group, names, get_args(annotation)[0], field, common)
         elif get_origin(annotation) is dict:

@@ -30,9 +30,12 @@ def dry_run(args: argparse.Namespace) -> None:
         InputError: a data file or row that cannot be read.
         NothingLeftError: the run is over already.
     """
-    # First: below the hundreds of lines of the configuration an error would not be found.
+    # First: below the lines of the configuration an error would not be found.
     found = _check(args)
-    print(describe(args))
+    full = args.dry_run == "full"
+    if not full:
+        print("# Values that are not the defaults; --dry-run full prints all.")
+    print(describe(args, changed=not full))
     print(describe_placement(args))
     for warning in args.option_warnings:  # again: those lines have driven them from the screen
         print(f"warning: {warning}")

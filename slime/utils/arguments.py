@@ -21,10 +21,11 @@ from slime.options.cluster import ClusterOptions, DeadlineOptions, WeightUpdateO
 from slime.options.collection import check_collection
 from slime.options.data import BatchOptions, DataOptions
 from slime.options.debug import DebugOptions
-from slime.options.describe import describe_groups
+from slime.options.describe import describe_changed, describe_groups
 from slime.options.errors import OptionError
 from slime.options.eval import EvalOptions
 from slime.options.eval_datasets import EvalDataset
+from slime.options.help import MOST_USED, HelpAction
 from slime.options.hooks import HookOptions
 from slime.options.installed import InstalledFlagsError, start_reading
 from slime.options.layout import check_layout
@@ -39,7 +40,7 @@ from slime.options.model import (
     take_rotary_factor,
 )
 from slime.options.next_tokens import check_heads, check_heads_training
-from slime.options.parser import HOOK_GROUP, HelpAction, StrictParser, flag_values, flag_words
+from slime.options.parser import HOOK_GROUP, StrictParser, flag_values, flag_words
 from slime.options.reward_model import find_reward_model, reward_engine_flags
 from slime.options.rollout import GROUP_REWARD_NAMES, EngineOptions, RewardOptions, RolloutOptions
 from slime.options.schema import add_options, flag_named, flag_of, hook_fields
@@ -97,6 +98,7 @@ def parse_args(argv: Sequence[str] | None = None, *, asynchronous: bool = False)
         parser.check_required(given)
         args = argparse.Namespace(**(defaults | given))
         args.rm_sglang_cli = reward_engine_flags(parser, args.rm_sglang_args)
+        args.given_options = sorted(given)
         args.option_warnings = [*warnings, *_resolve(args, set(given), asynchronous)]
     except (OptionError, InstalledFlagsError) as error:
         parser.error(str(error))
@@ -119,9 +121,10 @@ def check_flags(argv: Sequence[str]) -> None:
         parser.error(str(error))
 
 
-def describe(args: argparse.Namespace) -> str:
-    """The resolved configuration as YAML, grouped, without secrets."""
-    return describe_groups(argparse.Namespace(**redacted(vars(args))), GROUPS)
+def describe(args: argparse.Namespace, *, changed: bool = False) -> str:
+    """The resolved configuration as YAML, grouped, without secrets; or only what is not the default of it."""
+    shown = argparse.Namespace(**redacted(vars(args)))
+    return describe_changed(shown, GROUPS) if changed else describe_groups(shown, GROUPS)
 
 
 def _parse(parser: StrictParser, words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
@@ -148,8 +151,8 @@ def assemble(
     """Add every flag there is to the parser; returns the defaults."""
     sections = "|".join(HELP_SECTIONS)
     parser.add_argument(
-        "-h", "--help", action=HelpAction, sections=HELP_SECTIONS, metavar="SECTION",
-        help=f"Show slime's own flags, or those of one section ({sections}), or all.",
+        "-h", "--help", action=HelpAction, sections=HELP_SECTIONS, most_used=MOST_USED, metavar="WHAT",
+        help=f"Show slime's own flags, a group's (rollout), one flag (--lr), others' ({sections}), or all.",
     )  # fmt: skip
     for group in GROUPS:
         add_options(parser, group)

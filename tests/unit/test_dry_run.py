@@ -53,6 +53,37 @@ def test_prints_configuration_placement_and_data(
     assert not (model.parent / "run").exists()
 
 
+def test_prints_what_is_not_the_default_unless_all_is_wanted(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, flags = (json.dumps(GOOD) + "\n") * 5, ["--kl-loss-coef", "0.0", "--num-layers", "1"]
+    assert _dry_run(model, rows, monkeypatch, *flags) == 0
+    short = capsys.readouterr().out
+    assert "\n  num_rollout: 3\n" in short
+    assert "\n  num_layers: 1\n" in short
+    assert len(short.splitlines()) < 60
+    assert not {"kl_loss_coef", "engine_start_timeout", "hidden_size", "versions"} & {
+        line.strip().partition(":")[0] for line in short.splitlines()
+    }
+    assert _dry_run(model, rows, monkeypatch, *flags, "--dry-run", "full") == 0
+    full = capsys.readouterr().out
+    assert all(f"\n  {name}: " in full for name in ("kl_loss_coef", "engine_start_timeout", "hidden_size", "torch"))
+    assert full.splitlines()[-1] == short.splitlines()[-1] == "ok: the run can start"
+
+
+def test_a_file_may_ask_for_a_dry_run(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = model.parent / "dry.yaml"
+    for value, said in (("true", "# Values that are not"), ("full", "versions:")):
+        config.write_text(f"dry_run: {value}\n")
+        assert _dry_run(model, json.dumps(GOOD) + "\n", monkeypatch, "--custom-config-path", str(config)) == 0
+        assert capsys.readouterr().out.startswith(said)
+    config.write_text("dry_run: 3\n")
+    assert _dry_run(model, json.dumps(GOOD) + "\n", monkeypatch, "--custom-config-path", str(config)) == 2
+    assert "--dry-run: invalid choice: '3'" in capsys.readouterr().err
+
+
 def test_warnings_follow_the_configuration(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

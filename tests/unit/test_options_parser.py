@@ -15,6 +15,7 @@ from typing import Any, Literal
 import psutil
 import pytest
 
+from slime.options.help import MOST_USED
 from slime.options.installed import InstalledFlagsError, start_reading
 from slime.options.parser import StrictParser, flag_values
 from slime.options.patterns import layer_pattern
@@ -346,6 +347,72 @@ def test_options_import_no_engine() -> None:
     code = "import slime.utils.arguments, sys; print({'torch', 'sglang', 'megatron', 'ray'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout.strip() == "set()"
+
+
+def shown(parser: StrictParser, words: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What a command line prints that ends with status 0."""
+    with pytest.raises(SystemExit) as stop:
+        parser.parse_set(words.split())
+    assert stop.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_begins_with_what_is_used_most(full_parser: StrictParser, capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(full_parser, "--help", capsys)
+    top = out.partition("\noptions:\n")[0]
+    flags = re.findall(r"^  (--[a-z-]+)", top, re.MULTILINE)
+    assert flags == list(MOST_USED)
+    assert len(flags) < 20
+    everything = shown(full_parser, "--help all", capsys)
+    assert all(f"\n  {flag} " in everything for flag in flags)
+
+
+@pytest.mark.parametrize(
+    ("word", "flags", "others"),
+    [
+        ("rollout", ("--rollout-function-path PATH", "--rollout-sample-hook-path PATH:FUNCTION"), ("--kl-coef",)),
+        ("Off-policy", ("--use-tis",), ("--kl-coef",)),
+        ("lora", ("--lora-rank INT",), ("--kl-coef",)),
+        ("checkpoint", ("--save STR",), ("--kl-coef",)),
+    ],
+)
+def test_help_of_one_group(
+    word: str, flags: tuple[str, ...], others: tuple[str, ...], full_parser: StrictParser, capsys: Any
+) -> None:
+    out = shown(full_parser, f"--help {word}", capsys)
+    assert all(flag in out for flag in flags)
+    assert not any(flag in out for flag in others)
+
+
+@pytest.mark.parametrize(
+    ("words", "group", "said"),
+    [
+        ("--help --kl-coef", "Algorithm: ", ["--kl-coef FLOAT", "(default 0.0)"]),
+        ("-h --rollout-batch-size 3 --no-such", "Batches: ", ["Prompts of one rollout"]),
+        ("--help=--tis-threshold", "Off-policy correction: ", ["--tis-clip FLOAT", "(default 2.0)"]),
+        ("--help --colocate", "Cluster: ", ["Default: off."]),
+        ("--help --custom-rm-path", "Reward: ", ["PATH:FUNCTION", "Default: not set."]),
+        ("--help --tensor-model-parallel-size", "Megatron", ["(default 1)"]),
+        ("--help --sglang-mem-fraction-static", "SGLang: ", ["FLOAT"]),
+    ],
+)
+def test_help_of_one_flag(words: str, group: str, said: list[str], full_parser: StrictParser, capsys: Any) -> None:
+    out = shown(full_parser, words, capsys)
+    assert out.startswith(group)
+    assert all(text in " ".join(out.split()) for text in said)
+    assert len(re.findall(r"^  --", out, re.MULTILINE)) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--help --kl-ceof", "--help --kl-ceof: unknown flag --kl-ceof; did you mean --kl-coef?"),
+        ("--help --use-slime-router", "the router is sglang-router"),
+        ("--help nothing", "there are the groups cluster, deadlines"),
+    ],
+)
+def test_help_on_what_there_is_not(words: str, said: str, full_parser: StrictParser, capsys: Any) -> None:
+    assert said in fails(full_parser, words, capsys)
 
 
 def test_help_into_a_pipe_that_nobody_reads_is_no_error(
