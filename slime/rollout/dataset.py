@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import logging
 import pickle
@@ -26,6 +25,7 @@ from slime.utils.types import Sample
 logger = logging.getLogger(__name__)
 
 _BATCH = 1024
+_BATCH_BYTES = 2 << 20
 _PROGRESS_S = 10.0
 
 
@@ -141,12 +141,13 @@ class _Progress:
     digest: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=16))
     _told: float = field(default_factory=time.monotonic)
 
-    def add(self, row: RawRow) -> None:
-        """Count a row."""
+    def add(self, row: RawRow) -> int:
+        """Count a row; its bytes."""
         content = row.content if isinstance(row.content, bytes) else repr(row.content).encode("utf-8", "surrogatepass")
         self.num_read += 1
         self.num_bytes += len(content)
         self.digest.update(content + b"\n")
+        return len(content)
 
     def tell(self, rejects: Rejects) -> None:
         """Say how far it is, every few seconds."""
@@ -162,14 +163,19 @@ class _Progress:
 
 def _batches(spec: PromptSpec, file: RowFile, progress: _Progress) -> Iterator[list[RawRow]]:
     keys = [key for key in (spec.input_key, spec.label_key, spec.metadata_key, spec.tool_key) if key]
-    rows = file.raw_rows(keys)
+    batch: list[RawRow] = []
+    size = 0
     try:
-        while batch := list(itertools.islice(rows, _BATCH)):
-            for row in batch:
-                progress.add(row)
-            yield batch
+        for row in file.raw_rows(keys):
+            batch.append(row)
+            size += progress.add(row)
+            if len(batch) == _BATCH or size >= _BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
     except BadInputError as error:
         raise BadInputError(f"{spec.flag}: {error}") from error
+    if batch:
+        yield batch
 
 
 def _report(spec: PromptSpec, dataset: PromptDataset, num_read: int, rejects: Rejects) -> None:

@@ -46,10 +46,12 @@ def load_samples(args: Namespace, rollout_id: int) -> list[Sample]:
     content = load_plain(path, f"{flag}, rollout {rollout_id}")
     try:
         samples = [Sample.from_dict(entry) for entry in content["samples"]]
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise BadInputError(
             f"{flag}: {path} holds no samples as --save-debug-rollout-data writes them: {error!r}"
         ) from error
+    if not samples:
+        raise BadInputError(f"{flag}: {path} has no samples in it")
     share = args.load_debug_rollout_data_subsample
     if share is None:
         return samples

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from slime.rollout.values import JsonError, parse_json
 from slime.utils.errors import BadInputError
 
-_SLICE = re.compile(r"@\[\s*(-?\d*)\s*:\s*(-?\d*)\s*\]$")
+_SLICE = re.compile(r"@\[\s*(-?\d{1,18})?\s*:\s*(-?\d{1,18})?\s*\]$")
 _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 _PARQUET_BATCH = 1024
 _LONGEST_LINE = 1 << 30
@@ -96,7 +96,7 @@ def split_slice(path: str) -> tuple[Path, slice]:
         if "@[" in path:
             raise BadInputError(f"{path}: a slice is written path@[start:stop], with integers or nothing")
         return Path(os.path.expanduser(path)), slice(None)
-    start, stop = (int(bound) if bound.strip("-") else None for bound in match.groups())
+    start, stop = (int(bound) if bound else None for bound in match.groups())
     return Path(os.path.expanduser(path[: match.start()])), slice(start, stop)
 
 
@@ -107,8 +107,12 @@ def open_rows(path: str) -> RowFile:
         BadInputError: no such file, an unknown suffix, or plainly another kind of file.
     """
     file, bounds = split_slice(path)
-    if not file.is_file():
-        raise BadInputError(f"{file} is a directory" if file.is_dir() else f"there is no file {file}")
+    try:
+        found, is_directory = file.is_file(), file.is_dir()
+    except (OSError, ValueError) as error:  # nothing that may be entered, or no name of a file
+        raise BadInputError(f"{file}: {_one_line(error)}") from error
+    if not found:
+        raise BadInputError(f"{file} is a directory" if is_directory else f"there is no file {file}")
     if file.suffix != ".parquet" and file.suffix not in _JSON_SUFFIXES:
         raise BadInputError(f"{file}: unknown suffix {file.suffix!r}; use {', '.join(_JSON_SUFFIXES)} or .parquet")
     return RowFile(file, bounds)

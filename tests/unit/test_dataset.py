@@ -54,7 +54,7 @@ def test_slices_are_pythons(kind: str, tmp_path: Path, write_jsonl: Write) -> No
 def test_slice_syntax() -> None:
     assert split_slice("a/b.jsonl@[ -5 : ]") == (Path("a/b.jsonl"), slice(-5, None))
     assert split_slice("a@b.jsonl") == (Path("a@b.jsonl"), slice(None))
-    for wrong in ("x.jsonl@[1:2:3]", "x.jsonl@[3]", "x.jsonl@[a:b]"):
+    for wrong in ("x.jsonl@[1:2:3]", "x.jsonl@[3]", "x.jsonl@[a:b]", "x.jsonl@[-:]", f"x@[{'1' * 5000}:]"):
         with pytest.raises(ValueError, match=r"path@\[start:stop\]"):
             split_slice(wrong)
 

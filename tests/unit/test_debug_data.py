@@ -124,9 +124,14 @@ def test_other_files_are_named(content: bytes, tmp_path: Path) -> None:
         load_samples(args, 3)
     with pytest.raises(BadInputError, match=r"--load-debug-rollout-data, rollout 3: there is no file .*/003.pt"):
         load_samples(options(tmp_path), 3)
-    save_plain(tmp_path / "y", {"samples": [{"status": "no such"}]}, "--flag")
     args.load_debug_rollout_data = str(tmp_path / "y")
-    with pytest.raises(BadInputError, match=r"/y holds no samples as --save-debug-rollout-data writes them"):
+    odd: list[Any] = [5, None, "abc", ["x"], [5], [None], [{"status": "no such"}]]
+    for samples in odd:
+        save_plain(tmp_path / "y", {"samples": samples}, "--flag")
+        with pytest.raises(BadInputError, match=r"/y holds no samples as --save-debug-rollout-data writes them"):
+            load_samples(args, 3)
+    save_plain(tmp_path / "y", {"samples": []}, "--flag")
+    with pytest.raises(BadInputError, match=r"/y has no samples in it"):
         load_samples(args, 3)
 
 
