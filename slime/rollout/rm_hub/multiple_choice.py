@@ -53,6 +53,10 @@ _DENIED = (
 """Not the one that is wrong."""
 _STATED = re.compile(rf"(?:{_BEFORE}){_OPENING}{_LETTER}{_DENIED}|{_LETTER}{_CLOSING}\s*(?:{_BEHIND})")
 _STANDALONE = re.compile(_ALONE)
+_ANY = rf"(?:{_BRACKETED}|(?<![{_LATIN}])[A-Z](?![{_LATIN}]))"
+_JOINED = r"\s*(?:[,/&\u3001]\s*(?:and\b|or\b)?|\band\b|\bor\b|\u548c|\u6216\u8005?|\u3068|\u304b)\s*"
+_SEVERAL = re.compile(rf"{_ANY}(?:{_JOINED}{_ANY})+(?!\s+is\b)")
+"""Choices side by side: who names them has not chosen one."""
 _PRONOUN = re.compile(r"\bI(?=['\u2019]|\s+(?!is\b|because\b)[a-z])")
 _ARTICLE = re.compile(r"(?:^|(?<=[.!?:]\s))A(?=\s+(?!is\b|and\b|or\b|because\b)[a-z])", re.M)
 """That begins a sentence."""
@@ -64,7 +68,7 @@ async def gpqa_reward(args: Namespace, sample: Sample, response: str) -> float:
     The right one: ``metadata["correct_letter"]``, else the label: a letter, an index into ``metadata["choices"]`` or
     the text of one of these. The chosen one: the last "the answer is X", "X is correct" or "final answer: X" after the
     reasoning (in ten languages), or the one that stands in a box; else the last letter there that stands alone and is
-    no word.
+    no word. Letters joined by "or", "and" or a comma are no choice.
     """
     choices = _choices(sample.metadata.get("choices"))
     right, text = _right_answer(sample, choices)
@@ -114,7 +118,17 @@ def _right_answer(sample: Sample, choices: dict[str, str]) -> tuple[str | None, 
 
 
 def _chosen_letter(text: str, choices: dict[str, str], right: str) -> str | None:
-    text = _PRONOUN.sub(" ", text)
+    known = {*(choices or _letters(_MOST)), right}
+
+    def unless_several(match: re.Match[str]) -> str:
+        named = {
+            letter.upper()
+            for letter in re.sub(r"\b(?:and|or)\b", "", match[0])
+            if letter.isascii() and letter.isalpha()
+        }
+        return " " if len(named & known) > 1 else match[0]
+
+    text = _SEVERAL.sub(unless_several, _PRONOUN.sub(" ", text))
     for pattern, searched, count in ((_STATED, text, _MOST), (_STANDALONE, _ARTICLE.sub(" ", text), _COMMON)):
         found = [next(filter(None, match.groups())).upper() for match in pattern.finditer(searched)]
         valid = [letter for letter in found if letter in (choices or _letters(count)) or letter == right]
