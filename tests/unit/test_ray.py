@@ -137,7 +137,7 @@ def test_an_engine_that_does_not_start_ends_its_watch(tmp_path: Path, monkeypatc
 
 
 def source_args() -> Namespace:
-    return Namespace(n_samples_per_prompt=2, rollout_shuffle=True, rollout_seed=3)
+    return Namespace(n_samples_per_prompt=2, rollout_shuffle=True, rollout_seed=3, restart_epoch=False)
 
 
 PROMPTS = [Sample(prompt=str(i), tokens=[i]) for i in range(5)]
