@@ -16,6 +16,7 @@ from slime.options.rollout import DEFAULT_ROLLOUT, FULLY_ASYNC_ROLLOUT
 from slime.rollout.base_types import RolloutFnEvalOutput
 from slime.rollout.evaluation import eval_metrics, load_eval_prompts, warn_of_unscored
 from slime.rollout.sglang_rollout import generate_rollout
+from slime.utils.errors import BadInputError
 from slime.utils.types import Sample
 from tests.fake_client import FakeClient, hook_file, reply
 from tests.waiting import skip
@@ -67,6 +68,21 @@ def test_slimes_own_evaluations_are_read_before_the_run(
     args = rollout_args(rm_type="f1", eval_interval=1, eval_function_path=path)
     prompts = load_eval_prompts(with_sets(args, ("sums", write_jsonl([{"prompt": "1+1=", "label": "2"}]))))
     assert {name: len(of_set) for name, of_set in prompts.items()} == ({"sums": 1} if read else {})
+
+
+def test_rewards_of_a_dataset_that_cannot_be_given_are_found_when_it_is_read(
+    rollout_args: Args, write_jsonl: Any, tmp_path: Path
+) -> None:
+    rows = [{"prompt": "p", "label": {"a": 1}}, {"prompt": "p", "label": "1", "metadata": {"rm_type": "bogus"}}]
+    path = write_jsonl(rows, "odd.jsonl")
+    args = rollout_args(rm_type="math", eval_interval=1)
+    with pytest.raises(BadInputError, match=r"(?s)line 1: 'label' .*line 2: 'metadata' .*unknown rm_type 'bogus'"):
+        load_eval_prompts(with_sets(args, ("odd", path)))
+    config = tmp_path / "eval.yaml"
+    config.write_text(f"datasets: [{{name: odd, path: {path}, rm_type: random}}]")
+    assert len(load_eval_prompts(with_sets(args, config=str(config)))["odd"]) == 2, "its own comes before the rows'"
+    args.custom_rm_path = "mine.reward_func"
+    assert len(load_eval_prompts(with_sets(args, ("odd", path)))["odd"]) == 2, "a user's function judges anything"
 
 
 _HOOKS = """
