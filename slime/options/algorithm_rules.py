@@ -151,8 +151,6 @@ def _check_settings(args: Namespace) -> None:
         flag = flag_named(name)
         if not getattr(args, switch):
             raise OptionError(f"{flag} has no effect without {flag_named(switch)}")
-        if name in ("tis_level", "tis_mode") and args.custom_tis_function_path is not None:
-            raise OptionError(f"{flag} has no effect with --custom-tis-function-path, which is called instead")
 
 
 def _derive_critic(args: Namespace) -> None:

@@ -79,8 +79,9 @@ def derive_templates(args: Namespace) -> None:
             raise OptionError(
                 f"{flag} {template}: only {known} {verb} filled in, and braces of its own are doubled: {reason}"
             ) from error
-        if missing:
-            raise OptionError(f"{flag} {template}: {{{missing[0]}}} is missing in it")
+        if missing:  # every file is kept: upstream's forms without these are taken, and get them at the end
+            stem, suffix = os.path.splitext(template)
+            template = stem + "".join(f"_{{{place}}}" for place in missing) + suffix
         setattr(args, name, os.path.abspath(os.path.expanduser(template)))
         _check_dumps(args, name)
     if args.load_debug_rollout_data is not None and args.save_debug_rollout_data == args.load_debug_rollout_data:

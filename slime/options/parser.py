@@ -30,9 +30,12 @@ class StrictParser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, add_help=False, **kwargs)
         self._required: list[list[argparse.Action]] = []
         self.default_values: dict[str, Any] = {}
+        self.unavailable: list[str] = []
+        """Why flags that `parse_set` put off are not available: every later error begins with it."""
 
     def error(self, message: str) -> NoReturn:
         """Print one line and exit with status 2."""
+        message = "; ".join(part for part in (*self.unavailable, message) if part)
         self.exit(2, f"{self.prog}: error: {shortened(' '.join(message.split()))}\n")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
@@ -89,17 +92,21 @@ class StrictParser(argparse.ArgumentParser):
         if names:
             self.error("; ".join(f"{name} is missing" for name in names))
 
-    def parse_set(self, argv: Sequence[str]) -> dict[str, Any]:
+    def parse_set(self, argv: Sequence[str], *, put_off: bool = False) -> dict[str, Any]:
         """What ``argv`` sets, by attribute; later duplicates win.
 
-        Flags that do not exist, or not yet, are all named in one error line with the nearest names.
+        Flags that do not exist, or not yet, are all named in one error line with the nearest names; with ``put_off``
+        those of upstream that are not available are only noted, in ``unavailable``.
         """
         argv = join_help(argv)
         flags = [token.split("=", 1)[0] for token in argv if token.startswith("--")]
         problems = [reason for flag in flags if (reason := explain_flag(flag))]
         problems += [reason for pair in flag_values(argv) if (reason := explain_value(*pair))]
-        if problems:
+        if problems and not put_off:
             self.error("; ".join(dict.fromkeys(problems)))
+        if problems:
+            self.unavailable = list(dict.fromkeys(problems))
+            argv = [word for flag, words in flag_words(argv) if _is_available(flag, words) for word in (flag, *words)]
         namespace, extra = self.parse_known_args(argv, argparse.Namespace())
         if extra:
             self.error("; ".join(self._explain_extra(argv, extra)))
@@ -190,6 +197,10 @@ class StrictParser(argparse.ArgumentParser):
             action(self, namespace, values[0] if action.nargs in _SINGLE else values, flag)
         except argparse.ArgumentError as error:
             raise ValueError(str(error)) from error
+
+
+def _is_available(flag: str, words: Sequence[str]) -> bool:
+    return explain_flag(flag) is None and not (words and explain_value(flag, words[0]))
 
 
 def _texts(action: argparse.Action, key: str, value: Any) -> list[list[str]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from collections.abc import Sequence
+
 _WEIGHTS_ALONE = "drop it: --ref-load starts from a checkpoint's weights alone, --load goes on with its run"
 
 REPLACED: dict[str, str] = {
@@ -70,10 +73,9 @@ NOT_YET: dict[str, str] = {
         --freeze-indexer --freeze-params-name-list
         --megatron-deepgemm-forward-layers --megatron-deepgemm-forward-modules --megatron-deepgemm-moe-forward-layers
         --megatron-deepgemm-moe-forward-modules --only-train-params-name-list --qwen-gdn-backend
-        --softmax-type --spec --use-rollout-routing-replay --use-routing-replay --window-attn-skip-freq
+        --softmax-type --use-rollout-routing-replay --use-routing-replay --window-attn-skip-freq
         --window-size""",
-    "batches and memory": """
-        --data-pad-size-multiplier --use-dynamic-global-batch-size""",
+    "batches and memory": "--use-dynamic-global-batch-size",
     "checkpoints": """
         --async-save --ckpt-step --no-save-optim --ref-ckpt-step""",
     "debug": """
@@ -93,6 +95,52 @@ REPLACED_VALUES: dict[tuple[str, str], str] = {
     ("--train-backend", "fsdp"): "Megatron trains, and its distributed optimizer shards optimizer state; drop it",
 }
 """Values of available flags that will not come, with what to do."""
+
+
+WITHOUT_EFFECT: dict[str, str] = {
+    "--data-pad-size-multiplier": "packed sequences are not padded to a multiple of it",
+    "--spec": "config.json of --hf-checkpoint says which layers the model has",
+}
+"""Flags of upstream's scripts that change nothing here: they are taken, with a warning."""
+
+
+def split_without_effect(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """An argument list without the flags that have no effect and their words, and a warning for each of them."""
+    kept: list[str] = []
+    left_out: dict[str, str] = {}
+    is_kept = True
+    for token in argv:
+        if token.startswith("--"):
+            flag = token.partition("=")[0]
+            is_kept = flag not in WITHOUT_EFFECT
+            if not is_kept:
+                left_out[flag] = f"{flag} means nothing here: {WITHOUT_EFFECT[flag]}"
+        if is_kept:
+            kept.append(token)
+    return kept, list(left_out.values())
+
+
+_INVERTED = {
+    "rollout_global_dataset": "disable_rollout_global_dataset",
+    "grpo_std_normalization": "disable_grpo_std_normalization",
+    "rewards_normalization": "disable_rewards_normalization",
+    "compute_advantages_and_returns": "disable_compute_advantages_and_returns",
+    "wandb_random_suffix": "disable_wandb_random_suffix",
+}
+"""Attributes that upstream's ``--disable-`` switches set, and ours of the opposite meaning."""
+_SWITCHES = ("use_", "no_", "enable_", "record_", "release_", "reset_", "freeze_indexer", "async_save")
+
+
+def add_upstream_attributes(args: Namespace) -> None:
+    """Set what upstream's functions read of ``args`` and is no option here: switches of the opposite meaning, and of
+    features that are absent None, or False where it is a switch."""
+    for name, opposite in _INVERTED.items():
+        setattr(args, name, not getattr(args, opposite))
+    later = " ".join(NOT_YET.values()).split()
+    for flag in (*later, *REPLACED, *WITHOUT_EFFECT):
+        name = flag[2:].replace("-", "_")
+        if not hasattr(args, name):
+            setattr(args, name, False if name.startswith(_SWITCHES) else None)
 
 
 def explain_flag(flag: str) -> str | None:

@@ -10,7 +10,7 @@ from slime.options.algorithm_rules import derive_algorithm
 from slime.options.checkpoint import SavedModel
 from slime.options.checkpoint_rules import derive_checkpoints, load_release
 from slime.options.debug_rules import check_profile, derive_subsample, derive_templates
-from slime.options.errors import OptionError
+from slime.options.errors import OptionError, Reasons
 from slime.options.eval_datasets import CONFIG, PAIRS, EvalDataset, data_file, eval_datasets
 from slime.options.export_rules import check_exports
 from slime.options.reward_model import derive_reward_model
@@ -28,8 +28,8 @@ NEEDS_LABEL = ("math", "dapo", "deepscaler", "f1")
 _OWN_SOURCES = "slime.rollout.data_source."
 
 
-def derive_all(args: Namespace, warnings: list[str]) -> SavedModel | None:
-    """Everything that needs neither the model's config nor a user's code; warnings are appended to the list.
+def derive_all(args: Namespace, warnings: list[str], reasons: Reasons) -> SavedModel | None:
+    """Everything that needs neither the model's config nor a user's code; warnings and reasons against it are gathered.
 
     Returns what `derive_checkpoints` does.
     """
@@ -38,20 +38,17 @@ def derive_all(args: Namespace, warnings: list[str]) -> SavedModel | None:
     load_release(args, warnings)
     if missing := list(_missing(args)):
         raise OptionError("; ".join(missing))
-    _placement(args, warnings)
-    _batches(args)
-    derive_algorithm(args)
-    _data(args)
-    _evaluation(args, warnings)
-    _sampling(args, warnings)
-    _rewards(args)
-    derive_reward_model(args, warnings)
-    resumed = derive_checkpoints(args)
-    derive_templates(args)
-    check_exports(args)
-    check_profile(args)
-    _offload(args)
-    _weight_update(args)
+    reasons.of(_placement, args, warnings)
+    reasons.of(_batches, args)
+    reasons.of(derive_algorithm, args)
+    reasons.of(_data, args)
+    reasons.of(_evaluation, args, warnings)
+    reasons.of(_sampling, args, warnings)
+    reasons.of(_rewards, args)
+    reasons.of(derive_reward_model, args, warnings)
+    resumed: SavedModel | None = reasons.of(derive_checkpoints, args)
+    for rule in (derive_templates, check_exports, check_profile, _offload, _weight_update):
+        reasons.of(rule, args)
     return resumed
 
 
@@ -162,7 +159,8 @@ def _missing(args: Namespace) -> Iterator[str]:
         return
     if args.rollout_max_response_len is None and args.rollout_max_context_len is None:
         yield "--rollout-max-response-len is missing"
-    if args.rm_type is None and args.custom_rm_path is None:
+    own_code = args.custom_generate_function_path or not generates_itself(args.rollout_function_path)
+    if args.rm_type is None and args.custom_rm_path is None and not own_code:
         yield "--rm-type or --custom-rm-path is missing: responses need a reward"
 
 
@@ -246,6 +244,9 @@ def _evaluation(args: Namespace, warnings: list[str]) -> None:
     args.eval_prompt_data = [word for dataset in by_flag for word in (dataset.name, dataset.path)]
     if args.eval_interval is not None and not args.eval_datasets and args.eval_function_path is None:
         raise OptionError(f"--eval-interval needs {PAIRS} or {CONFIG}")
+    if args.eval_interval is not None and args.load_debug_rollout_data is not None:
+        warnings.append(f"--eval-interval {args.eval_interval}: --load-debug-rollout-data starts no engine to evaluate")
+        args.eval_interval = None
     if args.eval_interval is not None and args.placement == "train_only":
         raise OptionError("--eval-interval needs engines, and --debug-train-only starts none")
     if args.eval_interval is None and args.eval_datasets:
@@ -302,11 +303,13 @@ def _reward_of_dataset(args: Namespace, dataset: EvalDataset) -> None:
     if dataset.custom_rm_path is not None or (args.custom_rm_path is not None and not own):
         return
     rm_type = dataset.rm_type if own else args.rm_type
+    own_code = dataset.custom_generate_function_path or args.custom_generate_function_path
     if rm_type is None:
+        if own_code:  # which may set the reward: a sample without one is an error of its own
+            return
         raise OptionError(f"--eval-interval needs --rm-type or --custom-rm-path: {dataset} has no reward")
     where = f"{dataset}: rm_type {rm_type}" if own else f"--rm-type {rm_type}"
     _reward_key(args, "eval_reward_key", rm_type, where)
-    own_code = dataset.custom_generate_function_path or args.custom_generate_function_path
     if dataset.label_key is None and own_code is None and not args.rollout_sample_hook_path:
         _need_no_label(rm_type, f"--eval-label-key is missing: {where}")
 

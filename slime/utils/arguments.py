@@ -22,7 +22,7 @@ from slime.options.collection import check_collection
 from slime.options.data import BatchOptions, DataOptions
 from slime.options.debug import DebugOptions
 from slime.options.describe import describe_changed, describe_groups
-from slime.options.errors import OptionError
+from slime.options.errors import OptionError, Reasons
 from slime.options.eval import EvalOptions
 from slime.options.eval_datasets import EvalDataset
 from slime.options.help import MOST_USED, HelpAction
@@ -46,7 +46,7 @@ from slime.options.rollout import GROUP_REWARD_NAMES, EngineOptions, RewardOptio
 from slime.options.schema import add_options, flag_named, flag_of, hook_fields
 from slime.options.tracking import TrackingOptions
 from slime.options.training import check_training
-from slime.options.unavailable import explain_flag
+from slime.options.unavailable import add_upstream_attributes, explain_flag, split_without_effect
 from slime.options.validate import derive_all, limit_prompts
 from slime.options.values import read_yaml
 from slime.utils.misc import load_function, load_module, split_function_path
@@ -100,6 +100,9 @@ def parse_args(argv: Sequence[str] | None = None, *, asynchronous: bool = False)
         args.rm_sglang_cli = reward_engine_flags(parser, args.rm_sglang_args)
         args.given_options = sorted(given)
         args.option_warnings = [*warnings, *_resolve(args, set(given), asynchronous)]
+        add_upstream_attributes(args)
+        if parser.unavailable:
+            parser.error("")
     except (OptionError, InstalledFlagsError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:
@@ -117,6 +120,8 @@ def check_flags(argv: Sequence[str]) -> None:
     parser = StrictParser(prog="train.py")
     try:
         _parse(parser, argv)
+        if parser.unavailable:
+            parser.error("")
     except (OptionError, InstalledFlagsError) as error:
         parser.error(str(error))
 
@@ -129,10 +134,11 @@ def describe(args: argparse.Namespace, *, changed: bool = False) -> str:
 
 def _parse(parser: StrictParser, words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """The defaults, what the words and the YAML file that they name set, and warnings about that file."""
+    words, without_effect = split_without_effect(words)
     yaml_values = _read_yaml(words)
     defaults = assemble(parser, words, yaml_values)
-    given = parser.parse_set(words)
-    warnings = _check_keys(parser, yaml_values)
+    given = parser.parse_set(words, put_off=True)
+    warnings = without_effect + _check_keys(parser, yaml_values)
     return defaults, _merged(given, _parse_yaml(parser, yaml_values)), warnings
 
 
@@ -244,7 +250,8 @@ def _parse_yaml(parser: StrictParser, values: dict[str, Any]) -> dict[str, Any]:
         try:
             if reason := explain_flag(flag_named(key)):
                 raise ValueError(reason)
-            parser.set_entry(key, value, settings)
+            if value is not None or not parser.has(key):  # null is what the flag would have without it
+                parser.set_entry(key, value, settings)
         except ValueError as error:
             raise OptionError(f"--custom-config-path: {error}") from error
     return vars(settings)
@@ -260,28 +267,40 @@ def _resolve(args: argparse.Namespace, given: set[str], asynchronous: bool) -> l
     _load_hooks(args, given)
     derive_lora(args)
     args.asynchronous = asynchronous
-    resumed = derive_all(args, warnings)
-    derive_async(args, given, warnings)
-    check_collection(args, given)
-    args.eval_datasets = [_with_hooks(dataset) for dataset in args.eval_datasets]
-    _check_evaluation(args, given)
-    _check_reward_names(args)
+    reasons = Reasons()
+    resumed = derive_all(args, warnings, reasons)
+    reasons.of(derive_async, args, given, warnings)
+    reasons.of(check_collection, args, given)
+    reasons.of(_load_evaluation_hooks, args)
+    reasons.of(_check_evaluation, args, given)
+    reasons.of(_check_reward_names, args)
     is_local = os.path.isdir(os.path.expanduser(args.hf_checkpoint))
+    if not is_local:
+        reasons.end()  # before anything is downloaded
+    reasons.of(_find_model, args, is_local)
+    reasons.of(find_reward_model, args)
+    reasons.of(take_shape, args, given, warnings)
+    reasons.of(check_heads_training, args, given, warnings)
+    reasons.of(check_quantization, args)
+    reasons.of(limit_prompts, args)
+    if args.placement != "rollout_only":
+        reasons.of(check_training, args, given)
+        reasons.of(check_layout, args)
+        reasons.of(_check_lora, args, resumed)
+    reasons.of(settle_lora_sync, args, given, warnings)
+    reasons.end()
+    _check_weight_files(args, resumed, downloaded=is_local or not args.dry_run)
+    return warnings
+
+
+def _load_evaluation_hooks(args: argparse.Namespace) -> None:
+    args.eval_datasets = [_with_hooks(dataset) for dataset in args.eval_datasets]
+
+
+def _find_model(args: argparse.Namespace, is_local: bool) -> None:
     args.hf_checkpoint = model_directory(args.hf_checkpoint, with_weights=not args.dry_run)
     if is_local or not args.dry_run:
         check_weights(args)
-    find_reward_model(args)
-    take_shape(args, given, warnings)
-    check_heads_training(args, given, warnings)
-    check_quantization(args)
-    limit_prompts(args)
-    if args.placement != "rollout_only":
-        check_training(args, given)
-        check_layout(args)
-        _check_lora(args, resumed)
-    settle_lora_sync(args, given, warnings)
-    _check_weight_files(args, resumed, downloaded=is_local or not args.dry_run)
-    return warnings
 
 
 def take_shape(args: argparse.Namespace, given: set[str], warnings: list[str]) -> None:

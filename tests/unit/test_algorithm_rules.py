@@ -181,8 +181,6 @@ def test_functions_in_a_bare_file(name: str, function: str, directory: Path) -> 
         ("--use-rs --tis-mode mask --tis-clip 5", "--tis-mode has no effect without --use-tis"),
         ("--use-tis --rs-level token", "--rs-level has no effect without --use-rs"),
         ("--opsm-delta 0.01", "--opsm-delta has no effect without --use-opsm"),
-        ("--use-tis --custom-tis-function-path functions.py:run --tis-level sequence",
-         "--tis-level has no effect with --custom-tis-function-path"),
         *((f"{flag} 1.5", f"argument {flag}: must be at most 1, not 1.5")
           for flag in ("--gamma", "--lambd", "--eps-clip")),
         ("--loss-type custom_loss", "--loss-type custom_loss and --custom-loss-function-path belong together"),

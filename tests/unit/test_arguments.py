@@ -218,7 +218,6 @@ def test_hooks_are_loaded_and_their_flags_known(parse: Parse, directory: Path, f
         ("--offload", "", "--offload is not available: use --offload-train"),
         ("--offload-rollout --rollout-num-gpus 1", "--colocate", "--offload-rollout needs --colocate"),
         ("--rotary-scaling-factor 4 --rope-scaling-factor 8", "", "--rotary-scaling-factor 4.0 and --rope-scaling-fac"),
-        ("--save-debug-rollout-data dump.pt", "", "{rollout_id} is missing"),
         ("--save-debug-rollout-data {rollout}/{rollout_id}.pt", "", "only {rollout_id} is filled in"),
         ("--load-debug-rollout-data {}.pt", "", "--load-debug-rollout-data {}.pt: only {rollout_id}"),
         ("--save-hf {rollout_id", "", "--save-hf {rollout_id: only {rollout_id}"),

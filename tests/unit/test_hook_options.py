@@ -88,8 +88,6 @@ def test_dump_details_is_both_templates(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("--save-debug-train-data a_{rank}", "--save-debug-train-data a_{rank}: {rollout_id} is missing in it"),
-        ("--save-debug-train-data a_{rollout_id}", "--save-debug-train-data a_{rollout_id}: {rank} is missing in it"),
         ("--save-debug-train-data {step}", "only {rollout_id} and {rank} are filled in, and braces of its own are"),
         ("--save-debug-rollout-data {rollout_id}{rank}", "only {rollout_id} is filled in, and braces of its own are"),
         (REPLAY + "--save-debug-rollout-data d/{rollout_id}.pt", "--save-debug-rollout-data and --load-debug-rollout-"),
@@ -119,9 +117,8 @@ def test_parts_of_training_to_record(directory: Path) -> None:
 
 
 def test_no_two_kinds_of_data_are_the_same_files(fails: Fails) -> None:
-    """A rollout's file has no rank, and a rank's must have it."""
+    """A rollout's file has no rank."""
     words = "--save-debug-train-data d/{rollout_id}%s --save-debug-rollout-data d/{rollout_id}%s"
-    assert "{rank} is missing in it" in fails(words.replace("%s", ""))
     assert "only {rollout_id} is filled in" in fails(words.replace("%s", "_{rank}"))
 
 

@@ -1,0 +1,71 @@
+"""Command lines, YAML and attributes in the forms of the upstream system."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slime.utils.arguments import parse_args
+from tests.command_line import Fails, Parse, command
+
+
+@pytest.fixture(autouse=True)
+def directory(launch_directory: Path) -> Path:
+    return launch_directory
+
+
+def test_flags_that_mean_nothing_here_are_taken_with_a_line(parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
+    args = parse("--spec slime_plugins.models.glm4 get_glm_spec --data-pad-size-multiplier 128 --lr 0.5")
+    assert args.lr == 0.5
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition("warning: ")[2].partition(":")[0] for line in lines] == [
+        "--spec means nothing here",
+        "--data-pad-size-multiplier means nothing here",
+    ]
+
+
+def test_all_reasons_come_at_once(fails: Fails) -> None:
+    words = "--use-opd --opd-type x --save-interval 3 --use-dynamic-batch-size --tensor-model-parallel-size 3"
+    line = fails(f"{words} --eps-clip-c 2 --advantage-estimator cispo")
+    for part in ("--use-opd", "--opd-type", "--save-interval needs", "--use-dynamic-batch-size needs", "--eps-clip-c"):
+        assert line.count(part) == 1, part
+    assert "is no multiple of" not in fails("--rm-typ x --tensor-model-parallel-size 3"), "a misspelt flag comes first"
+
+
+def test_null_in_yaml_means_unset(directory: Path, parse: Parse) -> None:
+    (directory / "theirs.py").write_text("def f(args, **kwargs): ...")
+    (directory / "mis.yaml").write_text("rs_lower_bound: null\nlr: null\nmine: null\ntis_mode: mask\n")
+    args = parse("--use-tis --custom-tis-function-path theirs.py:f --custom-config-path mis.yaml")
+    assert (args.rs_lower_bound, args.lr, args.mine, args.tis_mode) == (0.5, 1e-6, None, "mask")
+
+
+def test_a_reward_is_not_demanded_where_own_code_may_give_it(directory: Path) -> None:
+    functions = (
+        "async def generate(args, sample, sampling_params): ...",
+        "def roll(args, rollout_id, data_source, evaluation=False): ...",
+    )
+    (directory / "giving.py").write_text("\n".join(functions))
+    for words in ("--custom-generate-function-path giving.py:generate", "--rollout-function-path giving.py:roll"):
+        assert parse_args(command(words, "--rm-type")).rm_type is None
+
+
+def test_debug_flags_in_upstreams_forms(directory: Path, parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
+    args = parse("--save-debug-train-data t_{rollout_id}.pt --save-debug-rollout-data r.pt")
+    assert args.save_debug_train_data == str(directory / "t_{rollout_id}_{rank}.pt")
+    assert args.save_debug_rollout_data == str(directory / "r_{rollout_id}.pt")
+    args = parse("--load-debug-rollout-data r_{rollout_id}.pt --eval-interval 2 --eval-prompt-data a data.jsonl")
+    assert args.eval_interval is None
+    assert "--load-debug-rollout-data starts no engine to evaluate" in capsys.readouterr().err
+
+
+def test_args_has_every_attribute_of_upstream(parse: Parse) -> None:
+    args = parse("--disable-rewards-normalization")
+    assert (args.rewards_normalization, args.grpo_std_normalization, args.rollout_global_dataset) == (False, True, True)
+    assert (args.compute_advantages_and_returns, args.wandb_random_suffix) == (True, True)
+    assert (args.use_rollout_routing_replay, args.use_opd, args.opd_type, args.multimodal_keys) == (
+        False,
+        False,
+        None,
+        None,
+    )
