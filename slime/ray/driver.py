@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from slime.observability.progress import done_line
+from slime.ray.contract_hint import contract_hint
 from slime.ray.dry_run import dry_run
 from slime.ray.due import NothingLeftError, check_remaining
 from slime.ray.supervision import InputError, RayDownError, RunError
@@ -41,7 +42,8 @@ def run_driver(train: Callable[[argparse.Namespace], None], args: argparse.Names
         # At a usual end Ray's client would look for its head for a minute. The janitor ends what is left.
         os._exit(error.exit_status)
     except RunError as error:
-        print(f"{program()}: error: {error}", file=sys.stderr)
+        hint = "" if isinstance(error, InputError) else contract_hint(args, str(error))
+        print(f"{program()}: error: {error}{hint}", file=sys.stderr)
         sys.exit(error.exit_status)
     except StorageError as error:
         print(f"{program()}: error: {error}", file=sys.stderr)

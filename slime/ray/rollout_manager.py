@@ -181,7 +181,7 @@ class RolloutManager:
         if args.save_debug_rollout_data:
             save_samples(args, rollout_id, samples)
         batches, batch_metrics = to_train_batches(args, samples, dp_size)
-        self._reward_log.check(args, rollout_id, batches, batch_metrics)
+        self._reward_log.check(args, rollout_id, samples, batches, batch_metrics)
         self._made[rollout_id] = samples
         references = [ray.put(batch) for batch in batches]
         metrics["perf/convert_time"] = time.monotonic() - generated

@@ -8,7 +8,9 @@ from collections import Counter
 logger = logging.getLogger(__name__)
 
 _SHOWN = 4
-"""Failures of one kind that have a line each; then only `told_again` decides."""
+"""Messages of one kind that have a line each where they differ; then only `told_again` decides."""
+_COUNTED = 8
+"""Failures of one kind that are told of by their number."""
 
 
 def told_again(count: int) -> bool:
@@ -17,10 +19,11 @@ def told_again(count: int) -> bool:
 
 
 class FailureLog:
-    """Warns of failures: the first of a kind in full, later ones in one line, and most of many not at all."""
+    """Warns of failures: the first of a kind in full, other messages in a line, and of many how many they are."""
 
     def __init__(self) -> None:
         self._count: Counter[tuple[str, str, str]] = Counter()
+        self._heads: dict[tuple[str, str, str], set[str]] = {}
 
     def warn(self, what: str, reason: str, error: Exception) -> None:
         """Warn of a failed try, or only count it.
@@ -36,9 +39,12 @@ class FailureLog:
         kind = (reason, where, type(error.__cause__ or error).__name__)
         self._count[kind] += 1
         count = self._count[kind]
+        heads = self._heads.setdefault(kind, set())
         if count == 1:
             logger.warning("%s: %s: %s", what, reason, message)
-        elif count <= _SHOWN:
+        elif head not in heads and len(heads) < _SHOWN:
             logger.warning("%s: %s: %s", what, reason, head)
-        elif told_again(count):
-            logger.warning("%s: %s: %s (%d tries failed so by now)", what, reason, head, count)
+        elif count >= _COUNTED and told_again(count):
+            logger.warning("%s: %s by the same kind of error as above, in %d tries by now", what, reason, count)
+        if len(heads) < _SHOWN:
+            heads.add(head)

@@ -165,8 +165,10 @@ class Pool:
         self._drop(samples, failure.partition(":")[0])
         self.num_failed += 1
         if self.num_failed > wanted:
+            others = self.kept or self.filtered
+            every = "" if others else "all "
             raise HookError(
-                f"{self.num_failed} groups failed, more than a rollout has (--on-sample-error "
+                f"{every}{self.num_failed} groups failed, more than a rollout has (--on-sample-error "
                 f"{self._args.on_sample_error}); the last one: {failure}"
             )
 

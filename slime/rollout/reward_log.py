@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from slime.rollout.failure_log import told_again
 from slime.rollout.train_data import ZERO_STD
-from slime.utils.types import TrainBatch
+from slime.utils.types import Sample, TrainBatch
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +23,8 @@ _MAKES_ADVANTAGES = (
 """Options by which a user's function may make advantages of equal rewards."""
 _SHOWN = 3
 """Rewards that are told with the number of their groups."""
+_END = 120
+"""Letters of a response's end, where its answer mostly is."""
 
 
 class RewardLog:
@@ -30,11 +34,17 @@ class RewardLog:
         self._count = 0
 
     def check(
-        self, args: Namespace, rollout_id: int, batches: Sequence[TrainBatch], metrics: Mapping[str, float]
+        self,
+        args: Namespace,
+        rollout_id: int,
+        samples: Sequence[Sample],
+        batches: Sequence[TrainBatch],
+        metrics: Mapping[str, float],
     ) -> None:
         """Warn of a rollout, or only count it.
 
         Args:
+            samples: of which one is shown.
             batches: of all data-parallel ranks.
             metrics: of `slime.rollout.train_data.to_train_batches`, where the groups are counted.
         """
@@ -50,16 +60,36 @@ class RewardLog:
             return  # one has a single response, which is compared with none
         self._count += 1
         if told_again(self._count):
-            self._warn(args, rollout_id, groups, num_groups)
+            self._warn(args, rollout_id, samples, groups, num_groups)
 
-    def _warn(self, args: Namespace, rollout_id: int, groups: Mapping[str, int], num_groups: int) -> None:
+    def _warn(
+        self, args: Namespace, rollout_id: int, samples: Sequence[Sample], groups: Mapping[str, int], num_groups: int
+    ) -> None:
         flag = "--rm-type" if args.custom_rm_path is None else "--custom-rm-path"
         so_far = f" ({self._count} rollouts so by now)" if self._count > 1 else ""
         logger.warning(
             "rollout %d: in each of its %d groups all responses have the same reward (%s): the rewards teach nothing; "
-            "check %s and --label-key, or take easier or harder prompts%s",
-            *(rollout_id, num_groups, _told(groups), flag, so_far),
+            "check %s and --label-key, or take easier or harder prompts%s\n%s\n%s",
+            *(rollout_id, num_groups, _told(groups), flag, so_far, _one(samples), _where(args)),
         )
+
+
+def _one(samples: Sequence[Sample]) -> str:
+    """A sample as it was judged: escaped, as models may have written anything into it."""
+    sample = next((each for each in samples if each.response), samples[0])
+    text = str(sample.response)
+    end = text if len(text) <= _END else f"...{text[-_END:]}"
+    judged = f"reward {sample.reward!r:.80}, label {sample.label!r:.80}, response {end!r}"
+    return f"  one of them: sample {sample.index}, {judged}"
+
+
+def _where(args: Namespace) -> str:
+    """How all of them can be read."""
+    saved = args.save_debug_rollout_data
+    place = "DIR" if saved is None else shlex.quote(str(Path(saved).parent))
+    first = "add --save-debug-rollout-data 'DIR/{rollout_id}.pt', then: " if saved is None else ""
+    view = f"python3 tools/view_samples.py {place} --hf-checkpoint {shlex.quote(args.hf_checkpoint)}"
+    return f"  to read all of them: {first}{view}"
 
 
 def _told(groups: Mapping[str, int]) -> str:

@@ -136,7 +136,7 @@ def test_stop_on_the_first_failure_names_it(make_args: Args, use: Use, tmp_path:
 def test_function_that_always_fails_stops_the_run(make_args: Args, use: Use, tmp_path: Path) -> None:
     use(FakeClient())
     hook = hook_file(tmp_path, "def rm(args, sample): raise KeyError('reward')\n")
-    with pytest.raises(HookError, match=r"rollout 0: 5 groups failed, more than a rollout has.*KeyError: 'reward'"):
+    with pytest.raises(HookError, match=r"rollout 0: all 5 groups failed, more than a rollout has.*KeyError: 'reward'"):
         rollout(make_args(custom_rm_path=f"{hook}:rm"))
 
 
@@ -293,7 +293,18 @@ def test_a_bug_of_a_hook_does_not_flood_the_console(caplog: pytest.LogCaptureFix
     told = [record.getMessage() for record in caplog.records]
     assert [text.split(":")[0] for text in told] == [f"sample {n}" for n in (0, 1, 2, 3, 7, 15, 31, 40)]
     assert [text for text in told if "Traceback" in text] == [told[0], told[-1]]
-    assert told[4].endswith("raised OSError: 7 (8 tries failed so by now)")
+    assert told[4] == "sample 7: reward_error by the same kind of error as above, in 8 tries by now"
+
+
+def test_the_same_words_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    log = FailureLog()
+    for number in range(24):  # eight samples, three tries each
+        error = HookError("--custom-generate-function-path f.py:g raised KeyError: 'x'\nTraceback: line")
+        error.__cause__ = KeyError("x")
+        log.warn(f"sample {number}", "generate_error", error)
+    told = [record.getMessage() for record in caplog.records]
+    assert ["KeyError" in text for text in told] == [True, False, False]
+    assert [text.split(":")[0] for text in told] == ["sample 0", "sample 7", "sample 15"]
 
 
 def test_generate_function_that_hangs_fails_its_sample(make_args: Args, use: Use, tmp_path: Path) -> None:

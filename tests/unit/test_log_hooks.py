@@ -97,6 +97,7 @@ def test_what_the_manager_then_hands_on_of_an_evaluation(rollout_args: Args, hoo
         return {"sums": {"rewards": [1.0, 0.0], "truncated": [False, True], "samples": []}}
 
     manager = RolloutManager.__new__(RolloutManager)
+    manager._examiner, manager._routers = None, {}
     manager._args, manager._data_source, manager._evaluate = rollout_args(**{EVAL: str(hooks)}), None, evaluate
     manager._args.custom_eval_rollout_log_function_path += ":log_eval_rollout_data"
     manager._args.answer = answer
@@ -121,6 +122,7 @@ def test_what_the_manager_then_hands_on_of_a_rollout(
     args.reward_baseline = None
     args.custom_rollout_log_function_path = f"{hooks}:log_rollout_data" if custom else None
     manager = RolloutManager.__new__(RolloutManager)
+    manager._examiner, manager._routers = None, {}
     manager._args, manager._data_source, manager._made = args, None, {}
     manager._reward_log = RewardLog()
     samples = [[Sample(response_length=2, tokens=[1, 2, 3], reward=1.0)]]

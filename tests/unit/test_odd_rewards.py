@@ -54,7 +54,7 @@ def test_a_function_that_gives_dicts_alone_fails_with_what_to_do_when_samples_ar
     hook = hook_file(tmp_path, code.replace("{0}", value))
     key = None if value == "{'score': 1.0}" else "score"
     args = make_args(custom_rm_path=f"{hook}:own", on_sample_error="drop", reward_key=key, group_rm=of_group)
-    with pytest.raises(HookError, match="5 groups failed, more than a rollout has"):
+    with pytest.raises(HookError, match="all 5 groups failed, more than a rollout has"):
         rollout(args)
 
 

@@ -16,6 +16,7 @@ from slime.utils.types import Sample
 from tests.unit.test_train_data import make_args, make_samples
 
 NUM_GPUS = 0
+SHOWN: dict[str, Any] = {"save_debug_rollout_data": None, "hf_checkpoint": "my model"}
 
 Rollout = Callable[..., None]
 
@@ -34,8 +35,9 @@ def rollout() -> Rollout:
         if change:
             change(samples)
         num_rollouts = len({sample.rollout_id for sample in samples})
-        args = make_args(**{"global_batch_size": num_rollouts, "custom_rm_path": None, **options})
-        log.check(args, next(number), *to_train_batches(args, samples, dp_size=2))
+        given = {"global_batch_size": num_rollouts, "custom_rm_path": None, **SHOWN, **options}
+        args = make_args(**given)
+        log.check(args, next(number), samples, *to_train_batches(args, samples, dp_size=2))
 
     return take
 
@@ -50,7 +52,7 @@ def rollout() -> Rollout:
 )
 def test_equal_rewards_are_told_of(options: dict[str, Any], rollout: Rollout, caplog: pytest.LogCaptureFixture) -> None:
     rollout([0.1] * 4, [0.1] * 3, **options)
-    assert caplog.messages == [
+    assert [text.splitlines()[0] for text in caplog.messages] == [
         "rollout 0: in each of its 2 groups all responses have the same reward (0.1): the rewards teach nothing; "
         "check --rm-type and --label-key, or take easier or harder prompts"
     ]
@@ -136,17 +138,34 @@ def test_many_such_rollouts_do_not_flood_the_console(rollout: Rollout, caplog: p
         rollout([0, 0], [1, 1])
         rollout([0, 1], [1, 1])
     assert [text.split(":")[0] for text in caplog.messages] == [f"rollout {n}" for n in (0, 2, 6, 14)]
-    assert caplog.messages[-1].endswith("or harder prompts (8 rollouts so by now)")
+    assert caplog.messages[-1].splitlines()[0].endswith("or harder prompts (8 rollouts so by now)")
+
+
+def test_one_is_shown_and_where_the_others_are(rollout: Rollout, caplog: pytest.LogCaptureFixture) -> None:
+    def answer(samples: list[Sample]) -> None:
+        for sample in samples:
+            sample.label, sample.response = "12", "so " * 100 + "\\boxed{12}\x1b[2J"
+
+    rollout([0, 0], [0, 0], change=answer)
+    _, one, where = caplog.messages[0].splitlines()
+    assert one.startswith("  one of them: sample 0, reward 0, label '12', response '...")
+    assert one.endswith("so \\\\boxed{12}\\x1b[2J'")
+    assert len(one) < 240
+    view = "python3 tools/view_samples.py {} --hf-checkpoint 'my model'"
+    assert where.endswith("'DIR/{rollout_id}.pt', then: " + view.format("DIR"))
+    rollout([0, 0], [0, 0], save_debug_rollout_data="out/samples/{rollout_id}.pt")
+    assert caplog.messages[1].splitlines()[2] == "  to read all of them: " + view.format("out/samples")
 
 
 def test_the_rollout_manager_tells(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(rollout_manager.ray, "put", lambda batch: batch)
     tracking = dict.fromkeys(("log_passrate", "log_multi_turn", "log_reward_category", "log_correct_samples"))
-    args = make_args(**tracking, custom_rollout_log_function_path=None, custom_rm_path=None)
+    args = make_args(**tracking, **SHOWN, custom_rollout_log_function_path=None, custom_rm_path=None)
     samples = make_samples(groups=2)
     for sample in samples:
         sample.reward = 0.0
     manager = RolloutManager.__new__(RolloutManager)
+    manager._examiner, manager._routers = None, {}
     manager._args, manager._made, manager._reward_log = args, {}, RewardLog()
     monkeypatch.setattr(manager, "_samples", lambda rollout_id: (samples, {}))
     manager.generate(5, 1, None)
