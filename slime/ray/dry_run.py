@@ -51,7 +51,7 @@ def _check(args: argparse.Namespace) -> list[str]:
         evaluations = load_eval_prompts(args)
         data = _check_recorded(args) if args.load_debug_rollout_data else _check_prompts(args)
     except (BadInputError, OptionError) as error:
-        raise InputError(f"{LOAD_DATA}: {error}") from None
+        raise InputError(f"{LOAD_DATA}: {' '.join(str(error).split())}") from None
     except SlimeError as error:
         raise RunError(f"{LOAD_DATA}: {error}") from None
     host = [] if running_address() else _check_host()
