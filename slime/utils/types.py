@@ -189,7 +189,8 @@ class Sample:
 
         Args:
             tokens: token ids to append: a list, an array or a tensor; None for a reply without any.
-            log_probs: the engine's log-probs, one a token; required for trainable tokens, 0.0 for the others.
+            log_probs: the engine's log-probs, one a token; required for trainable tokens, not read of others: those
+                have 0.0.
             trainable: whether the tokens count in the loss (model output) or not (tool output).
             meta_info: the engine's ``meta_info`` of the reply: weight version, finish reason, and the counters of
                 ``spec_info`` and ``prefix_cache_info`` are taken from it.
@@ -197,20 +198,17 @@ class Sample:
             update_terminal_info: whether ``meta_info`` decides ``status``.
 
         Raises:
-            ValueError: trainable tokens without as many log-probs, or log-probs of tokens that are not trained. The
-                sample is as it was.
+            ValueError: trainable tokens without as many log-probs; the sample is as it was.
         """
         new = [] if tokens is None else [int(token) for token in tokens]
         given = None if log_probs is None else [float(log_prob) for log_prob in log_probs]
         if trainable and len(given or []) != len(new):
             got = "none" if given is None else str(len(given))
             raise ValueError(f"{len(new)} trainable tokens need as many log-probs, got {got}")
-        if given and not trainable:
-            raise ValueError(f"log-probs of {len(given)} tokens with trainable=False, which have none: leave them out")
         start = self.response_length
         self._grow("tokens", new, before=0)
         self._grow("loss_mask", [int(trainable)] * len(new), before=1)
-        self._grow("rollout_log_probs", given or [0.0] * len(new), before=0.0)
+        self._grow("rollout_log_probs", given if trainable and given else [0.0] * len(new), before=0.0)
         self.response_length += len(new)
         if text:
             self.response += text

@@ -100,7 +100,6 @@ def test_counters_without_requests() -> None:
         ({"tokens": [1, 2], "log_probs": [-1.0]}, "2 trainable tokens need as many log-probs, got 1"),
         ({"tokens": [1]}, "1 trainable tokens need as many log-probs, got none"),
         ({"log_probs": [-1.0]}, "0 trainable tokens need as many log-probs, got 1"),
-        ({"tokens": [1], "log_probs": [-1.0], "trainable": False}, "log-probs of 1 tokens with trainable=False"),
     ],
 )
 def test_a_refused_call_changes_nothing(call: dict[str, object], message: str) -> None:
@@ -109,6 +108,12 @@ def test_a_refused_call_changes_nothing(call: dict[str, object], message: str) -
     with pytest.raises(ValueError, match=message):
         sample.append_response_tokens(**call, meta_info=META)  # type: ignore[arg-type]
     assert sample.to_dict() == before
+
+
+def test_log_probs_of_what_a_tool_said_are_not_read() -> None:
+    sample = prompt()
+    sample.append_response_tokens(tokens=[1, 2], log_probs=[-1.0, -2.0], trainable=False)
+    assert (sample.rollout_log_probs, sample.loss_mask) == ([0.0, 0.0], [0, 0])
 
 
 def test_a_dict_is_of_the_moment() -> None:
