@@ -90,6 +90,9 @@ def colours(browser: Browser) -> list[str]:
 def test_the_list_shows_what_was_rolled_out(browser: Browser) -> None:
     assert "rollout 9 · 8 samples, 4 groups" in browser.run("return document.getElementById('about').textContent")
     assert browser.run("return document.querySelectorAll('.group').length") == 4
+    browser.wait(f"{TITLE} === 'sample 0'")  # which is open at once
+    colour = "return [...document.querySelectorAll('.row .reward')].map(reward => reward.classList[1] ?? '').join()"
+    assert browser.run(colour) == "good,warn,bad,warn,good,,,warn"
     row = browser.run("return document.querySelector(\".row[data-place='1']\").textContent")
     for part in ("0.5", "#1", "13 tokens", "gap 0.25", "v3 → 4", "two echo done"):
         assert part in row
@@ -236,9 +239,12 @@ def test_light_and_dark(browser: Browser) -> None:
     browser.emulate("setEmulatedMedia", features=[])
 
 
-def test_a_phone_shows_the_list_or_a_sample(browser: Browser) -> None:
+def test_a_phone_shows_the_list_or_a_sample(browser: Browser, url: str) -> None:
     browser.emulate("setDeviceMetricsOverride", width=360, height=740, deviceScaleFactor=1, mobile=True)
     try:
+        browser.open("about:blank")
+        browser.open(f"{url}#rollout=9.pt")
+        browser.wait(f"{ROWS}.length === 8")
         visible = "['aside', 'main'].filter(name => document.querySelector(name).offsetWidth).join()"
         assert browser.run(f"return {visible}") == "aside"
         show(browser, 1)

@@ -23,7 +23,7 @@ from slime.utils.types import Sample
 from tests.saved_rollouts import HOSTILE, make_samples, write_rollout, write_train_data
 from tools import make_tiny_model, view_samples
 from tools.samples.plain import load_plain
-from tools.samples.rollouts import Query, Rollout, list_samples, read_rollout, show_sample, token_texts
+from tools.samples.rollouts import Query, Rollout, list_samples, question, read_rollout, show_sample, token_texts
 
 NUM_GPUS = 0
 
@@ -167,6 +167,51 @@ def test_a_list_counts_the_whole_rollout_and_shows_a_page(rollout: Rollout) -> N
     assert (second["length"], second["trained"], second["versions"]) == (13, 8, ["3", "4"])
     assert "tokens" not in first
     assert list_samples(rollout, Query.parse({"text": "four"}))["rows"][0]["trained"] == 0
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n",
+        "<|im_start|>user\nA<|im_end|>\n<|im_start|>assistant\nB<|im_end|>\n<|im_start|>user\nWhat?<|im_end|>\n",
+        "[gMASK]<sop><|system|>\nS<|user|>\nWhat?<|assistant|>\n<think>",
+        "<\uff5cbegin▁of▁sentence\uff5c>S<\uff5cUser\uff5c>What?<\uff5cAssistant\uff5c><think>\n",
+        "<|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nWhat?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n<think>",
+        "<bos><start_of_turn>user\nWhat?<end_of_turn>\n<start_of_turn>model\n",
+        "<s>[INST] What? [/INST]",
+        "<|im_user|>user<|im_middle|>What?<|im_end|><|im_assistant|>assistant<|im_middle|>",
+        "<|start|>system<|message|>S<|end|><|start|>user<|message|>What?<|end|><|start|>assistant",
+        "What?",
+        [{"role": "system", "content": "S"}, {"role": "user", "content": "What?"}],
+        [{"role": "user", "content": [{"type": "text", "text": "What?"}]}],
+    ],
+)
+def test_a_list_shows_the_question(prompt: Any) -> None:
+    assert question(Sample(prompt=prompt)) == "What?"
+
+
+@pytest.mark.parametrize(
+    "prompt", ["user\nof what", "", "<|im_start|><|im_end|>", HOSTILE, "a < b | c > d", "<|x|>", "user"]
+)
+def test_a_prompt_without_turns_is_shown_as_it_is(prompt: str) -> None:
+    assert question(Sample(prompt=prompt)) == prompt
+
+
+def test_the_page_says_order_and_colours_in_usual_words() -> None:
+    page = view_samples.PAGE.read_text()
+    assert "> descending<" in page
+    assert ">file order<" in page
+    assert "falling" not in page
+
+
+@pytest.mark.parametrize("mark", ["<|im_start|>user\n", "<|user|>"])
+def test_hostile_questions_stay_text(mark: str, tokenizer: Any, tmp_path: Path) -> None:
+    """What a list shows of a prompt is the prompt's own text: JSON that the page puts into text nodes."""
+    sample = Sample(prompt=f"{mark}{HOSTILE}<|im_end|>", tokens=[1], response_length=1, response=HOSTILE)
+    row = list_samples(read_rollout(write_rollout(tmp_path / "1.pt", 1, [sample])), Query())["rows"][0]
+    assert row["prompt"] == HOSTILE
+    assert json.loads(json.dumps(row)) == row
 
 
 def test_rewards_may_be_dicts(samples: list[Sample], tmp_path: Path) -> None:

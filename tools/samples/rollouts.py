@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
@@ -20,6 +21,12 @@ from tools.samples.train_data import mean_gap, read_train_data
 _COLUMNS = ("loss_mask", "rollout_log_probs", "teacher_log_probs")
 _PREVIEW = 200
 _LONGEST_CHARACTER = 8  # tokens; a byte-level one needs 4, and what follows no rule must end somewhere
+_MARK = re.compile(r"(<[|\uff5c][^<>|\uff5c]{1,40}[|\uff5c]>|<(?:start|end)_of_turn>|</?s>|<sop>|\[gMASK\]|\[/?INST\])")
+"""Special tokens of chat templates, as their text."""
+_ROLES = ("system", "user", "assistant")
+_ROLE = re.compile(
+    r"\s*(system|developer|user|human|assistant|model|tool|observation)\b[ \t]*(?:\n|$|(?=<))", re.IGNORECASE
+)
 _SORTS = ("place", "reward", "length", "gap")
 
 
@@ -139,7 +146,7 @@ def _row(place: int, sample: Sample) -> dict[str, Any]:
         "trained": 0 if sample.remove_sample else trained,
         "versions": list(dict.fromkeys(map(str, sample.weight_versions))),
         "removed": bool(sample.remove_sample),
-        "prompt": " ".join(prompt_text(sample)[:_PREVIEW].split()),
+        "prompt": " ".join(question(sample)[:_PREVIEW].split()),
         "response": " ".join(str(sample.response)[:_PREVIEW].split()),
         "gap": None,
     }
@@ -148,8 +155,41 @@ def _row(place: int, sample: Sample) -> dict[str, Any]:
 def prompt_text(sample: Sample) -> str:
     """The prompt; of chat messages what they say."""
     if isinstance(sample.prompt, list):
-        return "\n".join(str(m.get("content")) for m in sample.prompt if isinstance(m, dict))
+        return "\n".join(_said(message) for message in sample.prompt if isinstance(message, dict))
     return str(sample.prompt)
+
+
+def question(sample: Sample) -> str:
+    """What the prompt asks: its last turn of a user, without the marks of a chat template.
+
+    A prompt that was rendered is taken apart at what looks like special tokens, as lists are made without a tokenizer.
+    """
+    if isinstance(sample.prompt, list):
+        messages = [message for message in sample.prompt if isinstance(message, dict)]
+        asked = [_said(message) for message in messages if message.get("role") == "user"]
+        return asked[-1] if asked else prompt_text(sample)
+    role, is_name, turns = "", False, []
+    for number, part in enumerate(_MARK.split(str(sample.prompt))):
+        if number % 2:  # a mark; one behind the name of a role only ends the name
+            in_mark = next((word for word in _ROLES if word in part.lower()), "user" if part == "[INST]" else "")
+            role, is_name = in_mark or (role if is_name else ""), False
+            continue
+        named = _ROLE.match(part) if number and not (role and part.strip().lower() != role) else None
+        text = part[named.end() :].strip() if named else part.strip()
+        role = named[1].lower() if named else role
+        is_name = named is not None and not text
+        if text:
+            turns.append((role, text))
+    asked = [text for role, text in turns if role in ("user", "human")]
+    others = [text for role, text in turns if role not in ("system", "assistant")]
+    return next(iter([*asked[::-1], *others[::-1]]), prompt_text(sample))
+
+
+def _said(message: dict[str, Any]) -> str:
+    content = message.get("content")
+    if isinstance(content, list):
+        return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return str(content)
 
 
 def reward_of(sample: Sample, key: str | None) -> float | None:
