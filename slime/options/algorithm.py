@@ -23,7 +23,9 @@ class AlgorithmOptions:
     ] = option("grpo", "How rewards become advantages, and which ratio and clipping the policy loss has.")
     disable_compute_advantages_and_returns: bool = option(False, "No advantages; what --loss-type sft_loss implies.")
     eps_clip: float = option(0.2, "The probability ratio is clipped below at 1 minus this.", at_least=0, at_most=1)
-    eps_clip_high: float | None = option(None, "... and above at 1 plus this; default --eps-clip.", at_least=0)
+    eps_clip_high: float | None = option(
+        None, "The probability ratio is clipped above at 1 plus this; default --eps-clip.", at_least=0
+    )
     eps_clip_c: float | None = option(None, "Dual clip: bound of the loss of negative advantages.", above=1)
     use_kl_loss: bool = option(False, "Measure the KL divergence to the reference model, and add it to the loss.")
     kl_loss_coef: float = option(0.0, "Weight of the KL divergence in the loss; 0 only measures it.", at_least=0)
@@ -50,9 +52,7 @@ class AlgorithmOptions:
         "the end (soft overlong punishment of DAPO).",
         at_least=1,
     )
-    overlong_penalty_factor: float = option(
-        1.0, "What is taken off the reward of a response that is as long as it may be.", above=0
-    )
+    overlong_penalty_factor: float = option(1.0, "Penalty on the reward of a response of the maximum length.", above=0)
     calculate_per_token_loss: bool = option(
         False, "Average over all tokens of a step, instead of over each response and then over responses."
     )
@@ -109,15 +109,21 @@ class CorrectionOptions:
     use_tis: bool = option(False, "Weigh the policy loss by the ratio of the trainer's and engine's probabilities.")
     tis_level: Level = option("token", "The ratio of each token, of its sequence, or its geometric mean over it.")
     tis_mode: Literal["truncate", "clip", "mask"] = option(
-        "clip", "Ratios outside the bounds: limited above only, limited, or 0 (with level token: IcePop)."
+        "clip",
+        "Ratios outside the bounds are limited above only (truncate), limited on both sides (clip), or set to "
+        "0 (mask; with level token: IcePop).",
     )
     tis_clip: float = option(2.0, "Upper bound of the ratio.", above=0, aliases=("--tis-threshold",))
     tis_clip_low: float = option(0.0, "Lower bound of the ratio.", at_least=0)
-    use_rs: bool = option(False, "Leave out what the ratio says is too far from the trainer's policy.")
-    rs_level: Level = option("geometric", "Of each token by itself, or of the whole sequence by that ratio.")
+    use_rs: bool = option(False, "Rejection sampling: leave out tokens or sequences whose ratio is out of bounds.")
+    rs_level: Level = option(
+        "geometric", "Judge each token by its own ratio, or a whole sequence by its ratio or by the geometric mean."
+    )
     rs_upper_bound: float = option(2.0, "Largest ratio that is kept.", above=0)
     rs_lower_bound: float = option(0.5, "Smallest ratio that is kept.", at_least=0)
-    rs_veto_threshold: float | None = option(None, "A sequence with any token of a smaller ratio is left out.", above=0)
+    rs_veto_threshold: float | None = option(
+        None, "Leave out a sequence if any of its tokens has a smaller ratio.", above=0
+    )
     custom_tis_function_path: str | None = option(
         None,
         "Function (args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths) "
@@ -142,7 +148,7 @@ class CorrectionOptions:
 class CriticOptions:
     """Critic: the value model of --advantage-estimator ppo, on the actor's slots and in its layout."""
 
-    value_clip: float = option(0.2, "A new value counts at most this far from the old one.", at_least=0)
+    value_clip: float = option(0.2, "Clip a new value to within this distance of the old one.", at_least=0)
     num_critic_only_steps: int = option(0, "Rollouts at the start that train the critic only.", at_least=0)
     critic_lr: float | None = option(None, "Learning rate; default --lr.", above=0)
     critic_lr_warmup_iters: int | None = option(None, "Warm-up in optimizer steps; default as the actor's.", at_least=0)

@@ -21,14 +21,15 @@ class AsyncOptions:
     )
     max_weight_staleness: int = option(
         1,
-        "How many versions (rollouts trained) the weights that generated a sample may be behind those that train on "
-        "it; at least --update-weights-interval - 1.",
+        "How many versions (rollouts trained) old the weights that generated a sample may be when it is "
+        "trained on; at least --update-weights-interval - 1.",
         at_least=0,
     )
     keep_old_actor: bool = option(
         False,
-        "The behaviour policy is the trainer's own weights of the version that generated each token: versions that "
-        "are not too stale stay in host memory, and each that a rollout needs takes a log-prob pass.",
+        "Use as behaviour policy the trainer's own weights of the version that generated each token. Versions "
+        "within the staleness limit stay in host memory; each version that a rollout needs takes one log-prob "
+        "pass.",
     )
 
 

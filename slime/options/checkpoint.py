@@ -113,9 +113,7 @@ def saved_model(directory: Path) -> SavedModel:
 class CheckpointOptions:
     """Checkpoints."""
 
-    load: str | None = option(
-        None, "Directory of checkpoints to resume from; where it is --save too, none is needed yet."
-    )
+    load: str | None = option(None, "Directory of checkpoints to resume from; it may be empty if it is also --save.")
     save: str | None = option(None, "Directory for checkpoints.")
     save_interval: int | None = option(
         None, "Save every so many rollouts; with --save, --save-hf or --save-lora also after the last.", at_least=1

@@ -31,18 +31,17 @@ class ClusterOptions:
     colocate: bool = option(False, "Generate on the training slots, taking turns.")
     offload_train: bool | None = option(
         None,
-        "Give the trainers' GPU memory to the engines while these generate, and keep it in host memory meanwhile "
-        "(default with --colocate on GPUs).",
+        "Move the trainers' GPU memory to host memory while the engines generate (default with --colocate on GPUs).",
     )
     offload_rollout: bool | None = option(
         None,
-        "Give the engines' GPU memory to the trainers while these train; weights are pushed anew afterwards (default "
+        "Free the engines' GPU memory while the trainers train; weights are pushed again afterwards (default "
         "with --colocate on GPUs).",
     )
-    train_backend: Literal["megatron"] = option("megatron", "What trains.")
+    train_backend: Literal["megatron"] = option("megatron", "Training backend.")
     train_env_vars: dict[str, Any] | None = option(None, "Environment variables of the training workers, as JSON.")
     distributed_timeout_minutes: float = option(10.0, "Deadline of one collective among training ranks.", above=0)
-    no_api_keys: bool = option(False, "Run servers without API keys; only where every server listens on loopback.")
+    no_api_keys: bool = option(False, "Run servers without API keys; allowed only if every server listens on loopback.")
 
 
 @dataclass
@@ -55,10 +54,10 @@ class DeadlineOptions:
     rollout_timeout: float = option(3600.0, "One generate or eval call, while no older one is under way.", above=0)
     request_timeout: float = option(1800.0, "One generation request.", above=0)
     rollout_health_check_interval: float = option(
-        10.0, "Between two questions whether an engine or a router answers.", above=0
+        10.0, "Seconds between two health checks of an engine or router.", above=0
     )
     rollout_health_check_timeout: float = option(
-        30.0, "One such answer; a server that leaves two questions in a row without one hangs.", above=0
+        30.0, "One health check; a server that misses two in a row counts as hanging.", above=0
     )
     generate_timeout: float | None = option(
         None, "One call of a custom generate function or of a sample hook; default as --rollout-timeout.", above=0
@@ -66,7 +65,7 @@ class DeadlineOptions:
     reward_timeout: float = option(120.0, "One reward call, of a custom function or a remote service too.", above=0)
     train_timeout: float = option(3600.0, "One training call on a rollout's batch.", above=0)
     weight_update_timeout: float = option(600.0, "One push of the weights to all engines.", above=0)
-    checkpoint_timeout: float = option(1800.0, "Writing a checkpoint, or starting trainers, who read it.", above=0)
+    checkpoint_timeout: float = option(1800.0, "Writing a checkpoint, or starting trainers, which read it.", above=0)
 
 
 @dataclass
@@ -81,7 +80,7 @@ class WeightUpdateOptions:
     update_weight_mode: Literal["full"] = option("full", "full: every push carries every weight.")
     update_weight_buffer_size: int = option(
         512 * 2**20,
-        "Bytes of one bucket of weights; a push takes memory for up to four and a half on a training rank.",
+        "Bytes of one bucket of weights; a push needs memory for up to 4.5 buckets on each training rank.",
         at_least=1,
     )
     update_weight_disk_dir: str | None = option(None, "Directory shared with the engines for transport disk.")

@@ -33,14 +33,14 @@ class DebugOptions:
     debug_train_only: bool = option(False, "Only train; no engine is started.")
     save_debug_rollout_data: str | None = option(None, "File for every rollout's samples; {rollout_id} is filled in.")
     load_debug_rollout_data: str | None = option(
-        None, "Train on files saved so instead of generating; {rollout_id} is filled in."
+        None, "Train on files of --save-debug-rollout-data instead of generating; {rollout_id} is filled in."
     )
     load_debug_rollout_data_subsample: float | None = option(
-        None, "Train on this share of their groups, evenly spaced, with smaller steps.", above=0, at_most=1
+        None, "Train on this share of the loaded groups, evenly spaced, with smaller steps.", above=0, at_most=1
     )
     save_debug_train_data: str | None = option(
         None,
-        "File for what every training rank makes of a rollout before it trains: columns, log-probs, advantages and "
+        "File for each training rank's data of a rollout before it trains: columns, log-probs, advantages and "
         "micro-batches; {rollout_id} and {rank} are filled in.",
     )
     dump_details: str | None = option(
@@ -54,9 +54,9 @@ class DebugOptions:
         "actor's optimizer steps, or passes for log-probs.",
     )
     profile_step_start: int = option(1, "The first rollout that is recorded, counted from 0.", at_least=0)
-    profile_step_end: int = option(2, "The one after the last that is recorded.", at_least=1)
-    ci_test: bool = option(False, "Stop the run when what must hold in every run does not.")
-    ci_disable_kl_checker: bool = option(False, "Without the checks of the KL divergence on the first rollout.")
+    profile_step_end: int = option(2, "The rollout after the last recorded one.", at_least=1)
+    ci_test: bool = option(False, "Stop the run when something that must hold in every run does not.")
+    ci_disable_kl_checker: bool = option(False, "Skip the checks of the KL divergence on the first rollout.")
     ci_train_rollout_logprob_abs_diff_threshold: float = option(
         0.1, "For --ci-test: largest mean difference of the trainer's and the engine's log-probs.", above=0
     )

@@ -44,8 +44,8 @@ class LoraOptions:
     )
     lora_sync: Literal["merged", "adapter", "auto"] = option(
         "merged",
-        "What a push carries: merged, every weight with what its adapter adds; adapter, the adapters alone, which "
-        "SGLang's LoRA layers then add; auto, adapters where engines can have them, otherwise merged weights.",
+        "What a push carries. merged: all weights, with the adapters added. adapter: only the adapters, for "
+        "SGLang's LoRA layers. auto: adapter if the engines can take them, else merged.",
     )
 
 

@@ -52,7 +52,7 @@ class RolloutOptions:
     )
     over_sampling_batch_size: int | None = option(
         None,
-        "Prompts that are begun at a time; at least --rollout-batch-size. What is not needed goes back to the buffer.",
+        "Prompts to begin at a time; at least --rollout-batch-size. Surplus groups go back to the buffer.",
         at_least=1,
     )
     dynamic_sampling_filter_path: str | None = option(
@@ -62,11 +62,11 @@ class RolloutOptions:
         call=(Call("args, samples, **kwargs", "DynamicFilterOutput | bool", may_be_async=True),),
     )
     partial_rollout: bool = option(
-        False, "Responses that are not finished when a rollout has what it needs go on in a later one."
+        False, "Continue unfinished responses in a later rollout, instead of starting them again."
     )
     mask_offpolicy_in_partial_rollout: bool = option(
         False,
-        "Leave tokens that older weights generated out of the loss: those of all segments before the newest push, in "
+        "Leave tokens of older weights out of the loss: those of all segments before the newest push, in "
         "partial, surplus and asynchronous responses alike.",
     )
     on_sample_error: Literal["retry", "drop", "stop"] = option(
@@ -114,8 +114,8 @@ class RolloutOptions:
     )
     loss_mask_type: Literal["qwen", "qwen3", "qwen3_5", "distill_qwen"] = option(
         "qwen",
-        "Supervised data: distill_qwen trains the assistant's last turn, and the others, which mean the same, all of "
-        "them; where a turn is, the tokenizer's chat template says.",
+        "Supervised data: distill_qwen trains only the assistant's last turn; the others all mean the same "
+        "and train every assistant turn. The tokenizer's chat template says where a turn is.",
     )
 
 
@@ -143,12 +143,10 @@ class RewardOptions:
     rm_url: str | None = option(None, "Where --rm-type remote_rm posts {prompt, response, label}.")
     rm_model_path: str | None = option(
         None,
-        "Hugging Face directory or hub id of a reward model: SGLang engines of its own serve it, with weights that "
-        "never change, to the reward function, which finds them by get_model_url(args, 'reward').",
+        "Hugging Face directory or hub id of a reward model. It has its own SGLang engines, and its weights "
+        "never change; the reward function finds it by get_model_url(args, 'reward').",
     )
-    rm_num_gpus: int | None = option(
-        None, "Slots of the reward model, which nobody shares.", at_least=1, at_most=1_000_000
-    )
+    rm_num_gpus: int | None = option(None, "Slots for the reward model alone.", at_least=1, at_most=1_000_000)
     rm_num_gpus_per_engine: int = option(1, "Slots of one engine of the reward model.", at_least=1)
     rm_sglang_args: dict[str, Any] | None = option(
         None, 'SGLang flags of the reward model\'s engines, as JSON: {"context_length": 2048}.'

@@ -29,8 +29,8 @@ class TrackingOptions:
     tb_experiment_name: str | None = option(None, "Directory of this run below it.")
     custom_rollout_log_function_path: str | None = option(
         None,
-        "Function (rollout_id, args, samples, rollout_extra_metrics, rollout_time) -> bool that logs a rollout; True: "
-        "slime logs only times, its training batch and where prompts went besides.",
+        "Function (rollout_id, args, samples, rollout_extra_metrics, rollout_time) -> bool that logs a "
+        "rollout. If it returns True, slime logs only times, the training batch and the counts of prompts.",
         hook=("log_rollout_data",),
         call=(Call("rollout_id, args, samples, rollout_extra_metrics, rollout_time", "bool", may_be_async=True),),
     )
