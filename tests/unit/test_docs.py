@@ -119,6 +119,14 @@ def test_both_languages_show_the_same_code(page: str) -> None:
     assert examples(page) == examples(f"zh/{page}")
 
 
+def test_chinese_pages_use_one_word_for_each_of_these() -> None:
+    pages = [*DOCS.glob("zh/*.md"), *DOCS.parent.glob("examples/*/*_zh.md")]
+    assert len(pages) > 15
+    other = re.compile("演员|评论家|(?<!并)提示")  # actor, critic, prompt; "并提示" is a verb
+    found = {page.name: words for page in pages if (words := other.findall(page.read_text()))}
+    assert not found, "write actor, critic and prompt as they are in English"
+
+
 def test_both_languages_list_the_same_metrics() -> None:
     names = metric_names()
     assert names == metric_names("zh/metrics.md")
