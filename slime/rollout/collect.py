@@ -67,10 +67,10 @@ async def finish_batch(
     ``--rollout-sample-filter-path`` may set ``remove_sample``, which masks a sample out of the loss;
     ``--rollout-all-samples-process-path`` sees all groups that were finished, filtered ones too.
     """
-    samples = flatten_samples(groups)
     if (path := args.rollout_sample_filter_path) is not None:
-        with numbers_kept(samples, f"--rollout-sample-filter-path {path}"):
+        with numbers_kept(flatten_samples(groups), f"--rollout-sample-filter-path {path}"):
             await call_batch_hook(state, "--rollout-sample-filter-path", path, args, groups)
     if (path := args.rollout_all_samples_process_path) is not None:
-        with numbers_kept(samples, f"--rollout-all-samples-process-path {path}"):
+        # Some of all that are done are trained by later rollouts.
+        with numbers_kept(flatten_samples([*groups, *all_done]), f"--rollout-all-samples-process-path {path}"):
             await call_batch_hook(state, "--rollout-all-samples-process-path", path, args, all_done, source)

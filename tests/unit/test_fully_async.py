@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from slime.options.eval_datasets import eval_datasets
+from slime.rollout import fully_async_rollout
 from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
@@ -79,6 +80,11 @@ def take(args: Namespace, rollout_id: int, source: RolloutDataSourceWithBuffer) 
     source.count_trained(flatten_samples(output.samples))
     accounting(args, source, source.num_in_flight(after=rollout_id))
     return output
+
+
+def num_kept() -> int:
+    """How many groups of the stream are done and taken by no rollout yet."""
+    return sum(len(stream._pool.kept) for stream in fully_async_rollout._streams.values() if stream._pool)
 
 
 def groups_of(output: RolloutFnTrainOutput) -> list[int | None]:
@@ -252,6 +258,33 @@ def test_filter_hooks_and_failures(make_args: Args, use: Use, tmp_path: Path) ->
     from slime.utils.misc import load_module
 
     assert all(count >= 4 for count in load_module(str(hook)).seen)
+
+
+def test_groups_kept_for_later_rollouts_keep_the_numbers_that_a_hook_of_all_sets(
+    make_args: Args, use: Use, tmp_path: Path
+) -> None:
+    engine = Engine()
+    use(FakeClient(engine))
+    hook = hook_file(
+        tmp_path,
+        "seen = []\n"
+        "def process_all_samples(args, all_groups, data_source):\n"
+        "    seen.append(len(all_groups))\n"
+        "    for group in all_groups:\n"
+        "        for s in group: s.group_index = s.index = s.rollout_id = 7000\n",
+    )
+    args, source = make(make_args, rollout_all_samples_process_path=f"{hook}:process_all_samples")
+    trained: list[Sample] = []
+    for rollout_id in range(3):
+        engine.push(rollout_id)
+        if rollout_id:
+            wait_for(lambda: num_kept() == 2 * args.rollout_batch_size, "those of the rollout after it are done")
+        trained += flatten_samples(take(args, rollout_id, source).samples)
+    from slime.utils.misc import load_module
+
+    assert max(load_module(str(hook)).seen) > args.rollout_batch_size, "it saw some of the next rollout's"
+    assert set(Counter(sample.group_index for sample in trained).values()) == {args.n_samples_per_prompt}
+    assert len({sample.index for sample in trained}) == len({sample.rollout_id for sample in trained}) == len(trained)
 
 
 def test_a_crashed_group_goes_back_and_is_generated_again(make_args: Args, use: Use) -> None:
