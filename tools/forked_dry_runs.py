@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import os
 import re
 import resource
@@ -68,6 +69,7 @@ def dry_run(words: Sequence[str], directory: str | Path, *, asynchronous: bool =
 def _child(words: Sequence[str], directory: str | Path, asynchronous: bool, deadline: int, output: int) -> None:
     """The forked process: never returns."""
     status = 70
+    gc.disable()  # a collection would touch, and so copy, every page that is shared with the parent
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends it within C code, too
         signal.alarm(deadline)

@@ -33,6 +33,7 @@ from slime.options.eval_datasets import FIELDS  # noqa: E402
 from slime.options.parser import StrictParser  # noqa: E402
 from slime.options.schema import hook_fields  # noqa: E402
 from slime.options.unavailable import NOT_YET, REPLACED  # noqa: E402
+from slime.rollout.tokenizer import load_tokenizer  # noqa: E402
 from slime.utils.arguments import GROUPS, assemble  # noqa: E402
 from tools import make_tiny_model  # noqa: E402
 from tools.forked_dry_runs import OK, Outcome, dry_run  # noqa: E402
@@ -353,6 +354,7 @@ def prepare(directory: Path) -> None:
     """Write what command lines name: a tiny model, prompts, modules, and things that are none of these."""
     with contextlib.redirect_stdout(None):
         make_tiny_model.main([str(directory / "model"), "--num-layers", "2", "--hidden-size", "32"])
+    load_tokenizer(str(directory / "model"))  # here, so that no case imports what it takes
     (directory / "data.jsonl").write_text('{"input": "1+1", "label": "2"}\n' * 5)
     (directory / "own.py").write_text(OWN)
     (directory / "bad.py").write_bytes(b"\xff def f(")

@@ -43,9 +43,10 @@ def describe_changed(args: Namespace, groups: tuple[type, ...]) -> str:
     sections: dict[str, dict[str, Any]] = {}
     for group in groups:
         fields = dataclasses.fields(group)
+        names = {field.name for field in fields}
         changed = {f.name: values[f.name] for f in fields if values.get(f.name) != _plain(f.default)}
         sections[_title(group)] = changed
-        values = {name: value for name, value in values.items() if name not in {field.name for field in fields}}
+        values = {name: value for name, value in values.items() if name not in names}
     sections["sglang"] = {name: values[name] for name in PASSED_ON if values[name]}
     sections["megatron and others"] = {
         name: values[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -139,10 +140,15 @@ def _add_list(
         )
 
 
+@functools.cache
+def _hints(options: type) -> dict[str, Any]:
+    return get_type_hints(options)
+
+
 def add_options(parser: argparse.ArgumentParser, options: type) -> None:
     """Add every field of an options class to the parser, in a group titled by the class's docstring."""
     group = parser.add_argument_group((options.__doc__ or options.__name__).strip().rstrip("."))
-    hints = get_type_hints(options)
+    hints = _hints(options)
     for field in dataclasses.fields(options):
         annotation = hints[field.name]
         if get_origin(annotation) in (Union, types.UnionType):
