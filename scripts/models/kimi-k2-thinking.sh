@@ -24,8 +24,6 @@ MODEL_ARGS=(
    --rope-type yarn
    --mscale 1.0
    --mscale-all-dim 1.0
-   --beta-fast 32.0
-   --beta-slow 1.0
    --original-max-position-embeddings 4096
    # norms, activation, embeddings
    --normalization RMSNorm
