@@ -7,19 +7,21 @@ in ``no_proxy``, which every HTTP client heeds.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
+from urllib.request import getproxies
 
 from slime.utils.redaction import is_secret
 
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_THIS_HOST = ("localhost", "127.0.0.1", "::1")
 _PROXY = re.compile(r"(all|ftp|grpc|https?|socks[45]?|wss?)_proxy", re.IGNORECASE)
 _BYPASS = ("no_proxy", "NO_PROXY")
+_PORTS = {"http": 80, "https": 443}
 _SWITCHES = ("SGLANG_", "NCCL_", "NVSHMEM_", "UCX_", "TORCH_", "RAY_")
 """Prefixes of variables that are settings of a program we start, whatever their names end in."""
 
@@ -58,27 +60,68 @@ def as_environment(values: Mapping[str, Any] | None) -> dict[str, str]:
 
 def bypass_proxies(hosts: Iterable[str]) -> None:
     """Have HTTP clients, also of programs that this process starts, use no proxy to these hosts and to loopback."""
-    known = [each.strip() for name in _BYPASS for each in os.environ.get(name, "").split(",") if each.strip()]
+    known = _exceptions()
     if "*" in known:
         return
     # An IPv6 address with brackets too: clients differ in what they compare.
-    own = [form for host in (*LOOPBACK, *hosts) for form in ((host, f"[{host}]") if ":" in host else (host,))]
+    own = [form for host in (*_THIS_HOST, *hosts) for form in ((host, f"[{host}]") if ":" in host else (host,))]
     os.environ |= dict.fromkeys(_BYPASS, ",".join(dict.fromkeys([*known, *own])))
 
 
 def proxy_of(url: str) -> str | None:
     """The proxy that the environment names for a URL; None where there is none, or not for this host.
 
-    SOCKS is left out, which aiohttp does not speak.
+    An entry of ``no_proxy`` is ``*``, a domain with or without a leading ``.`` or ``*.``, an address, or a network such
+    as 10.0.0.0/8, which a URL with an address, not a name, may be of. All but the network may have a port. SOCKS is
+    left out, which aiohttp does not speak.
     """
     parts, proxies = urlsplit(url), getproxies()
-    host = parts.hostname or ""
-    if host in LOOPBACK or host.startswith("127."):
+    host, port = (parts.hostname or "").rstrip("."), parts.port or _PORTS.get(parts.scheme)
+    address = _address(host)
+    if host == "localhost" or (address and address.is_loopback):
         return None
-    if proxy_bypass(parts.netloc.rpartition("@")[2]):
+    if any(_is_for(entry, host, address, port) for entry in _exceptions()):
         return None
-    proxy = proxies.get(parts.scheme) or proxies.get("all")
-    return proxy if proxy and proxy.startswith(("http://", "https://")) else None
+    proxy = proxies.get(parts.scheme) or proxies.get("all") or ""
+    proxy = proxy if "://" in proxy or not proxy else f"http://{proxy}"
+    return proxy if proxy.lower().startswith(("http://", "https://")) else None
+
+
+def _exceptions() -> list[str]:
+    """The entries of ``no_proxy``, in lower and upper case of its name."""
+    return [entry for name in _BYPASS for entry in re.split(r"[,\s]+", os.environ.get(name, "")) if entry]
+
+
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def _address(host: str) -> _Address | None:
+    try:
+        address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def _is_for(entry: str, host: str, address: _Address | None, port: int | None) -> bool:
+    """Whether an entry of ``no_proxy`` is for this host (in lower case) and port."""
+    if entry == "*":
+        return True
+    if "/" in entry:
+        try:
+            return address is not None and address in ipaddress.ip_network(entry, strict=False)
+        except ValueError:
+            return False
+    own = _address(entry)
+    if own is None and (found := re.fullmatch(r"(.+):(\d+)", entry)):
+        if int(found[2]) != port:
+            return False
+        entry = found[1]
+        own = _address(entry)
+    if own is not None or address is not None:
+        return own == address
+    domain = entry.lower().removeprefix("*").strip(".")
+    return bool(domain) and f".{host}".endswith(f".{domain}")
 
 
 def _is_secret(name: str, value: str) -> bool:

@@ -154,6 +154,9 @@ def test_a_trainer_has_the_secrets_that_it_is_given(monkeypatch: pytest.MonkeyPa
         ("http://127.0.1.1:1/score", {"http_proxy": PROXY}, None),
         ("http://[::1]:1/score", {"http_proxy": PROXY}, None),
         ("http://judge.example/score", {}, None),
+        ("http://judge.example/score", {"http_proxy": "proxy.example:3128"}, PROXY),
+        ("http://127.judge.example/score", {"http_proxy": PROXY}, PROXY),
+        ("http://[::ffff:127.0.0.1]/score", {"http_proxy": PROXY}, None),
     ],
 )
 def test_calls_of_users_go_by_the_variables(
@@ -162,6 +165,49 @@ def test_calls_of_users_go_by_the_variables(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert proxy_of(url) == proxy
+
+
+@pytest.mark.usefixtures("proxies")
+@pytest.mark.parametrize("name", ["no_proxy", "NO_PROXY"])
+@pytest.mark.parametrize(
+    ("entry", "direct", "by_proxy"),
+    [
+        ("10.0.0.0/8", "10.1.2.3 10.1.2.3:8000 [::ffff:10.1.2.3] me:s3cret@10.1.2.3", "11.1.2.3 10.example [fd00::1]"),
+        ("10.1.2.3/8", "10.9.9.9", "11.1.2.3"),
+        ("192.0.2.0/25", "192.0.2.127:1", "192.0.2.128:1"),
+        ("fd00::/8", "[fd00::1] [FDAB::1]:8000", "[fe80::1] 10.1.2.3 fd00.example"),
+        ("10.0.0.0/99", "", "10.1.2.3"),
+        ("corp.example/8", "", "corp.example"),
+        ("192.0.2.2", "192.0.2.2 192.0.2.2:8000", "192.0.2.22 1192.0.2.2"),
+        ("192.0.2.2:8000", "192.0.2.2:8000", "192.0.2.2 192.0.2.2:8001"),
+        ("2001:db8::2", "[2001:db8::2] [2001:DB8:0::2]:8000", "[2001:db8::3]"),
+        ("[2001:db8::2]", "[2001:db8::2]:8000", "[2001:db8::3]"),
+        ("[2001:db8::2]:8000", "[2001:db8::2]:8000", "[2001:db8::2]:8001"),
+        (
+            "corp.example",
+            "corp.example a.corp.example A.CORP.Example:8 corp.example.",
+            "acorp.example corp.org",
+        ),
+        (".corp.example", "corp.example a.corp.example", "acorp.example"),
+        ("*.corp.example", "a.corp.example", "acorp.example"),
+        ("CORP.Example", "a.corp.example", "other.example"),
+        ("corp.example:80", "corp.example a.corp.example:80", "corp.example:8000"),
+        ("corp.example:443", "", "corp.example"),
+        ("*", "10.1.2.3 judge.example [2001:db8::2]:1", ""),
+        ("a.example,*", "judge.example", ""),
+        ("a.example , 10.0.0.0/8 b.example", "a.example 10.1.2.3 b.example", "c.example"),
+        (".", "", "judge.example"),
+        (",", "", "judge.example"),
+    ],
+)
+def test_what_no_proxy_lists_is_asked_directly(
+    name: str, entry: str, direct: str, by_proxy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, entry)
+    for host in direct.split():
+        assert proxy_of(f"http://{host}/score") is None, host
+    for host in by_proxy.split():
+        assert proxy_of(f"http://{host}/score") == PROXY, host
 
 
 @pytest.mark.usefixtures("proxies")
