@@ -17,7 +17,8 @@ _ROOM = 1 << 30
 _SPILLS_BELOW = 0.05
 """Ray refuses objects that its memory has no room for when less than this share of the disk is free."""
 _CACHES = ("XDG_CACHE_HOME", "HF_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "MPLCONFIGDIR")
-"""Variables by which users send the caches of libraries elsewhere than to HOME."""
+"""Variables by which users send the caches of libraries elsewhere than to HOME. A run may do without: a hub's cache
+that many share can often only be read, and other libraries then take a temporary directory."""
 
 
 def check_places() -> None:
@@ -39,25 +40,27 @@ def check_places() -> None:
     home = os.path.expanduser("~")
     if why := why_no_directory(home):
         raise InputError(
-            f"HOME={home}: Ray keeps its token there, and libraries their caches, and {why}: set HOME to a directory "
-            "that can be written to"
+            f"HOME={home}: Ray keeps its token there, and {why}: set HOME to a directory that can be written to"
         )
-    for name in _CACHES:
-        if (own := os.environ.get(name)) and (why := why_no_directory(own)):
-            raise InputError(f"{name}={own}: a library has its cache there, and {why}: set it to another directory")
 
 
 def place_warnings() -> list[str]:
-    """What is short on this host and might end a run later."""
+    """What is short on this host and might end a run later, and what may cost it time or a library of the user's."""
     _, temporary = temporary_directory()
     directory = nearest_directory(Path(temporary).absolute())
     usage = shutil.disk_usage(directory)
-    if usage.free >= _ROOM and usage.free >= _SPILLS_BELOW * usage.total:
-        return []
-    return [
-        f"{amount(usage.free)} of {amount(usage.total)} are free in {directory}, where Ray writes its logs, and, while "
-        "more than 5 % of the disk are free, what its memory has no room for: set RAY_TMPDIR to another directory"
+    warnings = [
+        f"{name}={own}: a library has its cache there, and {why}: what it would keep there is made again or missing"
+        for name in _CACHES
+        if (own := os.environ.get(name)) and (why := why_no_directory(own))
     ]
+    if usage.free < _ROOM or usage.free < _SPILLS_BELOW * usage.total:
+        warnings.append(
+            f"{amount(usage.free)} of {amount(usage.total)} are free in {directory}, where Ray writes its logs, and, "
+            "while more than 5 % of the disk are free, what its memory has no room for: set RAY_TMPDIR to another "
+            "directory"
+        )
+    return warnings
 
 
 def temporary_directory() -> tuple[str, str]:

@@ -15,14 +15,17 @@ import psutil
 import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError
 
-from slime.ray import causes, driver, places, supervision
+from slime.ray import causes, driver, janitor, places, supervision
 from slime.ray.supervision import Deadline, InputError, RayDownError, RunError, Supervisor
 from slime.utils import processes
+from slime.utils.processes import Process
 from tests.waiting import wait_for
 
 NUM_GPUS = 0
 NAMES = ("child", "grandchild", "orphan")
-# Of three, all deaf to TERM, the child has a child of its own in another session, and the orphan leaves the tree.
+USERS = ("users", "child of users")
+# Of three, all deaf to TERM, the child has a child of its own in another session, and the orphan leaves the tree. The
+# user's script, which became the owner, had started another, which has a child as well.
 LIVES = """
 import os, signal, subprocess, sys, time
 program, directory, name = sys.argv[1:]
@@ -31,17 +34,22 @@ if name == "orphan":
     os.setsid()
     if os.fork():
         os._exit(0)
-if name == "child":
-    subprocess.Popen([sys.executable, "-c", program, program, directory, "grandchild"], start_new_session=True)
+children = {"child": "grandchild", "users": "child of users"}
+if name in children:
+    subprocess.Popen([sys.executable, "-c", program, program, directory, children[name]], start_new_session=True)
 with open(os.path.join(directory, name + ".tmp"), "w") as file:
     file.write(str(os.getpid()))
 os.rename(os.path.join(directory, name + ".tmp"), os.path.join(directory, name))
 while True: time.sleep(1)
 """
+PARENTS = {1000010: 1, 1000011: 1000010, 1000012: 1000011, 1000013: 1000010, 1000014: 1000012}
+"""Of an owner, what ran before, what that started, a child of the run, and one that has the run's mark below those."""
 OWNER = """
-import subprocess, sys
+import os, subprocess, sys, time
 from slime.ray import janitor
 program, directory, end = sys.argv[1:]
+users = subprocess.Popen([sys.executable, "-c", program, program, directory, "users"])
+while not os.path.exists(os.path.join(directory, "users")): time.sleep(0.01)
 watched = janitor.start(grace=1.0)
 for name in ("child", "orphan"):
     subprocess.Popen([sys.executable, "-c", program, program, directory, name])
@@ -61,18 +69,20 @@ def ids(tmp_path: Path) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("end", ["killed", "ill", "well"])
 def test_nothing_is_left_of_a_run_unless_it_ended_well(end: str, tmp_path: Path, ids: list[int]) -> None:
-    """A daemon that a user's function has started may outlive a run that ends well."""
+    """A daemon that a user's function has started may outlive a run that ends well, and what ran before it any."""
     command = [sys.executable, "-c", OWNER, LIVES, str(tmp_path), end]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as owner:
-        wait_for(lambda: all((tmp_path / name).exists() for name in NAMES), "all of them have started")
-        ids += [int((tmp_path / name).read_text()) for name in NAMES]
-        (janitor,) = (p for p in map(psutil.Process, children_of(owner.pid)) if "slime.ray.janitor" in p.cmdline())
+        wait_for(lambda: all((tmp_path / name).exists() for name in NAMES + USERS), "all of them have started")
+        ids += [int((tmp_path / name).read_text()) for name in NAMES + USERS]
+        (waits,) = (p for p in map(psutil.Process, children_of(owner.pid)) if "slime.ray.janitor" in p.cmdline())
+        outputs = {os.readlink(f"/proc/{waits.pid}/fd/{number}") for number in (1, 2)}
+        assert outputs == {os.devnull}, "who reads the owner's output to its end must not wait for the janitor"
         if end == "killed":
             owner.kill()
         assert owner.stdin is not None
         owner.stdin.close()
-    wait_for(lambda: janitor.pid not in processes.running(), "the janitor has ended")
-    assert set(ids) & processes.running().keys() == (set(ids) if end == "well" else set())
+    wait_for(lambda: waits.pid not in processes.running(), "the janitor has ended")
+    assert set(ids) & processes.running().keys() == set(ids if end == "well" else ids[len(NAMES) :])
 
 
 def children_of(pid: int) -> list[int]:
@@ -80,13 +90,24 @@ def children_of(pid: int) -> list[int]:
 
 
 def test_a_process_that_took_over_an_id_is_not_touched() -> None:
-    own = processes.running()[os.getpid()]
-    from slime.ray.janitor import tree_of
-
-    assert not tree_of(-1, "NONE=x", {os.getppid(): own})
     parent = processes.running()[os.getppid()]
-    assert tree_of(-1, "NONE=x", {parent.pid: parent}) == {parent.pid: parent}
-    assert not tree_of(-1, "NONE=x", {parent.pid: parent._replace(started=parent.started - 1)})
+    for known, found in ((parent, [parent]), (parent._replace(started=parent.started - 1), [])):
+        tree = janitor.Tree(-1, "NONE=x", {})
+        tree._known = {known.pid: known.started}
+        assert tree.look() == found
+
+
+def test_what_ran_before_is_spared_when_it_loses_its_parent_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, before, below, ours, marked = (Process(pid, parent, 1, pid) for pid, parent in PARENTS.items())
+    there = [owner, before, below, ours, marked]
+    monkeypatch.setattr(processes, "running", lambda: {process.pid: process for process in there})
+    monkeypatch.setattr(processes, "is_marked", lambda pid, mark: pid == marked.pid)
+    tree = janitor.Tree(owner.pid, "NAME=x", {before.pid: before.started})
+    assert sorted(tree.look()) == [ours, marked]
+    there[1:3] = [below._replace(parent=owner.pid)]
+    assert sorted(tree.look()) == [ours, marked]
+    there.append(before._replace(started=99))
+    assert sorted(tree.look()) == [there[-1], ours, marked], "another one that got its id"
 
 
 # ---- who is to blame
@@ -176,9 +197,10 @@ def test_without_its_log_monitor_a_run_goes_on(monkeypatch: pytest.MonkeyPatch) 
 def test_processes_that_the_kernel_ended_for_memory_are_told_of(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    (tmp_path / "vmstat").write_text(f"nr_free 5\noom_kill {causes._BEFORE}\n")
+    monkeypatch.setattr(causes, "_KERNEL_COUNTS", tmp_path / "vmstat")
     assert causes.memory_hint() == ""
     (tmp_path / "vmstat").write_text(f"nr_free 5\noom_kill {causes._BEFORE + 2}\n")
-    monkeypatch.setattr(causes, "_KERNEL_COUNTS", tmp_path / "vmstat")
     assert "the kernel has ended 2 processes of this host for want of memory" in causes.memory_hint()
 
 
@@ -201,7 +223,7 @@ def test_a_driver_whose_ray_is_down_says_so_and_leaves_at_once(
 
 
 def set_places(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
-    for name in ("RAY_TMPDIR", "TMPDIR", "XDG_CACHE_HOME", "HF_HOME", "TRITON_CACHE_DIR"):
+    for name in ("RAY_TMPDIR", "TMPDIR", *places._CACHES):
         monkeypatch.delenv(name, raising=False)
     for name, value in values.items():
         monkeypatch.setenv(name, value)
@@ -217,16 +239,26 @@ def test_a_temporary_directory_with_too_long_a_name(variable: str, monkeypatch: 
         places.check_places()
 
 
-@pytest.mark.parametrize("variable", ["RAY_TMPDIR", "TMPDIR", "HOME", "TRITON_CACHE_DIR"])
+@pytest.mark.parametrize("variable", ["RAY_TMPDIR", "TMPDIR", "HOME"])
 def test_a_place_that_cannot_be_written_to_is_named(
     variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_places(monkeypatch)
     places.check_places()
     set_places(monkeypatch, **{variable: "/dev/null/x"})
-    to_set = {"HOME": "set HOME", "TRITON_CACHE_DIR": "set it to"}.get(variable, "set RAY_TMPDIR")
+    to_set = {"HOME": "set HOME"}.get(variable, "set RAY_TMPDIR")
     with pytest.raises(InputError, match=rf"^{variable}=/dev/null/x: .*/dev/null is no directory: {to_set}"):
         places.check_places()
+
+
+@pytest.mark.parametrize("variable", places._CACHES)
+def test_a_cache_that_can_only_be_read_is_no_reason_to_refuse_a_run(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_places(monkeypatch, **{variable: "/proc"})
+    places.check_places()
+    (warning,) = places.place_warnings()
+    assert warning.startswith(f"{variable}=/proc: a library has its cache there, and no directory can be made in it")
 
 
 def test_a_disk_that_is_nearly_full_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
