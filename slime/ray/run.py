@@ -9,7 +9,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,9 +19,7 @@ from ray.exceptions import RayError
 
 from slime.observability.metrics import MetricsLogger
 from slime.observability.progress import step_line
-from slime.options.checkpoint import checkpoint_directory
 from slime.options.checkpoint_rules import starting_point
-from slime.options.export_rules import exports_after
 from slime.options.schema import flag_named
 from slime.ray import janitor
 from slime.ray.claims import claim
@@ -33,9 +31,9 @@ from slime.ray.engines import Engines
 from slime.ray.placement import Placement, core_shortage, place, slot_counts
 from slime.ray.places import place_warnings
 from slime.ray.room import room_warnings
+from slime.ray.saving import Saver
 from slime.ray.supervision import LOAD_DATA, RESTORE_DATA, START_TRAINERS, Deadline, RayDownError, RunError, Supervisor
 from slime.ray.turns import Turns
-from slime.utils import aside
 from slime.utils.arguments import describe
 from slime.utils.storage import write_text, writing
 from slime.weights import EngineAddress
@@ -72,8 +70,7 @@ class Run:
         """Those under way or waiting, and when they were begun."""
         self._evaluation: tuple[ray.ObjectRef, int] | None = None
         """The one under way, and of which version."""
-        self._unfinished: list[Path] = []
-        """What trainers are writing."""
+        self._saver = Saver(args, self._wait)
         self._step: dict[str, float] = {}
         self._step_started = time.monotonic()
         self._dp_ranks = [0]
@@ -223,7 +220,7 @@ class Run:
             self._wait(restored, RESTORE_DATA, limit)
             self._optimizer_steps = state["optimizer_steps"]
             if missing := missing_exports(args, first):
-                self._export(first - 1, missing, "export what is missing")
+                self._saver.export(self._trainers, first - 1, missing, "export what is missing")
                 places = " and ".join(missing.values())
                 print(f"nothing is left to train; wrote {places}, missing after rollout {first}", flush=True)
 
@@ -236,19 +233,19 @@ class Run:
 
     def _stop(self) -> None:
         """Orderly where it works, by force where it does not; supervisors and the janitor see to the rest."""
-        if not self._ray_is_down:
-            self._stop_actors()
-        if self._metrics is not None:
-            self._metrics.close()
-        if not self._ray_is_down:
-            ray.shutdown()
-        for final in self._unfinished:  # now that no trainer writes there: it would keep a full disk full
-            aside.put_back(final)
-            aside.discard_directory(final)
-        if self._janitor is not None:
-            janitor.dismiss(self._janitor, ended_well=self._ended_well)
-        for held in self._claims:
-            os.close(held)
+        try:
+            if not self._ray_is_down:
+                self._stop_actors()
+            if self._metrics is not None:
+                self._metrics.close()
+            if not self._ray_is_down:
+                ray.shutdown()
+            self._warn(self._saver.clean_up())
+        finally:
+            if self._janitor is not None:
+                janitor.dismiss(self._janitor, ended_well=self._ended_well)
+            for held in self._claims:
+                os.close(held)
 
     def _stop_actors(self) -> None:
         actors = (*self._trainers, *self._engines.living, *self._reward_engines.values(), self._manager)
@@ -367,34 +364,12 @@ class Run:
         """Write a checkpoint, an HF directory and adapters, whichever is asked for."""
         if not self._trainers or not (self.args.save or self.args.save_hf or self.args.save_lora):
             return
-        args, started = self.args, time.monotonic()
+        started = time.monotonic()
         saved = {"the rollout manager": self._manager.state.remote(rollout_id)}
-        limit = self._limit("checkpoint_timeout")
-        (state,) = self._wait(saved, "save the data source", limit)
+        (state,) = self._wait(saved, "save the data source", self._saver.limit)
         state = state | {"optimizer_steps": self._optimizer_steps}
-        phase = f"save after rollout {rollout_id}"
-        if args.save:
-            calls = {
-                f"trainer {rank}": actor.save.remote(rollout_id, state if rank == 0 else None)
-                for rank, actor in enumerate(self._trainers)
-            }
-            saves = (args.save, args.critic_save if args.use_critic else None)
-            with self._staging([checkpoint_directory(each, rollout_id) for each in saves if each]):
-                self._wait(calls, phase, limit)
-        self._export(rollout_id, exports_after(args, rollout_id), phase)
+        self._saver.save(self._trainers, rollout_id, state)
         self._log({"perf/save_model_time": time.monotonic() - started}, "rollout/step", rollout_id)
-
-    def _export(self, rollout_id: int, places: dict[str, str], phase: str) -> None:
-        for name, directory in places.items():
-            with self._staging([Path(directory)]):
-                self._all_trainers(name, phase, self._limit("checkpoint_timeout"), directory, rollout_id)
-
-    @contextlib.contextmanager
-    def _staging(self, finals: list[Path]) -> Iterator[None]:
-        """Within, trainers write what becomes ``finals``; what is unfinished when that fails goes with the run."""
-        self._unfinished = finals
-        yield
-        self._unfinished = []
 
     def end_step(self, rollout_id: int) -> None:
         """Print the step's line."""

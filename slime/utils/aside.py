@@ -57,7 +57,8 @@ def removed_on_failure(final: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        put_back(final)
+        with contextlib.suppress(OSError):  # of the disk that failed: the error that it came of says more
+            put_back(final)
         discard_directory(final)
         for directory in made:
             with contextlib.suppress(OSError):  # not made yet, or somebody else has put something into it

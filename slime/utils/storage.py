@@ -141,7 +141,11 @@ def amount(count: float) -> str:
 def why_no_directory(path: str | Path) -> str:
     """Why no file could be written in a directory at ``path``, which need not be there yet; empty where one could."""
     place = Path(os.path.expanduser(path)).absolute()
-    if len(os.fsencode(place)) >= _LONGEST_PATH or any(len(os.fsencode(part)) > _LONGEST_NAME for part in place.parts):
+    # It may be written beside itself, under longer names.
+    aside_it = aside.replaced(place) if place.name else place
+    if len(os.fsencode(aside_it)) >= _LONGEST_PATH or any(
+        len(os.fsencode(part)) > _LONGEST_NAME for part in (*place.parts, aside_it.name)
+    ):
         return "the path, or a name in it, is too long"
     nearest = next(each for each in (place, *place.parents) if os.path.lexists(each))
     what = "it" if nearest == place else str(nearest)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import sys
 import traceback
 from argparse import Namespace
@@ -17,10 +19,11 @@ from ray.exceptions import RayTaskError
 
 from slime.backends.sglang.client import EngineError
 from slime.options.errors import OptionError
-from slime.ray import creation, supervision
+from slime.ray import creation, janitor, supervision
 from slime.ray.engine_actor import EngineActor, EngineNode, EnginePlan
 from slime.ray.rollout_manager import restore_source, source_state
 from slime.ray.run import Run
+from slime.ray.saving import Saver
 from slime.ray.supervision import LOAD_DATA, Deadline, InputError, RunError, Supervisor
 from slime.rollout.data_source import DataSource, RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.rollout.hooks import HookError
@@ -315,3 +318,45 @@ def test_only_rank_0_is_sent_the_data_sides_state() -> None:
     made.save(7)
     assert [actor.saved for actor in trainers] == [[(7, {"cursor": 5, "optimizer_steps": 0})], [(7, None)]]
     assert {limit for _, limit in supervisor.waited} == {Deadline(1234.0, "--checkpoint-timeout")}
+
+
+def test_a_disk_that_fails_again_at_the_end_neither_hides_the_error_nor_keeps_the_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Stale(type(tmp_path)):  # type: ignore[misc]
+        def exists(self, **options: Any) -> bool:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    made = Run(Namespace(save="x", use_critic=False, save_hf=None, save_lora=None, checkpoint_timeout=9.0))
+    actor = Namespace(remote=lambda *values: {})
+    made._trainers, made._manager = [Namespace(save=actor)], Namespace(state=actor)
+    made._metrics = None
+
+    def wait(calls: dict[str, Any], phase: str, limit: Deadline) -> list[Any]:
+        if phase == "save after rollout 7":
+            raise RunError("save after rollout 7: the disk fails")
+        return [{}]
+
+    monkeypatch.setattr(made, "_supervisor", Namespace(wait=wait))
+    monkeypatch.setattr(made, "_stop_actors", lambda: None)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(f"{Saver.__module__}.checkpoint_directory", lambda *_: Stale(tmp_path / "iter_0000007"))
+    watches, made._janitor = os.pipe()
+    made._claims = [os.open(tmp_path, os.O_RDONLY)]
+    with pytest.raises(RunError, match="the disk fails") as failed:
+        made.save(7)
+    made.__exit__(RunError, failed.value, None)
+    assert os.read(watches, 9) == b"", "the janitor is told"
+    os.close(watches)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(made._claims[0])
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert re.search(r"warning: .*iter_0000007: Stale file handle; what .*\.iter_0000007\.replaced$", warning)
+
+
+def test_a_killed_janitor_leaves_nothing_to_tell_and_nothing_open() -> None:
+    janitors_end, ours = os.pipe()
+    os.close(janitors_end)
+    janitor.dismiss(ours, ended_well=True)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(ours)

@@ -152,6 +152,26 @@ def test_weights_on_disk_name_their_flag(tmp_path: Path) -> None:
         HFDirectoryWriter(tmp_path / "file" / "x", tmp_path, "--run-dir")
 
 
+def test_a_directory_has_a_name_that_leaves_room_for_what_is_written_beside_it(tmp_path: Path) -> None:
+    longest = 255 - len(aside.replaced(tmp_path / "x").name) + 1
+    assert not storage.why_no_directory(tmp_path / ("x" * longest))
+    assert "too long" in storage.why_no_directory(tmp_path / ("x" * (longest + 1)))
+    with aside.written_directory(tmp_path / ("x" * longest)):
+        pass
+
+
+def test_what_cannot_be_put_back_does_not_hide_why_nothing_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def put_back(final: Path) -> None:
+        raise failing(errno.ESTALE)
+
+    monkeypatch.setattr(aside, "put_back", put_back)
+    with pytest.raises(ValueError, match="why"), aside.written_directory(tmp_path / "x"):
+        raise ValueError("why")
+    assert not list(tmp_path.iterdir())
+
+
 # ---- metrics
 
 

@@ -1,0 +1,83 @@
+"""What trainers write of a run: checkpoints, Hugging Face directories and adapters, each aside until it is whole."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from slime.options.checkpoint import checkpoint_directory
+from slime.options.export_rules import exports_after
+from slime.options.schema import flag_named
+from slime.ray.supervision import Deadline
+from slime.utils import aside
+
+Wait = Callable[[dict[str, ray.ObjectRef], str, Deadline], list[Any]]
+"""As `Supervisor.wait`."""
+
+
+class Saver:
+    """Has trainers write, and knows what they have not finished."""
+
+    def __init__(self, args: argparse.Namespace, wait: Wait) -> None:
+        self._args, self._wait = args, wait
+        self._unfinished: list[Path] = []
+
+    @property
+    def limit(self) -> Deadline:
+        """Of whatever is saved."""
+        return Deadline(self._args.checkpoint_timeout, flag_named("checkpoint_timeout"))
+
+    def save(self, trainers: Sequence[Any], rollout_id: int, state: dict[str, Any]) -> None:
+        """Write what is asked for after a rollout; ``state`` is what a resumed run needs besides the trainers' own."""
+        phase = f"save after rollout {rollout_id}"
+        if self._args.save:
+            self._checkpoint(trainers, rollout_id, state, phase)
+        self.export(trainers, rollout_id, exports_after(self._args, rollout_id), phase)
+
+    def _checkpoint(self, trainers: Sequence[Any], rollout_id: int, state: dict[str, Any], phase: str) -> None:
+        args = self._args
+        calls = {
+            f"trainer {rank}": actor.save.remote(rollout_id, state if rank == 0 else None)
+            for rank, actor in enumerate(trainers)
+        }
+        saves = (args.save, args.critic_save if args.use_critic else None)
+        with self._staging([checkpoint_directory(each, rollout_id) for each in saves if each]):
+            self._wait(calls, phase, self.limit)
+
+    def export(self, trainers: Sequence[Any], rollout_id: int, places: dict[str, str], phase: str) -> None:
+        """Write the directories of ``places``, by the trainers' method that does."""
+        for method, directory in places.items():
+            calls = {
+                f"trainer {rank}": getattr(actor, method).remote(directory, rollout_id)
+                for rank, actor in enumerate(trainers)
+            }
+            with self._staging([Path(directory)]):
+                self._wait(calls, phase, self.limit)
+
+    def clean_up(self) -> list[str]:
+        """Remove what is unfinished, now that no trainer writes there: it would keep a full disk full.
+
+        Returns:
+            What could not be put back, for a warning: the disk that a save failed on may fail here too.
+        """
+        lost = []
+        for final in self._unfinished:
+            try:
+                aside.put_back(final)
+            except OSError as error:
+                why = error.strerror or str(error)
+                lost.append(f"{final}: {why}; what was there before may be at {aside.replaced(final)}")
+            aside.discard_directory(final)
+        return lost
+
+    @contextlib.contextmanager
+    def _staging(self, finals: list[Path]) -> Iterator[None]:
+        """Within, trainers write what becomes ``finals``; what is unfinished when that fails is left to `clean_up`."""
+        self._unfinished = finals
+        yield
+        self._unfinished = []
