@@ -6,7 +6,6 @@ import logging
 import shlex
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -70,7 +69,7 @@ class RewardLog:
         logger.warning(
             "rollout %d: in each of its %d groups all responses have the same reward (%s): the rewards teach nothing; "
             "check %s and --label-key, or take easier or harder prompts%s\n%s\n%s",
-            *(rollout_id, num_groups, _told(groups), flag, so_far, _one(samples), _where(args)),
+            *(rollout_id, num_groups, _told(groups), flag, so_far, _one(samples), _where(args, rollout_id)),
         )
 
 
@@ -83,10 +82,10 @@ def _one(samples: Sequence[Sample]) -> str:
     return f"  one of them: sample {sample.index}, {judged}"
 
 
-def _where(args: Namespace) -> str:
+def _where(args: Namespace, rollout_id: int) -> str:
     """How all of them can be read."""
     saved = args.save_debug_rollout_data
-    place = "DIR" if saved is None else shlex.quote(str(Path(saved).parent))
+    place = "DIR" if saved is None else shlex.quote(saved.format(rollout_id=rollout_id))
     first = "add --save-debug-rollout-data 'DIR/{rollout_id}.pt', then: " if saved is None else ""
     view = f"python3 tools/view_samples.py {place} --hf-checkpoint {shlex.quote(args.hf_checkpoint)}"
     return f"  to read all of them: {first}{view}"

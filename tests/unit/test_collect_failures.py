@@ -140,6 +140,13 @@ def test_function_that_always_fails_stops_the_run(make_args: Args, use: Use, tmp
         rollout(make_args(custom_rm_path=f"{hook}:rm"))
 
 
+def test_groups_that_did_not_fail_are_not_among_those_that_did(make_args: Args, use: Use, tmp_path: Path) -> None:
+    use(FakeClient())
+    body = "def rm(args, sample):\n    if sample.group_index > 0:\n        raise KeyError('reward')\n    return 1.0\n"
+    with pytest.raises(HookError, match=r"rollout 0: 5 groups failed, more than a rollout has"):
+        rollout(make_args(custom_rm_path=f"{hook_file(tmp_path, body)}:rm"))
+
+
 def test_reward_that_hangs_fails_its_sample(make_args: Args, use: Use, tmp_path: Path) -> None:
     use(FakeClient())
     hook = hook_file(

@@ -154,7 +154,7 @@ def test_one_is_shown_and_where_the_others_are(rollout: Rollout, caplog: pytest.
     view = "python3 tools/view_samples.py {} --hf-checkpoint 'my model'"
     assert where.endswith("'DIR/{rollout_id}.pt', then: " + view.format("DIR"))
     rollout([0, 0], [0, 0], save_debug_rollout_data="out/samples/{rollout_id}.pt")
-    assert caplog.messages[1].splitlines()[2] == "  to read all of them: " + view.format("out/samples")
+    assert caplog.messages[1].splitlines()[2] == "  to read all of them: " + view.format("out/samples/1.pt")
 
 
 def test_the_rollout_manager_tells(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
