@@ -14,14 +14,17 @@ from typing import Any
 import numpy as np
 
 from slime.rollout.base_types import flatten_samples
+from slime.rollout.buffer_choice import Choice, is_group
 from slime.rollout.changed_data import changed_group_size, cursor_over
 from slime.rollout.dataset import PromptDataset, load_prompts, train_prompt_spec
 from slime.rollout.filter_hub.buffer_filters import pop_first
 from slime.rollout.hooks import call_quick_hook
+from slime.rollout.numbers import numbers_kept
 from slime.rollout.under_way import current_rollout
-from slime.utils.errors import BadInputError
+from slime.utils.errors import BadInputError, SlimeError
 from slime.utils.misc import load_function
 from slime.utils.types import Group, Sample
+from slime.utils.user_functions import naming
 
 logger = logging.getLogger(__name__)
 
@@ -295,16 +298,6 @@ def _from_dicts(groups: list[list[dict[str, Any]]]) -> list[Group]:
     return [[Sample.from_dict(fields) for fields in group] for group in groups]
 
 
-class BufferedGroup(list[Sample]):
-    """A group of the buffer, which a filter may also read as one sample of the API document: by its reward."""
-
-    @property
-    def reward(self) -> float:
-        """The mean of the samples' rewards that are numbers; -inf where there is none, so that it sorts behind all."""
-        rewards = [sample.reward for sample in self if isinstance(sample.reward, (int, float))]
-        return sum(rewards) / len(rewards) if rewards else float("-inf")
-
-
 class RolloutDataSourceWithBuffer(RolloutDataSource):
     """A `RolloutDataSource` that takes groups back and hands them out again before new prompts."""
 
@@ -329,8 +322,9 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         """Groups of the buffer, as `buffer_filter` chooses them, then new ones.
 
         Raises:
-            BadInputError: it chose more than it was asked for, or left what it chose in the buffer.
-            HookError: the function of ``--buffer-filter-path`` raised.
+            BadInputError: it returned no list, more than it was asked for, a group twice or one that is not of the
+                buffer, or left what it chose in the buffer; the buffer is as it was.
+            HookError: it raised; the buffer is as it was.
         """
         with self.lock:
             again = self._hand_again(num_samples)
@@ -339,28 +333,24 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
             return again + self._hand_out(groups) + super().get_samples(wanted - len(groups))
 
     def _choose(self, wanted: int) -> list[Group]:
-        before = {id(view): (view, group) for group in self.buffer for view in [BufferedGroup(group)]}
-        self.buffer[:] = [view for view, _ in before.values()]
-        groups = self.buffer_filter(self.args, self.buffer, wanted)
-        chooser = self.args.buffer_filter_path or f"{type(self).__name__}.buffer_filter"
-        chosen, left = {id(group) for group in groups}, {id(group) for group in self.buffer}
-        if len(groups) > wanted or not chosen <= before.keys():
-            raise BadInputError(f"{chooser} must return up to {wanted} groups of the buffer; it returned {len(groups)}")
-        if chosen & left and self.args.buffer_filter_path is not None:
-            raise BadInputError(f"{chooser} must take the groups that it returns out of the buffer: pop them")
-        if dropped := before.keys() - chosen - left:
-            self.num_dropped["buffer_filter"] += len(dropped)
-
-        def own(view: Group) -> Group:
-            if id(view) not in before:
-                return view  # of the filter's making
-            group = before[id(view)][1]
-            group[:] = view  # which the filter may have begun anew
-            return group
-
-        # The API document's method leaves in the buffer what it returns.
-        self.buffer[:] = [own(view) for view in self.buffer if id(view) not in chosen]
-        return [own(view) for view in groups]
+        own_method = type(self).buffer_filter is not RolloutDataSourceWithBuffer.buffer_filter
+        where = f"--buffer-filter-path {self.args.buffer_filter_path}"
+        if own_method:
+            where = f"{type(self).__name__}.buffer_filter (--data-source-path)"
+        before = self.buffer
+        choice = Choice(before, wanted, where, pops=not own_method)
+        try:
+            with numbers_kept(flatten_samples(before), where), naming(where, passes=SlimeError):
+                self.buffer = choice.views
+                chosen = self.buffer_filter(self.args, self.buffer, wanted)
+            choice.settle(chosen, self.buffer)
+            before[:] = choice.left
+        finally:
+            self.buffer = before  # after an error as it was: what the filter has popped is not lost with it
+        if choice.num_dropped:
+            self.num_dropped["buffer_filter"] += choice.num_dropped
+        self._number_added(choice.made)
+        return choice.chosen
 
     def add_samples(self, samples: list[Group]) -> None:
         """Append groups; each is a non-empty list of samples, of whatever number.
@@ -369,13 +359,16 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
             TypeError: an element is something else.
         """
         for group in samples:
-            if not isinstance(group, list) or not group or not all(isinstance(s, Sample) for s in group):
+            if not is_group(group):
                 raise TypeError(f"add_samples takes non-empty lists of Sample, got {group!r:.120}")
         with self.lock:
-            for group in samples:
-                if not self._number(group):
-                    self._came_back(group)
+            self._number_added(samples)
             self.buffer.extend(samples)
+
+    def _number_added(self, groups: list[Group]) -> None:
+        for group in groups:
+            if not self._number(group):
+                self._came_back(group)
 
     def get_buffer_length(self) -> int:
         """Number of groups that wait here to be handed out before new prompts, those in the buffer included."""

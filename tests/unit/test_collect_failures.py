@@ -16,7 +16,8 @@ from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.failure_log import FailureLog
 from slime.rollout.hooks import HookError
 from slime.utils.errors import SettingError
-from slime.utils.types import Status
+from slime.utils.misc import load_function
+from slime.utils.types import Group, Status
 from tests.fake_client import Engine, FakeClient, accounts, hook_file, indices, rollout
 
 NUM_GPUS = 0
@@ -170,16 +171,67 @@ BUFFER_FILTERS = [
     ("    raise OSError('disk')\n", HookError, r"--buffer-filter-path .*:pop raised OSError: disk"),
     ("    import asyncio; raise asyncio.CancelledError\n", HookError, r"--buffer-filter-path .*:pop raised Cancelled"),
     ("    taken = buffer[:num_samples]; buffer.clear(); return [[1]]\n", ValueError, "must return up to 4 groups"),
+    ("    return [buffer.pop(0)] * num_samples\n", ValueError, "has returned a group twice"),
+    ("    taken = [buffer.pop()]; buffer += buffer[:1]; return taken\n", ValueError, "or left one twice in the buffer"),
+    ("    buffer.pop()\n", ValueError, "must return a list of groups, not a NoneType"),
+    ("    return (buffer.pop() for _ in range(2))\n", ValueError, "must return a list of groups, not a generator"),
+    ("    return {i: buffer.pop() for i in range(2)}\n", ValueError, "must return a list of groups, not a dict"),
+    ("    buffer[1].clear(); return [buffer.pop(1)]\n", ValueError, "has emptied a group"),
+    ("    buffer.append(3); return []\n", ValueError, "put what is no list of samples into the buffer"),
+    ("    buffer.pop(); buffer[0].clear(); return buffer[0][5]\n", HookError, r":pop raised IndexError"),
 ]
 
 
+@pytest.mark.parametrize("method", [False, True])
 @pytest.mark.parametrize(("body", "error", "message"), BUFFER_FILTERS)
-def test_bad_buffer_filter(body: str, error: type[Exception], message: str, make_args: Args, tmp_path: Path) -> None:
+def test_bad_buffer_filter(
+    body: str, error: type[Exception], message: str, method: bool, make_args: Args, tmp_path: Path
+) -> None:
+    """Its error names it, and the buffer is as it was."""
     hook = hook_file(tmp_path, f"def pop(args, rollout_id, buffer, num_samples):\n{body}")
-    source = RolloutDataSourceWithBuffer(make_args(buffer_filter_path=f"{hook}:pop"))
-    source.add_samples(RolloutDataSourceWithBuffer(make_args()).get_samples(4))
-    with pytest.raises(error, match=message):
+
+    class Own(RolloutDataSourceWithBuffer):
+        def buffer_filter(self, args: Namespace, buffer: list[Group], num_samples: int) -> list[Group]:
+            return load_function(f"{hook}:pop")(args, 0, buffer, num_samples)
+
+    named = r"Own\.buffer_filter \(--data-source-path\)" if method else f"--buffer-filter-path {hook}:pop"
+    args = make_args(buffer_filter_path=None if method else f"{hook}:pop")
+    source = (Own if method else RolloutDataSourceWithBuffer)(args)
+    groups = source.get_samples(4)
+    source.add_samples(groups)
+    before = [list(group) for group in groups]
+    if method and "must take" in message:
+        assert source.get_samples(4) == groups, "a method may leave in the buffer what it returns"
+        return
+    message = message.removeprefix("--buffer-filter-path .*").removeprefix(":pop")
+    with pytest.raises(error, match=rf"{named}.*{message}"):
         source.get_samples(4)
+    assert source.buffer == before
+    assert all(type(group) is list for group in source.buffer)
+    assert (source.num_read, source.num_in_flight(), source.num_added, source.num_dropped.total()) == (4, 0, 0, 0)
+
+
+def test_a_filter_that_puts_groups_of_its_own_into_the_buffer_and_changes_numbers(
+    make_args: Args, tmp_path: Path
+) -> None:
+    hook = hook_file(
+        tmp_path,
+        "import copy\n"
+        "def pop(args, rollout_id, buffer, num_samples):\n"
+        "    for group in buffer:\n"
+        "        for sample in group: sample.group_index = 7000\n"
+        "    buffer.append(copy.deepcopy(list(buffer[-1])))\n"
+        "    for sample in buffer[-1]: sample.group_index = sample.index = sample.rollout_id = None\n"
+        "    return [buffer.pop(0)]\n",
+    )
+    args = make_args(buffer_filter_path=f"{hook}:pop")
+    source = RolloutDataSourceWithBuffer(args)
+    source.add_samples(source.get_samples(3))
+    trained = source.get_samples(1)
+    assert indices(trained) == [0]
+    assert indices(source.buffer) == [1, 2, 3]
+    assert source.buffer[2][0].index == 3 * args.n_samples_per_prompt
+    accounts(args, source, flatten_samples(trained))
 
 
 def test_judges_that_hang_in_threads_stop_nobody_else(

@@ -140,7 +140,8 @@ def test_buffer_filter_that_chooses_too_many(make_args: Args) -> None:
     source = Greedy(make_args())
     source.add_samples(source.get_samples(3))
     with pytest.raises(
-        ValueError, match=r"Greedy\.buffer_filter must return up to 2 groups of the buffer; it returned 3"
+        ValueError,
+        match=r"Greedy\.buffer_filter \(--data-source-path\) must return up to 2 groups of the buffer; it returned 3",
     ):
         source.get_samples(2)
 
