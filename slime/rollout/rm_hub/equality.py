@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from slime.rollout.rm_hub.notation import canonical, compact
 from slime.rollout.rm_hub.numerals import exact_value, is_unread, without_commas
-from slime.rollout.rm_hub.units import Unit, singular, split_unit, together
+from slime.rollout.rm_hub.units import Unit, is_number, singular, split_unit, together
 
 Algebra = Callable[[str, str], bool]
 """Says of two expressions in LaTeX, without units and lists, whether they are equal."""
@@ -238,7 +238,12 @@ def _same_in_some_order(lefts: list[str], rights: list[str], algebra: Algebra, d
 def _same_quantities(left: str, right: str, algebra: Algebra) -> bool:
     if _are_words(left, right):
         return _plain_words(left) == _plain_words(right)
-    (left, left_unit), (right, right_unit) = split_unit(left), split_unit(right)
+    whole = left, right
+    (left, left_unit), (right, right_unit) = _without_units(left, right)
+    if (left_unit is None) != (right_unit is None):
+        one, other = (left, right) if right_unit is None else (right, left)
+        if is_number(one) and not is_number(_COMMANDS.sub("", other)):  # the unit of one may be a variable of the other
+            return _by_algebra(*whole, algebra)
     left, right = _in_radians(left, left_unit, right, right_unit), _in_radians(right, right_unit, left, left_unit)
     factors = _factors(left_unit, right_unit)
     if not factors:
@@ -250,6 +255,14 @@ def _same_quantities(left: str, right: str, algebra: Algebra) -> bool:
     if values[0] is not None and values[1] is not None:
         return any(values[0] * factor == values[1] for factor in factors)
     return any(_by_algebra(left if factor == 1 else f"({factor})\\cdot({left})", right, algebra) for factor in factors)
+
+
+def _without_units(left: str, right: str) -> list[tuple[str, Unit | None]]:
+    found = [split_unit(left), split_unit(right)]
+    for place, text in enumerate((left, right)):
+        if found[place][1] is None and found[1 - place][1] is not None:
+            found[place] = split_unit(text, told=True)
+    return found
 
 
 def _in_radians(text: str, unit: Unit | None, other: str, other_unit: Unit | None) -> str:

@@ -6,7 +6,7 @@ import re
 import unicodedata
 
 from slime.rollout.rm_hub.numerals import written_out
-from slime.rollout.rm_hub.units import currency_behind
+from slime.rollout.rm_hub.units import currency_behind, spelled_out
 
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
@@ -73,6 +73,11 @@ _FONT = re.compile(
     r"underline)\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
 )
 _FONT_BEFORE_LETTER = re.compile(rf"{_FONT.pattern}(?=[A-Za-z0-9\\])")
+_UNIT = re.compile(
+    r"((?:[\d!\]]|(?<!\([A-J])\)|[\d)]\}|\\pi|(?<![A-Za-z\\])[a-z])\s*\\(?:text|textrm|mathrm|mbox|hbox)\s*\{\s*)"
+    r"([A-Za-z]{1,2})(?![A-Za-z])([^{}]*\})"
+)
+"""In upright letters behind a number or a variable; in italics it may be a variable."""
 _CIRC = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))\s*")
 _GROUP = r"\{(?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*\}"
 _BARE_FIRST = re.compile(r"\\(frac|sqrt|binom)\s*(\[[^\[\]]*\])?\s*(\\[A-Za-z]+|[^\s{}\\\[])")
@@ -169,12 +174,16 @@ def _unified(text: str) -> str:
     text = _DELIMITERS.sub(" ", text).replace("{,}", ",")
     text = _SPACING.sub(" ", _DROPPED.sub("", text))
     for _ in range(4):  # one within another
-        plainer = _FONT.sub(r" \1", _FONT_BEFORE_LETTER.sub(r" \1 ", text))
+        plainer = _FONT.sub(r" \1", _FONT_BEFORE_LETTER.sub(r" \1 ", _UNIT.sub(_spelled_out, text)))
         if plainer == text:
             break
         text = plainer
     text = _COMMAND.sub(_renamed, text)
     return re.sub(r" +", " ", _CIRC.sub(" degree ", text)).strip()
+
+
+def _spelled_out(match: re.Match[str]) -> str:
+    return f"{match[1]} {spelled_out(match[2])}{match[3]}"
 
 
 def _renamed(match: re.Match[str]) -> str:

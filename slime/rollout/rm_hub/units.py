@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from string import ascii_lowercase
 
 _MEASURES: dict[str, dict[str, tuple[str, ...]]] = {
     "length": {
@@ -84,6 +85,12 @@ _NAME = r"[A-Za-z]+\.?(?:\s*\^\s*(?:\{\s*-?\d\s*\}|-?\d))?"
 _BEHIND = re.compile(
     rf"(?P<space>(?<=[\d}})\]!])\s*|(?<=\\pi)\s+)(?P<unit>{_NAME}(?:(?:\s*\\cdot\s*|[\s*/-]+){_NAME})*)$"
 )
+_NUMBER = re.compile(r"\\(?:frac|sqrt|pi|times|cdot|div)(?![A-Za-z])|[^A-Za-z\\]")
+"""What a number may be made of."""
+_INNERMOST = re.compile(r"\([^()]*\)|\{[^{}]*\}")
+_SUM = re.compile(r"[\w!]\s*[-+]")
+_CLEAR = {"cm", "mm", "km", "kg", "ft", "yd", "lb", "oz", "hr", "wk", "yr", "Hz", "Rs", *_COMPOUND, *_IRREGULAR}
+"""Short names, and nouns, that nobody writes for a product of variables."""
 _OF_ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 """Of an angle it is not the sine that is in degrees."""
 _WORD = re.compile(r"(/)?\s*([A-Za-z]+)\.?(?:\s*\^\s*\{?\s*(-?\d)\s*\}?)?")
@@ -119,8 +126,23 @@ def together(text: str) -> str | None:
     return f"{total / sizes[0]} {parts[0][1]}"
 
 
-def split_unit(text: str) -> tuple[str, Unit | None]:
-    """What stands before a unit at the end of ``text``, and the unit; the whole text and None without one."""
+def spelled_out(name: str) -> str:
+    """A name of one or two letters as a word that is no product of variables: ``m`` is ``meter``."""
+    kind, size = _KNOWN.get(name, ("", None))
+    return next((each for each, of in _KNOWN.items() if of == (kind, size) and len(each) > 2), name)
+
+
+def is_number(text: str) -> bool:
+    """Whether there is no variable in ``text``."""
+    return _NUMBER.sub("", text) == ""
+
+
+def split_unit(text: str, told: bool = False) -> tuple[str, Unit | None]:
+    """What stands before a unit at the end of ``text``, and the unit; the whole text and None without one.
+
+    A letter that may be a variable is a unit behind a number alone. ``told`` says that a unit is to be expected, as the
+    other answer has one.
+    """
     # Only the end is searched: from each place on, the expression would run to the end of a long text.
     start = max(0, len(text) - 80)
     match = _BEHIND.search(text, start)
@@ -133,8 +155,30 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
         before, unit = f"{before}\\cdot10^{{{_SCALES[scale]}}}", unit.partition(scale)[2].strip()
         if not unit:
             return before, None
-    found = None if _OF_ANGLE.search(before) else _read(unit, spaced=match["space"] != "" or scale is not None)
+    if _OF_ANGLE.search(before) or _is_product(before, unit, told):
+        return text, None
+    found = _read(unit, spaced=told or match["space"] != "" or scale is not None)
     return (text, None) if found is None else (before, found if found.powers else None)
+
+
+def _is_product(before: str, unit: str, told: bool) -> bool:
+    """Whether ``unit`` is rather one or more variables that what stands before is multiplied by."""
+    words = [(word, int(power or 1), slash) for slash, word, power in _WORD.findall(unit)]
+    if any(len(word) > 3 or word in _CLEAR or (len(word) == 3 and word in _KNOWN) for word, *_ in words):
+        return False
+    rest = before
+    while (shorter := _INNERMOST.sub("0", rest)) != rest:
+        rest = shorter
+    in_order = any(len(word) == 3 and word in ascii_lowercase for word, *_ in words)
+    if in_order or not is_number(before) or _SUM.search(rest):
+        return True
+    if told or any(len(word) > 1 for word, *_ in words):
+        return False
+    if "\\pi" in before or "\\sqrt" in before:
+        return words[0][0] != "m"
+    several = len(words) > 1 and not any(slash or power < 0 for _, power, slash in words)
+    powers = any(power > 1 and word != "m" and not slash for word, power, slash in words)
+    return (several and [word for word, *_ in words] != ["N", "m"]) or powers
 
 
 def _read(text: str, spaced: bool) -> Unit | None:
