@@ -60,7 +60,7 @@ _SYNONYMS = {
     "land": " and ",
     "lor": " or ",
 }
-_COMMAND = re.compile(r"\\([A-Za-z]+)\s*(?=([A-Za-z])?)")
+_COMMAND = re.compile(r"\\([A-Za-z]+)\s*(?=([A-Za-z0-9])?)")
 _DROPPED = re.compile(
     r"\\(?:displaystyle|textstyle|limits|(?:left|right)\s*\.|left(?![a-z])|right(?![a-z])|[bB]igg?[lrm]?(?![a-z])|!)\s*"
 )
