@@ -18,7 +18,7 @@ PYTHON=${PYTHON:-python3}
 NUM_NODES=${NUM_NODES:-1}
 
 launch() {
-   local command=("$PYTHON" "$SLIME_DIR/$1" "${@:2}") runtime_env='{}'
+   local command=("$PYTHON" "$SLIME_DIR/$1" "${@:2}")
    _check_nodes
    if [ "${DRY_RUN:-0}" != 0 ]; then
       _print "${command[@]}"
@@ -27,9 +27,9 @@ launch() {
       "$PYTHON" -c 'import aiohttp, pydantic, ray.job_submission' 2> /dev/null ||
          _die "$PYTHON has no Ray by which a job is submitted: install ray[default], or set PYTHON to one that has it"
       _use_token
+      export RUNTIME_ENV_JSON=${RUNTIME_ENV_JSON:-} # not as a word: ps shows these
       # A job starts in the directory of the Ray.
-      exec "$PYTHON" "$SLIME_DIR/tools/submit_job.py" --runtime-env-json "${RUNTIME_ENV_JSON:-$runtime_env}" \
-         -- env "--chdir=$PWD" "${command[@]}"
+      exec "$PYTHON" "$SLIME_DIR/tools/submit_job.py" -- env "--chdir=$PWD" "${command[@]}"
    elif [ "$NUM_NODES" -gt 1 ] && [ -z "${RAY_ADDRESS:-}" ]; then
       _check_installation
       _on_nodes "${command[@]}"
@@ -65,13 +65,14 @@ _check_installation() { # before a Ray is started: train.py would say so only th
 
 _die() { printf 'launch: error: %s\n' "$*" >&2; exit 2; }
 
-_print() { # one flag a line
-   printf '%q' "$1"
-   local word before=
-   for word in "${@:2}"; do
-      [ "$before" != --wandb-key ] || word='***'
-      [[ $word != --wandb-key=* ]] || word='--wandb-key=***'
-      before=$word
+_print() { # one flag a line, without secrets; nothing where PYTHON is none, as what comes next says
+   local words word
+   mapfile -d '' -t words < <(printf '%s\0' "$@" | PYTHONPATH=$SLIME_DIR${PYTHONPATH:+:$PYTHONPATH} "$PYTHON" -c \
+      'from slime.utils.command_line import show; show()')
+   [ ${#words[@]} -gt 0 ] || return 0
+   printf '%q' "${words[0]}"
+   for word in "${words[@]:1}"; do
+      word=${word//'<redacted>'/'***'}
       case $word in --*) printf ' \\\n  ' ;; esac
       printf ' %q' "$word"
    done

@@ -23,8 +23,10 @@ from urllib.parse import urlsplit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from slime.utils.command_line import JOB_VARIABLE, apart, strike_secrets
 from slime.utils.environment import bypass_proxies
 from slime.utils.installation import check_installation
+from slime.utils.redaction import is_flag
 
 check_installation()
 
@@ -65,16 +67,21 @@ _AGENT = (
 def main(argv: list[str] | None = None) -> None:
     """Ends the process: status 0 where the job succeeded, 2 for bad input, 1 for everything else."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runtime-env-json", default="{}", help="the job's runtime environment, a JSON object")
+    parser.add_argument(
+        "--runtime-env-json",
+        default=os.environ.get("RUNTIME_ENV_JSON") or "{}",
+        help="the job's runtime environment, a JSON object; default: RUNTIME_ENV_JSON",
+    )
     parser.add_argument("command", nargs="+", help="what the job runs")
     args = parser.parse_args(argv)
+    strike_secrets()
     logging.getLogger("ray.dashboard.modules.job.sdk").setLevel(logging.WARNING)  # it tells of every end of a log
     if not _address():
         parser.error("RAY_ADDRESS, the address of a job server, is missing")
     runtime_env = _object("RUNTIME_ENV_JSON", args.runtime_env_json)
     with _bad_input("RUNTIME_ENV_JSON"):
         RuntimeEnv(**runtime_env)  # checks it
-    command, runtime_env = _without_key(args.command, runtime_env)
+    command, runtime_env = _without_secrets(*_without_key(args.command, runtime_env))
     bypass_proxies([urlsplit(_address()).hostname or ""])  # what is submitted may hold keys
     client = _connect()
     job = f"raysubmit_{secrets.token_hex(8)}"  # our own, so that it is known where the answer is lost
@@ -122,6 +129,21 @@ def _without_key(command: list[str], runtime_env: dict[str, Any]) -> tuple[list[
         file=sys.stderr,
     )
     return words, {**runtime_env, "env_vars": {**runtime_env.get("env_vars", {}), "WANDB_API_KEY": keys[-1]}}
+
+
+def _without_secrets(command: list[str], runtime_env: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """Move flags that are, or hold, secrets to the job's environment, from which `parse_args` takes them."""
+    shown, hidden = apart(command)
+    if not hidden:
+        return command, runtime_env
+    flags = dict.fromkeys(word.partition("=")[0] for word in hidden if is_flag(word))
+    print(
+        f"launch: {' '.join(flags)}: for train.py alone, by the job's environment ({JOB_VARIABLE}); who may ask this "
+        "Ray for a job's environment sees them there, but not what --custom-config-path reads",
+        file=sys.stderr,
+    )
+    variables = {**(runtime_env.get("env_vars") or {}), JOB_VARIABLE: json.dumps(hidden)}
+    return shown, {**runtime_env, "env_vars": variables}
 
 
 def _object(name: str, text: str) -> dict[str, Any]:

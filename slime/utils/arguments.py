@@ -49,6 +49,7 @@ from slime.options.training import check_training
 from slime.options.unavailable import add_upstream_attributes, explain_flag, split_without_effect
 from slime.options.validate import derive_all, limit_prompts
 from slime.options.values import read_yaml
+from slime.utils.command_line import given_words
 from slime.utils.misc import load_function, load_module, split_function_path
 from slime.utils.redaction import redacted
 
@@ -89,7 +90,7 @@ def parse_args(argv: Sequence[str] | None = None, *, asynchronous: bool = False)
         argv: the words; default those of this process.
         asynchronous: whether they are train_async.py's.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = given_words() if argv is None else list(argv)
     if os.getcwd() not in sys.path:  # hooks beside the user's script, as in the workers
         sys.path.insert(0, os.getcwd())
     parser = StrictParser(description="Reinforcement learning of language models: Megatron trains, SGLang generates.")

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from slime.utils.redaction import redacted_words
+from slime.utils.redaction import is_flag, redacted_words
 
+JOB_VARIABLE = "SLIME_JOB_SECRET_FLAGS"
+"""Words that tools/submit_job.py leaves out of a job's command line, as a JSON array."""
 _ARG_START = 45
 """Place, behind the program's name in /proc/self/stat, of the address at which the command line begins."""
 
@@ -25,11 +29,23 @@ def strike_secrets() -> None:
         _overwrite()
 
 
+def given_words() -> list[str]:
+    """This process's command line, with what `JOB_VARIABLE` has of it, which others do not inherit then."""
+    return [*sys.argv[1:], *json.loads(os.environ.pop(JOB_VARIABLE, "[]"))]
+
+
+def show() -> None:
+    """Copy a command line, whose words end with a zero byte, from standard input to output, without its secrets."""
+    words = sys.stdin.buffer.read().decode(errors="surrogateescape").split("\0")
+    shown = "\0".join(redacted_words(words))
+    sys.stdout.buffer.write(shown.encode(errors="surrogateescape"))
+
+
 def apart(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """A command line without the flags that are named for secrets, and those, each with its values."""
     groups: list[list[str]] = [[]]
     for word in words:
-        if word.startswith("--"):
+        if is_flag(word):
             groups.append([])
         groups[-1].append(word)
     shown = [word for group in groups if redacted_words(group) == group for word in group]

@@ -80,12 +80,19 @@ def redacted_words(words: Sequence[Any]) -> list[Any]:
     """A command line in which every secret is `REDACTED`: the words after a flag that is named for one."""
     flag, result = "", []
     for word in words:
-        if isinstance(word, str) and word.startswith("--") and " " not in word.partition("=")[0].strip():
+        if isinstance(word, str) and is_flag(word):
             flag, equals, value = word.partition("=")
             result.append(flag + equals + str(_redact(flag, value)) if equals else flag)
         else:
             result.append(_redact(flag, word))
     return result
+
+
+def is_flag(word: str) -> bool:
+    """Whether a word of a command line begins what follows it: ``--name``, ``--name=value`` or ``-n``."""
+    if word.startswith("--"):
+        return not re.search(r"\s", word.partition("=")[0].strip())
+    return re.fullmatch(r"-[A-Za-z]", word) is not None
 
 
 def _is_numeric(value: Any) -> bool:

@@ -78,6 +78,8 @@ def test_secrets_are_struck_where_they_can_be_read() -> None:
             ["--control-plane-api-keys", "a:b:admin:c", "d:e:user:f"],
             ("a:b:admin:c", "d:e:user:f"),
         ),
+        (["x", "--api-key", "s3cret", "-h", "y", "-1"], ["x", "-h", "y", "-1"], ["--api-key", "s3cret"], ("s3cret",)),
+        (["x", "--api-keys", "-1x", "--n", "-1"], ["x", "--n", "-1"], ["--api-keys", "-1x"], ("-1x",)),
     ],
 )
 def test_secrets_are_set_apart(words: list[str], shown: list[str], hidden: list[str], secrets: tuple[str, ...]) -> None:

@@ -51,8 +51,8 @@ def test_a_job_server_gets_the_run_as_a_job(files: Path, tmp_path: Path) -> None
     server = {"RAY_ADDRESS": "http://127.0.0.1:8265", "PROMPT_DATA": "x"}
     _, (words,) = run(RUN, files, tmp_path / "record", **server)
     where = ["--", "env", f"--chdir={os.getcwd()}", str(files / "python"), f"{shipped.ROOT}/train.py"]
-    assert words[:3] == [f"{shipped.ROOT}/tools/submit_job.py", "--runtime-env-json", "{}"]
-    assert words[3:8] == where
+    assert words[0] == f"{shipped.ROOT}/tools/submit_job.py"
+    assert words[1:6] == where
 
 
 @pytest.mark.parametrize(
@@ -261,13 +261,20 @@ def test_a_token_is_sent_where_there_is_one(variables: dict[str, str], mode: str
     assert ran.stdout == f"mode={mode}\n"
 
 
-def test_a_dry_run_prints_no_key(tmp_path: Path) -> None:
-    program = f"source {SCRIPTS}/launch.sh; launch train.py --wandb-key s3cret --wandb-key=s3cret --lr 1"
-    environment = {"PATH": os.environ["PATH"], "PYTHON": "true", "HOME": str(tmp_path), "DRY_RUN": "1"}
+def test_a_dry_run_prints_no_secret(files: Path, tmp_path: Path) -> None:
+    words = "--wandb-key s3cret --wandb-key=s3cret --judge-api-key s3cret --rm-url http://me:s3cret@judge/score --lr 1"
+    program = (
+        f"source {SCRIPTS}/launch.sh; launch train.py {words} --train-env-vars '{{\"A\": \"s3cret\"}}' --name 'a b'"
+    )
+    environment = {"PATH": os.environ["PATH"], "PYTHON": str(files / "python"), "RECORD": str(tmp_path / "record")}
+    environment |= {"HOME": str(tmp_path), "DRY_RUN": "1"}
     ran = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=300, env=environment)
     assert ran.returncode == 0, ran.stderr
     assert "s3cret" not in ran.stdout + ran.stderr
-    assert "--lr 1" in ran.stdout
+    shown = ran.stdout.split(" \\\n   ")
+    assert shown[0] == f"{files}/python {shipped.ROOT}/train.py"
+    assert {"--lr 1", "--name a\\ b\n", r"--judge-api-key \*\*\*"} <= set(shown)
+    assert (tmp_path / "record").read_text().count("s3cret") == 5, "train.py has them"
 
 
 def test_rays_own_processes_ask_each_other_without_a_proxy(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,9 +16,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
+from slime.utils.command_line import JOB_VARIABLE, given_words
 from tests import shipped
 from tests.proxy import RecordingProxy
 from tools import submit_job
@@ -325,6 +328,51 @@ def test_a_key_is_no_part_of_the_jobs_command_line(server: _Server, words: list[
     assert given["runtime_env"] == {"env_vars": {"A": "1", "WANDB_API_KEY": "s3cret"}}
     assert ran.stderr.startswith("launch: --wandb-key goes to the job as WANDB_API_KEY; ")
     assert "s3cret" not in ran.stderr + ran.stdout
+
+
+def test_no_secret_is_part_of_a_jobs_command_line_nor_stays_in_its_submitters(
+    server: _Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither ps nor Ray's list of jobs shows one; train.py takes them from the job's environment."""
+    server.logged.clear()
+    secret = [
+        "--judge-api-key",
+        "s3cret",
+        "--sglang-ssl-keyfile-password=s3cret",
+        "--train-env-vars",
+        '{"A": "s3cret"}',
+    ]
+    words = ["--rm-url", "http://me:s3cret@judge/score", "-h", "--lr", "1", "--wandb-key", "s3cret"]
+    command = [sys.executable, str(shipped.ROOT / "tools/submit_job.py"), "--runtime-env-json"]
+    command += ['{"env_vars": {"HF_TOKEN": "s3cret"}}', "--", "env", "--chdir=/x", "train.py", *secret, *words]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment_of(server)
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "step\n"
+        assert "s3cret" not in " ".join(psutil.Process(process.pid).cmdline())
+        server.logged.set()
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        server.logged.set()
+    assert "s3cret" not in said
+    assert "launch: --judge-api-key --sglang-ssl-keyfile-password --train-env-vars --rm-url: for train.py alone" in said
+    given: Any = server.given
+    assert given["entrypoint"] == "env --chdir=/x train.py -h --lr 1"
+    variables = given["runtime_env"]["env_vars"]
+    assert (variables["HF_TOKEN"], variables["WANDB_API_KEY"]) == ("s3cret", "s3cret")
+    monkeypatch.setenv(JOB_VARIABLE, variables[JOB_VARIABLE])
+    monkeypatch.setattr(sys, "argv", shlex.split(given["entrypoint"])[2:])
+    assert given_words() == ["-h", "--lr", "1", *secret, *words[:2]]
+    assert JOB_VARIABLE not in os.environ
+    assert given_words() == ["-h", "--lr", "1"]
+
+
+def test_the_runtime_environment_need_not_be_a_word(server: _Server) -> None:
+    assert submit(server, RUNTIME_ENV_JSON='{"env_vars": {"A": "1"}}').returncode == 0
+    assert (server.given or {})["runtime_env"] == {"env_vars": {"A": "1"}}
 
 
 @pytest.mark.parametrize(
