@@ -31,7 +31,9 @@ class DebugOptions:
     )
     debug_rollout_only: bool = option(False, "Only generate; no trainer is started.")
     debug_train_only: bool = option(False, "Only train; no engine is started.")
-    save_debug_rollout_data: str | None = option(None, "File for every rollout's samples; {rollout_id} is filled in.")
+    save_debug_rollout_data: str | None = option(
+        None, "File for every rollout's samples, and every evaluation's; {rollout_id} is filled in: 7, eval_7."
+    )
     load_debug_rollout_data: str | None = option(
         None, "Train on files of --save-debug-rollout-data instead of generating; {rollout_id} is filled in."
     )

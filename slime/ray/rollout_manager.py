@@ -23,7 +23,7 @@ from slime.rollout.abort import forget_engine, register_engines
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, flatten_samples
 from slime.rollout.data_source import DataSource, RolloutDataSource
 from slime.rollout.data_warnings import data_warnings
-from slime.rollout.debug_data import check_recorded, load_samples, save_samples
+from slime.rollout.debug_data import check_recorded, load_samples, save_evaluation, save_samples
 from slime.rollout.evaluation import eval_metrics, load_eval_prompts, warn_of_unscored
 from slime.rollout.gate import hold_requests, shared_gate
 from slime.rollout.hooks import accepted, naming
@@ -241,6 +241,8 @@ class RolloutManager:
             output = self._evaluate(args, rollout_id, self._data_source, **wanted)
         if not isinstance(output, RolloutFnEvalOutput):
             output = RolloutFnEvalOutput(data=output)
+        if args.save_debug_rollout_data:
+            save_evaluation(args, rollout_id, output.data)
         extra = dict(output.metrics or {})
         seconds = {"perf/eval_time": extra.pop("perf/eval_time", time.monotonic() - started)}
         logged = logs_evaluation(args, rollout_id, output.data, extra | seconds)

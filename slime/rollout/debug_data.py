@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from slime.options.debug import kept_groups
 from slime.utils.errors import BadInputError
@@ -16,6 +18,36 @@ def save_samples(args: Namespace, rollout_id: int, samples: list[Sample]) -> Non
     content = {"rollout_id": rollout_id, "samples": [sample.to_dict() for sample in samples]}
     path = Path(args.save_debug_rollout_data.format(rollout_id=rollout_id))
     save_plain(path, content, "--save-debug-rollout-data")
+
+
+class _OfEvaluation(int):
+    """A number that a template of file names is filled with as ``eval_7``."""
+
+    def __format__(self, spec: str) -> str:
+        return f"eval_{int(self):{spec}}"
+
+
+def save_evaluation(args: Namespace, rollout_id: int, data: dict[str, Any]) -> None:
+    """Write the samples of an evaluation as `save_samples` does those of a rollout, with ``eval_7`` as its id.
+
+    A sample's dataset is ``metadata["eval_dataset"]``; groups are numbered through all of them. A function of a user's
+    own may give no samples, and then there is no file.
+
+    Args:
+        rollout_id: rollouts that the weights were trained on.
+        data: of each dataset what `RolloutFnEvalOutput` says.
+    """
+    entries: list[dict[str, Any]] = []
+    for name, result in data.items():
+        groups = 1 + max((entry["group_index"] or 0 for entry in entries), default=-1)
+        for sample in (isinstance(result, Mapping) and result.get("samples")) or ():
+            if isinstance(sample, Sample):
+                entry = sample.to_dict()
+                index = groups + (entry["group_index"] or 0)
+                entries.append(entry | {"group_index": index, "metadata": entry["metadata"] | {"eval_dataset": name}})
+    if entries:
+        path = Path(args.save_debug_rollout_data.format(rollout_id=_OfEvaluation(rollout_id)))
+        save_plain(path, {"rollout_id": f"eval_{rollout_id}", "samples": entries}, "--save-debug-rollout-data")
 
 
 def check_recorded(args: Namespace) -> None:

@@ -15,8 +15,10 @@ from slime.rollout.hooks import HookError
 from slime.rollout.log_hooks import logs_evaluation, logs_rollout
 from slime.rollout.reward_log import RewardLog
 from slime.utils.errors import DeadlineError
+from slime.utils.plain import load_plain
 from slime.utils.types import Sample
 from tests.fake_client import hook_file
+from tools.samples.rollouts import Query, list_samples, read_rollout
 
 NUM_GPUS = 0
 
@@ -105,6 +107,26 @@ def test_what_the_manager_then_hands_on_of_an_evaluation(rollout_args: Args, hoo
     assert metrics.pop("perf/eval_time") >= 0
     assert metrics.get("eval/sums") == (None if answer else 0.5)
     assert bool(metrics) != answer
+
+
+def test_the_manager_saves_the_samples_of_evaluations(rollout_args: Args, tmp_path: Path) -> None:
+    """As upstream: `eval_` and the number, in the form that the template wants; the viewer takes them."""
+
+    def evaluate(args: Namespace, rollout_id: int, source: Any, evaluation: bool) -> dict[str, Any]:
+        made = [Sample(index=i, group_index=i // 2, tokens=[1, i], response_length=1, reward=1.0) for i in range(4)]
+        return {name: {"rewards": [1.0] * 4, "samples": made} for name in ("sums", "words")} | {"none": {"rewards": []}}
+
+    manager = RolloutManager.__new__(RolloutManager)
+    manager._examiner, manager._routers, manager._data_source, manager._evaluate = None, {}, None, evaluate
+    manager._args = rollout_args(save_debug_rollout_data=str(tmp_path / "x" / "{rollout_id:03d}.pt"))
+    manager.evaluate(5)
+    rollout = read_rollout(tmp_path / "x" / "eval_005.pt")
+    assert rollout.rollout_id == "eval_5"
+    assert [sample.group_index for sample in rollout.samples] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [sample.metadata["eval_dataset"] for sample in rollout.samples] == ["sums"] * 4 + ["words"] * 4
+    listed = list_samples(rollout, Query.parse({}))
+    assert (listed["groups"], listed["rollout_id"], listed["matched"]) == (4, "eval_5", 8)
+    assert load_plain(tmp_path / "x" / "eval_005.pt", "")["samples"][7]["tokens"] == [1, 3]
 
 
 @pytest.mark.parametrize("custom", [True, False])
