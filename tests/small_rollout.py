@@ -41,6 +41,7 @@ def small_rollout(tokenizer: Path, **changes: Any) -> Namespace:
         "hf_checkpoint": str(tokenizer),
         "input_key": "prompt",
         "label_key": "label",
+        "rm_type": "random",
         "rollout_batch_size": 4,
         "n_samples_per_prompt": 2,
         "rollout_max_response_len": 32,

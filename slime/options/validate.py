@@ -25,6 +25,8 @@ DAPO_REWARDS = ("score", "acc")
 """Numbers in the dict that ``--rm-type dapo`` answers with."""
 NEEDS_LABEL = ("math", "dapo", "deepscaler", "f1")
 """Built-in rewards that compare a response with the row's label."""
+_FIRST_ROW = 1 << 20
+"""Bytes of a file that are looked at before it is loaded."""
 _OWN_SOURCES = "slime.rollout.data_source."
 
 
@@ -160,7 +162,8 @@ def _missing(args: Namespace) -> Iterator[str]:
     if args.rollout_max_response_len is None and args.rollout_max_context_len is None:
         yield "--rollout-max-response-len is missing"
     own_code = args.custom_generate_function_path or not generates_itself(args.rollout_function_path)
-    if args.rm_type is None and args.custom_rm_path is None and not own_code:
+    named = args.rm_type or args.custom_rm_path or rows_may_name_rewards(args.prompt_data, args.metadata_key)
+    if not named and not own_code:
         yield "--rm-type or --custom-rm-path is missing: responses need a reward"
 
 
@@ -277,6 +280,23 @@ def _sampling(args: Namespace, warnings: list[str]) -> None:
             )
 
 
+def rows_may_name_rewards(path: str | None, metadata_key: str | None) -> bool:
+    """Whether every row of a file may have ``rm_type`` in its metadata, as far as the first one tells.
+
+    Loading looks at all of them. Of parquet and of slices nothing is known before; of no file something else is said.
+    """
+    if path is None or not metadata_key:
+        return False
+    file = os.path.expanduser(path)
+    if not os.path.isfile(file) or file.endswith(".parquet"):
+        return True
+    try:
+        with open(file, "rb") as lines:
+            return b"rm_type" in lines.readline(_FIRST_ROW)
+    except OSError:
+        return True
+
+
 def may_set_labels(args: Namespace) -> bool:
     """Whether code of a user's own comes before the reward of training samples."""
     own_code = args.custom_generate_function_path or args.rollout_sample_hook_path
@@ -305,8 +325,9 @@ def _reward_of_dataset(args: Namespace, dataset: EvalDataset) -> None:
     rm_type = dataset.rm_type if own else args.rm_type
     own_code = dataset.custom_generate_function_path or args.custom_generate_function_path
     if rm_type is None:
-        if own_code:  # which may set the reward: a sample without one is an error of its own
-            return
+        of_dataset = (dataset.metadata_overrides or {}).get("rm_type")
+        if own_code or of_dataset or rows_may_name_rewards(dataset.path, dataset.metadata_key):
+            return  # own code may set the reward: a sample without one is an error of its own
         raise OptionError(f"--eval-interval needs --rm-type or --custom-rm-path: {dataset} has no reward")
     where = f"{dataset}: rm_type {rm_type}" if own else f"--rm-type {rm_type}"
     _reward_key(args, "eval_reward_key", rm_type, where)

@@ -110,18 +110,27 @@ def load_prompts(spec: PromptSpec) -> PromptDataset:
     dataset, rejects, progress = PromptDataset(file=file), Rejects(), _Progress(spec, file)
     batches = _batches(spec, file, progress)
     columns, with_metadata, with_tools = set[str](), False, False
+    unnamed: list[int] = []
     for found in encodings(spec, file, encoder, batches, num_workers(file.path)):
         columns |= found.columns
         for number, problem in found.bad:
             rejects.add(file.where(number), problem)
         for row in found.rows:
             dataset.append(row)
+            if spec.needs_rm_type and not row.metadata.get("rm_type"):
+                unnamed.append(row.number)
             with_tools = with_tools or "tools" in row.metadata
             with_metadata = with_metadata or bool(row.metadata.keys() - {"tools"})
         dataset.num_too_long += found.num_too_long
         progress.tell(rejects)
     if not spec.skip_bad_rows:
         rejects.refuse(spec.flag, progress.num_read)
+    if unnamed:
+        raise BadInputError(
+            f"{spec.flag} {spec.path}: {len(unnamed)} of {len(dataset)} rows have no rm_type in {spec.metadata_key!r} "
+            f"(--metadata-key), the first is {file.where(unnamed[0])}: name one for all rows by --rm-type, or give "
+            "--custom-rm-path"
+        )
     dataset.num_bad, dataset.digest = rejects.count, progress.digest.hexdigest()
     _report(spec, dataset, progress.num_read, rejects)
     dataset.warnings += _empty_columns(spec, columns, with_metadata=with_metadata, with_tools=with_tools)

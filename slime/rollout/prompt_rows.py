@@ -48,6 +48,11 @@ class PromptSpec:
     rm_type_in_rows: bool = True
     """Whether the metadata of a row may name another."""
 
+    @property
+    def needs_rm_type(self) -> bool:
+        """Whether every row's metadata must name its reward, as nothing else does."""
+        return self.built_in_reward and self.rm_type is None
+
 
 @dataclass(frozen=True)
 class PromptRow:

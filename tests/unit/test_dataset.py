@@ -159,6 +159,23 @@ def test_objects_are_no_labels_of_built_in_rewards(
         assert load(rollout_args(**(vars(args) | own)))[0].label == VERL["reward_model"]
 
 
+def test_rows_may_name_all_rewards_themselves(rollout_args: Args, write_jsonl: Write) -> None:
+    named, other = ({"prompt": "p", "label": "1", "metadata": metadata} for metadata in ({"rm_type": "f1"}, None))
+    args = rollout_args(prompt_data=write_jsonl([named] * 3), rm_type=None)
+    assert [load(args)[row].metadata for row in range(3)] == [{"rm_type": "f1"}] * 3
+    args.prompt_data = write_jsonl([named, other, named, other])
+    message = (
+        r"^--prompt-data \S+: 2 of 4 rows have no rm_type in 'metadata' \(--metadata-key\), the first is \S+, line 2: "
+        r"name one for all rows by --rm-type, or give --custom-rm-path$"
+    )
+    for skip_bad_rows in (False, True):
+        args.skip_bad_rows = skip_bad_rows
+        with pytest.raises(ValueError, match=message):
+            load(args)
+    for own in ({"rm_type": "f1"}, {"custom_rm_path": "mine.py:rm"}, {"custom_generate_function_path": "mine.py:f"}):
+        assert len(load(rollout_args(**(vars(args) | own)))) == 4
+
+
 @pytest.mark.parametrize("prompt", ["hello", [{"role": "user", "content": "hello"}]])
 def test_chat_template_and_tools(prompt: Any, rollout_args: Args, write_jsonl: Write) -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]

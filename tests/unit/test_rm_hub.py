@@ -333,7 +333,7 @@ def test_choice_of_reward(rollout_args: Args, tmp_path: Path) -> None:
     ):
         reward(rollout_args(rm_type="maths"), "x", "y")
     with pytest.raises(ValueError, match="give --rm-type, --custom-rm-path or metadata"):
-        reward(rollout_args(), "x", "y")
+        reward(rollout_args(rm_type=None), "x", "y")
     with pytest.raises(ValueError, match=r"--custom-rm-path nowhere.fn: there is no module 'nowhere'"):
         reward(rollout_args(custom_rm_path="nowhere.fn"), "x", "y")
 
