@@ -25,8 +25,12 @@ from slime.convert import bf16, running  # noqa: E402
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model-dir", type=Path, required=True, help="Hugging Face directory in float8")
-    parser.add_argument("--save-dir", type=Path, required=True, help="Hugging Face directory to write")
+    parser.add_argument(
+        "--model-dir", "--input-fp8-hf-path", type=Path, required=True, help="Hugging Face directory in float8"
+    )
+    parser.add_argument(
+        "--save-dir", "--output-bf16-hf-path", type=Path, required=True, help="Hugging Face directory to write"
+    )
     running.add_output_flags(parser)
     return parser.parse_args(argv)
 

@@ -37,8 +37,20 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         metavar=("ROWS", "COLUMNS"),
         help="of a matrix, that share a scale; default: 128 128, which is what engines have kernels for",
     )
+    parser.add_argument(
+        "--strategy", type=_strategy, metavar="block", help="upstream's flag: block, which is what is done without it"
+    )
     running.add_output_flags(parser)
     return parser.parse_args(argv)
+
+
+def _strategy(text: str) -> str:
+    if text != "block":
+        raise argparse.ArgumentTypeError(
+            f"{text} is not available: scales are of blocks, which is what engines take pushed weights in; leave it "
+            "out, and say how large by --block-size"
+        )
+    return text
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -37,8 +37,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--add-missing-from-origin-hf", action="store_true", help="take tensors that the checkpoint lacks from there"
     )
+    parser.add_argument("--model-name", help="upstream's flag, without effect: config.json says which model it is")
     running.add_output_flags(parser)
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    reason = "config.json of --origin-hf-dir says which model it is"
+    running.without_effect(parser.prog, "--model-name", options.model_name, reason)
+    return options
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -116,7 +116,15 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chunk-size", type=byte_count, default=byte_count("5GiB"), help="largest safetensors file; default: 5GiB"
     )
-    parser.add_argument("--workers", type=positive, default=WORKERS, help="threads; default: %(default)s")
+    parser.add_argument(
+        "--workers", "--max-workers", type=positive, default=WORKERS, help="threads; default: %(default)s"
+    )
+
+
+def without_effect(program: str, flag: str, value: object, reason: str) -> None:
+    """Say that a flag of upstream's tool is taken and changes nothing here; nothing where it was not given."""
+    if value is not None:
+        print(f"{program}: warning: {flag} means nothing here: {reason}", file=sys.stderr)
 
 
 def byte_count(text: str) -> int:

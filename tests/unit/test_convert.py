@@ -30,7 +30,32 @@ NUM_GPUS = 0
 
 SETTINGS: dict[str, Any] = {"shard_bytes": 2**30, "workers": 2, "force": False}
 fsdp_tool, fp8_tool = load("convert_fsdp_to_hf"), load("convert_hf_to_fp8")
-torch_dist_tool = load("convert_torch_dist_to_hf")
+bf16_tool, torch_dist_tool = load("convert_fp8_to_bf16"), load("convert_torch_dist_to_hf")
+
+
+def test_the_tools_take_the_flags_of_upstreams(capsys: pytest.CaptureFixture[str]) -> None:
+    directories = ["--model-dir", "a", "--save-dir", "b"]
+    options = fp8_tool.parse(
+        [*directories, *["--strategy", "block", "--block-size", "128", "128", "--max-workers", "4"]]
+    )
+    assert (list(options.block_size), options.workers) == ([128, 128], 4)
+    for strategy in ("channel", "tensor"):
+        with pytest.raises(SystemExit) as stop:
+            fp8_tool.parse([*directories, "--strategy", strategy])
+        assert stop.value.code == 2
+        line = capsys.readouterr().err.strip().splitlines()[-1]
+        assert f"error: argument --strategy: {strategy} is not available: scales are of blocks" in line
+        assert "--block-size" in line
+    options = bf16_tool.parse(["--input-fp8-hf-path", "a", "--output-bf16-hf-path", "b"])
+    assert (options.model_dir, options.save_dir) == (Path("a"), Path("b"))
+    options = torch_dist_tool.parse(
+        ["--input-dir", "a", "--output-dir", "b", "--origin-hf-dir", "c", "--model-name", "qwen3"]
+    )
+    printed = capsys.readouterr().err
+    assert printed.endswith(
+        "warning: --model-name means nothing here: config.json of --origin-hf-dir says which model it is\n"
+    )
+    assert printed.count("\n") == 1
 
 
 # ---- files
