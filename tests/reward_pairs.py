@@ -5,8 +5,8 @@ A pair has an ``answer``, which each of `tools.score_graders.ANSWER_GRADERS` fin
 ``metadata``. A category says which way a question was decided that could be decided otherwise. Left out, because people
 do not agree on them: a list against a tuple in the same order (``2,3`` and ``(2,3)``), names against places
 (``y=3,x=4`` and ``(3,4)``), an interval against an inequality, irrational numbers against decimals of six places and
-more, ``99=3`` against ``3``, ``5\\ldots`` against ``5``, ``DNE`` against ``undefined``, ``10:30 a.m.`` against
-``10:30``, and a box before ``</think>``.
+more, ``99=3`` against ``3``, ``5\\ldots`` against ``5``, ``DNE`` against ``undefined``, and a box before
+``</think>``.
 """
 
 from __future__ import annotations

@@ -302,6 +302,7 @@ def test_the_names_that_upstreams_hooks_import(rollout_args: Args, monkeypatch: 
     assert extract_answer("none") is None
     assert grade_answer_verl("so \\boxed{b+a}", "\\boxed{a+b}")
     assert not grade_answer_verl("so \\boxed{7 1/2}", "4")
+    assert grade_answer_verl("\\boxed 4<|im_end|>", 4)
     assert not grade_answer_verl("no box", "4")
     assert not grade_answer_verl("\\boxed{4}", "")
     assert grade_answer_mathd("7 1/2", "7.5")

@@ -30,11 +30,16 @@ _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*$")
 _COMMANDS = re.compile(r"\\[A-Za-z]+")
 _FUNCTIONS = {"degree", "degrees", "sqrt", "sinh", "cosh", "tanh", "asin", "acos", "atan", "arcsin", "arccos", "arctan"}
 _MATRIX = re.compile(r"^\\begin\s*\{([pbBvV]?matrix|smallmatrix|array)\}\s*(?:\{[lcr| ]*\})?(.*)\\end\s*\{\1\}$", re.S)
-_CHOICE = re.compile(r"\(([A-J])\) (.+)$", re.S)
+_CHOICE = re.compile(r"\(?([A-J])[).] (.+)$", re.S)
+_TEXT = re.compile(r"\$?\s*\\(?:text|math|mbox|hbox)[a-z]*\s*\{\s*[A-Za-z]{2,}\s*\}\s*\.?\s*\$?\.?$")
+"""A word, and no product of variables, however short it is."""
 _LETTER = re.compile(r"(\()?([A-Za-z])\)?$")
 _SHORT_WORD = re.compile(r"yes|no|odd|all|[^aeiou][aeiou][^aeiou]")
 """What is no product of variables, though it is short."""
+_CAPITALS = re.compile(r"[A-Z](?: ?[A-Z])+$")
+"""Tosses, colours, vertices: in their order."""
 _CLOCK = re.compile(r"\d:\d\d(?!\d)")
+_TIME = re.compile(r"(\d\d?):(\d\d)(?: ?([ap])\.? ?m\.?)?$", re.I)
 _PERCENT = "percent"
 _DEGREES, _RADIANS = Unit((("angle", 1),), Fraction(1)), Unit((("radian", 1),), Fraction(1))
 
@@ -66,8 +71,14 @@ def equal(answer: str, label: str, algebra: Algebra) -> bool:
     """
     if max(len(answer), len(label)) > _LONGEST:
         return answer.strip() != "" and answer.strip() == label.strip()
+    is_text = any(_TEXT.match(text.strip()) for text in (answer, label))
     answer, label = canonical(answer), canonical(label)
     if not answer or not label:
+        return False
+    if is_text and _WORDS.match(answer) and _WORDS.match(label):
+        return _plain_words(answer) == _plain_words(label)
+    choices = _CHOICE.match(answer), _CHOICE.match(label)
+    if choices[0] and choices[1] and choices[0][1] != choices[1][1]:
         return False
     return any(_same(left, right, algebra, 0) for left in _readings(answer) for right in _readings(label))
 
@@ -78,7 +89,7 @@ def _readings(text: str) -> Iterator[str]:
     for part in choice.groups() if choice else (text,):
         joined = without_commas(part)
         yield joined
-        if joined != part:
+        if joined != part and not re.search(r",0\d", part):
             yield part
 
 
@@ -236,6 +247,8 @@ def _same_in_some_order(lefts: list[str], rights: list[str], algebra: Algebra, d
 
 
 def _same_quantities(left: str, right: str, algebra: Algebra) -> bool:
+    if _CAPITALS.match(left) and _CAPITALS.match(right):
+        return left.replace(" ", "") == right.replace(" ", "")
     if _are_words(left, right):
         return _plain_words(left) == _plain_words(right)
     whole = left, right
@@ -296,7 +309,7 @@ def _plain_words(text: str) -> list[str]:
 
 def _by_algebra(left: str, right: str, algebra: Algebra) -> bool:
     if _CLOCK.search(left) or _CLOCK.search(right):  # algebra takes 10:30 for a third
-        return compact(left).lower().replace(".", "") == compact(right).lower().replace(".", "")
+        return _same_time(left, right)
     if _has_words(left) and _has_words(right):
         return compact(left).casefold() == compact(right).casefold()
     if any(len(text) > _LONGEST_FORMULA or is_unread(text) or _has_words(text) for text in (left, right)):
@@ -304,6 +317,24 @@ def _by_algebra(left: str, right: str, algebra: Algebra) -> bool:
     if any(sum(text.count(opening) for opening in "([{") > _MOST_BRACKETS for text in (left, right)):
         return False
     return algebra(left, right)
+
+
+def _same_time(left: str, right: str) -> bool:
+    """Whether two times of the day are the same; half of the day may be left out on one side."""
+    times = _TIME.match(left), _TIME.match(right)
+    if times[0] is None or times[1] is None:
+        return compact(left).lower().replace(".", "") == compact(right).lower().replace(".", "")
+    hours = [_hours(int(time[1]), (time[3] or "").lower()) for time in times if time]
+    same_hour = hours[0] & hours[1] if times[0][3] or times[1][3] else int(times[0][1]) == int(times[1][1])
+    return bool(same_hour) and times[0][2] == times[1][2]
+
+
+def _hours(hour: int, half: str) -> set[int]:
+    """Which of the day it may be."""
+    morning = hour % 12
+    if half:
+        return {morning + 12 * (half == "p")}
+    return {morning, morning + 12} if 0 < hour <= 12 else {hour}
 
 
 def _has_words(text: str) -> bool:

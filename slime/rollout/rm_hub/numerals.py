@@ -20,14 +20,12 @@ _BAR = r"(?:\\overline|\\bar)\s*"
 _REPEATING = re.compile(
     rf"(?<![\w.])(\d*)\.(\d*)(?:{_BAR}\{{\s*(\d+)\s*\}}|{_BAR}(\d)|\((\d+)\)|((?:\\dot\s*\{{?\s*\d\s*\}}?\d*)+))(?:\\ldots|\\dots|\.\.\.)?"
 )
+_GOES_ON = re.compile(r"(?<![\w.])(\d*)\.(\d*?)(\d)\3{2,}(?:\\[lc]?dots|\.\.\.)")
 _MIXED = re.compile(r"(?<![\w.^_)}/])(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}|(?<![\w.^_)}/])(\d+)\s+(\d+)/(\d+)(?![\d.])")
 _GROUPED_BY_SPACE = re.compile(r"(?<![\d._^])(?<!\d )\d{1,3}(?: \d{3})+(?![\d/])(?! \d)")
-_GROUPED_BY_COMMA = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+_GROUPED_BY_COMMA = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
 _UNREAD = re.compile(r"(?<![_\d])\d+\s+\d|\d_|\d[eE][+-]?\d|\\(?:overline|dot)\s*\{?\d|\.\d+\(\d")
 """What `written_out` could not make sense of."""
-
-
-_GOES_ON = re.compile(r"(?<![\w.])(\d*)\.(\d*?)(\d)\3{2,}(?:\\[lc]?dots|\.\.\.)")
 
 
 def written_out(text: str) -> str:
