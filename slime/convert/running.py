@@ -87,7 +87,8 @@ def main(name: str, convert: Callable[[], None], output: Path, *, several_ranks:
         print(f"{name}: error: {error}", file=sys.stderr)
         return 2
     except (StorageError, OSError) as error:
-        print(f"{name}: error: {error}", file=sys.stderr)
+        note = "" if isinstance(error, StorageError) else f"; {output} was not made"
+        print(f"{name}: error: {error}{note}", file=sys.stderr)
         return 1
     finally:
         for number, handler in before.items():

@@ -8,7 +8,7 @@ import re
 from argparse import Namespace
 from string import Formatter
 
-from slime.options.checkpoint import find_checkpoint
+from slime.options.checkpoint import find_checkpoint, same_place
 from slime.options.debug import kept_groups
 from slime.options.errors import OptionError
 from slime.options.schema import flag_named
@@ -24,7 +24,7 @@ _TEMPLATES: dict[str, tuple[str, ...]] = {
 
 
 _DUMPS = ("save_debug_rollout_data", "save_debug_train_data")
-_NUMBERS = {"rollout_id": r"(?:eval_)?(?P<rollout_id>\d+)", "rank": r"\d+"}
+_NUMBERS = {"rollout_id": r"(?:eval_)?(\d+)", "rank": r"\d+"}
 
 
 def derive_subsample(args: Namespace) -> None:
@@ -92,17 +92,31 @@ def derive_templates(args: Namespace) -> None:
 
 
 def _check_dumps(args: Namespace, name: str) -> None:
-    """Refuse to write over dumps of another run; one that is resumed goes on with its own."""
-    if name not in _DUMPS or (args.load is not None and find_checkpoint(args.load) is not None):
+    """Refuse to write over dumps of another run; one that is resumed goes on with its own.
+
+    One that saves where it loads from, and ended before it had saved anything, begins anew by the same command.
+    """
+    if name not in _DUMPS or _goes_on(args):
         return
     template, first = getattr(args, name), args.start_rollout_id or 0
     pieces = [(glob.escape(text), re.escape(text), field) for text, field, _, _ in Formatter().parse(template)]
     taken = re.compile("".join(text + _NUMBERS.get(field or "", "") for _, text, field in pieces))
     files = glob.glob("".join(text + ("*" if field else "") for text, _, field in pieces))
-    earlier = sorted(file for file in files if (found := taken.fullmatch(file)) and int(found["rollout_id"]) >= first)
+    # The same number in every place, each in the form that it has there.
+    numbers = {file: set(map(int, found.groups())) for file in files if (found := taken.fullmatch(file))}
+    earlier = sorted(file for file, several in numbers.items() if len(several) == 1 and min(several) >= first)
     if earlier:
         given = "--dump-details" if args.dump_details and template.startswith(args.dump_details) else flag_named(name)
         raise OptionError(
             f"{given}: {earlier[0]} is there, {len(earlier)} of an earlier run that would be overwritten: name another "
             "place, move them away, or resume that run by --load"
         )
+
+
+def _goes_on(args: Namespace) -> bool:
+    """Whether a run is resumed, or is begun again where it was to be resumed from."""
+    if args.load is None:
+        return False
+    return find_checkpoint(args.load) is not None or (
+        os.path.isdir(os.path.expanduser(args.load)) and same_place(args.load, args.save)
+    )

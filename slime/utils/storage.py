@@ -37,10 +37,11 @@ _TO_DO = {
     errno.EDQUOT: "remove some files of this user, or name another directory",
 }
 _NAME_ANOTHER = "mend that, or name another directory"
-_OF_ONE_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM)
+_OF_SOCKETS_TOO = (errno.ENOTCONN,)
 _OF_RUST = re.compile(r"\(os error (\d+)\)")
-_OF_CPP = {os.strerror(errno.ENOSPC): errno.ENOSPC, "Parent directory": errno.ENOENT}
+_OF_CPP = os.strerror(errno.ENOSPC)
 """The text is all that is left of an error in libraries of other languages."""
+_TORCH_NO_PARENT = re.compile(r"^Parent directory (.+) does not exist\.$", re.MULTILINE)
 _TORCH_WRITER = re.compile(r"inline_container\.cc|PytorchStreamWriter failed|basic_ios::clear|iostream error")
 """torch's own files of C++: what is wrong with the disk is not in their errors."""
 _PROBE_BYTES, _LITTLE = 1 << 20, 1 << 28
@@ -100,8 +101,8 @@ def why_not_written(error: BaseException, flag: str, path: str | Path) -> str | 
     if found is None:
         return None
     number, where = found
-    if where and number in _OF_ONE_FILE and not _belongs(Path(where).absolute(), place):
-        return None  # of what is read meanwhile
+    if where and not _belongs(where, place):
+        return None  # of what is read, or written elsewhere, meanwhile
     if number is None:
         directory = nearest_directory(place)
         number = _probe(directory)
@@ -172,30 +173,35 @@ def _of_storage(error: BaseException | None) -> tuple[int | None, str] | None:
             continue
         seen.add(id(each))
         if isinstance(each, OSError) and each.errno in _CAUSES:
-            return each.errno, str(each.filename or "")
-        number = _number_in(str(each))
-        if number is not None:
-            return number, ""
+            file = os.fsdecode(each.filename) if isinstance(each.filename, (str, bytes, os.PathLike)) else ""
+            if file or each.errno not in _OF_SOCKETS_TOO:
+                return each.errno, file
+        elif (told := _told_by_text(each)) is not None:
+            return told
         if isinstance(each, RuntimeError) and _TORCH_WRITER.search(str(each)):
             guess = (None, "")
         # torch.distributed.checkpoint has those of all ranks; each with its traceback.
         of_ranks = getattr(each, "failures", None)
         if isinstance(of_ranks, dict):
             pending += [one[0] if isinstance(one, tuple) else one for one in of_ranks.values()]
-        pending += [each.__cause__, each.__context__]
+        pending += [each.__cause__, None if each.__suppress_context__ else each.__context__]
     return guess
 
 
-def _belongs(file: Path, place: Path) -> bool:
-    """Whether a file is one that is written for ``place``, or a directory above it."""
-    own = (place, aside.unfinished(place))
-    return any(each in (file, *file.parents) for each in own) or file in place.parents
+def _belongs(file: str, place: Path) -> bool:
+    """Whether a file is one that is written for ``place``, or a directory above it; links to either are followed."""
+    real, its = Path(os.path.realpath(file)), Path(os.path.realpath(place))
+    own = (its, aside.unfinished(its), aside.replaced(its)) if its.name else (its,)
+    return any(each in (real, *real.parents) for each in own) or real in its.parents
 
 
-def _number_in(text: str) -> int | None:
+def _told_by_text(error: BaseException) -> tuple[int, str] | None:
+    text = str(error)
     if (found := _OF_RUST.search(text)) and int(found[1]) in _CAUSES:
-        return int(found[1])
-    return next((number for words, number in _OF_CPP.items() if words in text), None)
+        return int(found[1]), ""
+    if isinstance(error, RuntimeError) and (found := _TORCH_NO_PARENT.search(text)):
+        return errno.ENOENT, found[1]
+    return (errno.ENOSPC, "") if _OF_CPP in text else None
 
 
 def _probe(directory: Path) -> int | None:

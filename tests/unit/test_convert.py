@@ -250,6 +250,17 @@ def test_a_full_disk_is_one_line(
     assert not list(tmp_path.iterdir())
 
 
+def test_what_cannot_be_read_is_not_said_of_the_output_and_that_it_was_not_made_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def convert() -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "/data/model.safetensors")
+
+    assert running.main("convert.py", convert, tmp_path / "out") == 1
+    line = f"convert.py: error: [Errno 5] Input/output error: '/data/model.safetensors'; {tmp_path}/out was not made\n"
+    assert capsys.readouterr().err == line
+
+
 DIES = """
 import os, signal, sys
 sys.path.insert(0, {root!r})

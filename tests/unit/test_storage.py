@@ -114,6 +114,40 @@ def test_causes(error: Exception, expected: str | None, tmp_path: Path) -> None:
             raise error
 
 
+@pytest.mark.parametrize("number", storage._CAUSES)
+def test_an_error_with_a_file_is_of_its_own_disk(number: int, tmp_path: Path) -> None:
+    assert why_not_written(failing(number, "/elsewhere/prompts.jsonl"), "--save", tmp_path) is None
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for place, file in (("link", "real/iter/x"), ("real", "link/x"), ("link/x", "real/.x.tmp/y"), ("real/x", "link")):
+        line = why_not_written(failing(number, str(tmp_path / file)), "--save", tmp_path / place)
+        assert line is not None
+        assert line.startswith(f"--save {tmp_path / place}: {storage._CAUSES[number]}")
+
+
+def after(earlier: Exception, error: Exception, *, hidden: bool) -> Exception:
+    """``error``, as it is when it was raised while ``earlier`` was handled."""
+    error.__context__, error.__suppress_context__ = earlier, hidden
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (failing(errno.ENOTCONN), False),  # a socket's
+        (RuntimeError("Parent directory of config was changed by hook"), False),
+        (RuntimeError("Parent directory /elsewhere/x does not exist."), False),
+        (RuntimeError("Parent directory {place}/x does not exist."), True),
+        (after(failing(errno.ENOSPC), ValueError("a bug"), hidden=True), False),
+        (after(failing(errno.ENOSPC), ValueError("a bug"), hidden=False), True),
+    ],
+)
+def test_only_errors_of_writing_there_are_told_as_such(error: Exception, told: bool, tmp_path: Path) -> None:
+    if isinstance(error, RuntimeError):
+        error = RuntimeError(str(error).format(place=tmp_path))
+    assert (why_not_written(error, "--save", tmp_path) is not None) == told
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, None])
 def test_what_torch_does_not_tell_is_tried(number: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint's error that came of another: the disk may have room again by now, and the line must not lie."""
@@ -239,7 +273,7 @@ def test_a_run_directory_that_cannot_be_made_is_one_line(
 
 
 def debug_args(template: str, **changes: Any) -> Namespace:
-    names = ("save_hf", "save_lora", "load_debug_rollout_data", "save_debug_train_data", "dump_details", "load")
+    names = ("save_hf", "save_lora", "load_debug_rollout_data", "save_debug_train_data", "dump_details", "load", "save")
     values = dict.fromkeys(names) | {"save_debug_rollout_data": template, "start_rollout_id": None}
     return Namespace(**values | changes)
 
@@ -271,6 +305,30 @@ def test_dumps_of_details_name_their_own_flag_and_a_resumed_run_goes_on(tmp_path
     (checkpoints / "latest_checkpointed_iteration.txt").write_text("0")
     derive_templates(Namespace(**vars(args) | {"load": str(checkpoints)}))
     shutil.rmtree(checkpoints)
+
+
+def test_a_number_may_stand_in_several_places_of_a_dump(tmp_path: Path) -> None:
+    template = f"{tmp_path}/{{rollout_id}}/d_{{rollout_id:03d}}.pt"
+    (tmp_path / "3").mkdir()
+    (tmp_path / "3" / "d_004.pt").touch()
+    derive_templates(debug_args(template))
+    (tmp_path / "3" / "d_003.pt").touch()
+    with pytest.raises(OptionError, match=r"d_003.pt is there, 1 of an earlier run"):
+        derive_templates(debug_args(template))
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_anew_by_the_same_command(tmp_path: Path) -> None:
+    (tmp_path / "dumps" / "rollout_data").mkdir(parents=True)
+    (tmp_path / "dumps" / "rollout_data" / "0.pt").touch()
+    saves, other = tmp_path / "saves", tmp_path / "other"
+    values = {"save_debug_rollout_data": None, "dump_details": str(tmp_path / "dumps"), "load": str(saves)}
+    with pytest.raises(OptionError, match="is there, 1 of an earlier run"):  # nothing has run to there
+        derive_templates(debug_args("x", **values, save=str(saves)))
+    saves.mkdir()
+    other.mkdir()
+    derive_templates(debug_args("x", **values, save=f"{saves}/"))
+    with pytest.raises(OptionError, match="is there, 1 of an earlier run"):
+        derive_templates(debug_args("x", **values, save=str(other)))
 
 
 # ---- room
