@@ -13,6 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from slime.utils.errors import DeadlineError
 from slime.utils.http_utils import RequestError
 
 _MARGIN_S = 20.0
@@ -34,6 +35,7 @@ class Examiner:
         self._current: Future[str | None] | None = None
         self._turn = threading.Lock()
         """Of whoever examines, or pauses engines."""
+        self._forbidden = False
         self._working = 0
 
     async def __call__(self, problem: str) -> str | None:
@@ -52,12 +54,22 @@ class Examiner:
                 self._working -= 1
 
     def forbid(self) -> None:
-        """Examine nothing until `allow`: engines that are paused generate nothing. Waits for what is under way."""
-        self._turn.acquire(timeout=self._limit)
+        """Examine nothing until `allow`: engines that are paused generate nothing. Waits for what is under way.
+
+        Raises:
+            DeadlineError: that has not ended in time.
+        """
+        if not self._forbidden and not self._turn.acquire(timeout=self._limit):
+            raise DeadlineError(
+                f"an examination of the engines has not ended within {self._limit:.0f} s "
+                "(--rollout-health-check-timeout), and engines under examination cannot be paused"
+            )
+        self._forbidden = True
 
     def allow(self) -> None:
-        """Take `forbid` back."""
-        if self._turn.locked():
+        """Take `forbid` back, where it was granted."""
+        if self._forbidden:
+            self._forbidden = False
             self._turn.release()
 
     def _begin(self, problem: str) -> Future[str | None]:
@@ -96,6 +108,6 @@ class Examiner:
         if len(hanging) == len(asked):
             raise RequestError(f"{problem}: no engine is left that answers\n" + "\n".join(hanging.values()))
         for url in hanging:
-            del self._engines[url]
             self._remove(url)
+            del self._engines[url]  # last, so that one which could not be removed is asked again
         return None

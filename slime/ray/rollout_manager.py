@@ -8,6 +8,7 @@ import inspect
 import logging
 import math
 import os
+import threading
 import time
 from typing import Any
 from urllib.parse import urlsplit
@@ -74,6 +75,7 @@ class RolloutManager:
         self._examiner: Examiner | None = None
         self._engines: set[str] = set()
         """URLs of the actor's engines that get requests."""
+        self._removing = threading.Lock()
         self._rollout = load_function(args.rollout_function_path, flag="--rollout-function-path")
         self._evaluate = load_function(args.eval_function_path, flag="--eval-function-path")
 
@@ -136,13 +138,14 @@ class RolloutManager:
 
     def remove_engine(self, url: str) -> None:
         """Send nothing more to an engine that has died or hangs, and have fewer requests in flight."""
-        try:
+        with self._removing:
+            if url not in self._engines:
+                return  # it was found to hang before its end was known
+            self._routers[ACTOR].remove(url)
+            forget_engine(url)
+            # Last: where the router fails, the next who finds out tries again.
             self._engines.remove(url)
-        except KeyError:
-            return  # it was found to hang before its end was known
-        self._routers[ACTOR].remove(url)
-        forget_engine(url)
-        self._args.num_engines -= 1
+            self._args.num_engines -= 1
         background_loop().soon(shared_gate, concurrency(self._args))
 
     @ray.method(concurrency_group="watch")

@@ -386,9 +386,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
             BadInputError: as of `RolloutDataSource.load_state_dict`, or the state is that of a class without a buffer.
         """
         if "buffer" not in state:
-            raise BadInputError(
-                f"the checkpoint's data source had no buffer, {type(self).__name__} has one: resume with the "
-                "--data-source-path it was made with"
-            )
+            had = f"the checkpoint's data source had no buffer, {type(self).__name__} has one"
+            raise BadInputError(f"{had}: resume with the --data-source-path it was made with")
         self._go_on(state)
         self.buffer = _from_dicts(state["buffer"])

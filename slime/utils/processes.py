@@ -18,7 +18,7 @@ RUN_MARK = "SLIME_RUN_ID"
 """In the environment of every process that a run starts; its value belongs to one run alone."""
 TITLES = {"SPT_NOENV": "1"}
 """Has a process that sets its own title leave its environment readable, marks among it (package setproctitle)."""
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_S = 0.05
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -78,6 +78,11 @@ def die_with_parent(parent: int | None = None) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if parent is not None and os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of each descendant whose own parent ends, in place of the host's first process."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def kill_all(find: Callable[[], Iterable[Process]], seconds: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import traceback
 from argparse import Namespace
 from collections.abc import Callable
@@ -263,17 +264,25 @@ def test_other_deaths_end_the_run(kill: Callable[[Cluster], None], serving: bool
 def test_the_data_side_forgets_an_engine() -> None:
     manager, removed = object.__new__(RolloutManager), []
     manager._args = Namespace(num_engines=2, sglang_server_concurrency=8)
-    manager._engines = {"http://e0", "http://e1"}
+    manager._engines, manager._removing = {"http://e0", "http://e1"}, threading.Lock()
     others = Namespace(remove=lambda url: pytest.fail("the reward model's engines are others"))
-    manager._routers = {ACTOR: Namespace(remove=removed.append), REWARD: others}  # type: ignore[dict-item]
+
+    def remove(url: str) -> None:
+        removed.append(url)
+        if len(removed) == 1:
+            raise EngineError("router: no answer")
+
+    manager._routers = {ACTOR: Namespace(remove=remove), REWARD: others}  # type: ignore[dict-item]
     abort.register_engines(["http://e0", "http://e1"], None)
     try:
+        with pytest.raises(EngineError, match="no answer"):
+            manager.remove_engine("http://e1")
         for _ in range(2):  # by who finds out that it hangs, and by the driver
             manager.remove_engine("http://e1")
         assert list(abort._engines) == ["http://e0"]
     finally:
         abort.register_engines([], None)
-    assert removed == ["http://e1"]
+    assert removed == 2 * ["http://e1"], "until it was"
     assert concurrency(manager._args) == 8
 
     async def capacity() -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from slime.backends.sglang.pulse import Pulse
 from slime.backends.sglang.server import Server
 from slime.ray.examination import Examiner
 from slime.utils import http_utils
+from slime.utils.errors import DeadlineError
 from slime.utils.http_utils import NoReplyError, RequestError
 from tests.fake_client import FakeClient, indices, reply, rollout
 from tests.unit.test_engines import failure
@@ -122,6 +122,20 @@ def test_a_server_that_has_gone_is_for_its_exit_status_to_tell(silent: str, tmp_
     server.examine("nothing")
     server.check()
     with pytest.raises(EngineError, match=r"hangs: .* 2 times in a row"):  # who is asked for more must be there
+        server.examine("a push", lambda timeout: EngineControl(server.url, None, None, timeout).ask("/server_info"))
+    server.stop()
+
+
+@pytest.mark.parametrize("before", [0, 5])
+def test_a_server_that_has_died_is_not_said_to_hang_whatever_it_is_asked(before: int, tmp_path: Path) -> None:
+    """Its supervisor may take a moment to end its tree."""
+    server = Stub("http://127.0.0.1:1", tmp_path)
+    server.listen()
+    statuses = iter([None] * before)
+    server._process = Namespace(  # type: ignore[assignment]
+        poll=lambda: next(statuses, 137), tail=lambda lines: "bang", stop=lambda: None
+    )
+    with pytest.raises(EngineError, match=r"ended with status 137 \(signal 9\)"):
         server.examine("a push", lambda timeout: EngineControl(server.url, None, None, timeout).ask("/server_info"))
     server.stop()
 
@@ -244,26 +258,83 @@ def test_requests_that_fail_together_share_an_examination_and_one_that_gives_up_
     assert len(actors["http://e0"].asked) == 1
 
 
+class Turn:
+    """A lock that tells who waits for it."""
+
+    def __init__(self) -> None:
+        self._lock, self.waited = threading.Lock(), threading.Event()
+
+    def acquire(self, timeout: float = -1) -> bool:
+        if self._lock.acquire(blocking=False):
+            return True
+        self.waited.set()
+        return self._lock.acquire(timeout=timeout)
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
 def test_nothing_is_examined_while_engines_are_paused_for_a_push() -> None:
     actors = {"http://e0": Actor()}
     examiner = Examiner(actors, 1.0, lambda url: None)
+    examiner._turn = turn = Turn()  # type: ignore[assignment]
     examiner.forbid()
     with ThreadPoolExecutor() as pool:
         asked = pool.submit(ask, examiner)
-        time.sleep(0.05)
+        assert turn.waited.wait(10)
         assert not actors["http://e0"].asked
         examiner.allow()
         assert asked.result(10) is not None
         # And a push waits for an examination that is under way.
+        turn.waited.clear()
         actors["http://e0"].released.clear()
         asked = pool.submit(ask, examiner)
         wait_for(lambda: len(actors["http://e0"].asked) == 2, "the second examination")
         held = pool.submit(examiner.forbid)
-        time.sleep(0.05)
+        assert turn.waited.wait(10)
         assert not held.done()
         actors["http://e0"].released.set()
         held.result(10)
         examiner.allow()
+
+
+def test_a_push_that_may_not_begin_leaves_the_examination_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    actors = {"http://e0": Actor()}
+    examiner = Examiner(actors, 1.0, lambda url: None)
+    actors["http://e0"].released.clear()
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(ask, examiner)
+        wait_for(lambda: actors["http://e0"].asked, "the examination")
+        monkeypatch.setattr(examiner, "_limit", 0.0)
+        with pytest.raises(DeadlineError, match=r"not ended within 0 s \(--rollout-health-check-timeout\)"):
+            examiner.forbid()
+        examiner.allow()
+        actors["http://e0"].released.set()
+        assert str(asked.result(10)).startswith("the only engine left answers")
+    examiner.forbid()
+    examiner.allow()
+    examiner.allow()
+
+
+def test_an_engine_that_could_not_be_left_out_is_asked_again() -> None:
+    actors = {"http://e0": Actor(), "http://e1": Actor(hanging(1))}
+    failures = [RequestError("router: no answer")]
+
+    def remove(url: str) -> None:
+        if failures:
+            raise failures.pop()
+
+    examiner = Examiner(actors, 1.0, remove)
+    with pytest.raises(RequestError, match="router"):
+        ask(examiner)
+    assert ask(examiner) is None
+    assert len(actors["http://e1"].asked) == 2
 
 
 @pytest.mark.parametrize("verdict", ["hangs", "answers", "none left"])

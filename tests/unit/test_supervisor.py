@@ -174,6 +174,35 @@ def test_a_server_without_its_guard_still_ends_in_order(server: ServerProcess, t
     assert server.poll() == 128 + signal.SIGTERM
 
 
+GUARDED = """
+import os, signal, sys, time
+from slime.backends.sglang import supervisor
+sent, start = [], supervisor.Supervisor._start_guard
+def start_guard(self):
+    ours = start(self)
+    global guard
+    guard = self._guard
+    if sys.argv[1] == "gone":
+        os.kill(guard, signal.SIGKILL)
+    return ours
+def send(pid, number):
+    sent.append(pid)
+    os.kill(pid, number)
+supervisor.Supervisor._start_guard, supervisor.send = start_guard, send
+supervisor.tree_of = lambda session, mark: time.sleep(600)
+waits, ours = os.pipe()
+assert supervisor.Supervisor(waits, 1.0, None).run([sys.executable, "-c", ""]) == 0
+print(sent == [guard])
+"""
+
+
+@pytest.mark.parametrize("guard", ["busy", "gone"])
+def test_a_servers_end_does_not_wait_for_its_guard_and_nothing_is_sent_to_one_that_has_gone(guard: str) -> None:
+    command = [sys.executable, "-c", GUARDED, guard]
+    done = subprocess.run(command, timeout=60, check=True, stdout=subprocess.PIPE, text=True)
+    assert done.stdout == f"{guard == 'busy'}\n"
+
+
 LATE = """
 import multiprocessing, os, runpy, sys, time
 from pathlib import Path

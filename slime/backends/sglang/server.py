@@ -14,6 +14,8 @@ from slime.backends.sglang.pulse import Ask, Pulse
 from slime.utils.http_utils import PortReservation
 
 _POLL_S = 0.1
+_END_S = 2.0
+"""In which the supervisor of a server that has died usually tells of it."""
 _TAIL_LINES = 40
 
 
@@ -70,8 +72,11 @@ class Server:
 
     def examine(self, because: str, ask: Ask | None = None) -> None:
         """`check`, after asking it at once; with ``ask`` another question than that of `listen`."""
-        if self._pulse is not None:
-            self._pulse.examine(ask, because)
+        if self._pulse is not None and self.end() is None and self._pulse.examine(ask, because):
+            # One that has just died refuses connections before its supervisor has ended its tree, and told its status.
+            deadline = time.monotonic() + _END_S
+            while self._process is not None and self.end() is None and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
         self.check()
 
     def _ask(self, timeout: float) -> None:

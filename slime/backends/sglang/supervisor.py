@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import functools
 import os
 import select
@@ -25,18 +24,10 @@ from types import FrameType
 from slime.utils import processes
 from slime.utils.processes import Process, send
 
-_PR_SET_CHILD_SUBREAPER = 36
 _MARK = "SLIME_SERVER_ID"
 _OWNER_CHECK_S = 1.0
 _KILL_DEADLINE_S = 10.0
 _KILL_POLL_S = 0.02
-
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def descendants() -> list[int]:
-    """The ids of all living processes below this one, parents before children; zombies are not counted."""
-    return [process.pid for process in processes.below([os.getpid()], processes.running().values())]
 
 
 def tree_of(session: int | None, mark: str) -> list[Process]:
@@ -82,7 +73,7 @@ class Supervisor:
 
     def run(self, command: list[str]) -> int:
         """Run ``command`` until it ends or its owner does; its exit status, 128 + n if signal n ended it."""
-        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        processes.adopt_orphans()
         guarded = self._start_guard()
         server = subprocess.Popen(
             command,
@@ -98,11 +89,11 @@ class Supervisor:
         self._end_tree()
         for path in self._left_over:
             Path(path).unlink(missing_ok=True)
+        # Of what is left in spite of KILL the guard takes care, when our end closes its pipe.
+        if self._guard is not None and not self._tree():
+            send(self._guard, signal.SIGKILL)
+            os.waitpid(self._guard, 0)
         os.close(guarded)
-        if self._guard is not None:
-            send(self._guard, signal.SIGCONT)  # who stops a whole tree stops it too
-        with contextlib.suppress(ChildProcessError):  # `_reap` has seen it end, by somebody's KILL
-            os.waitpid(self._guard or 0, 0)
         server.returncode = self._status  # reaped by `_reap`; Popen must not wait for it again
         return 1 if self._status is None else self._status
 
@@ -129,8 +120,8 @@ class Supervisor:
     def _note_scratch(self) -> None:
         # While it lives, because a server that was killed can no longer be asked which of all such files is its own.
         if self._scratch is not None and not self._left_over:
-            for pid in self._tree():
-                self._left_over |= mapped_files(pid, self._scratch)
+            for process in self._tree():
+                self._left_over |= mapped_files(process.pid, self._scratch)
 
     def _owner_is_gone(self) -> bool:
         # The parent is looked at as well: a process forked by the owner may have kept the pipe's other end open.
@@ -150,6 +141,8 @@ class Supervisor:
                 return
             if pid == 0:
                 return
+            if pid == self._guard:
+                self._guard = None  # its id may be another's from now on
             if pid == self._server:
                 code = os.waitstatus_to_exitcode(status)
                 self._status = code if code >= 0 else 128 - code
@@ -161,19 +154,17 @@ class Supervisor:
             _terminate(self._server)
         while self._status is None and time.monotonic() < deadline:
             self._sleep_until_child_ends()
-        for pid in self._tree():
-            _terminate(pid)
+        for process in self._tree():
+            _terminate(process.pid)
         while self._tree() and time.monotonic() < deadline:
             self._sleep_until_child_ends()
-        deadline = time.monotonic() + _KILL_DEADLINE_S
-        while (left := self._tree()) and time.monotonic() < deadline:
-            for pid in left:
-                send(pid, signal.SIGKILL)
-            self._sleep_until_child_ends()
+        processes.kill_all(self._tree, _KILL_DEADLINE_S)
         self._reap()
 
-    def _tree(self) -> list[int]:
-        return [pid for pid in descendants() if pid != self._guard]
+    def _tree(self) -> list[Process]:
+        """All living processes below this one but for the guard, parents before children."""
+        found = processes.below([os.getpid()], processes.running().values())
+        return [process for process in found if process.pid != self._guard]
 
     def _sleep_until_child_ends(self) -> None:
         select.select([self._wake_read], [], [], _KILL_POLL_S)
