@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
 
@@ -21,6 +21,12 @@ class Status(Enum):
 
 
 _STATUS_OF_FINISH = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+
+
+def _finish_status(finish_reason: Any, otherwise: Status) -> Status:
+    """By SGLang's ``{"type": "stop"}``, or by the plain string of OpenAI's interface."""
+    kind = finish_reason.get("type") if isinstance(finish_reason, Mapping) else finish_reason
+    return _STATUS_OF_FINISH.get(str(kind), otherwise)
 
 
 @dataclass
@@ -192,38 +198,42 @@ class Sample:
             log_probs: the engine's log-probs, one a token; required for trainable tokens, not read of others: those
                 have 0.0.
             trainable: whether the tokens count in the loss (model output) or not (tool output).
-            meta_info: the engine's ``meta_info`` of the reply: weight version, finish reason, and the counters of
-                ``spec_info`` and ``prefix_cache_info`` are taken from it.
+            meta_info: the engine's ``meta_info`` of the reply: weight version, finish reason (an object with a
+                ``type``, or that as a string), and the counters of ``spec_info`` and ``prefix_cache_info`` are taken
+                from it.
             text: text to append to ``response``.
             update_terminal_info: whether ``meta_info`` decides ``status``.
 
         Raises:
-            ValueError: trainable tokens without as many log-probs; the sample is as it was.
+            ValueError: trainable tokens without as many log-probs, or lengths that contradict each other; the sample
+                is as it was.
         """
         new = [] if tokens is None else [int(token) for token in tokens]
         given = None if log_probs is None else [float(log_prob) for log_prob in log_probs]
         if trainable and len(given or []) != len(new):
             got = "none" if given is None else str(len(given))
             raise ValueError(f"{len(new)} trainable tokens need as many log-probs, got {got}")
+        # All that may fail comes before anything grows.
+        info = {} if meta_info is None else dict(meta_info)
+        status = _finish_status(info.get("finish_reason"), self.status) if update_terminal_info else self.status
+        version = None if info.get("weight_version") is None else str(info["weight_version"])
+        spec_info, prefix_cache_info = replace(self.spec_info), replace(self.prefix_cache_info)
+        spec_info.add(info)
+        prefix_cache_info.add(info)
+        said = self.response + (text or "")
+        self._check_lengths(len(new))
         start = self.response_length
         self._grow("tokens", new, before=0)
         self._grow("loss_mask", [int(trainable)] * len(new), before=1)
         self._grow("rollout_log_probs", given if trainable and given else [0.0] * len(new), before=0.0)
         self.response_length += len(new)
-        if text:
-            self.response += text
-        if meta_info is not None:
-            self.spec_info.add(meta_info)
-            self.prefix_cache_info.add(meta_info)
-            # A request that was aborted before its first token has made nothing with those weights.
-            if new and "weight_version" in meta_info:
-                self.weight_versions.append(str(meta_info["weight_version"]))
-                self.segment_starts.append(start)
-                self.segment_lengths.append(len(new))
-            if update_terminal_info:
-                finish = (meta_info.get("finish_reason") or {}).get("type")
-                self.status = _STATUS_OF_FINISH.get(str(finish), self.status)
-        self.check()
+        self.response, self.status = said, status
+        self.spec_info, self.prefix_cache_info = spec_info, prefix_cache_info
+        # A request that was aborted before its first token has made nothing with those weights.
+        if new and version is not None:
+            self.weight_versions.append(version)
+            self.segment_starts.append(start)
+            self.segment_lengths.append(len(new))
 
     def _grow(self, name: str, values: list[Any], before: float) -> None:
         """Extend a list in place; one that is not there yet begins with ``before`` for each token of the response."""
@@ -255,13 +265,18 @@ class Sample:
 
     def check(self) -> None:
         """Raise ValueError where lengths contradict each other."""
-        if self.response_length > len(self.tokens):
-            raise ValueError(f"sample {self.index}: response_length {self.response_length} > {len(self.tokens)} tokens")
-        for name in ("loss_mask", "rollout_log_probs", "teacher_log_probs"):
+        self._check_lengths(0)
+
+    def _check_lengths(self, more: int) -> None:
+        """`check`, once as many tokens as `append_response_tokens` is about to append are there."""
+        length, tokens = self.response_length + more, len(self.tokens) + more
+        if length > tokens:
+            raise ValueError(f"sample {self.index}: response_length {length} > {tokens} tokens")
+        for name, grows in (("loss_mask", more), ("rollout_log_probs", more), ("teacher_log_probs", 0)):
             column = getattr(self, name)
-            if column is not None and len(column) != self.response_length:
+            if column is not None and len(column) + grows != length:
                 raise ValueError(
-                    f"sample {self.index}: {name} has {len(column)} entries for {self.response_length} response tokens"
+                    f"sample {self.index}: {name} has {len(column) + grows} entries for {length} response tokens"
                 )
 
     def to_dict(self) -> dict[str, Any]:

@@ -110,6 +110,44 @@ def test_a_refused_call_changes_nothing(call: dict[str, object], message: str) -
     assert sample.to_dict() == before
 
 
+@pytest.mark.parametrize(
+    ("meta", "fields", "error"),
+    [
+        ({"cached_tokens": "many"}, {}, TypeError),
+        ({}, {"teacher_log_probs": []}, ValueError),
+        ({}, {"response_length": 3, "loss_mask": [], "rollout_log_probs": []}, ValueError),
+        ({}, {"response": None}, TypeError),
+    ],
+)
+def test_a_call_that_fails_changes_nothing(
+    meta: dict[str, object], fields: dict[str, object], error: type[Exception]
+) -> None:
+    sample = prompt(**fields)
+    before = sample.to_dict()
+    with pytest.raises(error):
+        sample.append_response_tokens(tokens=[1], log_probs=[-1.0], text="x", meta_info=META | meta)
+    assert sample.to_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("reason", "status"),
+    [
+        ("stop", Status.COMPLETED),
+        ("length", Status.TRUNCATED),
+        ({"type": "length", "length": 5}, Status.TRUNCATED),
+        ("abort", Status.ABORTED),
+        ("content_filter", Status.PENDING),
+        ("", Status.PENDING),
+        (None, Status.PENDING),
+        ({}, Status.PENDING),
+    ],
+)
+def test_finish_reasons_of_either_interface(reason: object, status: Status) -> None:
+    sample = prompt()
+    sample.append_response_tokens(tokens=[1], log_probs=[-1.0], meta_info={"finish_reason": reason})
+    assert (sample.status, sample.tokens) == (status, [7, 8, 1])
+
+
 def test_log_probs_of_what_a_tool_said_are_not_read() -> None:
     sample = prompt()
     sample.append_response_tokens(tokens=[1, 2], log_probs=[-1.0, -2.0], trainable=False)
