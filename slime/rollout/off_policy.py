@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Iterable
 
 from slime.rollout.under_way import current_rollout
-from slime.rollout.versions import pushed_version, versions
+from slime.rollout.versions import as_number, pushed_version, versions
 from slime.utils.types import Sample
 
 MASKED_TOKENS = "rollout/offpolicy_tokens_masked"
@@ -40,18 +40,16 @@ def mask_older_tokens(samples: Iterable[Sample], version: int) -> int:
     """Take tokens that weights older than ``version`` generated out of the loss; how many that are.
 
     A token whose weights are not known, as where a hook wrote the versions by hand, counts as made by the sample's
-    oldest; in a sample without versions nothing is masked.
+    oldest. A version that is no number is older than any; in a sample that has no other, nothing is masked.
     """
     return sum(_mask_older(sample, version) for sample in samples)
 
 
 def _mask_older(sample: Sample, version: int) -> int:
-    known = versions(sample)
-    if not known or min(known) >= version:
+    oldest = min(map(as_number, sample.weight_versions), default=version)
+    if oldest >= version or not versions(sample):
         return 0
     before = [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
-    made = (str(min(known)) if token is None else token for token in sample.token_versions())
-    sample.loss_mask = [
-        0 if by.isdigit() and int(by) < version else mask for by, mask in zip(made, before, strict=True)
-    ]
+    made = (oldest if by is None else as_number(by) for by in sample.token_versions())
+    sample.loss_mask = [0 if by < version else mask for by, mask in zip(made, before, strict=True)]
     return sum(before) - sum(sample.loss_mask)

@@ -11,7 +11,7 @@ from slime.rollout.base_types import flatten_samples
 from slime.rollout.data_source import RolloutDataSource
 from slime.rollout.prompts import as_prompts, count_dropped, draw_groups
 from slime.rollout.sglang_rollout import generate_groups
-from slime.rollout.versions import staleness, versions
+from slime.rollout.versions import as_number, staleness, versions
 from slime.utils.types import Group, Sample
 
 
@@ -71,4 +71,4 @@ def _older_tokens(sample: Sample, rollout_id: int) -> int:
     if len(sample.segment_lengths) != len(sample.weight_versions):
         return 0  # a hook wrote the versions by itself
     parts = zip(sample.weight_versions, sample.segment_lengths, strict=True)
-    return sum(length for version, length in parts if version.isdigit() and int(version) < rollout_id)
+    return sum(length for version, length in parts if as_number(version) < rollout_id)

@@ -6,10 +6,20 @@ from collections.abc import Awaitable, Callable
 
 from slime.utils.types import Sample
 
+OLDER_THAN_ANY = -1
+
+
+def as_number(version: str) -> int:
+    """A version of a segment; `OLDER_THAN_ANY` of one that is no number.
+
+    A hook may write such a one, and an engine says "default" until weights have been pushed to it.
+    """
+    return int(version) if str(version).isdecimal() else OLDER_THAN_ANY
+
 
 def versions(sample: Sample) -> list[int]:
-    """Of the sample's segments, in order; without those that are no number, which a hook may write."""
-    return [int(version) for version in sample.weight_versions if version.isdigit()]
+    """Of the sample's segments, in order; without those that are no number."""
+    return [number for number in map(as_number, sample.weight_versions) if number != OLDER_THAN_ANY]
 
 
 def staleness(sample: Sample, rollout_id: int) -> int | None:

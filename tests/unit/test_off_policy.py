@@ -58,12 +58,29 @@ def test_exactly_the_tokens_of_older_segments_are_masked(samples: list[list[Segm
 
 @pytest.mark.parametrize(
     ("versions", "expected"),
-    [([], [1, 1, 1]), (["default"], [1, 1, 1]), (["3"], [1, 1, 1]), (["2"], [0, 0, 0]), (["3", "2"], [0, 0, 0])],
+    [
+        ([], [1, 1, 1]),
+        (["default"], [1, 1, 1]),
+        (["3"], [1, 1, 1]),
+        (["2"], [0, 0, 0]),
+        (["3", "2"], [0, 0, 0]),
+        (["3", "default"], [0, 0, 0]),
+        (["\u00b3"], [1, 1, 1]),
+    ],
 )
 def test_versions_by_hand_are_of_the_whole_response(versions: list[str], expected: list[int]) -> None:
     sample = Sample(tokens=[1, 2, 3, 4], response_length=3, weight_versions=versions)
     mask_older_tokens([sample], 3)
     assert (sample.loss_mask or [1, 1, 1]) == expected
+
+
+@pytest.mark.parametrize("version", ["default", "-1", "3a", "\u00b2"])
+def test_a_segment_whose_version_is_no_number_is_older_than_any(version: str) -> None:
+    sample = Sample(tokens=[1])
+    for by in (version, "3"):
+        sample.append_response_tokens(tokens=[2, 3], log_probs=[-1.0, -1.0], meta_info={"weight_version": by})
+    assert mask_older_tokens([sample], 3) == 2
+    assert sample.loss_mask == [0, 0, 1, 1]
 
 
 def test_a_response_by_hand_that_goes_on_is_told_from_what_is_added() -> None:
