@@ -25,12 +25,13 @@ from slime.utils import device
 from slime.utils.environment import bypass_proxies
 from slime.utils.http_utils import LOOPBACK, host_ip
 from slime.utils.processes import RUN_MARK, TITLES
+from slime.utils.redaction import is_secret
 
 _OBJECT_STORE_WITHOUT_GPU = 512 << 20
 _HOST_SWITCHES = ("NCCL_", "GLOO_", "NVSHMEM_", "UCX_", "TORCH_", "TRITON_", "CUDA_", "SGLANG_", "HF_")
 """Prefixes of variables that say how this host is to be used."""
-_NEVER_PASSED_ON = ("CUDA_VISIBLE_DEVICES", "_TOKEN", "_KEY", "_SECRET", "_PASSWORD")
-"""Endings: Ray gives each worker its devices, and shows the environment of workers to everyone who may ask it."""
+_DEVICES = "CUDA_VISIBLE_DEVICES"
+"""Never passed on, as secrets: Ray gives each worker its devices, and shows its environment to all who may ask it."""
 _METADATA_SERVERS = ("169.254.169.254", "metadata.google.internal")
 """Of clouds, each on its own host: Ray asks whether it runs in one. Its metrics' client heeds proxies too."""
 _RAYLETS_END = "Raylet is terminated."
@@ -189,7 +190,7 @@ def actor_environment(extra: dict[str, str] | None = None) -> dict[str, Any]:
     variables |= {
         name: value
         for name, value in os.environ.items()
-        if name.startswith(_HOST_SWITCHES) and not name.endswith(_NEVER_PASSED_ON)
+        if name.startswith(_HOST_SWITCHES) and name != _DEVICES and not is_secret(name, value)
     }
     variables |= {name: os.environ[name] for name in (RUN_MARK, *TITLES) if name in os.environ}
     # Slots are placed by us, from the placement group's probe; Ray must not hide the other GPUs of an engine.

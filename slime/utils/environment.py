@@ -22,8 +22,6 @@ _THIS_HOST = ("localhost", "127.0.0.1", "::1")
 _PROXY = re.compile(r"(all|ftp|grpc|https?|socks[45]?|wss?)_proxy", re.IGNORECASE)
 _BYPASS = ("no_proxy", "NO_PROXY")
 _PORTS = {"http": 80, "https": 443}
-_SWITCHES = ("SGLANG_", "NCCL_", "NVSHMEM_", "UCX_", "TORCH_", "RAY_")
-"""Prefixes of variables that are settings of a program we start, whatever their names end in."""
 
 
 def is_proxy(name: str) -> bool:
@@ -42,14 +40,14 @@ def server_environment(needs: Collection[str] = ()) -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if not is_proxy(name) and (name in needs or not _is_secret(name, value))
+        if not is_proxy(name) and (name in needs or not is_secret(name, value))
     }
 
 
 def forget_secrets() -> None:
-    """Remove the variables whose names call them secrets from this process's environment."""
+    """Remove the variables whose names call them secrets from this process's environment, but Ray's: it is a worker."""
     for name, value in list(os.environ.items()):
-        if _is_secret(name, value):
+        if is_secret(name, value) and not name.startswith("RAY_"):
             del os.environ[name]
 
 
@@ -122,7 +120,3 @@ def _is_for(entry: str, host: str, address: _Address | None, port: int | None) -
         return own == address
     domain = entry.lower().removeprefix("*").strip(".")
     return bool(domain) and f".{host}".endswith(f".{domain}")
-
-
-def _is_secret(name: str, value: str) -> bool:
-    return not name.startswith(_SWITCHES) and is_secret(name, value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
@@ -12,18 +13,23 @@ from typing import Any
 REDACTED = "<redacted>"
 
 _ENVIRONMENT = re.compile(r"(^|_)env(_vars?|ironment)?$")
-_SECRET = re.compile(r"passw(or)?d|passphrase|secret|credential")
+_SECRET = re.compile(r"passw(or)?d|passphrase|secret|credential|authorization|bearer|cookie|(^|_)pwd")
 _WORD = r"(^|_|access|api|auth|private)(key|token)"
-_NAMED_FOR_ONE = re.compile(_WORD + "$")
+_NAMED_FOR_ONE = re.compile(_WORD + r"$|(^|_)(auth|pass|pat|sig|signature)$")
 _NAMED_FOR_SOME = re.compile(_WORD + "s?(_|$)")
-_IN_URL = re.compile(
-    r"(\w://[^/\s:@]*:)[^/\s@]+(?=@)|(?<=[?&])((?:[\w-]*[_-])?(?:api)?(?:key|token|secret|password)=)[^&#\s]+",
-    re.IGNORECASE,
-)
+_USER_OF_URL = re.compile(r"(?<=\w://)[^/?#\s]+(?=@)")
+_PAIR_OF_URL = re.compile(r"(?<=[?&;#])([\w.-]+)(=)([^&;#\s]+)")
+_PAIR = re.compile(r"^\s*([\w.-]+)(\s*[:=]\s*)(?!//)(\S.*)", re.DOTALL)
+"""A text that is a header or a variable with its value."""
+_CREDENTIALS = re.compile(r"\b((?i:bearer)\s+|(?i:basic)\s+(?=\S+[A-Z0-9=]))\S+")
+"""As a header has them. Those for Basic are in base64; what follows the word in prose is not."""
 _HARMLESS = re.compile(
     r"^(eval_)?(input|label|metadata|multimodal|reward|tool)_keys?$"  # columns and entries
-    r"|^(bos|eos|pad|stop|unk)_token$|(^|_)token_(dispatcher|drop|map)|_tokens_buckets$|_path$"
+    r"|^(bos|eos|pad|stop|unk)_token$|(^|_)token_(dispatcher|drop|map)|_tokens_buckets$|_(first|per)_token$|_path$"
 )
+_HARMLESS_VARIABLES = ("GPG_KEY", "OLDPWD", "PWD")
+"""A key's public fingerprint, and directories."""
+_SWITCHES = ("", "0", "1", "false", "no", "off", "on", "true", "yes")
 
 
 def redacted(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,13 +41,16 @@ def redacted(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_secret(name: str, value: Any) -> bool:
-    """Whether an option's name calls its value a secret.
+    """Whether the name of an option or an environment variable calls its value a secret.
 
-    A number, unless the name ends in key or token (``judge_token: 123``), is a count or an id, not a secret.
+    A number, unless the name ends in key or token (``judge_token: 123``), is a count or an id, not a secret. Nor is a
+    switch, or the path of a file that is there.
     """
-    name = name.lstrip("-").replace("-", "_").lower()
-    if value is None or isinstance(value, bool):
+    if value is None or isinstance(value, bool) or name in _HARMLESS_VARIABLES:
         return False
+    if isinstance(value, str) and (value.lower() in _SWITCHES or (os.path.isabs(value) and os.path.exists(value))):
+        return False
+    name = re.sub("(?<=[a-z])(?=[A-Z])", "_", name.lstrip("-")).replace("-", "_").lower()
     if _SECRET.search(name):
         return True
     if _HARMLESS.search(name):
@@ -64,8 +73,8 @@ def _redact(name: str, value: Any) -> Any:
 
 
 def _redacted_text(name: str, text: str) -> str:
-    """A text that holds options of its own: a JSON object, another program's command line, a URL with a password."""
-    if text.lstrip().startswith("{"):
+    """A text that holds others: JSON, another program's command line, a URL with its user, a header's credentials."""
+    if text.lstrip().startswith(("{", "[")):
         with contextlib.suppress(ValueError):
             found = json.loads(text)
             shown = _redact(name.lstrip("-").replace("-", "_"), found)
@@ -73,7 +82,14 @@ def _redacted_text(name: str, text: str) -> str:
     words = text.split()
     if len(words) > 1 and words[0].startswith("--"):
         return text if redacted_words(words) == words else " ".join(map(str, redacted_words(words)))
-    return _IN_URL.sub(lambda match: f"{match[1] or match[2]}{REDACTED}", text)
+    text = _USER_OF_URL.sub(REDACTED, text)
+    for pair in (_PAIR_OF_URL, _PAIR):
+        text = pair.sub(_redacted_pair, text)
+    return _CREDENTIALS.sub(rf"\1{REDACTED}", text)
+
+
+def _redacted_pair(found: re.Match[str]) -> str:
+    return f"{found[1]}{found[2]}{REDACTED}" if is_secret(found[1], found[3]) else found[0]
 
 
 def redacted_words(words: Sequence[Any]) -> list[Any]:

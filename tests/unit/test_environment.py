@@ -15,6 +15,7 @@ from slime.backends.sglang import router as router_module
 from slime.backends.sglang.engine import Engine
 from slime.backends.sglang.router import Router
 from slime.ray import creation
+from slime.ray.cluster import actor_environment
 from slime.ray.placement import Placement, Slot
 from slime.ray.train_actor import TrainActor
 from slime.utils import http_utils
@@ -34,8 +35,24 @@ SECRETS = {
     "OPENAI_API_KEY": "12345",
     "DB_PASSWORD": "p",
     "SLIME_ROUTER_API_KEY": "k",
+    "RAY_AUTH_TOKEN": "r",
+    "SGLANG_API_KEY": "k",
+    "TORCH_SECRET_KEY": "k",
+    "DB_PWD": "p",
+    "GITHUB_PAT": "p",
+    "SLIME_JOB_SECRET_FLAGS": "[]",
 }
-SETTINGS = {"TOKENIZERS_PARALLELISM": "false", "NCCL_DEBUG": "INFO", "HF_TOKEN_PATH": "/t", "SGLANG_SAVE_KEY": "1"}
+SETTINGS = {
+    "TOKENIZERS_PARALLELISM": "false",
+    "NCCL_DEBUG": "INFO",
+    "HF_TOKEN_PATH": "/t",
+    "SGLANG_SAVE_KEY": "1",
+    "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
+    "GPG_KEY": "7169605F62C751356D054A26A821E680E5FA6305",
+    "GOOGLE_APPLICATION_CREDENTIALS": __file__,
+    "PWD": "/nowhere",
+    "OLDPWD": "/nowhere",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -106,11 +123,21 @@ def test_a_router(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert not {"generate", "admin"} & set(command)
 
 
+def test_ray_shows_no_secret_of_the_hosts_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the same rule as everywhere."""
+    secret = ("HF_API_KEY", "SGLANG_AUTH", "TORCH_CREDENTIALS", "CUDA_PASSPHRASE", "NCCL_ACCESS_TOKENS")
+    for name in secret:
+        monkeypatch.setenv(name, "s3cret")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    variables = actor_environment()["env_vars"]
+    assert not {*secret, *SECRETS, "CUDA_VISIBLE_DEVICES"} & set(variables)
+    assert {"NCCL_DEBUG", "HF_TOKEN_PATH", "SGLANG_SAVE_KEY", "HF_HUB_DISABLE_IMPLICIT_TOKEN"} <= set(variables)
+
+
 def test_a_trainer_has_the_secrets_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not by Ray, which shows the environment of its workers."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "")  # so that it is put back
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "r")
     given: list[Any] = []
 
     class Actor:
@@ -132,8 +159,8 @@ def test_a_trainer_has_the_secrets_that_it_is_given(monkeypatch: pytest.MonkeyPa
     assert not set(SECRETS) & set(variables)
     assert values[0].wandb_key is None
     TrainActor(*values)
-    assert {name: os.environ[name] for name in SECRETS if name in os.environ} == {"OPENAI_API_KEY": "mine"}
-    assert os.environ["RAY_AUTH_TOKEN"] == "r", "Ray's own"
+    kept = {name: os.environ[name] for name in SECRETS if name in os.environ}
+    assert kept == {"OPENAI_API_KEY": "mine", "RAY_AUTH_TOKEN": "r"}, "what it is given, and its Ray's own"
     assert set(SETTINGS) <= set(os.environ)
 
 

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import secrets
 from argparse import Namespace
 from typing import Any
 
 import pytest
 
+from slime.options.parser import StrictParser
+from slime.options.sglang import PassThrough
 from slime.ray.engine_actor import EnginePlan
-from slime.utils.redaction import REDACTED, redacted, redacted_words
+from slime.utils.arguments import assemble
+from slime.utils.redaction import REDACTED, is_secret, redacted, redacted_words
 from slime.weights import EngineAddress
 
 SECRETS = """
 WANDB_API_KEY HF_TOKEN AWS_SECRET_ACCESS_KEY AWS_ACCESS_KEY_ID wandb_key sglang_router_api_key api_keys judge_secret
 sglang_ssl_keyfile_password openai-api-key apiKey accessToken token key judge_credentials db_passwd secret_of_judge
-bearer_token_value
+bearer_token_value Authorization Proxy-Authorization bearer judge_bearer cookie Set-Cookie judge_pwd pwd db_pass
+judge_auth auth github_pat sig signature X-Amz-Signature judgeToken sessionKey
 """
+SECRET_OPTIONS = "wandb_key sglang_ssl_keyfile_password router_oracle_password"
 COLUMNS = """
 input_key label_key metadata_key tool_key reward_key eval_input_key eval_label_key eval_reward_key eval_tool_key
 """
@@ -52,6 +59,14 @@ def test_secrets_are_replaced(name: str) -> None:
         ("linear_key_head_dim", 128),
         ("monkey", "banana"),
         ("eval_interval", 5),
+        ("use_token", "true"),
+        ("judge_key", "0"),
+        ("google_application_credentials", __file__),
+        ("PWD", "/nowhere"),
+        ("GPG_KEY", "7169"),
+        ("pattern", "x"),
+        ("author", "x"),
+        ("auth_mode", "token"),
     ],
 )
 def test_harmless_names_are_kept(name: str, value: Any) -> None:
@@ -94,7 +109,21 @@ def test_what_holds_keys_shows_none() -> None:
             "--tp-size 1 --ssl-keyfile-password s3cret",
             "--tp-size 1 --ssl-keyfile-password <redacted>",
         ),
-        ("--rm-url", "http://me:s3cret@judge.example/score", "http://me:<redacted>@judge.example/score"),
+        ("--rm-url", "http://me:s3cret@judge.example/score", "http://<redacted>@judge.example/score"),
+        ("--rm-url", "https://s3cret@judge.example/score", "https://<redacted>@judge.example/score"),
+        ("--rm-url", "https://u:s3cr@et@h:1/a@b?c=d@e", "https://<redacted>@h:1/a@b?c=d@e"),
+        ("--urls", "ftp://a:s3cret@h ftp://b:s3cret@i", "ftp://<redacted>@h ftp://<redacted>@i"),
+        ("--rm-url", "https://blob/x?se=1&sig=s3cret&sp=r", "https://blob/x?se=1&sig=<redacted>&sp=r"),
+        ("--rm-url", "https://s3/x?X-Amz-Signature=s3cret", "https://s3/x?X-Amz-Signature=<redacted>"),
+        ("--rm-url", "https://h/cb#access_token=s3cret", "https://h/cb#access_token=<redacted>"),
+        ("--judge-headers", '{"Authorization": "Bearer s3cret"}', '{"Authorization": "<redacted>"}'),
+        ("--judges", '[{"url": "u", "pwd": "s3cret"}]', '[{"url": "u", "pwd": "<redacted>"}]'),
+        ("--judge-header", "Authorization: Bearer s3cret", "Authorization: <redacted>"),
+        ("--judge-header", "X-Api-Key: s3cret", "X-Api-Key: <redacted>"),
+        ("--judge-header", "Cookie: a=s3cret; b=s3cret", "Cookie: <redacted>"),
+        ("--judge-variable", "JUDGE_TOKEN=s3cret", "JUDGE_TOKEN=<redacted>"),
+        ("--judge-header", "X-Judge: bearer s3cret", "X-Judge: bearer <redacted>"),
+        ("--judge-header", "X-Judge: Basic dXNlcjpwYXNz", "X-Judge: Basic <redacted>"),
         (
             "--rm-url",
             "https://judge.example/s?n=1&api_key=s3cret&x=2",
@@ -123,8 +152,35 @@ def test_secrets_within_a_text(name: str, text: str, shown: str) -> None:
         "{}",
         "",
         "{x} --y z",
+        "You have basic knowledge of algebra. Basic English, please.",
+        "https://h/a@b",
+        "https://h?to=a@b",
+        "key: /",
+        "input_key=question",
+        "[1, 2]",
+        "10.0.0.1:8000",
     ],
 )
 def test_other_texts_stay_as_they_are(text: str) -> None:
     assert redacted({"value": text}) == {"value": text}
     assert redacted_words(["--value", text]) == ["--value", text]
+
+
+def test_of_the_options_there_are_only_those_that_are_secrets_sound_like_one() -> None:
+    """Of the installed Megatron's, SGLang's and router's too; each with a value of its type, or that may be a count."""
+    parser = StrictParser(prog="x")
+    assemble(parser)
+    values = {action.dest: _value_of(action) for action in parser._actions}
+    assert len(values) > 800
+    assert {name for name, value in values.items() if is_secret(name, value)} == set(SECRET_OPTIONS.split())
+    assert is_secret("router_control_plane_api_keys", ["a:b:admin:c"])
+
+
+def _value_of(action: argparse.Action) -> Any:
+    if action.nargs == 0:
+        return True
+    for word in ("1234", "0.5", "text"):
+        with contextlib.suppress(ValueError, TypeError, argparse.ArgumentTypeError):
+            value = action.type(word) if callable(action.type) else word
+            return value if action.type or isinstance(action, PassThrough) else "text"
+    return "text"
