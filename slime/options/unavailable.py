@@ -11,15 +11,12 @@ REPLACED: dict[str, str] = {
     "--critic-num-gpus-per-node": "the critic is on the actor's slots; drop it",
     "--critic-num-nodes": "the critic is on the actor's slots; drop it",
     "--ddp-average-in-collective": "token weights make gradients a mean over all ranks, so they are summed; drop it",
-    "--disable-weights-backuper": "reference and actor weights are always kept on the CPU; drop it",
     "--distributed-backend": "the device decides: nccl on GPUs, gloo without",
     "--eval": "use --eval-interval; with --num-rollout 0 the run only evaluates",
     "--finetune": _WEIGHTS_ALONE,
     "--get-mismatch-metrics": "train/train_rollout_* and train/ois are always logged; drop it",
     "--http-proxy": "set the http_proxy environment variable",
-    "--log-probs-max-tokens-per-gpu": "log-prob passes use the micro-batches of --max-tokens-per-gpu",
     "--megatron-to-hf-mode": "weights are always mapped by the tables in slime/models; drop it",
-    "--min-batch-collection-ratio": "it had no effect; drop it",
     "--model-name": "config.json of --hf-checkpoint says which model it is; drop it",
     "--no-load-optim": _WEIGHTS_ALONE,
     "--no-load-rng": _WEIGHTS_ALONE,
@@ -36,9 +33,7 @@ REPLACED: dict[str, str] = {
     "--sglang-tensor-parallel-size": "use --rollout-num-gpus-per-engine",
     "--sglang-tp-size": "use --rollout-num-gpus-per-engine",
     "--override-opt_param-scheduler": "on resume the flags' schedule is used anyway; drop it",
-    "--te-rng-tracker": "random state is torch's; drop it",
     "--train-iters": "it follows from --num-rollout and --num-steps-per-rollout",
-    "--train-memory-margin-bytes": "it has no meaning here; drop it",
     "--true-on-policy-mode": "one step per rollout is on policy; add --sglang-enable-deterministic-inference",
     "--rollout-health-check-first-wait": "an engine is asked from its first answer on; drop it",
     "--use-critic": "--advantage-estimator ppo has a critic; drop it",
@@ -47,7 +42,6 @@ REPLACED: dict[str, str] = {
     "--use-megatron-fsdp": "the distributed optimizer shards optimizer state; there is no FSDP backend",
     "--use-pytorch-profiler": "use --profile-target",
     "--use-rollout-entropy": "train/entropy_loss is always logged; drop it",
-    "--use-te-rng-tracker": "random state is torch's; drop it",
     "--use-slime-router": "the router is sglang-router; see --help router",
 }
 """Flags that will not come, with what replaces them."""
@@ -58,31 +52,30 @@ REPLACED_PREFIXES: dict[str, str] = {
 }
 """The same for whole families of flags."""
 
+_NOTHING = "nothing replaces it"
 NOT_YET: dict[str, str] = {
-    "algorithm": "--ref-update-interval --reset-optimizer-states --use-stateless-adam",
-    "critic": "--megatron-config-path",
-    "distillation": "--opd-kl-coef --opd-teacher-ckpt-step --opd-teacher-load --opd-type --use-opd",
-    "rollout": """
-        --fetch-trajectory-retry-times --load-forge-rollout-data --multimodal-keys --rollout-buffer-url
-        --rollout-data-transport --rollout-external-engine-addrs --rollout-task-type --use-distributed-post""",
-    "engine layout": "--prefill-num-servers --sglang-config --sglang-router-ip --sglang-router-port",
-    "asynchronous training": "--release-train",
-    "weight update": """
-        --update-weight-delta-checksum --update-weight-delta-encoding --update-weight-local-checkpoint-dir""",
-    "model": """
-        --freeze-indexer --freeze-params-name-list
-        --megatron-deepgemm-forward-layers --megatron-deepgemm-forward-modules --megatron-deepgemm-moe-forward-layers
-        --megatron-deepgemm-moe-forward-modules --only-train-params-name-list --qwen-gdn-backend
-        --softmax-type --use-rollout-routing-replay --use-routing-replay --window-attn-skip-freq
-        --window-size""",
-    "batches and memory": "--use-dynamic-global-batch-size",
-    "checkpoints": """
-        --async-save --ckpt-step --no-save-optim --ref-ckpt-step""",
-    "debug": """
-        --ci-load-grad-norm --ci-save-grad-norm --memory-recorder --memory-snapshot-dir --memory-snapshot-num-steps
-        --record-memory-history""",
+    _NOTHING: """
+        --freeze-params-name-list --load-forge-rollout-data --megatron-config-path --multimodal-keys
+        --only-train-params-name-list --opd-kl-coef --opd-teacher-ckpt-step --opd-teacher-load --opd-type
+        --prefill-num-servers --ref-update-interval --release-train --reset-optimizer-states
+        --rollout-external-engine-addrs --rollout-task-type --sglang-config --update-weight-delta-checksum
+        --update-weight-delta-encoding --use-opd --use-stateless-adam""",
+    "drop it: routing is computed anew by the trainer": "--use-rollout-routing-replay --use-routing-replay",
+    "drop it: the run starts engines and a router of its own": "--sglang-router-ip --sglang-router-port",
+    "a --rollout-function-path of your own may ask a server": "--fetch-trajectory-retry-times --rollout-buffer-url",
+    "drop it: --update-weight-disk-dir is where weights go by files": "--update-weight-local-checkpoint-dir",
+    "drop it: config.json says what layers the model has": "--softmax-type --window-attn-skip-freq --window-size",
+    "drop it: there is no model that needs it": """
+        --freeze-indexer --megatron-deepgemm-forward-layers --megatron-deepgemm-forward-modules
+        --megatron-deepgemm-moe-forward-layers --megatron-deepgemm-moe-forward-modules --qwen-gdn-backend""",
+    "use --global-batch-size or --num-steps-per-rollout": "--use-dynamic-global-batch-size",
+    "write its number into latest_checkpointed_iteration.txt of that directory": "--ckpt-step --ref-ckpt-step",
+    "drop it: a checkpoint has the optimizer's state; --save-hf writes weights alone": "--no-save-optim",
+    "drop it: metrics.jsonl has train/grad_norm": "--ci-load-grad-norm --ci-save-grad-norm",
+    "use --profile-target": """
+        --memory-recorder --memory-snapshot-dir --memory-snapshot-num-steps --record-memory-history""",
 }
-"""Flags that later versions will have, by role: when one comes, its name goes."""
+"""Flags that later versions will have, by what to do until then: when one comes, its name goes."""
 
 NOT_YET_VALUES: dict[str, tuple[str, ...]] = {
     "--update-weight-mode": ("delta",),
@@ -98,10 +91,19 @@ REPLACED_VALUES: dict[tuple[str, str], str] = {
 
 
 WITHOUT_EFFECT: dict[str, str] = {
+    "--async-save": "a checkpoint is written before the run goes on",
     "--data-pad-size-multiplier": "packed sequences are not padded to a multiple of it",
+    "--disable-weights-backuper": "reference and actor weights are always kept on the CPU",
+    "--log-probs-max-tokens-per-gpu": "log-prob passes use the micro-batches of --max-tokens-per-gpu",
+    "--min-batch-collection-ratio": "a rollout is trained on when it is whole",
+    "--rollout-data-transport": "rollouts go to trainers through Ray's object store",
     "--spec": "config.json of --hf-checkpoint says which layers the model has",
+    "--te-rng-tracker": "random state is torch's",
+    "--train-memory-margin-bytes": "torch's allocator decides",
+    "--use-distributed-post": "one process sends the requests",
+    "--use-te-rng-tracker": "random state is torch's",
 }
-"""Flags of upstream's scripts that change nothing here: they are taken, with a warning."""
+"""Flags of upstream's that change no result here, speed or memory at most: they are taken, with a warning."""
 
 
 def split_without_effect(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -150,9 +152,8 @@ def explain_flag(flag: str) -> str | None:
     family = next((prefix for prefix in REPLACED_PREFIXES if flag.startswith(prefix)), None)
     if family is not None:
         return f"{flag} is not available: {REPLACED_PREFIXES[family]}"
-    if any(flag in names.split() for names in NOT_YET.values()):
-        return f"{flag} is not available yet in this version"
-    return None
+    advice = next((advice for advice, names in NOT_YET.items() if flag in names.split()), None)
+    return None if advice is None else f"{flag} is not available yet in this version: {advice}"
 
 
 def explain_value(flag: str, value: str) -> str | None:

@@ -212,7 +212,6 @@ def test_hooks_are_loaded_and_their_flags_known(parse: Parse, directory: Path, f
         ("--num-distributed-optimizer-instances 2", "", "--num-distributed-optimizer-instances 2 is not available yet"),
         ("--cpu-offloading", "", "--cpu-offloading needs --transformer-impl transformer_engine"),
         ("--ddp-average-in-collective", "", "--ddp-average-in-collective is not available: token weights"),
-        ("--te-rng-tracker", "", "--te-rng-tracker is not available"),
         ("--window-size 128,0", "", "--window-size is not available yet"),
         ("--softmax-type off-by-one", "", "--softmax-type is not available yet"),
         ("--offload", "", "--offload is not available: use --offload-train"),

@@ -118,14 +118,14 @@ def test_every_flag_of_the_model_scripts_parses(known_flags: set[str]) -> None:
 
 def test_no_flag_is_both_available_and_not(known_flags: set[str]) -> None:
     later = " ".join(NOT_YET.values()).split()
-    assert not {*later, *REPLACED} & known_flags
+    assert not {*later, *REPLACED, *WITHOUT_EFFECT} & known_flags
     assert {flag for flag, _ in REPLACED_VALUES} <= known_flags
     assert len(later) == len(set(later))
-    assert not set(later) & set(REPLACED)
+    assert len({*later, *REPLACED, *WITHOUT_EFFECT}) == len(later) + len(REPLACED) + len(WITHOUT_EFFECT)
 
 
 def test_what_to_write_instead_is_available(known_flags: set[str]) -> None:
-    for reason in REPLACED.values():
+    for reason in (*REPLACED.values(), *NOT_YET, *WITHOUT_EFFECT.values()):
         assert set(re.findall(r"--[a-z][-a-z]+", reason)) <= known_flags | {"--help"}, reason
 
 
@@ -133,7 +133,14 @@ def test_what_to_write_instead_is_available(known_flags: set[str]) -> None:
     ("words", "expected"),
     [
         ("--use-opd", "--use-opd is not available yet in this version"),
-        ("--opd-kl-coef 0.9 --use-distributed-post", "--opd-kl-coef is not available yet in this version; --use-distr"),
+        (
+            "--opd-kl-coef 0.9 --use-distributed-post",
+            "--opd-kl-coef is not available yet in this version: nothing",
+        ),
+        (
+            "--window-size 9 --sglang-router-ip 1",
+            "has; --sglang-router-ip is not available yet in this version: drop",
+        ),
         ("--sglang-tp-size 2", "--sglang-tp-size is not available: use --rollout-num-gpus-per-engine"),
         ("--slime-router-timeout 3", "the router is sglang-router"),
         (

@@ -16,12 +16,17 @@ def directory(launch_directory: Path) -> Path:
 
 
 def test_flags_that_mean_nothing_here_are_taken_with_a_line(parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
-    args = parse("--spec slime_plugins.models.glm4 get_glm_spec --data-pad-size-multiplier 128 --lr 0.5")
+    args = parse(
+        "--spec slime_plugins.models.glm4 get_glm_spec --data-pad-size-multiplier 128 --async-save "
+        "--te-rng-tracker --lr 0.5"
+    )
     assert args.lr == 0.5
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition("warning: ")[2].partition(":")[0] for line in lines] == [
         "--spec means nothing here",
         "--data-pad-size-multiplier means nothing here",
+        "--async-save means nothing here",
+        "--te-rng-tracker means nothing here",
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from tests.command_line import write_model
 from tests.small_rollout import CHATML, write_tokenizer
 from tools.forked_dry_runs import OK, REFUSED, Outcome, dry_run
 
-DATA = Path(__file__).resolve().parents[1] / "data"
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / "tests" / "data"
 SCRIPTS = json.loads((DATA / "upstream_scripts.json").read_text())
-"""Of each: driver, the configuration of its model, words, and what its refusal says ("" where it passes)."""
+"""Of each: driver, the configuration of its model, words, what its refusal says ("" where it passes), and the files of
+its example that lie beside it, which are this repository's."""
 ROW = dict.fromkeys(("prompt", "input", "question"), "1+1") | {"label": "2", "reward_model": {"ground_truth": "2"}}
 IN_CI = 8
 
@@ -30,6 +33,10 @@ def outcome(entry: dict[str, Any], directory: Path) -> Outcome:
     messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
     rows = directory / "rows.jsonl"
     rows.write_text((json.dumps(ROW | {"messages": messages}) + "\n") * 4)
+    for name, ours in entry.get("beside", {}).items():
+        file = directory / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(re.sub(r"(?<=path: )\S+\.jsonl", str(rows), (ROOT / ours).read_text()))
     places = {"$MODEL": str(model), "$SAVE": str(directory / "save"), "$DATA": str(rows), "$DIR": str(directory)}
     words = entry["argv"]
     for name, place in places.items():
