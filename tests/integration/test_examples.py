@@ -222,7 +222,7 @@ def run_example(name: str, output: Path, **env: str) -> list[Sample]:
         )
     assert done.returncode == 0, Path(f"{output}.log").read_text()[-4000:]
     print(f"{name}: {time.monotonic() - started:.0f} s")
-    dumped = sorted(output.glob("samples_*.pt"), key=lambda path: int(path.stem.split("_")[1]))
+    dumped = sorted(output.glob("samples_[0-9]*.pt"), key=lambda path: int(path.stem.split("_")[1]))
     return [Sample.from_dict(sample) for sample in torch.load(dumped[-1], weights_only=False)["samples"]]
 
 

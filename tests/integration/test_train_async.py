@@ -212,7 +212,7 @@ def test_a_killed_run_resumes_with_every_prompt_exactly_once(workspace: Path) ->
     state = torch.load(run_dir / f"iter_{resumed_at - 1:07d}" / "rollout_state.pt", weights_only=False)
     in_flight = [group[0]["group_index"] for group in state["data_source"]["in_flight"]]
     assert in_flight[:_GROUPS] == list(range(_GROUPS * resumed_at, _GROUPS * (resumed_at + 1)))
-    for path in run_dir.glob("samples_*.pt"):
+    for path in run_dir.glob("samples_[0-9]*.pt"):
         if int(path.stem.split("_")[1]) >= resumed_at:
             path.unlink()
 
@@ -327,7 +327,7 @@ def test_rollouts_without_end_train_every_prompt_once_and_resume(workspace: Path
         process.assert_no_process_left()
     resumed_at = int(latest.read_text()) + 1
     assert resumed_at < _ROLLOUTS, "killed too late to show a resume"
-    for path in run_dir.glob("samples_*.pt"):
+    for path in run_dir.glob("samples_[0-9]*.pt"):
         if int(path.stem.split("_")[1]) >= resumed_at:
             path.unlink()
     run_to_end(line, workspace / "went_on_without_end.log")
