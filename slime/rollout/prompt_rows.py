@@ -13,7 +13,7 @@ from slime.rollout.conversation import ConversationEncoder, Encoded, render, wit
 from slime.rollout.messages import RowError, as_text, check_messages, messages_of_json, without_arrow_nulls
 from slime.rollout.reading import RawRow, Row, RowFile
 from slime.rollout.rm_hub import rm_type_problem
-from slime.rollout.rm_hub.answers import label_problem
+from slime.rollout.rm_hub.answers import empty_label_problem, label_problem
 from slime.rollout.tokenizer import load_tokenizer
 from slime.rollout.values import JsonError, parse_json, value_problem
 from slime.utils.errors import BadInputError
@@ -252,7 +252,9 @@ def _check_reward(label: Any, metadata: dict[str, Any], spec: PromptSpec) -> Non
         rm_type = metadata["rm_type"]
         if (problem := rm_type_problem(rm_type)) is not None:
             raise RowError(f"{spec.metadata_key!r} (--metadata-key) has an {problem}")
-    problem = label_problem(label) if str(rm_type).removeprefix("boxed_") in NEEDS_LABEL else None
+    problem = None
+    if str(rm_type).removeprefix("boxed_") in NEEDS_LABEL:
+        problem = label_problem(label) or empty_label_problem(label)
     if problem is not None:
         raise RowError(f"{spec.label_key!r} (--label-key) {problem}")
 

@@ -176,6 +176,14 @@ def test_rows_may_name_all_rewards_themselves(rollout_args: Args, write_jsonl: W
         assert len(load(rollout_args(**(vars(args) | own)))) == 4
 
 
+@pytest.mark.parametrize("label", ["", "  ", [], ["", " "], "\\boxed{}"])
+def test_empty_labels_are_none_of_built_in_rewards(label: Any, rollout_args: Args, write_jsonl: Write) -> None:
+    args = rollout_args(prompt_data=write_jsonl([{"prompt": "p", "label": label}]), rm_type="f1")
+    with pytest.raises(ValueError, match=r"line 1: 'label' \(--label-key\) is empty: no response equals it"):
+        load(args)
+    assert load(rollout_args(**(vars(args) | {"rm_type": "random"})))[0].label == label
+
+
 @pytest.mark.parametrize("prompt", ["hello", [{"role": "user", "content": "hello"}]])
 def test_chat_template_and_tools(prompt: Any, rollout_args: Args, write_jsonl: Write) -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]

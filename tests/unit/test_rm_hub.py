@@ -172,9 +172,9 @@ def test_a_label_that_is_an_object_ends_the_run(rm_type: str, rollout_args: Args
 
 
 @pytest.mark.parametrize("rm_type", ["math", "deepscaler", "dapo", "boxed_dapo", "f1", "gpqa"])
-@pytest.mark.parametrize("label", [float("nan"), float("inf"), ["2", float("nan")], [None]], ids=repr)
+@pytest.mark.parametrize("label", [float("nan"), float("inf"), ["2", float("nan")], [None], b"2", [b"2"]], ids=repr)
 def test_nothing_equals_a_label_that_is_no_answer(rm_type: str, label: Any, rollout_args: Args) -> None:
-    problem = r"(is (nan|inf)|holds null or NaN), which is no answer"
+    problem = r"((is (nan|inf)|holds null or NaN), which is no answer|(is|holds) bytes, which are no answer: wri)"
     with pytest.raises(SettingError, match=f"the label of sample 3 {problem}"):
         reward(rollout_args(rm_type=rm_type), f"</think>\\boxed{{{label}}}\nAnswer: {label}", label)
 

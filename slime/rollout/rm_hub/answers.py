@@ -8,8 +8,18 @@ from typing import Any
 
 from slime.rollout.rm_hub.equality import quick_equal
 
-__all__ = ["accepted_labels", "after_reasoning", "label_problem", "last_boxed", "quick_equal"]
+__all__ = [
+    "accepted_labels",
+    "after_reasoning",
+    "empty_label_problem",
+    "label_problem",
+    "label_text",
+    "last_boxed",
+    "quick_equal",
+]
 
+_EXACT = 2.0**53
+"""Below it a float is one integer."""
 _BOXES = re.compile(
     r"\\(?:boxed|fbox)\s*(?:(?P<opens>\{)|(?P<bare>\\?(?:frac\S+|[-+]?[\d.]\S*|[A-Za-z]+(?=\s*\$))))"
     r"|(?P<escaped>\\[^A-Za-z])|(?P<brace>[{}])"
@@ -28,6 +38,8 @@ def label_problem(label: Any) -> str | None:
         return "holds null or NaN, which is no answer"
     if isinstance(label, float) and not math.isfinite(label):
         return f"is {label}, which is no answer"
+    if any(isinstance(each, bytes | bytearray) for each in many):
+        return f"{'holds' if many is label else 'is'} bytes, which are no answer: write the column as text"
     found = next((each for each in many if isinstance(each, dict)), None)
     if found is None:
         return None
@@ -38,9 +50,20 @@ def label_problem(label: Any) -> str | None:
     )
 
 
+def empty_label_problem(label: Any) -> str | None:
+    """That a label has no answer in it, to follow its name; None of another, and of a missing one."""
+    return None if label is None or accepted_labels(label) else "is empty: no response equals it"
+
+
+def label_text(label: Any) -> str:
+    """The text of one label. A table with empty cells makes floats of integers, so that 4.0 is 4."""
+    whole = isinstance(label, float) and label.is_integer() and abs(label) < _EXACT
+    return str(int(label) if whole else label)
+
+
 def accepted_labels(label: Any) -> list[str]:
     """The text of a label, or of each of a list of them, but for empty ones; without the box that one is in."""
-    texts = [str(each) for each in (label if isinstance(label, list) else [label])]
+    texts = [label_text(each) for each in (label if isinstance(label, list) else [label])]
     texts = [last_boxed(text) or "" if "\\boxed" in text else text for text in texts]
     return [text for text in texts if text.strip()]
 

@@ -8,7 +8,7 @@ import unicodedata
 from argparse import Namespace
 from typing import Any
 
-from slime.rollout.rm_hub.answers import after_reasoning, label_problem
+from slime.rollout.rm_hub.answers import after_reasoning, label_problem, label_text
 from slime.utils.errors import BadInputError, SettingError
 from slime.utils.types import Sample
 
@@ -57,6 +57,34 @@ _ANY = rf"(?:{_BRACKETED}|(?<![{_LATIN}])[A-Z](?![{_LATIN}]))"
 _JOINED = r"\s*(?:[,/&\u3001]\s*(?:and\b|or\b)?|\band\b|\bor\b|\u548c|\u6216\u8005?|\u3068|\u304b)\s*"
 _SEVERAL = re.compile(rf"{_ANY}(?:{_JOINED}{_ANY})+(?!\s+is\b)")
 """Choices side by side: who names them has not chosen one."""
+_ONE = rf"(?:\([A-Za-z]\)|\[[A-Za-z]\]|(?<![{_LATIN}])[A-Z](?![{_LATIN}]))"
+_FEW = rf"{_ONE}(?:(?:,\s*{_ONE}){{0,8}},?\s*(?:and|or|nor)\s+{_ONE}(?!\s+is\b))?"
+_WRONG = (
+    r"\s+(?:(?:all|both|each|clearly|also|therefore|thus|hence|simply|obviously|certainly|the|an|a)\s+){0,2}"
+    r"(?:wrong|incorrect|ruled\s+out|eliminated|excluded|rejected|(?:not|n['\u2019]t)(?:\s+(?:be|(?:the\s+)?(?:correct|right|best|answer|it))\b"
+    r"|(?=[\s*_]*(?:[.,;]|$))))"
+)
+_DENIALS = (
+    rf"(?i:n['\u2019]t|\b(?:not|cannot|never|neither|nor|rather\s+than|instead\s+of|unlikely\s+to|rul(?:e|es|ed|ing)\s+out"
+    rf"|eliminat(?:e|es|ed|ing)|exclud(?:e|es|ed|ing)|reject(?:s|ed|ing)?))\s+(?i:(?:be|choose|pick|select|go\s+with)\s+)?"
+    rf"(?i:(?:the\s+)?(?:answer|option|choice)s?\s+)?{_MARK}{{0,4}}{_FEW}(?!['\u2019\w])",
+    rf"\b(?i:nicht|pas|non\s+\u00e8|no\s+es|n\u00e3o\s+\u00e9|\u043d\u0435)\s+{_MARK}{{0,4}}{_ONE}",
+    r"(?:\u4e0d\u662f|[\u5e76\u4e26]\u975e|\u4e0d[\u9009\u9078\u4e3a\u70ba]|\u6392\u9664)\s{0,2}(?:\u9009\u9879|\u9078\u9805)?"
+    rf"{_ONE}(?:[\u3001\u548c\u4e0e\u8207]{_ONE}){{0,8}}",
+    rf"{_ONE}(?:[\u3001\u548c\u4e0e\u8207]{_ONE}){{0,8}}\s?[\u9009\u9078]?[\u9879\u9805]?[\u90fd\u5747]?\u662f?(?:[\u9519\u932f]|\u4e0d[\u6b63\u5bf9\u5c0d])",
+    rf"{_ONE}(?:\u3067\u306f\u306a[\u304f\u3044]?|[\u306f\u304c](?:\u8aa4|\u9055|\u9593\u9055|\u6b63\u3057\u304f\u306a))",
+    rf"{_ONE}\ubc88?[\uac00\uc774\ub294\uc740]\s?(?:\uc544\ub2c8|\ud2c0)",
+    rf"{_ONE}{_MARK}{{0,4}}(?i:(?:is|was|looks|seems)\b{_WRONG}|(?:is|was)n['\u2019]t(?=\s+(?:the\s+)?(?:correct|right|answer)|[.,;])"
+    r"|(?:cannot|can['\u2019]t|can\s+not|could\s+not|couldn['\u2019]t)\s+be\b)",
+)
+_LISTED = r"\s*(?:,\s*(?:and|or)\b|[,/&\u3001]|\band\b|\bor\b|\u548c)\s*"
+_DENIED_ONES = re.compile("|".join(_DENIALS), re.M)
+_DENIED_MANY = re.compile(
+    rf"(?P<first>{_ONE})(?P<rest>(?:{_LISTED}{_ONE}){{1,9}}){_MARK}{{0,4}}(?i:(?:are|were|look|seem)\b{_WRONG}|(?:cannot|can['\u2019]t|can\s+not)\s+be\b"
+    r"|(?:are|were)n['\u2019]t\b)",
+    re.M,
+)
+_STATING = re.compile(rf"(?:{_BEFORE}){_OPENING}$")
 _PRONOUN = re.compile(r"\bI(?=['\u2019]|\s+(?!is\b|because\b)[a-z])")
 _ARTICLE = re.compile(r"(?:^|(?<=[.!?:]\s))A(?=\s+(?!is\b|and\b|or\b|because\b)[a-z])", re.M)
 """That begins a sentence."""
@@ -73,9 +101,11 @@ async def gpqa_reward(args: Namespace, sample: Sample, response: str) -> float:
     choices = _choices(sample.metadata.get("choices"))
     right, text = _right_answer(sample, choices)
     solution = unicodedata.normalize("NFKC", after_reasoning(response))  # of wide letters and brackets makes plain ones
-    chosen = None if right is None else _chosen_letter(solution, choices, right)
-    if chosen is not None:
-        return float(chosen == right)
+    if right is not None:
+        affirmed, denied = _without_denied(solution)
+        chosen = _chosen_letter(affirmed, choices, right)
+        if chosen is not None or right in denied:
+            return float(chosen == right)
     return float(text is not None and _contains(solution, text))
 
 
@@ -95,7 +125,7 @@ def _choices(given: Any) -> dict[str, str]:
 def _right_answer(sample: Sample, choices: dict[str, str]) -> tuple[str | None, str | None]:
     """Its letter and its text, as far as they are known."""
     letter, label = sample.metadata.get("correct_letter"), sample.label
-    if letter is None and (label is None or str(label).strip() == ""):
+    if letter is None and (label is None or label == [] or str(label).strip() == ""):
         raise BadInputError(
             f"rm_type gpqa needs metadata['correct_letter'] or a label, sample {sample.index} has neither: are "
             "--metadata-key and --label-key set?"
@@ -105,7 +135,7 @@ def _right_answer(sample: Sample, choices: dict[str, str]) -> tuple[str | None, 
         return letter, choices.get(letter)
     if problem := label_problem(label):
         raise SettingError(f"rm_type gpqa: the label of sample {sample.index} {problem}")
-    words = str(label).strip()
+    words = label_text(label).strip()
     for its_letter, text in choices.items():
         if _plain(text) == _plain(words):
             return its_letter, text
@@ -115,6 +145,24 @@ def _right_answer(sample: Sample, choices: dict[str, str]) -> tuple[str | None, 
     if words.isdecimal() and len(words) < 5 and int(words) < len(choices):
         return list(choices.items())[int(words)]
     return None, words
+
+
+def _without_denied(text: str) -> tuple[str, set[str]]:
+    """``text`` without the choices that it says are wrong, and their letters."""
+    denied: set[str] = set()
+
+    def drop(match: re.Match[str], start: int = 0) -> str:
+        said = match[0][start:]
+        denied.update(letter.strip("()[]").upper() for letter in re.findall(_ONE, said))
+        return match[0][:start] + " "
+
+    def drop_many(match: re.Match[str]) -> str:
+        """Of "the answer is A, B and C are wrong" A is the answer."""
+        before = text[max(0, match.start() - 60) : match.start()]
+        return drop(match, len(match["first"]) if _STATING.search(before) else 0)
+
+    text = _DENIED_MANY.sub(drop_many, text)
+    return _DENIED_ONES.sub(drop, text), denied
 
 
 def _chosen_letter(text: str, choices: dict[str, str], right: str) -> str | None:
