@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,6 @@ from typing import Any
 from slime.options import megatron, sglang
 from slime.options.algorithm import AlgorithmOptions, CorrectionOptions, CriticOptions
 from slime.options.asynchronous import AsyncOptions, derive_async
-from slime.options.calls import Call, form_of
 from slime.options.checkpoint import CheckpointOptions, SavedModel
 from slime.options.checkpoint_rules import check_saved_adapters
 from slime.options.cluster import ClusterOptions, DeadlineOptions, WeightUpdateOptions
@@ -24,7 +22,6 @@ from slime.options.debug import DebugOptions
 from slime.options.describe import describe_changed, describe_groups
 from slime.options.errors import OptionError, Reasons
 from slime.options.eval import EvalOptions
-from slime.options.eval_datasets import EvalDataset
 from slime.options.help import MOST_USED, HelpAction
 from slime.options.hooks import HookOptions
 from slime.options.installed import InstalledFlagsError, start_reading
@@ -42,7 +39,7 @@ from slime.options.model import (
 from slime.options.next_tokens import check_heads, check_heads_training
 from slime.options.parser import HOOK_GROUP, StrictParser, flag_values, flag_words
 from slime.options.reward_model import find_reward_model, reward_engine_flags
-from slime.options.rollout import GROUP_REWARD_NAMES, EngineOptions, RewardOptions, RolloutOptions
+from slime.options.rollout import EngineOptions, RewardOptions, RolloutOptions
 from slime.options.schema import add_options, flag_named, flag_of, hook_fields
 from slime.options.tracking import TrackingOptions
 from slime.options.training import check_training
@@ -50,7 +47,8 @@ from slime.options.unavailable import add_upstream_attributes, explain_flag, spl
 from slime.options.validate import derive_all, limit_prompts
 from slime.options.values import read_yaml
 from slime.utils.command_line import given_words
-from slime.utils.misc import load_function, load_module, split_function_path
+from slime.utils.hook_paths import check_evaluation_hook, load_evaluation_hooks, load_hooks
+from slime.utils.misc import load_module, split_function_path
 from slime.utils.redaction import redacted
 
 GROUPS: tuple[type, ...] = (
@@ -265,15 +263,15 @@ def _resolve(args: argparse.Namespace, given: set[str], asynchronous: bool) -> l
     args.router_cli = sglang.command_line(vars(args).pop("router_words", {}))
     args.sglang_router_ip = args.sglang_router_port = args.sglang_router_api_key = None  # known once the router runs
     args.sglang_model_routers = {}
-    _load_hooks(args, given)
+    load_hooks(args, given, GROUPS)
     derive_lora(args)
     args.asynchronous = asynchronous
     reasons = Reasons()
     resumed = derive_all(args, warnings, reasons)
     reasons.of(derive_async, args, given, warnings)
     reasons.of(check_collection, args, given)
-    reasons.of(_load_evaluation_hooks, args)
-    reasons.of(_check_evaluation, args, given)
+    reasons.of(load_evaluation_hooks, args)
+    reasons.of(check_evaluation_hook, args, given)
     reasons.of(_check_reward_names, args)
     is_local = os.path.isdir(os.path.expanduser(args.hf_checkpoint))
     if not is_local:
@@ -292,10 +290,6 @@ def _resolve(args: argparse.Namespace, given: set[str], asynchronous: bool) -> l
     reasons.end()
     _check_weight_files(args, resumed, downloaded=is_local or not args.dry_run)
     return warnings
-
-
-def _load_evaluation_hooks(args: argparse.Namespace) -> None:
-    args.eval_datasets = [_with_hooks(dataset) for dataset in args.eval_datasets]
 
 
 def _find_model(args: argparse.Namespace, is_local: bool) -> None:
@@ -367,15 +361,6 @@ def _check_weight_files(args: argparse.Namespace, resumed: SavedModel | None, *,
     check_weight_files(args, resumed, downloaded=downloaded)
 
 
-def _check_evaluation(args: argparse.Namespace, given: set[str]) -> None:
-    """A rollout function that evaluates too must be told when."""
-    if args.eval_interval is None or "eval_function_path" in given:
-        return
-    (field,) = (field for field in hook_fields((EvalOptions,)) if field.name == "eval_function_path")
-    path = args.eval_function_path
-    form_of(load_function(path), field.metadata["call"], f"--rollout-function-path {path}, which also evaluates")
-
-
 def _check_reward_names(args: argparse.Namespace) -> None:
     from slime.rollout.rm_hub.graders import GRADERS
 
@@ -383,44 +368,3 @@ def _check_reward_names(args: argparse.Namespace) -> None:
     for where, name in named:
         if name is not None and name.removeprefix("boxed_") not in GRADERS:
             raise OptionError(f"{where} {name}: there are {', '.join(sorted(GRADERS))}, each also as boxed_<name>")
-
-
-def _load_hooks(args: argparse.Namespace, given: set[str]) -> None:
-    """Load the given function paths, and make them what workers can load."""
-    for field in hook_fields(GROUPS):
-        value = getattr(args, field.name)
-        if field.name not in given or value is None:
-            continue
-        flag, names, calls = flag_of(field), field.metadata["hook"], field.metadata["call"]
-        if field.name == "custom_rm_path" and args.group_rm:
-            names = GROUP_REWARD_NAMES
-        if isinstance(value, list):  # the flag may be repeated
-            found: Any = [_loaded(path, flag, names, calls) for paths in value for path in paths]
-        else:
-            found = _loaded(value, flag, names, calls)
-        setattr(args, field.name, found)
-
-
-def _with_hooks(dataset: EvalDataset) -> EvalDataset:
-    """The same for an evaluation dataset's own functions."""
-    paths: dict[str, Any] = {}
-    for field in hook_fields((EvalDataset,)):
-        path = getattr(dataset, field.name)
-        if path is not None:
-            where, names, calls = f"{dataset}: {field.name}", field.metadata["hook"], field.metadata["call"]
-            paths[field.name] = _loaded(path, where, names, calls)
-    return dataclasses.replace(dataset, **paths)
-
-
-def _loaded(path: str, where: str, names: Sequence[str], calls: tuple[Call, ...]) -> str:
-    """The path of a function that loads; a file's is absolute and names the function, since workers run elsewhere."""
-    try:
-        function = load_function(path, flag=where, default_names=names)
-    except ValueError as error:
-        raise OptionError(str(error)) from error
-    form_of(function, calls, f"{where} {path}")
-    source, name = split_function_path(path)
-    if not source.endswith(".py"):
-        return path
-    name = name or next(n for n in names if hasattr(load_module(source), n))
-    return f"{os.path.abspath(os.path.expanduser(source))}:{name}"

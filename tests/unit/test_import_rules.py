@@ -45,6 +45,7 @@ RULES = (
     Rule("slime.observability", ("slime.utils",)),
     Rule("slime.utils", ("slime.utils",)),
     Rule("slime.utils.arguments", ("slime.utils", "slime.options", "slime.models", "slime.rollout.rm_hub")),
+    Rule("slime.utils.hook_paths", ("slime.utils", "slime.options")),
     Rule("slime.utils.weight_check", ("slime.utils", "slime.options", "slime.models", "slime.convert")),
     Rule("slime.data", ("slime.utils", "slime.rollout")),
     Rule(

@@ -1,0 +1,76 @@
+"""Function paths of the command line: loaded once, before anything starts, and made what workers can load."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+from slime.options.calls import Call, form_of
+from slime.options.errors import OptionError
+from slime.options.eval import EvalOptions
+from slime.options.eval_datasets import EvalDataset
+from slime.options.rollout import GROUP_REWARD_NAMES
+from slime.options.schema import flag_of, hook_fields
+from slime.utils.misc import load_function, load_module, split_function_path
+
+
+def load_hooks(args: Namespace, given: set[str], groups: tuple[type, ...]) -> None:
+    """Load the given function paths of these groups' options, and make them what workers can load.
+
+    Raises:
+        OptionError: one does not load, or cannot be called as its flag's function is.
+    """
+    for field in hook_fields(groups):
+        value = getattr(args, field.name)
+        if field.name not in given or value is None:
+            continue
+        flag, names, calls = flag_of(field), field.metadata["hook"], field.metadata["call"]
+        if field.name == "custom_rm_path" and args.group_rm:
+            names = GROUP_REWARD_NAMES
+        if isinstance(value, list):  # the flag may be repeated
+            found: Any = [_loaded(path, flag, names, calls) for paths in value for path in paths]
+        else:
+            found = _loaded(value, flag, names, calls)
+        setattr(args, field.name, found)
+
+
+def _with_hooks(dataset: EvalDataset) -> EvalDataset:
+    """The same for an evaluation dataset's own functions."""
+    paths: dict[str, Any] = {}
+    for field in hook_fields((EvalDataset,)):
+        path = getattr(dataset, field.name)
+        if path is not None:
+            where, names, calls = f"{dataset}: {field.name}", field.metadata["hook"], field.metadata["call"]
+            paths[field.name] = _loaded(path, where, names, calls)
+    return dataclasses.replace(dataset, **paths)
+
+
+def _loaded(path: str, where: str, names: Sequence[str], calls: tuple[Call, ...]) -> str:
+    """The path of a function that loads; a file's is absolute and names the function, since workers run elsewhere."""
+    try:
+        function = load_function(path, flag=where, default_names=names)
+    except ValueError as error:
+        raise OptionError(str(error)) from error
+    form_of(function, calls, f"{where} {path}")
+    source, name = split_function_path(path)
+    if not source.endswith(".py"):
+        return path
+    name = name or next(n for n in names if hasattr(load_module(source), n))
+    return f"{os.path.abspath(os.path.expanduser(source))}:{name}"
+
+
+def load_evaluation_hooks(args: Namespace) -> None:
+    """As `load_hooks`, for the functions of evaluation datasets."""
+    args.eval_datasets = [_with_hooks(dataset) for dataset in args.eval_datasets]
+
+
+def check_evaluation_hook(args: Namespace, given: set[str]) -> None:
+    """A rollout function that evaluates too must be told when."""
+    if args.eval_interval is None or "eval_function_path" in given:
+        return
+    (field,) = (field for field in hook_fields((EvalOptions,)) if field.name == "eval_function_path")
+    path = args.eval_function_path
+    form_of(load_function(path), field.metadata["call"], f"--rollout-function-path {path}, which also evaluates")
