@@ -121,7 +121,8 @@ async def generated(args: Namespace, module: ModuleType, prompt: str, count: int
 
     async def one(index: int) -> list[Sample]:
         sample = Sample(index=index, rollout_id=index, group_index=0, prompt=prompt, label="42")
-        parts = await module.generate(args, sample, train_sampling_params(args))
+        generate = agents.generate_with_multi_agents if module is agents else module.generate
+        parts = await generate(args, sample, train_sampling_params(args))
         if isinstance(parts, Sample):
             parts.reward = await module.reward_func(args, parts)
         return flatten_samples(parts)
