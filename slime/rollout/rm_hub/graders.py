@@ -22,9 +22,13 @@ from slime.utils.types import Sample
 Grader = Callable[[Namespace, Sample, str], Awaitable[Any]]
 
 _DAPO_TAIL = 300
-_DAPO_ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
-_MARKUP = re.compile(r"(?<!\w)\*\*|\*\*(?!\w)|`|\\[()\[\]]")
+_DAPO_ANSWER = re.compile(r"(?i)answer\s*[:\uff1a]\s*([^\n]+)")
+_MARKUP = re.compile(r"(?<!\w)\*{2,3}|\*{2,3}!?(?!\w)|`|\\[()\[\]]")
 """Bold, code, and the brackets of a formula."""
+_TAG = re.compile(r"(?i)<(/?)answer>")
+_CRIED_OUT = re.compile(r"\d{2,}!$")
+_LARGEST_FACTORIAL_OF = 20
+"""Of more nobody writes the factorial as an answer, and "34!" may be said with joy."""
 _REMOTE_RETRIES = 10
 _CLOSED_ANSWERS = ("yes", "no", "noanswer")
 
@@ -86,9 +90,18 @@ async def boxed_dapo_reward(args: Namespace, sample: Sample, response: str) -> d
 
 
 def dapo_answer(response: str) -> str | None:
-    """What follows the last "Answer:" of the last 300 characters, or the box in it; None without one."""
-    found = _DAPO_ANSWER.findall(_MARKUP.sub("", response[-_DAPO_TAIL:]))
+    """What follows the last "Answer:" (or ``<answer>``) of the last 300 characters, or the box in it; else None."""
+    tail = _TAG.sub(lambda match: "\n" if match[1] else "Answer: ", response[-_DAPO_TAIL:])
+    found = _DAPO_ANSWER.findall(_MARKUP.sub("", tail))
     return (last_boxed(found[-1]) or found[-1]) if found else None
+
+
+def dapo_readings(answer: str | None) -> list[str]:
+    """What an answer may mean: ``34!`` is a factorial, or 34."""
+    answer = (answer or "").strip()
+    if _CRIED_OUT.match(answer) and int(answer[:6].rstrip("!")) > _LARGEST_FACTORIAL_OF:
+        return [answer, answer[:-1]]
+    return [answer] if answer else []
 
 
 def shown_answer(answer: str | None) -> str:
@@ -97,8 +110,9 @@ def shown_answer(answer: str | None) -> str:
 
 
 async def _dapo_score(sample: Sample, answer: str | None) -> dict[str, Any]:
-    labels = _labels(sample, "dapo")
-    correct = answer is not None and await _any_equal(answer, labels)
+    labels, correct = _labels(sample, "dapo"), False
+    for reading in dapo_readings(answer):
+        correct = correct or await _any_equal(reading, labels)
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": shown_answer(answer)}
 
 

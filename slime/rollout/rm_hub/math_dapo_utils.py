@@ -6,7 +6,7 @@ from typing import Any
 
 from slime.rollout.rm_hub.algebra import answers_equal_now
 from slime.rollout.rm_hub.answers import accepted_labels, last_boxed
-from slime.rollout.rm_hub.graders import dapo_answer, shown_answer
+from slime.rollout.rm_hub.graders import dapo_answer, dapo_readings, shown_answer
 from slime.rollout.rm_hub.special_tokens import without_usual_special_tokens
 
 
@@ -24,5 +24,5 @@ def compute_score(
     text = without_usual_special_tokens(solution_str)
     answer = last_boxed(text) if strict_box_verify else dapo_answer(text)
     labels = [] if ground_truth is None else accepted_labels(ground_truth)
-    correct = answer is not None and any(answers_equal_now(answer, label) for label in labels)
+    correct = any(answers_equal_now(reading, label) for reading in dapo_readings(answer) for label in labels)
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": shown_answer(answer)}

@@ -17,9 +17,9 @@ _READ_BY_GRADERS = ("<think>", "</think>")
 _SHORTEST = 3
 """Letters of a special token's text. A tokenizer that pads with "!" does not mean that nobody may say it."""
 _USUAL = re.compile(
-    r"<\|[^<>|\n]{1,64}\|>|<\uff5c[^<>\uff5c\n]{1,64}\uff5c>|</?s>|<(?:bos|eos|pad|unk|start_of_turn|end_of_turn)>"
+    r"<\|(?=[^<>|\n]*[A-Za-z][^<>|\n]*[A-Za-z])[^<>|\n]{1,64}\|>|<\uff5c[^<>\uff5c\n]{1,64}\uff5c>|</?s>|<(?:bos|eos|pad|unk|start_of_turn|end_of_turn)>"
 )
-"""Where there is no tokenizer to ask."""
+"""Where there is no tokenizer to ask. ``P(A<|B|>C)`` has none."""
 
 
 def response_without_special_tokens(args: Namespace, sample: Sample) -> str:
