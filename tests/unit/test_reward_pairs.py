@@ -100,9 +100,14 @@ def test_random_letters_crash_no_grader(rollout_args: Args) -> None:
     rng = random.Random(27)
     known = r"\frac { } ( ) [ ] \ 1 07 . , e E9 _ ^ % $ \text{ = \pm \overline{3} \dot km per \sqrt x \\ & and ! / - °"
     pieces = [*known.split(), " ", "\u00bd", "\u00b2", "\\begin{matrix}"]
+    samples = []
     for _ in range(200):
         text, label = ("".join(rng.choices(pieces, k=rng.randint(1, 12))) for _ in range(2))
-        for name in ("dapo", "gpqa", "f1"):
-            if label.strip():
-                args = rollout_args(rm_type=name)
-                asyncio.run(async_rm(args, Sample(response=f"Answer: {text}", label=label)))
+        if label.strip():
+            samples.append(Sample(response=f"Answer: {text}", label=label))
+
+    async def judge_all() -> None:  # at the same time, by all workers
+        jobs = (async_rm(rollout_args(rm_type=name), sample) for sample in samples for name in ("dapo", "gpqa", "f1"))
+        await asyncio.gather(*jobs)
+
+    asyncio.run(judge_all())
