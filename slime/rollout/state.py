@@ -9,7 +9,7 @@ import time
 import uuid
 from argparse import Namespace
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -51,35 +51,38 @@ class _Doing:
     what: str
     since: float = field(default_factory=time.monotonic)
 
-    _in_line: int = 0
-    """Its requests that wait for a place now."""
+    _waits: dict[object, tuple[str, float]] = field(default_factory=dict)
+    """What its requests that have no place wait for, and since when, by request: several may be under way."""
     _in_line_since: float = 0.0
     _was_in_line: float = 0.0
 
-    def goes_on(self, what: str) -> None:
-        """It waits for something else now."""
-        self.what, self.since = what, time.monotonic()
-
     @contextlib.contextmanager
-    def in_line(self, what: str) -> Iterator[None]:
-        """Within, a request of it waits for others to be served first."""
-        before, loop = self.what, asyncio.get_running_loop()
-        self.goes_on(what)
-        if self._in_line == 0:
+    def in_line(self, what: str) -> Iterator[Callable[[str], None]]:
+        """Within, a request of it waits for others to be served first; what it gives says that it waits for more."""
+        loop, request = asyncio.get_running_loop(), object()
+        if not self._waits:
             self._in_line_since = loop.time()
-        self._in_line += 1
+
+        def goes_on(what: str) -> None:
+            self._waits[request] = what, time.monotonic()
+
+        goes_on(what)
         try:
-            yield
+            yield goes_on
         finally:
-            self._in_line -= 1
-            if self._in_line == 0:
+            del self._waits[request]
+            if not self._waits:
                 self._was_in_line += loop.time() - self._in_line_since
-            self.goes_on(before)
+                self.since = time.monotonic()
+
+    def now(self) -> tuple[str, float]:
+        """What it waits for, and since when: a place, for as long as any of its requests has none."""
+        return min(self._waits.values(), key=lambda wait: wait[1], default=(self.what, self.since))
 
     def seconds_in_line(self) -> float:
         """How long its requests have waited for a place so far."""
         now = asyncio.get_running_loop().time()
-        return self._was_in_line + (now - self._in_line_since if self._in_line else 0.0)
+        return self._was_in_line + (now - self._in_line_since if self._waits else 0.0)
 
 
 _doing: ContextVar[_Doing | None] = ContextVar("what_the_sample_waits_for", default=None)
@@ -133,9 +136,9 @@ class RolloutState:
         """A place among the requests in flight, once none of them are held back."""
         doing = _doing.get() or _Doing(Sample(), "")  # a hook of the whole batch sends a request
         with contextlib.ExitStack() as line:
-            line.enter_context(doing.in_line("waiting for a place among the requests in flight"))
+            goes_on = line.enter_context(doing.in_line("waiting for a place among the requests in flight"))
             async with self._gate.passing((self._rank, _position.get())):
-                doing.goes_on("held back by a weight update")
+                goes_on("held back by a weight update")
                 await may_request()
                 line.close()
                 yield
@@ -169,10 +172,9 @@ class RolloutState:
     def progress(self) -> str:
         """How many samples are done, and what the longest waiting ones wait for."""
         now = time.monotonic()
-        longest = sorted(self._doing.values(), key=lambda doing: doing.since)
-        shown = ", ".join(
-            f"sample {doing.sample.index} ({doing.what} for {now - doing.since:.0f} s)" for doing in longest[:_SHOWN]
-        )
+        waits = ((doing.sample.index, *doing.now()) for doing in self._doing.values())
+        longest = sorted(waits, key=lambda wait: wait[2])
+        shown = ", ".join(f"sample {index} ({what} for {now - since:.0f} s)" for index, what, since in longest[:_SHOWN])
         more = f" and {len(longest) - _SHOWN} more" if len(longest) > _SHOWN else ""
         waiting = f"; waiting for {shown}{more}" if shown else ""
         busy = "".join(f"; {what} for {now - since:.0f} s" for what, since in self._busy.values())

@@ -16,7 +16,9 @@ from slime.rollout.gate import FIRST, hold_requests
 from slime.rollout.in_line import in_line
 from slime.rollout.loop import background_loop
 from slime.rollout.prompts import draw_groups
+from slime.rollout.state import RolloutState
 from slime.utils.errors import DeadlineError
+from slime.utils.types import Sample
 from tests.fake_client import FakeClient, hook_file, reply, rollout
 from tests.waiting import skip
 
@@ -38,10 +40,14 @@ def test_a_deadline_runs_only_for_the_first_in_line() -> None:
             ends[rank] = "late"
 
     async def scenario() -> None:
+        async def settle() -> None:
+            for _ in range(20):  # turns of the loop: what can go on has done so, whatever the clock says
+                await asyncio.sleep(0)
+
         async def pass_by(seconds: float) -> None:
-            await asyncio.sleep(0.01)  # for what was begun or ended before
+            await settle()
             skip(seconds)
-            await asyncio.sleep(0.01)
+            await settle()
 
         older, never, evaluated = asyncio.Event(), asyncio.Event(), asyncio.Event()
         jobs = [asyncio.create_task(stay(5, older)), asyncio.create_task(stay(6, never))]
@@ -59,6 +65,28 @@ def test_a_deadline_runs_only_for_the_first_in_line() -> None:
         await pass_by(2)
         assert ends == {5: "done", FIRST: "done", 6: "late"}
         await asyncio.gather(*jobs)
+
+    asyncio.run(scenario())
+
+
+def test_what_is_shown_of_a_sample_with_several_requests(make_args: Args) -> None:
+    """However they get their places: that one has none, while one has none, and then what the sample does."""
+
+    async def scenario() -> None:
+        state = RolloutState(make_args(), FakeClient(), rank=0)
+        with state.doing(Sample(index=5), "generating"):
+            doing = next(iter(state._doing.values()))
+            first, second = doing.in_line("waiting for a place"), doing.in_line("waiting for a place")
+            first.__enter__()
+            second.__enter__()
+            assert "sample 5 (waiting for a place for" in state.progress()
+            first.__exit__(None, None, None)
+            assert "sample 5 (waiting for a place for" in state.progress()
+            second.__exit__(None, None, None)
+            assert "sample 5 (generating for" in state.progress()
+            with doing.in_line("waiting for a place") as goes_on:
+                goes_on("held back by a weight update")
+                assert "sample 5 (held back by a weight update for" in state.progress()
 
     asyncio.run(scenario())
 
