@@ -12,11 +12,11 @@ _RESTART = "--restart-epoch begins this epoch anew with the data as it is now"
 def changed_data(then: dict[str, Any], now: dict[str, Any]) -> str | None:
     """How the prompts or their order differ between two states; None where they are the same, as far as is known.
 
-    States of earlier versions have no digest.
+    States of earlier versions have no digest of this meaning.
     """
     names = ["num_prompts", "shuffle"]
-    if then.get("digest") and now.get("digest"):
-        names.append("digest")
+    if then.get("prompts_digest") and now.get("prompts_digest"):
+        names.append("prompts_digest")
     changed = [f"{name}: {then[name]} then, {now[name]} now" for name in names if then[name] != now[name]]
     return "; ".join(changed) or None
 

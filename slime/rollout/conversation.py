@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from slime.rollout.chat_template import chat_template
-from slime.rollout.messages import Messages, RowError, as_text, check_messages, messages_of_json
+from slime.rollout.messages import Messages, RowError, check_messages
 from slime.rollout.tokenizer import load_tokenizer
 from slime.rollout.turns import find_turns
 from slime.utils.errors import BadInputError
@@ -32,10 +32,11 @@ def render(tokenizer: Any, messages: Messages, tools: Any, kwargs: str, *, gener
 def with_answer(prompt: str | Messages, label: Any) -> Messages:
     """The conversation of a prompt: a string is the user's message, and the label what the assistant has not said.
 
+    JSON text of messages is read before, by `messages_of_json`.
+
     Raises:
         RowError: the label would be said, and is no plain value.
     """
-    prompt = messages_of_json(as_text(prompt))
     messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if label is not None and not any(message.get("role") == "assistant" for message in messages):
         if isinstance(label, (dict, list)):

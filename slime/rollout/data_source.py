@@ -256,7 +256,7 @@ class RolloutDataSource(DataSource):
             "in_flight": _as_dicts([*handed_out, *self._again]),
             "metadata": dict(self.metadata),
             "num_prompts": len(self),
-            "digest": getattr(self.dataset, "digest", None),
+            "prompts_digest": getattr(self.dataset, "digest", None),
             "n_samples_per_prompt": int(self.args.n_samples_per_prompt),
             "shuffle": [bool(self.args.rollout_shuffle), int(self.args.rollout_seed)],
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import pickle
@@ -11,14 +12,14 @@ from argparse import Namespace
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from slime.options.rollout import SFT_ROLLOUT, generates_itself
 from slime.options.validate import may_set_labels
 from slime.rollout.prompt_rows import PromptRow, PromptSpec, RowEncoder
 from slime.rollout.reading import RawRow, RowFile, open_rows
 from slime.rollout.rejects import Rejects
-from slime.rollout.row_workers import encodings, num_workers
+from slime.rollout.row_workers import FEWEST_BYTES, encodings, num_workers
 from slime.utils.errors import BadInputError
 from slime.utils.types import Sample
 
@@ -40,7 +41,8 @@ class PromptDataset:
     warnings: list[str] = field(default_factory=list)
     """What is no error and may still be a mistake, one line each; logged when the file was read."""
     digest: str | None = None
-    """Of all rows that were read, as the file has them, in their order."""
+    """Of the prompts of all rows that were read, in their order: the values at ``--input-key``, as JSONL and parquet
+    alike have them before any other flag decides what becomes of them."""
     prompt_lengths: array[int] = field(default_factory=lambda: array("i"))
     """Tokens of each prompt; 0 where it is messages."""
     file: RowFile | None = None
@@ -111,7 +113,10 @@ def load_prompts(spec: PromptSpec) -> PromptDataset:
     batches = _batches(spec, file, progress)
     columns, with_metadata, with_tools = set[str](), False, False
     unnamed: list[int] = []
-    for found in encodings(spec, file, encoder, batches, num_workers(file.path)):
+    digest = hashlib.blake2b(digest_size=16)
+    workers, batches = _workers(file, batches, progress)
+    for found in encodings(spec, file, encoder, batches, workers):
+        digest.update(b"".join(found.digests))
         columns |= found.columns
         for number, problem in found.bad:
             rejects.add(file.where(number), problem)
@@ -131,7 +136,7 @@ def load_prompts(spec: PromptSpec) -> PromptDataset:
             f"(--metadata-key), the first is {file.where(unnamed[0])}: name one for all rows by --rm-type, or give "
             "--custom-rm-path"
         )
-    dataset.num_bad, dataset.digest = rejects.count, progress.digest.hexdigest()
+    dataset.num_bad, dataset.digest = rejects.count, digest.hexdigest()
     _report(spec, dataset, progress.num_read, rejects)
     dataset.warnings += _empty_columns(spec, columns, with_metadata=with_metadata, with_tools=with_tools)
     for warning in dataset.warnings:
@@ -147,16 +152,14 @@ class _Progress:
     file: RowFile
     num_read: int = 0
     num_bytes: int = 0
-    digest: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=16))
     _told: float = field(default_factory=time.monotonic)
 
     def add(self, row: RawRow) -> int:
         """Count a row; its bytes."""
-        content = row.content if isinstance(row.content, bytes) else repr(row.content).encode("utf-8", "surrogatepass")
+        size = len(row.content if isinstance(row.content, bytes) else repr(row.content))
         self.num_read += 1
-        self.num_bytes += len(content)
-        self.digest.update(content + b"\n")
-        return len(content)
+        self.num_bytes += size
+        return size
 
     def tell(self, rejects: Rejects) -> None:
         """Say how far it is, every few seconds."""
@@ -168,6 +171,17 @@ class _Progress:
             *("%s %s: read %d rows, %.0f%s MB, %d bad", self.spec.flag, self.spec.path, self.num_read),
             *(self.num_bytes / 1e6, share, rejects.count),
         )
+
+
+def _workers(file: RowFile, batches: Iterator[list[RawRow]], progress: _Progress) -> tuple[int, Iterator[list[RawRow]]]:
+    """How many processes to make prompts in, and the batches: of a slice a part is read first, which may be all."""
+    workers = num_workers(file.path)
+    if not workers or file.bounds == slice(None):
+        return workers, batches
+    ahead: list[list[RawRow]] = []
+    while progress.num_bytes < FEWEST_BYTES and (batch := next(batches, None)) is not None:
+        ahead.append(batch)
+    return workers if progress.num_bytes >= FEWEST_BYTES else 0, itertools.chain(ahead, batches)
 
 
 def _batches(spec: PromptSpec, file: RowFile, progress: _Progress) -> Iterator[list[RawRow]]:

@@ -6,6 +6,7 @@ import json
 from numbers import Number
 from typing import Any
 
+from slime.rollout.values import JsonError, parse_json, value_problem
 from slime.utils.errors import BadInputError
 
 Messages = list[dict[str, Any]]
@@ -31,29 +32,44 @@ def as_text(value: Any) -> Any:
     return str(value) if isinstance(value, Number) and not isinstance(value, (bool, complex)) else value
 
 
-def messages_of_json(prompt: Any) -> Any:
-    """The messages of a prompt that is JSON text of a list of messages; anything else as it is."""
+def messages_of_json(prompt: Any, what: str) -> Any:
+    """The messages of a prompt that is JSON text of a list of messages; anything else as it is.
+
+    Raises:
+        RowError: its messages have what no sample can carry, or an object names a key twice.
+    """
     if not isinstance(prompt, str) or not prompt.lstrip().startswith("["):
         return prompt
     try:
-        value = json.loads(prompt)
-    except (ValueError, RecursionError):
-        return prompt
+        value, problem = parse_json(prompt), None
+    except JsonError as error:
+        value, problem = _lenient(prompt), f"cannot be read: {error}"
     if not isinstance(value, list) or not value:
         return prompt
-    return value if all(isinstance(entry, dict) and isinstance(entry.get("role"), str) for entry in value) else prompt
+    if not all(isinstance(entry, dict) and isinstance(entry.get("role"), str) for entry in value):
+        return prompt
+    problem = problem or value_problem(value)
+    if problem is not None:
+        raise RowError(f"{what} is JSON text of messages, which {problem}")
+    return value
+
+
+def _lenient(text: str) -> Any:
+    """What Python reads of a text that `parse_json` refuses; None where it does not either."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def without_arrow_nulls(value: Any) -> Any:
-    """A value of a parquet file without the nulls that Arrow puts into structs; its maps become objects.
+    """A value of a parquet file without the nulls that Arrow puts into structs.
 
     Arrow gives all structs of a column the same keys: what one row lacks is null there. Nulls in lists stay.
     """
     if isinstance(value, dict):
         return {key: without_arrow_nulls(entry) for key, entry in value.items() if entry is not None}
     if isinstance(value, list):
-        if value and all(isinstance(entry, tuple) and len(entry) == 2 for entry in value):
-            return {key: without_arrow_nulls(entry) for key, entry in value}
         return [without_arrow_nulls(entry) for entry in value]
     return value
 
@@ -111,11 +127,13 @@ def with_arguments(calls: Any, where: str, *, as_json: bool) -> list[Any]:
 def _arguments(value: Any, where: str) -> dict[str, Any]:
     if isinstance(value, str):
         try:
-            value = json.loads(value) if value.strip() else {}
-        except (ValueError, RecursionError) as error:
+            value = parse_json(value) if value.strip() else {}
+        except JsonError as error:
             raise RowError(f"the arguments of {where} are a string that is no JSON: {error}") from error
     if value is None:
         return {}
     if not isinstance(value, dict):
         raise RowError(f"the arguments of {where} are a {type(value).__name__}, not an object")
+    if (problem := value_problem(value)) is not None:
+        raise RowError(f"the object of the arguments of {where} {problem}")
     return value

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -14,6 +16,7 @@ from slime.rollout.messages import RowError, as_text, check_messages, messages_o
 from slime.rollout.reading import RawRow, Row, RowFile
 from slime.rollout.rm_hub import rm_type_problem
 from slime.rollout.rm_hub.answers import empty_label_problem, label_problem
+from slime.rollout.rm_hub.multiple_choice import choices_problem
 from slime.rollout.tokenizer import load_tokenizer
 from slime.rollout.values import JsonError, parse_json, value_problem
 from slime.utils.errors import BadInputError
@@ -90,6 +93,9 @@ def _unpacked(packed: tuple[str, bytes] | None) -> Any:
     return None if packed is None else np.frombuffer(packed[1], dtype=packed[0]).astype(np.int32)
 
 
+_NO_PROMPT = bytes(16)
+
+
 @dataclass
 class Encoding:
     """What became of consecutive rows of a file."""
@@ -100,6 +106,8 @@ class Encoding:
     num_too_long: int = 0
     columns: set[str] = field(default_factory=set)
     """The keys of the rows."""
+    digests: list[bytes] = field(default_factory=list)
+    """Of the prompt of every row, in their order; `_NO_PROMPT` of rows without one that reads."""
 
 
 class RowEncoder:
@@ -127,10 +135,14 @@ class RowEncoder:
         for raw in raw_rows:
             row = self._file.parsed(raw)
             found.columns.update(row.value or ())
+            digest = _NO_PROMPT
             try:
-                parsed.append(_parse(raw.number, row, self._spec, self._tokenizer, self._file.is_parquet))
+                prompt = _raw_prompt(row, self._spec)
+                digest = _digest(prompt)
+                parsed.append(_parse(raw.number, row, prompt, self._spec, self._tokenizer, self._file.is_parquet))
             except RowError as error:
                 found.bad.append((raw.number, str(error)))
+            found.digests.append(digest)
         sized = self._encoded(parsed, found) if self._conversations else self._tokenised(parsed, found)
         for row_, length in sized:
             if self._spec.max_prompt_len is not None and length > self._spec.max_prompt_len:
@@ -197,12 +209,23 @@ def _tokenising(function: Any, *arguments: Any) -> Any:
         raise RowError(f"the tokenizer fails: {type(error).__name__}: {error}"[:300]) from error
 
 
-def _parse(number: int, row: Row, spec: PromptSpec, tokenizer: Any, arrow: bool) -> PromptRow:
+def _raw_prompt(row: Row, spec: PromptSpec) -> Any:
+    """The value at ``--input-key``; a number is text."""
     if row.value is None:
         raise RowError(row.problem)
     prompt = _take(row.value, spec.input_key, "--input-key")
     _check_value(prompt, spec.input_key, "--input-key")
-    prompt = as_text(prompt)
+    return as_text(prompt)
+
+
+def _digest(prompt: Any) -> bytes:
+    """Of the value of a prompt, whichever kind of file it is from."""
+    text = json.dumps(without_arrow_nulls(prompt), sort_keys=True, default=repr)
+    return hashlib.blake2b(text.encode(), digest_size=len(_NO_PROMPT)).digest()
+
+
+def _parse(number: int, row: Row, prompt: Any, spec: PromptSpec, tokenizer: Any, arrow: bool) -> PromptRow:
+    assert row.value is not None
     prompt = without_arrow_nulls(prompt) if arrow else prompt
     label = None if spec.label_key is None else _take(row.value, spec.label_key, "--label-key")
     label = without_arrow_nulls(label) if arrow else label
@@ -252,8 +275,11 @@ def _check_reward(label: Any, metadata: dict[str, Any], spec: PromptSpec) -> Non
         rm_type = metadata["rm_type"]
         if (problem := rm_type_problem(rm_type)) is not None:
             raise RowError(f"{spec.metadata_key!r} (--metadata-key) has an {problem}")
+    rm_type = str(rm_type).removeprefix("boxed_")
+    if rm_type == "gpqa" and (problem := choices_problem(metadata.get("choices"))) is not None:
+        raise RowError(f"'choices' in {spec.metadata_key!r} (--metadata-key) {problem}")
     problem = None
-    if str(rm_type).removeprefix("boxed_") in NEEDS_LABEL:
+    if rm_type in NEEDS_LABEL:
         problem = label_problem(label) or empty_label_problem(label)
     if problem is not None:
         raise RowError(f"{spec.label_key!r} (--label-key) {problem}")
@@ -268,10 +294,21 @@ def _metadata(row: dict[str, Any], spec: PromptSpec, arrow: bool) -> dict[str, A
     if not isinstance(metadata, dict):
         raise RowError(f"{spec.metadata_key!r} (--metadata-key) is a {type(metadata).__name__}, not an object")
     if tools is None or tools == []:
+        _check_own_tools(metadata, spec)
         return metadata
     if not isinstance(tools, list):
         raise RowError(f"{spec.tool_key!r} (--tool-key) is a {type(tools).__name__}, not a list of tools")
     return {**metadata, "tools": tools}
+
+
+def _check_own_tools(metadata: dict[str, Any], spec: PromptSpec) -> None:
+    """Raise RowError where the chat template would be given tools of the metadata that are none."""
+    tools = metadata.get("tools")
+    rendered = spec.apply_chat_template or spec.trained_turns is not None
+    if rendered and tools is not None and not isinstance(tools, list):
+        raise RowError(
+            f"'tools' in {spec.metadata_key!r} (--metadata-key) is a {type(tools).__name__}, not a list of tools"
+        )
 
 
 def _optional(row: dict[str, Any], key: str | None, flag: str) -> Any:
@@ -303,7 +340,7 @@ def _decoded(value: Any, key: str | None, flag: str, arrow: bool) -> Any:
 
 def _prompt(prompt: Any, tools: Any, spec: PromptSpec, tokenizer: Any) -> str | list[dict[str, Any]]:
     if spec.apply_chat_template or spec.trained_turns is not None:
-        prompt = messages_of_json(prompt)
+        prompt = messages_of_json(prompt, f"{spec.input_key!r} (--input-key)")
     if isinstance(prompt, str):
         if not spec.apply_chat_template:
             return prompt

@@ -118,18 +118,6 @@ def open_rows(path: str) -> RowFile:
     return RowFile(file, bounds)
 
 
-def read_rows(path: str) -> Iterator[Row]:
-    """The rows of ``path``, which may end in a slice; blank lines are no rows.
-
-    Negative bounds count from the end, as in Python, and cost a first pass that counts.
-
-    Raises:
-        BadInputError: no such file, an unknown suffix, or a file that cannot be read.
-    """
-    file = open_rows(path)
-    return map(file.parsed, file.raw_rows())
-
-
 def _start_stop(bounds: slice, total: int | None) -> tuple[int, int | None]:
     """Absolute bounds; ``total`` may be None where none is negative."""
     if total is None:

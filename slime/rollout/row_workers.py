@@ -22,6 +22,8 @@ from slime.utils.errors import BadInputError, SlimeError
 
 _SHARE = 16 << 20
 """Bytes of a file that are worth a process: to start one takes as long as reading about so many."""
+FEWEST_BYTES = 2 * _SHARE
+"""Below, one process reads as fast as several."""
 _MAX_WORKERS = 8
 _LENGTH = 8
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.conversation import ConversationEncoder, RowError, with_answer
+from slime.rollout.messages import as_text, messages_of_json
 from slime.rollout.prompts import draw_groups
 from slime.utils.errors import BadInputError
 from slime.utils.types import Sample, Status
@@ -45,6 +46,7 @@ def _encode(args: Namespace, samples: list[Sample]) -> None:
     encoder = ConversationEncoder(args.hf_checkpoint, kwargs, args.loss_mask_type == "distill_qwen")
     for sample in samples:
         try:
-            encoder.encode(with_answer(sample.prompt, sample.label), sample.metadata.get("tools")).fill(sample)
+            prompt = messages_of_json(as_text(sample.prompt), "its prompt")
+            encoder.encode(with_answer(prompt, sample.label), sample.metadata.get("tools")).fill(sample)
         except RowError as error:
             raise BadInputError(f"sample {sample.index}: {error}") from error

@@ -6,12 +6,14 @@ import pickle
 import random
 from argparse import Namespace
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from slime.data import DataSource, RolloutDataSource, RolloutDataSourceWithBuffer
+from slime.rollout.dataset import load_prompts, train_prompt_spec
 from slime.rollout.metrics import accounting
 from slime.rollout.prompts import draw_groups
 from slime.rollout.under_way import current_rollout, under_way
@@ -260,9 +262,8 @@ def test_resume_over_as_many_other_rows(
     state = source.state_dict() | {"in_flight": []}
     rows = [{"prompt": f"p{i}", "label": str(i)} for i in range(10)]
     others = {
-        "label": [*rows[:9], {"prompt": "p9", "label": "10"}],
+        "prompt": [*rows[:9], {"prompt": "p10", "label": "9"}],
         "order": [*rows[:8], rows[9], rows[8]],
-        "metadata": [*rows[:9], rows[9] | {"metadata": {"a": 1}}],
     }
     for name, other in others.items():
         args = rollout_args(prompt_data=write_jsonl(other, f"{name}.jsonl"))
@@ -270,7 +271,7 @@ def test_resume_over_as_many_other_rows(
         caplog.clear()
         resumed.load_state_dict(state)
         (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-        assert f"digest: {state['digest']} then, {resumed.state_dict()['digest']} now" in line
+        assert f"prompts_digest: {state['prompts_digest']} then, {resumed.state_dict()['prompts_digest']} now" in line
         assert "--restart-epoch" in line
         assert "6 prompts into its epoch" in line
         args.restart_epoch = True
@@ -284,9 +285,42 @@ def test_resume_over_as_many_other_rows(
     assert labels(moved.get_samples(1)) == [6], "the same rows in another file: the flag has no effect"
     changed = RolloutDataSource(rollout_args(prompt_data=write_jsonl(others["order"], "old.jsonl")))
     changed.load_state_dict(
-        {key: value for key, value in state.items() if key not in ("digest", "n_samples_per_prompt")}
+        {key: value for key, value in state.items() if key not in ("prompts_digest", "n_samples_per_prompt")}
     )
     assert "then" not in caplog.text, "checkpoints of earlier versions have no digest"
+
+
+def test_the_digest_is_of_the_prompts_whatever_the_flags_and_the_kind_of_file(
+    rollout_args: Args, write_jsonl: Callable[..., str], tmp_path: Path
+) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    ask = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "name": "n"}]
+    rows: list[Any] = [
+        {"prompt": [*ask, {"role": "user", "content": f"p{i}"}], "label": str(i), "other": {"x": i}, "number": i}
+        for i in range(6)
+    ]
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet", row_group_size=4)
+    pyarrow.parquet.write_table(table.select(["number", "prompt", "label"]), tmp_path / "fewer.parquet")
+    paths = [write_jsonl(rows), *(str(tmp_path / name) for name in ("rows.parquet", "fewer.parquet"))]
+    flags: list[dict[str, Any]] = [
+        {"label_key": None},
+        {"label_key": "number"},
+        {"label_key": "label", "metadata_key": None, "tool_key": None},
+    ]
+    digests = {
+        load_prompts(train_prompt_spec(rollout_args(prompt_data=path, apply_chat_template=True, **more))).digest
+        for path in paths
+        for more in flags
+    }
+    assert len(digests) == 1
+    assert None not in digests
+    for wrong in (rows[::-1], rows[:5], [*rows[:5], rows[5] | {"prompt": ask}], [*rows, {"label": "7"}]):
+        args = rollout_args(prompt_data=write_jsonl(wrong), apply_chat_template=True, skip_bad_rows=True)
+        digests.add(load_prompts(train_prompt_spec(args)).digest)
+    assert len(digests) == 5
 
 
 def test_resume_with_another_group_size(make_args: Args, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from slime.rollout.dataset import PromptDataset, load_prompts, train_prompt_spec
-from slime.rollout.reading import read_rows, split_slice
+from slime.rollout.reading import Row, open_rows, split_slice
 from slime.rollout.tokenizer import load_tokenizer
 from slime.utils.errors import BadInputError
 
@@ -29,6 +29,11 @@ def load(args: Namespace) -> PromptDataset:
 
 def rows(n: int) -> list[dict[str, Any]]:
     return [{"prompt": f"question {i}", "label": str(i)} for i in range(n)]
+
+
+def read_rows(path: str) -> list[Row]:
+    file = open_rows(path)
+    return [file.parsed(row) for row in file.raw_rows()]
 
 
 def write_parquet(path: Path, values: list[dict[str, Any]]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -109,6 +110,11 @@ def test_arguments_are_objects_or_json(family: str, tokenizer: Any) -> None:
         ([call("{no", content="")], "the arguments of tool call 0 of message 0 are a string that is no JSON"),
         ([call("[1]", content="")], "the arguments of tool call 0 of message 0 are a list, not an object"),
         ([call(5, content="")], "the arguments of tool call 0 of message 0 are a int, not an object"),
+        ([call('{"x": NaN}', content="")], "the object of the arguments of tool call 0 of message 0 is or holds nan"),
+        ([call({"x": float("inf")}, content="")], "the object of the arguments of tool call 0 .* is or holds inf"),
+        ([call('{"x": 1, "x": 2}', content="")], "tool call 0 of message 0 are a .* no JSON: it has the key 'x' twice"),
+        ([call('{"x": "\\ud800"}', content="")], "of tool call 0 of message 0 has half a character"),
+        ([call('{"x": ' * 3000 + "1" + "}" * 3000, content="")], "tool call 0 of message 0 .*nested"),
         ([{"role": "assistant", "content": "", "tool_calls": "get()"}], "'tool_calls' of message 0 is not a list of"),
     ],
 )
@@ -163,10 +169,8 @@ def test_parquet_gives_what_jsonl_gives(
             assert first[i].prompt == second[i].prompt
             assert (first[i].metadata, first[i].label) == (second[i].metadata, second[i].label)
             assert first[i].tokens == second[i].tokens
-    assert without_arrow_nulls({"a": None, "b": [None, {"c": None}], "d": [("k", 1), ("l", {"m": None})]}) == {
-        "b": [None, {}],
-        "d": {"k": 1, "l": {}},
-    }
+    pairs = [("k", 1), ("l", 2)]
+    assert without_arrow_nulls({"a": None, "b": [None, {"c": None}], "d": pairs}) == {"b": [None, {}], "d": pairs}
 
 
 def test_a_map_of_parquet_is_an_object(rollout_args: Args, tmp_path: Path) -> None:
@@ -190,7 +194,50 @@ def test_prompts_as_json_text(rollout_args: Args, write_jsonl: Write) -> None:
     dataset = load(rollout_args(prompt_data=write_jsonl(rows[1:2])))
     assert dataset[0].prompt == json.dumps(messages)
     for text in ("[1, 2]", "[]", "[no", '[{"content": "x"}]', '["role"]', "[" * 100_000):
-        assert messages_of_json(text) == text
+        assert messages_of_json(text, "it") == text
+    text = '[{"a": 1, "a": 2}]'
+    assert messages_of_json(text, "it") == text, "a list of something else, whatever is in it"
+
+
+BAD_TEXTS = {
+    '[{"role": "user", "content": "q", "top_p": NaN}]': "is or holds nan",
+    '[{"role": "user", "content": "q", "top_p": -Infinity}]': "is or holds -inf",
+    '[{"role": "user", "content": "q", "content": "r"}]': "cannot be read: it has the key 'content' twice",
+    '[{"role": "user", "content": "half \\ud83d"}]': "has half a character",
+}
+
+
+@pytest.mark.parametrize("text", BAD_TEXTS)
+def test_messages_as_json_text_have_nothing_that_no_sample_can_carry(
+    text: str, rollout_args: Args, write_jsonl: Write
+) -> None:
+    path = write_jsonl([{"prompt": text, "label": "x"}])
+    message = re.escape(BAD_TEXTS[text])
+    with pytest.raises(BadInputError, match=rf"'prompt' \(--input-key\) is JSON text of messages, which {message}"):
+        load(rollout_args(prompt_data=path, apply_chat_template=True))
+    assert load(rollout_args(prompt_data=path))[0].prompt == text, "without a template it is text like any other"
+
+
+@pytest.mark.parametrize("tools", [5, "calculator", {"name": "add"}])
+def test_tools_in_the_metadata_that_are_none(tools: Any, rollout_args: Args, write_jsonl: Write) -> None:
+    path = write_jsonl([{"prompt": "q", "label": "x", "metadata": {"tools": tools}}])
+    kind = type(tools).__name__
+    with pytest.raises(BadInputError, match=rf"'tools' in 'metadata' \(--metadata-key\) is a {kind}, not a list of"):
+        load(rollout_args(prompt_data=path, apply_chat_template=True))
+    assert load(rollout_args(prompt_data=path))[0].metadata == {"tools": tools}, "a function of the user's may read it"
+
+
+@pytest.mark.parametrize("choices", [3, "ABCD", True])
+def test_choices_that_are_none_are_seen_when_the_file_is_read(
+    choices: Any, rollout_args: Args, write_jsonl: Write
+) -> None:
+    path = write_jsonl([{"prompt": "q", "label": "A", "metadata": {"choices": choices, "rm_type": "gpqa"}}])
+    with pytest.raises(
+        BadInputError, match=rf"'choices' in 'metadata' \(--metadata-key\) is a {type(choices).__name__}"
+    ):
+        load(rollout_args(prompt_data=path))
+    fine = [{"prompt": "q", "label": "A", "metadata": {"choices": c}} for c in (["x", "y"], {"A": "x"}, [], None)]
+    assert len(load(rollout_args(prompt_data=write_jsonl(fine), rm_type="gpqa"))) == len(fine)
 
 
 @pytest.mark.parametrize(("number", "text"), [(5, "5"), (0, "0"), (-3, "-3"), (1.5, "1.5")])

@@ -7,13 +7,15 @@ import os
 import signal
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slime.rollout import dataset, row_workers
 from slime.rollout.dataset import load_prompts, train_prompt_spec
-from slime.rollout.prompt_rows import RowEncoder
+from slime.rollout.prompt_rows import Encoding, RowEncoder
 from slime.rollout.reading import RawRow, open_rows
 
 NUM_GPUS = 0
@@ -87,3 +89,23 @@ def test_small_files_need_no_processes(tmp_path: Path, monkeypatch: pytest.Monke
             file.truncate(size)
         monkeypatch.setattr(row_workers.os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
         assert row_workers.num_workers(path) == workers
+
+
+def test_a_slice_is_read_in_as_many_processes_as_it_is_worth(args: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+
+    def encodings(*arguments: Any) -> Iterator[Encoding]:
+        started.append(arguments[-1])
+        return row_workers.encodings(*arguments[:-1], 0)
+
+    monkeypatch.setattr(dataset, "encodings", encodings)
+    monkeypatch.setattr(dataset, "num_workers", lambda path: 8)
+    size = Path(args.prompt_data).stat().st_size
+    labels = [sample.label for sample in load_prompts(train_prompt_spec(args))]
+    for start, stop, fewest, workers in ((0, 10, size, 0), (-9, None, size, 0), (1, None, size // 2, 8)):
+        monkeypatch.setattr(dataset, "FEWEST_BYTES", fewest)
+        bounds = f"@[{start}:{'' if stop is None else stop}]"
+        found = load_prompts(replace(train_prompt_spec(args), path=args.prompt_data + bounds))
+        assert started[-1] == workers, bounds
+        assert [sample.label for sample in found] == [label for label in labels if label in range(3500)[start:stop]]
+    assert started[0] == 8, "of a whole file by its size"

@@ -98,6 +98,8 @@ async def gpqa_reward(args: Namespace, sample: Sample, response: str) -> float:
     reasoning (in ten languages), or the one that stands in a box; else the last letter there that stands alone and is
     no word. Letters joined by "or", "and" or a comma are no choice.
     """
+    if problem := choices_problem(sample.metadata.get("choices")):
+        raise SettingError(f"rm_type gpqa: metadata['choices'] of sample {sample.index} {problem}")
     choices = _choices(sample.metadata.get("choices"))
     right, text = _right_answer(sample, choices)
     solution = unicodedata.normalize("NFKC", after_reasoning(response))  # of wide letters and brackets makes plain ones
@@ -107,6 +109,13 @@ async def gpqa_reward(args: Namespace, sample: Sample, response: str) -> float:
         if chosen is not None or right in denied:
             return float(chosen == right)
     return float(text is not None and _contains(solution, text))
+
+
+def choices_problem(choices: Any) -> str | None:
+    """Why ``metadata["choices"]`` lists no choices, to follow its name; None where it does, or is empty."""
+    if choices is None or isinstance(choices, (list, tuple, dict)):
+        return None
+    return f"is a {type(choices).__name__}, not a list or an object of choices"
 
 
 def _letters(count: int) -> str:
