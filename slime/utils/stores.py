@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import ipaddress
+import os
 import socket
 from typing import Any
 
@@ -44,7 +46,7 @@ def serve_stores_where_they_are_reached() -> None:
 def _bound(create: Any) -> Any:
     @functools.wraps(create)
     def create_bound(hostname: str, port: int, rank: int, world_size: int, *rest: Any, **options: Any) -> Any:
-        if rank == 0 and not _rendezvous._torchelastic_use_agent_store():
+        if rank == 0 and not _rendezvous._torchelastic_use_agent_store() and not _is_this_host_to_itself(hostname):
             timeout = rest[0] if rest else options["timeout"]
             try:
                 return serve_store(hostname, port, world_size=world_size, timeout=timeout, multi_tenant=True)
@@ -53,3 +55,23 @@ def _bound(create: Any) -> Any:
         return create(hostname, port, rank, world_size, *rest, **options)
 
     return create_bound
+
+
+def _is_this_host_to_itself(name: str) -> bool:
+    """Whether a name leads to loopback here alone: many systems map the host's own so, and other hosts do not.
+
+    Where the run has one host all ask from here; the name and the addresses of loopback say that they do.
+    """
+    if name == "localhost" or any(map(_is_loopback, (name, os.environ.get(NODE_ADDRESS_VARIABLE, "")))):
+        return False
+    try:
+        return any(_is_loopback(str(found[4][0])) for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
+    except OSError:
+        return False
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False

@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import psutil
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed import rendezvous as meet
 from slime.ray import creation
 from slime.ray.placement import Placement, Slot
 from slime.ray.train_actor import TrainActor
+from slime.utils import stores
 from slime.utils.http_utils import PortReservation
 from slime.utils.stores import NODE_ADDRESS_VARIABLE, _rendezvous, serve_store, serve_stores_where_they_are_reached
 
@@ -71,6 +73,37 @@ def test_groups_meet_there(port: int, many: int) -> None:
     other.join(60)
     assert len(found) == 2 * many
     assert addresses(port) == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("name", "leads_to", "node", "everywhere"),
+    [
+        ("me", "127.0.1.1", None, True),  # as Debian has it
+        ("me", "127.0.1.1", "192.0.2.2", True),
+        ("me", "127.0.1.1", "127.0.0.1", False),  # the run has this host alone
+        ("localhost", "127.0.0.1", None, False),
+        ("127.0.0.1", "127.0.0.1", None, False),
+    ],
+)
+def test_a_name_that_is_loopback_to_its_own_host_alone(
+    name: str, leads_to: str, node: str | None, everywhere: bool, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other hosts are led to its address, at which a store of loopback does not answer."""
+    monkeypatch.delenv(NODE_ADDRESS_VARIABLE, raising=False)
+    if node is not None:
+        monkeypatch.setenv(NODE_ADDRESS_VARIABLE, node)
+    ask = socket.getaddrinfo
+
+    def lead(host: Any, *words: Any, **options: Any) -> Any:
+        return ask(leads_to if host == name else host, *words, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", lead)
+    bound: list[str] = []
+    monkeypatch.setattr(stores, "serve_store", lambda host, *_, **__: bound.append(host))
+    served: list[str] = []
+    create = stores._bound(lambda host, *_, **__: served.append(host))
+    create(name, port, 0, 2, LIMIT)
+    assert (served, bound) == (([name], []) if everywhere else ([], [name]))
 
 
 @pytest.mark.usefixtures("patched")
