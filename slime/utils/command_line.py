@@ -7,10 +7,11 @@ import ctypes
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from slime.utils.redaction import is_flag, redacted_words
+from slime.utils.redaction import REDACTED, is_flag, redacted_words
 
 JOB_VARIABLE = "SLIME_JOB_SECRET_FLAGS"
 """Words that tools/submit_job.py leaves out of a job's command line, as a JSON array."""
@@ -53,9 +54,27 @@ def apart(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def secrets_of(words: Sequence[str]) -> tuple[str, ...]:
-    """The secrets themselves of a command line."""
-    shown = zip(words, redacted_words(words), strict=True)
-    return tuple(_value(word) for word, redacted in shown if word != redacted and _value(word))
+    """The secrets themselves of a command line, those of JSON one by one: a log may show each alone."""
+    pairs = zip(words, redacted_words(words), strict=True)
+    return tuple(secret for word, shown in pairs if word != shown for secret in _struck(_value(word), _value(shown)))
+
+
+def _struck(value: Any, shown: Any) -> Iterator[str]:
+    """The texts in ``value`` that ``shown``, of the same shape, has not; a text that is JSON as what it says."""
+    if value == shown or not value:
+        return
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _struck(inner, shown[name] if isinstance(shown, dict) else REDACTED)
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _struck(inner, shown[index] if isinstance(shown, list) else REDACTED)
+    elif isinstance(value, str) and value.lstrip().startswith(("{", "[")):
+        yield value
+        with contextlib.suppress(ValueError):
+            yield from _struck(json.loads(value), REDACTED if shown == REDACTED else json.loads(shown))
+    else:
+        yield str(value)
 
 
 def _value(word: str) -> str:

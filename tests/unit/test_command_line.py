@@ -79,6 +79,12 @@ def test_secrets_are_struck_where_they_can_be_read() -> None:
             ("a:b:admin:c", "d:e:user:f"),
         ),
         (["x", "--api-key", "s3cret", "-h", "y", "-1"], ["x", "-h", "y", "-1"], ["--api-key", "s3cret"], ("s3cret",)),
+        (
+            ["--loader", '{"n": 1, "api_key": "s3cret", "of": [{"pwd": "other"}]}', "--port", "1"],
+            ["--port", "1"],
+            ["--loader", '{"n": 1, "api_key": "s3cret", "of": [{"pwd": "other"}]}'],
+            ('{"n": 1, "api_key": "s3cret", "of": [{"pwd": "other"}]}', "s3cret", "other"),
+        ),
         (["x", "--api-keys", "-1x", "--n", "-1"], ["x", "--n", "-1"], ["--api-keys", "-1x"], ("-1x",)),
     ],
 )
