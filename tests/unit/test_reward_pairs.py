@@ -81,7 +81,7 @@ def test_no_pair_is_written_twice() -> None:
     ids=lambda text: repr(text[:12]),
 )
 def test_no_text_crashes_a_grader_or_holds_it_up(text: str, rollout_args: Args) -> None:
-    started = time.monotonic()
+    started = time.process_time()  # of this process, whatever else the machine does; algebra has a limit of its own
     metadata = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
     for name in sorted(set(GRADERS) - {"remote_rm"}):
         for response, label in (
@@ -93,7 +93,7 @@ def test_no_text_crashes_a_grader_or_holds_it_up(text: str, rollout_args: Args) 
                 continue
             reward = asyncio.run(async_rm(rollout_args(rm_type=name), sample))
             assert name in ("ifbench", "random", "f1") or (reward["score"] if isinstance(reward, dict) else reward) <= 0
-    assert time.monotonic() - started < 30
+    assert time.process_time() - started < 10
 
 
 def test_random_letters_crash_no_grader(rollout_args: Args) -> None:
