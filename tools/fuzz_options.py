@@ -36,8 +36,8 @@ from slime.options.unavailable import NOT_YET, REPLACED, WITHOUT_EFFECT  # noqa:
 from slime.rollout.tokenizer import load_tokenizer  # noqa: E402
 from slime.utils.arguments import GROUPS, assemble  # noqa: E402
 from tools import make_tiny_model  # noqa: E402
-from tools.forked_dry_runs import OK, Outcome, dry_run  # noqa: E402
-from tools.fuzz_values import (  # noqa: E402
+from tools.fuzzing.forked_dry_runs import OK, Outcome, dry_run  # noqa: E402
+from tools.fuzzing.values import (  # noqa: E402
     BROKEN,
     ENVIRONMENT,
     FUNCTIONS,

@@ -25,6 +25,7 @@ _SHARE = 16 << 20
 FEWEST_BYTES = 2 * _SHARE
 """Below, one process reads as fast as several."""
 _MAX_WORKERS = 8
+_END_S = 10.0
 _LENGTH = 8
 
 
@@ -103,8 +104,11 @@ class _Worker:
             _send(self._process.stdin, batch)
             answer = _receive(self._process.stdout)
         except (OSError, EOFError):
+            # Its pipes are closed: it has ended, or is no more of use.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_S)
             raise WorkerError(
-                f"a process that reads rows of a data file died (exit status {self._process.wait()}; -9 is mostly for "
+                f"a process that reads rows of a data file died (exit status {self._process.poll()}; -9 is mostly for "
                 "lack of memory)"
             ) from None
         if isinstance(answer, Exception):

@@ -295,7 +295,7 @@ def _weight_versions(samples: list[Sample]) -> Ragged:
     """
     rows = []
     for position, sample in enumerate(samples):
-        made = [int(v) if v is not None and v.isdigit() else -1 for v in sample.token_versions()]
+        made = [int(v) if v is not None and v.isdecimal() else -1 for v in sample.token_versions()]
         versions = np.array(made, dtype=np.int32)
         trained = np.asarray(_loss_mask(sample)) == 1
         if lacking := int((trained & (versions < 0)).sum()):

@@ -61,9 +61,8 @@ def bypass_proxies(hosts: Iterable[str]) -> None:
     known = _exceptions()
     if "*" in known:
         return
-    # An IPv6 address with brackets too: clients differ in what they compare.
-    own = [form for host in (*_THIS_HOST, *hosts) for form in ((host, f"[{host}]") if ":" in host else (host,))]
-    os.environ |= dict.fromkeys(_BYPASS, ",".join(dict.fromkeys([*known, *own])))
+    # An IPv6 address without brackets, though urllib compares it with them: httpx fails at any entry that has some.
+    os.environ |= dict.fromkeys(_BYPASS, ",".join(dict.fromkeys([*known, *_THIS_HOST, *hosts])))
 
 
 def proxy_of(url: str) -> str | None:

@@ -21,7 +21,8 @@ from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.generation import prompt_tokens
 from slime.rollout.sampling import eval_sampling_params
 from slime.rollout.tokenizer import load_tokenizer
-from slime.utils.arguments import GROUPS, _add_hook_flags, _load_hooks, _parse_yaml, _read_yaml
+from slime.utils.arguments import GROUPS, _add_hook_flags, _parse_yaml, _read_yaml
+from slime.utils.hook_paths import load_hooks
 from slime.utils.types import Group, Sample
 from tests.plugin_contracts.engine import ANSWERS
 from tests.small_rollout import small_rollout, write_tokenizer
@@ -98,7 +99,7 @@ def contract_args(words: Sequence[str], prog: str) -> Namespace:
     if "prompt_data" in given:
         small |= {name: defaults[name] for name in ("input_key", "label_key")}
     args = Namespace(**defaults | small | given)
-    _load_hooks(args, set(given))
+    load_hooks(args, set(given), GROUPS)
     if args.global_batch_size is None:
         args.global_batch_size = args.rollout_batch_size * args.n_samples_per_prompt
     for name, implied in _IMPLIED.items():

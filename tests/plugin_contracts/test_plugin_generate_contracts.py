@@ -200,7 +200,7 @@ CONTRACTS = (
         "--custom-generate-function-path",
         (
             "slime.rollout.sglang_rollout.generate",
-            f"{_EXAMPLES}/multi_agent/rollout_with_multi_agents.py:generate",
+            f"{_EXAMPLES}/multi_agent/rollout_with_multi_agents.py:generate_with_multi_agents",
             f"{_EXAMPLES}/retool/generate_with_retool.py:generate",
         ),
         "generate the response to sample.prompt (or after sample.tokens), write it into the sample by "

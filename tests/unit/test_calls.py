@@ -12,7 +12,8 @@ import pytest
 
 from slime.options.calls import Call, CallError, form_of
 from slime.options.schema import flag_of, hook_fields
-from slime.utils.arguments import GROUPS, _load_hooks
+from slime.utils.arguments import GROUPS
+from slime.utils.hook_paths import load_hooks
 from slime.utils.misc import load_function
 from tests.command_line import failure, write_model, write_rows
 from tests.small_rollout import small_rollout
@@ -78,7 +79,7 @@ def test_a_data_source_that_lacks_a_method_is_refused_with_the_flags(tmp_path: P
     )
     args = small_rollout(tmp_path, data_source_path=f"{file}:Source")
     with pytest.raises(CallError, match=r"^--data-source-path .*own.py:Source: the class lacks __len__, add_samples,"):
-        _load_hooks(args, {"data_source_path"})
+        load_hooks(args, {"data_source_path"}, GROUPS)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def test_a_wrong_signature_is_refused_with_the_command_line(field: Any, tmp_path
     path: Any = f"{mine}:f"
     args = small_rollout(tmp_path, **{field.name: [[path]] if "list" in str(field.type) else path})
     with pytest.raises(CallError, match=rf"^{flag_of(field)} {re.escape(path)}: it is called as .*nobody_knows"):
-        _load_hooks(args, {field.name})
+        load_hooks(args, {field.name}, GROUPS)
 
 
 def test_the_command_line_ends_with_one_line(

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from slime.options.parser import StrictParser
-from slime.options.unavailable import explain_flag
+from slime.options.unavailable import WITHOUT_EFFECT, explain_flag
 from slime.utils.arguments import assemble, parse_args
 from tests.command_line import write_model, write_rows
 from tests.documents import DOCS, examples
 
 NUM_GPUS = 0
+CONVERTERS = ("--strategy", "--max-workers")
+"""Flags of tools (tests/unit/test_tools.py)."""
 PAGES = ["coming_from.md", "zh/coming_from.md"]
 
 
@@ -28,7 +30,7 @@ def test_every_flag_parses_or_says_what_to_do(page: str) -> None:
     """But for OpenRLHF's own, which have underscores."""
     parser = StrictParser(prog="train.py")
     assemble(parser, [], {})
-    known = {*parser._option_string_actions, "--pretrain"}
+    known = {*parser._option_string_actions, *WITHOUT_EFFECT, "--pretrain", *CONVERTERS}
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*\w(?![\w-])", (DOCS / page).read_text()))
     assert len(named) > 100
     assert not {flag for flag in named if "_" not in flag and flag not in known and explain_flag(flag) is None}

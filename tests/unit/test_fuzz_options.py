@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tools import fuzz_options
-from tools.forked_dry_runs import OK, REFUSED, dry_run
+from tools.fuzzing.forked_dry_runs import OK, REFUSED, dry_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.command_line import write_model
 from tests.small_rollout import CHATML, write_tokenizer
-from tools.forked_dry_runs import OK, REFUSED, Outcome, dry_run
+from tools.fuzzing.forked_dry_runs import OK, REFUSED, Outcome, dry_run
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data"
