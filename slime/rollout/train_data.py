@@ -18,6 +18,7 @@ from slime.rollout.conversion import FLAG as CONVERSION
 from slime.rollout.conversion import Converted, convert
 from slime.rollout.metrics import length_stats
 from slime.rollout.numbers import numbers_kept
+from slime.rollout.versions import OLDER_THAN_ANY, as_number
 from slime.utils.errors import BadInputError
 from slime.utils.types import Ragged, Sample, Status, TrainBatch
 from slime.utils.user_functions import call_user_function
@@ -295,7 +296,7 @@ def _weight_versions(samples: list[Sample]) -> Ragged:
     """
     rows = []
     for position, sample in enumerate(samples):
-        made = [int(v) if v is not None and v.isdecimal() else -1 for v in sample.token_versions()]
+        made = [OLDER_THAN_ANY if v is None else as_number(v) for v in sample.token_versions()]
         versions = np.array(made, dtype=np.int32)
         trained = np.asarray(_loss_mask(sample)) == 1
         if lacking := int((trained & (versions < 0)).sum()):

@@ -5,20 +5,18 @@ A process of its own, because symbolic algebra can run for hours or eat all memo
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
 import re
 import resource
-import signal
 import sys
 from typing import Any
 
 from slime.rollout.rm_hub import equality
+from slime.utils.processes import die_with_parent
 
 _MEMORY = 4 << 30
-_PR_SET_PDEATHSIG = 1
 _DIGITS = 200
 _EXACT, _ROUNDED = 1e-150, 5e-7
 """How far apart numbers are, relative to the larger one, that are equal; where one of them has a decimal point."""
@@ -126,7 +124,7 @@ def _close(left: Any, right: Any, point: dict[Any, Any], tolerance: float) -> bo
 
 def main() -> None:
     """Answer requests ``{"answer", "label"}`` with true or false."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     # What a library prints must not end up among the replies.
     replies = os.fdopen(os.dup(1), "w", buffering=1)
