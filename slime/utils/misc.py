@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import hashlib
 import importlib
 import importlib.util
@@ -38,9 +37,8 @@ def split_function_path(path: str) -> tuple[str, str | None]:
     return source, name
 
 
-@functools.cache
 def load_module(source: str) -> ModuleType:
-    """Import ``pkg.mod`` or ``path/to/file.py`` once per process.
+    """Import ``pkg.mod`` or ``path/to/file.py`` once per process, a file by its real path.
 
     Raises:
         ValueError: there is no such module or file, or importing it failed; the message says which.
@@ -48,11 +46,11 @@ def load_module(source: str) -> ModuleType:
     if not source.endswith(".py"):
         return _import_by_name(source)
     file = Path(os.path.realpath(os.path.expanduser(source)))
+    name = f"slime_user_{file.stem}_{hashlib.sha1(str(file).encode()).hexdigest()[:8]}"
+    if name in sys.modules:  # also when an editor has just taken the file away
+        return sys.modules[name]
     if not os.path.isfile(file):
         raise ValueError(f"there is no file {file}")
-    name = f"slime_user_{file.stem}_{hashlib.sha1(str(file).encode()).hexdigest()[:8]}"
-    if name in sys.modules:
-        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None

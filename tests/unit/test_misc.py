@@ -40,6 +40,22 @@ def test_relative_file_and_absolute_file_are_one_module(hook_file: Path, monkeyp
     assert load_function(f"{hook_file.name}:reward_func") is load_function(f"{hook_file}:reward_func")
 
 
+def test_one_relative_path_in_two_directories_is_two_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "own.py").write_text(f"def reward_func():\n    return {name!r}\n")
+        monkeypatch.chdir(tmp_path / name)
+        found.append(load_function("own.py:reward_func")())
+    assert found == ["a", "b"]
+
+
+def test_a_loaded_file_that_goes_away_stays_loaded(hook_file: Path) -> None:
+    function = load_function(f"{hook_file}:reward_func")
+    hook_file.unlink()
+    assert load_function(f"{hook_file}:reward_func") is function
+
+
 def test_bare_file_takes_the_first_default_name(hook_file: Path) -> None:
     assert load_function(str(hook_file), default_names=("custom_rm", "reward_func", "Box"))(1) == 2
 
