@@ -78,7 +78,12 @@ def _struck(value: Any, shown: Any) -> Iterator[str]:
 
 
 def _value(word: str) -> str:
-    return word.partition("=")[2] if word.startswith("--") else word
+    return word[_value_start(word) :]
+
+
+def _value_start(word: str) -> int:
+    """Where a word's value begins: behind ``--name=``; of what is no flag, or has none, at its begin."""
+    return word.find("=") + 1 if is_flag(word) else 0
 
 
 def _overwrite() -> None:
@@ -89,6 +94,6 @@ def _overwrite() -> None:
     words = line.split(b"\0")
     for word, shown in zip(words, redacted_words([each.decode("latin-1") for each in words]), strict=True):
         if shown != word.decode("latin-1"):
-            kept = word.find(b"=") + 1 if word.startswith(b"--") else 0
+            kept = _value_start(word.decode("latin-1"))
             ctypes.memset(address + kept, ord("*"), len(word) - kept)
         address += len(word) + 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -75,10 +74,14 @@ def _redact(name: str, value: Any) -> Any:
 def _redacted_text(name: str, text: str) -> str:
     """A text that holds others: JSON, another program's command line, a URL with its user, a header's credentials."""
     if text.lstrip().startswith(("{", "[")):
-        with contextlib.suppress(ValueError):
+        try:
             found = json.loads(text)
             shown = _redact(name.lstrip("-").replace("-", "_"), found)
             return text if shown == found else json.dumps(shown, ensure_ascii=False)
+        except RecursionError:  # nobody can tell what is in it
+            return REDACTED
+        except ValueError:
+            pass
     words = text.split()
     if len(words) > 1 and words[0].startswith("--"):
         return text if redacted_words(words) == words else " ".join(map(str, redacted_words(words)))

@@ -38,6 +38,7 @@ def test_secrets_are_struck_where_they_can_be_read() -> None:
         "--rm-sglang-args",
         "--api-key s3cret",
     ]
+    given += ["--judge-args", "--api-key s3cret --n=1"]
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *given], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -58,6 +59,8 @@ def test_secrets_are_struck_where_they_can_be_read() -> None:
         "*" * len(given[16]),
         given[17],
         "*" * len(given[18]),
+        given[19],
+        "*" * len(given[20]),
     ]
 
 
@@ -85,6 +88,7 @@ def test_secrets_are_struck_where_they_can_be_read() -> None:
             ["--loader", '{"n": 1, "api_key": "s3cret", "of": [{"pwd": "other"}]}'],
             ('{"n": 1, "api_key": "s3cret", "of": [{"pwd": "other"}]}', "s3cret", "other"),
         ),
+        (["--of", "--api-key s3cret"], [], ["--of", "--api-key s3cret"], ("--api-key s3cret",)),
         (["x", "--api-keys", "-1x", "--n", "-1"], ["x", "--n", "-1"], ["--api-keys", "-1x"], ("-1x",)),
     ],
 )

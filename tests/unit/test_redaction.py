@@ -85,6 +85,11 @@ def test_environment_variables_keep_their_names_only() -> None:
     }
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 20_000])
+def test_of_what_is_nested_too_deeply_nothing_is_shown(text: str) -> None:
+    assert redacted_words(["--x", text, f"--y={text}"]) == ["--x", REDACTED, f"--y={REDACTED}"]
+
+
 def test_words_of_a_command_line() -> None:
     words = ["--log-level", "info", "--ssl-keyfile-password", "p", "--api-keys", "a", "b", "--max-total-tokens", "9"]
     wanted = ["--log-level", "info", "--ssl-keyfile-password", REDACTED, "--api-keys", REDACTED, REDACTED]
