@@ -191,8 +191,10 @@ def _of_storage(error: BaseException | None) -> tuple[int | None, str] | None:
 def _belongs(file: str, place: Path) -> bool:
     """Whether a file is one that is written for ``place``, or a directory above it; links to either are followed."""
     real, its = Path(os.path.realpath(file)), Path(os.path.realpath(place))
-    own = (its, aside.unfinished(its), aside.replaced(its)) if its.name else (its,)
-    return any(each in (real, *real.parents) for each in own) or real in its.parents
+    # What is written aside lies beside the place itself, also where that is a link.
+    beside = Path(os.path.realpath(place.parent), place.name) if place.name else place
+    own = [its, *(of(each) for each in {its, beside} if each.name for of in (aside.unfinished, aside.replaced))]
+    return any(each in (real, *real.parents) for each in own) or real in (*its.parents, *beside.parents)
 
 
 def _told_by_text(error: BaseException) -> tuple[int, str] | None:
