@@ -292,7 +292,8 @@ def rows_may_name_rewards(path: str | None, metadata_key: str | None) -> bool:
         return True
     try:
         with open(file, "rb") as lines:
-            return b"rm_type" in lines.readline(_FIRST_ROW)
+            rows = filter(bytes.strip, iter(lambda: lines.readline(_FIRST_ROW), b""))
+            return b"rm_type" in next(rows, b"")
     except OSError:
         return True
 

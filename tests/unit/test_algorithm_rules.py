@@ -246,7 +246,7 @@ def test_no_reward(capsys: pytest.CaptureFixture[str]) -> None:
     expected = "--rm-type or --custom-rm-path is missing: responses need a reward"
     assert failure(capsys, PPO, "--rm-type") == expected
     assert failure(capsys, "--eval-prompt-data e data.jsonl --eval-interval 1", "--rm-type").startswith(expected)
-    Path("named.jsonl").write_text('{"input": "p", "label": "1", "metadata": {"rm_type": "f1"}}\n')
+    Path("named.jsonl").write_text('\n {"input": "p", "label": "1", "metadata": {"rm_type": "f1"}}\n')
     words = "--prompt-data named.jsonl --eval-prompt-data e named.jsonl --eval-interval 1"
     assert parse_args(command(words, "--rm-type --prompt-data")).rm_type is None
     assert parse_args(command("--load-debug-rollout-data dump/{rollout_id}.pt", "--rm-type")).rm_type is None
