@@ -44,7 +44,8 @@ def save_evaluation(args: Namespace, rollout_id: int, data: dict[str, Any]) -> N
             if isinstance(sample, Sample):
                 entry = sample.to_dict()
                 index = groups + (entry["group_index"] or 0)
-                entries.append(entry | {"group_index": index, "metadata": entry["metadata"] | {"eval_dataset": name}})
+                metadata = (entry["metadata"] or {}) | {"eval_dataset": name}
+                entries.append(entry | {"group_index": index, "metadata": metadata})
     if entries:
         path = Path(args.save_debug_rollout_data.format(rollout_id=_OfEvaluation(rollout_id)))
         save_plain(path, {"rollout_id": f"eval_{rollout_id}", "samples": entries}, "--save-debug-rollout-data")

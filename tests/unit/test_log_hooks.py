@@ -114,6 +114,7 @@ def test_the_manager_saves_the_samples_of_evaluations(rollout_args: Args, tmp_pa
 
     def evaluate(args: Namespace, rollout_id: int, source: Any, evaluation: bool) -> dict[str, Any]:
         made = [Sample(index=i, group_index=i // 2, tokens=[1, i], response_length=1, reward=1.0) for i in range(4)]
+        made[3].metadata = None  # type: ignore[assignment]
         return {name: {"rewards": [1.0] * 4, "samples": made} for name in ("sums", "words")} | {"none": {"rewards": []}}
 
     manager = RolloutManager.__new__(RolloutManager)
