@@ -128,7 +128,7 @@ def _without_key(command: list[str], runtime_env: dict[str, Any]) -> tuple[list[
         "there, but not a key of `wandb login` on its head node",
         file=sys.stderr,
     )
-    return words, {**runtime_env, "env_vars": {**runtime_env.get("env_vars", {}), "WANDB_API_KEY": keys[-1]}}
+    return words, _with_variable(runtime_env, "WANDB_API_KEY", keys[-1])
 
 
 def _without_secrets(command: list[str], runtime_env: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
@@ -142,8 +142,11 @@ def _without_secrets(command: list[str], runtime_env: dict[str, Any]) -> tuple[l
         "Ray for a job's environment sees them there, but not what --custom-config-path reads",
         file=sys.stderr,
     )
-    variables = {**(runtime_env.get("env_vars") or {}), JOB_VARIABLE: json.dumps(hidden)}
-    return shown, {**runtime_env, "env_vars": variables}
+    return shown, _with_variable(runtime_env, JOB_VARIABLE, json.dumps(hidden))
+
+
+def _with_variable(runtime_env: dict[str, Any], name: str, value: str) -> dict[str, Any]:
+    return {**runtime_env, "env_vars": {**(runtime_env.get("env_vars") or {}), name: value}}  # null is none
 
 
 def _object(name: str, text: str) -> dict[str, Any]:

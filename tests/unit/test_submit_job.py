@@ -319,13 +319,16 @@ def test_a_lost_log_is_not_a_lost_job(server: _Server, log_status: int, info: An
 
 
 @pytest.mark.parametrize("words", [["--wandb-key", "s3cret"], ["--wandb-key=s3cret"]])
-def test_a_key_is_no_part_of_the_jobs_command_line(server: _Server, words: list[str]) -> None:
+@pytest.mark.parametrize("variables", [{"A": "1"}, None])
+def test_a_key_is_no_part_of_the_jobs_command_line(
+    server: _Server, words: list[str], variables: dict[str, str] | None
+) -> None:
     command = [sys.executable, str(shipped.ROOT / "tools/submit_job.py"), "--runtime-env-json"]
-    command += ['{"env_vars": {"A": "1"}}', "--", "train.py", "--use-wandb", *words, "--lr", "1"]
+    command += [json.dumps({"env_vars": variables}), "--", "train.py", "--use-wandb", *words, "--lr", "1"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment_of(server))
     given = server.given or {}
     assert given["entrypoint"] == "train.py --use-wandb --lr 1"
-    assert given["runtime_env"] == {"env_vars": {"A": "1", "WANDB_API_KEY": "s3cret"}}
+    assert given["runtime_env"] == {"env_vars": {**(variables or {}), "WANDB_API_KEY": "s3cret"}}
     assert ran.stderr.startswith("launch: --wandb-key goes to the job as WANDB_API_KEY; ")
     assert "s3cret" not in ran.stderr + ran.stdout
 
