@@ -43,7 +43,7 @@ from slime.options.rollout import EngineOptions, RewardOptions, RolloutOptions
 from slime.options.schema import add_options, flag_named, flag_of, hook_fields
 from slime.options.tracking import TrackingOptions
 from slime.options.training import check_training
-from slime.options.unavailable import add_upstream_attributes, explain_flag, split_without_effect
+from slime.options.unavailable import WITHOUT_EFFECT, add_upstream_attributes, explain_flag, split_without_effect
 from slime.options.validate import derive_all, limit_prompts
 from slime.options.values import read_yaml
 from slime.utils.command_line import given_words
@@ -228,7 +228,7 @@ def _read_yaml(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _check_keys(parser: StrictParser, values: dict[str, Any]) -> list[str]:
-    """Refuse YAML entries of engines or router that no flag has; warnings of others that may be misspelt.
+    """Refuse YAML entries of engines or router that no flag has; warnings of others that are idle or may be misspelt.
 
     The rest are the user's own, for hooks.
     """
@@ -236,10 +236,14 @@ def _check_keys(parser: StrictParser, values: dict[str, Any]) -> list[str]:
     passed = [parser.explain_unknown(flag_named(key)) for key in unknown if key.startswith(("sglang_", "router_"))]
     if passed:
         raise OptionError(f"--custom-config-path: {'; '.join(passed)}")
-    near = {key: parser.nearest(flag_named(key), _MISSPELT) for key in unknown}
-    return [
-        f"--custom-config-path: {key} is kept as an attribute of args{meant}" for key, meant in near.items() if meant
-    ]
+    kept = "is kept as an attribute of args"
+    meant = {
+        key: f"; else it means nothing here: {WITHOUT_EFFECT[flag]}"
+        if (flag := flag_named(key)) in WITHOUT_EFFECT
+        else parser.nearest(flag, _MISSPELT)
+        for key in unknown
+    }
+    return [f"--custom-config-path: {key} {kept}{more}" for key, more in meant.items() if more]
 
 
 def _parse_yaml(parser: StrictParser, values: dict[str, Any]) -> dict[str, Any]:

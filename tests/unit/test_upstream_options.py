@@ -30,6 +30,18 @@ def test_flags_that_mean_nothing_here_are_taken_with_a_line(parse: Parse, capsys
     ]
 
 
+def test_yaml_entries_that_mean_nothing_here_are_told_of(
+    directory: Path, parse: Parse, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (directory / "idle.yaml").write_text("async_save: true\ntrain-memory-margin-bytes: 5\nmine: 1\n")
+    args = parse("--custom-config-path idle.yaml")
+    assert (args.async_save, args.train_memory_margin_bytes) == (True, 5)
+    async_save, margin = capsys.readouterr().err.splitlines()
+    expected = "async_save is kept as an attribute of args; else it means nothing here: a checkpoint"
+    assert expected in async_save
+    assert "train_memory_margin_bytes is kept" in margin
+
+
 def test_all_reasons_come_at_once(fails: Fails) -> None:
     words = "--use-opd --opd-type x --save-interval 3 --use-dynamic-batch-size --tensor-model-parallel-size 3"
     line = fails(f"{words} --eps-clip-c 2 --advantage-estimator cispo")
