@@ -11,9 +11,10 @@ from slime.options.checkpoint import SavedModel
 from slime.options.checkpoint_rules import derive_checkpoints, load_release
 from slime.options.debug_rules import check_profile, derive_subsample, derive_templates
 from slime.options.errors import OptionError, Reasons
-from slime.options.eval_datasets import CONFIG, PAIRS, EvalDataset, data_file, eval_datasets
+from slime.options.eval_datasets import CONFIG, PAIRS, data_file, eval_datasets
 from slime.options.export_rules import check_exports
 from slime.options.reward_model import derive_reward_model
+from slime.options.reward_rules import OWN_SOURCES, check_rewards, rows_may_name_rewards
 from slime.options.rollout import DEFAULT_ROLLOUT, SFT_ROLLOUT, generates_itself
 from slime.options.schema import flag_named
 from slime.options.sglang import check_ranks
@@ -21,13 +22,6 @@ from slime.options.training import critic_options, warmup_and_decay_steps
 
 ENGINE_KEEPS = 6
 """Tokens of a context that sglang 0.5.17 takes no prompt into: its scheduler aborts a prompt of context - 6 or more."""
-DAPO_REWARDS = ("score", "acc")
-"""Numbers in the dict that ``--rm-type dapo`` answers with."""
-NEEDS_LABEL = ("math", "dapo", "deepscaler", "f1")
-"""Built-in rewards that compare a response with the row's label."""
-_FIRST_ROW = 1 << 20
-"""Bytes of a file that are looked at before it is loaded."""
-_OWN_SOURCES = "slime.rollout.data_source."
 
 
 def derive_all(args: Namespace, warnings: list[str], reasons: Reasons) -> SavedModel | None:
@@ -46,7 +40,7 @@ def derive_all(args: Namespace, warnings: list[str], reasons: Reasons) -> SavedM
     reasons.of(_data, args)
     reasons.of(_evaluation, args, warnings)
     reasons.of(_sampling, args, warnings)
-    reasons.of(_rewards, args)
+    reasons.of(check_rewards, args)
     reasons.of(derive_reward_model, args, warnings)
     resumed: SavedModel | None = reasons.of(derive_checkpoints, args)
     for rule in (derive_templates, check_exports, check_profile, _offload, _weight_update):
@@ -151,7 +145,7 @@ def _missing(args: Namespace) -> Iterator[str]:
             ", or share them by --colocate" if shares else ""
         )
     has_none = args.disable_rollout_global_dataset or replays
-    if args.prompt_data is None and args.data_source_path.startswith(_OWN_SOURCES) and not has_none:
+    if args.prompt_data is None and args.data_source_path.startswith(OWN_SOURCES) and not has_none:
         yield "--prompt-data is missing"
     if args.num_rollout is None and args.num_epoch is None:
         yield "--num-rollout or --num-epoch is missing"
@@ -229,8 +223,6 @@ def _batches(args: Namespace) -> None:
 
 
 def _data(args: Namespace) -> None:
-    if args.rm_type is not None and args.rm_type.removeprefix("boxed_") == "remote_rm" and args.rm_url is None:
-        raise OptionError("--rm-type remote_rm needs --rm-url")
     if args.eval_reward_key is None:
         args.eval_reward_key = args.reward_key
     if args.prompt_data is not None:
@@ -278,75 +270,6 @@ def _sampling(args: Namespace, warnings: list[str]) -> None:
                 f"{flag_named(name)} {value}: responses are sampled from the likeliest tokens only, and log-probs are "
                 f"of all tokens, so training is off policy by that; {of_all} samples from all"
             )
-
-
-def rows_may_name_rewards(path: str | None, metadata_key: str | None) -> bool:
-    """Whether every row of a file may have ``rm_type`` in its metadata, as far as the first one tells.
-
-    Loading looks at all of them. Of parquet and of slices nothing is known before; of no file something else is said.
-    """
-    if path is None or not metadata_key:
-        return False
-    file = os.path.expanduser(path)
-    if not os.path.isfile(file) or file.endswith(".parquet"):
-        return True
-    try:
-        with open(file, "rb") as lines:
-            rows = filter(bytes.strip, iter(lambda: lines.readline(_FIRST_ROW), b""))
-            return b"rm_type" in next(rows, b"")
-    except OSError:
-        return True
-
-
-def may_set_labels(args: Namespace) -> bool:
-    """Whether code of a user's own comes before the reward of training samples."""
-    own_code = args.custom_generate_function_path or args.rollout_sample_hook_path
-    own_source = not args.data_source_path.startswith(_OWN_SOURCES)
-    return bool(own_code) or own_source or not generates_itself(args.rollout_function_path)
-
-
-def _rewards(args: Namespace) -> None:
-    """A reward for whoever needs one, which entry of a dict reward counts, and answers to compare with."""
-    generates = generates_itself(args.rollout_function_path) and args.placement != "train_only"
-    if generates and args.custom_rm_path is None:
-        if args.custom_reward_post_process_path is None and args.custom_convert_samples_to_train_data_path is None:
-            _reward_key(args, "reward_key", args.rm_type, f"--rm-type {args.rm_type}")
-        if args.label_key is None and not may_set_labels(args):
-            _need_no_label(args.rm_type, f"--label-key is missing: --rm-type {args.rm_type}")
-    if args.eval_interval is not None and generates_itself(args.eval_function_path):
-        for dataset in args.eval_datasets:
-            _reward_of_dataset(args, dataset)
-
-
-def _reward_of_dataset(args: Namespace, dataset: EvalDataset) -> None:
-    """As `_rewards`; a dataset's own reward comes first."""
-    own = dataset.rm_type is not None
-    if dataset.custom_rm_path is not None or (args.custom_rm_path is not None and not own):
-        return
-    rm_type = dataset.rm_type if own else args.rm_type
-    own_code = dataset.custom_generate_function_path or args.custom_generate_function_path
-    if rm_type is None:
-        of_dataset = (dataset.metadata_overrides or {}).get("rm_type")
-        if own_code or of_dataset or rows_may_name_rewards(dataset.path, dataset.metadata_key):
-            return  # own code may set the reward: a sample without one is an error of its own
-        raise OptionError(f"--eval-interval needs --rm-type or --custom-rm-path: {dataset} has no reward")
-    where = f"{dataset}: rm_type {rm_type}" if own else f"--rm-type {rm_type}"
-    _reward_key(args, "eval_reward_key", rm_type, where)
-    if dataset.label_key is None and own_code is None and not args.rollout_sample_hook_path:
-        _need_no_label(rm_type, f"--eval-label-key is missing: {where}")
-
-
-def _reward_key(args: Namespace, name: str, rm_type: str | None, where: str) -> None:
-    key, keys = getattr(args, name), " or ".join(DAPO_REWARDS)
-    if rm_type in ("dapo", "boxed_dapo") and key not in DAPO_REWARDS:
-        given = "is missing" if key is None else f"{key} is no number in its reward"
-        raise OptionError(f"{where}: {flag_named(name)} {given}, use {keys}")
-
-
-def _need_no_label(rm_type: str | None, problem: str) -> None:
-    """Graders that compare need a column of expected answers; a user's own code may set labels itself."""
-    if (rm_type or "").removeprefix("boxed_") in NEEDS_LABEL:
-        raise OptionError(f"{problem} compares responses with the expected answers")
 
 
 def _offload(args: Namespace) -> None:

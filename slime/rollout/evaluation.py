@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from slime.options.eval_datasets import CONFIG, PAIRS, EvalDataset
+from slime.options.reward_rules import unmet_rewards
 from slime.options.rollout import generates_itself
 from slime.rollout.base_types import RolloutFnEvalOutput, flatten_samples
 from slime.rollout.dataset import PromptDataset, PromptSpec, load_prompts
@@ -58,6 +59,7 @@ def eval_prompt_spec(args: Namespace, dataset: EvalDataset) -> PromptSpec:
         built_in_reward=not own_code and not args.rollout_sample_hook_path and hook is None,
         rm_type=named or args.rm_type,
         rm_type_in_rows=named is None,
+        unmet_rewards=unmet_rewards(args, dataset),
     )
 
 

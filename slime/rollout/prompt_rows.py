@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from slime.options.validate import NEEDS_LABEL
+from slime.options.reward_rules import NEEDS_LABEL
 from slime.rollout.conversation import ConversationEncoder, Encoded, render, with_answer
 from slime.rollout.messages import RowError, as_text, check_messages, messages_of_json, without_arrow_nulls
 from slime.rollout.reading import RawRow, Row, RowFile
@@ -50,6 +50,8 @@ class PromptSpec:
     """The built-in reward of rows whose metadata names none."""
     rm_type_in_rows: bool = True
     """Whether the metadata of a row may name another."""
+    unmet_rewards: tuple[tuple[str, str], ...] = ()
+    """Those that it may not name, each with what it lacks."""
 
     @property
     def needs_rm_type(self) -> bool:
@@ -275,6 +277,8 @@ def _check_reward(label: Any, metadata: dict[str, Any], spec: PromptSpec) -> Non
         rm_type = metadata["rm_type"]
         if (problem := rm_type_problem(rm_type)) is not None:
             raise RowError(f"{spec.metadata_key!r} (--metadata-key) has an {problem}")
+        if (problem := dict(spec.unmet_rewards).get(rm_type.removeprefix("boxed_"))) is not None:
+            raise RowError(f"{spec.metadata_key!r} (--metadata-key) names rm_type {rm_type}, which {problem}")
     rm_type = str(rm_type).removeprefix("boxed_")
     if rm_type == "gpqa" and (problem := choices_problem(metadata.get("choices"))) is not None:
         raise RowError(f"'choices' in {spec.metadata_key!r} (--metadata-key) {problem}")

@@ -138,6 +138,8 @@ def test_hooks_are_loaded_and_their_flags_known(parse: Parse, directory: Path, f
         ("", "--rm-type", "--rm-type or --custom-rm-path is missing"),
         ("--rm-type maths", "", "--rm-type maths: there are dapo"),
         ("--rm-type remote_rm", "", "--rm-type remote_rm needs --rm-url"),
+        ("--rm-type remote_rm --rm-url me:pw@judge/score", "", "remote_rm needs an address in --rm-url, such as http:"),
+        ("--rm-type boxed_remote_rm --rm-url http://judge:80000", "", "boxed_remote_rm needs an address in --rm-url"),
         ("", "--rollout-max-response-len", "--rollout-max-response-len is missing"),
         ("--global-batch-size 5", "", "--rollout-batch-size 4 x --n-samples-per-prompt 4 = 16 is no multiple of --"),
         ("--num-steps-per-rollout 3", "", "= 16 is no multiple of --num-steps-per-rollout 3"),

@@ -138,7 +138,7 @@ def test_dots_that_lead_nowhere(key: str, message: str, rollout_args: Args, writ
     [
         ({"rm_type": "math"}, None),
         ({"rm_type": "boxed_f1"}, None),
-        ({}, {"rm_type": "dapo"}),
+        ({"reward_key": "score"}, {"rm_type": "dapo"}),
         ({"rm_type": "random"}, {"rm_type": "deepscaler"}),
     ],
 )
@@ -179,6 +179,31 @@ def test_rows_may_name_all_rewards_themselves(rollout_args: Args, write_jsonl: W
             load(args)
     for own in ({"rm_type": "f1"}, {"custom_rm_path": "mine.py:rm"}, {"custom_generate_function_path": "mine.py:f"}):
         assert len(load(rollout_args(**(vars(args) | own)))) == 4
+
+
+@pytest.mark.parametrize(
+    ("rm_type", "changes", "lacks"),
+    [
+        ("boxed_math", {"label_key": None}, "compares responses with the expected answers: --label-key is missing"),
+        ("dapo", {}, "answers with an object: --reward-key must be score or acc"),
+        ("remote_rm", {}, "needs --rm-url"),
+        ("remote_rm", {"rm_url": "judge:8000"}, "needs an address in --rm-url, such as http://"),
+    ],
+)
+def test_a_row_names_no_reward_that_lacks_a_flag(
+    rm_type: str, changes: dict[str, Any], lacks: str, rollout_args: Args, write_jsonl: Write
+) -> None:
+    """As where a flag names it; engines would have started before it is asked."""
+    path = write_jsonl([{"prompt": "p", "label": "1", "metadata": {"rm_type": rm_type}}])
+    args = rollout_args(prompt_data=path, rm_type="random", **changes)
+    with pytest.raises(ValueError, match=rf"'metadata' \(--metadata-key\) names rm_type {rm_type}, which {lacks}"):
+        load(args)
+    for own in (
+        {"label_key": "label", "reward_key": "acc", "rm_url": "https://judge.example/score"},
+        {"debug_train_only": True},
+        {"custom_rm_path": "mine.py:rm"},
+    ):
+        assert len(load(rollout_args(**(vars(args) | own)))) == 1
 
 
 @pytest.mark.parametrize("label", ["", "  ", [], ["", " "], "\\boxed{}"])

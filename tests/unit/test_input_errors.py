@@ -14,8 +14,9 @@ import pytest
 
 from slime.options.errors import OptionError
 from slime.options.model import _download, model_directory
+from slime.options.reward_rules import NEEDS_LABEL
 from slime.options.rollout import DEFAULT_ROLLOUT
-from slime.options.validate import NEEDS_LABEL, check_schedule
+from slime.options.validate import check_schedule
 from slime.rollout.rm_hub.graders import GRADERS
 from slime.utils.arguments import parse_args
 from slime.utils.errors import BadInputError
