@@ -250,6 +250,9 @@ def test_no_reward(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--prompt-data named.jsonl --eval-prompt-data e named.jsonl --eval-interval 1"
     assert parse_args(command(words, "--rm-type --prompt-data")).rm_type is None
     assert parse_args(command("--load-debug-rollout-data dump/{rollout_id}.pt", "--rm-type")).rm_type is None
+    Path("eval.yaml").write_text("datasets: [{name: e, path: named.jsonl, rm_type: remote_rm}]")
+    line = failure(capsys, "--eval-config eval.yaml --eval-interval 1")
+    assert line == "--eval-config eval.yaml: e: rm_type remote_rm needs --rm-url"
 
 
 def test_critic_directories(directory: Path) -> None:

@@ -74,15 +74,23 @@ def test_rewards_of_a_dataset_that_cannot_be_given_are_found_when_it_is_read(
     rollout_args: Args, write_jsonl: Any, tmp_path: Path
 ) -> None:
     rows = [{"prompt": "p", "label": {"a": 1}}, {"prompt": "p", "label": "1", "metadata": {"rm_type": "bogus"}}]
+    rows += [{"prompt": "p", "label": "1", "metadata": {"rm_type": "dapo"}}]
     path = write_jsonl(rows, "odd.jsonl")
     args = rollout_args(rm_type="math", eval_interval=1)
-    with pytest.raises(BadInputError, match=r"(?s)line 1: 'label' .*line 2: 'metadata' .*unknown rm_type 'bogus'"):
+    told = (
+        "line 1: 'label' ",
+        "line 2: 'metadata' ",
+        "unknown rm_type 'bogus'",
+        "line 3: ",
+        "names rm_type dapo, which ",
+    )
+    with pytest.raises(BadInputError, match="(?s)" + ".*".join((*told, "--eval-reward-key must be"))):
         load_eval_prompts(with_sets(args, ("odd", path)))
     config = tmp_path / "eval.yaml"
     config.write_text(f"datasets: [{{name: odd, path: {path}, rm_type: random}}]")
-    assert len(load_eval_prompts(with_sets(args, config=str(config)))["odd"]) == 2, "its own comes before the rows'"
+    assert len(load_eval_prompts(with_sets(args, config=str(config)))["odd"]) == 3, "its own comes before the rows'"
     args.custom_rm_path = "mine.reward_func"
-    assert len(load_eval_prompts(with_sets(args, ("odd", path)))["odd"]) == 2, "a user's function judges anything"
+    assert len(load_eval_prompts(with_sets(args, ("odd", path)))["odd"]) == 3, "a user's function judges anything"
 
 
 _HOOKS = """
