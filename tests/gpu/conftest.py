@@ -25,14 +25,17 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what lies here as ``gpu``, and skip what needs more GPUs than there are."""
+    """Mark what lies here as ``gpu``, and as ``gpus(n)`` by its file's ``NUM_GPUS`` of several; skip what needs more
+    GPUs than there are. A case that needs more than its file says so by a ``gpus(n)`` of its own."""
     here, count = Path(__file__).parent, device.count()
     for item in items:
         if here not in item.path.parents:
             continue
         item.add_marker(pytest.mark.gpu)
         marker = item.get_closest_marker("gpus")
-        needed = marker.args[0] if marker else 1
+        needed = marker.args[0] if marker else item.module.NUM_GPUS
+        if needed > 1 and not marker:
+            item.add_marker(pytest.mark.gpus(needed))
         if count < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, {count} are here"))
 

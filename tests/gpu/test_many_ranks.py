@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.gpu.test_families import agree
 from tests.gpu.test_loop import Record, check, run
 from tests.integration.test_train import Value
@@ -15,8 +13,6 @@ _TENSOR: dict[str, Value] = {"tensor_model_parallel_size": 2, "sequence_parallel
 _ENGINES: dict[str, Value] = {
     "sglang_enforce_disable_flashinfer_allreduce_fusion": True,  # which FlashInfer would compile for minutes
 }
-
-pytestmark = pytest.mark.gpus(8)
 
 
 def test_tensor_pipeline_and_data_into_tensor(workspace: Path, record_property: Record) -> None:

@@ -15,6 +15,7 @@ import yaml
 from slime.utils.arguments import describe, parse_args
 from tests.command_line import QWEN3, Fails, Parse, command, write_model, write_rows
 
+NUM_GPUS = 0
 QWEN3_MOE = QWEN3 | {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",

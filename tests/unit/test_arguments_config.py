@@ -13,6 +13,8 @@ import pytest
 from tests import shipped
 from tests.command_line import QWEN3, Fails, Parse, write_model
 
+NUM_GPUS = 0
+
 
 @pytest.fixture(autouse=True)
 def directory(launch_directory: Path) -> Path:

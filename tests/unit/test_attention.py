@@ -18,6 +18,7 @@ from slime.backends.megatron.attention import (
     zigzag_index,
 )
 
+NUM_GPUS = 0
 CPU = torch.device("cpu")
 HEADS, GROUPS, CHANNELS = 6, 2, 16
 

@@ -14,6 +14,8 @@ from slime.utils.types import Ragged, TrainBatch
 from tests.micro_batches import fresh_rows, part_of_rank, step_of, whole_stream
 from tests.parallel import rollouts
 
+NUM_GPUS = 0
+
 
 def layout(
     cp_size: int = 1,

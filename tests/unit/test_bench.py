@@ -15,6 +15,8 @@ from tools import bench, make_tiny_model
 from tools.benchmarks import loop, train
 from tools.benchmarks.report import Report, name_of
 
+NUM_GPUS = 0
+
 
 @pytest.mark.parametrize(
     "words",

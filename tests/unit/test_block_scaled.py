@@ -20,6 +20,7 @@ from slime.utils.hf_reader import HFWeights
 from tests.parallel import tiny
 from tests.unit.test_tools import load
 
+NUM_GPUS = 0
 BLOCK = (24, 20)
 """No divisor of any width of the model."""
 QUANTIZED = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}

@@ -22,6 +22,8 @@ from slime.options.lora import check_adapters, check_base
 from slime.utils.errors import BadInputError
 from tests.algorithm_options import algorithm_options
 
+NUM_GPUS = 0
+
 
 def write(save_dir: Path, rollout_id: int, text: str) -> None:
     Path(begin_save(save_dir, rollout_id), "data").write_text(text)

@@ -17,6 +17,7 @@ from slime.options.export_rules import mark_export
 from slime.utils.arguments import parse_args
 from tests.command_line import QWEN3, command, failure, write_checkpoint, write_model, write_rows
 
+NUM_GPUS = 0
 MARKED = Namespace(hf_checkpoint="model", save="ckpt", load=None)
 
 

@@ -13,6 +13,8 @@ from torch._dynamo.testing import CompileCounter
 
 from slime.utils import device
 
+NUM_GPUS = 0
+
 
 def _weighted(x: Tensor, weights: Tensor, factor: float) -> Tensor:
     return (x * weights).sum(-1) * factor

@@ -14,6 +14,7 @@ from slime.utils.arguments import parse_args
 from tests.command_line import write_checkpoint
 from tools import make_tiny_model
 
+NUM_GPUS = 0
 GOOD = {"prompt": [{"role": "user", "content": "1+1="}], "label": "2"}
 
 

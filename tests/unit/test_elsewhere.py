@@ -15,6 +15,7 @@ from slime.utils.errors import HookError
 from slime.utils.misc import load_function
 from slime.utils.user_functions import naming
 
+NUM_GPUS = 0
 SINGLETON = "functools.cache on a function that makes the object gives one a process"
 
 

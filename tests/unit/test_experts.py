@@ -19,6 +19,7 @@ from tests.parallel import tiny
 from tests.ranks import run_ranks
 from tests.shipped import CONFIGS
 
+NUM_GPUS = 0
 COUNTS = {
     "uneven": [5, 0, 17, 1, 0, 9],
     "one expert": [23],

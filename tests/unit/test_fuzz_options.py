@@ -9,6 +9,7 @@ import pytest
 from tools import fuzz_options
 from tools.fuzzing.forked_dry_runs import OK, REFUSED, dry_run
 
+NUM_GPUS = 0
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 

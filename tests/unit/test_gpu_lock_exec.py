@@ -21,6 +21,7 @@ from tests.ci import gpu_lock_exec
 from tests.unit.test_supervisor import alive
 from tests.waiting import wait_for
 
+NUM_GPUS = 0
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = str(ROOT / "tests" / "ci" / "gpu_lock_exec.py")
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.parallel import rollouts, tiny
 from tests.ranks import run_ranks
 
+NUM_GPUS = 0
 RANKS, TOKENS, HIDDEN, VOCAB, PADDED = 2, 24, 16, 29, 32
 KIND = "qwen2"
 """With tied embeddings: a critic's model has no use for them, an actor's head is given them."""

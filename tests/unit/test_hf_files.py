@@ -19,6 +19,8 @@ from slime.utils.hf_reader import HFWeights
 from slime.weights.equality import expected_names
 from tests.parallel import tiny
 
+NUM_GPUS = 0
+
 
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:

@@ -22,6 +22,7 @@ from slime.utils import http_utils
 from slime.utils.http_utils import PortReservation, RequestError, get, http_url, limit_posts, post, register_api_key
 from tests.fake_client import FakeClient
 
+NUM_GPUS = 0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 

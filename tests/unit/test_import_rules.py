@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+NUM_GPUS = 0
 ROOT = Path(__file__).resolve().parents[2]
 ENGINES = ("ray", "sglang", "sglang_router", "megatron")
 NOUNS = ("slime.utils.types", "slime.algorithms", "slime.batching")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+NUM_GPUS = 0
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("bash", "cat", "dirname", "env", "grep", "head", "rm", "sed", "sha256sum", "tail", "timeout")
 

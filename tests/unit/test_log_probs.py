@@ -12,6 +12,7 @@ from torch import Tensor
 
 from slime.backends.megatron.log_probs import token_terms
 
+NUM_GPUS = 0
 VOCAB, HIDDEN = 29, 11
 
 

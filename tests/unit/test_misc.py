@@ -10,6 +10,8 @@ import pytest
 
 from slime.utils.misc import load_function
 
+NUM_GPUS = 0
+
 
 @pytest.fixture
 def hook_file(tmp_path: Path) -> Path:

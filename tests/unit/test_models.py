@@ -17,6 +17,7 @@ from slime.models.family import Row, Shape, gate_up
 from tests.command_line import QWEN3
 from tests.parallel import tiny
 
+NUM_GPUS = 0
 FC1 = "mlp.linear_fc1.weight"
 
 

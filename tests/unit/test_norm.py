@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from slime.backends.megatron.norm import normalise
 
+NUM_GPUS = 0
 EPS = 1e-3
 """Large enough to show in rows of small numbers."""
 

@@ -18,6 +18,8 @@ from slime.observability.metrics import MetricsLogger
 from slime.observability.progress import done_line, step_line
 from slime.utils.errors import BadInputError
 
+NUM_GPUS = 0
+
 
 def make_args(run_dir: Path, **changes: Any) -> argparse.Namespace:
     defaults: dict[str, Any] = {

@@ -14,6 +14,7 @@ from slime.backends.megatron import offload
 from slime.backends.megatron.offload import HostState
 from slime.backends.megatron.optimizer import _allocate, _allocate_momentum, _fuse, _keep_groups, _moments
 
+NUM_GPUS = 0
 SHAPES = ((7, 9), (1,), (130,), (33, 5), (64,))
 RATE, BETAS, EPS, DECAY = 1e-2, (0.9, 0.95), 1e-8, 0.1
 STEPS = 20

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from slime.backends.megatron.optimizer import _allocate_momentum, _fuse, _keep_groups
 
+NUM_GPUS = 0
 SIZES = (1, 17, 4096)
 RATE = 1e-2
 _SHARED: dict[str, Any] = {"lr": RATE, "weight_decay": 0.1, "foreach": False}

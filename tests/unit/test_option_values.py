@@ -15,6 +15,8 @@ from slime.options.values import problem_of, shortened
 from slime.utils.arguments import assemble
 from tests.command_line import Fails, Parse
 
+NUM_GPUS = 0
+
 
 @pytest.mark.parametrize(
     ("words", "expected"),

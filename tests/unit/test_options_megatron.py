@@ -16,6 +16,7 @@ from slime.options.megatron import config_kwargs
 from slime.options.parser import StrictParser
 from slime.utils.arguments import assemble
 
+NUM_GPUS = 0
 SHAPES: dict[str, str] = json.loads(Path(__file__).with_name("test_options_shapes.json").read_text())
 
 ATTRIBUTES = {

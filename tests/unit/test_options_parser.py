@@ -25,6 +25,8 @@ from slime.options.unavailable import explain_flag
 from slime.utils.arguments import assemble
 from tests.waiting import wait_for
 
+NUM_GPUS = 0
+
 
 @dataclass
 class Example:

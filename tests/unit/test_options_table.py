@@ -12,6 +12,7 @@ from slime.options.parser import StrictParser
 from slime.options.unavailable import NOT_YET, REPLACED, REPLACED_VALUES, WITHOUT_EFFECT, explain_flag
 from slime.utils.arguments import assemble
 
+NUM_GPUS = 0
 UPSTREAM = """
 --actor-num-gpus-per-node --actor-num-nodes --advantage-estimator --allgather-cp --apply-chat-template
 --apply-chat-template-kwargs --async-save --balance-by-flops --balance-data --buffer-filter-path

@@ -13,6 +13,7 @@ from slime.weights.hf_directory import NamedTensors
 from slime.weights.tensor import TensorPublisher, own_experts_do
 from tests.fake_control import Dying
 
+NUM_GPUS = 0
 OPTIONS: dict[str, Any] = {
     **{"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1, "update_weight_transport": "tensor"},
     **{"lora_sync": "merged", "sglang_ep_size": 4, "sglang_moe_dp_size": 1},

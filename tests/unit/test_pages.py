@@ -10,6 +10,7 @@ import pytest
 
 from slime.utils.arguments import check_flags
 
+NUM_GPUS = 0
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     "README.md",

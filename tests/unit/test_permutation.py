@@ -12,6 +12,7 @@ from torch import Tensor
 
 from slime.backends.megatron import permutation
 
+NUM_GPUS = 0
 TOKENS, HIDDEN, EXPERTS = 21, 12, 6
 
 

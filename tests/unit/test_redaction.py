@@ -17,6 +17,7 @@ from slime.utils.arguments import assemble
 from slime.utils.redaction import REDACTED, is_secret, redacted, redacted_words
 from slime.weights import EngineAddress
 
+NUM_GPUS = 0
 SECRETS = """
 WANDB_API_KEY HF_TOKEN AWS_SECRET_ACCESS_KEY AWS_ACCESS_KEY_ID wandb_key sglang_router_api_key api_keys judge_secret
 sglang_ssl_keyfile_password openai-api-key apiKey accessToken token key judge_credentials db_passwd secret_of_judge

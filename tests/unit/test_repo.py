@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+NUM_GPUS = 0
 ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = sorted(p for p in (ROOT / "requirements").glob("*.txt") if not p.name.startswith("constraints"))
 PIN = re.compile(r"^([A-Za-z0-9._-]+)(?:\[[^\]]*\])?==(\S+)$")

@@ -17,6 +17,7 @@ from slime.backends.megatron.rotary import Rotary, rotate
 from slime.models import hf_config, shape_from_hf
 from tests.unit.test_models import DEEPSEEK, KIMI, MOONLIGHT, written
 
+NUM_GPUS = 0
 CHANNELS = 24
 SCALED = {"use_rope_scaling": True, "rope_scaling_factor": 8.0, "rotary_base": 500000}
 

@@ -17,6 +17,8 @@ import pytest
 from slime.backends.sglang.process import ServerProcess
 from tests.waiting import wait_for
 
+NUM_GPUS = 0
+
 # A server with a child in a session of its own, whose own child is an orphan in yet another session. With `stubborn`
 # every one of them ignores TERM. Each writes its pid beside the others.
 TREE = """

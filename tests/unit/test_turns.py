@@ -7,6 +7,8 @@ from typing import Any
 from slime.ray.turns import Turns
 from slime.utils.device import Memory
 
+NUM_GPUS = 0
+
 
 class Sides:
     """Notes what both sides are told; trainers answer with what was in use while they slept."""

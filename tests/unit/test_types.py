@@ -8,6 +8,7 @@ import torch
 
 from slime.utils.types import PrefixCacheInfo, Sample, SpecInfo, Status
 
+NUM_GPUS = 0
 META = {
     "weight_version": 3,
     "finish_reason": {"type": "stop"},

@@ -9,6 +9,8 @@ import pytest
 from slime.utils.arguments import parse_args
 from tests.command_line import Fails, Parse, command
 
+NUM_GPUS = 0
+
 
 @pytest.fixture(autouse=True)
 def directory(launch_directory: Path) -> Path:

@@ -14,6 +14,7 @@ from tests.command_line import write_model
 from tests.small_rollout import CHATML, write_tokenizer
 from tools.fuzzing.forked_dry_runs import OK, REFUSED, Outcome, dry_run
 
+NUM_GPUS = 0
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data"
 SCRIPTS = json.loads((DATA / "upstream_scripts.json").read_text())
