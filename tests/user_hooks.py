@@ -104,6 +104,19 @@ def wrong_metric(*_: Any) -> tuple[Tensor, Metrics]:
     return torch.zeros((), requires_grad=True), {"pair": torch.zeros(2)}
 
 
+class Shy:
+    """Raises when it is asked for what it does not have."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+    def __call__(self, *given: Any) -> tuple[Tensor, Metrics]:
+        return torch.zeros(()), {}
+
+
+shy = Shy()
+
+
 def reduces_too_few(
     args: Namespace, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Metrics]:

@@ -44,6 +44,7 @@ from tools.fuzzing.values import (  # noqa: E402
     JSONS,
     NUMBERS,
     OWN,
+    SHY,
     TEXTS,
     UNMEANT,
     YAML_VALUES,
@@ -93,6 +94,7 @@ def prepare(directory: Path) -> None:
     load_tokenizer(str(directory / "model"))  # here, so that no case imports what it takes
     (directory / "data.jsonl").write_text('{"input": "1+1", "label": "2"}\n' * 5)
     (directory / "own.py").write_text(OWN)
+    (directory / "shy.py").write_text(SHY)
     (directory / "bad.py").write_bytes(b"\xff def f(")
     (directory / "exits.py").write_text("import sys; sys.exit(3)")
     (directory / "broken.yaml").write_bytes(b"\xff")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -81,6 +82,12 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """A function's or class's parameters by name; nothing of those that have no signature."""
+    signature = signature_of(function)
+    return {} if signature is None else signature.parameters
+
+
 def form_of(function: Callable[..., Any], calls: tuple[Call, ...], where: str) -> Call:
     """The form that a user's function has.
 
@@ -89,10 +96,22 @@ def form_of(function: Callable[..., Any], calls: tuple[Call, ...], where: str) -
         where: flag and path, for the error.
 
     Raises:
-        CallError: it has none of them (the message has its signature and theirs), is an abstract class, or is async
-            where nobody would await it.
+        CallError: it has none of them (the message has its signature and theirs), is an abstract class, is async where
+            nobody would await it, or raised something of its own when it was asked.
     """
-    if lacking := sorted(getattr(function, "__abstractmethods__", ())):
+    try:
+        return _form_of(function, calls, where)
+    except CallError:
+        raise
+    except (Exception, SystemExit) as error:  # of its __getattr__, its __signature__ or a default's __repr__
+        raised = " ".join(traceback.format_exception_only(error)).strip()
+        problem = f"asking it for its parameters raised {raised}"
+        raise CallError(f"{where}: {problem}", problem) from error
+
+
+def _form_of(function: Callable[..., Any], calls: tuple[Call, ...], where: str) -> Call:
+    if inspect.isabstract(function):
+        lacking = sorted(getattr(function, "__abstractmethods__", ()))
         problem = f"the class lacks {', '.join(lacking)}, which its base class leaves to it: define what is missing"
         raise CallError(f"{where}: {problem}", problem)
     signature = signature_of(function)

@@ -137,7 +137,7 @@ def _load_directory(args: Namespace) -> Path | None:
         if not is_torch_dist(found[0]):
             raise OptionError(f"--load {directory}: {found[0].name} is no whole checkpoint (no metadata.json in it)")
         return found[0]
-    if (directory / "config.json").is_file():
+    if os.path.isfile(directory / "config.json"):
         raise OptionError(
             f"--load {directory} is a Hugging Face directory: --load is for resuming; name it by --hf-checkpoint, or "
             "by --ref-load"

@@ -24,7 +24,9 @@ _TEMPLATES: dict[str, tuple[str, ...]] = {
 
 
 _DUMPS = ("save_debug_rollout_data", "save_debug_train_data")
-_NUMBERS = {"rollout_id": r"(?:eval_)?(\d+)", "rank": r"\d+"}
+_NUMBERS = {"rollout_id": r"(?:eval_)? *(\d+)", "rank": r" *\d+"}
+_WIDTH = re.compile(r"([ 0]?>)?0?\d{0,2}d?")
+"""How a number may be written: filled up with zeros or blanks in front."""
 
 
 def derive_subsample(args: Namespace) -> None:
@@ -68,17 +70,8 @@ def derive_templates(args: Namespace) -> None:
         template = getattr(args, name)
         if template is None:
             continue
-        flag, places = flag_named(name), dict.fromkeys(("rollout_id", *needed), 0)
-        try:
-            filled = template.format(**places)
-            missing = [place for place in needed if template.format(**places | {place: 1}) == filled]
-        except (LookupError, ValueError, TypeError, AttributeError) as error:
-            reason = f"{{{error.args[0]}}}" if isinstance(error, KeyError) else str(error)
-            known = " and ".join(f"{{{place}}}" for place in places)
-            verb = "is" if len(places) == 1 else "are"
-            raise OptionError(
-                f"{flag} {template}: only {known} {verb} filled in, and braces of its own are doubled: {reason}"
-            ) from error
+        there = _places(f"{flag_named(name)} {template}", template, tuple(dict.fromkeys(("rollout_id", *needed))))
+        missing = [place for place in needed if place not in there]
         if missing:  # every file is kept: upstream's forms without these are taken, and get them at the end
             stem, suffix = os.path.splitext(template)
             template = stem + "".join(f"_{{{place}}}" for place in missing) + suffix
@@ -89,6 +82,29 @@ def derive_templates(args: Namespace) -> None:
             "--save-debug-rollout-data and --load-debug-rollout-data are the same files: "
             + args.load_debug_rollout_data
         )
+
+
+def _places(where: str, template: str, known: tuple[str, ...]) -> set[str]:
+    """The places of a template that are filled in.
+
+    Raises:
+        OptionError: braces that are none, or a number written in a way that does not keep it whole, or that no name of
+            a file has room for.
+    """
+    names = " and ".join(f"{{{place}}}" for place in known)
+    verb = "is" if len(known) == 1 else "are"
+    only = f"{where}: only {names} {verb} filled in, and braces of its own are doubled"
+    try:
+        places = [(name, spec, how) for _, name, spec, how in Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise OptionError(f"{only}: {error}") from error
+    for name, spec, how in places:
+        if name not in known:
+            raise OptionError(f"{only}: {{{name}}}")
+        if how or not _WIDTH.fullmatch(spec or ""):
+            written = f"{{{name}{f'!{how}' if how else ''}{f':{spec}' if spec else ''}}}"
+            raise OptionError(f"{where}: {written}: write {{{name}}}, or {{{name}:06d}} for six digits, at most 99")
+    return {name for name, _, _ in places}
 
 
 def _check_dumps(args: Namespace, name: str) -> None:

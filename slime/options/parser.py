@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from slime.options.help import join_help
@@ -50,6 +51,28 @@ class StrictParser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, problem)
         return value
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """The words of a flag as its value; ``--flag=--`` is two dashes, which argparse would take for no word."""
+        with self._users_code(action):
+            if not (action.option_strings and arg_strings == ["--"]):
+                return super()._get_values(action, arg_strings)
+            value = self._get_value(action, "--")
+            self._check_value(action, value)
+            return value if action.nargs in _SINGLE else [value]
+
+    @contextlib.contextmanager
+    def _users_code(self, action: argparse.Action) -> Iterator[None]:
+        """Within the block a flag's type and choices are asked, which of a user's flag may raise anything."""
+        try:
+            yield
+        except argparse.ArgumentError:
+            raise
+        except Exception as error:
+            if not self._is_users(action):
+                raise
+            reason = f"its type or choices raised {type(error).__name__}: {error}"
+            raise argparse.ArgumentError(action, reason) from error
+
     def _is_users(self, action: argparse.Action) -> bool:
         """Whether a hook's ``add_arguments`` made the flag."""
         return (getattr(getattr(action, "container", None), "title", None) or "").startswith(HOOK_GROUP)
@@ -75,15 +98,25 @@ class StrictParser(argparse.ArgumentParser):
             action.required = False
             if action.default is argparse.SUPPRESS or action.dest == "help":
                 continue
-            value = self._get_value(action, action.default) if isinstance(action.default, str) else action.default
+            value = self._default_of(action)
             if defaults.get(action.dest) is None:
                 defaults[action.dest] = value
             shown = action.nargs != 0 and not (value is None or value is False or value in ([], {}, ""))
             if action.help and shown and "default" not in action.help.lower():
-                action.help = f"{action.help.rstrip('.')} (default {value})."
+                default = str(value).replace("%", "%%")
+                action.help = f"{action.help.rstrip('.')} (default {default})."
             action.default = argparse.SUPPRESS
         self.default_values = defaults
         return defaults
+
+    def _default_of(self, action: argparse.Action) -> Any:
+        if not isinstance(action.default, str):
+            return action.default
+        try:
+            with self._users_code(action):
+                return self._get_value(action, action.default)
+        except argparse.ArgumentError as error:
+            self.error(str(error))
 
     def check_required(self, given: Collection[str]) -> None:
         """Name in one error line what is required, one flag or one of several, and sets none of these attributes."""
@@ -191,9 +224,10 @@ class StrictParser(argparse.ArgumentParser):
         try:
             if self._match_argument(action, "A" * len(texts)) != len(texts):
                 raise argparse.ArgumentError(action, f"expected {action.nargs} values, not {len(texts)}")
-            values = [self._get_value(action, text) for text in texts]
-            for each in values:
-                self._check_value(action, each)
+            with self._users_code(action):
+                values = [self._get_value(action, text) for text in texts]
+                for each in values:
+                    self._check_value(action, each)
             action(self, namespace, values[0] if action.nargs in _SINGLE else values, flag)
         except argparse.ArgumentError as error:
             raise ValueError(str(error)) from error

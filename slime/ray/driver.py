@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from slime.observability.progress import done_line
+from slime.options.values import shortened
 from slime.ray.contract_hint import contract_hint
 from slime.ray.dry_run import dry_run
 from slime.ray.due import NothingLeftError, check_remaining
@@ -43,13 +44,13 @@ def run_driver(train: Callable[[argparse.Namespace], None], args: argparse.Names
         os._exit(error.exit_status)
     except RunError as error:
         hint = "" if isinstance(error, InputError) else contract_hint(args, str(error))
-        print(f"{program()}: error: {error}{hint}", file=sys.stderr)
+        print(f"{program()}: error: {shortened(str(error))}{hint}", file=sys.stderr)
         sys.exit(error.exit_status)
     except StorageError as error:
-        print(f"{program()}: error: {error}", file=sys.stderr)
+        print(f"{program()}: error: {shortened(str(error))}", file=sys.stderr)
         sys.exit(RunError.exit_status)
     except BadInputError as error:
-        print(f"{program()}: error: {error}", file=sys.stderr)
+        print(f"{program()}: error: {shortened(str(error))}", file=sys.stderr)
         sys.exit(InputError.exit_status)
     except KeyboardInterrupt as error:
         sys.exit(exit_status(error))

@@ -11,7 +11,7 @@ from slime.ray.cluster import running_address
 from slime.ray.due import check_remaining
 from slime.ray.placement import describe_placement
 from slime.ray.places import check_places, place_warnings
-from slime.ray.rollout_manager import make_data_source, num_rollout
+from slime.ray.rollout_manager import make_data_source, num_prompts, num_rollout
 from slime.ray.room import room_warnings
 from slime.ray.supervision import LOAD_DATA, InputError, RunError
 from slime.rollout.data_warnings import data_warnings, dataset_of
@@ -19,6 +19,7 @@ from slime.rollout.debug_data import check_recorded
 from slime.rollout.evaluation import load_eval_prompts
 from slime.utils.arguments import describe
 from slime.utils.errors import BadInputError, SlimeError
+from slime.utils.misc import attribute_of
 
 _OK = "ok: the run can start"
 
@@ -76,10 +77,11 @@ def _check_prompts(args: argparse.Namespace) -> list[str]:
     source = make_data_source(args)
     args.num_rollout = num_rollout(args, source)
     check_schedule(args)
-    left_out = [
-        f"{getattr(source, name, 0)} {what}" for name, what in (("num_bad", "bad"), ("num_too_long", "too long"))
-    ]
-    data = f"data: {len(source)} prompts ({', '.join(left_out)} left out), {args.num_rollout} rollouts"
+    where = f"--data-source-path {args.data_source_path}"
+    bad, too_long = (attribute_of(source, name, 0, where) for name in ("num_bad", "num_too_long"))
+    prompts = num_prompts(args, source)
+    counted = "prompts" if prompts is None else f"{prompts} prompts ({bad} bad, {too_long} too long left out)"
+    data = f"data: {counted}, {args.num_rollout} rollouts"
     left = check_remaining(args)
     room = [f"warning: {warning}" for warning in room_warnings(args)]
     dataset = dataset_of(source)

@@ -21,6 +21,15 @@ def is_due(rollout_id: int, interval: int | None, last: int | None = None) -> bo
     return rollout_id + 1 == last or (interval is not None and (rollout_id + 1) % interval == 0)
 
 
+def times_due(first: int, interval: int | None, last: int) -> int:
+    """How many of the rollouts from ``first`` on, ``last`` in all, something is due after; the last is one of them."""
+    if first >= last:
+        return 0
+    if interval is None:
+        return 1
+    return last // interval - first // interval + (last % interval > 0)
+
+
 def scores_start(args: argparse.Namespace, start: int) -> bool:
     """Whether the weights that a run starts from, trained on ``start`` rollouts, are to be scored; not again those at
     which it is resumed."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import inspect
 import logging
 import math
 import os
@@ -16,6 +15,7 @@ from urllib.parse import urlsplit
 import ray
 
 from slime.backends.sglang.router import Router
+from slime.options.calls import parameters_of
 from slime.options.rollout import DEFAULT_ROLLOUT, generates_itself
 from slime.options.validate import check_schedule
 from slime.ray.cluster import enter_actor, serving_host
@@ -43,7 +43,7 @@ from slime.rollout.under_way import under_way
 from slime.utils import http_utils
 from slime.utils.environment import bypass_proxies
 from slime.utils.errors import BadInputError, SlimeError
-from slime.utils.misc import load_function
+from slime.utils.misc import attribute_of, load_function
 from slime.utils.types import Group, Sample
 
 logger = logging.getLogger(__name__)
@@ -292,12 +292,19 @@ def make_data_source(args: argparse.Namespace) -> Any:
     One with a parameter ``dataset`` is given that of ``--prompt-data``.
 
     Raises:
-        ValueError: a file or row that cannot be read.
+        BadInputError: a file or row that cannot be read, or what was made is no data source.
+        HookError: the user's class raised something else.
     """
-    function = load_function(args.data_source_path, flag="--data-source-path")
-    if "dataset" in inspect.signature(function).parameters:
-        return function(RolloutDataSource(args).dataset, args)
-    return function(args)
+    flag, path = "--data-source-path", args.data_source_path
+    function = load_function(path, flag=flag)
+    dataset = [RolloutDataSource(args).dataset] if "dataset" in parameters_of(function) else []
+    with _naming(flag, path):
+        source = function(*dataset, args)
+    if not callable(attribute_of(source, "get_samples", None, f"{flag} {path}")):
+        raise BadInputError(
+            f"{flag} {path}: it must make an object with get_samples and add_samples, not {type(source).__name__}"
+        )
+    return source
 
 
 def source_state(source: Any, rollout_id: int) -> dict[str, Any]:
@@ -308,7 +315,8 @@ def source_state(source: Any, rollout_id: int) -> dict[str, Any]:
     if isinstance(source, RolloutDataSource):
         state[_SOURCE_STATE] = source.state_dict()
     if _has_own(source, "save"):
-        source.save(rollout_id)
+        with naming(f"{type(source).__name__}.save (--data-source-path)", passes=SlimeError):
+            source.save(rollout_id)
     return state
 
 
@@ -329,7 +337,8 @@ def restore_source(source: Any, rollout_id: int, state: dict[str, Any]) -> None:
     if _SOURCE_STATE in state:
         source.load_state_dict(state[_SOURCE_STATE])
     if _has_own(source, "load"):
-        source.load(rollout_id)
+        with naming(f"{type(source).__name__}.load (--data-source-path)", passes=SlimeError):
+            source.load(rollout_id)
 
 
 def _has_own(source: Any, method: str) -> bool:
@@ -341,7 +350,25 @@ def _class_name(source: Any) -> str:
 
 
 def num_rollout(args: argparse.Namespace, data_source: Any) -> int:
-    """``--num-rollout``, or what ``--num-epoch`` makes of the number of prompts; a last, partial batch wraps."""
+    """``--num-rollout``, or what ``--num-epoch`` makes of the number of prompts; a last, partial batch wraps.
+
+    Raises:
+        BadInputError: the data source does not know how many there are.
+    """
     if args.num_rollout is not None:
         return args.num_rollout
-    return math.ceil(args.num_epoch * len(data_source) / args.rollout_batch_size)
+    prompts = num_prompts(args, data_source)
+    if prompts is None:
+        raise BadInputError(
+            f"--num-epoch {args.num_epoch}: --data-source-path {args.data_source_path} has no __len__: give "
+            "--num-rollout"
+        )
+    return math.ceil(args.num_epoch * prompts / args.rollout_batch_size)
+
+
+def num_prompts(args: argparse.Namespace, data_source: Any) -> int | None:
+    """Prompts of an epoch; None of a user's source that does not know."""
+    if not hasattr(type(data_source), "__len__"):
+        return None
+    with _naming("--data-source-path", args.data_source_path):
+        return len(data_source)

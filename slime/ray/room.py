@@ -10,7 +10,7 @@ from pathlib import Path
 
 from slime.options.export_rules import exports_after
 from slime.options.schema import flag_named
-from slime.ray.due import is_due
+from slime.ray.due import times_due
 from slime.utils.errors import BadInputError
 from slime.utils.hf_headers import read_headers
 from slime.utils.storage import amount, nearest_directory
@@ -49,16 +49,15 @@ def _saves(args: argparse.Namespace) -> Iterator[tuple[str, str, int, int]]:
         parameters = sum(prod(header.shape) for header in read_headers(Path(args.hf_checkpoint)).values())
     except (BadInputError, OSError):
         return  # what is wrong with it, or that it is not on this host yet, is told elsewhere
-    first = args.start_rollout_id or 0
-    due = [i for i in range(first, args.num_rollout) if is_due(i, args.save_interval, last=args.num_rollout)]
-    if not due:
+    count = times_due(args.start_rollout_id or 0, args.save_interval, last=args.num_rollout)
+    if not count:
         return
     for name in ("save", "critic_save") if args.use_critic else ("save",):
         if place := getattr(args, name):
-            yield flag_named(name), place, len(due), checkpoint_bytes(args, parameters)
+            yield flag_named(name), place, count, checkpoint_bytes(args, parameters)
     if args.save_hf:
-        places = {exports_after(args, rollout_id)["save_hf"] for rollout_id in due}
-        yield "--save-hf", args.save_hf, len(places), parameters * _weight_bytes(args)
+        replaces = exports_after(args, 0)["save_hf"] == exports_after(args, 1)["save_hf"]
+        yield "--save-hf", args.save_hf, 1 if replaces else count, parameters * _weight_bytes(args)
 
 
 def _weight_bytes(args: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 from slime.rollout.numbers import numbers_kept
 from slime.utils.errors import BadInputError
+from slime.utils.misc import refusing
 from slime.utils.types import Sample, Status
 from slime.utils.user_functions import call_user_function
 
@@ -77,7 +78,8 @@ def _columns(returned: Any, where: str) -> dict[str, list[Any]]:
         if name in _RAGGED:
             columns[name] = [None if row is None else _list(row, f"{where}: {name}") for row in column]
         elif name != "metadata":
-            columns[name] = [value.item() if hasattr(value, "item") else value for value in column]
+            with refusing(f"{where}: {name}: an entry of it raised"):
+                columns[name] = [value.item() if hasattr(value, "item") else value for value in column]
     if not rows:
         raise BadInputError(f"{where}: the dict has no rows")
     return columns
@@ -85,8 +87,8 @@ def _columns(returned: Any, where: str) -> dict[str, list[Any]]:
 
 def _list(values: Any, what: str) -> list[Any]:
     """A list of Python's numbers, also of an array or tensor."""
-    if hasattr(values, "tolist"):
-        values = values.tolist()
+    with refusing(f"{what} raised"):
+        values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, (list, tuple)):
         raise BadInputError(f"{what} must be of lists, arrays or tensors, not {type(values).__name__}")
     return list(values)

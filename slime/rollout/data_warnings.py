@@ -8,11 +8,12 @@ from typing import Any
 
 from slime.options.validate import usable_context
 from slime.rollout.dataset import PromptDataset
+from slime.utils.misc import attribute_of
 
 
 def dataset_of(source: Any) -> PromptDataset | None:
     """The rows of ``--prompt-data``; None where ``source`` has not read them."""
-    dataset = getattr(source, "dataset", None)
+    dataset = attribute_of(source, "dataset", None, f"{type(source).__name__} (--data-source-path)")
     return dataset if isinstance(dataset, PromptDataset) else None
 
 

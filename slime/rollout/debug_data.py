@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -61,7 +62,7 @@ def check_recorded(args: Namespace) -> None:
     first = last if args.load is not None else args.start_rollout_id or 0
     for rollout_id in range(max(first, 0), args.num_rollout):
         path = Path(args.load_debug_rollout_data.format(rollout_id=rollout_id))
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise BadInputError(
                 f"--load-debug-rollout-data: there is no file {path} for rollout {rollout_id}, counted from 0, of "
                 f"--num-rollout {args.num_rollout}"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import pickle
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from slime.algorithms.rewards import LARGEST_REWARD
+from slime.options.calls import parameters_of
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.conversation import RowError
 from slime.rollout.failure_log import FailureLog
@@ -191,7 +191,7 @@ class GroupRun:
         if path == sample.generate_function_path:
             flag = "Sample.generate_function_path"
         function = load_function(path, flag=flag, default_names=("generate", "custom_generate"))
-        takes_list = "samples" in inspect.signature(function).parameters
+        takes_list = "samples" in parameters_of(function)
         for attempt in range(_MAX_ABORTS):
             given, version = self._as_it_was(position) if attempt else sample, newest_version(self.args)
             own = copy.deepcopy(params)  # what it changes in them is for this call

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+from slime.options.calls import parameters_of
 from slime.rollout.loop import cancel
 from slime.rollout.state import seconds_in_line
 from slime.utils.errors import DeadlineError, HookError
@@ -177,7 +178,7 @@ def _threads() -> asyncio.Semaphore:
 
 def accepts(function: Callable[..., Any], name: str) -> bool:
     """Whether ``function`` takes a keyword argument ``name``."""
-    parameters = inspect.signature(function).parameters
+    parameters = parameters_of(function)
     return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
 

@@ -24,7 +24,7 @@ from slime.rollout.prompts import as_prompts, count_dropped, draw_groups, put_ba
 from slime.rollout.sampling import seeded, train_sampling_params
 from slime.rollout.state import RolloutState, position
 from slime.utils.errors import SettingError
-from slime.utils.misc import load_function
+from slime.utils.misc import attribute_of, load_function
 from slime.utils.types import Group, Sample, Status
 
 logger = logging.getLogger(__name__)
@@ -206,7 +206,8 @@ class Pool:
         samples = flatten_samples(results)
         with numbers_kept(samples, f"{flag} {path}"):
             verdict = await call_batch_hook(self._state, flag, path, self._args, samples)
-        if isinstance(verdict, bool) or getattr(verdict, "ndim", None) == 0:  # a tensor's comparison
+        where = f"{flag} {path}: its answer"
+        if isinstance(verdict, bool) or attribute_of(verdict, "ndim", None, where) == 0:  # a tensor's comparison
             return DynamicFilterOutput(keep=bool(verdict))
         if not isinstance(verdict, DynamicFilterOutput):
             raise HookError(f"{flag} {path} must return a bool or a DynamicFilterOutput, not {verdict!r:.120}")

@@ -89,7 +89,8 @@ def put_back(data_source: Any, groups: list[Group]) -> None:
     if isinstance(data_source, RolloutDataSource) and not isinstance(data_source, RolloutDataSourceWithBuffer):
         data_source.count_dropped(groups, "no_buffer")
     else:
-        data_source.add_samples(groups)
+        with naming(f"{type(data_source).__name__}.add_samples (--data-source-path)", passes=SlimeError):
+            data_source.add_samples(groups)
 
 
 def as_prompts(data_source: Any, group: Group) -> Group:

@@ -47,8 +47,9 @@ from slime.options.unavailable import WITHOUT_EFFECT, add_upstream_attributes, e
 from slime.options.validate import derive_all, limit_prompts
 from slime.options.values import read_yaml
 from slime.utils.command_line import given_words
+from slime.utils.errors import BadInputError
 from slime.utils.hook_paths import check_evaluation_hook, load_evaluation_hooks, load_hooks
-from slime.utils.misc import load_module, split_function_path
+from slime.utils.misc import attribute_of, load_module, refusing, split_function_path
 from slime.utils.redaction import redacted
 
 GROUPS: tuple[type, ...] = (
@@ -190,26 +191,35 @@ def _paths(value: Any) -> list[str]:
 
 def _add_hook_flags(parser: StrictParser, words: Sequence[str], yaml_values: Mapping[str, Any]) -> None:
     """Let the modules that function paths name add flags of their own, by ``add_arguments(parser)``."""
-    sources = [_source(flag, path) for flag, path in _given_hooks(words, yaml_values)]
-    # A file may be named in several ways, and modules of C have none.
-    modules = {getattr(load_module(source), "__file__", None) or source: source for source in sources}
-    for source in modules.values():
-        add_arguments = getattr(load_module(source), "add_arguments", None)
-        if add_arguments is not None:
-            try:
-                add_arguments(parser.add_argument_group(f"{HOOK_GROUP}{source}"))
-            except Exception as error:
-                raise OptionError(f"{source}: its add_arguments failed: {type(error).__name__}: {error}") from error
+    done: set[str] = set()
+    for flag, path in _given_hooks(words, yaml_values):
+        where = f"{flag} {path}"
+        try:
+            source = split_function_path(path)[0]
+            module = load_module(source)
+        except ValueError as error:
+            raise OptionError(f"{where}: {error}") from error
+        try:
+            # A file may be named in several ways, and modules of C have none.
+            file = str(attribute_of(module, "__file__", None, where) or source)
+            add_arguments = attribute_of(module, "add_arguments", None, where)
+            if add_arguments is not None and file not in done:
+                group = parser.add_argument_group(f"{HOOK_GROUP}{source}")
+                with refusing(f"{where}: its add_arguments raised"):
+                    add_arguments(group)
+                for action in group._group_actions:
+                    _mend_help(parser, action)
+        except BadInputError as error:
+            raise OptionError(str(error)) from error
+        done.add(file)
 
 
-def _source(flag: str, path: str) -> str:
-    """The module of a function path, loaded; errors name the flag."""
+def _mend_help(parser: StrictParser, action: argparse.Action) -> None:
+    """Take a text of a user's that argparse could not print, such as "100% sure", as it is written."""
     try:
-        source = split_function_path(path)[0]
-        load_module(source)
-    except ValueError as error:
-        raise OptionError(f"{flag} {path}: {error}") from error
-    return source
+        parser._get_formatter()._expand_help(action)
+    except Exception:
+        action.help = str(action.help).replace("%", "%%")
 
 
 def _read_yaml(words: Sequence[str]) -> dict[str, Any]:

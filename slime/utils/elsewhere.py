@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from types import ModuleType
 
@@ -73,12 +74,23 @@ _ELSEWHERE = {
 _NAME_MISSING = re.compile(r"cannot import name '(\w+)' from '([\w.]+)'")
 
 
+def told(error: BaseException) -> str:
+    """What a user's code raised, in words: the error's kind and message, and where to find here what it lacks."""
+    try:
+        message = str(error)
+    except Exception:  # its own __str__
+        message = "its message cannot be read"
+    return f"{type(error).__name__}: {message}{elsewhere(error)}"
+
+
 def elsewhere(error: BaseException) -> str:
     """To follow an error of a user's code: where to find what was written for the upstream system; else nothing.
 
     It knows modules that are missing, names that are missing in one, and attributes of modules and objects.
     """
-    return hint_for(_missing(error))
+    with contextlib.suppress(Exception):  # of objects that cannot be asked: a hint never takes an error's place
+        return hint_for(_missing(error))
+    return ""
 
 
 def hint_for(missing: str) -> str:

@@ -14,7 +14,7 @@ from slime.options.eval import EvalOptions
 from slime.options.eval_datasets import EvalDataset
 from slime.options.rollout import GROUP_REWARD_NAMES
 from slime.options.schema import flag_of, hook_fields
-from slime.utils.misc import load_function, load_module, split_function_path
+from slime.utils.misc import find_function, load_function, split_function_path
 
 
 def load_hooks(args: Namespace, given: set[str], groups: tuple[type, ...]) -> None:
@@ -51,14 +51,13 @@ def _with_hooks(dataset: EvalDataset) -> EvalDataset:
 def _loaded(path: str, where: str, names: Sequence[str], calls: tuple[Call, ...]) -> str:
     """The path of a function that loads; a file's is absolute and names the function, since workers run elsewhere."""
     try:
-        function = load_function(path, flag=where, default_names=names)
+        function, name = find_function(path, flag=where, default_names=names)
     except ValueError as error:
         raise OptionError(str(error)) from error
     form_of(function, calls, f"{where} {path}")
-    source, name = split_function_path(path)
+    source, _ = split_function_path(path)
     if not source.endswith(".py"):
         return path
-    name = name or next(n for n in names if hasattr(load_module(source), n))
     return f"{os.path.abspath(os.path.expanduser(source))}:{name}"
 
 

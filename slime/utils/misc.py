@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from slime.utils.elsewhere import elsewhere, hint_for
+from slime.utils.elsewhere import elsewhere, hint_for, told
 from slime.utils.errors import BadInputError
+
+_ABSENT = object()
+
+
+@contextlib.contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Within the block a user's module or object may run code of its own: what that raises becomes one line.
+
+    Raises:
+        BadInputError: it raised; the message is ``what`` and the error.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a SystemExit too
+        raise BadInputError(f"{what} {told(error)}") from error
 
 
 def split_function_path(path: str) -> tuple[str, str | None]:
@@ -57,37 +75,57 @@ def load_module(source: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise ValueError(f"importing {file} failed: {type(error).__name__}: {error}{elsewhere(error)}") from error
+        with refusing(f"importing {file} failed:"):
+            spec.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
     return module
 
 
 def _import_by_name(name: str) -> ModuleType:
     try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if not (name == missing or name.startswith(missing + ".")):
-            raise ValueError(f"importing {name} failed: {error}{elsewhere(error)}") from error
-        hint = elsewhere(error) or _near(missing, _sibling_modules(missing))
-        raise ValueError(f"there is no module {missing!r}{hint}") from error
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"importing {name} failed: {type(error).__name__}: {error}{elsewhere(error)}") from error
+        with refusing(f"importing {name} failed:"):
+            return importlib.import_module(name)
+    except BadInputError as error:
+        cause = error.__cause__
+        if not isinstance(cause, ModuleNotFoundError) or not f"{name}.".startswith(f"{cause.name}."):
+            raise
+        missing = str(cause.name)
+        hint = elsewhere(cause) or _near(missing, _sibling_modules(missing))
+        raise BadInputError(f"there is no module {missing!r}{hint}") from cause
 
 
 def _sibling_modules(name: str) -> list[str]:
     """Names of the modules beside ``name`` in its package, where that package is imported."""
     parent, _, _ = name.rpartition(".")
     package = sys.modules.get(parent)
-    places = getattr(package, "__path__", [])
-    return [f"{parent}.{file.stem}" for place in places for file in Path(place).iterdir() if file.suffix in ("", ".py")]
+    with contextlib.suppress(Exception):  # of packages in archives, and of what stands in a package's place
+        files = [file for place in getattr(package, "__path__", []) for file in Path(place).iterdir()]
+        return [f"{parent}.{file.stem}" for file in files if file.suffix in ("", ".py")]
+    return []
+
+
+def _public_names(target: Any) -> list[str]:
+    """Names of a module's or object's attributes, for a hint."""
+    with contextlib.suppress(Exception):  # a __dir__ of its own
+        return [name for name in dir(target) if not name.startswith("_")]
+    return []
 
 
 def _near(name: str, candidates: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(candidates), n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def attribute_of(target: Any, name: str, default: Any, where: str) -> Any:
+    """An attribute of a user's module or object, or ``default`` where it has none.
+
+    Raises:
+        BadInputError: its own ``__getattr__`` or property raised; the message begins with ``where``.
+    """
+    with refusing(f"{where}: asking it for {name!r} raised"):
+        return getattr(target, name, default)
 
 
 def load_function(path: str, *, flag: str | None = None, default_names: Sequence[str] = ()) -> Any:
@@ -101,6 +139,11 @@ def load_function(path: str, *, flag: str | None = None, default_names: Sequence
     Raises:
         BadInputError: the path does not load; the message names flag, path and what is missing, with near names.
     """
+    return find_function(path, flag=flag, default_names=default_names)[0]
+
+
+def find_function(path: str, *, flag: str | None = None, default_names: Sequence[str] = ()) -> tuple[Any, str]:
+    """What `load_function` loads, and the name that it has in its module."""
     where = f"{flag} {path}" if flag else path
     try:
         source, name = split_function_path(path)
@@ -108,18 +151,17 @@ def load_function(path: str, *, flag: str | None = None, default_names: Sequence
     except ValueError as error:
         raise BadInputError(f"{where}: {error}") from error
     if name is None:
-        found = [candidate for candidate in default_names if hasattr(module, candidate)]
-        if not found:
+        there = (n for n in default_names if attribute_of(module, n, _ABSENT, where) is not _ABSENT)
+        name = next(there, None)
+        if name is None:
             wanted = f"none of {', '.join(default_names)} is in it" if default_names else "which function of it?"
             raise BadInputError(f"{where}: {wanted}; write {path}:function")
-        name = found[0]
     target: Any = module
     for part in name.split("."):
-        if not hasattr(target, part):
-            public = [n for n in dir(target) if not n.startswith("_")]
-            hint = hint_for(f"{source}.{part}") or _near(part, public)
+        holder, target = target, attribute_of(target, part, _ABSENT, where)
+        if target is _ABSENT:
+            hint = hint_for(f"{source}.{part}") or _near(part, _public_names(holder))
             raise BadInputError(f"{where}: {source} has no {part!r}{hint}")
-        target = getattr(target, part)
     if not callable(target):
         raise BadInputError(f"{where}: {name!r} is a {type(target).__name__}, not a function or class")
-    return target
+    return target, name

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
-from slime.utils.elsewhere import elsewhere
+from slime.utils.elsewhere import told
 from slime.utils.errors import DeadlineError, HookError, SettingError
 from slime.utils.misc import load_function
 
@@ -32,15 +32,14 @@ def naming(where: str, passes: type[Exception] = HookError) -> Iterator[None]:
             raise  # it is we who cancel
         raise HookError(f"{where} raised CancelledError: something that it waits for was cancelled") from error
     except SystemExit as error:
-        raise HookError(f"{where} called sys.exit({error.code!r})") from error
+        raise HookError(f"{where} called sys.exit({error.code!r:.80})") from error
     except GeneratorExit:
         raise  # it is we who close the coroutine
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise  # Ctrl-C, which no other thread gets
         frames = "".join(traceback.format_exception(type(error), error, _from_theirs(error.__traceback__)))
-        what = f"{type(error).__name__}: {error}{elsewhere(error)}"
-        raise HookError(f"{where} raised {what}\n{frames.rstrip()}") from error
+        raise HookError(f"{where} raised {told(error)}\n{frames.rstrip()}") from error
 
 
 def _is_being_cancelled() -> bool:

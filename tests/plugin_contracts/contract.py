@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.options import calls
-from slime.options.calls import Call, form_of, signature_of
+from slime.options.calls import Call, form_of, parameters_of, signature_of
 from slime.options.errors import OptionError
 from slime.options.schema import flag_of, hook_fields
 from slime.utils.arguments import GROUPS
@@ -95,8 +95,7 @@ class Subject:
 
     def takes(self, name: str) -> bool:
         """Whether the function has a parameter of this name, or takes any by name."""
-        signature = signature_of(self.function)
-        parameters = signature.parameters if signature is not None else {}
+        parameters = parameters_of(self.function)
         return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 

@@ -19,7 +19,7 @@ from slime.options.calls import CallError, form_of
 from slime.options.errors import OptionError
 from slime.options.parser import flag_values
 from slime.utils.errors import SlimeError
-from slime.utils.misc import load_function, load_module, split_function_path
+from slime.utils.misc import find_function, split_function_path
 from tests.plugin_contracts.contract import FIELDS, BrokenError, Contract, NotMeantError, Subject, report, run_check
 from tests.plugin_contracts.engine import StandInEngine
 from tests.plugin_contracts.setting import contract_args, contract_parser, directory
@@ -135,10 +135,8 @@ def _unprepared(case: Case, error: Exception) -> str:
     flag, path = case.contract.flag, case.path
     names = FIELDS[flag].metadata["hook"]
     try:
-        load_function(path, flag=flag, default_names=names)
-        source, name = split_function_path(path)
-        name = name or next(name for name in names if hasattr(load_module(source), name))
-        subject = Subject(case.contract, f"{source}:{name}", Namespace(), _engine())
+        _, name = find_function(path, flag=flag, default_names=names)
+        subject = Subject(case.contract, f"{split_function_path(path)[0]}:{name}", Namespace(), _engine())
         form_of(subject.function, case.contract.forms, "")
     except CallError as wrong:
         change = wrong.change or "take the parameters of a form that is expected; names before * are yours"

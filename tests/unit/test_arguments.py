@@ -27,6 +27,14 @@ QWEN3_MOE = QWEN3 | {
     "mlp_only_layers": [],
 }
 
+TEMPLATES = [
+    "--save-hf",
+    "--save-lora",
+    "--load-debug-rollout-data",
+    "--save-debug-rollout-data",
+    "--save-debug-train-data",
+]
+
 
 @pytest.fixture(autouse=True)
 def directory(launch_directory: Path) -> Path:
@@ -224,6 +232,12 @@ def test_hooks_are_loaded_and_their_flags_known(parse: Parse, directory: Path, f
         ("--load-debug-rollout-data {}.pt", "", "--load-debug-rollout-data {}.pt: only {rollout_id}"),
         ("--save-hf {rollout_id", "", "--save-hf {rollout_id: only {rollout_id}"),
         ("--save-hf {rollout_id.x}", "", "--save-hf {rollout_id.x}: only {rollout_id}"),
+        *(
+            (f"{flag} {place} --lora-rank 4", "", f"{flag} {place}: {place}: write {{rollout_id}}, or {{rollout_id:0")
+            for flag in TEMPLATES
+            for place in ("{rollout_id:>99999999999}", "{rollout_id:100}", "{rollout_id:.99999f}", "{rollout_id!r}")
+        ),
+        ("--save-debug-train-data {rollout_id}_{rank:{rollout_id}}", "", "{rank:{rollout_id}}: write {rank}, or"),
         ("--hf-checkpoint bare", "", "bare: there are no *.safetensors in it"),
         ("--hf-checkpoint bare --debug-rollout-only", "", "bare: there are no *.safetensors in it"),
         ("--hf-checkpoint moe --expert-tensor-parallel-size 3", "",
@@ -289,6 +303,8 @@ def test_a_run_that_only_evaluates_has_no_schedule(parse: Parse) -> None:
 
 
 def test_save_paths_are_templates(parse: Parse, directory: Path) -> None:
+    for width, number in (("d", "7"), ("06", "000007"), ("0>3", "007"), ("010d", "0000000007"), ("99d", "7".rjust(99))):
+        assert parse(f"--save-hf hf/{{rollout_id:{width}}}").save_hf.format(rollout_id=7) == f"{directory}/hf/{number}"
     args = parse("--save-hf hf/{rollout_id:05d} --save-debug-rollout-data {{d}}/{rollout_id:03d}.pt")
     assert args.save_hf.format(rollout_id=7) == f"{directory}/hf/00007"
     assert args.save_debug_rollout_data.format(rollout_id=7) == f"{directory}/{{d}}/007.pt"

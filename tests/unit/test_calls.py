@@ -82,6 +82,34 @@ def test_a_data_source_that_lacks_a_method_is_refused_with_the_flags(tmp_path: P
         load_hooks(args, {"data_source_path"}, GROUPS)
 
 
+class Shy:
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"no {name}")
+
+    def __call__(self, args: Any, x: Any, y: Any) -> None: ...
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise KeyError("repr")
+
+
+UNPRINTABLE = Unprintable()
+
+
+def with_a_default(x: Any = UNPRINTABLE) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "raised"),
+    [(Shy(), "RuntimeError: no "), (with_a_default, "KeyError: 'repr'")],
+    ids=["an object", "a default"],
+)
+def test_what_a_function_raises_when_its_parameters_are_asked_for(function: Callable[..., Any], raised: str) -> None:
+    with pytest.raises(CallError, match=rf"^--x a.py:f: asking it for its parameters raised {raised}"):
+        form_of(function, (Call("args, x, y", "None"),), "--x a.py:f")
+
+
 @pytest.mark.parametrize(
     ("function", "problem"),
     [

@@ -137,7 +137,13 @@ def test_its_own_rollouts_and_denominators(hook: Callable[[str], str]) -> None:
     }
 
 
+ODD = """
+class Odd:
+    def __getattr__(self, name): 1 / 0
+d['tokens'] = Odd()
+"""
 MISTAKES = [
+    (ODD, "tokens raised ZeroDivisionError: division by zero"),
     ("d = None", "it must return a dict of columns, not NoneType"),
     ("del d['tokens'], d['rewards']", "the dict lacks tokens, rewards; it has response_lengths, raw_reward"),
     ("d['teacher_log_probs'] = d['rewards']", "nobody reads teacher_log_probs; there are tokens, response_lengths"),
@@ -145,6 +151,7 @@ MISTAKES = [
     ("d = {k: v[:0] for k, v in d.items()}", "the dict has no rows"),
     ("d['tokens'] = 'abc'", "tokens must be of lists, arrays or tensors, not str"),
     ("d['loss_masks'][5] = 1", "loss_masks must be of lists, arrays or tensors, not int"),
+    ("import numpy\nd['rewards'][5] = numpy.ones(2)", "rewards: an entry of it raised ValueError: can only convert"),
     ("d['loss_masks'][5] = [1] * 9", "row 5 (sample 5): loss_masks has 9 entries for "),
     ("d['loss_masks'][5] = None", "row 5 (sample 5): it has no loss_masks"),
     ("d['loss_masks'][5] = [2] * len(d['loss_masks'][5])", "sample 5: loss_mask must be of 0 and 1, got [2]"),

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 import train
-from slime.ray.rollout_manager import RolloutManager
+from slime.ray.rollout_manager import RolloutManager, make_data_source, num_rollout
 from slime.utils.arguments import parse_args
+from slime.utils.errors import BadInputError
 from tests.command_line import write_checkpoint
 from tools import make_tiny_model
 
@@ -214,3 +215,68 @@ def test_recorded_rollouts_that_are_not_there(
     over = ["--num-rollout", "1", "--start-rollout-id", "1"]
     assert _dry_run(model, json.dumps(GOOD) + "\n", monkeypatch, *replay, *over) == 0
     assert "nothing is left to do" in capsys.readouterr().out
+
+
+SOURCES = """
+def raises(args): raise KeyError("seed")
+def nothing(args): pass
+class Endless:
+    def __init__(self, args): pass
+    def get_samples(self, num_samples): return []
+class Shy(Endless):
+    def __getattr__(self, name): raise RuntimeError(name)
+class Uncounted(Endless):
+    def __len__(self): raise RuntimeError("no count")
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "expected"),
+    [
+        ("sources.py:raises", 1, "raised KeyError: 'seed'"),
+        ("sys:exit", 1, "called sys.exit(Namespace("),
+        ("sources.py:nothing", 2, ": it must make an object with get_samples and add_samples, not NoneType"),
+        ("functools:partial", 1, "raised TypeError: the first argument must be callable"),
+        ("sources.py:Shy", 2, "asking it for 'num_bad' raised RuntimeError: num_bad"),
+        ("sources.py:Uncounted", 1, "raised RuntimeError: no count"),
+    ],
+)
+def test_a_data_source_that_cannot_be_used_is_named(
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    source: str,
+    status: int,
+    expected: str,
+) -> None:
+    (model.parent / "sources.py").write_text(SOURCES)
+    monkeypatch.chdir(model.parent)
+    assert _dry_run(model, "", monkeypatch, "--data-source-path", source) == status
+    line, *rest = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("train.py: error: load data: --data-source-path ")
+    assert expected in line
+    assert len(line) < 2000
+    assert bool(rest) == (status == 1), "of what it raised the traceback follows"
+
+
+def test_a_data_source_without_a_length_needs_num_rollout(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (model.parent / "sources.py").write_text(SOURCES)
+    monkeypatch.chdir(model.parent)
+    words = ["--data-source-path", "sources.py:Endless"]
+    assert _dry_run(model, "", monkeypatch, *words) == 0
+    assert capsys.readouterr().out.endswith("data: prompts, 3 rollouts\nok: the run can start\n")
+    args = parse_args()
+    args.num_rollout, args.num_epoch = None, 1
+    with pytest.raises(BadInputError, match=r"--num-epoch 1: --data-source-path .*Endless has no __len__: give"):
+        num_rollout(args, make_data_source(args))
+
+
+def test_long_paths_are_cut_in_an_error(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _dry_run(model, "", monkeypatch, "--load-debug-rollout-data", "x" * 5000) == 2
+    error = capsys.readouterr().err
+    assert "--load-debug-rollout-data: there is no file" in error
+    assert len(error) < 1000

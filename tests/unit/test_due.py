@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from argparse import Namespace
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from slime.options.export_rules import mark_export
 from slime.ray import run as whole_run
 from slime.ray.driver import run_driver
-from slime.ray.due import NothingLeftError, check_remaining
+from slime.ray.due import NothingLeftError, check_remaining, is_due, times_due
 from slime.utils.arguments import parse_args
 from slime.utils.errors import BadInputError
 from tests.command_line import command, write_checkpoint, write_model, write_rows
@@ -48,6 +49,13 @@ def evaluated(directory: Path, version: int) -> None:
     """Have the run's directory say that these weights were scored."""
     (directory / "run").mkdir(exist_ok=True)
     (directory / "run" / "metrics.jsonl").write_text(json.dumps({"eval/step": version, "eval/add": 0.5}) + "\n")
+
+
+def test_times_are_counted_as_they_come() -> None:
+    for last, first, interval in itertools.product(range(8), range(9), (None, 1, 2, 3, 9)):
+        due = [rollout for rollout in range(first, last) if is_due(rollout, interval, last)]
+        assert times_due(first, interval, last) == len(due), (first, interval, last)
+    assert times_due(1, 1, 2**62) == 2**62 - 1
 
 
 def test_bad_input_that_shows_late_is_one_line_too(capsys: pytest.CaptureFixture[str]) -> None:

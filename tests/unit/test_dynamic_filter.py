@@ -10,6 +10,7 @@ import pytest
 
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.utils.errors import BadInputError
 from tests.fake_client import FakeClient, accounts, hook_file, indices, rollout
 
 NUM_GPUS = 0
@@ -72,3 +73,15 @@ def test_filter_with_fallback_keeps_what_would_take_another_round(make_args: Arg
     assert len(output.samples) == 4
     assert source.num_dropped == {"filter_zero_std_1": 2}
     assert source.num_read == 6
+
+
+def test_an_answer_that_cannot_be_asked_what_it_is(make_args: Args, use: Use, tmp_path: Path) -> None:
+    use(FakeClient())
+    own = hook_file(
+        tmp_path,
+        "class Answer:\n    def __getattr__(self, name): raise RuntimeError(name)\n"
+        "def keep(args, samples): return Answer()\n",
+    )
+    args = make_args(dynamic_sampling_filter_path=f"{own}:keep")
+    with pytest.raises(BadInputError, match=r"^--dynamic-sampling-filter-path .*: its answer: asking it for 'ndim'"):
+        rollout(args, 0, RolloutDataSourceWithBuffer(args))

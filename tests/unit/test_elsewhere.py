@@ -68,6 +68,13 @@ async def _use(state: GenerateState) -> None:
         state.semaphore  # type: ignore[attr-defined]  # noqa: B018
 
 
+def test_an_object_that_cannot_be_asked_what_it_is() -> None:
+    class Odd:
+        __class__ = property(lambda self: 1 / 0)  # type: ignore[assignment]
+
+    assert elsewhere.told(AttributeError("boom", name="x", obj=Odd())) == "AttributeError: boom"
+
+
 def test_nothing_that_is_here_has_a_hint() -> None:
     """A hint for a name that exists would never be seen, and says something false."""
     for name in elsewhere._ELSEWHERE:

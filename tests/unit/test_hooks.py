@@ -187,6 +187,7 @@ def test_logits_that_a_loss_leaves_out_may_be_anything(left_out: float, monkeypa
         ("wrong_metric", ": pair must be a scalar, not of shape (2,)"),
         ("reduces_too_few", "sum_of_sample_mean takes "),
         ("grop", "--custom-loss-function-path"),
+        ("shy", "asking it for 'needs_logits' raised RuntimeError: needs_logits"),
     ],
 )
 def test_mistakes_of_a_loss(name: str, expected: str) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import collections
 import secrets
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from slime.utils import misc
+from slime.utils.errors import BadInputError
 from slime.utils.misc import load_function
 
 NUM_GPUS = 0
@@ -99,3 +103,71 @@ def test_failing_import_tells_the_cause(tmp_path: Path) -> None:
         load_function(f"{broken}:fn", flag="--custom-rm-path")
     with pytest.raises(ValueError, match="no_such_dependency"):
         load_function(f"{broken}:fn")
+
+
+# ---- modules and objects that raise when they are asked for something
+
+
+ODD = """
+class Mute(Exception):
+    def __str__(self): raise RuntimeError
+class Meta(type):
+    def __getattr__(cls, name): raise KeyError(name)
+class Holder(metaclass=Meta): pass
+class Secret:
+    def __dir__(self): raise RuntimeError
+secret = Secret()
+def __getattr__(name):
+    match name:
+        case "ends": raise SystemExit(3)
+        case "mute": raise Mute
+        case "upstreams": from slime.utils.misc import SingletonMeta
+        case "lazy": raise RuntimeError("no GPU")
+    raise AttributeError(name)
+"""
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (":lazy", ": asking it for 'lazy' raised RuntimeError: no GPU"),
+        (":ends", ": asking it for 'ends' raised SystemExit: 3"),
+        (":mute", ": asking it for 'mute' raised Mute: its message cannot be read"),
+        (":Holder.call", ": asking it for 'call' raised KeyError: 'call'"),
+        (
+            ":upstreams",
+            "cannot import name 'SingletonMeta' from 'slime.utils.misc' ({}); functools.cache on",
+        ),
+        (":secret.call", ": {} has no 'call'"),
+        (":reward_func", ": {} has no 'reward_func'"),
+        ("", ": asking it for 'lazy' raised RuntimeError: no GPU"),
+    ],
+)
+def test_what_raises_when_it_is_asked_for_a_function(tmp_path: Path, names: str, expected: str) -> None:
+    file = tmp_path / "odd.py"
+    file.write_text(ODD)
+    with pytest.raises(BadInputError) as error:
+        load_function(f"{file}{names}", flag="--custom-rm-path", default_names=("custom_rm", "lazy"))
+    message = str(error.value)
+    assert message.startswith(f"--custom-rm-path {file}{names}: ")
+    assert expected.format(misc.__file__ if "SingletonMeta" in expected else file) in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("statement", ["raise SystemExit(3)", "import asyncio\nraise asyncio.CancelledError(3)"])
+def test_an_import_may_raise_anything(tmp_path: Path, statement: str) -> None:
+    file = tmp_path / "ends.py"
+    for _ in range(2):  # what has failed is no module
+        file.write_text(statement)
+        with pytest.raises(BadInputError, match=rf"importing {file} failed: (SystemExit|CancelledError): 3"):
+            load_function(f"{file}:fn")
+    file.write_text("def fn(): pass")
+    assert load_function(f"{file}:fn").__name__ == "fn"
+
+
+def test_a_package_that_lists_no_modules_gives_no_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = ModuleType("zipped_package")
+    package.__path__ = ["/no/such/archive.zip"]
+    monkeypatch.setitem(sys.modules, "zipped_package", package)
+    with pytest.raises(BadInputError, match=r"there is no module 'zipped_package\.own'$"):
+        load_function("zipped_package.own:fn")

@@ -54,6 +54,9 @@ NUM_GPUS = 0
         ("--hf-checkpoint ~nobody-here/x", "--hf-checkpoint ~nobody-here/x: there is no such directory"),
         ("--prompt-data ~nobody-here/x.jsonl", "--prompt-data ~nobody-here/x.jsonl: there is no file"),
         ("--save \udc80", "--save: is not UTF-8"),
+        (f"--load {'x' * 5000}", "there is no checkpoint in it"),
+        ("--lr=--", "argument --lr: invalid float value: '--'"),
+        ("--hf-checkpoint=--", "--hf-checkpoint --: there is no such directory"),
     ],
 )
 def test_one_line(launch_directory: Path, fails: Fails, words: str, expected: str) -> None:
@@ -68,6 +71,74 @@ def test_functions_of_modules_in_c_load_or_are_refused(
     with contextlib.suppress(SystemExit):
         parse(f"--{name.replace('_', '-')}-path {function}")
     assert "Traceback" not in capsys.readouterr().err
+
+
+ODD = """
+def add_arguments(parser): raise SystemExit(3)
+def f(args): pass
+class Shy:
+    def __getattr__(self, name): raise RuntimeError(name)
+    def __call__(self, *args): return True
+shy = Shy()
+def __getattr__(name):
+    if name == "lazy": raise RuntimeError("no GPU")
+    raise AttributeError(name)
+"""
+
+
+@pytest.mark.parametrize("flag", ["--custom-rollout-log-function-path", "--custom-loss-function-path"])
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        ("odd.py:lazy", "asking it for 'lazy' raised RuntimeError: no GPU"),
+        ("odd.py:shy", "asking it for its parameters raised RuntimeError: "),
+        ("own.py:f", "its add_arguments raised SystemExit: 3"),
+        ("shy.py:f", "asking it for 'add_arguments' raised RuntimeError: add_arguments"),
+    ],
+)
+def test_functions_that_raise_when_they_are_asked_for_something(
+    launch_directory: Path, fails: Fails, flag: str, function: str, expected: str
+) -> None:
+    (launch_directory / "own.py").write_text(ODD)
+    (launch_directory / "odd.py").write_text(ODD.replace("add_arguments", "others"))
+    (launch_directory / "shy.py").write_text("def __getattr__(name): raise RuntimeError(name)\ndef f(): pass")
+    assert fails(f"{flag} {function}").startswith(f"{flag} {function}: {expected}")
+
+
+FLAGS = """
+def odd(text):
+    if text != "2": raise RuntimeError("no " + text)
+    return 2
+def add_arguments(parser):
+    parser.add_argument("--own-number", type=odd, default={default!r}, help="100% of it")
+    parser.add_argument("--own-share", default="50%")
+def f(args, *values, **others): return True
+"""
+
+
+def test_types_and_texts_of_a_users_own_flags(launch_directory: Path, parse: Parse, fails: Fails) -> None:
+    words = "--custom-rollout-log-function-path flags{}.py:f "
+    for default in "23":
+        (launch_directory / f"flags{default}.py").write_text(FLAGS.replace("{default!r}", repr(default)))
+    assert parse(words.format(2)).own_number == 2
+    expected = "argument --own-number: its type or choices raised RuntimeError: no "
+    assert fails(words.format(3)) == f"{expected}3"
+    assert fails(words.format(2) + "--own-number 7") == f"{expected}7"
+    (launch_directory / "own.yaml").write_text("own_number: 5")
+    assert fails(words.format(2) + "--custom-config-path own.yaml") == f"--custom-config-path: {expected}5"
+
+
+def test_help_of_a_users_own_flags(launch_directory: Path, parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
+    (launch_directory / "flags.py").write_text(FLAGS.replace("{default!r}", "'2'"))
+    with pytest.raises(SystemExit) as end:
+        parse("--custom-rollout-log-function-path flags.py:f --help all")
+    assert end.value.code == 0
+    assert "100% of it (default 2)." in " ".join(capsys.readouterr().out.split())
+
+
+def test_two_dashes_are_a_value_behind_an_equals_sign(launch_directory: Path, parse: Parse) -> None:
+    args = parse("--save=-- --rollout-stop=--")
+    assert (args.save, args.rollout_stop) == (str(launch_directory / "--"), ["--"])
 
 
 def test_a_module_that_ends_the_process_is_named(launch_directory: Path, fails: Fails) -> None:

@@ -1,7 +1,8 @@
 """Dry runs of many command lines, each in a process that is forked from one which has imported everything.
 
 An import takes seconds, a dry run a fraction of one. A dry run is good if it says that the run can start, or ends with
-exit status 2 and one line that says why not; a traceback, another status, a signal or no end is a fault.
+exit status 2 and one line that says why not; a traceback, another status, a signal or no end is a fault. Of a user's
+own data source the error may go on with the traceback of what that raised.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from slime.utils.arguments import parse_args
 
 OK, REFUSED = "ok", "refused"
 _ERROR = re.compile(r"^train(?:_async)?\.py: error: (.*)\Z", re.MULTILINE)
+_OF_THEIRS = re.compile(
+    r"^train(?:_async)?\.py: error: (load data: --data-source-path (?!slime\.)\S+ (?:raised|called) .*)", re.MULTILINE
+)
 _MEMORY = 3 * 2**30
 """Bytes that a dry run may take besides what its parent has: no value of a flag is a reason for more."""
 _LONGEST_LINE = 4000
@@ -111,12 +115,14 @@ def _driver(argv: list[str], asynchronous: bool) -> int:
 def _judged(status: int, text: str, deadline: int) -> Outcome:
     if status == -signal.SIGALRM:
         return Outcome(f"no end after {deadline} s", text)
+    if status == 1 and (theirs := _OF_THEIRS.search(text)):
+        return Outcome(REFUSED, theirs[1])
     if "Traceback (most recent call last)" in text:
         return Outcome(f"traceback: {text.strip().splitlines()[-1][:150]}", text)
     if status == 0:
         return (
             Outcome(OK, text)
-            if re.search(r"^(ok: the run can start|the checkpoint in )", text, re.M)
+            if re.search(r"^ok: the run can start|: nothing is left ", text, re.M)
             else Outcome("status 0 without a word", text)
         )
     if status != 2:

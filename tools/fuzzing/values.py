@@ -21,7 +21,8 @@ FUNCTIONS = (
     "builtins.print", "builtins:int", "builtins:type", "sys:exit", "math:sqrt", "os.path:join", "os:environ",
     "json:JSONDecoder", "typing:Any", "nosuch:fn", "nosuch.fn", "a:b:c", ":", ".", "..", ":x", "x:", "x.py", ".py",
     "own.py", "own.py:", "own.py:f", "own.py:a.b", "own.py:nothing", "own.py:klass", "own.py:lazy", "own.py:broken",
-    "own.py:raises", "bad.py:f", "exits.py:f", "dir.py:f", "model:fn", "functools:partial", "operator:itemgetter",
+    "own.py:raises", "own.py:odd", "own.py:Odd", "own.py:rude", "own.py:mute", "shy.py", "shy.py:f", "bad.py:f",
+    "exits.py:f", "dir.py:f", "model:fn", "functools:partial", "operator:itemgetter",
     "own.py:f.__call__", "collections:OrderedDict", "itertools:chain", "x" * 300 + ".py:f", "x" * 5000 + ":f",
     "a\0b:f", "\udc80:f", "builtins:True", ".own:f", "slime.:f", "slime.rollout.sglang_rollout:generate_rollout",
     "slime.rollout.sft_rollout:generate_rollout", "datetime:datetime.now", "types:FunctionType",
@@ -60,7 +61,22 @@ class klass: pass
 def raises(*a, **k): raise ValueError
 class a: b = 3
 broken = 5
+class Meta(type):
+    def __getattribute__(cls, name): raise RuntimeError(name)
+class Odd(metaclass=Meta): pass
+class Objects:
+    def __getattr__(self, name): raise RuntimeError(name)
+    def __call__(self, *a, **k): return 1.0
+odd = Objects()
+class Rude:
+    def __repr__(self): raise RuntimeError("repr")
+def rude(x=Rude()): pass
+class Mute(Exception):
+    def __str__(self): raise RuntimeError("str")
+def mute(*a, **k): raise Mute
 def __getattr__(name):
     if name == "lazy": raise RuntimeError("x")
     raise AttributeError(name)
 """
+SHY = "def __getattr__(name): raise RuntimeError(name)"
+"""A module that cannot be asked for anything."""

@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from slime.backends.megatron.batch import MicroBatch, known_columns
-from slime.utils.misc import load_function
+from slime.utils.misc import attribute_of, load_function
 from slime.utils.user_functions import call_user_function
 
 
@@ -79,7 +79,7 @@ def custom_loss(
     data["tokens"] = batch.tokens
     data["log_probs_and_entropy"] = lambda: tuple(batch.responses.rows(column) for column in terms())
     function = load_function(path, flag=flag)
-    every = logits() if getattr(function, "needs_logits", True) else None
+    every = logits() if attribute_of(function, "needs_logits", True, f"{flag} {path}") else None
     given = {"args": args, "batch": data, "logits": every, "sum_of_sample_mean": _sum_of_sample_mean(batch, args)}
     loss, metrics = call_user_function(flag, path, given)
     share = _counts_here() / _denominator(args, batch)

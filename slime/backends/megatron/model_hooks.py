@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 
+from slime.options.calls import parameters_of
 from slime.utils import device
 from slime.utils.errors import BadInputError
 from slime.utils.misc import load_function
@@ -65,7 +65,7 @@ def provided_stage(
     """
     flag, path = "--custom-model-provider-path", args.custom_model_provider_path
     offered = {"vp_stage": vp_stage, "args": args, "config": config}
-    parameters = inspect.signature(load_function(path, flag=flag)).parameters
+    parameters = parameters_of(load_function(path, flag=flag))
     wanted = {name: value for name, value in offered.items() if name in parameters}
     if vp_stage is not None:
         wanted["vp_stage"] = vp_stage
