@@ -16,8 +16,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.utils.errors import BadInputError
-from slime.utils.external_utils.metric_gate import Seen, read_baselines, read_seen, write_baselines
+from slime.utils.installation import check_installation
+
+check_installation()
+
+from slime.utils.errors import BadInputError  # noqa: E402
+from slime.utils.external_utils.metric_gate import Seen, read_baselines, read_seen, write_baselines  # noqa: E402
 
 BASELINES = Path(__file__).resolve().parents[1] / "tests" / "ci" / "baselines.json"
 
