@@ -16,8 +16,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from slime.utils.processes import end_child
+
 READ_TIMEOUT = 300.0
 """Seconds that importing a package may take."""
+_END_S = 10.0
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -66,8 +69,7 @@ class PendingFlags:
 
     def __exit__(self, *_: object) -> None:
         if self._process is not None:
-            with self._process:  # not until its stderr ends, which a program that it started may hold open
-                self._process.kill()
+            end_child(self._process, _END_S)
             Path(self._output).unlink(missing_ok=True)
 
     def result(self) -> list[dict[str, Any]]:
@@ -95,8 +97,7 @@ class PendingFlags:
         except subprocess.TimeoutExpired as error:
             raise InstalledFlagsError(f"reading the flags of {name} took more than {READ_TIMEOUT:.0f} s") from error
         finally:
-            process.kill()
-            process.wait()
+            end_child(process, _END_S)
             Path(self._output).unlink(missing_ok=True)
 
 

@@ -19,6 +19,7 @@ from slime.rollout.prompt_rows import Encoding, PromptSpec, RowEncoder
 from slime.rollout.reading import RawRow, RowFile
 from slime.utils.environment import server_environment
 from slime.utils.errors import BadInputError, SlimeError
+from slime.utils.processes import die_with_parent, end_child
 
 _SHARE = 16 << 20
 """Bytes of a file that are worth a process: to start one takes as long as reading about so many."""
@@ -67,19 +68,19 @@ def encodings(
             idle.put(process)
 
     ahead: collections.deque[Future[Encoding]] = collections.deque()
-    with ThreadPoolExecutor(workers, thread_name_prefix="rows") as threads:
-        try:
-            for batch in batches:
-                ahead.append(threads.submit(encode, batch))
-                if len(ahead) > workers + 1:
-                    yield ahead.popleft().result()
-            while ahead:
+    threads = ThreadPoolExecutor(workers, thread_name_prefix="rows")
+    try:
+        for batch in batches:
+            ahead.append(threads.submit(encode, batch))
+            if len(ahead) > workers + 1:
                 yield ahead.popleft().result()
-        finally:
-            for future in ahead:
-                future.cancel()
-            for process in processes:
-                process.stop()
+        while ahead:
+            yield ahead.popleft().result()
+    finally:
+        # Not waited for: they end with their processes, of which one that cannot be killed would hold its thread.
+        threads.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.stop()
 
 
 class _Worker:
@@ -90,6 +91,8 @@ class _Worker:
         command = [sys.executable, "-W", "ignore", "-m", "slime.rollout.row_workers"]
         env = {**server_environment(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         env |= {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+        # Else each says that there is no PyTorch, which `main` hides from it.
+        env["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
         self._begin: tuple[PromptSpec, RowFile] | None = (spec, file)
 
@@ -118,12 +121,7 @@ class _Worker:
 
     def stop(self) -> None:
         """End the process."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):  # of what was not sent yet
-                    pipe.close()
+        end_child(self._process, _END_S)
 
 
 def _send(pipe: IO[bytes], value: object) -> None:
@@ -143,6 +141,7 @@ def _receive(pipe: IO[bytes]) -> object:
 
 def main() -> None:
     """Answer batches of rows from the standard input on the standard output, until the input ends."""
+    die_with_parent()  # the end of the input is seen between two batches only, and not by a process that is stopped
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print is no answer
     sys.modules["torch"] = None  # type: ignore[assignment]  # 250 MB that transformers imports for no tokenizer

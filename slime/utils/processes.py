@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+logger = logging.getLogger(__name__)
 
 RUN_MARK = "SLIME_RUN_ID"
 """In the environment of every process that a run starts; its value belongs to one run alone."""
@@ -35,19 +39,18 @@ class Process(NamedTuple):
 
 def running() -> dict[int, Process]:
     """All processes, by id."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            # The name, in parentheses, may hold anything.
-            fields = (entry / "stat").read_text(errors="replace").rsplit(")", 1)[1].split()
-        except (OSError, IndexError):
-            continue  # it ended between the listing and the reading
-        if fields[0] not in "ZX":
-            pid = int(entry.name)
-            found[pid] = Process(pid, int(fields[1]), int(fields[3]), int(fields[19]))
-    return found
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return {process.pid: process for process in map(with_id, pids) if process is not None}
+
+
+def with_id(pid: int) -> Process | None:
+    """The process of that id; None when none of that id runs."""
+    try:
+        # The name, in parentheses, may hold anything.
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()
+    except (OSError, IndexError):
+        return None
+    return None if fields[0] in "ZX" else Process(pid, int(fields[1]), int(fields[3]), int(fields[19]))
 
 
 def below(ancestors: Iterable[int], processes: Iterable[Process]) -> list[Process]:
@@ -92,6 +95,23 @@ def kill_all(find: Callable[[], Iterable[Process]], seconds: float) -> None:
         for process in left:
             send(process.pid, signal.SIGKILL)
         time.sleep(_POLL_S)
+
+
+def end_child(child: subprocess.Popen[Any], seconds: float) -> None:
+    """KILL a child and close its pipes. One that has not ended within ``seconds`` is warned of, and waited for no more.
+
+    Such a one hangs in the kernel, in a file system that does not answer for one, or is held by a debugger.
+    """
+    child.kill()
+    try:
+        child.wait(seconds)
+    except subprocess.TimeoutExpired:
+        logger.warning("process %d was killed and has not ended within %g s: it is left behind", child.pid, seconds)
+        return
+    for pipe in (child.stdin, child.stdout, child.stderr):
+        if pipe is not None:
+            with contextlib.suppress(OSError):  # of what was not sent yet
+                pipe.close()
 
 
 def send(pid: int, number: int) -> None:

@@ -35,7 +35,11 @@ RULES = (
     Rule("slime.algorithms", NOUNS),
     Rule("slime.batching", NOUNS),
     Rule("slime.models", (), only=("torch", "transformers")),
-    Rule("slime.options", ("slime.utils.storage",), engines=("megatron", "sglang", "sglang_router")),
+    Rule(
+        "slime.options",
+        ("slime.utils.storage", "slime.utils.processes"),
+        engines=("megatron", "sglang", "sglang_router"),
+    ),
     # Reading the server's flags imports SGLang, in a process of its own, which on a CPU does not import without this.
     Rule(
         "slime.options.sglang",

@@ -50,6 +50,15 @@ def test_processes_read_what_one_reads(
     assert together.prompt_lengths == alone.prompt_lengths
 
 
+def test_processes_print_nothing(args: Namespace, capfd: pytest.CaptureFixture[str]) -> None:
+    spec = train_prompt_spec(args)
+    file = open_rows(spec.path)
+    batch = list(itertools.islice(file.raw_rows(), 100))
+    capfd.readouterr()
+    assert len(list(row_workers.encodings(spec, file, RowEncoder(spec, file), [batch, batch], 2))) == 2
+    assert capfd.readouterr() == ("", "")
+
+
 def test_the_death_of_a_process_is_told(args: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = train_prompt_spec(args)
     file = open_rows(spec.path)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import slime
+from slime.utils import processes
 from slime.utils.command_line import apart, secrets_of
 from slime.utils.http_utils import redact
 from slime.utils.storage import writing
@@ -128,8 +129,7 @@ class ServerProcess:
         try:
             self._supervisor.wait(self._grace + _AFTER_KILL_S)
         except subprocess.TimeoutExpired as error:
-            self._supervisor.kill()
-            self._supervisor.wait(_AFTER_KILL_S)
+            processes.end_child(self._supervisor, _AFTER_KILL_S)
             raise RuntimeError(
                 f"supervisor {self._supervisor.pid} did not end its server within {self._grace + _AFTER_KILL_S:.0f} s; "
                 f"see {self._log_path}"

@@ -16,11 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 from slime.rollout.rm_hub.equality import quick_equal
 from slime.utils.environment import server_environment
+from slime.utils.processes import end_child
 
 logger = logging.getLogger(__name__)
 
 _GRADE_S = 10.0
 _START_S = 60.0
+_END_S = 10.0
 _MAX_WORKERS = 8
 
 
@@ -85,8 +87,7 @@ class _Worker:
     def stop(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            process.kill()
-            process.communicate()
+            end_child(process, _END_S)
 
 
 class AlgebraPool:

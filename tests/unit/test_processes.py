@@ -1,0 +1,95 @@
+"""Children end with their parent, however they are held, and whoever ends one waits for as long as its deadline."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.waiting import wait_for
+
+NUM_GPUS = 0
+_PTRACE_SEIZE = 0x4206
+PARENT = """
+import sys
+module = __import__(sys.argv[1], fromlist=["_"])
+module._END_S = 0.1
+{start}
+print(child.pid, flush=True)
+sys.stdin.readline()
+{stop}
+print("stopped", flush=True)
+sys.stdin.readline()
+"""
+CHILDREN = {
+    "slime.rollout.row_workers": ("worker = module._Worker(None, None); child = worker._process", "worker.stop()"),
+    "slime.rollout.rm_hub.algebra": (
+        "worker = module._Worker(); worker._start(); child = worker._process",
+        "worker.stop()",
+    ),
+    "slime.options.installed": (
+        "flags = module.PendingFlags('pytest', 'import time; time.sleep(600)'); child = flags._process",
+        "flags.__exit__()",
+    ),
+}
+"""How a child of each module is started and ended."""
+
+
+@contextmanager
+def parent_of(module: str, errors: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process with a child, and the child's id; it ends the child when it is written to. ``errors``: its stderr."""
+    start, stop = CHILDREN[module]
+    command = [sys.executable, "-c", PARENT.format(start=start, stop=stop), module]
+    pipe = subprocess.PIPE
+    with errors.open("w") as err, subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=err, text=True) as parent:
+        try:
+            assert parent.stdout is not None
+            yield parent, int(parent.stdout.readline())
+        finally:
+            parent.kill()
+
+
+@pytest.mark.parametrize("module", CHILDREN)
+def test_a_killed_child_that_does_not_end_is_left_behind(module: str, tmp_path: Path) -> None:
+    """Its parent is not told of its end while somebody else traces it."""
+    libc = ctypes.CDLL(None)
+    libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+    errors = tmp_path / "errors"
+    with parent_of(module, errors) as (parent, child):
+        if libc.ptrace(_PTRACE_SEIZE, child, None, None):
+            os.kill(child, signal.SIGKILL)
+            pytest.skip("this host lets nobody trace a process")
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        try:
+            parent.stdin.write("\n")
+            parent.stdin.flush()
+            wait_for(lambda: psutil.Process(child).status() == psutil.STATUS_ZOMBIE, "it was killed")
+            expected = f"process {child} was killed and has not ended within 0.1 s: it is left behind\n"
+            wait_for(lambda: errors.read_text() == expected, "its parent left it behind")
+        finally:
+            os.waitpid(child, 0)
+        assert parent.stdout.readline() == "stopped\n"
+
+
+@pytest.mark.parametrize("module", ["slime.rollout.row_workers", "slime.rollout.rm_hub.algebra"])
+def test_a_stopped_worker_ends_with_its_parent(module: str, tmp_path: Path) -> None:
+    with parent_of(module, tmp_path / "errors") as (parent, child):
+        one, two = (Path(f"/proc/{child}/fd/{number}") for number in (1, 2))
+        wait_for(lambda: one.readlink() == two.readlink(), "it has begun: what libraries print is no answer")
+        os.kill(child, signal.SIGSTOP)
+        wait_for(lambda: psutil.Process(child).status() == psutil.STATUS_STOPPED, "it is stopped")
+        try:
+            parent.kill()
+            wait_for(lambda: not psutil.pid_exists(child), "it ended")
+        finally:
+            if psutil.pid_exists(child):
+                os.kill(child, signal.SIGKILL)
