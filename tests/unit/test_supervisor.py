@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from slime.backends.sglang.process import ServerProcess
+from slime.backends.sglang.supervisor import Supervisor
 from tests.waiting import wait_for
 
 NUM_GPUS = 0
@@ -151,6 +152,85 @@ def test_owner_with_a_forked_child_that_keeps_the_pipe_open(tmp_path: Path) -> N
         assert fork.is_running()
     finally:
         fork.kill()
+
+
+def stop_process(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "it is stopped")
+
+
+@pytest.mark.parametrize("name", ["alone", "forked"])
+def test_tree_ends_with_its_owner_though_the_supervisor_is_stopped(tmp_path: Path, name: str) -> None:
+    """And though a fork of the owner holds the pipe."""
+    owner, pids = start_owner(tmp_path / name, "stubborn")
+    wait_for(lambda: len(psutil.Process(owner.pid).children()) == 1 + (name == "forked"), "the owner forked")
+    children = psutil.Process(owner.pid).children()
+    (supervisor,) = (p.pid for p in children if "supervisor" in " ".join(p.cmdline()))
+    (guard,) = (p.pid for p in psutil.Process(supervisor).children() if "supervisor" in " ".join(p.cmdline()))
+    stop_process(supervisor)
+    try:
+        owner.kill()
+        owner.wait(60)
+        ours = [*pids, supervisor, guard]
+        wait_for(lambda: not any(map(alive, ours)), "tree, supervisor and guard ended")
+    finally:
+        for pid in (supervisor, *(p.pid for p in children if p.is_running())):
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_stop_ends_the_tree_of_a_stopped_supervisor_in_order(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", TREE, str(tmp_path), "obedient"]
+    server = ServerProcess(command, os.environ, tmp_path / "log", grace=2.0)
+    server.start()
+    pids = tree_pids(tmp_path)
+    assert server.pid is not None
+    stop_process(server.pid)
+    server.stop()
+    assert not [pid for pid in pids if alive(pid)]
+    assert server.poll() == 128 + signal.SIGTERM
+
+
+def test_a_supervisor_has_time_to_end_a_stubborn_tree_itself(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", TREE, str(tmp_path), "stubborn"]
+    server = ServerProcess(command, os.environ, tmp_path / "log", grace=0.5)
+    server.start()
+    tree_pids(tmp_path)
+    server.stop()
+    assert server.poll() == 128 + signal.SIGKILL, "the supervisor tells how the server ended: the guard did not kill it"
+
+
+HANGS = """
+import sys, time
+from slime.backends.sglang import supervisor
+supervisor._KILL_DEADLINE_S = 1.0
+supervisor.Supervisor._end_tree = lambda self: time.sleep(600)
+supervisor.Supervisor(int(sys.argv[1]), 0.5, None).run(sys.argv[2:])
+"""
+
+
+def test_a_supervisor_that_hangs_when_its_owner_goes_is_killed_with_its_tree(tmp_path: Path) -> None:
+    waits, ours = os.pipe()
+    command = [sys.executable, "-c", HANGS, str(waits), sys.executable, "-c", TREE, str(tmp_path), "stubborn"]
+    with subprocess.Popen(command, pass_fds=(waits,), start_new_session=True) as supervisor:
+        os.close(waits)
+        pids = tree_pids(tmp_path)
+        (guard,) = (p.pid for p in psutil.Process(supervisor.pid).children() if p.pid not in pids)
+        os.close(ours)
+        try:
+            assert supervisor.wait(60) == -signal.SIGKILL
+        finally:
+            supervisor.kill()
+    wait_for(lambda: not any(map(alive, [*pids, guard])), "tree and guard ended")
+
+
+def test_a_process_that_took_over_the_supervisors_id_gets_no_signal() -> None:
+    with subprocess.Popen(["sleep", "100"]) as other:
+        guard = Supervisor.__new__(Supervisor)
+        guard._pid = other.pid
+        guard._send_to_supervisor(signal.SIGKILL)
+        other.terminate()
+        assert other.wait(60) == -signal.SIGTERM
 
 
 def test_the_whole_tree_dies_with_a_killed_supervisor(tmp_path: Path) -> None:

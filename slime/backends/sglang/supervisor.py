@@ -4,7 +4,8 @@ The owner holds the write end of a pipe and this process the read end. When the 
 ends and so does the server: every process of its tree, by id. The supervisor is a child subreaper, so a descendant
 whose parent has died becomes the supervisor's child and cannot leave the tree by starting a session of its own.
 When the supervisor itself is killed, a guard, a process that does nothing but wait for that, kills what is left: all
-of the server's session, and all that has the server's mark in its environment.
+of the server's session, and all that has the server's mark in its environment. The guard watches the owner as well: a
+supervisor that was stopped is made to go on when its owner goes, and one that does not end then is killed.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Supervisor:
         self._left_over: set[str] = set()
         self._guard: int | None = None
         self._mark = os.urandom(16).hex()
-        self._owner = os.getppid()
+        self._pid, self._owner = os.getpid(), os.getppid()
         self._stop_asked = False
         self._status: int | None = None
         self._wake_read, wake_write = os.pipe()
@@ -92,15 +93,17 @@ class Supervisor:
         # Of what is left in spite of KILL the guard takes care, when our end closes its pipe.
         if self._guard is not None and not self._tree():
             send(self._guard, signal.SIGKILL)
-            os.waitpid(self._guard, 0)
+            deadline = time.monotonic() + _KILL_DEADLINE_S
+            while self._guard is not None and time.monotonic() < deadline:
+                self._sleep_until_child_ends()
         os.close(guarded)
         server.returncode = self._status  # reaped by `_reap`; Popen must not wait for it again
         return 1 if self._status is None else self._status
 
     def _start_guard(self) -> int:
         """Start the guard; the descriptor whose closing, by our end at the latest, sets it going."""
-        leads = os.getsid(0) == os.getpid()
-        session, (guard_end, ours) = os.getpid() if leads else None, os.pipe()
+        leads = os.getsid(0) == self._pid
+        session, (guard_end, ours) = self._pid if leads else None, os.pipe()
         if pid := os.fork():
             self._guard = pid
             os.close(guard_end)
@@ -109,13 +112,28 @@ class Supervisor:
             os.setsid()
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
                 signal.signal(number, signal.SIG_IGN)
-            for descriptor in (0, self._owner_fd, ours):
+            for descriptor in (0, ours):
                 os.close(descriptor)
-            os.read(guard_end, 1)
+            self._outlast_supervisor(guard_end)
             mark = f"{_MARK}={self._mark}"
             processes.kill_all(lambda: tree_of(session, mark), _KILL_DEADLINE_S)
         finally:
             os._exit(0)
+
+    def _outlast_supervisor(self, ended: int) -> None:
+        """In the guard: return when the supervisor has ended, and see to it that it does when its owner has gone."""
+        waits = [ended, self._owner_fd]
+        while not select.select(waits, [], [], _OWNER_CHECK_S)[0] and not self._owner_is_gone():
+            pass
+        self._send_to_supervisor(signal.SIGCONT)
+        # Twice its own deadline: it shall always have ended the tree by itself, unless it cannot.
+        ready, _, _ = select.select([ended], [], [], self._grace + 2 * _KILL_DEADLINE_S)
+        if not ready:
+            self._send_to_supervisor(signal.SIGKILL)
+
+    def _send_to_supervisor(self, number: int) -> None:
+        if os.getppid() == self._pid:  # else it has ended, and its id may be another's
+            send(self._pid, number)
 
     def _note_scratch(self) -> None:
         # While it lives, because a server that was killed can no longer be asked which of all such files is its own.
@@ -126,7 +144,8 @@ class Supervisor:
     def _owner_is_gone(self) -> bool:
         # The parent is looked at as well: a process forked by the owner may have kept the pipe's other end open.
         ready, _, _ = select.select([self._owner_fd], [], [], 0)
-        return bool(ready) or os.getppid() != self._owner
+        supervisor = processes.with_id(self._pid)
+        return bool(ready) or supervisor is None or supervisor.parent != self._owner
 
     def _wait(self, seconds: float) -> None:
         ready, _, _ = select.select([self._owner_fd, self._wake_read], [], [], seconds)
