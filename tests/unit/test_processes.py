@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from slime.rollout.rm_hub.algebra import AlgebraPool
 from tests.waiting import wait_for
 
 NUM_GPUS = 0
@@ -93,3 +95,19 @@ def test_a_stopped_worker_ends_with_its_parent(module: str, tmp_path: Path) -> N
         finally:
             if psutil.pid_exists(child):
                 os.kill(child, signal.SIGKILL)
+
+
+def test_a_grader_outlives_the_thread_that_first_asked_for_it() -> None:
+    """The kernel kills a child that dies with its parent already when the thread that started it ends."""
+    pool = AlgebraPool(1, seconds=60.0)
+    verdicts: list[bool] = []
+    try:
+        for _ in range(2):
+            asking = threading.Thread(target=lambda: verdicts.append(pool.equal_now(r"\sqrt{8}", r"2\sqrt{2}")))
+            asking.start()
+            asking.join()
+            task = Path(f"/proc/self/task/{asking.native_id}")
+            wait_for(lambda task=task: not task.exists(), "the thread has ended for the kernel too")
+    finally:
+        pool.close()
+    assert verdicts == [True, True]

@@ -33,7 +33,7 @@ async def answers_equal(answer: str, label: str) -> bool:
 
 
 def answers_equal_now(answer: str, label: str) -> bool:
-    """As `answers_equal`, in the thread of the caller."""
+    """As `answers_equal`, for a thread that may wait."""
     verdict = quick_equal(answer, label)
     return algebra_pool().equal_now(answer, label) if verdict is None else verdict
 
@@ -107,10 +107,14 @@ class AlgebraPool:
         Raises:
             RuntimeError: no worker process could be started.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self.equal_now, answer, label)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._grade, answer, label)
 
     def equal_now(self, answer: str, label: str) -> bool:
-        """As `equal`, in the thread of the caller."""
+        """As `equal`, for a thread that may wait."""
+        return self._threads.submit(self._grade, answer, label).result()
+
+    def _grade(self, answer: str, label: str) -> bool:
+        # In a thread of the pool, as a worker dies with the thread that started it.
         worker = self._idle.get()
         try:
             return worker.equal(answer, label, self._seconds)
