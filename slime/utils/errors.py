@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterable
 
 _SHOWN = 3
@@ -25,6 +26,23 @@ class DeadlineError(SlimeError, TimeoutError):
 
 class HookError(SlimeError):
     """A user's function failed; the message names its flag and path, and holds its own traceback."""
+
+
+class CommandError(SlimeError, subprocess.CalledProcessError):
+    """A command ended with another status than 0; the message says which, without its secrets."""
+
+    def __init__(self, message: str, status: int, command: str, output: str | None = None, errors: str | None = None):
+        """
+        Args:
+            status: its exit status; of one that a signal ended, the signal's number below 0.
+            command: as it may be shown.
+            output, errors: what it printed, where that was kept.
+        """
+        super().__init__(status, command, output, errors)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
 
 
 def some(names: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""Loading a user's function by the path that a flag names."""
+"""Loading a user's function by the path that a flag names, and running a command of the shell."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import hashlib
 import importlib
 import importlib.util
 import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,8 +17,12 @@ from types import ModuleType
 from typing import Any
 
 from slime.utils.elsewhere import elsewhere, hint_for, told
-from slime.utils.errors import BadInputError
+from slime.utils.errors import BadInputError, CommandError
+from slime.utils.redaction import redacted_command
 
+_HF_BY_ITS_OLD_NAME = 'huggingface-cli() { hf "$@"; }; '
+"""Before commands that call it so: a hub of today has a program of this name that only says that it is no more."""
+_SHOWN = 200
 _ABSENT = object()
 
 
@@ -165,3 +171,34 @@ def find_function(path: str, *, flag: str | None = None, default_names: Sequence
     if not callable(target):
         raise BadInputError(f"{where}: {name!r} is a {type(target).__name__}, not a function or class")
     return target, name
+
+
+def exec_command(cmd: str, capture_output: bool = False) -> str | None:
+    """Run ``cmd`` by ``bash -c``, and print it first, as ``EXEC: ...``, without its secrets.
+
+    Args:
+        capture_output: keep what it prints, instead of letting it through.
+
+    Returns:
+        With ``capture_output`` its standard output, else None.
+
+    Raises:
+        CommandError: its status is not 0. It is a `subprocess.CalledProcessError` too.
+    """
+    shown = redacted_command(cmd)
+    print(f"EXEC: {shown}", flush=True)
+    known = _HF_BY_ITS_OLD_NAME + cmd if "huggingface-cli" in cmd and shutil.which("hf") else cmd
+    ran = subprocess.run(["bash", "-c", known], capture_output=capture_output, text=True, errors="replace")
+    if ran.returncode == 0:
+        return ran.stdout
+    said = (ran.stderr or "").strip().splitlines()[-1:]
+    ended = f"signal {-ran.returncode}" if ran.returncode < 0 else f"status {ran.returncode}"
+    why = "".join(f" ({redacted_command(line)})" for line in said)
+    brief = " ".join(shown.split())
+    raise CommandError(
+        f"a command ended with {ended}{why}: {brief[:_SHOWN] + '...' if len(brief) > _SHOWN else brief}",
+        ran.returncode,
+        shown,
+        ran.stdout,
+        ran.stderr,
+    )

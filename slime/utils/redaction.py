@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from typing import Any
@@ -20,6 +21,7 @@ _USER_OF_URL = re.compile(r"(?<=\w://)[^/?#\s]+(?=@)")
 _PAIR_OF_URL = re.compile(r"(?<=[?&;#])([\w.-]+)(=)([^&;#\s]+)")
 _PAIR = re.compile(r"^\s*([\w.-]+)(\s*[:=]\s*)(?!//)(\S.*)", re.DOTALL)
 """A text that is a header or a variable with its value."""
+_VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _CREDENTIALS = re.compile(r"\b((?i:bearer)\s+|(?i:basic)\s+(?=\S+[A-Z0-9=]))\S+")
 """As a header has them. Those for Basic are in base64; what follows the word in prose is not."""
 _HARMLESS = re.compile(
@@ -105,6 +107,25 @@ def redacted_words(words: Sequence[Any]) -> list[Any]:
         else:
             result.append(_redact(flag, word))
     return result
+
+
+def redacted_command(text: str) -> str:
+    """A command of the shell to be printed: as it is, or where it holds secrets, its words without these and quotes."""
+    try:
+        words = shlex.split(text)
+    except ValueError:  # quotes that are of no such word, in a comment for one
+        words = text.split()
+    shown = [_redacted_in_command(word) for word in redacted_words(words)]
+    return text if shown == words else " ".join(shown)
+
+
+def _redacted_in_command(word: str) -> str:
+    """One word: a variable with its value, or another command, as of ``bash -c``."""
+    begin = ""
+    if variable := _VARIABLE.match(word):
+        begin, word = f"{variable[1]}=", str(_redact(variable[1], variable[2]))
+    is_json = word.lstrip().startswith(("{", "["))  # which has been looked at as such
+    return begin + (redacted_command(word) if len(word.split()) > 1 and not is_json else word)
 
 
 def is_flag(word: str) -> bool:

@@ -45,7 +45,7 @@ def test_a_path_that_names_one_directly() -> None:
     ("body", "hint"),
     [
         ("from slime.utils.http_utils import get_host_info", "host_ip has the address"),
-        ("import slime.utils.misc\nslime.utils.misc.exec_command('ls')", "subprocess.run runs a command"),
+        ("import slime.utils.misc\nslime.utils.misc.group_by([], len)", "itertools.groupby over what is sorted"),
         ("import slime.utils.no_such_name", None),
         ("[].no_such_name", None),
     ],
