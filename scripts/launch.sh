@@ -1,6 +1,7 @@
 # Sourced by the run-*.sh beside it: how a run is started.
 #
-#   launch train.py FLAG ...     this process becomes train.py, which starts a Ray of its own
+#   launch train.py FLAG ...     this process becomes train.py, which starts a Ray of its own; a program that is not
+#                                in the checkout is named by its whole path
 #
 #   DRY_RUN=1                        print the command, and check it (--dry-run); nothing is started
 #   RAY_ADDRESS=http://HOST:8265     submit it as a job to the Ray whose job server that is
@@ -18,7 +19,9 @@ PYTHON=${PYTHON:-python3}
 NUM_NODES=${NUM_NODES:-1}
 
 launch() {
-   local command=("$PYTHON" "$SLIME_DIR/$1" "${@:2}")
+   local script=$1 command
+   [[ $script == /* ]] || script=$SLIME_DIR/$script
+   command=("$PYTHON" "$script" "${@:2}")
    _check_nodes
    if [ "${DRY_RUN:-0}" != 0 ]; then
       _print "${command[@]}"
@@ -85,6 +88,8 @@ _on_nodes() {
       ray+=(--log-color false)
       export RAY_COLOR_PREFIX=${RAY_COLOR_PREFIX:-0}
    fi
+   # A Ray that is told to report no usage reports that to the world.
+   export RAY_USAGE_STATS_REPORT_URL=${RAY_USAGE_STATS_REPORT_URL:-http://127.0.0.1:9}
    : "${RAY_PORT:=6379}"
    read -ra words <<<"${RAY_START_ARGS:-}"
    _use_token

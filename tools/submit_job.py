@@ -84,7 +84,8 @@ def main(argv: list[str] | None = None) -> None:
     command, runtime_env = _without_secrets(*_without_key(args.command, runtime_env))
     bypass_proxies([urlsplit(_address()).hostname or ""])  # what is submitted may hold keys
     client = _connect()
-    job = f"raysubmit_{secrets.token_hex(8)}"  # our own, so that it is known where the answer is lost
+    # Our own id, or our caller's, so that it is known where the answer is lost.
+    job = os.environ.get("SLIME_JOB_ID") or f"raysubmit_{secrets.token_hex(8)}"
     taken = f"whether the job was taken after all, {_ray_job('status', job)} says"
     with _bad_input("RUNTIME_ENV_JSON"), _told("POST /api/jobs/", taken):
         client.submit_job(entrypoint=shlex.join(command), submission_id=job, runtime_env=runtime_env)

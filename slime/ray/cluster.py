@@ -22,7 +22,7 @@ from slime.ray import janitor
 from slime.ray.places import check_places, temporary_directory
 from slime.ray.supervision import RunError
 from slime.utils import device
-from slime.utils.environment import bypass_proxies
+from slime.utils.environment import bypass_proxies, guard_ray_token
 from slime.utils.http_utils import LOOPBACK, host_ip
 from slime.utils.processes import RUN_MARK, TITLES
 from slime.utils.redaction import is_secret
@@ -92,22 +92,13 @@ def running_address() -> str | None:
 
 
 def _init(**options: Any) -> None:
-    _guard_token()
+    guard_ray_token()
     try:
         ray.init(**options)
     except SystemExit:  # of Ray's own handler of SIGTERM, with status 15
         sys.exit(128 + signal.SIGTERM)
     finally:
-        _guard_token()
-
-
-def _guard_token() -> None:
-    """Keep other users of the host from Ray's token, which Ray writes for all to read: who has it, commands the run."""
-    with contextlib.suppress(OSError, RuntimeError):  # Ray itself says better what is wrong with the home directory
-        token = Path.home() / ".ray" / "auth_token"
-        token.parent.mkdir(mode=0o700, exist_ok=True)
-        if token.exists() and token.stat().st_mode & 0o077:
-            token.chmod(0o600)
+        guard_ray_token()
 
 
 @contextlib.contextmanager

@@ -7,11 +7,13 @@ in ``no_proxy``, which every HTTP client heeds.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
@@ -49,6 +51,15 @@ def forget_secrets() -> None:
     for name, value in list(os.environ.items()):
         if is_secret(name, value) and not name.startswith("RAY_"):
             del os.environ[name]
+
+
+def guard_ray_token() -> None:
+    """Keep other users of the host from Ray's token, which Ray writes for all to read: who has it, commands the run."""
+    with contextlib.suppress(OSError, RuntimeError):  # Ray itself says better what is wrong with the home directory
+        token = Path.home() / ".ray" / "auth_token"
+        token.parent.mkdir(mode=0o700, exist_ok=True)
+        if token.exists() and token.stat().st_mode & 0o077:
+            token.chmod(0o600)
 
 
 def as_environment(values: Mapping[str, Any] | None) -> dict[str, str]:

@@ -308,8 +308,11 @@ class PortReservation:
     start takes seconds, has yet to bind it. Ports are below the range from which the kernel serves port 0.
     """
 
-    def __init__(self, host: str, count: int = 1) -> None:
+    def __init__(self, host: str, count: int = 1, port: int | None = None) -> None:
         """Reserve ``count`` ports, the first of which is ``port``, for a server on ``host``.
+
+        Args:
+            port: the first, where no others will do.
 
         Raises:
             OSError: no ports are free, or ``host`` is not an address of this machine.
@@ -317,14 +320,16 @@ class PortReservation:
         _check_address(host)
         self._locks: list[socket.socket] = []
         self._bound: list[socket.socket] = []
-        for port in _PORTS:
-            if not self._hold(port):
+        self._is_wanted = port is not None
+        ports = _PORTS if port is None else range(port, port + count)
+        for each in ports:
+            if not self._hold(each):
                 self.close()
             elif len(self._bound) == count:
-                self.port = port - count + 1
+                self.port = each - count + 1
                 return
         self.close()
-        raise OSError(f"no {count} free ports in a row in {_PORTS.start}-{_PORTS.stop - 1}")
+        raise OSError(f"no {count} free ports in a row in {ports.start}-{ports.stop - 1}")
 
     def _hold(self, port: int) -> bool:
         lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -335,8 +340,10 @@ class PortReservation:
             lock.bind(f"\0slime-port-{port}")
             if everywhere == socket.AF_INET6:
                 bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            # No SO_REUSEADDR, with which two sockets may bind one port; no listen(), which would answer too early.
-            bound.bind(("", port))
+            # Without SO_REUSEADDR, with which two sockets may bind one port. But a port that has to be this one is free
+            # while the kernel still remembers connections of a server that has ended, up to a minute.
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, self._is_wanted)
+            bound.bind(("", port))  # no listen(), which would answer too early
         except OSError:
             lock.close()
             bound.close()

@@ -41,6 +41,13 @@ def test_on_one_node_the_script_becomes_the_run(files: Path, tmp_path: Path) -> 
     assert "--dry-run" not in words
 
 
+def test_a_program_that_is_not_in_the_checkout_is_named_by_its_path(files: Path, tmp_path: Path) -> None:
+    environment = {"PATH": os.environ["PATH"], "PYTHON": str(files / "python"), "RECORD": str(tmp_path / "record")}
+    program = f"source {SCRIPTS}/launch.sh; launch {tmp_path}/mine.py --lr 1"
+    subprocess.run(["bash", "-c", program], check=True, timeout=300, env=environment)
+    assert recorded(tmp_path / "record") == [[f"{tmp_path}/mine.py", "--lr", "1"]]
+
+
 def test_without_data_the_smoke_test_makes_its_own(files: Path, tmp_path: Path) -> None:
     _, (first, words) = run(RUN, files, tmp_path / "record", OUTPUT_DIR=str(tmp_path))
     assert first == [f"{shipped.ROOT}/tools/make_arithmetic_data.py", f"{tmp_path}/data"]

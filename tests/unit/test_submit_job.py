@@ -220,6 +220,11 @@ def test_the_address_is_that_of_the_launch(server: _Server) -> None:
     assert "(Version check returned 404. " in line
 
 
+def test_the_jobs_id_may_be_its_callers(server: _Server) -> None:
+    assert "submitted as job mine;" in submit(server, SLIME_JOB_ID="mine").stderr
+    assert (server.given or {})["submission_id"] == "mine"
+
+
 def test_commands_for_the_job_work_beside_a_preferred_address(server: _Server) -> None:
     ran = submit(server, RAY_API_SERVER_ADDRESS="http://127.0.0.1:1", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="x" * 32)
     stop = f"`env -u RAY_API_SERVER_ADDRESS RAY_AUTH_MODE=token ray job stop --address {server.address} raysubmit_"
