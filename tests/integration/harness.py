@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -55,7 +56,8 @@ class TrainProcess:
     def __exit__(self, *exc: object) -> None:
         """End what a failed test has left; of what a run asks nothing went through the host's proxy."""
         for process in self.descendants():
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                process.kill()
         asked = self._proxy.close()
         assert exc[0] is not None or not asked, asked
 

@@ -52,6 +52,7 @@ RULES = (
     Rule("slime.utils.arguments", ("slime.utils", "slime.options", "slime.models", "slime.rollout.rm_hub")),
     Rule("slime.utils.hook_paths", ("slime.utils", "slime.options")),
     Rule("slime.utils.weight_check", ("slime.utils", "slime.options", "slime.models", "slime.convert")),
+    Rule("slime.utils.external_utils", ("slime.utils", "slime.options", "slime.backends.sglang.process")),
     Rule("slime.data", ("slime.utils", "slime.rollout")),
     Rule(
         "slime.rollout",
@@ -89,7 +90,6 @@ RULES = (
         engines=("megatron",),
     ),
     Rule("slime.ray", ("slime",), engines=("ray",)),
-    Rule("slime.external_utils", ("slime.utils",)),
     Rule("slime", ()),
     Rule("train", ("slime.ray", "slime.utils.arguments", "slime.utils.installation")),
     Rule("train_async", ("slime.ray", "slime.utils.arguments", "slime.utils.installation")),

@@ -1,0 +1,122 @@
+"""A program of `scripts/launch.sh`, run or submitted as a job, and followed to its end, however that comes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from types import FrameType
+from typing import NoReturn
+
+from slime.utils import processes
+from slime.utils.errors import SlimeError
+from slime.utils.external_utils.own_ray import Ray, stop_job
+
+_ENDED = re.compile(r"launch: job \S+ (succeeded|failed|stopped)\b")
+_JOB = "SLIME_JOB_ID"
+"""Under which id tools/submit_job.py submits a job."""
+_END_S = 60.0
+
+
+class JobError(SlimeError):
+    """A job did not succeed; the message says why, and where its log is."""
+
+    def __init__(self, message: str, status: str) -> None:
+        """
+        Args:
+            status: FAILED or STOPPED as Ray has it; UNKNOWN of a job that was not taken, or was lost sight of.
+        """
+        super().__init__(message)
+        self.status = status
+
+
+def run_job(program: str, ray: Ray, variables: Mapping[str, str]) -> str:
+    """Run a program for bash whose ``launch`` submits to ``ray``, print the job's log, and wait for its end.
+
+    Where this process leaves before that, by Ctrl-C for one, the job is stopped.
+
+    Args:
+        variables: for the program, besides this process's environment.
+
+    Returns:
+        SUCCEEDED.
+
+    Raises:
+        JobError: it ended otherwise, or was not taken.
+    """
+    job = f"raysubmit_{secrets.token_hex(8)}"
+    log = ray.log_of(job)
+    print(f"execute_train: submitting job {job}; its log: {log}", flush=True)
+    try:
+        status, said = run_program(program, {**variables, "RAY_ADDRESS": ray.address, _JOB: job})
+    except BaseException:
+        stop_job(ray, job)
+        raise
+    if status == 0:
+        print(f"execute_train: job {job} SUCCEEDED; its log: {log}", flush=True)
+        return "SUCCEEDED"
+    ended = _ENDED.match(said)
+    why = said.removeprefix("launch: ").removeprefix("error: ") or f"its submission ended with status {status}"
+    raise JobError(f"{why}; its log: {log}", ended[1].upper() if ended else "UNKNOWN")
+
+
+def run_program(program: str, variables: Mapping[str, str]) -> tuple[int, str]:
+    """Run a program for bash in a session of its own; its status, and the last line that it wrote to standard error.
+
+    Its text is not on a command line, which others on the host can read. It ends with this process.
+    """
+    with tempfile.TemporaryFile("w+") as file:
+        file.write(program)
+        file.flush()
+        process = subprocess.Popen(
+            ["bash", f"/dev/fd/{file.fileno()}"],
+            pass_fds=[file.fileno()],
+            env=os.environ | variables,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            preexec_fn=functools.partial(processes.die_with_parent, os.getpid()),
+        )
+    last = ""
+    try:
+        assert process.stderr is not None
+        with process.stderr:
+            for line in process.stderr:
+                print(line, end="", file=sys.stderr, flush=True)
+                last = line.strip() or last
+        return process.wait(), last
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_END_S)
+        process.kill()
+
+
+@contextlib.contextmanager
+def signals_as_exceptions() -> Iterator[None]:
+    """Within the block SIGTERM and SIGHUP raise SystemExit with 128 and their number, where they would just end us."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        signal.signal(number, signal.SIG_IGN)  # a second one would end the cleaning up
+        sys.exit(128 + number)
+
+    ours = []
+    if threading.current_thread() is threading.main_thread():
+        ours = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
