@@ -112,6 +112,7 @@ def test_a_command_that_fails_is_one_line(command: str, said: str) -> None:
         ("x --wandb-key s3cret --lr 1", "x --wandb-key <redacted> --lr 1"),
         ("x --wandb-key='s3 cret'", "x --wandb-key=<redacted>"),
         ("bash -c 'cd a; x --wandb-key s3cret'", "bash -c cd a; x --wandb-key <redacted>"),
+        ("X='y --wandb-key s3cret' z", "X=y --wandb-key <redacted> z"),
         ('curl -H "Authorization: Bearer s3cret" u', "curl -H Authorization: <redacted> u"),
         ('x --train-env-vars \'{"A": "s3cret"}\'', 'x --train-env-vars {"A": "<redacted>"}'),
         ('E=\'{"env_vars": {"A": "s3cret"}}\' x', 'E={"env_vars": {"A": "<redacted>"}} x'),
