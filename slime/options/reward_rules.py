@@ -15,7 +15,7 @@ DAPO_REWARDS = ("score", "acc")
 """Numbers in the dict that ``--rm-type dapo`` answers with."""
 NEEDS_LABEL = ("math", "dapo", "deepscaler", "f1")
 """Built-in rewards that compare a response with the row's label."""
-OWN_SOURCES = "slime.rollout.data_source."
+_SLIMES_SOURCES = ("slime.rollout.data_source.", "slime.data.")
 _FIRST_ROW = 1 << 20
 """Bytes of a file that are looked at before it is loaded."""
 
@@ -38,11 +38,18 @@ def rows_may_name_rewards(path: str | None, metadata_key: str | None) -> bool:
         return True
 
 
-def may_set_labels(args: Namespace) -> bool:
-    """Whether code of a user's own comes before the reward of training samples."""
+def comes_before_reward(args: Namespace) -> bool:
+    """Whether code of a user's own comes before the reward of training samples, and may set it, its name or labels.
+
+    A sample that then has no reward is an error of its own.
+    """
     own_code = args.custom_generate_function_path or args.rollout_sample_hook_path
-    own_source = not args.data_source_path.startswith(OWN_SOURCES)
-    return bool(own_code) or own_source or not generates_itself(args.rollout_function_path)
+    return bool(own_code) or has_own_source(args) or not generates_itself(args.rollout_function_path)
+
+
+def has_own_source(args: Namespace) -> bool:
+    """Whether prompts come from a class of a user's own."""
+    return not args.data_source_path.replace(":", ".").startswith(_SLIMES_SOURCES)
 
 
 def check_rewards(args: Namespace) -> None:
@@ -51,7 +58,7 @@ def check_rewards(args: Namespace) -> None:
     if generates and args.custom_rm_path is None:
         if args.custom_reward_post_process_path is None and args.custom_convert_samples_to_train_data_path is None:
             _reward_key(args, "reward_key", args.rm_type, f"--rm-type {args.rm_type}")
-        if args.label_key is None and not may_set_labels(args):
+        if args.label_key is None and not comes_before_reward(args):
             _need_no_label(args.rm_type, f"--label-key is missing: --rm-type {args.rm_type}")
     _url_of_reward(args, args.rm_type, "--rm-type")
     if args.eval_interval is not None and generates_itself(args.eval_function_path):
@@ -61,21 +68,35 @@ def check_rewards(args: Namespace) -> None:
 
 def _reward_of_dataset(args: Namespace, dataset: EvalDataset) -> None:
     """As `check_rewards`; a dataset's own reward comes first."""
-    own = dataset.rm_type is not None
-    if dataset.custom_rm_path is not None or (args.custom_rm_path is not None and not own):
+    if dataset.custom_rm_path is not None or (args.custom_rm_path is not None and dataset.rm_type is None):
         return
-    rm_type = dataset.rm_type if own else args.rm_type
+    where, rm_type = reward_of_dataset(args, dataset)
     own_code = dataset.custom_generate_function_path or args.custom_generate_function_path
     if rm_type is None:
-        of_dataset = (dataset.metadata_overrides or {}).get("rm_type")
-        if own_code or of_dataset or rows_may_name_rewards(dataset.path, dataset.metadata_key):
+        if own_code or args.rollout_sample_hook_path or rows_may_name_rewards(dataset.path, dataset.metadata_key):
             return  # own code may set the reward: a sample without one is an error of its own
         raise OptionError(f"--eval-interval needs --rm-type or --custom-rm-path: {dataset} has no reward")
-    where = f"{dataset}: rm_type {rm_type}" if own else f"--rm-type {rm_type}"
-    _url_of_reward(args, rm_type, f"{dataset}: rm_type" if own else "--rm-type")
-    _reward_key(args, "eval_reward_key", rm_type, where)
+    _url_of_reward(args, rm_type, where)
+    _reward_key(args, "eval_reward_key", rm_type, f"{where} {rm_type}")
     if dataset.label_key is None and own_code is None and not args.rollout_sample_hook_path:
-        _need_no_label(rm_type, f"--eval-label-key is missing: {where}")
+        _need_no_label(rm_type, f"--eval-label-key is missing: {where} {rm_type}")
+
+
+def reward_of_dataset(args: Namespace, dataset: EvalDataset) -> tuple[str, str | None]:
+    """Where the built-in reward of a dataset's rows is named, unless in these, and its name.
+
+    Raises:
+        OptionError: a name that is no text.
+    """
+    override = (dataset.metadata_overrides or {}).get("rm_type")
+    if dataset.rm_type is not None:
+        return f"{dataset}: rm_type", dataset.rm_type
+    if not override:
+        return "--rm-type", args.rm_type
+    where = f"{dataset}: metadata_overrides: rm_type"
+    if not isinstance(override, str):
+        raise OptionError(f"{where} must be text, not {override!r:.60}")
+    return where, override
 
 
 def _reward_key(args: Namespace, name: str, rm_type: str | None, where: str) -> None:

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
+from itertools import zip_longest
 
 _WEIGHTS_ALONE = "drop it: --ref-load starts from a checkpoint's weights alone, --load goes on with its run"
 
 REPLACED: dict[str, str] = {
     "--critic-num-gpus-per-node": "the critic is on the actor's slots; drop it",
     "--critic-num-nodes": "the critic is on the actor's slots; drop it",
-    "--ddp-average-in-collective": "token weights make gradients a mean over all ranks, so they are summed; drop it",
     "--distributed-backend": "the device decides: nccl on GPUs, gloo without",
     "--eval": "use --eval-interval; with --num-rollout 0 the run only evaluates",
     "--finetune": _WEIGHTS_ALONE,
-    "--get-mismatch-metrics": "train/train_rollout_* and train/ois are always logged; drop it",
     "--http-proxy": "set the http_proxy environment variable",
-    "--megatron-to-hf-mode": "weights are always mapped by the tables in slime/models; drop it",
-    "--model-name": "config.json of --hf-checkpoint says which model it is; drop it",
+    "--megatron-to-hf-mode": (
+        "slime/models has a table a model family, which maps weights both ways, and there is no bridge; drop it, "
+        "--ref-load takes Hugging Face directories as they are"
+    ),
     "--no-load-optim": _WEIGHTS_ALONE,
     "--no-load-rng": _WEIGHTS_ALONE,
     "--offload": "use --offload-train --offload-rollout, which with --colocate on GPUs are the default",
-    "--qkv-format": "sequences are always packed (thd); drop it",
-    "--recompute-loss-function": "logits are always computed anew, --log-probs-chunk-size tokens at a time; drop it",
+    "--qkv-format": (
+        "sequences are always packed (thd), which gives the loss and gradients of padded ones (bshd) without their "
+        "padding; drop it, --use-dynamic-batch-size and --max-tokens-per-gpu say how much is computed at a time"
+    ),
     "--sglang-enable-ep-moe": "use --sglang-ep-size N",
     "--sglang-host": "engines listen on the address of the node that they run on",
     "--sglang-model-path": "engines serve --hf-checkpoint",
@@ -32,16 +35,13 @@ REPLACED: dict[str, str] = {
     "--sglang-router-request-timeout-secs": "use --request-timeout",
     "--sglang-tensor-parallel-size": "use --rollout-num-gpus-per-engine",
     "--sglang-tp-size": "use --rollout-num-gpus-per-engine",
-    "--override-opt_param-scheduler": "on resume the flags' schedule is used anyway; drop it",
     "--train-iters": "it follows from --num-rollout and --num-steps-per-rollout",
     "--true-on-policy-mode": "one step per rollout is on policy; add --sglang-enable-deterministic-inference",
-    "--rollout-health-check-first-wait": "an engine is asked from its first answer on; drop it",
     "--use-critic": "--advantage-estimator ppo has a critic; drop it",
     "--use-custom-fsdp": "the distributed optimizer shards optimizer state; there is no FSDP backend",
     "--use-fault-tolerance": "a run of several engines goes on without one that dies, which is not restarted; drop it",
     "--use-megatron-fsdp": "the distributed optimizer shards optimizer state; there is no FSDP backend",
     "--use-pytorch-profiler": "use --profile-target",
-    "--use-rollout-entropy": "train/entropy_loss is always logged; drop it",
     "--use-slime-router": "the router is sglang-router; see --help router",
 }
 """Flags that will not come, with what replaces them."""
@@ -93,17 +93,37 @@ REPLACED_VALUES: dict[tuple[str, str], str] = {
 WITHOUT_EFFECT: dict[str, str] = {
     "--async-save": "a checkpoint is written before the run goes on",
     "--data-pad-size-multiplier": "packed sequences are not padded to a multiple of it",
+    "--ddp-average-in-collective": (
+        "gradients are a mean over the whole step, by which the loss is divided before ranks are summed"
+    ),
     "--disable-weights-backuper": "reference and actor weights are always kept on the CPU",
+    "--get-mismatch-metrics": "train/train_rollout_* and train/ois are always logged",
     "--log-probs-max-tokens-per-gpu": "log-prob passes use the micro-batches of --max-tokens-per-gpu",
     "--min-batch-collection-ratio": "a rollout is trained on when it is whole",
+    "--model-name": "config.json of --hf-checkpoint says which model it is",
+    "--override-opt_param-scheduler": "on resume the schedule is that of the flags anyway",
+    "--recompute-loss-function": "logits are always computed anew, --log-probs-chunk-size tokens at a time",
     "--rollout-data-transport": "rollouts go to trainers through Ray's object store",
+    "--rollout-health-check-first-wait": "an engine is asked from its first answer on",
     "--spec": "config.json of --hf-checkpoint says which layers the model has",
     "--te-rng-tracker": "random state is torch's",
     "--train-memory-margin-bytes": "torch's allocator decides",
     "--use-distributed-post": "one process sends the requests",
+    "--use-rollout-entropy": "train/entropy_loss is always logged",
     "--use-te-rng-tracker": "random state is torch's",
 }
 """Flags of upstream's that change no result here, speed or memory at most: they are taken, with a warning."""
+
+WITHOUT_EFFECT_VALUES: dict[tuple[str, str], str] = {
+    ("--megatron-to-hf-mode", "raw"): "the tables in slime/models always map weights",
+    ("--qkv-format", "thd"): "sequences are always packed",
+}
+"""Values of flags in `REPLACED` that ask for what is done anyway: they are taken, with a warning too."""
+
+
+def without_effect(flag: str, value: str) -> str | None:
+    """Why a flag of upstream's with this value changes nothing here; None where it does, or is not there."""
+    return WITHOUT_EFFECT.get(flag) or WITHOUT_EFFECT_VALUES.get((flag, value))
 
 
 def split_without_effect(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -111,12 +131,13 @@ def split_without_effect(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     kept: list[str] = []
     left_out: dict[str, str] = {}
     is_kept = True
-    for token in argv:
+    for token, following in zip_longest(argv, argv[1:], fillvalue=""):
         if token.startswith("--"):
-            flag = token.partition("=")[0]
-            is_kept = flag not in WITHOUT_EFFECT
+            flag, equals, value = token.partition("=")
+            reason = without_effect(flag, value if equals else following)
+            is_kept = reason is None
             if not is_kept:
-                left_out[flag] = f"{flag} means nothing here: {WITHOUT_EFFECT[flag]}"
+                left_out[flag] = f"{flag} means nothing here: {reason}"
         if is_kept:
             kept.append(token)
     return kept, list(left_out.values())
@@ -145,8 +166,10 @@ def add_upstream_attributes(args: Namespace) -> None:
             setattr(args, name, False if name.startswith(_SWITCHES) else None)
 
 
-def explain_flag(flag: str) -> str | None:
-    """Why a flag is not available, or None for any other flag."""
+def explain_flag(flag: str, value: str = "") -> str | None:
+    """Why a flag is not available, or None for any other flag, and for one whose value asks for what is done anyway."""
+    if (flag, value) in WITHOUT_EFFECT_VALUES:
+        return None
     if flag in REPLACED:
         return f"{flag} is not available: {REPLACED[flag]}"
     family = next((prefix for prefix in REPLACED_PREFIXES if flag.startswith(prefix)), None)

@@ -14,7 +14,7 @@ from slime.options.errors import OptionError, Reasons
 from slime.options.eval_datasets import CONFIG, PAIRS, data_file, eval_datasets
 from slime.options.export_rules import check_exports
 from slime.options.reward_model import derive_reward_model
-from slime.options.reward_rules import OWN_SOURCES, check_rewards, rows_may_name_rewards
+from slime.options.reward_rules import check_rewards, comes_before_reward, has_own_source, rows_may_name_rewards
 from slime.options.rollout import DEFAULT_ROLLOUT, SFT_ROLLOUT, generates_itself
 from slime.options.schema import flag_named
 from slime.options.sglang import check_ranks
@@ -145,7 +145,7 @@ def _missing(args: Namespace) -> Iterator[str]:
             ", or share them by --colocate" if shares else ""
         )
     has_none = args.disable_rollout_global_dataset or replays
-    if args.prompt_data is None and args.data_source_path.startswith(OWN_SOURCES) and not has_none:
+    if args.prompt_data is None and not has_own_source(args) and not has_none:
         yield "--prompt-data is missing"
     if args.num_rollout is None and args.num_epoch is None:
         yield "--num-rollout or --num-epoch is missing"
@@ -155,9 +155,8 @@ def _missing(args: Namespace) -> Iterator[str]:
         return
     if args.rollout_max_response_len is None and args.rollout_max_context_len is None:
         yield "--rollout-max-response-len is missing"
-    own_code = args.custom_generate_function_path or not generates_itself(args.rollout_function_path)
     named = args.rm_type or args.custom_rm_path or rows_may_name_rewards(args.prompt_data, args.metadata_key)
-    if not named and not own_code:
+    if not named and not comes_before_reward(args):
         yield "--rm-type or --custom-rm-path is missing: responses need a reward"
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from slime.options.reward_rules import may_set_labels, unmet_rewards
+from slime.options.reward_rules import comes_before_reward, unmet_rewards
 from slime.options.rollout import SFT_ROLLOUT, generates_itself
 from slime.rollout.prompt_rows import PromptRow, PromptSpec, RowEncoder
 from slime.rollout.reading import RawRow, RowFile, open_rows
@@ -91,7 +91,7 @@ def train_prompt_spec(args: Namespace) -> PromptSpec:
         skip_bad_rows=args.skip_bad_rows,
         messages_allowed=supervised or own_code,
         trained_turns=turns if args.rollout_function_path == SFT_ROLLOUT else None,
-        built_in_reward=not may_set_labels(args) and args.custom_rm_path is None,
+        built_in_reward=not comes_before_reward(args) and args.custom_rm_path is None,
         rm_type=args.rm_type,
         unmet_rewards=unmet_rewards(args),
     )

@@ -39,11 +39,12 @@ from slime.options.model import (
 from slime.options.next_tokens import check_heads, check_heads_training
 from slime.options.parser import HOOK_GROUP, StrictParser, flag_values, flag_words
 from slime.options.reward_model import find_reward_model, reward_engine_flags
+from slime.options.reward_rules import reward_of_dataset
 from slime.options.rollout import EngineOptions, RewardOptions, RolloutOptions
 from slime.options.schema import add_options, flag_named, flag_of, hook_fields
 from slime.options.tracking import TrackingOptions
 from slime.options.training import check_training
-from slime.options.unavailable import WITHOUT_EFFECT, add_upstream_attributes, explain_flag, split_without_effect
+from slime.options.unavailable import add_upstream_attributes, explain_flag, split_without_effect, without_effect
 from slime.options.validate import derive_all, limit_prompts
 from slime.options.values import read_yaml
 from slime.utils.command_line import given_words
@@ -242,15 +243,15 @@ def _check_keys(parser: StrictParser, values: dict[str, Any]) -> list[str]:
 
     The rest are the user's own, for hooks.
     """
-    unknown = [key for key in values if not parser.has(key) and explain_flag(flag_named(key)) is None]
+    unknown = [key for key, v in values.items() if not parser.has(key) and not explain_flag(flag_named(key), str(v))]
     passed = [parser.explain_unknown(flag_named(key)) for key in unknown if key.startswith(("sglang_", "router_"))]
     if passed:
         raise OptionError(f"--custom-config-path: {'; '.join(passed)}")
     kept = "is kept as an attribute of args"
     meant = {
-        key: f"; else it means nothing here: {WITHOUT_EFFECT[flag]}"
-        if (flag := flag_named(key)) in WITHOUT_EFFECT
-        else parser.nearest(flag, _MISSPELT)
+        key: f"; else it means nothing here: {reason}"
+        if (reason := without_effect(flag_named(key), str(values[key])))
+        else parser.nearest(flag_named(key), _MISSPELT)
         for key in unknown
     }
     return [f"--custom-config-path: {key} {kept}{more}" for key, more in meant.items() if more]
@@ -261,7 +262,7 @@ def _parse_yaml(parser: StrictParser, values: dict[str, Any]) -> dict[str, Any]:
     settings = argparse.Namespace()
     for key, value in values.items():
         try:
-            if reason := explain_flag(flag_named(key)):
+            if reason := explain_flag(flag_named(key), str(value)):
                 raise ValueError(reason)
             if value is not None or not parser.has(key):  # null is what the flag would have without it
                 parser.set_entry(key, value, settings)
@@ -297,7 +298,7 @@ def _resolve(args: argparse.Namespace, given: set[str], asynchronous: bool) -> l
     reasons.of(check_quantization, args)
     reasons.of(limit_prompts, args)
     if args.placement != "rollout_only":
-        reasons.of(check_training, args, given)
+        reasons.of(check_training, args, given, warnings)
         reasons.of(check_layout, args)
         reasons.of(_check_lora, args, resumed)
     reasons.of(settle_lora_sync, args, given, warnings)
@@ -378,7 +379,6 @@ def _check_weight_files(args: argparse.Namespace, resumed: SavedModel | None, *,
 def _check_reward_names(args: argparse.Namespace) -> None:
     from slime.rollout.rm_hub.graders import GRADERS
 
-    named = [("--rm-type", args.rm_type)] + [(f"{d}: rm_type", d.rm_type) for d in args.eval_datasets]
-    for where, name in named:
+    for where, name in [("--rm-type", args.rm_type), *(reward_of_dataset(args, d) for d in args.eval_datasets)]:
         if name is not None and name.removeprefix("boxed_") not in GRADERS:
             raise OptionError(f"{where} {name}: there are {', '.join(sorted(GRADERS))}, each also as boxed_<name>")

@@ -232,10 +232,6 @@ def test_functions_in_a_bare_file(name: str, function: str, directory: Path) -> 
         ("--use-critic", "--use-critic is not available: --advantage-estimator ppo has a critic; drop it"),
         ("--critic-num-nodes 1", "--critic-num-nodes is not available: the critic is on the actor's slots; drop it"),
         ("--critic-num-gpus-per-node 1", "--critic-num-gpus-per-node is not available: the critic is on the actor's"),
-        ("--get-mismatch-metrics",
-         "--get-mismatch-metrics is not available: train/train_rollout_* and train/ois are always logged; drop it"),
-        ("--recompute-loss-function", "--recompute-loss-function is not available: logits are always computed anew"),
-        ("--use-rollout-entropy", "--use-rollout-entropy is not available: train/entropy_loss is always logged"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -222,7 +222,6 @@ def test_hooks_are_loaded_and_their_flags_known(parse: Parse, directory: Path, f
         ("--cuda-graph-impl local", "", "--cuda-graph-impl local is not available yet"),
         ("--num-distributed-optimizer-instances 2", "", "--num-distributed-optimizer-instances 2 is not available yet"),
         ("--cpu-offloading", "", "--cpu-offloading needs --transformer-impl transformer_engine"),
-        ("--ddp-average-in-collective", "", "--ddp-average-in-collective is not available: token weights"),
         ("--window-size 128,0", "", "--window-size is not available yet"),
         ("--softmax-type off-by-one", "", "--softmax-type is not available yet"),
         ("--offload", "", "--offload is not available: use --offload-train"),
@@ -290,6 +289,14 @@ def test_transformer_engine_must_be_installed(fails: Fails, monkeypatch: pytest.
 )
 def test_what_a_trainer_takes(parse: Parse, words: str) -> None:
     parse(words)
+
+
+def test_gradients_that_nobody_pins_are_told_of(parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
+    parse("--optimizer-cpu-offload --no-pin-cpu-params")
+    assert capsys.readouterr().err == ""
+    parse("--optimizer-cpu-offload --no-pin-cpu-params --no-pin-cpu-grads")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "warning: --no-pin-cpu-grads means nothing here: gradients stay in the device's buffers" in line
 
 
 def test_sgd_is_not_distributed(parse: Parse) -> None:

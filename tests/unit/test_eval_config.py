@@ -171,6 +171,15 @@ def test_datasets_with_rewards_of_their_own_need_no_label_and_no_reward_flag(par
         ("datasets: {a: {path: aime.jsonl, min_new_tokens: 17}}", "min_new_tokens 17 is more than max_response_len 16"),
         ("datasets: {a: {path: aime.jsonl, rm_type: maths}}", "eval.yaml: a: rm_type maths: there are dapo"),
         ("datasets: {a: {path: aime.jsonl, rm_type: dapo}}", "a: rm_type dapo: --eval-reward-key is missing"),
+        *(
+            (f"datasets: {{a: {{path: aime.jsonl, metadata_overrides: {{rm_type: {name}}}}}}}", f"rm_type {problem}")
+            for name, problem in {
+                "dapo": "dapo: --eval-reward-key is missing",
+                "boxed_remote_rm": "boxed_remote_rm needs --rm-url",
+                "maths": "maths: there are dapo",
+                "3": "must be text, not 3",
+            }.items()
+        ),
         (
             "datasets: {a: {path: aime.jsonl, rm_type: f1, custom_rm_path: eval_hook.py}}",
             "a: rm_type and custom_rm_path exclude each other",

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from slime.options.parser import StrictParser
-from slime.options.unavailable import NOT_YET, REPLACED, REPLACED_VALUES, WITHOUT_EFFECT, explain_flag
+from slime.options.unavailable import (
+    NOT_YET,
+    REPLACED,
+    REPLACED_VALUES,
+    WITHOUT_EFFECT,
+    WITHOUT_EFFECT_VALUES,
+    explain_flag,
+)
 from slime.utils.arguments import assemble
 
 NUM_GPUS = 0
@@ -121,6 +128,7 @@ def test_no_flag_is_both_available_and_not(known_flags: set[str]) -> None:
     later = " ".join(NOT_YET.values()).split()
     assert not {*later, *REPLACED, *WITHOUT_EFFECT} & known_flags
     assert {flag for flag, _ in REPLACED_VALUES} <= known_flags
+    assert {flag for flag, _ in WITHOUT_EFFECT_VALUES} <= set(REPLACED)
     assert len(later) == len(set(later))
     assert len({*later, *REPLACED, *WITHOUT_EFFECT}) == len(later) + len(REPLACED) + len(WITHOUT_EFFECT)
 
@@ -148,8 +156,6 @@ def test_what_to_write_instead_is_available(known_flags: set[str]) -> None:
             "--use-fault-tolerance",
             "a run of several engines goes on without one that dies, which is not restarted; drop",
         ),
-        ("--rollout-health-check-first-wait 9", "an engine is asked from its first answer on; drop it"),
-        ("--model-name qwen3", "config.json of --hf-checkpoint says which model it is; drop it"),
         ("--no-load-optim", "drop it: --ref-load starts from a checkpoint's weights alone"),
         ("--sglang-enable-ep-moe", "--sglang-enable-ep-moe is not available: use --sglang-ep-size N"),
         ("--sglang-router-policy random", "--sglang-router-policy is not available: use --router-policy"),

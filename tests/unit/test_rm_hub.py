@@ -333,7 +333,7 @@ def test_choice_of_reward(rollout_args: Args, tmp_path: Path) -> None:
         ValueError, match=r"unknown rm_type 'maths': there are dapo, deepscaler, f1, gpqa, ifbench, math, random"
     ):
         reward(rollout_args(rm_type="maths"), "x", "y")
-    with pytest.raises(ValueError, match="give --rm-type, --custom-rm-path or metadata"):
+    with pytest.raises(ValueError, match="no reward for sample 3: give --rm-type, --custom-rm-path or metadata"):
         reward(rollout_args(rm_type=None), "x", "y")
     with pytest.raises(ValueError, match=r"--custom-rm-path nowhere.fn: there is no module 'nowhere'"):
         reward(rollout_args(custom_rm_path="nowhere.fn"), "x", "y")

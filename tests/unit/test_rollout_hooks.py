@@ -15,7 +15,7 @@ from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.hooks import HookError
 from slime.rollout.loop import background_loop
 from slime.rollout.sglang_rollout import generate_and_rm
-from slime.utils.errors import DeadlineError
+from slime.utils.errors import BadInputError, DeadlineError
 from slime.utils.types import Sample
 from tests.fake_client import FakeClient, hook_file, indices, rollout
 from tests.waiting import wait_for
@@ -117,6 +117,32 @@ def test_missing_reward_is_an_error(make_args: Args, use: Callable[..., FakeClie
     message = r"rollout 0: sample 5 has no reward \(status completed\): --custom-rm-path \S+:rm gave None"
     with pytest.raises(HookError, match=message):
         rollout(make_args(custom_rm_path=f"{hook}:rm", on_sample_error="stop"))
+
+
+class Naming(RolloutDataSourceWithBuffer):
+    """Names the reward of its samples, as long as it is told to."""
+
+    names = True
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        groups = super().get_samples(num_samples)
+        for sample in flatten_samples(groups):
+            if self.names:
+                sample.metadata["rm_type"] = "f1"
+        return groups
+
+
+def test_a_data_source_may_name_rewards(make_args: Args, use: Callable[..., FakeClient]) -> None:
+    use(FakeClient())
+    args = make_args(rm_type=None, data_source_path=f"{__name__}.Naming")
+    source = Naming(args)
+    assert all(sample.reward is not None for sample in flatten_samples(rollout(args, 0, source).samples))
+    source.names = False
+    message = r"all \d+ groups failed.*the last one: reward_error: there is no reward for sample \d+: give --rm-type, "
+    with pytest.raises(HookError, match=message):
+        rollout(args, 1, source)
+    with pytest.raises(BadInputError, match=r"^there is no reward for sample \d+: give --rm-type, --custom-rm"):
+        rollout(Namespace(**vars(args) | {"on_sample_error": "stop"}), 1, source)
 
 
 def test_blocked_loop_is_noticed(

@@ -32,6 +32,31 @@ def test_flags_that_mean_nothing_here_are_taken_with_a_line(parse: Parse, capsys
     ]
 
 
+def test_what_is_done_anyway_is_taken_with_a_line(
+    directory: Path, parse: Parse, fails: Fails, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = parse(
+        "--qkv-format thd --megatron-to-hf-mode=raw --ddp-average-in-collective --get-mismatch-metrics "
+        "--override-opt_param-scheduler --model-name qwen3 --recompute-loss-function --use-rollout-entropy "
+        "--rollout-health-check-first-wait 30 --lr 0.5"
+    )
+    assert (args.lr, len(args.option_warnings)) == (0.5, 9)
+    assert all(" means nothing here: " in warning for warning in args.option_warnings)
+    (directory / "thd.yaml").write_text("qkv_format: thd\nmegatron-to-hf-mode: raw\n")
+    capsys.readouterr()
+    assert parse("--custom-config-path thd.yaml").qkv_format == "thd"
+    assert capsys.readouterr().err.count("else it means nothing here: ") == 2
+    for flag, value, instead in (
+        ("--qkv-format", "bshd", "without their padding; drop it, --use-dynamic-batch-size and --max-tokens-per-gpu"),
+        ("--megatron-to-hf-mode", "bridge", "there is no bridge; drop it, --ref-load takes Hugging Face directories"),
+    ):
+        (directory / "other.yaml").write_text(f"{flag[2:]}: {value}\n")
+        for words in (f"{flag} {value}", f"{flag}={value}", "--custom-config-path other.yaml"):
+            line = fails(words)
+            assert f"{flag} is not available: " in line
+            assert instead in line
+
+
 def test_yaml_entries_that_mean_nothing_here_are_told_of(
     directory: Path, parse: Parse, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,10 +88,24 @@ def test_a_reward_is_not_demanded_where_own_code_may_give_it(directory: Path) ->
     functions = (
         "async def generate(args, sample, sampling_params): ...",
         "def roll(args, rollout_id, data_source, evaluation=False): ...",
+        "class Source:\n    def __init__(self, args): ...",
+        "def sample_hook(args, sample, **others): ...",
     )
     (directory / "giving.py").write_text("\n".join(functions))
-    for words in ("--custom-generate-function-path giving.py:generate", "--rollout-function-path giving.py:roll"):
+    evaluates = "--eval-interval 1 --eval-prompt-data e data.jsonl "
+    for words in (
+        evaluates + "--custom-generate-function-path giving.py:generate",
+        "--rollout-function-path giving.py:roll",
+        "--data-source-path giving.py:Source",
+        evaluates + "--rollout-sample-hook-path giving.py",
+    ):
         assert parse_args(command(words, "--rm-type")).rm_type is None
+
+
+@pytest.mark.parametrize("source", ["slime.rollout.data_source:RolloutDataSource", "slime.data.RolloutDataSource"])
+def test_slimes_own_sources_give_none(fails: Fails, source: str) -> None:
+    missing = fails(f"--data-source-path {source}", "--rm-type --prompt-data")
+    assert missing == "--prompt-data is missing; --rm-type or --custom-rm-path is missing: responses need a reward"
 
 
 def test_debug_flags_in_upstreams_forms(directory: Path, parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:

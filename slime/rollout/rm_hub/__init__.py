@@ -117,7 +117,9 @@ async def _built_in_list(args: Namespace, sample: Sample) -> list[Reward]:
 async def _built_in(args: Namespace, sample: Sample) -> Reward:
     name = _rm_type(args, sample)
     if not name:
-        raise BadInputError("there is no reward: give --rm-type, --custom-rm-path or metadata['rm_type']")
+        raise BadInputError(
+            f"there is no reward for sample {sample.index}: give --rm-type, --custom-rm-path or metadata['rm_type']"
+        )
     if (problem := rm_type_problem(name)) is not None:
         raise BadInputError(problem)
     bare, response = name.removeprefix(_BOXED), response_without_special_tokens(args, sample)
