@@ -46,7 +46,7 @@ _check_nodes() { # A dry run may be of the whole run, without a node's own varia
    [[ $NUM_NODES =~ ^[1-9][0-9]*$ ]] || _die "NUM_NODES=$NUM_NODES is no whole number from 1"
    [ "$NUM_NODES" -gt 1 ] && [ -z "${RAY_ADDRESS:-}" ] || return 0
    if [ "${DRY_RUN:-0}" != 0 ] && [ -z "${NODE_RANK:-}" ]; then
-      printf "launch: a run on $NUM_NODES nodes needs NODE_RANK and MASTER_ADDR on each of them\n" >&2
+      printf 'launch: a run on %s nodes needs NODE_RANK and MASTER_ADDR on each of them\n' "$NUM_NODES" >&2
       return 0
    fi
    [ -n "${NODE_RANK:-}" ] || _die "NUM_NODES=$NUM_NODES needs NODE_RANK, from 0 to $((NUM_NODES - 1))"
@@ -119,6 +119,7 @@ _bypass_proxies() { # for what Ray's own processes ask each other, and of the me
    export NO_PROXY=$no_proxy
 }
 
+# shellcheck disable=SC2086 # a word of $running is a process
 _end_children() { # TERM, and KILL for what has not ended after END_TIMEOUT seconds
    local deadline=$((SECONDS + ${END_TIMEOUT:-120})) running
    running=$(_children)
@@ -141,6 +142,7 @@ _children() { # that still run: the number of one that has ended may be another'
 
 _wait_for_ray() { # SECONDS PID: until node 0's Ray takes connections, and only while that process lives
    local deadline=$((SECONDS + $1))
+   # shellcheck disable=SC2016 # that bash expands its $0 and $1
    until timeout 5 bash -c 'exec 3<>"/dev/tcp/$0/$1"' "$MASTER_ADDR" "$RAY_PORT" 2>/dev/null; do
       kill -0 "$2" 2>/dev/null || _die "starting Ray at $MASTER_ADDR:$RAY_PORT failed"
       [ $SECONDS -lt $deadline ] || _die "no Ray at $MASTER_ADDR:$RAY_PORT within $1 s (NODES_TIMEOUT)"

@@ -12,5 +12,6 @@ if python3 -c '' 2>/dev/null; then
     PYTHONPATH=$ROOT/tools python3 -c 'import quickstart; quickstart.parse_args()' "$@"
 fi
 bash "$ROOT/scripts/install.sh" auto
+# shellcheck source=/dev/null # install.sh makes it
 [ -n "${VIRTUAL_ENV:-}" ] || source "$ROOT/.venv/bin/activate"
 exec python3 "$ROOT/tools/quickstart.py" "$@"

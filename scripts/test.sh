@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Usage: scripts/test.sh [--full] [--shard I/N]
 #
-# Installs (scripts/install.sh), then runs lint, format check, type check and tests: what CI runs.
+# Installs (scripts/install.sh), then runs linters (of Python, shell and Dockerfiles), format check, type check and
+# tests: what CI runs.
 #
 #   --full        every case, not one per mechanism, and tests/gpu (which skips itself without a GPU)
 #   --shard I/N   lint and types, then only the I-th of N parts of the test files
@@ -35,6 +36,7 @@ step() { # LABEL COMMAND...: run it and say how long it took
 }
 
 step install bash scripts/install.sh auto
+# shellcheck source=/dev/null # install.sh makes it
 [ -n "${VIRTUAL_ENV:-}" ] || source .venv/bin/activate
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 export RAY_USAGE_STATS_ENABLED=0 RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 RAY_DEDUP_LOGS=0
@@ -42,6 +44,8 @@ export RAY_USAGE_STATS_ENABLED=0 RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 RAY_DEDUP_
 step "ruff check" ruff check .
 step "ruff format" ruff format --check .
 step mypy mypy
+mapfile -t scripts < <(git ls-files '*.sh' .ci/run)
+step shellcheck shellcheck "${scripts[@]}"
 
 # Those that wait for processes first: two workers then fill their waits with the rest.
 directories=(tests/integration tests/parallel tests/unit tests/plugin_contracts)

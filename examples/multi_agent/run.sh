@@ -16,7 +16,7 @@ SFT_ARGS=(
    --prompt-data "${OUTPUT_DIR}/data/sft.jsonl"
    --input-key messages
    --rollout-shuffle
-   --num-rollout ${SFT_STEPS:-240}
+   --num-rollout "${SFT_STEPS:-240}"
    --rollout-batch-size 32
    --loss-type sft_loss
    --calculate-per-token-loss

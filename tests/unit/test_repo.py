@@ -68,7 +68,7 @@ def test_pins_agree_with_the_constraints(device: str) -> None:
         assert not different, f"{file.name}: {different}"
 
 
-SCRIPTS = sorted([*ROOT.glob("scripts/**/*.sh"), *ROOT.glob("examples/**/*.sh")])
+SCRIPTS = sorted(path for path in tracked_files() if path.suffix == ".sh")
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: str(p.relative_to(ROOT)))
