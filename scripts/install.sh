@@ -4,9 +4,15 @@
 # Installs slime and everything it needs into the active virtual environment, or into .venv (made when missing) when
 # none is active. auto takes cuda where nvidia-smi lists a GPU, else cpu. A second call with nothing changed returns at once.
 #
-#   SLIME_TORCH_INDEX=URL   take torch from this package index, e.g. https://download.pytorch.org/whl/cpu
+#   SLIME_TORCH_INDEX=URL    take torch from this package index, e.g. https://download.pytorch.org/whl/cpu
+#   SLIME_CUDA=12.9          with cuda: builds for CUDA 12.9, not 13.0. The package index has none: they are taken from
+#                            https://download.pytorch.org/whl/cu129 (or SLIME_TORCH_INDEX) and
+#                            https://docs.sglang.ai/whl/cu129/ (or SLIME_SGLANG_INDEX)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+# shellcheck source=requirements/pins.sh
+source requirements/pins.sh
 
 say() { printf 'install: %s\n' "$*"; }
 die() { printf 'install: error: %s\n' "$*" >&2; exit 1; }
@@ -58,7 +64,11 @@ check_compiler() { # torch.compile, triton and megatron-core's data helpers comp
 
 # Wanted state of the environment in one line: what the stamp holds when the last installation finished.
 wanted_state() { # MODE PYTHON
-    { echo "$1 ${SLIME_TORCH_INDEX:-} $PWD"; "$2" -V; cat requirements/*.txt pyproject.toml setup.py; } | sha256sum
+    {
+        echo "$1 $SLIME_CUDA ${SLIME_TORCH_INDEX:-} ${SLIME_SGLANG_INDEX:-} $PWD"
+        "$2" -V
+        cat requirements/*.txt pyproject.toml setup.py
+    } | sha256sum
 }
 
 pip_install() { # LABEL PIP_ARGUMENT...
@@ -74,6 +84,26 @@ pip_install() { # LABEL PIP_ARGUMENT...
 
 pinned() { # FILE PACKAGE: the "package==version" line of a requirements file
     grep -E "^$2==" "$1"
+}
+
+install_packages() { # for MODE: requirements as the package index has them
+    local constraints=requirements/constraints-$mode.txt
+    if [ -n "${SLIME_TORCH_INDEX:-}" ]; then
+        pip_install "torch from $SLIME_TORCH_INDEX" --no-deps --index-url "$SLIME_TORCH_INDEX" \
+            "$(pinned "requirements/$mode.txt" torch)"
+    fi
+    pip_install "requirements/$mode.txt and dev.txt" \
+        -r "requirements/$mode.txt" -r requirements/dev.txt -c "$constraints"
+    if [ "$mode" = cpu ]; then
+        pip_install requirements/cpu-nodeps.txt --no-deps -r requirements/cpu-nodeps.txt
+    fi
+}
+
+# SGLang asks for packages of CUDA 13 by name, which torch for 12.9 excludes: every package is listed, and none resolved.
+install_packages_for_cuda_12() {
+    pip_install "requirements/constraints-cuda-12.9.txt" --no-deps -r requirements/constraints-cuda-12.9.txt \
+        --extra-index-url "${SLIME_TORCH_INDEX:-https://download.pytorch.org/whl/cu129}" \
+        --extra-index-url "${SLIME_SGLANG_INDEX:-https://docs.sglang.ai/whl/cu129/}"
 }
 
 mode=${1:-auto}
@@ -97,15 +127,7 @@ log=$venv/slime-install.log
 : >"$log"
 rm -f "$stamp"
 say "$mode, $("$venv/bin/python" -V), into $venv (a few minutes; log: $log)"
-constraints=requirements/constraints-$mode.txt
-if [ -n "${SLIME_TORCH_INDEX:-}" ]; then
-    pip_install "torch from $SLIME_TORCH_INDEX" --no-deps --index-url "$SLIME_TORCH_INDEX" \
-        "$(pinned "requirements/$mode.txt" torch)"
-fi
-pip_install "requirements/$mode.txt and dev.txt" -r "requirements/$mode.txt" -r requirements/dev.txt -c "$constraints"
-if [ "$mode" = cpu ]; then
-    pip_install requirements/cpu-nodeps.txt --no-deps -r requirements/cpu-nodeps.txt
-fi
+if [ "$mode $SLIME_CUDA" = "cuda 12.9" ]; then install_packages_for_cuda_12; else install_packages; fi
 pip_install slime --no-deps -e .
 echo "$state" >"$stamp"
 say "done: $venv"

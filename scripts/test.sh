@@ -46,6 +46,7 @@ step "ruff format" ruff format --check .
 step mypy mypy
 mapfile -t scripts < <(git ls-files '*.sh' .ci/run)
 step shellcheck shellcheck "${scripts[@]}"
+step hadolint hadolint docker/Dockerfile*
 
 # Those that wait for processes first: two workers then fill their waits with the rest.
 directories=(tests/integration tests/parallel tests/unit tests/plugin_contracts)

@@ -1,4 +1,7 @@
-"""scripts/install.sh and the options of scripts/test.sh, with a stand-in for Python and pip: nothing is downloaded."""
+"""scripts/install.sh, build_conda.sh and the options of scripts/test.sh.
+
+Python, pip and micromamba have stand-ins: nothing is downloaded.
+"""
 
 import os
 import shutil
@@ -115,6 +118,109 @@ def test_another_torch_index_is_used_for_torch_alone(checkout: Checkout) -> None
     first, *others = checkout.pip_calls()
     assert f"--no-deps --index-url {index} torch==" in first
     assert not any(index in call for call in others)
+
+
+def test_cuda_12_is_a_list_of_packages_from_three_indexes(checkout: Checkout) -> None:
+    """None is resolved: SGLang's metadata asks for packages of CUDA 13."""
+    assert checkout.run("cuda", SLIME_CUDA="12.9").returncode == 0
+    packages, slime = checkout.pip_calls()
+    assert "--no-deps -r requirements/constraints-cuda-12.9.txt" in packages
+    for index in ("https://download.pytorch.org/whl/cu129", "https://docs.sglang.ai/whl/cu129/"):
+        assert f"--extra-index-url {index}" in packages
+    assert slime.endswith("--no-deps -e .")
+    assert "up to date" in checkout.run("cuda", SLIME_CUDA="12.9").stdout
+    assert "up to date" not in checkout.run("cuda").stdout
+
+    mirrors = {"SLIME_TORCH_INDEX": "https://t.example", "SLIME_SGLANG_INDEX": "https://s.example"}
+    assert checkout.run("cuda", SLIME_CUDA="12.9", **mirrors).returncode == 0
+    assert "--extra-index-url https://t.example --extra-index-url https://s.example" in checkout.pip_calls()[-2]
+    assert "pytorch.org" not in checkout.pip_calls()[-2]
+
+
+@pytest.mark.parametrize(("file", "mode"), [("Dockerfile", "cuda"), ("Dockerfile.cpu", "cpu")])
+def test_the_layer_of_an_image_that_installs_has_what_the_script_reads(
+    file: str, mode: str, checkout: Checkout
+) -> None:
+    """And no more, for which a change of the code would install everything again."""
+    before, after = (ROOT / "docker" / file).read_text().split(f" && bash scripts/install.sh {mode}\n")
+    shutil.rmtree(checkout.root)
+    for line in [line for line in before.splitlines() if line.startswith("COPY ")]:
+        *sources, to = line.split()[1:]
+        for source in map(Path, sources):
+            # As docker does it: a directory's content goes to the name, a file below one that ends with "/".
+            target = checkout.root / to / ("" if (ROOT / source).is_dir() else source.name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            (shutil.copytree if (ROOT / source).is_dir() else shutil.copy)(ROOT / source, target)
+    assert (checkout.root / "slime" / "__init__.py").exists()  # for the editable installation to find the package
+    assert sorted(path.name for path in checkout.root.rglob("*.py")) == ["__init__.py", "setup.py"]
+    assert after.startswith("COPY . .\n")
+    result = checkout.run(mode)
+    assert result.returncode == 0, result.stderr
+
+
+# Environments are directories with the stand-in for Python; the rest is said to $MAMBA_CALLS.
+MICROMAMBA = """#!/usr/bin/env bash
+printf '%s\\n' "$*" >>"$MAMBA_CALLS"
+prefix=$MAMBA_ROOT_PREFIX/envs/slime
+case $1 in
+    create | install) mkdir -p "$prefix/bin" "$prefix/conda-meta"; cp "$(command -v python3)" "$prefix/bin/python" ;;
+    run) shift 3; exec "$@" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "packages"),
+    [
+        ([], {}, "python=3.12 pip gxx cuda-toolkit=13.0.2"),
+        (["cuda"], {"SLIME_CUDA": "12.9", "SLIME_PYTHON": "3.11"}, "python=3.11 pip gxx cuda-toolkit=12.9.1"),
+        (["cpu"], {}, "python=3.12 pip gxx"),
+    ],
+)
+def test_the_conda_environment_is_installed_by_the_same_script(
+    words: list[str], environment: dict[str, str], packages: str, checkout: Checkout, tmp_path: Path
+) -> None:
+    shutil.copy(ROOT / "build_conda.sh", tmp_path)
+    checkout.executable("micromamba", MICROMAMBA)
+    calls = tmp_path / "mamba-calls"
+    places = {"SLIME_DIR": str(checkout.root), "BASE_DIR": str(tmp_path / "base"), "HOME": str(tmp_path / "home")}
+    variables = {"PATH": str(checkout.bin), "PIP_CALLS": str(checkout.calls), "MAMBA_CALLS": str(calls), **places}
+    command = [str(checkout.bin / "bash"), str(tmp_path / "build_conda.sh"), *words]
+    for verb in ("create", "install"):  # a second call goes on from what the first left
+        result = subprocess.run(command, env=variables | environment, capture_output=True, text=True, timeout=60)
+        assert result.returncode == 0, result.stderr
+        made, ran = calls.read_text().splitlines()[-2:]
+        assert made == f"{verb} --yes --name slime --override-channels --channel conda-forge {packages}"
+        assert ran.startswith("run --name slime env VIRTUAL_ENV=")
+    prefix = tmp_path / "base" / "micromamba" / "envs" / "slime"
+    installed = checkout.pip_calls()[0]
+    mode = words[0] if words else "cuda"
+    assert ("constraints-cuda-12.9.txt" in installed) == ("SLIME_CUDA" in environment)
+    assert f"requirements/{'constraints-' if 'SLIME_CUDA' in environment else ''}{mode}" in installed
+    assert (prefix / ".slime-install").exists()
+    show = f'source {prefix}/etc/conda/activate.d/slime.sh; echo "$VIRTUAL_ENV $CUDA_HOME $SLIME_CUDA"'
+    activated = subprocess.run(["bash", "-c", show], env={"CONDA_PREFIX": "/the env"}, capture_output=True, text=True)
+    assert activated.stdout == f"/the env /the env {environment.get('SLIME_CUDA', '13.0')}\n"
+    assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "message"),
+    [
+        (["gpu"], {}, "build_conda.sh: error: the argument must be cuda or cpu, not 'gpu'"),
+        (["cuda", "13.0"], {}, "build_conda.sh: error: one argument at most, not 'cuda 13.0'"),
+        ([], {"SLIME_DIR": "/nowhere"}, "build_conda.sh: error: SLIME_DIR=/nowhere is no checkout of slime"),
+        ([], {"SLIME_CUDA": "12.4"}, "error: SLIME_CUDA must be 12.9 or 13.0, not '12.4'"),
+    ],
+)
+def test_wrong_words_for_the_conda_environment_make_none(
+    words: list[str], environment: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    variables = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), **environment}
+    command = ["bash", str(ROOT / "build_conda.sh"), *words]
+    result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (2, f"{message}\n")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_active_environment_is_used(checkout: Checkout, tmp_path: Path) -> None:

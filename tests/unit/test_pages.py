@@ -14,7 +14,9 @@ NUM_GPUS = 0
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     "README.md",
-    *sorted(str(p.relative_to(ROOT)) for p in [*ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]),
+    *sorted(
+        str(p.relative_to(ROOT)) for folder in ("docker", "docs", "examples") for p in ROOT.glob(f"{folder}/**/*.md")
+    ),
 ]
 
 
