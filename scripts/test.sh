@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Usage: scripts/test.sh [--full] [--shard I/N]
 #
-# Installs (scripts/install.sh), then runs linters (of Python, shell and Dockerfiles), format check, type check and
-# tests: what CI runs.
+# Installs (scripts/install.sh), then runs linters (of Python, shell and Dockerfiles), format check, type check, the
+# documentation site and tests: what CI runs.
 #
 #   --full        every case, not one per mechanism, and tests/gpu (which skips itself without a GPU)
-#   --shard I/N   lint and types, then only the I-th of N parts of the test files
+#   --shard I/N   lint and types, then only the I-th of N parts of the test files; the site with the first
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -47,6 +47,7 @@ step mypy mypy
 mapfile -t scripts < <(git ls-files '*.sh' .ci/run)
 step shellcheck shellcheck "${scripts[@]}"
 step hadolint hadolint docker/Dockerfile*
+[ "$shard" -ne 1 ] || step docs bash scripts/docs.sh check
 
 # Those that wait for processes first: two workers then fill their waits with the rest.
 directories=(tests/integration tests/parallel tests/unit tests/plugin_contracts)

@@ -98,13 +98,13 @@ def test_what_is_wrong_is_one_line(break_it: Callable[[Checkout], None], said: s
 
 def test_a_job_without_files_is_left_out_and_so_is_its_choice(checkout: Checkout) -> None:
     assert checkout.generate().returncode == 0
-    assert set(checkout.jobs()) == {"e2e-test-changed-detect", "e2e-test-changed", "cpu-unittest"}
+    assert set(checkout.jobs()) == {"e2e-test-changed-detect", "e2e-test-changed", "cpu-unittest", "docs"}
     checkout.write("test_x.py", 'NUM_GPUS = 4\nLABELS = ("run-ci-short",)\n')
     assert checkout.generate().returncode == 0
     assert checkout.jobs().keys() >= {"e2e-test-short", "e2e-test-image"}
     assert "e2e-test-ckpt" not in checkout.jobs()
     dispatch = yaml.safe_load(checkout.made.read_text())[True]["workflow_dispatch"]  # YAML 1.1 reads `on` so
-    options = ["run-ci-short", "run-ci-image", "run-ci-changed", "run-ci-cpu-unittest"]
+    options = ["run-ci-short", "run-ci-image", "run-ci-changed", "run-ci-cpu-unittest", "run-ci-docs"]
     assert dispatch["inputs"]["label"]["options"] == options
 
 
@@ -186,13 +186,20 @@ def test_workflows_are_valid(full: Checkout) -> None:
     assert "e2e-test-short" in result.stdout
 
 
-def test_always_the_cpu_tests_and_they_alone(full: Checkout) -> None:
+def test_always_the_cpu_tests_and_the_site_and_they_alone(full: Checkout) -> None:
     jobs = full.jobs()
-    (name,) = (name for name, job in JOBS.items() if job.get("always"))
-    assert jobs[name]["if"] == f"github.event_name != 'workflow_dispatch' || inputs.label == '{JOBS[name]['label']}'"
-    matrix = jobs[name]["strategy"]["matrix"]
+    names = [name for name, job in JOBS.items() if job.get("always")]
+    assert names == ["cpu-unittest", "docs"]
+    for name in names:
+        label = JOBS[name]["label"]
+        assert jobs[name]["if"] == f"github.event_name != 'workflow_dispatch' || inputs.label == '{label}'"
+    matrix = jobs["cpu-unittest"]["strategy"]["matrix"]
     assert matrix["python"] == ["3.11", "3.12"]
     count = len(matrix["shard"])
     assert matrix["shard"] == list(range(1, count + 1))
     assert count > 1
-    assert jobs[name]["steps"][-1]["run"] == f"bash scripts/test.sh --shard ${{{{ matrix.shard }}}}/{count}"
+    assert jobs["cpu-unittest"]["steps"][-1]["run"] == f"bash scripts/test.sh --shard ${{{{ matrix.shard }}}}/{count}"
+    build, upload = jobs["docs"]["steps"][-2:]
+    assert build["run"] == "bash scripts/docs.sh build"
+    site = re.findall(r"^site=(\S+)$", (ROOT / "scripts" / "docs.sh").read_text(), re.MULTILINE)
+    assert [upload["with"]["path"]] == site
