@@ -18,7 +18,7 @@ import pytest
 from slime.options.schema import flag_of, hook_fields
 from slime.utils.arguments import GROUPS
 from slime.utils.types import Sample
-from tools.website.build import configuration, told
+from tools.website.build import configuration, join_languages, told
 from tools.website.check import problems
 from tools.website.pages import GENERATED, Layout, SiteError, chinese_of, read_site
 from tools.website.reference import flags_page, hooks_page, sample_fields, sample_page, sample_words
@@ -195,6 +195,24 @@ def test_the_generators_warning_is_one_line_about_the_repositorys_page(checkout:
     expected = "docs/zh/index.md:3: the link to a.md#二: anchor does not exist"
     assert told(printed, layout, "zh") == expected
     assert told("panicked\n", layout, "zh") == ""
+
+
+def test_the_choice_of_language_leads_to_the_same_page(checkout: Path) -> None:
+    layout, made = laid_out(checkout), checkout.parent / "made"
+    choice = '<link rel="alternate" href="x" hreflang="{0}">\n<a href="./x" hreflang="{0}" class="y">\n'
+    pages = ("index", "a", "repository/examples/e", "zh/index", "zh/a", "zh/repository/examples/e", "repository/slime")
+    for page in pages:
+        (made / f"{page}.html").parent.mkdir(parents=True, exist_ok=True)
+        (made / f"{page}.html").write_text(choice.format("en") + choice.format("zh"))
+    join_languages(layout, made)
+    found = {page: re.findall(r'href="(.*?)"', (made / f"{page}.html").read_text())[1::2] for page in pages}
+    assert found["a"] == ["a.html", "zh/a.html"]
+    assert found["zh/a"] == ["../a.html", "a.html"]
+    assert found["repository/examples/e"] == ["e.html", "../../zh/repository/examples/e.html"]
+    assert found["repository/slime"] == ["./x", "./x"]
+    (made / "a.html").write_text(choice.format("en"))
+    with pytest.raises(SiteError, match=r"^a.html: no choice of language in what the generator made$"):
+        join_languages(layout, made)
 
 
 def test_what_was_built_is_read_as_a_browser_would(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ from typing import Any
 import yaml
 
 from tools.website.check import problems
-from tools.website.pages import LANGUAGES, Layout, SiteError, read_site
+from tools.website.pages import LANGUAGES, Layout, SiteError, chinese_of, place_of, read_site
 
 NAMES = {"en": "English", "zh": "中文"}
 _PALETTE = [
@@ -84,6 +85,7 @@ def build(output: Path) -> int:
         layout.write()
         for language in LANGUAGES:
             _generate(configuration(layout, language), layout, language)
+        join_languages(layout, made)
         if found := problems(made):
             raise SiteError("\n".join(found))
         if output.exists():
@@ -100,6 +102,28 @@ def _generate(settings: dict[str, Any], layout: Layout, language: str) -> None:
     if result.returncode:
         printed = re.sub(r"\x1b\[[\d;]*m", "", result.stdout + result.stderr)
         raise SiteError(told(printed, layout, language) or f"the generator failed:\n{printed.strip()}")
+
+
+def join_languages(layout: Layout, made: Path) -> None:
+    """Let the choice of language lead from a page to its other side; the generator's leads to the front page alone.
+
+    Raises:
+        SiteError: a page has no such choice, as the generator now writes it in another way.
+    """
+    for page in layout.site.pages:
+        if (chinese := chinese_of(page)) not in layout.titles:
+            continue
+        files = {"en": made / place_of(page), "zh": made / "zh" / place_of(chinese)}
+        files = {language: file.with_suffix(".html") for language, file in files.items()}
+        for file in files.values():
+            text = file.read_text()
+            for language, other in files.items():
+                target = os.path.relpath(other, file.parent)
+                choice = rf'(<(?:a|link\b[^>]*) href=")[^"]*(" hreflang="{language}")'
+                text, count = re.subn(choice, rf"\1{target}\2", text)
+                if not count:
+                    raise SiteError(f"{file.relative_to(made)}: no choice of language in what the generator made")
+            file.write_text(text)
 
 
 def told(printed: str, layout: Layout, language: str) -> str:
