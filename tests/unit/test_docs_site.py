@@ -1,6 +1,6 @@
-"""The documentation site: its side bar, its pages made from the code, its links, and what scripts/docs.sh refuses.
+"""The documentation site: its pages made from the code, its links, and what it refuses.
 
-That the whole of it builds strictly is a step of scripts/test.sh.
+That every page is on it: `test_pages.py`. That the whole of it builds strictly is a step of scripts/test.sh.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slime.utils.arguments import GROUPS
 from slime.utils.types import Sample
 from tools.website.build import configuration, join_languages, told
 from tools.website.check import problems
-from tools.website.pages import GENERATED, Layout, SiteError, chinese_of, read_site
+from tools.website.pages import Layout, SiteError, read_site
 from tools.website.reference import flags_page, hooks_page, sample_fields, sample_page, sample_words
 
 NUM_GPUS = 0
@@ -102,37 +102,6 @@ def test_the_page_of_samples_shows_each_field_as_the_class_has_it() -> None:
     text = sample_page()
     assert "| `tokens` | `list[int]` | `[]` | ids of prompt and response |" in text
     assert "| `status` | `Status` | `Status.PENDING` | " in text
-
-
-def test_every_page_is_in_the_side_bar_once_in_both_languages(tmp_path: Path) -> None:
-    site = read_site()
-    layout = Layout(site, tmp_path)
-    layout.write()
-    for language in ("en", "zh"):
-        entries = [entry for part in layout.side_bar(language)[1:] for pages in part.values() for entry in pages]
-        places = [place for entry in entries for place in entry.values()]
-        assert len(set(places)) == len(places) == len(site.pages) - 1
-        assert all(title.strip() for entry in entries for title in entry)
-        own = [place for place in places if not place.startswith("../")]
-        assert all((tmp_path / language / place).is_file() for place in own)
-        # Pages that only a link leads to would be in no side bar.
-        markdown = {str(file.relative_to(tmp_path / language)) for file in (tmp_path / language).rglob("*.md")}
-        assert markdown == {*own, "index.md"}
-
-
-@pytest.mark.parametrize("language", ["en", "zh"])
-def test_the_index_has_the_side_bars_pages_in_its_order(language: str) -> None:
-    site = read_site()
-    pages = [page for part in site.parts for page in part.pages if page not in GENERATED]
-    if language == "zh":
-        pages = [chinese_of(page) if (ROOT / chinese_of(page)).is_file() else page for page in pages]
-    index = ROOT / (site.front if language == "en" else chinese_of(site.front))
-    text = index.read_text()
-    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == [part.titles[language] for part in site.parts]
-    listed = re.findall(r"^- \[([^\]]+)\]\(([^)#]+)\)", text, re.MULTILINE)
-    assert [os.path.normpath(index.parent / link) for _, link in listed] == [str(ROOT / page) for page in pages]
-    for title, link in listed:
-        assert f"# {title}\n" in (index.parent / link).read_text().replace("`", "")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""Pages for readers: links lead somewhere, and the README's commands and figures are right."""
+"""Pages for readers: links lead somewhere, the site has every page, and the README's commands and figures are right."""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from slime.utils.arguments import check_flags
+from tools.website.pages import GENERATED, Layout, chinese_of, read_site
 
 NUM_GPUS = 0
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,3 +74,34 @@ def test_the_readmes_figures_are_measured_ones() -> None:
         numbers = re.findall(r"\d+(?:[.,]\d+)+", figures)
         assert len(numbers) >= 2
         assert [number for number in numbers if number not in (ROOT / page).read_text()] == []
+
+
+def test_every_page_is_in_the_side_bar_once_in_both_languages(tmp_path: Path) -> None:
+    site = read_site()
+    layout = Layout(site, tmp_path)
+    layout.write()
+    for language in ("en", "zh"):
+        entries = [entry for part in layout.side_bar(language)[1:] for pages in part.values() for entry in pages]
+        places = [place for entry in entries for place in entry.values()]
+        assert len(set(places)) == len(places) == len(site.pages) - 1
+        assert all(title.strip() for entry in entries for title in entry)
+        own = [place for place in places if not place.startswith("../")]
+        assert all((tmp_path / language / place).is_file() for place in own)
+        # Pages that only a link leads to would be in no side bar.
+        markdown = {str(file.relative_to(tmp_path / language)) for file in (tmp_path / language).rglob("*.md")}
+        assert markdown == {*own, "index.md"}
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_the_index_has_the_side_bars_pages_in_its_order(language: str) -> None:
+    site = read_site()
+    pages = [page for part in site.parts for page in part.pages if page not in GENERATED]
+    if language == "zh":
+        pages = [chinese_of(page) if (ROOT / chinese_of(page)).is_file() else page for page in pages]
+    index = ROOT / (site.front if language == "en" else chinese_of(site.front))
+    text = index.read_text()
+    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == [part.titles[language] for part in site.parts]
+    listed = re.findall(r"^- \[([^\]]+)\]\(([^)#]+)\)", text, re.MULTILINE)
+    assert [os.path.normpath(index.parent / link) for _, link in listed] == [str(ROOT / page) for page in pages]
+    for title, link in listed:
+        assert f"# {title}\n" in (index.parent / link).read_text().replace("`", "")
