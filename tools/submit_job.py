@@ -23,10 +23,11 @@ from urllib.parse import urlsplit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.utils.command_line import JOB_VARIABLE, apart, strike_secrets
+from slime.utils.command_line import apart, strike_secrets
 from slime.utils.environment import bypass_proxies
 from slime.utils.installation import check_installation
-from slime.utils.redaction import is_flag
+from slime.utils.job_flags import JOB_VARIABLE, package
+from slime.utils.redaction import is_flag, is_secret
 
 check_installation()
 
@@ -53,7 +54,6 @@ _LOG_S = 60
 """Seconds without a line of the log after which the job's status is asked."""
 _PREFERRED = "RAY_API_SERVER_ADDRESS"
 """The variable that Ray's client and its commands prefer to every other address that they are given."""
-_KEY_FLAG = "--wandb-key"
 _TOKEN = (
     "give it the token of that Ray, by RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, and "
     "RAY_AUTH_MODE=token (which launch sets where there is one)"
@@ -81,9 +81,12 @@ def main(argv: list[str] | None = None) -> None:
     runtime_env = _object("RUNTIME_ENV_JSON", args.runtime_env_json)
     with _bad_input("RUNTIME_ENV_JSON"):
         RuntimeEnv(**runtime_env)  # checks it
-    command, runtime_env = _without_secrets(*_without_key(args.command, runtime_env))
+    _warn_of_shown(runtime_env)
     bypass_proxies([urlsplit(_address()).hostname or ""])  # what is submitted may hold keys
     client = _connect()
+    command, hidden = apart(args.command)
+    if hidden:
+        runtime_env = _leave(client, hidden, runtime_env)
     # Our own id, or our caller's, so that it is known where the answer is lost.
     job = os.environ.get("SLIME_JOB_ID") or f"raysubmit_{secrets.token_hex(8)}"
     taken = f"whether the job was taken after all, {_ray_job('status', job)} says"
@@ -102,6 +105,18 @@ class _Client(JobSubmissionClient):
     The stream of a job's log is no such request: see `_print_log`.
     """
 
+    def put(self, path: str, content: bytes) -> None:
+        """Have the server keep something new for 10 minutes.
+
+        Raises:
+            RuntimeError: it does not.
+        """
+        # Ray forgets in time only what it was asked for.
+        for method, data, expected in (("GET", None, 404), ("PUT", content, 200)):
+            answer = self._do_request(method, path, data=data)
+            if answer.status_code != expected:
+                self._raise_error(answer)
+
     def _do_request(self, method: str, endpoint: str, **kwargs: Any) -> requests.Response:
         kwargs["timeout"] = _VERSION_S if endpoint == "/api/version" else _REQUEST_S
         answer = super()._do_request(method, endpoint, **kwargs)
@@ -113,41 +128,33 @@ class _Client(JobSubmissionClient):
         return answer
 
 
-def _without_key(command: list[str], runtime_env: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """Move W&B's key from the job's command line, which ps and Ray's list of jobs show, to its environment."""
-    words, keys = [], []
-    flag = _KEY_FLAG + "="
-    for before, word in zip(["", *command], command, strict=False):
-        if before == _KEY_FLAG or word.startswith(flag):
-            keys.append(word.removeprefix(flag))
-        elif word != _KEY_FLAG:
-            words.append(word)
-    if not keys:
-        return command, runtime_env
-    print(
-        f"launch: {_KEY_FLAG} goes to the job as WANDB_API_KEY; who may ask this Ray for a job's environment sees it "
-        "there, but not a key of `wandb login` on its head node",
-        file=sys.stderr,
-    )
-    return words, _with_variable(runtime_env, "WANDB_API_KEY", keys[-1])
-
-
-def _without_secrets(command: list[str], runtime_env: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """Move flags that are, or hold, secrets to the job's environment, from which `parse_args` takes them."""
-    shown, hidden = apart(command)
-    if not hidden:
-        return command, runtime_env
+def _leave(client: _Client, hidden: list[str], runtime_env: dict[str, Any]) -> dict[str, Any]:
+    """Leave flags that are, or hold, secrets with the Ray that runs the job; an environment in which train.py finds
+    them."""
+    place, path, content = package(hidden)
+    with _told(f"PUT {path}", "no job was submitted"):
+        client.put(path, content)
     flags = dict.fromkeys(word.partition("=")[0] for word in hidden if is_flag(word))
     print(
-        f"launch: {' '.join(flags)}: for train.py alone, by the job's environment ({JOB_VARIABLE}); who may ask this "
-        "Ray for a job's environment sees them there, but not what --custom-config-path reads",
+        f"launch: {' '.join(flags)}: kept by this Ray for the job's train.py alone, which takes them ({JOB_VARIABLE}), "
+        "for 10 minutes at most",
         file=sys.stderr,
     )
-    return shown, _with_variable(runtime_env, JOB_VARIABLE, json.dumps(hidden))
+    return {**runtime_env, "env_vars": {**_variables(runtime_env), JOB_VARIABLE: place}}
 
 
-def _with_variable(runtime_env: dict[str, Any], name: str, value: str) -> dict[str, Any]:
-    return {**runtime_env, "env_vars": {**(runtime_env.get("env_vars") or {}), name: value}}  # null is none
+def _warn_of_shown(runtime_env: dict[str, Any]) -> None:
+    """Of secrets in the job's environment, which every process of the job has."""
+    if shown := [name for name, value in _variables(runtime_env).items() if is_secret(name, value)]:
+        print(
+            f"launch: warning: RUNTIME_ENV_JSON: env_vars {' '.join(shown)}: Ray shows a job's environment in "
+            "`ray job list`, its logs, and ps where a worker starts: set them where `ray start` runs instead",
+            file=sys.stderr,
+        )
+
+
+def _variables(runtime_env: dict[str, Any]) -> dict[str, Any]:
+    return runtime_env.get("env_vars") or {}  # null is none
 
 
 def _object(name: str, text: str) -> dict[str, Any]:
@@ -166,7 +173,7 @@ def _bad_input(name: str) -> Iterator[None]:
         _fail(f"{name} cannot be used: {' '.join(str(error).split())}", 2)
 
 
-def _connect() -> JobSubmissionClient:
+def _connect() -> _Client:
     """A client of the job server at RAY_ADDRESS, which has told its version."""
     headers = _object("RAY_JOB_HEADERS", os.environ.get("RAY_JOB_HEADERS") or "{}")
     preferred = os.environ.pop(_PREFERRED, "")

@@ -90,11 +90,11 @@ def parse_args(argv: Sequence[str] | None = None, *, asynchronous: bool = False)
         argv: the words; default those of this process.
         asynchronous: whether they are train_async.py's.
     """
-    words = given_words() if argv is None else list(argv)
     if os.getcwd() not in sys.path:  # hooks beside the user's script, as in the workers
         sys.path.insert(0, os.getcwd())
     parser = StrictParser(description="Reinforcement learning of language models: Megatron trains, SGLang generates.")
     try:
+        words = given_words() if argv is None else list(argv)
         defaults, given, warnings = _parse(parser, words)
         parser.check_required(given)
         args = argparse.Namespace(**(defaults | given))
@@ -104,7 +104,7 @@ def parse_args(argv: Sequence[str] | None = None, *, asynchronous: bool = False)
         add_upstream_attributes(args)
         if parser.unavailable:
             parser.error("")
-    except (OptionError, InstalledFlagsError) as error:
+    except (OptionError, InstalledFlagsError, BadInputError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:
         parser.exit(130)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.utils import job_flags
 from slime.utils.redaction import REDACTED, is_flag, redacted_words
 
-JOB_VARIABLE = "SLIME_JOB_SECRET_FLAGS"
-"""Words that tools/submit_job.py leaves out of a job's command line, as a JSON array."""
 _ARG_START = 45
 """Place, behind the program's name in /proc/self/stat, of the address at which the command line begins."""
 
@@ -31,8 +29,12 @@ def strike_secrets() -> None:
 
 
 def given_words() -> list[str]:
-    """This process's command line, with what `JOB_VARIABLE` has of it, which others do not inherit then."""
-    return [*sys.argv[1:], *json.loads(os.environ.pop(JOB_VARIABLE, "[]"))]
+    """This process's command line, with the flags that were left out of it where it is a job's.
+
+    Raises:
+        BadInputError: those cannot be had.
+    """
+    return [*sys.argv[1:], *job_flags.take()]
 
 
 def show() -> None:

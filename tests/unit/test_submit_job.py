@@ -20,7 +20,10 @@ import psutil
 import pytest
 import ray
 
-from slime.utils.command_line import JOB_VARIABLE, given_words
+from slime.utils import job_flags
+from slime.utils.command_line import given_words
+from slime.utils.errors import BadInputError
+from slime.utils.job_flags import JOB_VARIABLE
 from tests import shipped
 from tests.proxy import RecordingProxy
 from tools import submit_job
@@ -47,6 +50,9 @@ class _JobServer(BaseHTTPRequestHandler):
             self._answer(*self.server.version)
         elif self.path.endswith("/logs/tail"):
             self._print_log()
+        elif self.path.startswith("/api/packages/"):
+            self.server.asked.append(self.path)
+            self._answer(404, "Package does not exist")
         else:
             self._answer(*self.server.info)
 
@@ -54,6 +60,12 @@ class _JobServer(BaseHTTPRequestHandler):
         self.server.given = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         status, text = self.server.taken
         self._answer(status, text.replace("JOB", self.server.given["submission_id"]))
+
+    def do_PUT(self) -> None:
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        assert self.path in self.server.asked, "Ray would keep it without end"
+        self.server.kept[self.path.removeprefix("/api/packages/").replace("/", "://", 1)] = content
+        self._answer(*self.server.put)
 
     def _answer(self, status: int, text: str) -> None:
         if status in (CUT, SILENT):
@@ -91,12 +103,17 @@ class _JobServer(BaseHTTPRequestHandler):
 class _Server(ThreadingHTTPServer):
     version: Answer = (200, VERSION)
     taken: Answer = (200, '{"job_id": "JOB", "submission_id": "JOB"}')
+    put: Answer = (200, "")
     log_status = 200
     info: Answer = (200, '{"type": "SUBMISSION", "entrypoint": "true", "status": "SUCCEEDED"}')
     given: dict[str, object] | None = None
 
     def __init__(self, *words: Any) -> None:
         super().__init__(*words)
+        self.kept: dict[str, bytes] = {}
+        """Packages, by their URI."""
+        self.asked: list[str] = []
+        """Of which packages it was asked whether they are there."""
         self.logged = threading.Event()
         """The job's log ends when it is set."""
         self.logged.set()
@@ -325,34 +342,28 @@ def test_a_lost_log_is_not_a_lost_job(server: _Server, log_status: int, info: An
 
 @pytest.mark.parametrize("words", [["--wandb-key", "s3cret"], ["--wandb-key=s3cret"]])
 @pytest.mark.parametrize("variables", [{"A": "1"}, None])
-def test_a_key_is_no_part_of_the_jobs_command_line(
-    server: _Server, words: list[str], variables: dict[str, str] | None
-) -> None:
+def test_a_key_is_no_part_of_a_job(server: _Server, words: list[str], variables: dict[str, str] | None) -> None:
     command = [sys.executable, str(shipped.ROOT / "tools/submit_job.py"), "--runtime-env-json"]
     command += [json.dumps({"env_vars": variables}), "--", "train.py", "--use-wandb", *words, "--lr", "1"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment_of(server))
     given = server.given or {}
+    (place,) = server.kept
     assert given["entrypoint"] == "train.py --use-wandb --lr 1"
-    assert given["runtime_env"] == {"env_vars": {**(variables or {}), "WANDB_API_KEY": "s3cret"}}
-    assert ran.stderr.startswith("launch: --wandb-key goes to the job as WANDB_API_KEY; ")
+    assert given["runtime_env"] == {"env_vars": {**(variables or {}), JOB_VARIABLE: place}}
+    assert ran.stderr.startswith("launch: --wandb-key: kept by this Ray for the job's train.py alone")
     assert "s3cret" not in ran.stderr + ran.stdout
 
 
-def test_no_secret_is_part_of_a_jobs_command_line_nor_stays_in_its_submitters(
+def test_no_secret_is_part_of_a_job_nor_stays_in_its_submitters_command_line(
     server: _Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither ps nor Ray's list of jobs shows one; train.py takes them from the job's environment."""
+    """Ray shows a job's command line and its environment; train.py takes the secrets from Ray's store, once."""
     server.logged.clear()
-    secret = [
-        "--judge-api-key",
-        "s3cret",
-        "--sglang-ssl-keyfile-password=s3cret",
-        "--train-env-vars",
-        '{"A": "s3cret"}',
-    ]
-    words = ["--rm-url", "http://me:s3cret@judge/score", "-h", "--lr", "1", "--wandb-key", "s3cret"]
+    secret = ["--judge-api-key", "s3cret", "--sglang-ssl-keyfile-password=s3cret"]
+    secret += ["--train-env-vars", '{"A": "s3cret"}', "--wandb-key", "s3cret"]
+    words = ["--rm-url", "http://me:s3cret@judge/score", "-h", "--lr", "1", "--wandb-key=s3cret"]
     command = [sys.executable, str(shipped.ROOT / "tools/submit_job.py"), "--runtime-env-json"]
-    command += ['{"env_vars": {"HF_TOKEN": "s3cret"}}', "--", "env", "--chdir=/x", "train.py", *secret, *words]
+    command += ['{"env_vars": {"A": "1"}}', "--", "env", "--chdir=/x", "train.py", *secret, *words]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment_of(server)
     )
@@ -366,16 +377,43 @@ def test_no_secret_is_part_of_a_jobs_command_line_nor_stays_in_its_submitters(
         process.kill()
         server.logged.set()
     assert "s3cret" not in said
-    assert "launch: --judge-api-key --sglang-ssl-keyfile-password --train-env-vars --rm-url: for train.py alone" in said
+    flags = "--judge-api-key --sglang-ssl-keyfile-password --train-env-vars --wandb-key --rm-url"
+    assert said.startswith(f"launch: {flags}: kept by this Ray for the job's train.py alone")
     given: Any = server.given
+    assert "s3cret" not in json.dumps(given)
     assert given["entrypoint"] == "env --chdir=/x train.py -h --lr 1"
     variables = given["runtime_env"]["env_vars"]
-    assert (variables["HF_TOKEN"], variables["WANDB_API_KEY"]) == ("s3cret", "s3cret")
+    assert variables["A"] == "1"
+    (content,) = server.kept.values()
+    assert b"s3cret" not in content[:15], "which Ray logs where it cannot keep it"
+
+    monkeypatch.setattr(job_flags, "_take", lambda place: server.kept.pop(place, None))
     monkeypatch.setenv(JOB_VARIABLE, variables[JOB_VARIABLE])
     monkeypatch.setattr(sys, "argv", shlex.split(given["entrypoint"])[2:])
-    assert given_words() == ["-h", "--lr", "1", *secret, *words[:2]]
+    assert given_words() == ["-h", "--lr", "1", *secret, *words[:2], words[-1]]
     assert JOB_VARIABLE not in os.environ
     assert given_words() == ["-h", "--lr", "1"]
+    monkeypatch.setenv(JOB_VARIABLE, variables[JOB_VARIABLE])
+    with pytest.raises(BadInputError, match=r"this Ray has the job's secret flags no more; .*: submit the job again"):
+        given_words()
+
+
+def test_secrets_that_a_ray_does_not_keep_are_one_line_and_no_job(server: _Server) -> None:
+    server.put = 500, "Traceback\nRuntimeError: Failed to store package in the GCS."
+    command = [sys.executable, str(shipped.ROOT / "tools/submit_job.py"), "--", "train.py", "--wandb-key", "s3cret"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment_of(server))
+    assert (ran.returncode, ran.stdout, server.given) == (1, "", None)
+    (line,) = ran.stderr.splitlines()
+    assert ": PUT /api/packages/gcs/slime_" in line
+    assert "RuntimeError: Failed to store package in the GCS: dashboard.log among the logs of that Ray" in line
+
+
+def test_secrets_in_the_runtime_environment_are_warned_of(server: _Server) -> None:
+    ran = submit(server, RUNTIME_ENV_JSON='{"env_vars": {"HF_TOKEN": "s3cret", "A": "1", "WANDB_API_KEY": "s3cret"}}')
+    assert ran.returncode == 0
+    line = ran.stderr.splitlines()[0]
+    assert line.startswith("launch: warning: RUNTIME_ENV_JSON: env_vars HF_TOKEN WANDB_API_KEY: Ray shows a job's ")
+    assert "s3cret" not in ran.stderr
 
 
 def test_the_runtime_environment_need_not_be_a_word(server: _Server) -> None:
