@@ -51,7 +51,7 @@ def long_flags(workspace: Path, run_dir: Path, slots: str, **changes: Value) -> 
 
 
 Strike = Callable[[Path, int], list[psutil.Process]]
-_ASKED: dict[str, Value] = {"rollout_health_check_interval": 1, "rollout_health_check_timeout": 4}
+ASKED: dict[str, Value] = {"rollout_health_check_interval": 1, "rollout_health_check_timeout": 4}
 
 
 def server_tree(run_dir: Path, rank: int) -> list[psutil.Process]:
@@ -220,7 +220,7 @@ def test_requests_of_an_engine_that_dies_are_sent_to_the_other(tmp_path: Path) -
 
 def test_a_run_goes_on_with_one_engine_and_ends_without_any(workspace: Path) -> None:
     run_dir, log = workspace / "both_die", workspace / "both_die.log"
-    changes: dict[str, Value] = {"num_rollout": 100, "save": str(run_dir), "save_interval": 1, **_ASKED}
+    changes: dict[str, Value] = {"num_rollout": 100, "save": str(run_dir), "save_interval": 1, **ASKED}
     with TrainProcess(long_flags(workspace, run_dir, "disaggregated", **changes), log) as process:
         process.wait_until(lambda: series(run_dir, "train/loss"), RUN_S, "the first training step")
         mid_rollout(process, run_dir, 1, stop_server)
@@ -250,7 +250,7 @@ def test_a_run_that_loses_an_engine_finishes(workspace: Path, slots: str, strike
     num_rollout, run_dir, log = 5, workspace / name, workspace / f"{name}.log"
     why = {kill_server: _KILLED, stop_server: hangs("/health"), stop_scheduler: hangs("/(health_generate|server_info)")}
     changes: dict[str, Value] = {"num_rollout": num_rollout, "check_weight_update_equal": True, "eval_interval": 2}
-    changes |= _ASKED | {"request_timeout": 40, "weight_update_timeout": 60}
+    changes |= ASKED | {"request_timeout": 40, "weight_update_timeout": 60}
     line = long_flags(workspace, run_dir, slots, eval_prompt_data=["add", str(workspace / "eval.jsonl")], **changes)
     driver = "train_async.py" if slots == "asynchronous" else "train.py"
     with TrainProcess(line, log, driver=driver) as process:
@@ -273,7 +273,7 @@ def test_a_run_that_loses_an_engine_finishes(workspace: Path, slots: str, strike
 def test_a_push_goes_on_without_an_engine_that_hangs(workspace: Path, strike: Strike) -> None:
     """Nobody has a request at the engine, so that only its silence, or the push's own deadline, tells of it."""
     num_rollout, run_dir, log = 4, workspace / f"push_{strike.__name__}", workspace / f"push_{strike.__name__}.log"
-    changes: dict[str, Value] = {"num_rollout": num_rollout, "weight_update_timeout": 20, **_ASKED}
+    changes: dict[str, Value] = {"num_rollout": num_rollout, "weight_update_timeout": 20, **ASKED}
     with TrainProcess(long_flags(workspace, run_dir, "disaggregated", **changes), log) as process:
         process.wait_until((run_dir / "samples_1.pt").exists, RUN_S, "a rollout that is about to be trained", 0.02)
         strike(run_dir, 1)
