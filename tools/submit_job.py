@@ -54,6 +54,7 @@ _LOG_S = 60
 """Seconds without a line of the log after which the job's status is asked."""
 _PREFERRED = "RAY_API_SERVER_ADDRESS"
 """The variable that Ray's client and its commands prefer to every other address that they are given."""
+_KEY, _KEY_FLAG = "WANDB_API_KEY", "--wandb-key"
 _TOKEN = (
     "give it the token of that Ray, by RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, and "
     "RAY_AUTH_MODE=token (which launch sets where there is one)"
@@ -84,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
     _warn_of_shown(runtime_env)
     bypass_proxies([urlsplit(_address()).hostname or ""])  # what is submitted may hold keys
     client = _connect()
-    command, hidden = apart(args.command)
+    command, hidden = apart(_with_key(args.command, runtime_env))
     if hidden:
         runtime_env = _leave(client, hidden, runtime_env)
     # Our own id, or our caller's, so that it is known where the answer is lost.
@@ -126,6 +127,13 @@ class _Client(JobSubmissionClient):
             except (TypeError, ValueError) as error:
                 raise _StrangeAnswerError(f"an answer that is none of a Ray's job server ({error})") from error
         return answer
+
+
+def _with_key(command: list[str], runtime_env: dict[str, Any]) -> list[str]:
+    """With W&B's key, where only the environment here has it, of which a job inherits nothing."""
+    key = os.environ.get(_KEY)
+    given = _KEY in _variables(runtime_env) or any(word.partition("=")[0] == _KEY_FLAG for word in command)
+    return [*command, _KEY_FLAG, key] if key and "--use-wandb" in command and not given else command
 
 
 def _leave(client: _Client, hidden: list[str], runtime_env: dict[str, Any]) -> dict[str, Any]:

@@ -398,6 +398,25 @@ def test_no_secret_is_part_of_a_job_nor_stays_in_its_submitters_command_line(
         given_words()
 
 
+@pytest.mark.parametrize(
+    ("words", "variables", "is_taken"),
+    [
+        (["--use-wandb"], {}, True),
+        ([], {}, False),
+        (["--use-wandb"], {"WANDB_API_KEY": "other"}, False),
+    ],
+)
+def test_a_key_of_the_environment_goes_with_a_job_that_uses_it(
+    server: _Server, words: list[str], variables: dict[str, str], is_taken: bool
+) -> None:
+    command = [sys.executable, str(shipped.ROOT / "tools/submit_job.py"), "--", "train.py", *words]
+    runtime = {"WANDB_API_KEY": "s3cret", "RUNTIME_ENV_JSON": json.dumps({"env_vars": variables})}
+    environment = environment_of(server, **runtime)
+    subprocess.run(command, check=True, capture_output=True, timeout=300, env=environment)
+    assert "s3cret" not in json.dumps(server.given)
+    assert [json.loads(kept)[1:] for kept in server.kept.values()] == [["--wandb-key", "s3cret"]] * is_taken
+
+
 def test_secrets_that_a_ray_does_not_keep_are_one_line_and_no_job(server: _Server) -> None:
     server.put = 500, "Traceback\nRuntimeError: Failed to store package in the GCS."
     command = [sys.executable, str(shipped.ROOT / "tools/submit_job.py"), "--", "train.py", "--wandb-key", "s3cret"]

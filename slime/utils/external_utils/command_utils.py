@@ -93,7 +93,8 @@ def execute_train(
 
     It has ports and a directory of its own, so that several runs may be on one host. What was started here is ended, by
     process id, also at an exception, Ctrl-C and SIGTERM, and when this process is killed; nothing else is. The job's
-    environment is this process's, and with it its secrets, such as WANDB_API_KEY.
+    environment is this process's, and with it its secrets, such as WANDB_API_KEY; on a Ray that runs already the job
+    gets that key alone, where ``--use-wandb`` is given.
 
     Args:
         train_args: flags of ``train_script``, as in a shell; line breaks are blanks.
@@ -124,7 +125,7 @@ def execute_train(
                 raise SlimeError(f"a dry run ended with status {status}: {said}")
             return None
         if ray := _running_ray():
-            return _submit(ray, program, own | _runtime_env(variables | _key(train_args)), before_ray_job_submit)
+            return _submit(ray, program, own | _runtime_env(variables), before_ray_job_submit)
         node = own_ray.this_node(config.num_nodes)
         if node.rank > 0:
             own_ray.join_head(num_gpus_per_node, node)
@@ -182,12 +183,6 @@ def _runtime_env(variables: Mapping[str, str]) -> dict[str, str]:
         return {"RUNTIME_ENV_JSON": json.dumps({**known, "env_vars": {**known["env_vars"], **variables}})}
     except (TypeError, ValueError) as error:
         raise BadInputError(f"RUNTIME_ENV_JSON cannot be used: {error}") from error
-
-
-def _key(train_args: str) -> dict[str, str]:
-    """What a job of a Ray that runs elsewhere does not inherit, and needs."""
-    key = os.environ.get("WANDB_API_KEY")
-    return {"WANDB_API_KEY": key} if key and "--use-wandb" in train_args else {}
 
 
 def _parse_variables(text: str) -> dict[str, str]:
