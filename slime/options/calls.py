@@ -106,7 +106,8 @@ def form_of(function: Callable[..., Any], calls: tuple[Call, ...], where: str) -
     except (Exception, SystemExit) as error:  # of its __getattr__, its __signature__ or a default's __repr__
         raised = " ".join(traceback.format_exception_only(error)).strip()
         problem = f"asking it for its parameters raised {raised}"
-        raise CallError(f"{where}: {problem}", problem) from error
+        change = "name a plain function, which may call it"
+        raise CallError(f"{where}: {problem}: {change}", problem, change) from error
 
 
 def _form_of(function: Callable[..., Any], calls: tuple[Call, ...], where: str) -> Call:

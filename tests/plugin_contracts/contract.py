@@ -218,13 +218,20 @@ def _where_it_hangs(subject: Subject) -> str:
 def _file(function: Any) -> Path | None:
     try:
         source = inspect.getsourcefile(inspect.unwrap(function))
-    except TypeError:
+    except Exception:  # an object may raise anything when it is asked for something
         return None
     return Path(source) if source else None
 
 
 def _head(function: Any) -> str:
-    """Kind, name and parameters, without their types."""
+    """Kind, name and parameters, without their types; the kind alone of what cannot be asked for more."""
+    try:
+        return _described(function)
+    except Exception:
+        return f"an object of {type(function).__name__}"
+
+
+def _described(function: Any) -> str:
     name, signature = getattr(function, "__name__", type(function).__name__), signature_of(function)
     if signature is not None:
         bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
@@ -237,7 +244,7 @@ def _head(function: Any) -> str:
 def _place(function: Any) -> str:
     try:
         line = inspect.getsourcelines(inspect.unwrap(function))[1]
-    except (TypeError, OSError):
+    except Exception:
         return ""
     return f"  ({_file(function)}:{line})"
 

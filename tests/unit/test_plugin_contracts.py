@@ -319,6 +319,19 @@ def test_a_function_that_hangs_is_left_behind(tmp_path: Path) -> None:
     assert "did not end within 3 s (--contract-timeout); it is at line 3: time.sleep(200)" in text
 
 
+def test_an_object_that_cannot_be_asked_for_anything(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "class Shy:\n    def __getattr__(self, name): raise RuntimeError(name)\n"
+        "    def __call__(self, args, sample): return 1.0\nf = Shy()\n"
+    )
+    words = ["--custom-rm-path", f"{mine}:f"]
+    (block,) = broken([CONTRACTS["--custom-rm-path"]], words)
+    assert "  found:    an object of Shy\n" in block
+    assert "  problem:  asking it for its parameters raised RuntimeError: " in block
+    assert "  change:   name a plain function, which may call it" in block
+
+
 def test_what_the_function_reads_of_the_command_line(tmp_path: Path) -> None:
     mine, settings = tmp_path / "mine.py", tmp_path / "mine.yaml"
     mine.write_text(
