@@ -64,7 +64,8 @@ def assert_death_ends_the_run(
     checkpoints = list(run_dir.glob("iter_*"))
     assert checkpoints
     assert all((path / ".metadata").exists() and (path / "rollout_state.pt").exists() for path in checkpoints)
-    assert any(run_dir.glob(".iter_*.tmp")) or not while_saving, "killed too late to show anything"
+    assert not any(run_dir.glob(".iter_*")), "what was half-written is gone"
+    assert "error: save after rollout" in errors[0] or not while_saving, "killed too late to show anything"
 
 
 @pytest.mark.full
