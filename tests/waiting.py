@@ -6,6 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
+import psutil
+
 
 def wait_for(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
     """Poll until ``condition()`` is true; AssertionError that names ``what`` after ``seconds``."""
@@ -13,6 +15,15 @@ def wait_for(condition: Callable[[], object], what: str, seconds: float = 60.0) 
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
         time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    """Whether the process has not ended. One that has may stay as a zombie: whoever it was left to need not ask for it,
+    as a session of tests that adopts the orphans of its runs."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def skip(seconds: float) -> None:

@@ -97,8 +97,8 @@ class WeightPublisher:
         """Push weights; collective over the training ranks.
 
         Whatever happens, the buckets are drained on every rank: their iterator holds collectives that other ranks wait
-        in. After a failure the engines stay paused, because their weights may be of two versions, and the same version
-        may be published again, from the first bucket on.
+        in. Engines that were paused stay so after a failure, because their weights may be of two versions, and the same
+        version may be published again, from the first bucket on.
 
         Args:
             version: larger than any before.

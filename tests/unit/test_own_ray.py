@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from slime.utils.errors import BadInputError, SlimeError
@@ -22,7 +21,7 @@ from slime.utils.external_utils import own_ray
 from slime.utils.external_utils.own_ray import Node, Ray
 from slime.utils.http_utils import PortReservation
 from tests.shipped import ROOT
-from tests.waiting import wait_for
+from tests.waiting import alive, wait_for
 
 NUM_GPUS = 0
 
@@ -71,10 +70,9 @@ def seen(ray: Ray) -> dict[str, object]:
     return found
 
 
-def alive(pids: object) -> list[int]:
+def living(pids: object) -> list[int]:
     assert isinstance(pids, list)
-    running = (psutil.Process(pid) for pid in pids if psutil.pid_exists(pid))
-    return [process.pid for process in running if process.status() != psutil.STATUS_ZOMBIE]
+    return [pid for pid in pids if alive(pid)]
 
 
 def test_two_on_one_host_share_nothing_and_end_with_all_that_they_started(
@@ -96,11 +94,11 @@ def test_two_on_one_host_share_nothing_and_end_with_all_that_they_started(
             assert "RAY_API_SERVER_ADDRESS" not in environment
             assert int(environment["RAY_JOB_STOP_WAIT_TIME_S"]) > 30
             assert environment["RAY_USAGE_STATS_REPORT_URL"].startswith("http://127.0.0.1:")
-            assert len(alive(pids)) == 2
+            assert len(living(pids)) == 2
             assert second["--node-ip-address"] == "127.0.0.1", "of a name"
-        assert alive(pids) == []
-        assert len(alive(seen(one)["pids"])) == 2, "the other one's end is its own"
-    assert alive(seen(one)["pids"]) == []
+        assert living(pids) == []
+        assert len(living(seen(one)["pids"])) == 2, "the other one's end is its own"
+    assert living(seen(one)["pids"]) == []
     assert one.directory is not None
     assert [path.name for path in (one.directory / "session_latest").iterdir()] == ["logs"]
 
@@ -108,7 +106,7 @@ def test_two_on_one_host_share_nothing_and_end_with_all_that_they_started(
 def test_an_exception_ends_it(fake: Callable[[str], None]) -> None:
     with pytest.raises(KeyboardInterrupt), own_ray.own_ray(1, ALONE) as ray:
         raise KeyboardInterrupt
-    assert alive(seen(ray)["pids"]) == []
+    assert living(seen(ray)["pids"]) == []
 
 
 def test_it_ends_with_a_process_that_is_killed(fake: Callable[[str], None], tmp_path: Path) -> None:
@@ -125,10 +123,10 @@ with own_ray.own_ray(1, own_ray.Node(1, 0, "127.0.0.1")) as ray:
     assert owner.stdout is not None
     assert "Ray started for this run" in owner.stdout.readline()
     pids = seen(Ray("", Path(owner.stdout.readline().strip())))["pids"]
-    assert len(alive(pids)) == 2
+    assert len(living(pids)) == 2
     owner.send_signal(signal.SIGKILL)
     owner.wait(60)
-    wait_for(lambda: not alive(pids), "the Ray of a killed process ends")
+    wait_for(lambda: not living(pids), "the Ray of a killed process ends")
     owner.stdout.close()
 
 

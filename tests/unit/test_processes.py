@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from slime.rollout.rm_hub.algebra import AlgebraPool
-from tests.waiting import wait_for
+from tests.waiting import alive, wait_for
 
 NUM_GPUS = 0
 _PTRACE_SEIZE = 0x4206
@@ -91,9 +91,9 @@ def test_a_stopped_worker_ends_with_its_parent(module: str, tmp_path: Path) -> N
         wait_for(lambda: psutil.Process(child).status() == psutil.STATUS_STOPPED, "it is stopped")
         try:
             parent.kill()
-            wait_for(lambda: not psutil.pid_exists(child), "it ended")
+            wait_for(lambda: not alive(child), "it ended")
         finally:
-            if psutil.pid_exists(child):
+            if alive(child):
                 os.kill(child, signal.SIGKILL)
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from slime.backends.sglang.process import ServerProcess
 from slime.backends.sglang.supervisor import Supervisor
-from tests.waiting import wait_for
+from tests.waiting import alive, wait_for
 
 NUM_GPUS = 0
 
@@ -61,13 +61,6 @@ while True: time.sleep(1)
 def tree_pids(directory: Path) -> list[int]:
     wait_for(lambda: all((directory / name).exists() for name in NAMES), f"all of {NAMES} started")
     return [int((directory / name).read_text()) for name in NAMES]
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.fixture
