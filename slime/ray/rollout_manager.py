@@ -21,11 +21,11 @@ from slime.options.validate import check_schedule
 from slime.ray.cluster import enter_actor, serving_host
 from slime.ray.examination import Examiner
 from slime.rollout.abort import forget_engine, register_engines
-from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, flatten_samples
+from slime.rollout.base_types import train_output
 from slime.rollout.data_source import DataSource, RolloutDataSource
 from slime.rollout.data_warnings import data_warnings
 from slime.rollout.debug_data import check_recorded, load_samples, save_evaluation, save_samples
-from slime.rollout.evaluation import eval_metrics, load_eval_prompts, warn_of_unscored
+from slime.rollout.evaluation import eval_metrics, evaluation_output, load_eval_prompts, warn_of_unscored
 from slime.rollout.gate import hold_requests, shared_gate
 from slime.rollout.hooks import accepted, naming
 from slime.rollout.log_hooks import logs_evaluation, logs_rollout
@@ -199,13 +199,11 @@ class RolloutManager:
         if args.load_debug_rollout_data:
             return load_samples(args, rollout_id), {}
         if rollouts_overlap(args):
-            output = generate_groups(args, rollout_id, self._data_source, self._drawn.pop(rollout_id))
+            output = train_output(generate_groups(args, rollout_id, self._data_source, self._drawn.pop(rollout_id)))
         else:
             with _naming("--rollout-function-path", args.rollout_function_path):
-                output = self._rollout(args, rollout_id, self._data_source)
-        if not isinstance(output, RolloutFnTrainOutput):
-            output = RolloutFnTrainOutput(samples=output)
-        samples, metrics = flatten_samples(output.samples), dict(output.metrics or {})
+                output = train_output(self._rollout(args, rollout_id, self._data_source))
+        samples, metrics = output.samples, dict(output.metrics or {})
         if args.asynchronous:
             samples, counts = renew_stale(args, rollout_id, samples, self._data_source)
             metrics |= counts
@@ -241,9 +239,7 @@ class RolloutManager:
         args = self._args
         with _naming("--eval-function-path", args.eval_function_path), self._generating():
             wanted = accepted(self._evaluate, evaluation=True)
-            output = self._evaluate(args, rollout_id, self._data_source, **wanted)
-        if not isinstance(output, RolloutFnEvalOutput):
-            output = RolloutFnEvalOutput(data=output)
+            output = evaluation_output(self._evaluate(args, rollout_id, self._data_source, **wanted))
         if args.save_debug_rollout_data:
             save_evaluation(args, rollout_id, output.data)
         extra = dict(output.metrics or {})

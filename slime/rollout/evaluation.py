@@ -8,7 +8,7 @@ import json
 import logging
 import time
 from argparse import Namespace
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -161,6 +161,26 @@ def _reward(args: Namespace, sample: Sample) -> float | None:
     if sample.reward is None:
         return None
     return sample.get_reward_value(Namespace(reward_key=args.eval_reward_key))
+
+
+def evaluation_output(returned: Any) -> RolloutFnEvalOutput:
+    """What an evaluation function returned, in its form; its data alone may stand for it.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: a dataset has not as many samples as rewards.
+    """
+    output = returned if isinstance(returned, RolloutFnEvalOutput) else RolloutFnEvalOutput(data=returned)
+    if not isinstance(output.data, Mapping):
+        form = 'RolloutFnEvalOutput(data={name: {"rewards": [...], "samples": [...]}})'
+        raise TypeError(f"an evaluation must return {form}, not {output.data!r:.80}")
+    for name, result in output.data.items():
+        if not isinstance(result, Mapping) or "rewards" not in result:
+            raise TypeError(f'an evaluation must give {name} {{"rewards": [...]}}, not {result!r:.80}')
+        samples, rewards = result.get("samples") or [], result["rewards"]
+        if samples and len(samples) != len(rewards):
+            raise ValueError(f"the evaluation of {name} has {len(samples)} samples and {len(rewards)} rewards")
+    return output
 
 
 def eval_metrics(output: RolloutFnEvalOutput) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,8 @@ import pytest
 
 from slime.options.eval_datasets import eval_datasets
 from slime.options.rollout import DEFAULT_ROLLOUT, FULLY_ASYNC_ROLLOUT
-from slime.rollout.base_types import RolloutFnEvalOutput
-from slime.rollout.evaluation import eval_metrics, load_eval_prompts, warn_of_unscored
+from slime.rollout.base_types import RolloutFnEvalOutput, train_output
+from slime.rollout.evaluation import eval_metrics, evaluation_output, load_eval_prompts, warn_of_unscored
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.errors import BadInputError
 from slime.utils.types import Sample
@@ -224,6 +225,32 @@ def test_a_dataset_without_any_reward_is_told_of(caplog: pytest.LogCaptureFixtur
         "evaluation of weight version 4: none of the 1 responses to none has a reward, so it has no score: the reward "
         "function gave None",
     ]
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (None, "an evaluation must return RolloutFnEvalOutput(data={name: {"),
+        ([0.5], "not [0.5]"),
+        (RolloutFnEvalOutput(data=None), "not None"),  # type: ignore[arg-type]
+        ({"a": [0.5]}, 'an evaluation must give a {"rewards": [...]}, not [0.5]'),
+        ({"a": {"reward": [0.5]}}, "not {'reward': [0.5]}"),
+        ({"a": {"rewards": [0.5], "samples": [Sample(), Sample()]}}, "of a has 2 samples and 1 rewards"),
+    ],
+)
+def test_what_is_no_evaluation_is_said(returned: Any, said: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(said)):
+        evaluation_output(returned)
+
+
+def test_data_alone_are_an_evaluation() -> None:
+    assert evaluation_output({"a": {"rewards": [1.0]}}) == RolloutFnEvalOutput(data={"a": {"rewards": [1.0]}})
+
+
+@pytest.mark.parametrize("returned", [None, "text", [[Sample()], None], {"samples": []}, [3]])
+def test_what_is_no_rollout_is_said(returned: Any) -> None:
+    with pytest.raises(TypeError, match=r"^samples, or lists of them, are expected, not "):
+        train_output(returned)
 
 
 def test_eval_metrics_by_hand() -> None:
