@@ -26,7 +26,8 @@ REGISTERED = [file.path for file in read_all(scale.ROOT) if file.labels]
 @pytest.fixture(autouse=True)
 def _environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SLIME_TEST_SCALE", "SLIME_TEST_USE_FP8_ROLLOUT", "CUDA_VISIBLE_DEVICES"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that what a test sets by itself is undone
+        monkeypatch.delenv(name)
     monkeypatch.setenv("OUTPUT_DIR", str(tmp_path))
     monkeypatch.setenv("SLIME_MODELS_DIR", str(tmp_path / "models"))
     monkeypatch.setenv("SLIME_DATASETS_DIR", str(tmp_path / "datasets"))
