@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import psutil
 
@@ -24,6 +24,22 @@ def alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def wait_for_ends(processes: Sequence[psutil.Process], what: str, seconds: float = 60.0) -> None:
+    """Until none of them is alive; AssertionError that names ``what`` and those left after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while left := [process for process in processes if process.is_running() and alive(process.pid)]:
+        assert time.monotonic() < deadline, f"not ended within {seconds:g} s: {what}: {left}"
+        time.sleep(0.02)
+
+
+def command_line(process: psutil.Process) -> str:
+    """Its words with spaces between; empty where it has ended: of a list of processes, some have before one asks."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
 def skip(seconds: float) -> None:

@@ -18,6 +18,7 @@ import psutil
 
 from tests.documents import missing_metrics
 from tests.proxy import RecordingProxy
+from tests.waiting import command_line
 
 ROOT = Path(__file__).resolve().parents[2]
 _PR_SET_CHILD_SUBREAPER = 36
@@ -98,14 +99,14 @@ class TrainProcess:
     def find(self, *words: str, without: str = "slime.backends.sglang.supervisor") -> psutil.Process:
         """The one process of this run whose command line holds every word, and not ``without``."""
 
-        lines = {p: _command(p) for p in self.descendants()}
+        lines = {p: command_line(p) for p in self.descendants()}
         found = [p for p, line in lines.items() if all(word in line for word in words) and without not in line]
         assert len(found) == 1, f"{words}: {[lines[p] for p in found]}"
         return found[0]
 
     def runs(self, word: str) -> bool:
         """Whether the command line of a live process of this run holds ``word``."""
-        return any(word in _command(process) for process in self.descendants())
+        return any(word in command_line(process) for process in self.descendants())
 
     def wait_until(self, condition: Callable[[], Any], timeout: float, what: str, poll: float = 0.2) -> Any:
         """Poll every ``poll`` seconds until ``condition()`` is true while the driver lives; its value."""
@@ -121,12 +122,12 @@ class TrainProcess:
         """Every process of the run, but those with a word of ``ignore`` in their command, ends within ``timeout`` s."""
 
         def live() -> list[psutil.Process]:
-            return [p for p in self.descendants() if not any(word in _command(p) for word in ignore)]
+            return [p for p in self.descendants() if not any(word in command_line(p) for word in ignore)]
 
         deadline = time.monotonic() + timeout
         while (left := live()) and time.monotonic() < deadline:
             time.sleep(0.5)
-        lines = [(p.pid, _command(p)[:150]) for p in left if p.is_running()]
+        lines = [(p.pid, command_line(p)[:150]) for p in left if p.is_running()]
         for process in left:
             process.kill()
         assert not lines, f"processes left {timeout} s after the run: {lines}"
@@ -135,13 +136,6 @@ class TrainProcess:
 def _heed_interrupts() -> None:
     """A shell's background job ignores SIGINT, and so would its children."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def _command(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except (psutil.NoSuchProcess, psutil.ZombieProcess):
-        return ""
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ import pytest
 from slime.utils.http_utils import PortReservation
 from tests.integration.harness import ROOT, TrainProcess, series
 from tests.integration.test_train import RUN_S, flags, make_workspace
+from tests.waiting import command_line
 
 NUM_GPUS = 0
 pytestmark = pytest.mark.integration
@@ -99,7 +100,7 @@ def log_of_job(process: TrainProcess) -> str:
 def test_a_job_runs_on_a_ray_of_its_own_and_nothing_is_left(place: Path) -> None:
     with started(place, "a", "exit", "0", "'b c'", model_type="qwen2.5-0.5B") as process:
         process.wait_until((place / "a.job").exists, RUN_S, "the job")
-        lines = " ".join(" ".join(each.cmdline()) for each in process.descendants())
+        lines = " ".join(map(command_line, process.descendants()))
         assert process.wait(RUN_S) == 0, process.tail()
         process.assert_no_process_left(timeout=5)
     job = seen(place, "a")

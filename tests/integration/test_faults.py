@@ -20,6 +20,7 @@ from tests.integration.harness import TrainProcess, read_metrics, series
 from tests.integration.test_train import RUN_S, Value, flags, make_workspace
 from tests.integration.test_train_async import assert_every_prompt_once, samples_of
 from tests.integration.tiny import KEYS, engine_args
+from tests.waiting import command_line, wait_for_ends
 
 NUM_GPUS = 0
 pytestmark = pytest.mark.integration
@@ -60,7 +61,7 @@ def server_tree(run_dir: Path, rank: int) -> list[psutil.Process]:
     assert found
     server = psutil.Process(int(found[1]))
     supervisor, actor, *_ = server.parents()
-    assert "ray::EngineActor" in " ".join(actor.cmdline())
+    assert "ray::EngineActor" in command_line(actor)
     return [actor, supervisor, server, *server.children(recursive=True)]
 
 
@@ -90,7 +91,7 @@ def stop_server(run_dir: Path, rank: int) -> list[psutil.Process]:
 def stop_scheduler(run_dir: Path, rank: int) -> list[psutil.Process]:
     """Stop what generates, whose server goes on answering by itself."""
     tree = server_tree(run_dir, rank)
-    (scheduler,) = [child for child in tree[3:] if "scheduler" in " ".join(child.cmdline())]
+    (scheduler,) = [child for child in tree[3:] if "scheduler" in command_line(child)]
     scheduler.suspend()
     return tree
 
@@ -257,7 +258,7 @@ def test_a_run_that_loses_an_engine_finishes(workspace: Path, slots: str, strike
         process.wait_until(lambda: series(run_dir, "train/loss"), RUN_S, "the first training step")
         tree = mid_rollout(process, run_dir, 0, strike)
         process.wait_until(lambda: len(warnings_of(log)) == 2, RUN_S, "the push that skips the engine")
-        assert not psutil.wait_procs(tree, timeout=20)[1], "its actor, and all below"
+        wait_for_ends(tree, "its actor, and all below", 20)
         assert process.wait(RUN_S) == 0, process.tail()
         process.assert_no_process_left()
     assert_went_on_without(log, run_dir, 0, why[strike])
@@ -303,7 +304,7 @@ def test_nothing_is_left_when_what_holds_a_run_together_is_killed(
     run_dir, log = workspace / name, workspace / f"{name}.log"
     with TrainProcess(flags(workspace, run_dir, num_rollout=100), log) as process:
         process.wait_until(lambda: process.runs("multiprocessing.spawn"), RUN_S, "SGLang's own processes", 0.05)
-        lines = {p.pid: " ".join([*p.cmdline(), ""]) for p in process.descendants()}
+        lines = {p.pid: command_line(p) + " " for p in process.descendants()}
         # The first of them: the supervisor's guard has the same command line.
         victim = min(pid for pid, line in lines.items() if all(word in line for word in words))
         psutil.Process(victim).kill()
@@ -327,7 +328,7 @@ def test_an_engine_over_nodes_that_loses_one_is_gone_as_a_whole(workspace: Path)
         words = ("slime.backends.sglang.launch", "--random-seed 8")
         servers = [process.find(*words, f"--node-rank {node}") for node in range(2)]
         owners = [server.parents()[:2] for server in servers]
-        assert "ray::NodeActor" in " ".join(owners[1][1].cmdline())
+        assert "ray::NodeActor" in command_line(owners[1][1])
         trees = [
             *servers,
             *(p for pair in owners for p in pair),
@@ -335,7 +336,7 @@ def test_an_engine_over_nodes_that_loses_one_is_gone_as_a_whole(workspace: Path)
         ]
         servers[1].kill()
         process.wait_until(lambda: len(warnings_of(log)) == 2, RUN_S, "the push that skips the engine")
-        assert not psutil.wait_procs(trees, timeout=20)[1], "its actors, and all below"
+        wait_for_ends(trees, "its actors, and all below", 20)
         assert process.wait(RUN_S) == 0, process.tail()
         process.assert_no_process_left()
     assert_went_on_without(log, run_dir, 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
@@ -21,6 +20,7 @@ from tests.integration.test_faults import (
     warnings_of,
 )
 from tests.integration.test_train import RUN_S, Value, make_workspace
+from tests.waiting import wait_for_ends
 
 NUM_GPUS = 0
 pytestmark = [pytest.mark.integration, pytest.mark.full]
@@ -50,7 +50,7 @@ def hanging(workspace: Path, name: str, slots: str, **changes: Value) -> Path:
         process.wait_until(lambda: series(run_dir, "train/loss"), RUN_S, "the first training step")
         tree = mid_rollout(process, run_dir, 0, stop_scheduler)
         process.wait_until(lambda: len(warnings_of(log)) == 2, RUN_S, "the push that skips the engine")
-        assert not psutil.wait_procs(tree, timeout=20)[1], "its actor, and all below"
+        wait_for_ends(tree, "its actor, and all below", 20)
         assert process.wait(RUN_S) == 0, process.tail()
         process.assert_no_process_left()
     assert_went_on_without(log, run_dir, 0, hangs(_ASKED_BY))

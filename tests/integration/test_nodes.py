@@ -19,6 +19,7 @@ import pytest
 from slime.utils.http_utils import PortReservation
 from tests.integration.harness import ROOT, series
 from tests.integration.test_train import RUN_S, flags, make_workspace
+from tests.waiting import command_line
 
 NUM_GPUS = 0
 pytestmark = [pytest.mark.integration, pytest.mark.full]
@@ -120,7 +121,7 @@ def test_the_death_of_one_nodes_server_ends_the_run_with_engine_and_node(tmp_pat
             assert nodes.processes[0].poll() is None, nodes.log()[-6000:]
             assert time.monotonic() < deadline, nodes.log()[-6000:]
             time.sleep(0.5)
-        (victim,) = (server for server in nodes.servers() if "--node-rank 1" in " ".join(server.cmdline()))
+        (victim,) = (server for server in nodes.servers() if "--node-rank 1" in command_line(server))
         victim.kill()
         nodes.assert_end(1)
     errors = [text for text in nodes.log().splitlines() if text.startswith("train.py: error:")]

@@ -24,6 +24,7 @@ from slime.utils.http_utils import PortReservation
 from tests.integration.harness import ROOT, TrainProcess, series
 from tests.integration.test_train import RUN_S, Value, flags, make_workspace
 from tests.integration.test_train_ends import assert_death_ends_the_run
+from tests.waiting import command_line
 
 NUM_GPUS = 0
 pytestmark = [pytest.mark.integration, pytest.mark.full]
@@ -80,7 +81,7 @@ def ray_head(workspace: Path, ray_directory: Path) -> Iterator[dict[str, str]]:
 
 def _agents_of(head: int) -> int:
     """How many of a node's two agents are there: without them it takes no job."""
-    return sum("Agent" in process.name() for process in psutil.Process(head).children(recursive=True))
+    return sum("Agent" in command_line(process) for process in psutil.Process(head).children(recursive=True))
 
 
 def _answers(url: str) -> bool:
@@ -140,10 +141,7 @@ class _Onlooker(threading.Thread):
     def run(self) -> None:
         while not self._over.wait(0.02):
             for process in psutil.process_iter():
-                try:
-                    self.seen.add((process.pid, " ".join(process.cmdline())))
-                except psutil.Error:
-                    continue
+                self.seen.add((process.pid, command_line(process)))
 
     def stop(self) -> None:
         self._over.set()

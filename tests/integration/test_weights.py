@@ -27,6 +27,7 @@ from slime.weights.hf_directory import NamedTensors
 from slime.weights.publisher import WeightPublisher
 from slime.weights.tensor import TensorPublisher
 from tests.integration.tiny import KEYS, Service, log_probs_of, processes_of, random_weights
+from tests.waiting import command_line
 
 NUM_GPUS = 0
 
@@ -253,7 +254,7 @@ def test_a_push_in_which_an_engine_dies_is_made_again_without_it(
                 if index == 2:
                     assert other._process is not None
                     children = psutil.Process(other._process.pid).children()
-                    (server,) = (child for child in children if "supervisor" not in " ".join(child.cmdline()))
+                    (server,) = (child for child in children if "supervisor" not in command_line(child))
                     server.kill()
                 yield bucket
 
@@ -319,7 +320,7 @@ def test_every_transport_reaches_the_ranks_on_all_nodes_of_an_engine(
         spanning.control.resume_memory(["weights", "kv_cache", "cuda_graph"])
         assert second.engine._process is not None
         processes = psutil.Process(second.engine._process.pid).children(recursive=True)
-        (scheduler,) = (process for process in processes if "scheduler" in " ".join(process.cmdline()))
+        (scheduler,) = (process for process in processes if "scheduler" in command_line(process))
         scheduler.kill()
         deadline = time.monotonic() + 30
         while (end := engine.end()) is None and time.monotonic() < deadline:
@@ -336,7 +337,7 @@ def test_every_transport_reaches_the_ranks_on_all_nodes_of_an_engine(
 def test_an_engine_that_hangs_is_an_error_at_the_deadline(service: Service, publish: Any, transport: str) -> None:
     publisher = publish(transport)
     publisher.timeout = 3.0
-    scheduler = next(p for p in processes_of(service) if "scheduler" in " ".join(p.cmdline()))
+    scheduler = next(p for p in processes_of(service) if "scheduler" in command_line(p))
     os.kill(scheduler.pid, signal.SIGSTOP)
     goes_on = threading.Timer(100.0, os.kill, (scheduler.pid, signal.SIGCONT))
     goes_on.start()

@@ -20,6 +20,7 @@ import pytest
 from examples.retool import tool_sandbox
 from examples.retool.sandbox_child import REFUSED
 from examples.retool.tool_sandbox import PROBES, Limits, Result, SandboxError, probe, run_python
+from tests.waiting import command_line
 
 NUM_GPUS = 0
 SYSTEM_PYTHON = Path("/usr/bin/python3")
@@ -262,12 +263,7 @@ def sessions() -> set[int]:
 
 def sandboxes() -> list[psutil.Process]:
     """Live processes of sandboxes that this process started."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if process.status() != psutil.STATUS_ZOMBIE and "sandbox_child.py" in " ".join(process.cmdline()):
-                found.append(process)
-    return found
+    return [p for p in psutil.Process().children(recursive=True) if "sandbox_child.py" in command_line(p)]
 
 
 def test_what_is_possible_inside(jail: bool) -> None:

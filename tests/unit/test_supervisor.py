@@ -16,7 +16,7 @@ import pytest
 
 from slime.backends.sglang.process import ServerProcess
 from slime.backends.sglang.supervisor import Supervisor
-from tests.waiting import alive, wait_for
+from tests.waiting import alive, command_line, wait_for
 
 NUM_GPUS = 0
 
@@ -137,7 +137,7 @@ def test_tree_that_ignores_term_is_killed(tmp_path: Path) -> None:
 def test_owner_with_a_forked_child_that_keeps_the_pipe_open(tmp_path: Path) -> None:
     owner, pids = start_owner(tmp_path / "forked", "obedient")
     wait_for(lambda: len(psutil.Process(owner.pid).children()) == 2, "the owner forked")
-    (fork,) = (p for p in psutil.Process(owner.pid).children() if "supervisor" not in " ".join(p.cmdline()))
+    (fork,) = (p for p in psutil.Process(owner.pid).children() if "supervisor" not in command_line(p))
     try:
         owner.kill()
         owner.wait(60)
@@ -158,8 +158,8 @@ def test_tree_ends_with_its_owner_though_the_supervisor_is_stopped(tmp_path: Pat
     owner, pids = start_owner(tmp_path / name, "stubborn")
     wait_for(lambda: len(psutil.Process(owner.pid).children()) == 1 + (name == "forked"), "the owner forked")
     children = psutil.Process(owner.pid).children()
-    (supervisor,) = (p.pid for p in children if "supervisor" in " ".join(p.cmdline()))
-    (guard,) = (p.pid for p in psutil.Process(supervisor).children() if "supervisor" in " ".join(p.cmdline()))
+    (supervisor,) = (p.pid for p in children if "supervisor" in command_line(p))
+    (guard,) = (p.pid for p in psutil.Process(supervisor).children() if "supervisor" in command_line(p))
     stop_process(supervisor)
     try:
         owner.kill()
@@ -232,7 +232,7 @@ def test_the_whole_tree_dies_with_a_killed_supervisor(tmp_path: Path) -> None:
     server.start()
     pids = tree_pids(tmp_path)
     assert server.pid is not None
-    (guard,) = (p for p in psutil.Process(server.pid).children() if "supervisor" in " ".join(p.cmdline()))
+    (guard,) = (p for p in psutil.Process(server.pid).children() if "supervisor" in command_line(p))
     os.kill(server.pid, signal.SIGKILL)
     wait_for(lambda: not any(map(alive, [*pids, guard.pid])), "the tree, and the guard that ended it, are gone")
     assert server.poll() == -signal.SIGKILL
@@ -242,7 +242,7 @@ def test_the_whole_tree_dies_with_a_killed_supervisor(tmp_path: Path) -> None:
 def test_a_server_without_its_guard_still_ends_in_order(server: ServerProcess, tmp_path: Path) -> None:
     server.start()
     pids = tree_pids(tmp_path)
-    (guard,) = (p for p in psutil.Process(server.pid).children() if "supervisor" in " ".join(p.cmdline()))
+    (guard,) = (p for p in psutil.Process(server.pid).children() if "supervisor" in command_line(p))
     guard.kill()
     server.stop()
     assert not [pid for pid in pids if alive(pid)]
