@@ -134,6 +134,8 @@ def prepare(full_name: str, model_type: str, slots: Slots, *, weights: bool = Fa
         weights: several runs start from the same weights: they are in files also where they are random.
     """
     slots.count()
+    if os.environ.get("DRY_RUN", "0") != "0":
+        refuse("DRY_RUN trains nothing, and a test asserts what was trained: unset it")
     if scale() == "full":
         U.download_model(full_name)
         U.hf_download_dataset(DATASET)

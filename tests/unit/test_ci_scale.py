@@ -25,7 +25,7 @@ REGISTERED = [file.path for file in read_all(scale.ROOT) if file.labels]
 
 @pytest.fixture(autouse=True)
 def _environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SLIME_TEST_SCALE", "SLIME_TEST_USE_FP8_ROLLOUT", "CUDA_VISIBLE_DEVICES"):
+    for name in ("SLIME_TEST_SCALE", "SLIME_TEST_USE_FP8_ROLLOUT", "CUDA_VISIBLE_DEVICES", "DRY_RUN"):
         monkeypatch.setenv(name, "")  # so that what a test sets by itself is undone
         monkeypatch.delenv(name)
     monkeypatch.setenv("OUTPUT_DIR", str(tmp_path))
@@ -168,6 +168,17 @@ def test_what_a_test_cannot_do_is_one_line(file: str, at: str, said: str, monkey
     result = subprocess.run(command, cwd=scale.ROOT, capture_output=True, text=True, timeout=120)
     assert result.stderr.startswith(f"test_{file}.py: error: ")
     assert (result.returncode, said in result.stderr, len(result.stderr.splitlines())) == (2, True, 1)
+
+
+def test_a_dry_run_is_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLIME_TEST_SCALE", "tiny")
+    monkeypatch.setenv("DRY_RUN", "1")
+    with pytest.raises(SystemExit, match="2"):
+        scale.prepare("Qwen/Qwen3-4B", "qwen3-4B", scale.Slots(1, least=1))
+    assert "error: DRY_RUN trains nothing, and a test asserts what was trained" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_needs_a_baseline_has_one() -> None:
