@@ -27,6 +27,7 @@ def climb(output: Path, config: str, *levels: int) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+@pytest.mark.full
 def test_level_0_passes_on_a_tiny_qwen3(tmp_path: Path) -> None:
     status, report = climb(tmp_path / "out", "qwen3-4B", 0)
     assert status == 0, report
