@@ -30,9 +30,9 @@ import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from slime.backends.megatron import compat  # noqa: E402
+from slime.backends.megatron import patches  # noqa: E402
 
-compat.install()
+patches.install()
 
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402

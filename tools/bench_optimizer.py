@@ -32,9 +32,9 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from slime.backends.megatron import compat  # noqa: E402
+from slime.backends.megatron import patches  # noqa: E402
 
-compat.install()
+patches.install()
 
 from megatron.core import parallel_state  # noqa: E402
 

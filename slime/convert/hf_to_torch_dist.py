@@ -27,9 +27,9 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from slime.backends.megatron import compat
+from slime.backends.megatron import patches
 
-compat.install()  # before anything imports megatron.core
+patches.install()  # before anything imports megatron.core
 
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config  # noqa: E402

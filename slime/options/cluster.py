@@ -41,6 +41,11 @@ class ClusterOptions:
     train_backend: Literal["megatron"] = option("megatron", "Training backend.")
     train_env_vars: dict[str, Any] | None = option(None, "Environment variables of the training workers, as JSON.")
     distributed_timeout_minutes: float = option(10.0, "Deadline of one collective among training ranks.", above=0)
+    allow_untested_versions: bool = option(
+        False,
+        "Where a package is installed in another release than slime's patches to it are for, do without these patches "
+        "instead of refusing to start (docs/patches.md lists them).",
+    )
     no_api_keys: bool = option(False, "Run servers without API keys; allowed only if every server listens on loopback.")
 
 

@@ -10,6 +10,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -92,7 +93,8 @@ class PendingFlags:
             _, errors = process.communicate(timeout=READ_TIMEOUT)
             if process.returncode != 0:
                 last = (errors.strip().splitlines() or ["no message"])[-1]
-                raise InstalledFlagsError(f"reading the flags of {name} failed: {last}")
+                told = re.sub(r"^slime(\.\w+)+: ", "", last)  # of our own errors the message is the whole story
+                raise InstalledFlagsError(f"reading the flags of {name} failed: {told}")
             return list(json.loads(Path(self._output).read_text()))
         except subprocess.TimeoutExpired as error:
             raise InstalledFlagsError(f"reading the flags of {name} took more than {READ_TIMEOUT:.0f} s") from error

@@ -11,6 +11,7 @@ from typing import Any
 from slime.options.errors import OptionError
 from slime.options.installed import PendingFlags
 from slime.options.values import json_value, problem_of
+from slime.utils.patching import Patch, due
 
 ENGINE_PACKAGE = "sglang"
 ENGINE_READER = "import sys; from slime.options.sglang import write_engine_flags; write_engine_flags(sys.argv[1])"
@@ -34,11 +35,27 @@ KEYED_POLICIES = (CONSISTENT_HASHING, "manual")
 """Policies of the router that send requests of one X-SMG-Routing-Key to one engine."""
 
 
+def _offer_consistent_hashing(parser: argparse.ArgumentParser) -> None:
+    for action in parser._actions:
+        if action.dest == "policy" and action.choices and CONSISTENT_HASHING not in action.choices:
+            action.choices = [*action.choices, CONSISTENT_HASHING]
+
+
+ROUTER_POLICY: Patch[None] = Patch(
+    "router_policy", ROUTER_PACKAGE, "==0.3.2", "routers, and what reads a router's flags",
+    "Lets one choose the policy `consistent_hashing`, which the router has and its parser does not offer.",
+    "sglang-router's parser offers it.",
+    wanted=lambda _: True,
+    apply=_offer_consistent_hashing,
+)  # fmt: skip
+"""One of the patches that `slime.backends.sglang.patches` lists: here, as that imports torch, and a router does not."""
+
+
 def write_engine_flags(path: str) -> None:
     """Write a record of every server flag; imports SGLang, so it runs in a process of its own."""
-    from slime.backends.sglang import compat
+    from slime.backends.sglang import patches
 
-    compat.install()  # without it SGLang does not import on a host without GPUs
+    patches.install()  # without it SGLang does not import on a host without GPUs
     from sglang.srt.server_args import ServerArgs
 
     parser = argparse.ArgumentParser()
@@ -61,10 +78,8 @@ def router_parser(*, with_address: bool) -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser()
     RouterArgs.add_cli_args(parser, use_router_prefix=False, exclude_host_port=not with_address)
-    for action in parser._actions:
-        # sglang-router 0.3.2 has the policy, and its parser does not let one choose it.
-        if action.dest == "policy" and action.choices and CONSISTENT_HASHING not in action.choices:
-            action.choices = [*action.choices, CONSISTENT_HASHING]
+    for patch in due([ROUTER_POLICY], None):
+        patch.apply(parser)
     return parser
 
 

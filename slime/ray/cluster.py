@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import logging
 import os
 import signal
@@ -16,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import services, worker
 
-from slime.ray import janitor
+from slime.ray import janitor, patches
 from slime.ray.places import check_places, temporary_directory
 from slime.ray.supervision import RunError
-from slime.utils import device
+from slime.utils import device, patching
 from slime.utils.environment import bypass_proxies, guard_ray_token
 from slime.utils.http_utils import LOOPBACK, host_ip
 from slime.utils.processes import RUN_MARK, TITLES
@@ -34,7 +32,6 @@ _DEVICES = "CUDA_VISIBLE_DEVICES"
 """Never passed on, as secrets: Ray gives each worker its devices, and shows its environment to all who may ask it."""
 _METADATA_SERVERS = ("169.254.169.254", "metadata.google.internal")
 """Of clouds, each on its own host: Ray asks whether it runs in one. Its metrics' client heeds proxies too."""
-_RAYLETS_END = "Raylet is terminated."
 _ANSWER_S = 60.0
 """For the first answer of a running Ray, with the start of the program that asks it."""
 
@@ -69,10 +66,11 @@ def connect(slots: int) -> int:
     if not device.is_cuda():
         # Ray counts GPUs by the driver's library; a torch without CUDA cannot use them.
         local |= {"object_store_memory": _OBJECT_STORE_WITHOUT_GPU, "num_gpus": 0}
+    driver = patches.DriverFacts(starts_ray=True)
+    patching.apply(patches.PRINTING, driver)
     owner_end = janitor.start()
     try:
-        with _sessions_of_their_own():
-            _leave_out_raylets_last_lines()
+        with patching.within(patches.SESSIONS, driver):
             _init(address="local", **local, **quiet)
     except Exception as error:  # Ray has no type for it
         text = " ".join(str(error).split())
@@ -117,32 +115,6 @@ def leaving_after(seconds: float, status: int) -> Iterator[None]:
         timer.cancel()
 
 
-@contextlib.contextmanager
-def _sessions_of_their_own() -> Iterator[None]:
-    """Keep the processes that ``ray.init`` starts out of our process group.
-
-    A SIGTERM to the whole group, as `timeout` and batch schedulers send it, would end Ray before us: its client then
-    waits a minute for the head, and ends this process. Ray has no option for it. Its processes end with ours anyway.
-    """
-    popen = services.ConsolePopen
-    services.ConsolePopen = functools.partial(popen, start_new_session=True)
-    try:
-        yield
-    finally:
-        services.ConsolePopen = popen
-
-
-def _leave_out_raylets_last_lines() -> None:
-    """Keep Ray's agent from printing 40 lines of its raylet's log when that has died: our own error says it in one."""
-    printing = worker.print_to_stdstream
-
-    def print_others(data: dict[str, Any], *args: Any, **options: Any) -> None:
-        if not any(str(line).startswith(_RAYLETS_END) for line in data.get("lines", ())):
-            printing(data, *args, **options)
-
-    worker.print_to_stdstream = print_others
-
-
 def _ask(address: str) -> None:
     """Have the Ray at ``address`` answer: ``ray.init`` itself waits without end where nothing does.
 
@@ -183,7 +155,8 @@ def actor_environment(extra: dict[str, str] | None = None) -> dict[str, Any]:
         for name, value in os.environ.items()
         if name.startswith(_HOST_SWITCHES) and name != _DEVICES and not is_secret(name, value)
     }
-    variables |= {name: os.environ[name] for name in (RUN_MARK, *TITLES) if name in os.environ}
+    passed = (RUN_MARK, *TITLES, patching.ALLOW_VARIABLE)
+    variables |= {name: os.environ[name] for name in passed if name in os.environ}
     # Slots are placed by us, from the placement group's probe; Ray must not hide the other GPUs of an engine.
     variables["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
     return {"env_vars": variables | (extra or {})}

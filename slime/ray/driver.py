@@ -16,6 +16,7 @@ from slime.options.values import shortened
 from slime.ray.contract_hint import contract_hint
 from slime.ray.dry_run import dry_run
 from slime.ray.due import NothingLeftError, check_remaining
+from slime.ray.patch_report import check as check_patches
 from slime.ray.supervision import InputError, RayDownError, RunError
 from slime.utils.command_line import strike_secrets
 from slime.utils.errors import BadInputError
@@ -30,6 +31,7 @@ def run_driver(train: Callable[[argparse.Namespace], None], args: argparse.Names
     """Run a driver's loop, or only check it with ``--dry-run``; an error is one line and the process's exit status."""
     strike_secrets()
     try:
+        check_patches(args, lambda line: print(f"{program()}: warning: {line}", file=sys.stderr, flush=True))
         if args.dry_run:
             dry_run(args)
         else:

@@ -9,6 +9,7 @@ from slime.options.errors import OptionError
 from slime.options.validate import check_schedule
 from slime.ray.cluster import running_address
 from slime.ray.due import check_remaining
+from slime.ray.patch_report import lines as patches_of
 from slime.ray.placement import describe_placement
 from slime.ray.places import check_places, place_warnings
 from slime.ray.rollout_manager import make_data_source, num_prompts, num_rollout
@@ -38,6 +39,7 @@ def dry_run(args: argparse.Namespace) -> None:
         print("# Values that are not the defaults; --dry-run full prints all.")
     print(describe(args, changed=not full))
     print(describe_placement(args))
+    print(*patches_of(args), sep="\n")
     for warning in args.option_warnings:  # again: those lines have driven them from the screen
         print(f"warning: {warning}")
     print(*found, _OK, sep="\n")

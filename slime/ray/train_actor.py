@@ -15,13 +15,13 @@ import torch
 from torch.distributed import TCPStore
 
 from slime.ray.cluster import enter_actor
-from slime.utils import device
+from slime.utils import device, patching
 from slime.utils.environment import as_environment, forget_secrets
 from slime.utils.errors import BadInputError
 from slime.utils.hf_writer import NamedTensors
 from slime.utils.http_utils import LOOPBACK
 from slime.utils.storage import writing
-from slime.utils.stores import NODE_ADDRESS_VARIABLE, serve_store, serve_stores_where_they_are_reached
+from slime.utils.stores import NODE_ADDRESS_VARIABLE, RENDEZVOUS, serve_store
 from slime.utils.types import TrainBatch
 from slime.weights import EngineAddress
 
@@ -65,7 +65,7 @@ class TrainActor:
         """
         os.environ.update(MASTER_ADDR=master[0], MASTER_PORT=str(master[1]))
         os.environ.setdefault(NODE_ADDRESS_VARIABLE, ray.util.get_node_ip_address())
-        serve_stores_where_they_are_reached()
+        patching.apply([RENDEZVOUS], None)
         self._args.num_rollout = num_rollout
         from slime.backends.megatron.trainer import MegatronTrainer
 

@@ -51,6 +51,7 @@ from slime.utils.command_line import given_words
 from slime.utils.errors import BadInputError
 from slime.utils.hook_paths import check_evaluation_hook, load_evaluation_hooks, load_hooks
 from slime.utils.misc import attribute_of, load_module, refusing, split_function_path
+from slime.utils.patching import ALLOW_FLAG, allow_untested_versions
 from slime.utils.redaction import redacted
 
 GROUPS: tuple[type, ...] = (
@@ -77,6 +78,7 @@ GROUPS: tuple[type, ...] = (
 
 HELP_SECTIONS = {"megatron": "Megatron", "sglang": "SGLang", "router": "Router"}
 
+_UNTESTED = "allow_untested_versions"
 _MISSPELT = 0.88
 """How similar a YAML key is to a flag that it was probably meant for; names of users' own are often at 0.8."""
 
@@ -137,6 +139,8 @@ def _parse(parser: StrictParser, words: Sequence[str]) -> tuple[dict[str, Any], 
     """The defaults, what the words and the YAML file that they name set, and warnings about that file."""
     words, without_effect = split_without_effect(words)
     yaml_values = _read_yaml(words)
+    if yaml_values.get(_UNTESTED, ALLOW_FLAG in words):
+        allow_untested_versions()  # now: SGLang's flags may be read by a process that patches it
     defaults = assemble(parser, words, yaml_values)
     given = parser.parse_set(words, put_off=True)
     warnings = without_effect + _check_keys(parser, yaml_values)

@@ -1,4 +1,4 @@
-"""Which device, which collective backend, memory for other processes: alone outside compat.py in naming torch.cuda."""
+"""Which device, which collective backend, memory for other processes: alone outside patches in naming torch.cuda."""
 
 from __future__ import annotations
 

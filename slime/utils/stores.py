@@ -11,6 +11,8 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from slime.utils.patching import Patch
+
 _rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # torch.distributed has a function so named
 NODE_ADDRESS_VARIABLE = "SLIME_NODE_ADDRESS"
 """Where all of the run reaches a trainer's host; MASTER_ADDR is loopback already where only the trainers are on one."""
@@ -35,12 +37,18 @@ def serve_store(host: str, port: int = 0, **options: Any) -> TCPStore:
 
 
 def serve_stores_where_they_are_reached() -> None:
-    """Have every group that this process opens by an address serve its store there, as `serve_store` does.
-
-    torch 2.11 to 2.13 has no option for it.
-    """
+    """Have every group that this process opens by an address serve its store there, as `serve_store` does."""
     if not hasattr(_rendezvous._create_c10d_store, "__wrapped__"):
         _rendezvous._create_c10d_store = _bound(_rendezvous._create_c10d_store)
+
+
+RENDEZVOUS: Patch[Any] = Patch(
+    "rendezvous", "torch", ">=2.11.0,<=2.13.0", "every process of a server, and every training rank",
+    "Has the store at which a group meets listen on the group's own address, not on all of the host.",
+    "torch has an option for it.",
+    wanted=lambda _: True,
+    apply=serve_stores_where_they_are_reached,
+)  # fmt: skip
 
 
 def _bound(create: Any) -> Any:

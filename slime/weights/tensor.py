@@ -1,7 +1,7 @@
 """Weights to engines on the same devices: CUDA IPC handles, or shared memory without GPUs; only handles travel by HTTP.
 
 A payload is a pickle that the server's unpickler accepts. It is made here, without importing SGLang, whose import takes
-seconds, and which on CPU works only with the stand-ins of `backends.sglang.compat`, which a trainer must not have.
+seconds, and which on CPU works only with `backends.sglang.cpu_stand_ins`, which a trainer must not have.
 """
 
 from __future__ import annotations

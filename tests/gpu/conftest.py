@@ -74,9 +74,9 @@ def no_choice_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def megatron(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """One rank with a generator for its weights."""
-    from slime.backends.megatron import compat
+    from slime.backends.megatron import patches
 
-    compat.install()
+    patches.install()
     from megatron.core import parallel_state, tensor_parallel
 
     directory: Path = tmp_path_factory.mktemp("megatron")

@@ -44,9 +44,9 @@ def test_one_channel_for_groups_of_small_collectives(tmp_path: Path) -> None:
 
 
 def run_rank(rank: int, port: int, directory: Path) -> None:
-    from slime.backends.megatron import compat
+    from slime.backends.megatron import patches
 
-    compat.install()
+    patches.install()
     from slime.backends.megatron import parallel
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": "0"}

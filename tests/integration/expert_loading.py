@@ -1,4 +1,4 @@
-"""Run by test_own_experts: SGLang's own class of a mixture of experts loads weights with and without `compat`'s list.
+"""Run by test_own_experts: SGLang's own class of a mixture of experts loads weights with and without slime's list.
 
     python -m tests.integration.expert_loading MODEL
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from slime.backends.sglang import compat
+from slime.backends.sglang import fixes, patches
 from tests.integration.float8_engine import differing, held, sglang_model, tensors_of
 
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)_proj\.weight")
@@ -67,7 +67,7 @@ def main(checkpoint: Path) -> dict[str, Any]:
     looks = looks_of(plain, changed["pushed"])
     plain.load_weights(changed["pushed"])
     wanted = held(plain)
-    compat.find_experts_in_turn(["--model-path", str(checkpoint)])
+    fixes.find_experts_in_turn()
     differ: dict[str, list[str]] = {}
     for order, weights in changed.items():
         model = build()
@@ -82,5 +82,5 @@ def main(checkpoint: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    compat.install()
+    patches.install()
     print(json.dumps(main(Path(sys.argv[1]))))

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from slime.backends.sglang import compat
+from slime.backends.sglang import fixes, patches
 from slime.backends.sglang.float8 import refuse_other_layouts
 from slime.utils.http_utils import PortReservation
 from slime.weights.float8 import Float8Blocks
@@ -130,6 +130,6 @@ def main(before: Path, after: Path, after_float8: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    compat.install()
-    compat.keep_cache_scales()
+    patches.install()
+    fixes.keep_cache_scales()
     print(json.dumps(main(*map(Path, sys.argv[1:]))))

@@ -26,8 +26,8 @@ LAYOUT: dict[str, Value] = {
 _HALVES = """
 from types import SimpleNamespace
 import torch
-from slime.backends.sglang import compat
-compat.install()
+from slime.backends.sglang import cpu_stand_ins, patches
+patches.install()
 from sglang.srt.layers.moe import fused_moe_native as native
 from sglang.srt.layers.moe.topk import StandardTopKOutput
 native.SiluAndMul = lambda: lambda x: torch.nn.functional.silu(x[:, :12]) * x[:, 12:]  # its own asks for a server
@@ -43,7 +43,7 @@ try:
     forward(0, ids.where(ids < 4, -1))
     print("nothing to mend")
 except RuntimeError:
-    compat._leave_out_absent_experts()
+    cpu_stand_ins.leave_out_absent_experts()
 halves = forward(0, ids.where(ids < 4, -1)) + forward(4, (ids - 4).where(ids >= 4, -1))
 print(float((halves - whole).abs().max() / whole.abs().max()))
 print(float(forward(0, torch.full_like(ids, -1)).abs().max()))
@@ -51,11 +51,11 @@ print(float(forward(0, torch.full_like(ids, -1)).abs().max()))
 
 
 def test_ranks_compute_with_the_experts_that_they_have() -> None:
-    """SGLang's own function on a CPU; without `compat` it takes -1, of an absent expert, for a place in a list."""
+    """SGLang's own function on a CPU; by itself it takes -1, of an absent expert, for a place in a list."""
     done = subprocess.run([sys.executable, "-c", _HALVES], capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     *problems, error, of_none = done.stdout.splitlines()[-3:]
-    assert "nothing to mend" not in problems, "SGLang leaves absent experts out now: drop it from compat"
+    assert "nothing to mend" not in problems, "SGLang leaves absent experts out now: drop the patch"
     assert float(error) < 1e-5
     assert float(of_none) == 0.0
 
@@ -68,14 +68,14 @@ def make_model(directory: Path, *more: str) -> str:
 
 
 def test_experts_are_found_near_the_one_before(tmp_path: Path) -> None:
-    """And weights are loaded byte for byte as without `compat`, in whatever order they come."""
+    """And weights are loaded byte for byte as without the fix, in whatever order they come."""
     make_model(tmp_path / "model", "--num-experts", "64", "--intermediate-size", "16", "--dtype", "bfloat16")
     command = [sys.executable, "-m", "tests.integration.expert_loading", str(tmp_path / "model")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     without, now = found["looks"]
-    assert without > 60, "SGLang looks names up now: drop it from compat"
+    assert without > 60, "SGLang looks names up now: drop the patch"
     assert now < 20
     assert found["changed"] >= 8
     assert found["differ"] == {"pushed": [], "backwards": [], "shuffled": []}

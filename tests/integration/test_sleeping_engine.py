@@ -23,9 +23,9 @@ _SLOW_S = 1.0
 
 def _release(rank: int, work: str) -> None:
     """How many seconds before the other rank's memory was gone the first rank has answered: by SGLang, and mended."""
-    from slime.backends.sglang import compat
+    from slime.backends.sglang import fixes, patches
 
-    compat.install()
+    patches.install()
     from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
     from sglang.srt.managers.scheduler_components import weight_updater
 
@@ -41,7 +41,7 @@ def _release(rank: int, work: str) -> None:
     early = []
     for mended in (False, True):
         if mended:
-            compat.sleep_when_all_do(["--enable-memory-saver"])
+            fixes.sleep_when_all_do()
         memory = SlowSecondRank()
         manager = weight_updater.SchedulerWeightUpdaterManager(
             tp_worker=SimpleNamespace(model_runner=runner),
@@ -64,5 +64,5 @@ def _release(rank: int, work: str) -> None:
 def test_the_memory_of_all_ranks_is_gone_when_the_first_answers(tmp_path: Path) -> None:
     run_ranks(_release, (str(tmp_path),), 2)
     of_sglang, mended = json.loads((tmp_path / "early.json").read_text())
-    assert of_sglang > _SLOW_S, "SGLang waits for all ranks now: drop compat.sleep_when_all_do"
+    assert of_sglang > _SLOW_S, "SGLang waits for all ranks now: drop fixes.sleep_when_all_do"
     assert mended <= 0

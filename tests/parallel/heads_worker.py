@@ -18,9 +18,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from slime.backends.megatron import compat
+from slime.backends.megatron import patches
 
-compat.install()
+patches.install()
 
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.backends.megatron import compat
+from slime.backends.megatron import patches
 
-compat.install()
+patches.install()
 
 from megatron.core import parallel_state  # noqa: E402
 

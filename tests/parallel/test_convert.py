@@ -170,8 +170,8 @@ import json, sys
 import torch
 from pathlib import Path
 from safetensors.torch import load_file
-from slime.backends.sglang import compat
-compat.install()
+from slime.backends.sglang import patches
+patches.install()
 from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant
 from sglang.srt.layers.quantization.utils import is_layer_skipped

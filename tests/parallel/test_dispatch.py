@@ -74,9 +74,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def run_rank(rank: int, directory: str, ranks: int, tensor: int, experts: int) -> None:
-    from slime.backends.megatron import compat
+    from slime.backends.megatron import patches
 
-    compat.install()
+    patches.install()
     from megatron.core import parallel_state, tensor_parallel
 
     from slime.backends.megatron import dispatch

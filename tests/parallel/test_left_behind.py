@@ -39,9 +39,9 @@ def test_a_step_leaves_nothing_of_its_tokens(name: str, tmp_path: Path) -> None:
 
 
 def run_rank(rank: int, port: int, ranks: int, layout: dict[str, Any], model_dir: str) -> None:
-    from slime.backends.megatron import compat
+    from slime.backends.megatron import patches
 
-    compat.install()
+    patches.install()
     from megatron.core import parallel_state
 
     from slime.backends.megatron.trainer import MegatronTrainer

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from slime.backends.megatron import compat
+from slime.backends.megatron import patches
 
-compat.install()
+patches.install()
 
 from megatron.core import parallel_state  # noqa: E402
 

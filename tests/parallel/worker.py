@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.backends.megatron import compat
+from slime.backends.megatron import patches
 
-compat.install()
+patches.install()
 
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.distributed import (  # noqa: E402

@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 import train
+from slime.options.sglang import ROUTER_POLICY
 from slime.ray.rollout_manager import RolloutManager, make_data_source, num_rollout
+from slime.utils import patching
 from slime.utils.arguments import parse_args
 from slime.utils.errors import BadInputError
+from slime.utils.patching import ALLOW_FLAG, ALLOW_VARIABLE, Patch
 from tests.command_line import write_checkpoint
 from tools import make_tiny_model
 
@@ -96,6 +99,33 @@ def test_warnings_follow_the_configuration(
     said = "warning: --rollout-num-gpus 8 is ignored with --colocate: generation uses the 2 training slots"
     assert warning == f"train.py: {said}"
     assert said in out.partition("\nplacement: ")[2].splitlines()
+
+
+def test_patches_are_listed_and_others_releases_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the verdict, by package and process; a patch for another release than the installed one is an error."""
+    monkeypatch.setenv(ALLOW_VARIABLE, "0")
+    monkeypatch.setattr(patching, "_told", set())
+    rows = json.dumps(GOOD) + "\n"
+    assert _dry_run(model, rows, monkeypatch, "--debug-rollout-only") == 0
+    out, err = capsys.readouterr()
+    section = out.partition("\npatches to released packages (docs/patches.md):\n")[2].splitlines()
+    router = Patch.installed(ROUTER_POLICY)
+    assert f"  sglang-router {router}, routers, and what reads a router's flags: router_policy" in section
+    assert not [line for line in section if line.startswith("  megatron-core")]
+    installed = Patch.installed
+    monkeypatch.setattr(Patch, "installed", lambda patch: "9" if patch is ROUTER_POLICY else installed(patch))
+    assert _dry_run(model, rows, monkeypatch, "--debug-rollout-only") == 2
+    out, err = capsys.readouterr()
+    refused = "sglang-router 9 is installed, and the patch router_policy (docs/patches.md) is for ==0.3.2: "
+    (line,) = err.splitlines()
+    assert line.startswith(f"train.py: error: {refused}install sglang-router==0.3.2, or do without the patch by ")
+    assert out == ""
+    assert _dry_run(model, rows, monkeypatch, "--debug-rollout-only", ALLOW_FLAG) == 0
+    out, err = capsys.readouterr()
+    assert f"train.py: warning: {refused}it is left out, as --allow-untested-versions says" in err.splitlines()
+    assert "  sglang-router 9, routers, and what reads a router's flags: router_policy (left out)\n" in out
 
 
 _FEW = "is more than the 5 prompts of --prompt-data: a rollout repeats prompts"

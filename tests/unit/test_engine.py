@@ -253,11 +253,11 @@ def test_a_server_knows_that_it_will_be_pushed_float8(tmp_path: Path) -> None:
 
 TWO_CHILDREN = """
 import signal, subprocess
-from slime.backends.sglang import compat
+from slime.backends.sglang import fixes
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # a shell's background jobs ignore it; SGLang has a handler
 first, second = (subprocess.Popen(["sleep", "300"]) for _ in range(2))
 second.kill()
-compat.end_with_any_of([first.pid, second.pid])
+fixes.end_with_any_of([first.pid, second.pid])
 first.wait(60)
 """
 

@@ -164,9 +164,9 @@ def test_random_weights(report: dict[str, Any]) -> None:
 
 
 def run_rank(rank: int, directory: str) -> None:
-    from slime.backends.megatron import compat
+    from slime.backends.megatron import patches
 
-    compat.install()
+    patches.install()
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.transformer.moe import token_dispatcher
 

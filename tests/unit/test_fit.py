@@ -217,9 +217,9 @@ UNDER_LAYOUTS: list[tuple[dict[str, Any], str]] = [
 
 
 def _load_under_layouts(rank: int, model_dir: str) -> None:
-    from slime.backends.megatron import compat
+    from slime.backends.megatron import patches
 
-    compat.install()
+    patches.install()
     from megatron.core import parallel_state
 
     from slime.backends.megatron import model, parallel, weights_io

@@ -61,9 +61,9 @@ def test_critic_in_bfloat16(report: list[dict[str, Any]], optimizer: str) -> Non
 
 
 def run_rank(rank: int, directory: str) -> None:
-    from slime.backends.megatron import compat
+    from slime.backends.megatron import patches
 
-    compat.install()
+    patches.install()
     from megatron.core import parallel_state, tensor_parallel
 
     torch.set_num_threads(1)

@@ -43,9 +43,9 @@ RULES = (
     # Reading the server's flags imports SGLang, in a process of its own, which on a CPU does not import without this.
     Rule(
         "slime.options.sglang",
-        ("slime.options",),
+        ("slime.options", "slime.utils.patching"),
         engines=("sglang", "sglang_router"),
-        lazily=("slime.backends.sglang.compat",),
+        lazily=("slime.backends.sglang.patches",),
     ),
     Rule("slime.observability", ("slime.utils",)),
     Rule("slime.utils", ("slime.utils",)),
@@ -97,7 +97,11 @@ RULES = (
     Rule("train_async", ("slime.ray", "slime.utils.arguments", "slime.utils.installation")),
 )
 
-TORCH_CUDA = {"slime/utils/device.py", "slime/backends/megatron/compat.py", "slime/backends/sglang/compat.py"}
+TORCH_CUDA = {
+    "slime/utils/device.py",
+    "slime/backends/megatron/cpu_shim.py",
+    "slime/backends/sglang/cpu_stand_ins.py",
+}
 OPTIONAL = ("wandb", "matplotlib", "math_verify", "peft", "tensorboard", "torch.utils.tensorboard")
 
 FILES = sorted(ROOT.glob("slime/**/*.py")) + [p for p in (ROOT / "train.py", ROOT / "train_async.py") if p.exists()]
@@ -226,9 +230,9 @@ def test_file(file: Path) -> None:
         ("slime.models.qwen", "import torch.nn.functional as F, dataclasses, transformers", True),
         ("slime.models.qwen", "from .family import Family", True),
         ("slime.options.cluster", "from slime.utils.misc import load_function", False),
-        ("slime.options.cluster", "READER = 'import sys; from slime.backends.sglang import compat'", False),
-        ("slime.options.sglang", "from slime.backends.sglang import compat", False),
-        ("slime.options.sglang", "def f():\n    from slime.backends.sglang import compat", True),
+        ("slime.options.cluster", "READER = 'import sys; from slime.backends.sglang import patches'", False),
+        ("slime.options.sglang", "from slime.backends.sglang import patches", False),
+        ("slime.options.sglang", "def f():\n    from slime.backends.sglang import patches", True),
         ("slime.options.sglang", "def f():\n    from slime.backends.sglang import engine", False),
         ("slime.rollout.generate", "from slime.backends.sglang.client import GenerateClient", True),
         ("slime.rollout.generate", "from slime.backends.sglang import client", True),

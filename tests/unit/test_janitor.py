@@ -212,7 +212,8 @@ def test_a_driver_whose_ray_is_down_says_so_and_leaves_at_once(
     def train(args: Namespace) -> None:
         raise RayDownError("train: Ray's raylet")
 
-    monkeypatch.setattr(driver, "check_remaining", lambda args: "")
+    for check in ("check_patches", "check_remaining"):
+        monkeypatch.setattr(driver, check, lambda *_: "")
     monkeypatch.setattr(driver.os, "_exit", left.append)
     driver.run_driver(train, Namespace(dry_run=False))
     assert left == [RunError.exit_status]

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import json
 import pickle
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from slime.backends.sglang import client as client_module
-from slime.backends.sglang import compat
+from slime.backends.sglang import cpu_stand_ins
 from slime.backends.sglang.client import ADAPTER, EngineError, GenerateClient
 from slime.backends.sglang.engine import Engine
 from slime.models import qwen2
@@ -333,45 +332,13 @@ def test_a_row_has_adapters_of_all_its_sources_or_of_none() -> None:
     assert completed(whole, qwen2.FAMILY).keys() == whole.keys()
 
 
-@pytest.fixture
-def before_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a server without GPUs that has not begun; what `compat.install` does for all models does nothing."""
+def test_memory_is_pinned_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in servers with adapters on hosts without GPUs."""
     if torch.cuda.is_available():
         pytest.skip("servers here compute on a GPU")
-    for part in ("_declare_torchvision_operators", "_synchronize_nothing", "_allow_sampling_seeds"):
-        monkeypatch.setattr(compat, part, lambda *_: None)
-    monkeypatch.setattr(compat, "_installed", False)
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
-
-
-@pytest.mark.parametrize("flags", [["--enable-lora", "--tp-size", "1"], ["--tp-size", "1"]])
-def test_memory_is_pinned_where_there_is_none(
-    flags: list[str], before_install: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In servers with adapters; others are left as they are."""
     for name in ("tensor", "zeros"):
         monkeypatch.setattr(torch, name, getattr(torch, name))
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.pin_memory)
-    before = torch.zeros
-    compat.install(flags)
-    assert (torch.zeros is before) == ("--enable-lora" not in flags)
-    if "--enable-lora" in flags:
-        assert torch.tensor([1, 2], dtype=torch.int32, pin_memory=True, device="cpu").tolist() == [1, 2]
-        assert torch.zeros((3,), pin_memory=True).pin_memory().tolist() == [0, 0, 0]
-
-
-@pytest.mark.parametrize(("config", "called"), [(LATENT, True), (QWEN3, False)])
-def test_servers_of_latent_attention_get_their_fix(
-    directory: Path,
-    config: dict[str, object],
-    called: bool,
-    before_install: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """And others do not, which it would make start seconds later."""
-    calls: list[str] = []
-    monkeypatch.setattr(compat, "_attend_to_latents", lambda: calls.append("latents"))
-    write_model(directory / "served", config)
-    compat.install(["--model-path", str(directory / "served"), "--tp-size", "1"])
-    assert bool(calls) == called
+    cpu_stand_ins.pin_nothing()
+    assert torch.tensor([1, 2], dtype=torch.int32, pin_memory=True, device="cpu").tolist() == [1, 2]
+    assert torch.zeros((3,), pin_memory=True).pin_memory().tolist() == [0, 0, 0]

@@ -96,9 +96,9 @@ def weigh_masked(rank: int) -> dict[str, Any]:
 
 
 def run_rank(rank: int, directory: str) -> None:
-    from slime.backends.megatron import compat
+    from slime.backends.megatron import patches
 
-    compat.install()
+    patches.install()
     from megatron.core import parallel_state
 
     from slime.backends.megatron.metrics import step_metrics

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slime.backends.megatron import compat
+from slime.backends.megatron import patches
 
-compat.install()
+patches.install()
 
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.pipeline_parallel import p2p_communication  # noqa: E402

@@ -90,9 +90,9 @@ def billions(count: int, published: str) -> str:
 
 def compare_all(rank: int, directory: str) -> None:
     """In a process of its own, because Megatron's shim is for the whole process."""
-    from slime.backends.megatron import compat
+    from slime.backends.megatron import patches
 
-    compat.install()
+    patches.install()
     from megatron.core import parallel_state, tensor_parallel
 
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=1)

@@ -166,9 +166,9 @@ def assert_same_tokens(of_ranks: list[Tokens], want: Tokens) -> None:
 
 
 def run_rank(rank: int, directory: str) -> None:
-    from slime.backends.megatron import compat
+    from slime.backends.megatron import patches
 
-    compat.install()
+    patches.install()
     from megatron.core import parallel_state
 
     torch.set_num_threads(1)

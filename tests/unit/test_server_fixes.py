@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime.backends.sglang import compat
+from slime.backends.sglang import cpu_stand_ins
 from slime.backends.sglang.process import FLOAT8_VARIABLE, GENERATE_KEY_VARIABLE
 
 NUM_GPUS = 0
@@ -25,7 +25,7 @@ from sglang.srt.models.glm4_moe import Glm4MoeGate
 from transformers import CONFIG_MAPPING
 
 def mended(function):
-    return function.__module__ == "slime.backends.sglang.compat"
+    return function.__module__ == "slime.backends.sglang.fixes"
 
 logged = logging.getLogRecordFactory()("name", logging.INFO, "path", 1, "api_key=a-key", (), None)
 print(json.dumps({
@@ -65,8 +65,9 @@ def test_operators_that_torchvision_declares_itself_are_not_declared_again(
     extension = tmp_path / "_C.so"
     extension.touch()
     monkeypatch.setattr(torch.ops, "load_library", load)
-    monkeypatch.setattr(compat, "_torchvision_library", None)
+    monkeypatch.setattr(cpu_stand_ins, "_torchvision_library", None)
+    monkeypatch.setattr(cpu_stand_ins, "_torchvision", lambda: tmp_path)
     monkeypatch.setattr(torch.library.Library, "define", lambda self, schema: declared.append(schema.split("(")[0]))
-    compat._declare_torchvision_operators(tmp_path)
+    cpu_stand_ins.declare_torchvision_operators()
     assert loaded == [str(extension)]
     assert declared == ([] if loads else ["nms", "qnms"])

@@ -257,7 +257,8 @@ def test_a_tracker_that_fails_ends_neither_the_run_nor_its_end(
 def test_a_run_directory_that_cannot_be_made_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(driver, "check_remaining", lambda args: "")
+    for check in ("check_patches", "check_remaining"):
+        monkeypatch.setattr(driver, check, lambda *_: "")
     (tmp_path / "file").touch()
 
     def train(args: Namespace) -> None:

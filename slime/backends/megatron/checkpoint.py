@@ -8,7 +8,6 @@ saves leaves the one before in place.
 from __future__ import annotations
 
 import logging
-import queue
 import random
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.utils import (
     add_prefix_for_sharding,
     extract_nonpersistent,
@@ -30,7 +28,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from slime.backends.megatron import base, lora
+from slime.backends.megatron import base, lora, patches
 from slime.backends.megatron.fit import check_torch_dist
 from slime.backends.megatron.model import has_heads
 from slime.backends.megatron.optimizer import parts_of
@@ -93,9 +91,7 @@ def save_state(
     scheduler: OptimizerParamScheduler,
 ) -> None:
     """Write model, optimizer, scheduler and random state of all ranks into an empty directory; collective."""
-    # By default a multiprocessing.Manager: a server process, started anew from the main module (seconds), that outlives
-    # a killed trainer. Only saves in the background read the queue from another process.
-    filesystem_async._results_queue = queue.Queue()
+    patches.prepare_save()
     state = model_state(model_chunks)
     state["optimizer"] = _with_parts_of_other_stages(optimizer, _optimizer_state(optimizer, state))
     state["scheduler"] = scheduler.state_dict()

@@ -33,7 +33,7 @@ def initialize_distributed(args: Namespace) -> None:
     """Join the run's process group, build Megatron's groups in it and seed all generators.
 
     Rank, world size and the rendezvous address are read from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
-    `compat.install` must have been called; the options have checked that the layout fits.
+    `patches.install` must have been called; the options have checked that the layout fits.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device.bind_local_device(int(os.environ.get("LOCAL_RANK", 0)))

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.backends.megatron import compat
+from slime.backends.megatron import patches
 from slime.models import family_of, hf_config, weight_shape
 from slime.options.checkpoint import checkpoint_directory, find_checkpoint
 from slime.options.training import critic_options
 from slime.utils import device
 from slime.utils.types import TrainBatch
 
-compat.install()  # before anything imports megatron.core
+patches.install()  # before anything imports megatron.core
 
 from megatron.core import parallel_state  # noqa: E402
 

@@ -149,6 +149,12 @@ def secret_flags() -> list[str]:
     return words
 
 
+def server_secrets() -> tuple[str, ...]:
+    """In the server: its keys, and other secrets of its command line."""
+    keys = (os.environ.get(GENERATE_KEY_VARIABLE), os.environ.get(ADMIN_KEY_VARIABLE))
+    return (*filter(None, keys), *secrets_of(secret_flags()))
+
+
 def _with_our_package(python_path: str) -> str:
     # The owner may have found `slime` through its working directory or sys.path, which a new process does not inherit.
     root = str(Path(slime.__file__).parents[1])

@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
-from slime.backends.megatron.compat import offsets_without_padding
+from slime.backends.megatron.fixes import offsets_without_padding
 
 NUM_GPUS = 0
 
@@ -37,8 +37,8 @@ def test_optimizers_are_torchs_whatever_else_is_installed(tmp_path: Path) -> Non
             "FusedAdam = FusedSGD = multi_tensor_applier = multi_tensor_l2norm = multi_tensor_scale = object\n"
         )
     check = """
-        from slime.backends.megatron import compat
-        compat.install()
+        from slime.backends.megatron import patches
+        patches.install()
         import torch
         from megatron.core import optimizer
         from megatron.core.optimizer import clip_grads, distrib_optimizer
@@ -57,7 +57,7 @@ def test_half_an_installation_of_transformer_engine_is_said_so(tmp_path: Path) -
     (tmp_path / "transformer_engine").mkdir()
     (tmp_path / "transformer_engine" / "__init__.py").touch()
     (tmp_path / "transformer_engine" / "pytorch.py").write_text("raise RuntimeError('no core library')")
-    found = run_beside(tmp_path, "from slime.backends.megatron import compat; compat.install()")
+    found = run_beside(tmp_path, "from slime.backends.megatron import patches; patches.install()")
     assert found.returncode == 1
     assert "installed, but cannot be imported (RuntimeError: no core library): complete it as docs" in found.stderr
 

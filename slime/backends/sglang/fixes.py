@@ -1,0 +1,168 @@
+"""What servers need of SGLang on every host: functions that the records of `patches` carry out, each for one defect.
+
+SGLang is imported when they are called.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from operator import length_hint
+from typing import Any
+
+import torch
+
+from slime.backends.sglang.process import server_secrets
+from slime.utils.http_utils import redact
+from slime.utils.processes import with_id
+
+FLOAT32_ROUTERS = {"glm4_moe": "Glm4MoeGate", "glm4_moe_lite": "Glm4MoeLiteGate"}
+"""By ``model_type``, which is their module's name too."""
+_NEAR = 16
+"""Items of a list that are sooner passed than the list is turned."""
+_CHILD_POLL_S = 0.2
+
+
+def strike_keys_from_answers() -> None:
+    """Strike a server's keys from what it tells of itself.
+
+    /server_info above all, which the key for generation opens, would give the other one away.
+    """
+    http_server: Any = importlib.import_module("sglang.srt.entrypoints.http_server")
+    secrets, plain = server_secrets(), http_server.msgspec_to_builtins
+
+    def struck(value: Any) -> Any:
+        if isinstance(value, str):
+            return redact(value, secrets)
+        if isinstance(value, dict):
+            return {name: struck(each) for name, each in value.items()}
+        return [struck(each) for each in value] if isinstance(value, list | tuple) else value
+
+    http_server.msgspec_to_builtins = lambda value: struck(plain(value))
+
+
+def end_with_any_scheduler() -> None:
+    """Have the server of an engine's further node end when any of its schedulers does.
+
+    SGLang waits there for one after the other: when one is killed, the others hang in collectives for minutes. After
+    that it goes on, without what it needs, to serve HTTP.
+    """
+    engine: Any = importlib.import_module("sglang.srt.entrypoints.engine").Engine
+    launch = engine._launch_scheduler_processes
+
+    def launch_watched(*args: Any, **options: Any) -> Any:
+        result, processes = launch(*args, **options)
+        result.block_until_scheduler_exits = lambda: end_with_any_of(result.all_child_pids)
+        return result, processes
+
+    engine._launch_scheduler_processes = launch_watched
+
+
+def end_with_any_of(pids: Sequence[int]) -> None:
+    """Wait until one of these processes has ended, and end this one by the signal at which SGLang ends its tree."""
+    while not (ended := [pid for pid in pids if with_id(pid) is None]):
+        time.sleep(_CHILD_POLL_S)
+    who = ", ".join(map(str, ended))
+    print(f"a scheduler has ended (process {who}), and so does this server", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGQUIT)
+
+
+def unload_adapters_at_once() -> None:
+    """Let ``/unload_lora_adapter`` not wait until no request uses the adapter.
+
+    A request that is aborted, or refused, after it was counted and before it was sent stays counted: the call would
+    never return, nor any later one. An adapter is only unloaded while generation is paused and the scheduler is idle.
+    """
+    registry: Any = importlib.import_module("sglang.srt.lora.lora_registry").LoRARegistry
+
+    async def forget(self: Any, lora_id: str) -> None:
+        self._counters.pop(lora_id, None)
+
+    registry.wait_for_unload = forget
+
+
+def keep_cache_scales() -> None:
+    """Let the scales of a float8 model's cached keys and values outlive sleep.
+
+    SGLang makes them parameters, sets those that no checkpoint has to 1 after the first load, and brings only buffers
+    back after sleep. Zeros in their place fail the next load from disk, and latent attention divides by them.
+    """
+    updater: Any = importlib.import_module("sglang.srt.managers.scheduler_components.weight_updater")
+
+    def kept(model: torch.nn.Module) -> list[torch.Tensor]:
+        scales = (p for p in model.parameters() if getattr(p, "_skip_weight_check", False))
+        return [*model.buffers(), *scales]
+
+    def bring_back(model: torch.nn.Module, values: list[torch.Tensor]) -> None:
+        with torch.inference_mode():
+            for tensor, value in zip(kept(model), values, strict=True):
+                tensor.copy_(value)
+
+    updater._export_static_state = lambda model: [tensor.detach().clone() for tensor in kept(model)]
+    updater._import_static_state = bring_back
+
+
+def sleep_when_all_do() -> None:
+    """Let an engine say that it has given its memory back when its tensor-parallel ranks have.
+
+    The first one answers, and SGLang waits for the others before the weights go, not after. slime's engines have no
+    ranks but those.
+    """
+    module: Any = importlib.import_module("sglang.srt.managers.scheduler_components.weight_updater")
+    release = module.SchedulerWeightUpdaterManager.release_memory_occupation
+
+    def release_together(updater: Any, request: Any) -> Any:
+        answer = release(updater, request)
+        torch.distributed.barrier(updater.tp_cpu_group)
+        return answer
+
+    module.SchedulerWeightUpdaterManager.release_memory_occupation = release_together
+
+
+def route_by_present_weights(model_type: str) -> None:
+    """Let GLM's routers compute with the weights that they have now.
+
+    SGLang keeps a float32 copy from the first forward pass, on GPUs from the capture of CUDA graphs. An engine would
+    route for ever by the weights that it started with, whatever is pushed, and ``/weights_checker`` leaves the copy
+    out.
+
+    Args:
+        model_type: one of `FLOAT32_ROUTERS`.
+    """
+    module: Any = importlib.import_module(f"sglang.srt.models.{model_type}")
+    router: Any = getattr(module, FLOAT32_ROUTERS[model_type])
+    router.forward = _float32_logits
+
+
+def _float32_logits(router: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """float32 [tokens, experts]."""
+    return torch.nn.functional.linear(hidden_states.float(), router.weight.float())
+
+
+def find_experts_in_turn() -> None:
+    """Let models soon find where an expert's weight belongs.
+
+    For each weight, SGLang goes through three entries for each of a layer's experts, to the one whose words are in the
+    weight's name: a quarter of the host time that loading what is pushed takes. Weights come in the order of experts,
+    so the entry is near the last one that was found.
+    """
+    layer: Any = importlib.import_module("sglang.srt.layers.moe.fused_moe_triton.layer")
+    make = layer.FusedMoE.make_expert_params_mapping
+    layer.FusedMoE.make_expert_params_mapping = staticmethod(lambda *args, **kwargs: RecentFirst(make(*args, **kwargs)))
+
+
+class RecentFirst(list[Any]):
+    """A list that turns, before a loop, so that the item at which the last loop was left comes first."""
+
+    _loop: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        passed = len(self) - length_hint(self._loop) - 1
+        if _NEAR < passed < len(self) - 1:  # a loop that was not left passes all
+            self[:] = self[passed:] + self[:passed]
+        self._loop = super().__iter__()
+        return self._loop

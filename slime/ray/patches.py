@@ -1,0 +1,71 @@
+"""What is changed, from outside, of Ray as it is released, in the driver: a record each."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ray._private import services, worker
+
+from slime.utils.patching import Patch
+
+_SEEN = "==2.60.0"
+_DRIVER = "the driver, where it starts a Ray of its own"
+_RAYLETS_END = "Raylet is terminated."
+
+
+@dataclass(frozen=True)
+class DriverFacts:
+    """What decides which patches a driver needs."""
+
+    starts_ray: bool
+    """Whether it starts a Ray, and does not join a running one."""
+
+
+@contextlib.contextmanager
+def _sessions_of_their_own() -> Iterator[None]:
+    """Keep the processes that ``ray.init`` starts out of our process group.
+
+    A SIGTERM to the whole group, as `timeout` and batch schedulers send it, would end Ray before us: its client then
+    waits a minute for the head, and ends this process. Its processes end with ours anyway.
+    """
+    popen = services.ConsolePopen
+    services.ConsolePopen = functools.partial(popen, start_new_session=True)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
+
+
+def _leave_out_raylets_last_lines() -> None:
+    """Keep Ray's agent from printing 40 lines of its raylet's log when that has died: our own error says it in one."""
+    printing = worker.print_to_stdstream
+
+    def print_others(data: dict[str, Any], *args: Any, **options: Any) -> None:
+        if not any(str(line).startswith(_RAYLETS_END) for line in data.get("lines", ())):
+            printing(data, *args, **options)
+
+    worker.print_to_stdstream = print_others
+
+
+SESSIONS: Patch[DriverFacts] = Patch(
+    "sessions_of_rays_own", "ray", _SEEN, _DRIVER,
+    "Starts Ray's processes in sessions of their own: a SIGTERM to the driver's group would end them before it.",
+    "Ray has an option for it.",
+    wanted=lambda driver: driver.starts_ray,
+    apply=_sessions_of_their_own,
+)  # fmt: skip
+"""In force while Ray is started."""
+
+PRINTING: tuple[Patch[DriverFacts], ...] = (
+    Patch(
+        "raylets_last_lines", "ray", _SEEN, _DRIVER,
+        "Leaves out the 40 lines of its raylet's log that Ray prints when that has died.",
+        "Ray has an option for it.",
+        wanted=lambda driver: driver.starts_ray,
+        apply=_leave_out_raylets_last_lines,
+    ),
+)  # fmt: skip

@@ -1,0 +1,127 @@
+"""Patches to released packages, as records: what each does, for which releases, and what becomes of it in others.
+
+A backend's ``patches.py`` has the tables. Nothing but `apply` and `within` carries a record out, and they look at the
+installed version first: over newer code a patch would quietly undo it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from slime.utils.errors import BadInputError
+
+logger = logging.getLogger(__name__)
+
+ALLOW_FLAG = "--allow-untested-versions"
+ALLOW_VARIABLE = "SLIME_ALLOW_UNTESTED_VERSIONS"
+"""How the flag reaches every process of a run, and programs that have no such flag: 1 is yes."""
+
+Facts = TypeVar("Facts")
+"""What decides which of a table's patches a process needs."""
+_told: set[str] = set()
+"""Names of patches of whose omission this process has told."""
+
+
+class UntestedVersionError(BadInputError):
+    """A patch is wanted, and the installed release is none of those that it was made for."""
+
+
+@dataclass(frozen=True)
+class Patch(Generic[Facts]):
+    """One change, from outside, to a package that is installed as it was released."""
+
+    name: str
+    """Short, and no other's."""
+    package: str
+    """The distribution whose releases decide whether the patch is needed."""
+    versions: str
+    """A PEP 440 specifier: the releases of it on which the patch was seen to be needed, and to work."""
+    where: str
+    """Which processes, on which hosts."""
+    what: str
+    """What it does, in one sentence."""
+    goes: str
+    """When it can go."""
+    wanted: Callable[[Facts], bool]
+    apply: Callable[..., Any]
+    """Carries it out; of one that lasts only for a block, it returns a context manager (see `within`)."""
+
+    def installed(self) -> str | None:
+        """The package's version in this environment, or None."""
+        try:
+            return importlib.metadata.version(self.package)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    def is_tested(self) -> bool:
+        """Whether the installed release is one of ``versions``; builds of it (2.11.0+cu129) count as the release."""
+        from packaging.specifiers import SpecifierSet  # the site is built of these records' modules without it
+
+        version = self.installed()
+        return version is not None and SpecifierSet(self.versions).contains(version, prereleases=True)
+
+
+def due(
+    patches: Iterable[Patch[Facts]], facts: Facts, warn: Callable[[str], None] = logger.warning
+) -> Iterator[Patch[Facts]]:
+    """The patches that a process with these facts carries out.
+
+    Where untested versions are allowed, those of other releases are left out, and each told of once a process.
+
+    Args:
+        warn: gets a line for each patch that is left out.
+
+    Raises:
+        UntestedVersionError: an installed release is none of those that a wanted patch was made for.
+    """
+    for patch in patches:
+        if not patch.wanted(facts):
+            continue
+        if patch.is_tested():
+            yield patch
+            continue
+        if not untested_versions_are_allowed():
+            raise UntestedVersionError(
+                f"{_untested(patch)}: install {patch.package}{patch.versions}, or do without the patch by {ALLOW_FLAG} "
+                f"({ALLOW_VARIABLE}=1 for programs without that flag)"
+            )
+        if patch.name not in _told:
+            _told.add(patch.name)
+            warn(f"{_untested(patch)}: it is left out, as {ALLOW_FLAG} says")
+
+
+def apply(patches: Iterable[Patch[Facts]], facts: Facts) -> None:
+    """Carry out, in their order, those of these patches that a process with these facts needs; raises as `due` does."""
+    for patch in due(patches, facts):
+        patch.apply()
+
+
+@contextlib.contextmanager
+def within(patch: Patch[Facts], facts: Facts) -> Iterator[None]:
+    """Within the block, a patch is in force if a process with these facts needs it; raises as `due` does."""
+    with contextlib.ExitStack() as stack:
+        for needed in due([patch], facts):
+            stack.enter_context(needed.apply())
+        yield
+
+
+def allow_untested_versions() -> None:
+    """Have this process, and those that get its environment, do without the patches for other releases."""
+    os.environ[ALLOW_VARIABLE] = "1"
+
+
+def untested_versions_are_allowed() -> bool:
+    """Whether `allow_untested_versions` was called, here or in a process that this one is of, or the user said so."""
+    return os.environ.get(ALLOW_VARIABLE) == "1"
+
+
+def _untested(patch: Patch[Any]) -> str:
+    version = patch.installed()
+    found = f"{patch.package} {version} is installed" if version else f"no version of {patch.package} is known"
+    return f"{found}, and the patch {patch.name} (docs/patches.md) is for {patch.versions}"
