@@ -102,7 +102,7 @@ class Supervisor:
         buried = len(self._buried)
         deadline = time.monotonic() + limit.seconds
         names = {ref: who for who, ref in calls.items()}
-        pending = list(names)
+        pending = dict.fromkeys(ref for ref, who in names.items() if who not in self._buried)
         while pending:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -110,16 +110,19 @@ class Supervisor:
                 raise RunError(f"{phase}: no answer within {limit} from {waiting} (weight version {self.version})")
             others = [ref for ref in self._background if ref not in names]
             _check_ray(phase)
-            done, _ = ray.wait([*pending, *self._watches, *others], num_returns=1, timeout=min(left, _POLL_S))
-            for ref in done:
+            for ref in _ready([*pending, *self._watches, *others], min(left, _POLL_S)):
+                known = len(self._buried)
                 if ref in self._watches:
                     self._bury(ref, phase)
-                    continue
-                who, its_phase = self._background.pop(ref, (names.get(ref, ""), phase))
-                if who not in self._buried and (error := _error_of(ref)):
-                    self._blame(error, who, its_phase, 0.0 if len(self._buried) > buried else _patience(error))
-                pending = [p for p in pending if p != ref]
-            pending = [p for p in pending if names[p] not in self._buried]
+                elif ref in pending or ref in self._background:
+                    pending.pop(ref, None)
+                    who, its_phase = self._background.pop(ref, (names.get(ref, ""), phase))
+                    if who not in self._buried and (error := _error_of(ref)):
+                        self._blame(error, who, its_phase, 0.0 if known > buried else _patience(error))
+                if len(self._buried) > known:  # their answers, and their ends, which blame has found, are none any more
+                    pending = dict.fromkeys(ref for ref in pending if names[ref] not in self._buried)
+                if not pending:
+                    break  # what else is ready is the next wait's
         return [_get(ref) for ref, who in names.items() if who not in self._buried]
 
     def _bury(self, watch: ray.ObjectRef, phase: str) -> None:
@@ -153,6 +156,15 @@ class Supervisor:
             text = " ".join(str(error).split())
             return RunError(f"{phase}: Ray could not run {who} (weight version {self.version}): {text}")
         return RunError(f"{phase}: {who} ended its watch without a failure")
+
+
+def _ready(refs: list[ray.ObjectRef], seconds: float) -> list[ray.ObjectRef]:
+    """All of ``refs`` that are ready as soon as one is, in their order; none if none is within so many seconds."""
+    first, _ = ray.wait(refs, num_returns=1, timeout=seconds)
+    if not first or len(refs) == 1:
+        return list(first)
+    every, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+    return list(every) or list(first)
 
 
 def _check_ray(phase: str, patience: float = 0.0) -> None:
