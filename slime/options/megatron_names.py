@@ -220,6 +220,15 @@ FLAGS: tuple[Flag, ...] = (
     ),
 )  # fmt: skip
 
+
+def flag_saying(name: str, value: Any) -> str:
+    """The flag by which an attribute gets a value: of False, the switch that says so."""
+    if value is not False:
+        return flag_named(name)
+    switches = (flag.name for flag in FLAGS if flag.dest == name and flag.const is False)
+    return next(switches, flag_named(f"no_{name}"))
+
+
 DEFAULTS: dict[str, Any] = {
     "attention_dropout": 0.0,
     "bias_activation_fusion": True,

@@ -13,9 +13,8 @@ from typing import Any
 
 from slime.options.checkpoint import find_checkpoint, has_checkpoint, is_torch_dist
 from slime.options.errors import OptionError
-from slime.options.megatron_names import FLAGS
+from slime.options.megatron_names import flag_saying
 from slime.options.patterns import written_pattern
-from slime.options.schema import flag_named
 from slime.options.values import json_value
 
 _OVERRIDES = "--sglang-json-model-override-args"
@@ -265,10 +264,7 @@ def _flag_of(name: str, value: Any, given: dict[str, Any]) -> str:
     """The flag by which an attribute got a value."""
     if name == "rope_scaling_factor" and "rotary_scaling_factor" in given:  # see `take_rotary_factor`
         return "--rotary-scaling-factor"
-    if value is False:
-        switches = (flag.name for flag in FLAGS if flag.dest == name and flag.const is False)
-        return next(switches, flag_named(f"no_{name}"))
-    return flag_named(name)
+    return flag_saying(name, value)
 
 
 def _shown(value: Any) -> str:

@@ -42,7 +42,7 @@ _OF_OFFLOAD = {
 """Settings of the optimizer in host memory. Gradients need none there: they stay in the device's buffers."""
 
 
-def check_training(args: Namespace, given: set[str], warnings: list[str]) -> None:
+def check_training(args: Namespace, given: set[str]) -> None:
     """Choose the distributed optimizer where the user did not, and refuse what cannot be trained with.
 
     Raises:
@@ -63,11 +63,6 @@ def check_training(args: Namespace, given: set[str], warnings: list[str]) -> Non
     elif args.cpu_offloading:
         raise OptionError("--cpu-offloading needs --transformer-impl transformer_engine")
     _check_optimizer(args, given)
-    if args.optimizer_cpu_offload and not args.pin_cpu_grads:
-        warnings.append(
-            "--no-pin-cpu-grads means nothing here: gradients stay in the device's buffers; --no-pin-cpu-params is for "
-            "what --optimizer-cpu-offload keeps in host memory"
-        )
     _check_weight_decay(args)
     _check_learning_rate(args)
     if args.use_critic:

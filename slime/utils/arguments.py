@@ -45,6 +45,7 @@ from slime.options.schema import add_options, flag_named, flag_of, hook_fields
 from slime.options.tracking import TrackingOptions
 from slime.options.training import check_training
 from slime.options.unavailable import add_upstream_attributes, explain_flag, split_without_effect, without_effect
+from slime.options.unheeded import unheeded
 from slime.options.validate import derive_all, limit_prompts
 from slime.options.values import read_yaml
 from slime.utils.command_line import given_words
@@ -102,7 +103,7 @@ def parse_args(argv: Sequence[str] | None = None, *, asynchronous: bool = False)
         args = argparse.Namespace(**(defaults | given))
         args.rm_sglang_cli = reward_engine_flags(parser, args.rm_sglang_args)
         args.given_options = sorted(given)
-        args.option_warnings = [*warnings, *_resolve(args, set(given), asynchronous)]
+        args.option_warnings = [*warnings, *_resolve(args, given, asynchronous)]
         add_upstream_attributes(args)
         if parser.unavailable:
             parser.error("")
@@ -275,9 +276,14 @@ def _parse_yaml(parser: StrictParser, values: dict[str, Any]) -> dict[str, Any]:
     return vars(settings)
 
 
-def _resolve(args: argparse.Namespace, given: set[str], asynchronous: bool) -> list[str]:
-    """Derive and validate, the quick checks first; returns warnings."""
+def _resolve(args: argparse.Namespace, values: Mapping[str, Any], asynchronous: bool) -> list[str]:
+    """Derive and validate, the quick checks first; returns warnings.
+
+    Args:
+        values: what flags and YAML set, by attribute.
+    """
     warnings: list[str] = []
+    given = set(values)
     args.sglang_cli = sglang.command_line(vars(args).pop("sglang_words", {}))
     args.router_cli = sglang.command_line(vars(args).pop("router_words", {}))
     args.sglang_router_ip = args.sglang_router_port = args.sglang_router_api_key = None  # known once the router runs
@@ -302,8 +308,9 @@ def _resolve(args: argparse.Namespace, given: set[str], asynchronous: bool) -> l
     reasons.of(check_quantization, args)
     reasons.of(limit_prompts, args)
     if args.placement != "rollout_only":
-        reasons.of(check_training, args, given, warnings)
+        reasons.of(check_training, args, given)
         reasons.of(check_layout, args)
+        warnings += reasons.of(unheeded, args, values) or []
         reasons.of(_check_lora, args, resumed)
     reasons.of(settle_lora_sync, args, given, warnings)
     reasons.end()

@@ -291,14 +291,6 @@ def test_what_a_trainer_takes(parse: Parse, words: str) -> None:
     parse(words)
 
 
-def test_gradients_that_nobody_pins_are_told_of(parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
-    parse("--optimizer-cpu-offload --no-pin-cpu-params")
-    assert capsys.readouterr().err == ""
-    parse("--optimizer-cpu-offload --no-pin-cpu-params --no-pin-cpu-grads")
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "warning: --no-pin-cpu-grads means nothing here: gradients stay in the device's buffers" in line
-
-
 def test_sgd_is_not_distributed(parse: Parse) -> None:
     assert parse().use_distributed_optimizer is True
     assert parse("--optimizer sgd").use_distributed_optimizer is False

@@ -56,23 +56,12 @@ def test_biases_of_routers_are_not_rounded() -> None:
     assert set(router.state_dict()) == {"weight", "expert_bias"}
 
 
-@pytest.mark.parametrize(
-    ("dispatcher", "with_deepep", "said"),
-    [
-        ("alltoall", False, ""),
-        ("allgather", False, "ignored: --moe-token-dispatcher-type allgather: "),
-        ("flex", True, "ignored: --moe-token-dispatcher-type flex --moe-enable-deepep: "),
-    ],
-)
-def test_tokens_are_dispatched_by_alltoall(
-    dispatcher: str, with_deepep: bool, said: str, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(("dispatcher", "with_deepep"), [("alltoall", False), ("allgather", False), ("flex", True)])
+def test_tokens_are_dispatched_by_alltoall(dispatcher: str, with_deepep: bool) -> None:
     directory = CONFIGS / "qwen3-30B-A3B"
     options = {"moe_token_dispatcher_type": dispatcher, "moe_enable_deepep": with_deepep}
     config = model.transformer_config(tiny.arguments(directory, **options))
-    assert config.moe_token_dispatcher_type == "alltoall"
-    assert "".join(record.getMessage() for record in caplog.records).startswith(said)
-    assert bool(caplog.records) == bool(said)
+    assert (config.moe_token_dispatcher_type, config.moe_enable_deepep) == ("alltoall", False)
 
 
 def one_by_one(rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -36,8 +35,6 @@ from slime.backends.megatron.rotary import Rotary
 from slime.options.megatron import config_kwargs
 from slime.utils import device
 
-logger = logging.getLogger(__name__)
-
 _WITHOUT_TRANSFORMER_ENGINE: dict[str, Any] = {
     "persist_layer_norm": False,
     "gradient_accumulation_fusion": False,
@@ -46,28 +43,18 @@ _WITHOUT_TRANSFORMER_ENGINE: dict[str, Any] = {
     "moe_permute_fusion": False,
     "use_cpu_initialization": False,
 }
-"""Settings that need kernels of Transformer Engine or Apex, at the value that does not."""
+"""Settings that need kernels of Transformer Engine or Apex, at the value that does not (`slime.options.unheeded`)."""
 
 
 def transformer_config(args: Namespace) -> TransformerConfig:
     """The model's configuration from the options.
 
     Sequences are packed and vary in length, and the loss is a sum over tokens that its caller has already normalised:
-    these are not options. Weights come from a checkpoint, unless they are to be random.
+    these are not options. Weights come from a checkpoint, unless they are to be random. What is overwritten here,
+    `slime.options.unheeded` says when flags are read.
     """
     kind = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
     values = config_kwargs(args, kind)
-    unused = {k for k, value in _WITHOUT_TRANSFORMER_ENGINE.items() if values.get(k, value) != value}
-    if args.transformer_impl == "transformer_engine":
-        unused.discard("gradient_accumulation_fusion")  # its linear layers do that by themselves
-    if unused:
-        logger.warning("ignored, because they need kernels that are not used here: %s", ", ".join(sorted(unused)))
-    if args.moe_token_dispatcher_type != "alltoall" or args.moe_enable_deepep:
-        logger.warning(
-            "ignored: --moe-token-dispatcher-type %s%s: experts get their tokens by alltoall, with the same results",
-            args.moe_token_dispatcher_type,
-            " --moe-enable-deepep" if args.moe_enable_deepep else "",
-        )
     interleaved = args.virtual_pipeline_model_parallel_size is not None
     values.update(
         _WITHOUT_TRANSFORMER_ENGINE,
