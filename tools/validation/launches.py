@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,8 +106,17 @@ def _last_exception(lines: list[str]) -> list[str]:
 class Launcher:
     """Starts programs one after the other; each gets a directory of its own."""
 
-    def __init__(self, output: Path, limit_s: float) -> None:
-        self.output, self._limit_s = output, limit_s
+    def __init__(
+        self, output: Path, limit_s: float, tree: Path = ROOT, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """
+        Args:
+            output: each program's directory is in it.
+            limit_s: seconds for one program.
+            tree: where programs are, and run.
+            environment: of programs, by default this process's.
+        """
+        self.output, self._limit_s, self._tree, self._environment = output, limit_s, tree, environment
         self.runs: list[Run] = []
 
     def directory(self, name: str) -> Path:
@@ -129,7 +138,13 @@ class Launcher:
             output.write(f"$ {shlex.join(command)}\n")
             output.flush()
             process = subprocess.Popen(
-                command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, text=True
+                command,
+                cwd=self._tree,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
             )
             try:
                 status: int | None = process.wait(self._limit_s)
