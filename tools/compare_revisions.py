@@ -8,7 +8,7 @@ Both revisions generate and record rollouts of tiny models on CPU slots, by real
 log-probs, rewards and weight versions are compared. Then both train on what BASE recorded, from the same weights: every
 metric of every step but times, and the weights after the last one. Ports, times, and ids by chance are left out.
 
-Exit status: 0 all is equal, 1 something differs, 2 nothing could be compared.
+Exit status: 0 all is equal, 1 something differs, 2 not all could be compared.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tools.revisions.comparing import Finding  # noqa: E402
 from tools.revisions.trees import CompareError, Tree, commit_of, write_commit, write_working_tree  # noqa: E402
 
 
-def compare(commits: Sequence[str | None], options: argparse.Namespace, work: Path) -> list[tuple[str, Finding]]:
+def compare(commits: Sequence[str | None], options: argparse.Namespace, work: Path) -> Iterator[tuple[str, Finding]]:
     """All findings, each with the name of its case.
 
     Args:
@@ -51,7 +51,9 @@ def compare(commits: Sequence[str | None], options: argparse.Namespace, work: Pa
         for side, commit in zip(("base", "head"), commits, strict=True)
     ]
     models, data = make_inputs(work)
-    return [(name, each) for name in options.cases for each in findings(name, CASES[name], trees, models, data)]
+    for name in options.cases:
+        for finding in findings(name, CASES[name], trees, models, data):
+            yield name, finding
 
 
 def make_tree(side: str, commit: str | None, work: Path, limit_s: float) -> Tree:
@@ -153,14 +155,20 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     program = Path(__file__).name
+    found: list[tuple[str, Finding]] = []
+    error = None
     try:
         commits = commit_of(options.base), None if options.head is None else commit_of(options.head)
         with reported(program), removed_unless_kept(options.keep) as work:
-            found = compare(commits, options, work)
-    except CompareError as error:
+            for finding in compare(commits, options, work):
+                found.append(finding)  # one by one: those before a run that fails are shown, too
+    except CompareError as failure:
+        error = failure
+    if found:
+        print(f"\n{table(found)}")
+    if error is not None:
         print(f"{program}: error: {error}", file=sys.stderr)
         return 2
-    print(f"\n{table(found)}")
     different = sum(finding.difference is not None for _, finding in found)
     print(f"\n{len(found) - different} quantities are equal, {different} differ")
     if different and options.keep is None:

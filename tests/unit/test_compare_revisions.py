@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -353,14 +353,17 @@ def test_a_failed_run_leaves_its_log_and_a_compared_one_nothing(
 ) -> None:
     monkeypatch.setattr(compare_revisions.tempfile, "mkdtemp", lambda prefix: str(tmp_path / "work"))
 
-    def compare(commits: list[str | None], options: object, work: Path) -> list[tuple[str, Finding]]:
+    def compare(commits: list[str | None], options: object, work: Path) -> Iterator[tuple[str, Finding]]:
         work.mkdir()
         (work / "log").write_text("why")
-        raise trees.CompareError("base/dense/recording: status 1")
+        yield "dense", Finding("steps", None)
+        raise trees.CompareError("base/experts/recording: status 1")
 
     monkeypatch.setattr(compare_revisions, "compare", compare)
     assert compare_revisions.main(["HEAD"]) == 2
-    assert capsys.readouterr().err == "compare_revisions.py: error: base/dense/recording: status 1\n"
+    captured = capsys.readouterr()
+    assert captured.err == "compare_revisions.py: error: base/experts/recording: status 1\n"
+    assert captured.out == "\ndense  steps  equal\n", "what was compared before it"
     assert (tmp_path / "work" / "log").read_text() == "why"
     for difference, status in ((None, 0), ("a: only base has it", 1)):
         monkeypatch.setattr(compare_revisions, "compare", lambda *_: [("dense", Finding("steps", difference))])  # noqa: B023

@@ -20,7 +20,7 @@ _PYTHON_S = 120
 
 
 class CompareError(Exception):
-    """Nothing could be compared; the message says why."""
+    """Something could not be compared; the message says why."""
 
 
 def commit_of(revision: str) -> str:
