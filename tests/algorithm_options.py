@@ -23,6 +23,7 @@ _OTHERS: dict[str, Any] = {
     "load": None,
     "save": None,
     "lr_warmup_iters": 0,
+    "column_modules": [],
     "lr_warmup_fraction": None,
 }
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from slime.data import Sample
 from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.rollout.gate import hold_requests
 from slime.rollout.loop import background_loop
 from slime.rollout.metrics import accounting
 from slime.rollout.sglang_rollout import generate_rollout
-from slime.utils.types import Sample
 
 
 class FakeClient:

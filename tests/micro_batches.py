@@ -6,7 +6,6 @@ Numbers are multiples of 1/64: their differences are exact in float32, and no ra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -14,8 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.backends.megatron.batch import MicroBatch, PackLayout, pack
-from slime.utils.types import OptimizerStep, Ragged, TrainBatch
+from slime.backends.megatron.attention import packed_params
+from slime.data import Column, OptimizerStep, Ragged, TrainBatch
+from slime.data.columns import COLUMNS
+from slime.training.micro_batch import MicroBatch
+from slime.training.packing import PackLayout
 from tests.parallel import rollouts
 
 GRID = 64
@@ -39,8 +41,7 @@ def fresh_rows(seed: int | None = None, *, cut: bool = True, with_engine: bool =
     if cut:
         ids[[4, 5]], ids[8] = 3, 7
     sums = np.array([sum(int(masks[other].sum()) for other in np.flatnonzero(ids == i)) for i in ids])
-    changed = replace(
-        rows,
+    changed = rows.changed(
         tokens=Ragged.from_rows(tokens, np.int32),
         loss_mask=Ragged.from_rows(masks, np.uint8),
         rollout_ids=ids,
@@ -49,7 +50,7 @@ def fresh_rows(seed: int | None = None, *, cut: bool = True, with_engine: bool =
         raw_rewards=np.round(rows.raw_rewards * 2) / 2,
     )
     log_probs = Ragged.from_rows(numbers(changed, -6, 0, rng), np.float32) if with_engine else None
-    return replace(changed, rollout_log_probs=log_probs)
+    return changed.changed(rollout_log_probs=log_probs)
 
 
 def numbers(batch: TrainBatch, low: float, high: float, rng: np.random.Generator | None = None) -> Rows:
@@ -74,6 +75,30 @@ def step_of(batch: TrainBatch) -> OptimizerStep:
     return OptimizerStep([np.arange(len(batch))], *counts)
 
 
+def pack_layout(
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    per_token_loss: bool = False,
+    constant_length: int | None = None,
+    *,
+    multiple: int = MULTIPLE,
+    columns: tuple[Column, ...] = COLUMNS,
+    cp_group: dist.ProcessGroup | None = None,
+) -> PackLayout:
+    """On the CPU."""
+    return PackLayout(
+        cp_size=cp_size,
+        cp_rank=cp_rank,
+        multiple=multiple,
+        per_token_loss=per_token_loss,
+        constant_length=constant_length,
+        device=torch.device("cpu"),
+        columns=columns,
+        describe=packed_params,
+        cp_group=cp_group,
+    )
+
+
 def packed(
     batch: TrainBatch,
     seed: int | None = None,
@@ -83,15 +108,14 @@ def packed(
     cp_group: dist.ProcessGroup | None = None,
     per_token_loss: bool = False,
     constant_length: int | None = None,
+    columns: tuple[Column, ...] = COLUMNS,
 ) -> list[MicroBatch]:
     """The batch in a random order, in four micro-batches of random size."""
     rng = np.random.default_rng(seed)
     cuts = np.sort(rng.choice(np.arange(1, len(batch)), 3, replace=False))
-    layout = PackLayout(
-        cp_size, cp_rank, MULTIPLE, per_token_loss, constant_length, torch.device("cpu"), cp_group=cp_group
-    )
+    layout = pack_layout(cp_size, cp_rank, per_token_loss, constant_length, cp_group=cp_group, columns=columns)
     step = step_of(batch)
-    return [pack(batch, rows, step, layout) for rows in np.split(rng.permutation(len(batch)), cuts)]
+    return [MicroBatch(batch, rows, step, layout) for rows in np.split(rng.permutation(len(batch)), cuts)]
 
 
 # ---- the stream, token by token

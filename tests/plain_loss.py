@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slime.backends.megatron.batch import MicroBatch
 from slime.backends.megatron.loss import MAXIMUM
-from slime.utils.types import TrainBatch
+from slime.data import TrainBatch
+from slime.training.micro_batch import MicroBatch
 from tests.micro_batches import Rows, engine_rows, fresh_rows, near, numbers, packed, put, step_of
 
 

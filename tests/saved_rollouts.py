@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from slime.utils.types import Sample, Status
+from slime.data import Sample, Status
 
 HOSTILE = "<script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">\u202e"
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Coroutine
 from types import ModuleType
 from typing import Any
 
+from slime.data import Sample
 from slime.rollout.sampling import train_sampling_params
 from slime.rollout.tokenizer import load_tokenizer
-from slime.utils.types import Sample
 from tests.fake_client import FakeClient
 
 Args = Callable[..., Namespace]

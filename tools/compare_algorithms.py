@@ -30,7 +30,7 @@ check_installation()
 from tools.quickstart import Phases, QuickstartError, choose_start, cleared, end_running  # noqa: E402
 
 if TYPE_CHECKING:
-    from slime.utils.types import Sample
+    from slime.data import Sample
 
 _RUN_LIMIT_S = 30 * 60
 

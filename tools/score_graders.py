@@ -27,8 +27,8 @@ from slime.utils.installation import check_installation
 
 check_installation()
 
+from slime.data import Sample  # noqa: E402
 from slime.rollout.rm_hub import async_rm  # noqa: E402
-from slime.utils.types import Sample  # noqa: E402
 
 Pair = dict[str, Any]
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-from typing import Any
-
 import numpy as np
 
 from slime.batching.schedule import ScheduledStep
-from slime.utils.types import OptimizerStep, Ragged, TrainBatch
+from slime.data import OptimizerStep, TrainBatch
 
 
 def train_batches(columns: TrainBatch, schedule: list[ScheduledStep]) -> list[TrainBatch]:
@@ -33,12 +30,4 @@ def _of_rank(columns: TrainBatch, schedule: list[ScheduledStep], rank: int) -> T
             own.append(np.arange(count, count + len(rows), dtype=np.int64))
             count += len(rows)
         steps.append(OptimizerStep(own, step.num_rollouts, step.num_tokens, step.num_trained_rollouts))
-    rows = np.concatenate(chosen)
-    taken: dict[str, Any] = {}
-    for column in fields(TrainBatch):
-        value = getattr(columns, column.name)
-        if isinstance(value, Ragged):
-            taken[column.name] = value.take(rows)
-        elif isinstance(value, np.ndarray):
-            taken[column.name] = value[rows]
-    return replace(columns, **taken, steps=steps)
+    return columns.take(np.concatenate(chosen), steps)

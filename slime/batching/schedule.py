@@ -30,7 +30,7 @@ class ScheduledStep:
 
 def build_schedule(
     lengths: np.ndarray,
-    rollout_ids: np.ndarray,
+    rollouts: np.ndarray,
     mask_sums: np.ndarray,
     *,
     dp_size: int,
@@ -45,7 +45,7 @@ def build_schedule(
 
     Args:
         lengths: int [rows], tokens that each row takes in a micro-batch: prompt, response, and what it is padded by.
-        rollout_ids: int [rows], rows with one id are parts of one rollout.
+        rollouts: int [rows], ids: rows with one are parts of one rollout.
         mask_sums: int [rows], loss tokens of each row.
         dp_size: data-parallel ranks; every rank gets as many micro-batches.
         global_batch_size: rollouts an optimizer step.
@@ -63,8 +63,8 @@ def build_schedule(
             contradict each other.
     """
     lengths, mask_sums = np.asarray(lengths, dtype=np.int64), np.asarray(mask_sums, dtype=np.int64)
-    rollout_ids = np.asarray(rollout_ids)
-    _check_columns(lengths, rollout_ids, mask_sums, row_costs)
+    rollouts = np.asarray(rollouts)
+    _check_columns(lengths, rollouts, mask_sums, row_costs)
     _check_sizes(
         dp_size=dp_size,
         global_batch_size=global_batch_size,
@@ -76,7 +76,7 @@ def build_schedule(
         raise ValueError("balance_micro_batches needs max_tokens (--use-dynamic-batch-size) and row_costs")
     multiple = dp_size * micro_batch_multiple
     schedule = []
-    for step, rows in enumerate(_rows_of_steps(rollout_ids, global_batch_size)):
+    for step, rows in enumerate(_rows_of_steps(rollouts, global_batch_size)):
         packed = _pack(lengths, rows, micro_batch_size, max_tokens)
         needed = -(-len(packed) // multiple) * multiple
         if len(rows) < needed:
@@ -86,15 +86,15 @@ def build_schedule(
         if balance_micro_batches and max_tokens is not None and row_costs is not None:
             even = pack_by_cost(lengths, row_costs, rows, max_tokens, needed, multiple)
         packed = even or split_largest(packed, lengths, needed - len(packed))
-        trained = len(np.unique(rollout_ids[rows[mask_sums[rows] > 0]]))
+        trained = len(np.unique(rollouts[rows[mask_sums[rows] > 0]]))
         dealt = _deal(packed, dp_size, row_costs)
         schedule.append(ScheduledStep(dealt, global_batch_size, int(mask_sums[rows].sum()), trained))
     return schedule
 
 
-def _rows_of_steps(rollout_ids: np.ndarray, global_batch_size: int) -> list[np.ndarray]:
+def _rows_of_steps(rollouts: np.ndarray, global_batch_size: int) -> list[np.ndarray]:
     """Row indices of each step, in the given order of rows."""
-    _, first_row, rollout_of_row = np.unique(rollout_ids, return_index=True, return_inverse=True)
+    _, first_row, rollout_of_row = np.unique(rollouts, return_index=True, return_inverse=True)
     num_rollouts = len(first_row)
     if num_rollouts == 0 or num_rollouts % global_batch_size:
         raise ValueError(
@@ -137,9 +137,9 @@ def _deal(packed: list[np.ndarray], dp_size: int, row_costs: np.ndarray | None) 
 
 
 def _check_columns(
-    lengths: np.ndarray, rollout_ids: np.ndarray, mask_sums: np.ndarray, row_costs: np.ndarray | None
+    lengths: np.ndarray, rollouts: np.ndarray, mask_sums: np.ndarray, row_costs: np.ndarray | None
 ) -> None:
-    columns = {"lengths": lengths, "rollout_ids": rollout_ids, "mask_sums": mask_sums}
+    columns = {"lengths": lengths, "rollouts": rollouts, "mask_sums": mask_sums}
     if row_costs is not None:
         columns["row_costs"] = row_costs
     shapes = {name: column.shape for name, column in columns.items()}

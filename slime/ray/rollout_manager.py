@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import ray
 
 from slime.backends.sglang.router import Router
+from slime.data import Group, Sample
 from slime.options.calls import parameters_of
 from slime.options.rollout import DEFAULT_ROLLOUT, generates_itself
 from slime.options.validate import check_schedule
@@ -44,7 +45,6 @@ from slime.utils import http_utils
 from slime.utils.environment import bypass_proxies
 from slime.utils.errors import BadInputError, SlimeError
 from slime.utils.misc import attribute_of, load_function
-from slime.utils.types import Group, Sample
 
 logger = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ import ray
 import torch
 from torch.distributed import TCPStore
 
+from slime.data import TrainBatch
 from slime.ray.cluster import enter_actor
 from slime.utils import device, patching
 from slime.utils.environment import as_environment, forget_secrets
@@ -22,7 +23,6 @@ from slime.utils.hf_writer import NamedTensors
 from slime.utils.http_utils import LOOPBACK
 from slime.utils.storage import writing
 from slime.utils.stores import NODE_ADDRESS_VARIABLE, RENDEZVOUS, serve_store
-from slime.utils.types import TrainBatch
 from slime.weights import EngineAddress
 
 _ROLLOUT_STATE = "rollout_state.pt"

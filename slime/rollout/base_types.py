@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slime.utils.types import Group, Sample
+from slime.data import Group, Sample
 
 
 @dataclass

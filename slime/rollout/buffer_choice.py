@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from slime.data import Group, Sample
 from slime.utils.errors import BadInputError
-from slime.utils.types import Group, Sample
 
 
 class BufferedGroup(list[Sample]):

@@ -6,6 +6,7 @@ import time
 from argparse import Namespace
 from typing import Any
 
+from slime.data import Group
 from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
 from slime.rollout.hooks import HookError
 from slime.rollout.in_line import in_line
@@ -14,7 +15,6 @@ from slime.rollout.numbers import numbers_kept
 from slime.rollout.pool import Pool, call_batch_hook
 from slime.rollout.state import RolloutState, rollout_state
 from slime.utils.errors import DeadlineError
-from slime.utils.types import Group
 
 
 async def collect(

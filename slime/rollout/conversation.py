@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from slime.data import Sample, Status
 from slime.rollout.chat_template import chat_template
 from slime.rollout.messages import Messages, RowError, check_messages
 from slime.rollout.tokenizer import load_tokenizer
 from slime.rollout.turns import find_turns
 from slime.utils.errors import BadInputError
-from slime.utils.types import Sample, Status
 
 
 def render(tokenizer: Any, messages: Messages, tools: Any, kwargs: str, *, generation_prompt: bool = True) -> str:

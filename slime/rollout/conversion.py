@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slime.data import Sample, Status
+from slime.data.columns import COLUMNS
 from slime.rollout.numbers import numbers_kept
 from slime.utils.errors import BadInputError
+from slime.utils.hook_paths import columns_of
 from slime.utils.misc import refusing
-from slime.utils.types import Sample, Status
 from slime.utils.user_functions import call_user_function
 
 FLAG = "--custom-convert-samples-to-train-data-path"
@@ -44,40 +46,47 @@ def convert(args: Namespace, samples: list[Sample]) -> Converted:
         returned = call_user_function(
             FLAG, args.custom_convert_samples_to_train_data_path, {"args": args, "samples": samples}
         )
-    columns = _columns(returned, where)
+    declared = {column.name_for_users: column.name for column in columns_of(args) if column not in COLUMNS}
+    columns = _columns(returned, tuple(declared), where)
     origins = _origins(columns["sample_indices"], samples, where)
     rows = []
     for row, origin in enumerate(origins):
         values = {name: column[row] for name, column in columns.items()}
-        rows.append(_sample(values, samples[origin], f"{where}: row {row} (sample {values['sample_indices']})"))
+        sample = _sample(values, samples[origin], f"{where}: row {row} (sample {values['sample_indices']})")
+        own = {name: values[key] for key, name in declared.items() if key in values}
+        sample.columns = samples[origin].columns | own
+        rows.append(sample)
     sums = columns.get("rollout_mask_sums")
     if sums is not None:
         _check_sums(sums, rows, where)
     return Converted(rows, columns["raw_reward"], columns["rewards"], sums)
 
 
-def _columns(returned: Any, where: str) -> dict[str, list[Any]]:
-    """The dict's columns as lists of one length."""
+def _columns(returned: Any, declared: tuple[str, ...], where: str) -> dict[str, list[Any]]:
+    """The dict's columns as lists of one length; of ``declared`` ones an entry may be an array."""
     if not isinstance(returned, Mapping):
         raise BadInputError(f"{where}: it must return a dict of columns, not {type(returned).__name__}")
     given = {name: column for name, column in returned.items() if column is not None}
     missing = [name for name in REQUIRED if name not in given]
     if missing:
         raise BadInputError(f"{where}: the dict lacks {', '.join(missing)}; it has {', '.join(map(str, given))}")
-    unknown = [str(name) for name in given if name not in (*REQUIRED, *OPTIONAL)]
+    known = (*REQUIRED, *OPTIONAL, *declared)
+    unknown = [str(name) for name in given if name not in known]
     if unknown:
         raise BadInputError(
-            f"{where}: nobody reads {', '.join(unknown)}; there are {', '.join((*REQUIRED, *OPTIONAL))} (metadata, a "
+            f"{where}: nobody reads {', '.join(unknown)}; there are {', '.join(known)} (metadata, a "
             "dict a row, is for functions in the trainer)"
         )
-    columns = {name: _list(column, f"{where}: {name}") for name, column in given.items()}
+    columns = {
+        name: list(column) if name in declared else _list(column, f"{where}: {name}") for name, column in given.items()
+    }
     rows = len(columns["tokens"])
     for name, column in columns.items():
         if len(column) != rows:
             raise BadInputError(f"{where}: {name} has {len(column)} entries for the {rows} rows of tokens")
         if name in _RAGGED:
             columns[name] = [None if row is None else _list(row, f"{where}: {name}") for row in column]
-        elif name != "metadata":
+        elif name != "metadata" and name not in declared:
             with refusing(f"{where}: {name}: an entry of it raised"):
                 columns[name] = [value.item() if hasattr(value, "item") else value for value in column]
     if not rows:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from slime.data import Group, Sample
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.buffer_choice import Choice, is_group
 from slime.rollout.changed_data import changed_group_size, cursor_over
@@ -23,7 +24,6 @@ from slime.rollout.numbers import numbers_kept
 from slime.rollout.under_way import current_rollout
 from slime.utils.errors import BadInputError, SlimeError
 from slime.utils.misc import load_function
-from slime.utils.types import Group, Sample
 from slime.utils.user_functions import naming
 
 logger = logging.getLogger(__name__)

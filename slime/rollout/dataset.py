@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from slime.data import Sample
 from slime.options.reward_rules import comes_before_reward, unmet_rewards
 from slime.options.rollout import SFT_ROLLOUT, generates_itself
 from slime.rollout.prompt_rows import PromptRow, PromptSpec, RowEncoder
@@ -21,7 +22,6 @@ from slime.rollout.reading import RawRow, RowFile, open_rows
 from slime.rollout.rejects import Rejects
 from slime.rollout.row_workers import FEWEST_BYTES, encodings, num_workers
 from slime.utils.errors import BadInputError
-from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from slime.data import Group, Sample, Status
 from slime.options.eval_datasets import CONFIG, PAIRS, EvalDataset
 from slime.options.reward_rules import unmet_rewards
 from slime.options.rollout import generates_itself
@@ -27,7 +28,6 @@ from slime.rollout.sample_stats import by_response, pass_rates
 from slime.rollout.sampling import eval_sampling_params, seeded
 from slime.rollout.state import rollout_state
 from slime.utils.errors import BadInputError
-from slime.utils.types import Group, Sample, Status
 
 logger = logging.getLogger(__name__)
 

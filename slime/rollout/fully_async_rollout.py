@@ -14,6 +14,7 @@ from argparse import Namespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from slime.data import Sample
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, flatten_samples
 from slime.rollout.collect import finish_batch, late
 from slime.rollout.in_line import in_line
@@ -24,7 +25,6 @@ from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.state import RolloutState, rollout_state
 from slime.rollout.versions import forget_listener, on_push, pushed_version, staleness
 from slime.utils.errors import DeadlineError
-from slime.utils.types import Sample
 
 
 def generate_rollout_fully_async(

@@ -9,13 +9,13 @@ from argparse import Namespace
 from typing import Any
 
 from slime.backends.sglang.client import RequestError
+from slime.data import Sample, Status
 from slime.options.sglang import KEYED_POLICIES
 from slime.rollout.conversation import RowError, check_messages, render
 from slime.rollout.sampling import train_sampling_params
 from slime.rollout.state import is_ending, state_of_call
 from slime.rollout.tokenizer import load_tokenizer
 from slime.utils.errors import SettingError
-from slime.utils.types import Sample, Status
 
 _MAX_ABORTS = 16
 _CONTEXT = 5

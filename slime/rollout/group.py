@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from slime.algorithms.rewards import LARGEST_REWARD
+from slime.data import Group, Sample, Status
 from slime.options.calls import parameters_of
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.conversation import RowError
@@ -26,7 +27,6 @@ from slime.rollout.under_way import current_rollout
 from slime.utils.errors import DeadlineError, SettingError, SlimeError
 from slime.utils.http_utils import NoReplyError, RequestError
 from slime.utils.misc import load_function
-from slime.utils.types import Group, Sample, Status
 
 T = TypeVar("T")
 

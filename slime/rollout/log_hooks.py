@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from slime.data import Sample
 from slime.rollout.hooks import HookError, Limit, call_hook
 from slime.rollout.loop import background_loop
 from slime.rollout.numbers import numbers_kept
 from slime.utils.misc import load_function
-from slime.utils.types import Sample
 
 _one_at_a_time = threading.Lock()
 """Rollouts under way end in threads of their own."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from slime.utils.types import Sample
+from slime.data import Sample
 
 if TYPE_CHECKING:
     from slime.rollout.data_source import RolloutDataSource

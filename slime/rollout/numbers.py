@@ -13,7 +13,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from slime.utils.types import Sample
+from slime.data import Sample
 
 logger = logging.getLogger(__name__)
 

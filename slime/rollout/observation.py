@@ -5,9 +5,9 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+from slime.data import Sample, Status
 from slime.rollout.generation import room_left
 from slime.rollout.tokenizer import load_tokenizer
-from slime.utils.types import Sample, Status
 
 
 def append_observation(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterable
 
+from slime.data import Sample
 from slime.rollout.under_way import current_rollout
 from slime.rollout.versions import as_number, pushed_version, versions
-from slime.utils.types import Sample
 
 MASKED_TOKENS = "rollout/offpolicy_tokens_masked"
 

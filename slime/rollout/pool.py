@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from slime.data import Group, Sample, Status
 from slime.rollout.abort import abort_requests
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.conversation import RowError
@@ -25,7 +26,6 @@ from slime.rollout.sampling import seeded, train_sampling_params
 from slime.rollout.state import RolloutState, position
 from slime.utils.errors import SettingError
 from slime.utils.misc import attribute_of, load_function
-from slime.utils.types import Group, Sample, Status
 
 logger = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
+from slime.data import Group, Sample
 from slime.rollout.base_types import begun_anew
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.rollout.hooks import naming
 from slime.utils.errors import BadInputError, SlimeError
-from slime.utils.types import Group, Sample
 
 _numbers = itertools.count(1 << 40)
 """For samples to which a user's own data source gave no numbers; far from those that it may have given to others."""

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from slime.data import Sample, TrainBatch
 from slime.rollout.failure_log import told_again
 from slime.rollout.train_data import ZERO_STD
-from slime.utils.types import Sample, TrainBatch
 
 logger = logging.getLogger(__name__)
 

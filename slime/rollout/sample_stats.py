@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from slime.algorithms.rewards import rollout_rewards
+from slime.data import Sample
 from slime.rollout.metrics import length_stats
-from slime.utils.types import Sample
 
 _PASSED = 1
 

@@ -7,12 +7,12 @@ import time
 from argparse import Namespace
 from typing import Any
 
+from slime.data import Sample, Status
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.conversation import ConversationEncoder, RowError, with_answer
 from slime.rollout.messages import as_text, messages_of_json
 from slime.rollout.prompts import draw_groups
 from slime.utils.errors import BadInputError
-from slime.utils.types import Sample, Status
 
 
 def generate_rollout(

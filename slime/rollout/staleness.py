@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from slime.data import Group, Sample
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.data_source import RolloutDataSource
 from slime.rollout.prompts import as_prompts, count_dropped, draw_groups
 from slime.rollout.sglang_rollout import generate_groups
 from slime.rollout.versions import as_number, staleness, versions
-from slime.utils.types import Group, Sample
 
 
 def renew_stale(

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from slime.backends.sglang.client import GenerateClient
+from slime.data import Sample
 from slime.rollout.gate import may_request, shared_gate
 from slime.utils.http_utils import RequestError, http_url
-from slime.utils.types import Sample
 
 _SHOWN = 4
 _RETRIES = 30

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -13,6 +13,8 @@ from slime.algorithms.rewards import LARGEST_REWARD, normalize_rewards, overlong
 from slime.batching.columns import train_batches
 from slime.batching.flops import DecoderShape, LatentShape, forward_flops
 from slime.batching.schedule import build_schedule
+from slime.data import Ragged, Sample, Status, TrainBatch
+from slime.data.columns import LOSS_MASK, TOKENS, Values, from_samples
 from slime.options.schema import flag_named
 from slime.rollout.conversion import FLAG as CONVERSION
 from slime.rollout.conversion import Converted, convert
@@ -20,16 +22,11 @@ from slime.rollout.metrics import length_stats
 from slime.rollout.numbers import numbers_kept
 from slime.rollout.versions import OLDER_THAN_ANY, as_number
 from slime.utils.errors import BadInputError
-from slime.utils.types import Ragged, Sample, Status, TrainBatch
+from slime.utils.hook_paths import columns_of
 from slime.utils.user_functions import call_user_function
 
 _NEEDS_ENGINE = ("use_tis", "use_rs", "use_rollout_logprobs")
 """Options without a meaning for samples that have no log-probs of an engine."""
-_SEES_METADATA = (
-    *("custom_advantage_function_path", "custom_loss_function_path", "rollout_data_postprocess_path"),
-    "save_debug_train_data",
-)
-"""Options by which somebody in the trainer reads `Sample.train_metadata`."""
 ZERO_STD = "rollout/zero_std"
 """What the metrics of groups of equal rewards begin with."""
 
@@ -49,7 +46,7 @@ def to_train_batches(args: Namespace, samples: list[Sample], dp_size: int) -> tu
         ValueError: a sample that cannot be trained on (named by its index), or counts that do not divide into steps.
     """
     samples, columns = _rows(args, samples)
-    lengths = _padded_lengths(args, columns.tokens.lengths)
+    lengths = _padded_lengths(args, columns.lengths)
     dynamic = args.use_dynamic_batch_size
     balances = args.balance_data or args.balance_by_flops
     schedule = build_schedule(
@@ -94,6 +91,23 @@ def to_columns(args: Namespace, samples: list[Sample], converted: Converted | No
     for position, sample in enumerate(samples):
         sample.check()
         check_response(sample, _name(position, sample))
+    made = _made_of_rollout(args, samples, converted)
+    values: dict[str, Values | None] = {}
+    for column in columns_of(args):
+        if column.made_by == "trainer" or not column.wanted(args):
+            continue
+        if column.made_by == "rollout":
+            values[column.name] = made[column.name]()
+        else:
+            values[column.name] = from_samples(column, samples, lambda at: _name(at, samples[at]))
+    _check_vocabulary(args, samples, values[TOKENS])
+    return TrainBatch({name: column for name, column in values.items() if column is not None})
+
+
+def _made_of_rollout(
+    args: Namespace, samples: list[Sample], converted: Converted | None
+) -> dict[str, Callable[[], Values | None]]:
+    """By name, what makes the columns that follow from all samples of a rollout, or from a user's conversion."""
     rollout_ids = _rollout_ids(samples)
     loss_mask = Ragged.from_rows((_loss_mask(s) for s in samples), np.uint8)
     _, rollout_of_row = np.unique(rollout_ids, return_inverse=True)
@@ -105,27 +119,29 @@ def to_columns(args: Namespace, samples: list[Sample], converted: Converted | No
         rewards = _reward_column(converted.rewards, samples, "reward")
         if converted.rollout_mask_sums is not None:
             mask_sums = np.array(converted.rollout_mask_sums, dtype=np.int64)
-    return TrainBatch(
-        tokens=_tokens(args, samples),
-        loss_mask=loss_mask,
-        rewards=rewards.astype(np.float32),
-        raw_rewards=raw_rewards.astype(np.float32),
-        rollout_ids=rollout_ids,
-        rollout_mask_sums=mask_sums,
-        group_indices=np.array([-1 if s.group_index is None else s.group_index for s in samples], dtype=np.int64),
-        sample_indices=np.array([i if s.index is None else s.index for i, s in enumerate(samples)], dtype=np.int64),
-        truncated=np.array([s.status is Status.TRUNCATED for s in samples], dtype=np.bool_),
-        rollout_log_probs=_rollout_log_probs(args, samples),
-        weight_versions=_weight_versions(samples) if args.keep_old_actor else None,
-        metadata=_metadata(args, samples),
-        steps=[],
-    )
+    return {
+        LOSS_MASK: lambda: loss_mask,
+        "rewards": lambda: rewards.astype(np.float32),
+        "raw_rewards": lambda: raw_rewards.astype(np.float32),
+        "truncated": lambda: np.array([s.status is Status.TRUNCATED for s in samples], dtype=np.bool_),
+        "sample_indices": lambda: np.array(
+            [i if s.index is None else s.index for i, s in enumerate(samples)], dtype=np.int64
+        ),
+        "rollout_ids": lambda: rollout_ids,
+        "group_indices": lambda: np.array(
+            [-1 if s.group_index is None else s.group_index for s in samples], dtype=np.int64
+        ),
+        "rollout_mask_sums": lambda: mask_sums,
+        "rollout_log_probs": lambda: _rollout_log_probs(args, samples),
+        "weight_versions": lambda: _weight_versions(samples),
+        "metadata": lambda: _metadata(samples),
+    }
 
 
 def rollout_metrics(samples: list[Sample], columns: TrainBatch) -> dict[str, float]:
     """Counts, and how long and how often truncated the samples are."""
     return length_stats(samples, "rollout/response_len", effective=True) | {
-        "rollout/total_lengths": float(columns.tokens.lengths.mean()),
+        "rollout/total_lengths": float(columns.lengths.mean()),
         "rollout/truncated_ratio": float(columns.truncated.mean()),
         "rollout/num_samples": float(len(samples)),
         "rollout/num_rollouts": float(len(np.unique(columns.rollout_ids))),
@@ -230,8 +246,8 @@ def _loss_mask(sample: Sample) -> Sequence[int] | np.ndarray:
     return sample.loss_mask
 
 
-def _tokens(args: Namespace, samples: list[Sample]) -> Ragged:
-    tokens = Ragged.from_rows((s.tokens for s in samples), np.int32)
+def _check_vocabulary(args: Namespace, samples: list[Sample], tokens: Values | None) -> None:
+    assert isinstance(tokens, Ragged)
     wrong = np.flatnonzero((tokens.values < 0) | (tokens.values >= args.vocab_size))
     if wrong.size:
         position = int(np.searchsorted(tokens.offsets, wrong[0], side="right")) - 1
@@ -239,7 +255,6 @@ def _tokens(args: Namespace, samples: list[Sample]) -> Ragged:
             f"{_name(position, samples[position])}: token id {tokens.values[wrong[0]]} is outside the model's "
             f"vocabulary of {args.vocab_size}"
         )
-    return tokens
 
 
 def _rollout_ids(samples: list[Sample]) -> np.ndarray:
@@ -251,9 +266,7 @@ def _rollout_ids(samples: list[Sample]) -> np.ndarray:
 
 
 def _rollout_log_probs(args: Namespace, samples: list[Sample]) -> Ragged | None:
-    """The engine's log-probs: of every sample with trained tokens, or of none where nothing needs them, as with SFT."""
-    if args.loss_type == "sft_loss":
-        return None
+    """The engine's log-probs: of every sample with trained tokens, or of none where nothing needs them."""
     missing = [i for i, s in enumerate(samples) if s.rollout_log_probs is None and np.any(_loss_mask(s))]
     needed_by = [name for name in _NEEDS_ENGINE if getattr(args, name)]
     if missing and needed_by:
@@ -280,9 +293,7 @@ def _rollout_log_probs(args: Namespace, samples: list[Sample]) -> Ragged | None:
     return log_probs
 
 
-def _metadata(args: Namespace, samples: list[Sample]) -> np.ndarray | None:
-    if all(getattr(args, name) is None for name in _SEES_METADATA):
-        return None
+def _metadata(samples: list[Sample]) -> np.ndarray:
     column = np.empty(len(samples), dtype=object)
     column[:] = [sample.train_metadata for sample in samples]
     return column

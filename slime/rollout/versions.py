@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from slime.utils.types import Sample
+from slime.data import Sample
 
 OLDER_THAN_ANY = -1
 

@@ -8,13 +8,18 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
+from slime.data import Column, ColumnError
+from slime.data.columns import with_declared
 from slime.options.calls import Call, form_of
 from slime.options.errors import OptionError
 from slime.options.eval import EvalOptions
 from slime.options.eval_datasets import EvalDataset
 from slime.options.rollout import GROUP_REWARD_NAMES
 from slime.options.schema import flag_of, hook_fields
-from slime.utils.misc import find_function, load_function, split_function_path
+from slime.utils.misc import attribute_of, find_function, load_function, load_module, split_function_path
+
+_DECLARED = "COLUMNS"
+"""What a module of the user's calls the columns that it adds to those of `slime.data.columns`."""
 
 
 def load_hooks(args: Namespace, given: set[str], groups: tuple[type, ...]) -> None:
@@ -23,6 +28,7 @@ def load_hooks(args: Namespace, given: set[str], groups: tuple[type, ...]) -> No
     Raises:
         OptionError: one does not load, or cannot be called as its flag's function is.
     """
+    args.column_modules = []
     for field in hook_fields(groups):
         value = getattr(args, field.name)
         if field.name not in given or value is None:
@@ -35,6 +41,34 @@ def load_hooks(args: Namespace, given: set[str], groups: tuple[type, ...]) -> No
         else:
             found = _loaded(value, flag, names, calls)
         setattr(args, field.name, found)
+        for path in [found] if isinstance(found, str) else found:
+            _note_columns(args, path, f"{flag} {path}")
+
+
+def _note_columns(args: Namespace, path: str, where: str) -> None:
+    """Note that the module of a function declares columns.
+
+    Raises:
+        OptionError: it declares what is none, or one that is there already.
+    """
+    source, _ = split_function_path(path)
+    if source in args.column_modules:
+        return
+    declared = attribute_of(load_module(source), _DECLARED, None, where)
+    if declared is None:
+        return
+    if not isinstance(declared, (tuple, list)) or not all(isinstance(column, Column) for column in declared):
+        raise OptionError(f"{where}: {_DECLARED} of its module must be a tuple of slime.data.Column")
+    args.column_modules = [*args.column_modules, source]
+    try:
+        columns_of(args)
+    except ColumnError as error:
+        raise OptionError(f"{where}: {error}") from error
+
+
+def columns_of(args: Namespace) -> tuple[Column, ...]:
+    """The columns of a run with these options: slime's own, and those that modules of the user's functions declare."""
+    return with_declared(column for source in args.column_modules for column in getattr(load_module(source), _DECLARED))
 
 
 def _with_hooks(dataset: EvalDataset) -> EvalDataset:

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import slime.utils.external_utils.command_utils as U
+from slime.data import Sample
 from slime.utils import aside
 from slime.utils.external_utils.metric_gate import Corridor, Seen
-from slime.utils.types import Sample
 
 ROOT = Path(__file__).resolve().parents[2]
 SCALES = ("full", "random", "tiny")

@@ -8,8 +8,8 @@ from argparse import Namespace
 from collections import Counter
 from typing import Any
 
+from slime.data import Sample
 from slime.rollout.sglang_rollout import generate as ask
-from slime.utils.types import Sample
 
 TRIES = 3
 """As many as ``--on-sample-error retry`` has."""

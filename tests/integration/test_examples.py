@@ -27,12 +27,12 @@ from examples.multi_agent import rollout_with_multi_agents as agents
 from examples.retool import generate_with_retool as retool
 from examples.search_r1 import generate_with_search as search
 from examples.search_r1.search_server import make_app
+from slime.data import Sample, Status
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.loop import run_all
 from slime.rollout.sampling import train_sampling_params
 from slime.rollout.tokenizer import load_tokenizer
 from slime.utils.http_utils import PortReservation
-from slime.utils.types import Sample, Status
 from tests.integration.harness import ROOT, series
 from tests.integration.tiny import KEYS, Service, log_probs_of
 

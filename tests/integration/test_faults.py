@@ -14,7 +14,7 @@ from aiohttp import web
 
 from slime.backends.sglang.client import EngineError, GenerateClient
 from slime.backends.sglang.router import Router
-from slime.utils.types import Sample
+from slime.data import Sample
 from tests.integration import faulty_hooks
 from tests.integration.harness import TrainProcess, read_metrics, series
 from tests.integration.test_train import RUN_S, Value, flags, make_workspace

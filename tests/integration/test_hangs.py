@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime.utils.types import Sample, Status
+from slime.data import Sample, Status
 from tests.integration.harness import TrainProcess, series
 from tests.integration.test_faults import (
     ASKED,

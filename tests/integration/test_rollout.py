@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
+from slime.data import Sample, Status
 from slime.rollout.abort import register_engines
 from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.metrics import accounting
 from slime.rollout.sglang_rollout import generate_rollout
-from slime.utils.types import Sample, Status
 from tests.integration.tiny import KEYS, Service, log_probs_of
 
 NUM_GPUS = 0

@@ -10,9 +10,9 @@ import pytest
 from aiohttp import web
 
 from slime.backends.sglang.router import Router
+from slime.data import Sample
 from slime.rollout.sglang_rollout import generate
 from slime.utils.http_utils import RequestError, get, post
-from slime.utils.types import Sample
 from tests.integration.tiny import KEYS, engine_args
 from tests.proxy import RecordingProxy
 

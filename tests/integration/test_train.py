@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from slime.utils.types import Sample
+from slime.data import Sample
 from tests.integration.harness import ROOT, TrainProcess, assert_documented, read_metrics, series
 from tests.integration.replays import check_dumps, training
 

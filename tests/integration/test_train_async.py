@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slime.utils.types import Sample
+from slime.data import Sample
 from tests.integration.harness import TrainProcess, assert_documented, read_metrics, series
 from tests.integration.test_train import RUN_S, Value, flags, make_workspace
 from tests.integration.tiny import log_probs_of

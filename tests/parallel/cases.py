@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.utils.types import TrainBatch
+from slime.data import TrainBatch
 from tests import user_hooks
 from tests.parallel import rollouts
 from tests.parallel.lora_reference import LATENT

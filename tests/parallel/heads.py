@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from slime.utils.types import TrainBatch
+from slime.data import TrainBatch
 from tests.parallel import tiny
 
 MIMO = "model.mtp_layers."

@@ -26,8 +26,8 @@ from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 
 from slime.backends.megatron import checkpoint, gather, head, next_tokens, parallel, weights_io  # noqa: E402
 from slime.backends.megatron import trainer as trainer_module  # noqa: E402
-from slime.backends.megatron.batch import MicroBatch  # noqa: E402
 from slime.backends.megatron.trainer import MegatronTrainer  # noqa: E402
+from slime.training.micro_batch import MicroBatch  # noqa: E402
 from slime.weights.hf_directory import stored_tensors  # noqa: E402
 from tests.parallel import gathering, rollouts, tiny  # noqa: E402
 from tests.parallel.heads import COPIES, PREFIXES  # noqa: E402

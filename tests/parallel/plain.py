@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from slime.utils.types import TrainBatch
+from slime.data import TrainBatch
 from tests.parallel.outcome import CRITIC, VALUE_HEAD, Outcome, Tensors
 
 _INIT_STD = 0.02

@@ -26,7 +26,7 @@ from megatron.core import parallel_state  # noqa: E402
 from slime.backends.megatron import parallel  # noqa: E402
 from slime.backends.megatron import trainer as trainer_module  # noqa: E402
 from slime.backends.megatron.trainer import MegatronTrainer  # noqa: E402
-from slime.utils.types import TrainBatch  # noqa: E402
+from slime.data import TrainBatch  # noqa: E402
 from tests.parallel import gathering, rollouts  # noqa: E402
 from tests.parallel.cases import OPTIMIZERS, RL_CASES, RL_OPTIONS, STAGES, VARIANTS, steps_of  # noqa: E402
 from tests.parallel.outcome import Outcome, compare  # noqa: E402

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Container
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from slime.batching.columns import train_batches
 from slime.batching.schedule import build_schedule
-from slime.utils.types import Ragged, TrainBatch
+from slime.data import Ragged, TrainBatch
 from tests.algorithm_options import algorithm_options
 from tests.parallel import tiny
 from tests.parallel.outcome import CLIP
@@ -68,14 +67,14 @@ def columns(
     masks[0][:] = 0  # a rollout without a loss token still counts
     rows = _columns(rng, prompts.tolist(), masks)
     log_probs = [rng.normal(-4.0, 1.0, n) for n in responses]
-    return replace(rows, rollout_log_probs=Ragged.from_rows(log_probs, np.float32)) if with_engine else rows
+    return rows.changed(rollout_log_probs=Ragged.from_rows(log_probs, np.float32)) if with_engine else rows
 
 
 def _columns(rng: np.random.Generator, prompts: list[int], masks: list[np.ndarray]) -> TrainBatch:
     """One row a rollout, of random tokens and rewards, four to a group; no engine made them."""
     rollouts = len(masks)
     rewards = rng.normal(size=rollouts).astype(np.float32)
-    return TrainBatch(
+    return TrainBatch({}).changed(
         tokens=Ragged.from_rows(
             [rng.integers(0, tiny.VOCAB, prompt + len(mask)) for prompt, mask in zip(prompts, masks, strict=True)],
             np.int32,
@@ -88,8 +87,6 @@ def _columns(rng: np.random.Generator, prompts: list[int], masks: list[np.ndarra
         group_indices=np.arange(rollouts) // 4,
         sample_indices=np.arange(rollouts),
         truncated=rng.random(rollouts) < 0.3,
-        rollout_log_probs=None,
-        steps=[],
     )
 
 
@@ -142,10 +139,8 @@ def cut(rows: TrainBatch, chosen: Container[int]) -> TrainBatch:
             if rows.rollout_log_probs is not None:
                 log_probs.append(rows.rollout_log_probs[row][part])
             origin.append(row)
-    columns: dict[str, Any] = {field.name: getattr(rows, field.name) for field in fields(rows)}
-    columns = {name: column[origin] for name, column in columns.items() if isinstance(column, np.ndarray)}
-    return replace(
-        rows,
+    columns = {name: column[origin] for name, column in rows.columns.items() if isinstance(column, np.ndarray)}
+    return rows.changed(
         **columns,
         tokens=Ragged.from_rows(tokens, np.int32),
         loss_mask=Ragged.from_rows(masks, np.uint8),
@@ -161,7 +156,7 @@ def from_engine(rows: TrainBatch, log_probs: list[np.ndarray], seed: int) -> Tra
     """
     rng = np.random.default_rng(seed)
     noisy = [row + rng.normal(0, 0.02) + rng.normal(0, 0.03, len(row)) for row in log_probs]
-    return replace(rows, rollout_log_probs=Ragged.from_rows(noisy, np.float32))
+    return rows.changed(rollout_log_probs=Ragged.from_rows(noisy, np.float32))
 
 
 def batches(
@@ -174,7 +169,7 @@ def batches(
 ) -> list[TrainBatch]:
     """The rows as every data-parallel rank gets them."""
     schedule = build_schedule(
-        rows.tokens.lengths,
+        rows.lengths,
         rows.rollout_ids,
         np.array([row.sum() for row in (rows.loss_mask[i] for i in range(len(rows)))]),
         dp_size=dp_size,

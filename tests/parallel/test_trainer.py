@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from slime.convert import torch_dist_to_hf
+from slime.data import Sample
 from slime.rollout.metrics import engine_metrics, speed_metrics
 from slime.rollout.train_data import reward_metrics, rollout_metrics
-from slime.utils.types import Sample
 from slime.weights.hf_directory import stored_tensors
 from tests.parallel import plain, rollouts, tiny
 from tests.parallel.cases import CASES

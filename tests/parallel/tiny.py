@@ -243,6 +243,7 @@ def arguments(directory: Path, **options: Any) -> Namespace:
             "pin_cpu_params": True,
             "distributed_timeout_minutes": 2,
             "seed": 1234,
+            "column_modules": [],
             "moe_router_bias_update_rate": 0.0,
             "moe_token_dispatcher_type": "alltoall",
             "moe_enable_deepep": False,

@@ -29,10 +29,10 @@ from slime.backends.megatron import checkpoint, gather, parallel  # noqa: E402
 from slime.backends.megatron import trainer as trainer_module  # noqa: E402
 from slime.backends.megatron.optimizer import parts_of  # noqa: E402
 from slime.backends.megatron.trainer import MegatronTrainer, TrainingError  # noqa: E402
+from slime.data import TrainBatch  # noqa: E402
 from slime.options.errors import OptionError  # noqa: E402
 from slime.ray.train_actor import TrainActor  # noqa: E402
 from slime.utils.errors import BadInputError  # noqa: E402
-from slime.utils.types import TrainBatch  # noqa: E402
 from tests.parallel import gathering, rollouts  # noqa: E402
 from tests.parallel.cases import CASES, Case  # noqa: E402
 
@@ -287,7 +287,7 @@ class Rank:
         assert others == [*looked, ("step", 0, 0, 0), ("step", 0, 1, 1)]
 
         def doubled(rows: TrainBatch) -> TrainBatch:
-            return replace(rows, rewards=rows.rewards * 2)
+            return rows.changed(rewards=rows.rewards * 2)
 
         twice = replace(case, rows=lambda rollout_id: doubled(case.rows(rollout_id)))
         for name, of, path in (("twice_by_rewards", twice, None), ("twice_by_hook", case, "doubles_advantages")):

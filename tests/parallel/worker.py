@@ -30,6 +30,7 @@ from torch import Tensor  # noqa: E402
 
 from slime.backends.megatron import attention, head, model, parallel, weights_io  # noqa: E402
 from slime.models import family_of, hf_config, weight_shape  # noqa: E402
+from slime.training import packing  # noqa: E402
 from slime.utils import device, hf_reader  # noqa: E402
 from tests.parallel import tiny  # noqa: E402
 
@@ -42,7 +43,7 @@ def micro_batch(reference: dict[str, Tensor], number: int) -> dict[str, Any]:
     """Micro-batch ``number`` as this rank sees it: its part of the tokens, and of what Hugging Face made of them."""
     lengths = tiny.LENGTHS[number]
     cp = parallel_state.get_context_parallel_group()
-    index = attention.zigzag_index(lengths, cp.size(), cp.rank())
+    index = packing.zigzag_index(lengths, cp.size(), cp.rank())
     where = device.current_device()
     positions = torch.cat([torch.arange(length) for length in lengths])
     return {

@@ -95,15 +95,10 @@ def check_reduction(subject: Subject) -> None:
 
 def check_postprocess(subject: Subject) -> None:
     """It may change advantages, returns, log-probs and masks, and nothing else"""
-    import torch
-
-    from slime.backends.megatron.batch import PackLayout
-    from slime.backends.megatron.rollout_data import postprocess
-    from tests.micro_batches import MULTIPLE
+    from slime.training.rollout_data import postprocess
 
     batch, micro_batches = _batch(subject)
-    layout = PackLayout(1, 0, MULTIPLE, subject.args.calculate_per_token_loss, None, torch.device("cpu"))
-    postprocess(subject.args, 0, batch, micro_batches, layout, group=None)
+    postprocess(subject.args, 0, batch, micro_batches, group=None)
     _must_be_finite(subject, "advantages", [m.advantages for m in micro_batches])
 
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from slime.backends.megatron.advantages import ESTIMATORS, set_advantages
-from slime.backends.megatron.batch import MicroBatch
+from slime.data import TrainBatch
 from slime.options.algorithm import AlgorithmOptions
 from slime.options.algorithm_rules import WHITENED
-from slime.utils.types import TrainBatch
+from slime.training.micro_batch import MicroBatch
 from tests.algorithm_options import algorithm_options
 from tests.micro_batches import Rows, engine_rows, fresh_rows, near, numbers, packed, put, same, take
 
@@ -164,6 +164,7 @@ def test_what_a_custom_function_sees() -> None:
         "group_indices": batch.group_indices[order].tolist(),
         "sample_indices": batch.sample_indices[order].tolist(),
         "truncated": batch.truncated[order].tolist(),
+        "rollout_mask_sums": batch.rollout_mask_sums[order].tolist(),
     }
     assert {name: seen[name] for name in scalars} == scalars
     assert set(seen) == {*rows_of, *scalars}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from slime.data import Group, Sample, Status
 from slime.rollout import state as state_module
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.gate import hold_requests
@@ -20,7 +21,6 @@ from slime.rollout.staleness import renew_stale, staleness, staleness_metrics
 from slime.rollout.tokenizer import load_tokenizer
 from slime.rollout.under_way import under_way
 from slime.utils.http_utils import RequestError
-from slime.utils.types import Group, Sample, Status
 
 NUM_GPUS = 0
 

@@ -15,8 +15,8 @@ from slime.backends.megatron.attention import (
     packed_attention,
     packed_params,
     plan_of,
-    zigzag_index,
 )
+from slime.training.packing import zigzag_index
 
 NUM_GPUS = 0
 CPU = torch.device("cpu")

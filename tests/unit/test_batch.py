@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from slime.backends.megatron.batch import MicroBatch, PackLayout, pack, ranges
-from slime.utils.types import Ragged, TrainBatch
-from tests.micro_batches import fresh_rows, part_of_rank, step_of, whole_stream
+from slime.data import Ragged, TrainBatch
+from slime.training.micro_batch import MicroBatch
+from slime.training.packing import PackLayout, ranges
+from tests.micro_batches import fresh_rows, pack_layout, part_of_rank, step_of, whole_stream
 from tests.parallel import rollouts
 
 NUM_GPUS = 0
 
 
-def layout(
-    cp_size: int = 1,
-    cp_rank: int = 0,
-    multiple: int = 1,
-    per_token_loss: bool = False,
-    constant_length: int | None = None,
-) -> PackLayout:
-    return PackLayout(cp_size, cp_rank, multiple, per_token_loss, constant_length, torch.device("cpu"))
+def layout(cp_size: int = 1, cp_rank: int = 0, multiple: int = 1, **options: Any) -> PackLayout:
+    return pack_layout(cp_size, cp_rank, multiple=multiple, **options)
 
 
 @pytest.mark.parametrize("multiple", [1, 3, 8])
@@ -32,7 +26,7 @@ def layout(
 def test_every_token(cp_size: int, cp_rank: int, multiple: int) -> None:
     batch = rollouts.columns(cp_size * 10 + multiple)
     rows = np.random.default_rng(0).permutation(len(batch))[:7]
-    packed = pack(batch, rows, step_of(batch), layout(cp_size, cp_rank, multiple))
+    packed = MicroBatch(batch, rows, step_of(batch), layout(cp_size, cp_rank, multiple))
     stream = whole_stream(batch, rows, cp_size, multiple)
     want = part_of_rank(stream, cp_size, cp_rank)
     assert packed.tokens.shape == packed.position_ids.shape == (1, len(want))
@@ -62,7 +56,7 @@ def all_of(batch: TrainBatch, **options: Any) -> list[MicroBatch]:
     """The batch in pieces, on two context-parallel ranks."""
     step = step_of(batch)
     pieces = np.array_split(np.arange(len(batch)), 5)
-    return [pack(batch, rows, step, layout(2, rank, **options)) for rows in pieces for rank in range(2)]
+    return [MicroBatch(batch, rows, step, layout(2, rank, **options)) for rows in pieces for rank in range(2)]
 
 
 def test_weights_add_up_to_one_rollout_each() -> None:
@@ -102,16 +96,16 @@ def test_weights_of_the_per_token_loss_are_all_the_same() -> None:
 
 def test_rows_without_an_engine_have_no_log_probs() -> None:
     batch = rollouts.columns(3, with_engine=False)
-    assert pack(batch, np.arange(4), step_of(batch), layout()).rollout_log_probs is None
+    assert MicroBatch(batch, np.arange(4), step_of(batch), layout()).rollout_log_probs is None
 
 
 def test_response_without_a_prompt_is_refused() -> None:
     batch = rollouts.columns(4)
     masks = [batch.loss_mask[row] for row in range(len(batch))]
     masks[5] = np.ones(len(batch.tokens[5]), dtype=np.uint8)
-    broken = replace(batch, loss_mask=Ragged.from_rows(masks, np.uint8))
+    broken = batch.changed(loss_mask=Ragged.from_rows(masks, np.uint8))
     with pytest.raises(ValueError, match=r"sample 5: \d+ response tokens of \d+ leave no prompt token"):
-        pack(broken, np.arange(len(batch)), step_of(batch), layout())
+        MicroBatch(broken, np.arange(len(batch)), step_of(batch), layout())
 
 
 def test_ranges() -> None:

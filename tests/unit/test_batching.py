@@ -15,7 +15,7 @@ from slime.batching.dealing import deal_by_cost
 from slime.batching.flops import DecoderShape, LatentShape, forward_flops
 from slime.batching.packing import pack_by_cost, pack_by_tokens
 from slime.batching.schedule import ScheduledStep, build_schedule
-from slime.utils.types import Ragged, TrainBatch
+from slime.data import Ragged, TrainBatch
 from tools.bench_schedule import QWEN3_8B, skewed_lengths
 
 NUM_GPUS = 0
@@ -181,7 +181,7 @@ WRONG = {
     "row 1 costs nan": {"row_costs": np.array([1, np.nan, 1, 1])},
     "row 3 costs 0.0": {"row_costs": np.array([1.0, 1.0, 1.0, 0.0])},
     "balance_micro_batches needs max_tokens": {"balance_micro_batches": True},
-    "0 rollouts cannot be cut": {name: np.empty(0) for name in ("lengths", "rollout_ids", "mask_sums")},
+    "0 rollouts cannot be cut": {name: np.empty(0) for name in ("lengths", "rollouts", "mask_sums")},
 }
 
 
@@ -189,7 +189,7 @@ WRONG = {
 def test_what_cannot_be_is_an_error(message: str) -> None:
     right: dict[str, Any] = {
         "lengths": np.ones(4),
-        "rollout_ids": np.arange(4),
+        "rollouts": np.arange(4),
         "mask_sums": np.ones(4),
         "dp_size": 2,
         "global_batch_size": 4,
@@ -304,7 +304,7 @@ def test_each_rank_gets_its_rows_and_indices_into_them() -> None:
     rows = 24
     tokens = Ragged.from_rows([np.full(rng.integers(2, 9), i) for i in range(rows)], np.int32)
     number = np.arange(rows)
-    columns = TrainBatch(
+    columns = TrainBatch({}).changed(
         tokens=tokens,
         loss_mask=Ragged.from_rows([np.ones(n - 1) for n in tokens.lengths], np.uint8),
         rewards=number.astype(np.float32),
@@ -314,8 +314,6 @@ def test_each_rank_gets_its_rows_and_indices_into_them() -> None:
         group_indices=number,
         sample_indices=number,
         truncated=number % 2 == 0,
-        rollout_log_probs=None,
-        steps=[],
     )
     schedule = build_schedule(
         tokens.lengths, columns.rollout_ids, tokens.lengths - 1, dp_size=3, global_batch_size=6, max_tokens=16

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from slime.data import Sample, Status
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.rollout.hooks import HookError
 from slime.rollout.prompts import as_prompts
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.under_way import under_way
-from slime.utils.types import Sample, Status
 from tests.fake_client import Engine, FakeClient, accounts, hook_file, indices, push, rollout
 
 NUM_GPUS = 0

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from slime.data import Group, Status
 from slime.options.schema import flag_named
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
@@ -17,7 +18,6 @@ from slime.rollout.failure_log import FailureLog
 from slime.rollout.hooks import HookError
 from slime.utils.errors import SettingError
 from slime.utils.misc import load_function
-from slime.utils.types import Group, Status
 from tests.fake_client import Engine, FakeClient, accounts, hook_file, indices, rollout
 
 NUM_GPUS = 0

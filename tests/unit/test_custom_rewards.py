@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from slime.data import Sample
 from slime.rollout.hooks import HookError
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.utils.errors import BadInputError
-from slime.utils.types import Sample
 
 NUM_GPUS = 0
 

@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slime.data import DataSource, RolloutDataSource, RolloutDataSourceWithBuffer
+from slime.data import DataSource, Group, RolloutDataSource, RolloutDataSourceWithBuffer, Sample, Status
 from slime.rollout.dataset import load_prompts, train_prompt_spec
 from slime.rollout.metrics import accounting
 from slime.rollout.prompts import draw_groups
 from slime.rollout.under_way import current_rollout, under_way
-from slime.utils.types import Group, Sample, Status
 
 NUM_GPUS = 0
 

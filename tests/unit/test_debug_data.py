@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
+from slime.data import Sample, Status
 from slime.options.debug import kept_groups
 from slime.rollout.debug_data import check_recorded, load_samples, save_samples
 from slime.utils.errors import BadInputError
 from slime.utils.plain import load_plain, save_plain
-from slime.utils.types import Sample, Status
 
 NUM_GPUS = 0
 

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slime.data import Sample
 from slime.options.eval_datasets import eval_datasets
 from slime.options.rollout import DEFAULT_ROLLOUT, FULLY_ASYNC_ROLLOUT
 from slime.rollout.base_types import RolloutFnEvalOutput, train_output
 from slime.rollout.evaluation import eval_metrics, evaluation_output, load_eval_prompts, warn_of_unscored
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.errors import BadInputError
-from slime.utils.types import Sample
 from tests.fake_client import FakeClient, hook_file, reply
 from tests.waiting import skip
 

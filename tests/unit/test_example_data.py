@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from examples import demonstrations
-from slime.utils.types import Sample, Status
+from slime.data import Sample, Status
 from tests.scripted_turns import Args, turn_by_turn
 
 NUM_GPUS = 0

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from slime.data import Sample
 from slime.options.eval_datasets import eval_datasets
 from slime.rollout import fully_async_rollout
 from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
@@ -23,7 +24,6 @@ from slime.rollout.loop import background_loop
 from slime.rollout.metrics import accounting
 from slime.rollout.versions import staleness
 from slime.utils.errors import SettingError
-from slime.utils.types import Sample
 from tests.fake_client import FakeClient, hook_file, push, reply
 from tests.waiting import skip, wait_for
 

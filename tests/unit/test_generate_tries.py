@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from slime.data import Group
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.conversation import RowError
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.utils.errors import SettingError
-from slime.utils.types import Group
 from tests.fake_client import FakeClient, hook_file, indices, rollout
 
 NUM_GPUS = 0

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from slime.backends.megatron import hooks
-from slime.backends.megatron.batch import MicroBatch
 from slime.backends.megatron.loss import policy_loss, reduce_tokens
+from slime.data import TrainBatch
+from slime.training.micro_batch import MicroBatch
 from slime.utils import user_functions
 from slime.utils.errors import HookError
-from slime.utils.types import TrainBatch
 from tests.algorithm_options import algorithm_options
 from tests.micro_batches import Rows, engine_rows, fresh_rows, near, numbers, packed, put, same, take
 
@@ -132,7 +132,10 @@ def test_what_a_loss_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     hooks.custom_loss(args, micro_batch, lambda: logits, lambda: (micro_batch.mask,) * 2, ())
     rows = micro_batch.rows.tolist()
     lists = {"loss_masks", "advantages", "log_probs", "ref_log_probs", "rollout_log_probs", "values"}
-    assert set(seen) == {*lists, "total_lengths", "response_lengths", "tokens", "log_probs_and_entropy"}
+    of_rows = {"rewards", "raw_reward", "truncated", "sample_indices", "rollout_ids", "group_indices"}
+    more = {"rollout_mask_sums", "total_lengths", "response_lengths", "tokens", "log_probs_and_entropy"}
+    assert set(seen) == {*lists, *of_rows, *more}
+    assert seen["rewards"] == batch.rewards[rows].tolist()
     assert seen["total_lengths"] == [len(batch.tokens[row]) for row in rows]
     assert seen["response_lengths"] == [len(batch.loss_mask[row]) for row in rows]
     assert all([len(row) for row in seen[name]] == seen["response_lengths"] for name in lists)

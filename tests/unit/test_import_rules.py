@@ -12,7 +12,7 @@ import pytest
 NUM_GPUS = 0
 ROOT = Path(__file__).resolve().parents[2]
 ENGINES = ("ray", "sglang", "sglang_router", "megatron")
-NOUNS = ("slime.utils.types", "slime.algorithms", "slime.batching")
+NOUNS = ("slime.data", "slime.algorithms", "slime.batching")
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class Rule:
 
 # The longest part that matches a module holds.
 RULES = (
-    Rule("slime.utils.types", NOUNS),
+    # Users import the data sources from there.
+    Rule("slime.data", NOUNS, lazily=("slime.rollout.data_source",)),
     Rule("slime.algorithms", NOUNS),
     Rule("slime.batching", NOUNS),
     Rule("slime.models", (), only=("torch", "transformers")),
@@ -47,25 +48,26 @@ RULES = (
         engines=("sglang", "sglang_router"),
         lazily=("slime.backends.sglang.patches",),
     ),
+    Rule("slime.training", (*NOUNS, "slime.utils", "slime.options", "slime.observability")),
     Rule("slime.observability", ("slime.utils",)),
     Rule("slime.utils", ("slime.utils",)),
+    Rule("slime.utils.types", ("slime.data",)),
     Rule("slime.utils.arguments", ("slime.utils", "slime.options", "slime.models", "slime.rollout.rm_hub")),
     # The driver reads its command line before it joins a Ray, with which its submitter has left a part of it.
     Rule("slime.utils.job_flags", ("slime.utils",), lazily=("ray._raylet.GcsClient", "ray.exceptions.RayError")),
-    Rule("slime.utils.hook_paths", ("slime.utils", "slime.options")),
+    Rule("slime.utils.hook_paths", ("slime.utils", "slime.options", "slime.data")),
     Rule("slime.utils.weight_check", ("slime.utils", "slime.options", "slime.models", "slime.convert")),
     Rule("slime.utils.external_utils", ("slime.utils", "slime.options", "slime.backends.sglang.process")),
-    Rule("slime.data", ("slime.utils", "slime.rollout")),
     Rule(
         "slime.rollout",
         (
-            *("slime.options", "slime.utils", "slime.observability", "slime.algorithms", "slime.batching"),
+            *("slime.options", "slime.utils", "slime.observability", *NOUNS),
             "slime.backends.sglang.client",
         ),
     ),
     Rule(
         "slime.backends.megatron",
-        ("slime.models", "slime.algorithms", "slime.batching", "slime.utils", "slime.options", "slime.observability"),
+        ("slime.training", "slime.models", *NOUNS, "slime.utils", "slime.options", "slime.observability"),
         engines=("megatron",),
     ),
     Rule(
@@ -224,7 +226,7 @@ def test_file(file: Path) -> None:
     ("module", "statement", "allowed"),
     [
         ("slime.algorithms.losses", "import ray", False),
-        ("slime.algorithms.losses", "from slime.utils.types import Sample", True),
+        ("slime.algorithms.losses", "from slime.data import Sample", True),
         ("slime.algorithms.losses", "from slime.utils import misc", False),
         ("slime.models.qwen", "import numpy", False),
         ("slime.models.qwen", "import torch.nn.functional as F, dataclasses, transformers", True),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from slime.data import Sample
 from slime.rollout.collect import collect
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.gate import FIRST, hold_requests
@@ -18,7 +19,6 @@ from slime.rollout.loop import background_loop
 from slime.rollout.prompts import draw_groups
 from slime.rollout.state import RolloutState
 from slime.utils.errors import DeadlineError
-from slime.utils.types import Sample
 from tests.fake_client import FakeClient, hook_file, reply, rollout
 from tests.waiting import skip
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from slime.data import Sample
 from slime.options.errors import OptionError
 from slime.options.model import _download, model_directory
 from slime.options.reward_rules import NEEDS_LABEL
@@ -20,7 +21,6 @@ from slime.options.validate import check_schedule
 from slime.rollout.rm_hub.graders import GRADERS
 from slime.utils.arguments import parse_args
 from slime.utils.errors import BadInputError
-from slime.utils.types import Sample
 from tests.command_line import BASE, QWEN3, command, failure, write_model, write_rows
 
 NUM_GPUS = 0

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from slime.data import Sample
 from slime.ray.rollout_manager import RolloutManager
 from slime.rollout.hooks import HookError
 from slime.rollout.log_hooks import logs_evaluation, logs_rollout
 from slime.rollout.reward_log import RewardLog
 from slime.utils.errors import DeadlineError
 from slime.utils.plain import load_plain
-from slime.utils.types import Sample
 from tests.fake_client import hook_file
 from tools.samples.rollouts import Query, list_samples, read_rollout
 

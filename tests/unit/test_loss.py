@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
@@ -20,8 +19,8 @@ from slime.backends.megatron.loss import (
     sft_loss,
     value_loss,
 )
+from slime.data import Ragged
 from slime.options.algorithm import AlgorithmOptions
-from slime.utils.types import Ragged
 from tests.algorithm_options import algorithm_options
 from tests.micro_batches import fresh_rows, numbers, packed, put, same, take
 from tests.parallel import rollouts
@@ -216,7 +215,7 @@ def test_fully_masked_rollouts_are_in_no_mean(removed: int, per_token: bool) -> 
     rows = rollouts.columns(1)
     masks = [np.full(n, i >= removed, np.uint8) for i, n in enumerate(rows.loss_mask.lengths.tolist())]
     sums = np.array([mask.sum() for mask in masks], dtype=np.int64)
-    batch = replace(rows, loss_mask=Ragged.from_rows(masks, np.uint8), rollout_mask_sums=sums)
+    batch = rows.changed(loss_mask=Ragged.from_rows(masks, np.uint8), rollout_mask_sums=sums)
     reports = []
     for micro_batch in packed(batch, per_token_loss=per_token):
         log_probs = torch.full_like(micro_batch.mask, -5.5)

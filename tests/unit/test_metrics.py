@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.megatron.loss import MAXIMUM
-from slime.utils.types import Ragged
+from slime.data import Ragged
 from tests.micro_batches import fresh_rows, step_of
 from tests.ranks import run_ranks
 
@@ -75,20 +74,21 @@ def test_masks_of_all_ranks_make_the_means(found: list[dict[str, Any]]) -> None:
 
 def weigh_masked(rank: int) -> dict[str, Any]:
     """Whether this rank's half of a batch has the weights of the whole, and what they add up to."""
-    from slime.backends.megatron.batch import PackLayout, pack, set_mask
-    from slime.backends.megatron.rollout_data import weigh
+    from slime.training.micro_batch import MicroBatch
+    from slime.training.rollout_data import weigh
+    from tests.micro_batches import pack_layout
 
-    layout = PackLayout(1, 0, 1, per_token_loss=False, constant_length=None, device=torch.device("cpu"))
+    layout = pack_layout(multiple=1)
     batch = fresh_rows(3)
     masks = [batch.loss_mask[row] * (np.arange(len(batch.loss_mask[row])) % 3 == 0) for row in range(len(batch))]
     masks[3][:] = masks[4][:] = masks[5][:] = 0  # all parts of one rollout
     sums = np.bincount(batch.rollout_ids, [mask.sum() for mask in masks]).astype(np.int64)[batch.rollout_ids]
-    masked = replace(batch, loss_mask=Ragged.from_rows(masks, np.uint8), rollout_mask_sums=sums)
+    masked = batch.changed(loss_mask=Ragged.from_rows(masks, np.uint8), rollout_mask_sums=sums)
     rows = np.arange(len(batch))[rank::RANKS]
-    wanted = pack(masked, rows, step_of(masked), layout)
-    own = pack(batch, rows, step_of(batch), layout)
-    set_mask(own, torch.cat([torch.from_numpy(masks[row]).float() for row in rows.tolist()]))
-    weigh(batch, [own], layout, dist.group.WORLD)
+    wanted = MicroBatch(masked, rows, step_of(masked), layout)
+    own = MicroBatch(batch, rows, step_of(batch), layout)
+    own.set_mask(torch.cat([torch.from_numpy(masks[row]).float() for row in rows.tolist()]))
+    weigh(batch, [own], dist.group.WORLD)
     return {
         "weighed": torch.equal(own.mean_weights, wanted.mean_weights),
         "sum of weights": float(own.mean_weights.sum()),

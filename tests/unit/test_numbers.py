@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from slime.data import Sample, Status
 from slime.rollout import numbers
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.log_hooks import logs_rollout
-from slime.utils.types import Sample, Status
 from tests.fake_client import Engine, FakeClient, accounts, hook_file, rollout
 
 NUM_GPUS = 0
@@ -100,7 +100,7 @@ def test_parts_of_a_rollout_have_its_numbers(make_args: Args, use: Use, tmp_path
     hook = hook_file(
         tmp_path,
         "import copy\n"
-        "from slime.utils.types import Sample\n"
+        "from slime.data import Sample\n"
         "async def generate(args, sample, params):\n"
         "    new = Sample(prompt='summary', tokens=[5], label=sample.label)\n"
         "    own = copy.deepcopy(sample)\n"
@@ -143,7 +143,7 @@ def test_a_function_that_is_given_up_half_done_puts_nothing_wrong_back(
     hook = hook_file(
         tmp_path,
         "import asyncio\n"
-        "from slime.utils.types import Sample\n"
+        "from slime.data import Sample\n"
         "async def generate(args, sample, params):\n"
         "    sample.append_response_tokens(tokens=[1], log_probs=[-1.0], text='x')\n"
         "    if sample.group_index >= 4:\n"

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from slime.data import Sample, Status
 from slime.rollout.observation import append_observation
 from slime.rollout.sampling import train_sampling_params
 from slime.rollout.tokenizer import load_tokenizer
-from slime.utils.types import Sample, Status
 from tests.scripted_turns import Args
 
 NUM_GPUS = 0

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from slime.data import Sample, Status
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.group import generate_and_rm
 from slime.rollout.hooks import HookError
-from slime.utils.types import Sample, Status
 from tests.fake_client import FakeClient, accounts, hook_file, indices, rollout
 
 NUM_GPUS = 0

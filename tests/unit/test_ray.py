@@ -18,6 +18,7 @@ import ray
 from ray.exceptions import RayTaskError
 
 from slime.backends.sglang.client import EngineError
+from slime.data import Sample
 from slime.options.errors import OptionError
 from slime.ray import creation, janitor, supervision
 from slime.ray.engine_actor import EngineActor, EngineNode, EnginePlan
@@ -28,7 +29,6 @@ from slime.ray.supervision import LOAD_DATA, Deadline, InputError, RunError, Sup
 from slime.rollout.data_source import DataSource, RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.rollout.hooks import HookError
 from slime.utils.errors import BadInputError, DeadlineError
-from slime.utils.types import Sample
 
 NUM_GPUS = 0
 

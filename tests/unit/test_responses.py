@@ -14,9 +14,9 @@ from torch import Tensor
 
 from slime.backends.megatron import hooks
 from slime.backends.megatron.advantages import set_advantages
-from slime.backends.megatron.batch import MicroBatch
 from slime.backends.megatron.loss import MAXIMUM, policy_loss, reduce_tokens
-from slime.utils.types import TrainBatch
+from slime.data import TrainBatch
+from slime.training.micro_batch import MicroBatch
 from tests.algorithm_options import algorithm_options
 from tests.micro_batches import Rows, engine_rows, fresh_rows, near, numbers, packed, put, same, take, targets
 from tests.ranks import run_ranks

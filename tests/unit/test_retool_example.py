@@ -12,7 +12,7 @@ import pytest
 
 from examples.retool import generate_with_retool as retool
 from examples.search_r1 import generate_with_search as search
-from slime.utils.types import Sample, Status
+from slime.data import Sample, Status
 from tests.fake_client import FakeClient
 from tests.scripted_turns import Args, Scripted, Use, example_args, one, turn_by_turn
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from slime.data import Sample
 from slime.ray import rollout_manager
 from slime.ray.rollout_manager import RolloutManager
 from slime.rollout.reward_log import RewardLog
 from slime.rollout.train_data import to_train_batches
-from slime.utils.types import Sample
 from tests.unit.test_train_data import make_args, make_samples
 
 NUM_GPUS = 0

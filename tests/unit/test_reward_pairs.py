@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from slime.data import Sample
 from slime.rollout.rm_hub import async_rm, graders
 from slime.rollout.rm_hub.algebra import answers_equal
 from slime.rollout.rm_hub.graders import GRADERS
-from slime.utils.types import Sample
 from tests.reward_pairs import generated_pairs, written_pairs
 from tools.score_graders import missed, rates, score
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from slime.data import Sample
 from slime.rollout.hooks import HookError
 from slime.rollout.rm_hub import algebra, async_rm, equality
 from slime.rollout.rm_hub.algebra import AlgebraPool
@@ -22,7 +23,6 @@ from slime.rollout.rm_hub.answers import last_boxed, quick_equal
 from slime.utils import http_utils
 from slime.utils.errors import SettingError
 from slime.utils.http_utils import RequestError
-from slime.utils.types import Sample
 
 NUM_GPUS = 0
 

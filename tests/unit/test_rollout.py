@@ -18,6 +18,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from slime.data import Sample, Status
 from slime.options.eval_datasets import eval_datasets
 from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
@@ -27,7 +28,6 @@ from slime.rollout.state import state_of_call
 from slime.rollout.tokenizer import load_tokenizer
 from slime.utils.errors import BadInputError
 from slime.utils.http_utils import RequestError
-from slime.utils.types import Sample, Status
 from tests.fake_client import FakeClient, reply, rollout
 from tests.waiting import skip
 

@@ -6,7 +6,6 @@ import re
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from slime.backends.megatron import rollout_data as module
-from slime.backends.megatron.batch import MicroBatch, PackLayout
-from slime.backends.megatron.rollout_data import postprocess, rollout_data, save_train_data, weigh
+from slime.data import Ragged, TrainBatch
+from slime.training import rollout_data as module
+from slime.training.micro_batch import MicroBatch
+from slime.training.rollout_data import postprocess, rollout_data, save_train_data, weigh
 from slime.utils.errors import BadInputError, HookError
 from slime.utils.plain import load_plain
-from slime.utils.types import Ragged, TrainBatch
 from tests.algorithm_options import algorithm_options
-from tests.micro_batches import MULTIPLE, fresh_rows, near, numbers, packed, put, same, take
+from tests.micro_batches import fresh_rows, near, numbers, packed, put, same, take
 
 NUM_GPUS = 0
 FLAG = "--rollout-data-postprocess-path"
@@ -34,15 +33,11 @@ COLUMNS = {
 }
 
 
-def layout(per_token_loss: bool = False, constant_length: int | None = None) -> PackLayout:
-    return PackLayout(1, 0, MULTIPLE, per_token_loss, constant_length, torch.device("cpu"))
-
-
 def make(seed: int | None = None, **options: Any) -> tuple[TrainBatch, list[MicroBatch]]:
     batch = fresh_rows(seed)
     metadata = np.empty(len(batch), dtype=object)
     metadata[:] = [{"row": row} if row % 2 else None for row in range(len(batch))]
-    batch = replace(batch, metadata=metadata)
+    batch = batch.changed(metadata=metadata)
     micro_batches = packed(batch, seed, **options)
     old = numbers(batch, -4, 0)
     for micro_batch in micro_batches:
@@ -55,29 +50,28 @@ def make(seed: int | None = None, **options: Any) -> tuple[TrainBatch, list[Micr
 def run(tmp_path: Path) -> Callable[..., Namespace]:
     """Calls a function with this body on a batch."""
 
-    def call(
-        body: str, batch: TrainBatch, micro_batches: list[MicroBatch], where: PackLayout | None = None
-    ) -> Namespace:
+    def call(body: str, batch: TrainBatch, micro_batches: list[MicroBatch]) -> Namespace:
         path = tmp_path / "hook.py"
         path.write_text(
             "import torch\ndef f(args, rollout_id, d):\n" + "".join(f"    {x}\n" for x in body.splitlines())
         )
         args = algorithm_options(rollout_data_postprocess_path=f"{path}:f")
-        postprocess(args, 7, batch, micro_batches, where or layout(), None)
+        postprocess(args, 7, batch, micro_batches, None)
         return args
 
     return call
 
 
 def snapshot(micro_batches: list[MicroBatch]) -> list[dict[str, Any]]:
-    return [{k: v.clone() for k, v in vars(m).items() if isinstance(v, torch.Tensor)} for m in micro_batches]
+    names = (*COLUMNS.values(), "mask", "row_counts", "weights", "mean_weights", "labels", "rollout_log_probs")
+    return [{name: getattr(m, name).clone() for name in names} for m in micro_batches]
 
 
 def test_a_function_that_only_looks_changes_nothing(run: Callable[..., Namespace]) -> None:
     for options in ({}, {"per_token_loss": True}, {"constant_length": 100}):
         batch, micro_batches = make(**options)
         before = snapshot(micro_batches)
-        args = run("args.seen, args.rollout = dict(d), rollout_id", batch, micro_batches, layout(**options))
+        args = run("args.seen, args.rollout = dict(d), rollout_id", batch, micro_batches)
         for mine, theirs in zip(snapshot(micro_batches), before, strict=True):
             assert mine.keys() == theirs.keys()
             assert all(torch.equal(mine[name], theirs[name]) for name in mine)
@@ -111,7 +105,7 @@ def test_masked_tokens_lose_their_weight_and_the_losses_denominators_stay(
 ) -> None:
     """Means are over what is left: over rollouts that still have a trained token, of which each one counts the same."""
     batch, micro_batches = make(**options)
-    run("for m in d['loss_masks']: m[::2] = 0", batch, micro_batches, layout(**options))
+    run("for m in d['loss_masks']: m[::2] = 0", batch, micro_batches)
     masks = [row * (np.arange(len(row)) % 2) for row in (batch.loss_mask[i] for i in range(len(batch)))]
     same(take(batch, micro_batches, [m.mask for m in micro_batches]), masks)
     left = Counter(dict.fromkeys(batch.rollout_ids.tolist(), 0))
@@ -140,10 +134,11 @@ def test_denominators_of_a_conversion_are_the_losss_alone() -> None:
     """Its function may give any ``rollout_mask_sums``; means stay means."""
     batch, micro_batches = make(3)
     before = snapshot(micro_batches)
-    given = replace(batch, rollout_mask_sums=np.full(len(batch), 99))
+    given = batch.changed(rollout_mask_sums=np.full(len(batch), 99))
     for m in micro_batches:
-        m.weights, m.mean_weights = m.weights * 0, m.mean_weights * 0
-    weigh(given, micro_batches, layout(), None)
+        m.put("weights", m.weights * 0)
+        m.put("mean_weights", m.mean_weights * 0)
+    weigh(given, micro_batches, None)
     for m, kept in zip(micro_batches, before, strict=True):
         assert torch.equal(m.mean_weights, kept["mean_weights"])
         torch.testing.assert_close(m.weights, m.mask / 99 / m.step.num_rollouts)
@@ -169,7 +164,7 @@ MISTAKES = [
     ("d['loss_masks'][3] = d['loss_masks'][3][:-1]", "rollout_data['loss_masks'] must be a list with one tensor"),
     ("del d['loss_masks']", "it has nothing"),
     ("d['loss_masks'][3][-1] = 0.5", "rollout_data['loss_masks'] must be of 0 and 1"),
-    ("d['rewards'][1] += 1", "it changed rollout_data['rewards'], which is not used again: change advantages, returns"),
+    ("d['rewards'][1] += 1", "it changed rollout_data['rewards'], which is not used again: change loss_masks, "),
     ("d['tokens'][1][0] += 1", "it changed rollout_data['tokens'], which is not used again"),
     ("d['response_lengths'].pop()", "it changed rollout_data['response_lengths'], which is not used again"),
     ("del d['rollout_ids']", "it changed rollout_data['rollout_ids'], which is not used again"),
@@ -190,16 +185,14 @@ def test_a_function_that_raises(run: Callable[..., Namespace]) -> None:
 
 def test_a_dump_is_what_a_rank_trains_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.dist, "get_rank", lambda: 3)
-    for name in ("data_parallel", "context_parallel", "tensor_model_parallel", "pipeline_model_parallel"):
-        monkeypatch.setattr(module.parallel_state, f"get_{name}_rank", lambda: 0)
     batch, micro_batches = make()
     args = algorithm_options(save_debug_train_data=f"{tmp_path}/d/{{rollout_id}}-{{rank}}.pt")
-    save_train_data(args, 5, batch, [micro_batches[:3], micro_batches[3:]])
+    save_train_data(args, 5, [micro_batches[:3], micro_batches[3:]], {"rank": 3})
     dump = load_plain(tmp_path / "d" / "5-3.pt", "--flag")
     assert (dump["rollout_id"], dump["rank"]) == (5, 3)
-    samples, want = dump["samples"], rollout_data(batch, micro_batches)
+    samples, want = dump["samples"], rollout_data(micro_batches)
     order = np.concatenate([m.rows for m in micro_batches])
-    assert samples.pop("rollout_mask_sums") == batch.rollout_mask_sums[order].tolist()
+    assert samples["rollout_mask_sums"] == batch.rollout_mask_sums[order].tolist()
     assert samples.keys() == want.keys()
     for key, column in want.items():
         for mine, theirs in zip(samples[key], column, strict=True):
@@ -229,6 +222,6 @@ def test_metadata_reaches_custom_losses(tmp_path: Path) -> None:
 def test_columns_of_the_batch_are_left_alone(run: Callable[..., Namespace]) -> None:
     """They lie in shared memory, which other ranks read too."""
     batch, micro_batches = make()
-    before = {name: column.values.copy() for name, column in vars(batch).items() if isinstance(column, Ragged)}
+    before = {name: column.values.copy() for name, column in batch.columns.items() if isinstance(column, Ragged)}
     run("for key in ('advantages', 'rollout_log_probs'):\n    for row in d[key]: row.add_(1)", batch, micro_batches)
     assert all(np.array_equal(getattr(batch, name).values, values) for name, values in before.items())

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from slime.data import Sample
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.hooks import HookError
 from slime.rollout.loop import background_loop
 from slime.rollout.sglang_rollout import generate_and_rm
 from slime.utils.errors import BadInputError, DeadlineError
-from slime.utils.types import Sample
 from tests.fake_client import FakeClient, hook_file, indices, rollout
 from tests.waiting import wait_for
 

@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import pytest
 
+from slime.data import Sample
 from slime.rollout import state
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.sglang_rollout import generate_rollout
-from slime.utils.types import Sample
 from tests.fake_client import FakeClient
 from tools.benchmarks import load
 from tools.benchmarks.report import BenchError

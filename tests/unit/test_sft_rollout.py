@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from slime.data import Sample, Status
 from slime.rollout.conversation import ConversationEncoder
 from slime.rollout.data_source import RolloutDataSource
 from slime.rollout.dataset import load_prompts, train_prompt_spec
 from slime.rollout.sft_rollout import generate_rollout
 from slime.rollout.tokenizer import load_tokenizer
 from slime.utils.errors import BadInputError
-from slime.utils.types import Sample, Status
 
 NUM_GPUS = 0
 

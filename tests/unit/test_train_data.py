@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slime.data import Sample, Status
 from slime.rollout.train_data import to_columns, to_train_batches
-from slime.utils.types import Sample, Status
 from tests.algorithm_options import algorithm_options
 
 NUM_GPUS = 0

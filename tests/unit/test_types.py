@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime.utils.types import PrefixCacheInfo, Sample, SpecInfo, Status
+from slime.data import PrefixCacheInfo, Sample, SpecInfo, Status
 
 NUM_GPUS = 0
 META = {

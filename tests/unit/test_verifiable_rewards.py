@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from slime.data import Sample
 from slime.rollout.rm_hub import async_rm, instructions
 from slime.utils.errors import BadInputError
-from slime.utils.types import Sample
 
 NUM_GPUS = 0
 

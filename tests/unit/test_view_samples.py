@@ -17,9 +17,9 @@ from urllib.parse import urlencode
 import pytest
 import torch
 
+from slime.data import Sample
 from slime.rollout.tokenizer import load_tokenizer
 from slime.utils.errors import BadInputError
-from slime.utils.types import Sample
 from tests.saved_rollouts import HOSTILE, make_samples, write_rollout, write_train_data
 from tools import make_tiny_model, view_samples
 from tools.samples.plain import load_plain

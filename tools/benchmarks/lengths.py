@@ -7,8 +7,8 @@ import math
 import random
 from typing import Any
 
+from slime.data import Sample
 from slime.rollout.sglang_rollout import generate as generate_plain
-from slime.utils.types import Sample
 
 _SPREAD = 0.9
 """Of the logarithm of a long-tailed length: the longest of 256 is about ten times the median."""

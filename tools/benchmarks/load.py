@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime.data import Sample, Status
 from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.metrics import accounting
@@ -22,7 +23,6 @@ from slime.rollout.sampling import request_seed, seeded
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.train_data import to_train_batches
 from slime.rollout.under_way import under_way
-from slime.utils.types import Sample, Status
 from tools.benchmarks.report import BenchError
 from tools.benchmarks.stub_engine import FAULTS, VERSION, reply_key, script
 

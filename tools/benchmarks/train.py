@@ -109,7 +109,7 @@ def lengths_of(options: argparse.Namespace, dp_size: int) -> list[int]:
 
 def make_samples(lengths: list[int], vocab_size: int) -> list[Any]:
     """Samples of random tokens, an eighth of each the prompt."""
-    from slime.utils.types import Sample, Status
+    from slime.data import Sample, Status
 
     rng = random.Random(1)
     samples = []

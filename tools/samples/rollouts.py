@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from slime.data import Sample
 from slime.utils.errors import BadInputError
-from slime.utils.types import Sample
 from tools.samples.plain import load_plain, to_json
 from tools.samples.train_data import mean_gap, read_train_data
 

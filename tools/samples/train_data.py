@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from slime.data import Sample
 from slime.utils.errors import BadInputError
-from slime.utils.types import Sample
 from tools.samples.plain import load_plain
 
 _KNOWN = ("tokens", "loss_masks", "rollout_log_probs")

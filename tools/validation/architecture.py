@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from slime.data import Sample
+from slime.data import Status as SampleStatus
 from slime.models import hf_config
 from slime.utils.plain import load_plain, save_plain
-from slime.utils.types import Sample
-from slime.utils.types import Status as SampleStatus
 from tools.validation.launches import Run
 from tools.validation.report import Check, Item, Status, checked
 from tools.validation.setting import Setting

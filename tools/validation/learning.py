@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from slime.utils.types import Sample
+from slime.data import Sample
 from tools.validation.launches import Run
 from tools.validation.report import Check, Item, Status, checked
 from tools.validation.setting import LORA, Setting

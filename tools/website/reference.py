@@ -15,7 +15,7 @@ from slime.options.schema import add_options, flag_of, hook_fields
 from slime.utils.arguments import GROUPS
 
 ROOT = Path(__file__).resolve().parents[2]
-SAMPLE = ROOT / "slime" / "utils" / "types.py"
+SAMPLE = ROOT / "slime" / "data" / "sample.py"
 
 
 def flags_page() -> str:

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from slime.algorithms.advantages import gae, group_relative, reinforce_plus_plus, whiten, whitening_sums
 from slime.algorithms.losses import kl_estimate
-from slime.backends.megatron.batch import MicroBatch
-from slime.backends.megatron.rollout_data import response_rows, rollout_data
+from slime.data import TrainBatch
+from slime.data.columns import LOSS_MASK
+from slime.training.micro_batch import MicroBatch
+from slime.training.rollout_data import response_rows, rollout_data
 from slime.utils.device import from_host
-from slime.utils.types import TrainBatch
 from slime.utils.user_functions import call_user_function
 
 
@@ -66,7 +67,10 @@ ESTIMATORS: dict[str, Estimator] = {
 
 
 def set_advantages(
-    args: Namespace, batch: TrainBatch, micro_batches: list[MicroBatch], group: dist.ProcessGroup | None
+    args: Namespace,
+    batch: TrainBatch,
+    micro_batches: list[MicroBatch],
+    group: dist.ProcessGroup | None,
 ) -> None:
     """Fill ``advantages``, and with a critic ``returns``, of every micro-batch of a rollout; last pipeline stage only.
 
@@ -78,12 +82,12 @@ def set_advantages(
         micro_batches: with the log-probs and values that the estimator needs.
         group: the data-parallel ranks, over which advantages are whitened.
     """
-    lengths = torch.cat([m.responses.lengths for m in micro_batches])
+    lengths = torch.tensor([length for m in micro_batches for length in m.response_lengths])
     device = micro_batches[0].mask.device
     valid = from_host(torch.arange(int(lengths.max())) < lengths[:, None], device)
 
     def padded(name: str) -> Tensor:
-        return _pad(torch.cat([m.responses.gather(getattr(m, name)) for m in micro_batches]), valid)
+        return _pad(torch.cat([m.responses.gather(_column(m, name)) for m in micro_batches]), valid)
 
     kl = None
     if args.kl_coef != 0:
@@ -92,13 +96,13 @@ def set_advantages(
     inputs = Padded(
         lengths=lengths,
         valid=valid,
-        mask=padded("mask"),
+        mask=padded(LOSS_MASK),
         rewards=from_host(torch.from_numpy(batch.rewards[rows]), device),
         kl=kl,
         values=padded("values") if args.use_critic else None,
     )
     if args.custom_advantage_function_path is not None:
-        advantages, returns = _custom(args, batch, micro_batches, inputs)
+        advantages, returns = _custom(args, micro_batches, inputs)
     else:
         advantages, returns = ESTIMATORS[args.advantage_estimator](args, inputs)
     if args.normalize_advantages:
@@ -111,9 +115,7 @@ def set_advantages(
         _put(micro_batches, "returns", returns, valid)
 
 
-def _custom(
-    args: Namespace, batch: TrainBatch, micro_batches: list[MicroBatch], inputs: Padded
-) -> tuple[Tensor, Tensor | None]:
+def _custom(args: Namespace, micro_batches: list[MicroBatch], inputs: Padded) -> tuple[Tensor, Tensor | None]:
     """Advantages of ``--custom-advantage-function-path``, which gets and sets lists with one tensor a sample.
 
     They are this data-parallel rank's samples, any part of a group: statistics over groups are in their ``rewards``,
@@ -121,7 +123,7 @@ def _custom(
     """
     flag, path = "--custom-advantage-function-path", args.custom_advantage_function_path
     lengths = inputs.lengths.tolist()
-    data = rollout_data(batch, micro_batches)
+    data = rollout_data(micro_batches)
     call_user_function(flag, path, {"args": args, "rollout_data": data})
     results: list[Tensor | None] = []
     for key in ("advantages", "returns"):
@@ -134,6 +136,12 @@ def _custom(
     return results[0], results[1]
 
 
+def _column(micro_batch: MicroBatch, name: str) -> Tensor:
+    values = micro_batch.get(name)
+    assert values is not None
+    return values
+
+
 def _pad(flat: Tensor, valid: Tensor) -> Tensor:
     """Response vectors as [R, N], 0 behind each response."""
     return flat.new_zeros(valid.shape).masked_scatter(valid, flat)
@@ -141,7 +149,6 @@ def _pad(flat: Tensor, valid: Tensor) -> Tensor:
 
 def _put(micro_batches: list[MicroBatch], name: str, padded: Tensor, valid: Tensor) -> None:
     flat = padded[valid]
-    for micro_batch, part in zip(
-        micro_batches, flat.split([int(m.responses.lengths.sum()) for m in micro_batches]), strict=True
-    ):
-        setattr(micro_batch, name, micro_batch.responses.scatter(part))
+    parts = flat.split([sum(m.response_lengths) for m in micro_batches])
+    for micro_batch, part in zip(micro_batches, parts, strict=True):
+        micro_batch.put(name, micro_batch.responses.scatter(part))

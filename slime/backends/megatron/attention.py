@@ -24,6 +24,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from slime.backends.megatron.rotary import Rotary, rotate
+from slime.training.packing import chunk_length, chunks_of
 from slime.utils.device import from_host
 
 _PAD_SLACK = 8
@@ -45,31 +46,6 @@ def packed_params(lengths: Sequence[int]) -> PackedSeqParams:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-
-
-def zigzag_index(lengths: Sequence[int], cp_size: int, cp_rank: int) -> Tensor:
-    """int64 [sum(lengths) / cp_size]: which tokens of the full packed stream a context-parallel rank holds, in order.
-
-    Raises:
-        ValueError: a length that is no multiple of ``2 * cp_size``.
-    """
-    parts, start = [], 0
-    for length in lengths:
-        chunk = _chunk_length(length, cp_size)
-        parts += [torch.arange(chunk) + start + c * chunk for c in _chunks_of(cp_rank, cp_size)]
-        start += length
-    return torch.cat(parts)
-
-
-def _chunks_of(cp_rank: int, cp_size: int) -> tuple[int, ...]:
-    return (0,) if cp_size == 1 else (cp_rank, 2 * cp_size - 1 - cp_rank)
-
-
-def _chunk_length(length: int, cp_size: int) -> int:
-    chunks = 1 if cp_size == 1 else 2 * cp_size
-    if length % chunks:
-        raise ValueError(f"context parallelism of {cp_size} needs lengths in multiples of {chunks}, not {length}")
-    return length // chunks
 
 
 @dataclass(frozen=True)
@@ -104,12 +80,12 @@ class AttentionPlan:
         for length in lengths:
             if length == 0:
                 continue
-            chunk = _chunk_length(length, cp_size)
+            chunk = chunk_length(length, cp_size)
             homes = []
             for c in range(2 * cp_size):
                 owner, second = (c, 0) if c < cp_size else (2 * cp_size - 1 - c, 1)
                 homes.append(torch.arange(chunk) + owner * local_total + local_start + second * chunk)
-            for c in _chunks_of(cp_rank, cp_size):
+            for c in chunks_of(cp_rank, cp_size):
                 self.queries.append(chunk)
                 self.keys.append((c + 1) * chunk)
                 index += homes[: c + 1]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from slime.algorithms import importance
 from slime.backends.megatron import hooks
-from slime.backends.megatron.batch import MicroBatch
+from slime.training.micro_batch import MicroBatch
 
 
 def corrected(

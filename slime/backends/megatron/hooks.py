@@ -14,7 +14,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from slime.backends.megatron.batch import MicroBatch, known_columns
+from slime.training.micro_batch import MicroBatch, known_columns
 from slime.utils.misc import attribute_of, load_function
 from slime.utils.user_functions import call_user_function
 
@@ -75,7 +75,7 @@ def custom_loss(
         reached: tensors that the backward pass arrives at from any loss, whatever it depends on.
     """
     flag, path = "--custom-loss-function-path", args.custom_loss_function_path
-    data: dict[str, Any] = _described(batch) | known_columns([batch])
+    data: dict[str, Any] = known_columns([batch]) | _described(batch)
     data["tokens"] = batch.tokens
     data["log_probs_and_entropy"] = lambda: tuple(batch.responses.rows(column) for column in terms())
     function = load_function(path, flag=flag)
@@ -95,7 +95,7 @@ def _described(batch: MicroBatch) -> dict[str, Any]:
     """Lengths and masks of the micro-batch's samples, under upstream's names."""
     return {
         "total_lengths": batch.lengths,
-        "response_lengths": batch.responses.lengths.tolist(),
+        "response_lengths": batch.response_lengths,
         "loss_masks": batch.responses.rows(batch.mask),
     }
 

@@ -20,7 +20,6 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch import Tensor
 
 from slime.backends.megatron import checkpoint, weights_io
-from slime.backends.megatron.batch import MicroBatch
 from slime.backends.megatron.metrics import step_metrics
 from slime.backends.megatron.model import build_model, wrap
 from slime.backends.megatron.next_tokens import embedding_at_hand
@@ -34,6 +33,7 @@ from slime.backends.megatron.optimizer import (
 from slime.backends.megatron.sleep import SleepingTensors
 from slime.backends.megatron.weight_sets import WeightSets
 from slime.options.model import stored_weights
+from slime.training.micro_batch import MicroBatch, in_turn
 from slime.utils import device
 from slime.utils.errors import SlimeError
 
@@ -150,7 +150,7 @@ class Learner:
                 before(self.chunks)
             results = self._pass(micro_batches, partial(_output_only, output), forward_only=True)
         for micro_batch, column in zip(micro_batches, results, strict=bool(results)):
-            setattr(micro_batch, name, column)
+            micro_batch.put(name, column)
 
     def step(
         self,
@@ -203,17 +203,19 @@ class Learner:
 
     def _pass(self, micro_batches: list[MicroBatch], output: Output, *, forward_only: bool) -> list[Any]:
         """Run the model; what ``output`` made of each micro-batch on the last pipeline stage, elsewhere nothing."""
-        iterators: Any = [iter(micro_batches) for _ in self.chunks]
+        iterators: Any = [in_turn(micro_batches) for _ in self.chunks]
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=partial(_forward, output),
             data_iterator=iterators if len(self.chunks) > 1 else iterators[0],
             model=self.chunks,
             num_microbatches=len(micro_batches),
-            seq_length=micro_batches[0].tokens.size(1),
+            seq_length=micro_batches[0].num_tokens,
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+        for micro_batch in micro_batches:  # a schedule need not come to the end of what it iterates over
+            micro_batch.unload()
         _forget_tokens(self.model_chunks)
         return results
 
@@ -256,7 +258,13 @@ def load_weights(model_chunks: list[Any], source: str) -> None:
 def _forward(output: Output, micro_batches: Iterator[MicroBatch], model: Any, *_: Any, **__: Any) -> tuple[Tensor, Any]:
     """What Megatron's schedules call: one micro-batch through one model chunk, and what to do with its output."""
     micro_batch = next(micro_batches)
-    result = model(micro_batch.tokens, micro_batch.position_ids, None, packed_seq_params=micro_batch.packed_seq_params)
+    result = model(
+        micro_batch.tokens,
+        micro_batch.position_ids,
+        None,
+        packed_seq_params=micro_batch.packed_seq_params,
+        **micro_batch.model_inputs,
+    )
     return result, partial(output, micro_batch)
 
 

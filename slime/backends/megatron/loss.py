@@ -14,8 +14,8 @@ from torch import Tensor
 
 from slime.algorithms import losses
 from slime.backends.megatron import hooks
-from slime.backends.megatron.batch import MicroBatch
 from slime.backends.megatron.correction import corrected, engine_log_probs
+from slime.training.micro_batch import MicroBatch
 
 MAXIMUM = "largest:"
 """What the name of a maximum begins with until `slime.backends.megatron.metrics` has taken it over all ranks."""

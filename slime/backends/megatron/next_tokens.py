@@ -26,12 +26,12 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from slime.backends.megatron.batch import MicroBatch
 from slime.backends.megatron.log_probs import token_terms
 from slime.backends.megatron.norm import RMSNorm
-from slime.backends.megatron.responses import Responses
 from slime.models import family_of, hf_config
 from slime.models.family import Heads
+from slime.training.micro_batch import MicroBatch
+from slime.training.responses import Responses
 from slime.utils.errors import BadInputError
 
 

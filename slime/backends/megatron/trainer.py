@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.backends.megatron import patches
+from slime.data import TrainBatch
 from slime.models import family_of, hf_config, weight_shape
 from slime.options.checkpoint import checkpoint_directory, find_checkpoint
 from slime.options.training import critic_options
 from slime.utils import device
-from slime.utils.types import TrainBatch
+from slime.utils.hook_paths import columns_of
 
 patches.install()  # before anything imports megatron.core
 
@@ -27,7 +28,7 @@ from megatron.core import parallel_state  # noqa: E402
 
 from slime.backends.megatron import base, checkpoint, checks, hooks, lora, model_hooks, weights_io  # noqa: E402
 from slime.backends.megatron.advantages import set_advantages  # noqa: E402
-from slime.backends.megatron.batch import MicroBatch, PackLayout, pack  # noqa: E402
+from slime.backends.megatron.attention import packed_params  # noqa: E402
 from slime.backends.megatron.fit import built_shape  # noqa: E402
 from slime.backends.megatron.head import logits  # noqa: E402
 from slime.backends.megatron.learner import REFERENCE, TRAINED_TOKENS, Learner, Output, TrainingError  # noqa: E402
@@ -38,7 +39,9 @@ from slime.backends.megatron.model import head_weight  # noqa: E402
 from slime.backends.megatron.next_tokens import heads_loss  # noqa: E402
 from slime.backends.megatron.parallel import initialize_distributed  # noqa: E402
 from slime.backends.megatron.profiling import profiled  # noqa: E402
-from slime.backends.megatron.rollout_data import postprocess, save_train_data, weigh  # noqa: E402
+from slime.training.micro_batch import MicroBatch  # noqa: E402
+from slime.training.packing import PackLayout  # noqa: E402
+from slime.training.rollout_data import postprocess, save_train_data, weigh  # noqa: E402
 
 __all__ = ["MegatronTrainer", "TrainingError"]
 
@@ -86,6 +89,8 @@ class MegatronTrainer:
             per_token_loss=args.calculate_per_token_loss,
             constant_length=args.loss_constant_length,
             device=device.current_device(),
+            columns=columns_of(args),
+            describe=packed_params,
         )
 
     def _adapt(self, source: str) -> Callable[[list[Any]], None] | None:
@@ -141,7 +146,7 @@ class MegatronTrainer:
         with profiled(self.args, "train_overall", rollout_id), _timed(seconds, "perf/train_time"):
             with self._span(seconds, "pack"):
                 packed = [
-                    [pack(batch, rows, step, self._layout) for rows in step.micro_batches] for step in batch.steps
+                    [MicroBatch(batch, rows, step, self._layout) for rows in step.micro_batches] for step in batch.steps
                 ]
             self._prepare(rollout_id, batch, packed, seconds)
             tokens = [sum(sum(m.lengths) for m in micro_batches) for micro_batches in packed]
@@ -180,17 +185,19 @@ class MegatronTrainer:
         """Everything that the losses need beside the batch, as a user's function leaves it."""
         args, everything = self.args, [m for micro_batches in packed for m in micro_batches]
         if args.custom_convert_samples_to_train_data_path is not None and parallel_state.is_pipeline_last_stage():
-            weigh(batch, everything, self._layout, parallel_state.get_data_parallel_group())
+            weigh(batch, everything, parallel_state.get_data_parallel_group())
         if args.loss_type != "sft_loss":
             self._add_log_probs(rollout_id, everything, len(packed), seconds)
             self._add_advantages(batch, everything, seconds)
         if args.rollout_data_postprocess_path is not None and parallel_state.is_pipeline_last_stage():
             with self._span(seconds, "postprocess"):
                 group = parallel_state.get_data_parallel_group()
-                postprocess(args, rollout_id, batch, everything, self._layout, group)
+                postprocess(args, rollout_id, batch, everything, group)
         if args.save_debug_train_data is not None:
             with self._span(seconds, "save_debug"):
-                save_train_data(args, rollout_id, batch, packed)
+                save_train_data(args, rollout_id, packed, _ranks())
+        for micro_batch in everything:
+            micro_batch.unload()
 
     def _add_log_probs(
         self, rollout_id: int, everything: list[MicroBatch], steps: int, seconds: dict[str, float]
@@ -214,7 +221,8 @@ class MegatronTrainer:
                 self._critic.keep_column(everything, _values, "values")
         if not args.disable_compute_advantages_and_returns and parallel_state.is_pipeline_last_stage():
             with self._span(seconds, "advantages"):
-                set_advantages(args, batch, everything, parallel_state.get_data_parallel_group())
+                group = parallel_state.get_data_parallel_group()
+                set_advantages(args, batch, everything, group)
 
     @contextmanager
     def _span(self, seconds: dict[str, float], name: str) -> Iterator[None]:
@@ -361,6 +369,17 @@ def _make_critic(args: Namespace, source: str, resumed_rollout: int | None) -> L
     if resumed_rollout is None:
         return Learner(own, "critic", args.critic_source or source, None)
     return Learner(own, "critic", source, checkpoint_directory(args.critic_load, resumed_rollout))
+
+
+def _ranks() -> dict[str, int]:
+    """This process's, as debug data call them."""
+    return {
+        "rank": dist.get_rank(),
+        "data_parallel_rank": parallel_state.get_data_parallel_rank(),
+        "context_parallel_rank": parallel_state.get_context_parallel_rank(),
+        "tensor_parallel_rank": parallel_state.get_tensor_model_parallel_rank(),
+        "pipeline_parallel_rank": parallel_state.get_pipeline_model_parallel_rank(),
+    }
 
 
 def _version_name(version: int) -> str:

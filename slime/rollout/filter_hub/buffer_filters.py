@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from slime.data import Group
 from slime.rollout.base_types import begun_anew
 from slime.rollout.versions import pushed_version, versions
-from slime.utils.types import Group
 
 _NOT_BEGUN = float("inf")
 

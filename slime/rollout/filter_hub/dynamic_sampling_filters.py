@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from slime.algorithms.rewards import rollout_rewards
+from slime.data import Sample
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
-from slime.utils.types import Sample
 
 _SMALLEST_STD = 1e-6
 

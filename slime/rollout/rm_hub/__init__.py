@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
+from slime.data import Sample
 from slime.rollout.hooks import within
 from slime.rollout.loop import run_all
 from slime.rollout.rm_hub.answers import last_boxed
@@ -14,7 +15,6 @@ from slime.rollout.rm_hub.graders import ASKS_A_SERVER, BOXED_GRADERS, GRADERS, 
 from slime.rollout.rm_hub.math_utils import grade_answer_verl
 from slime.rollout.rm_hub.special_tokens import response_without_special_tokens
 from slime.utils.errors import BadInputError
-from slime.utils.types import Sample
 
 __all__ = [
     "Reward",

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
 
+from slime.data import Sample
 from slime.options.calls import CallError, form_of
 from slime.options.rollout import GROUP_REWARD_NAMES, REWARD_CALLS, REWARD_NAMES
 from slime.rollout.hooks import HookError, Limit, call_hook
 from slime.rollout.loop import run_all
 from slime.utils.misc import load_function
-from slime.utils.types import Sample
 
 Reward = float | dict[str, Any] | None
 

@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from slime.data import Sample
 from slime.rollout.rm_hub.algebra import answers_equal
 from slime.rollout.rm_hub.answers import accepted_labels, after_reasoning, label_problem, last_boxed
 from slime.rollout.rm_hub.instructions import ifbench_reward
 from slime.rollout.rm_hub.multiple_choice import gpqa_reward
 from slime.rollout.rm_hub.notation import canonical, compact
 from slime.utils.errors import BadInputError, SettingError
-from slime.utils.types import Sample
 
 Grader = Callable[[Namespace, Sample, str], Awaitable[Any]]
 

@@ -16,9 +16,9 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from slime.data import Sample
 from slime.rollout.rm_hub.answers import after_reasoning
 from slime.utils.errors import BadInputError
-from slime.utils.types import Sample
 
 _REGISTRY = "instructions_registry"
 _QUOTES = "\"'\u201c\u201d\u2018\u2019"

@@ -8,9 +8,9 @@ import unicodedata
 from argparse import Namespace
 from typing import Any
 
+from slime.data import Sample
 from slime.rollout.rm_hub.answers import after_reasoning, label_problem, label_text
 from slime.utils.errors import BadInputError, SettingError
-from slime.utils.types import Sample
 
 _COMMON, _MOST = 4, 10
 """Where the metadata lists no choices: A to J count where a response says which it takes, A to D as lone letters."""

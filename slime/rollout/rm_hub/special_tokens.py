@@ -9,8 +9,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from slime.data import Sample
 from slime.rollout.tokenizer import load_tokenizer
-from slime.utils.types import Sample
 
 _READ_BY_GRADERS = ("<think>", "</think>")
 """Kept even where a tokenizer marks them as special: what follows the reasoning is judged."""

@@ -36,9 +36,9 @@ def sum_over_ranks(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 class Responses:
     """Where the response tokens of a micro-batch lie; N of them in R responses.
 
-    A token vector has one entry for each of the T tokens that this rank holds, aligned as in `batch.MicroBatch`; a
-    response vector has one for each response token, response after response, and is the same on all context-parallel
-    ranks.
+    A token vector has one entry for each of the T tokens that this rank holds, aligned as in `MicroBatch`; a response
+    vector has one for each response token, response after response, and is the same on all context-parallel ranks. An
+    entry may be a tensor of its own: [T, *trailing] and [N, *trailing].
     """
 
     positions: Tensor
@@ -53,12 +53,13 @@ class Responses:
 
     def gather(self, column: Tensor) -> Tensor:
         """A token vector as a response vector, differentiable; collective over the context-parallel ranks."""
-        stream = column.new_zeros(self.stream_length).index_put((self.local,), column)
+        stream = column.new_zeros((self.stream_length, *column.shape[1:])).index_put((self.local,), column)
         return sum_over_ranks(stream, self.group)[self.positions]
 
     def scatter(self, values: Tensor) -> Tensor:
         """A response vector as a token vector, 0 outside the responses; differentiable."""
-        return values.new_zeros(self.stream_length).index_put((self.positions,), values)[self.local]
+        stream = values.new_zeros((self.stream_length, *values.shape[1:])).index_put((self.positions,), values)
+        return stream[self.local]
 
     def rows(self, column: Tensor) -> list[Tensor]:
         """A token vector as one tensor a response; collective as `gather` is."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,37 +12,25 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
-from slime.backends.megatron.batch import UPSTREAM_COLUMNS, MicroBatch, PackLayout, known_columns, set_mask, set_weights
+from slime.data import OptimizerStep, TrainBatch
+from slime.data.columns import LOSS_MASK, METADATA
+from slime.training.micro_batch import MicroBatch, known_columns
 from slime.utils.errors import BadInputError
 from slime.utils.plain import save_plain
-from slime.utils.types import OptimizerStep, TrainBatch
 from slime.utils.user_functions import call_user_function
 
-_CHANGEABLE = (*UPSTREAM_COLUMNS, "loss_masks")
 
-
-def rollout_data(batch: TrainBatch, micro_batches: list[MicroBatch]) -> dict[str, Any]:
+def rollout_data(micro_batches: list[MicroBatch]) -> dict[str, Any]:
     """The samples in the order of the micro-batches, with whole responses under every layout.
 
     Collective over the context-parallel ranks.
     """
-    rows = np.concatenate([m.rows for m in micro_batches])
-    data: dict[str, Any] = {
-        "tokens": [torch.from_numpy(batch.tokens[row].astype(np.int64)) for row in rows.tolist()],
-        "total_lengths": batch.tokens.lengths[rows].tolist(),
-        "response_lengths": batch.loss_mask.lengths[rows].tolist(),
-        "loss_masks": [row for m in micro_batches for row in m.responses.rows(m.mask)],
-        "rewards": batch.rewards[rows].tolist(),
-        "raw_reward": batch.raw_rewards[rows].tolist(),
-        "truncated": batch.truncated[rows].tolist(),
-        "sample_indices": batch.sample_indices[rows].tolist(),
-        "rollout_ids": batch.rollout_ids[rows].tolist(),
-        "group_indices": batch.group_indices[rows].tolist(),
-    }
-    return data | known_columns(micro_batches)
+    return {
+        "total_lengths": [length for m in micro_batches for length in m.lengths],
+        "response_lengths": [length for m in micro_batches for length in m.response_lengths],
+    } | known_columns(micro_batches)
 
 
 def response_rows(data: Mapping[str, Any], key: str, lengths: list[int], like: Tensor, where: str) -> list[Tensor]:
@@ -70,7 +58,6 @@ def postprocess(
     rollout_id: int,
     batch: TrainBatch,
     micro_batches: list[MicroBatch],
-    layout: PackLayout,
     group: dist.ProcessGroup | None,
 ) -> None:
     """Let ``--rollout-data-postprocess-path`` change a rollout's per-token columns, which are then trained on.
@@ -85,37 +72,38 @@ def postprocess(
         HookError: it raised.
     """
     flag, path = "--rollout-data-postprocess-path", args.rollout_data_postprocess_path
-    where, data = f"{flag} {path}", rollout_data(batch, micro_batches)
-    lengths, before = data["response_lengths"][:], _to_read(data)
+    where, data = f"{flag} {path}", rollout_data(micro_batches)
+    changeable = {column.name_for_users: column for column in micro_batches[0].columns if column.changeable}
+    lengths, before = data["response_lengths"][:], _to_read(data, changeable)
     call_user_function(flag, path, {"args": args, "rollout_id": rollout_id, "rollout_data": data})
     for key, values in before.items():
         if not _same(values, data.get(key)):
             raise BadInputError(
-                f"{where}: it changed rollout_data[{key!r}], which is not used again: change {', '.join(_CHANGEABLE)}"
+                f"{where}: it changed rollout_data[{key!r}], which is not used again: change {', '.join(changeable)}"
             )
-    for key, name in UPSTREAM_COLUMNS.items():
-        if key in data:
-            rows = response_rows(data, key, lengths, micro_batches[0].mask, where)
-            for m, part in _parts(micro_batches, torch.cat(rows)):
-                _set_responses(m, name, part)
-    mask = torch.cat(response_rows(data, "loss_masks", lengths, micro_batches[0].mask, where))
-    if not ((mask == 0) | (mask == 1)).all():
-        raise BadInputError(f"{where}: rollout_data['loss_masks'] must be of 0 and 1")
-    for m, part in _parts(micro_batches, mask):
-        set_mask(m, part)
-    weigh(batch, micro_batches, layout, group)
+    for key, column in changeable.items():
+        if key not in data and column.name != LOSS_MASK:
+            continue
+        changed = torch.cat(response_rows(data, key, lengths, micro_batches[0].mask, where))
+        if column.name != LOSS_MASK:
+            for m, part in _parts(micro_batches, changed):
+                _set_responses(m, column.name, part)
+            continue
+        if not ((changed == 0) | (changed == 1)).all():
+            raise BadInputError(f"{where}: rollout_data[{key!r}] must be of 0 and 1")
+        for m, part in _parts(micro_batches, changed):
+            m.set_mask(part)
+    weigh(batch, micro_batches, group)
 
 
-def weigh(
-    batch: TrainBatch, micro_batches: list[MicroBatch], layout: PackLayout, group: dist.ProcessGroup | None
-) -> None:
+def weigh(batch: TrainBatch, micro_batches: list[MicroBatch], group: dist.ProcessGroup | None) -> None:
     """Weigh tokens in the loss by the denominators that the batch came with, in means by those of the present masks.
 
     These differ where a user's function has changed masks or given the ``rollout_mask_sums``. Last pipeline stage only;
     collective over the data-parallel ranks.
     """
     for m, sums, step in zip(micro_batches, *_trained(batch, micro_batches, group), strict=True):
-        set_weights(m, batch.rollout_mask_sums[m.rows], sums, step, layout)
+        m.set_weights(batch.rollout_mask_sums[m.rows], sums, step)
 
 
 def _trained(
@@ -148,22 +136,22 @@ def _trained(
 
 
 def _parts(micro_batches: list[MicroBatch], values: Tensor) -> zip[tuple[MicroBatch, Tensor]]:
-    sizes = [int(m.responses.lengths.sum()) for m in micro_batches]
+    sizes = [sum(m.response_lengths) for m in micro_batches]
     return zip(micro_batches, values.split(sizes), strict=True)
 
 
 def _set_responses(micro_batch: MicroBatch, name: str, values: Tensor) -> None:
     """Set a column at the response tokens; at others, log-probs stay what a pass made of them."""
-    before, column = getattr(micro_batch, name), micro_batch.responses.scatter(values)
+    before, column = micro_batch.get(name), micro_batch.responses.scatter(values)
     if before is not None:
         is_response = micro_batch.responses.scatter(torch.ones_like(values)) != 0
         column = torch.where(is_response, column, before)
-    setattr(micro_batch, name, column)
+    micro_batch.put(name, column)
 
 
-def _to_read(data: dict[str, Any]) -> dict[str, list[Any]]:
+def _to_read(data: dict[str, Any], changeable: Container[str]) -> dict[str, list[Any]]:
     """Copies of the columns that changes would be lost in; metadata is the user's own."""
-    kept = {key: values for key, values in data.items() if key not in (*_CHANGEABLE, "metadata")}
+    kept = {key: values for key, values in data.items() if key not in changeable and key != METADATA}
     return {key: [v.clone() if isinstance(v, Tensor) else v for v in values] for key, values in kept.items()}
 
 
@@ -174,13 +162,20 @@ def _same(before: list[Any], after: Any) -> bool:
     return all(torch.equal(a, torch.as_tensor(b)) if isinstance(a, Tensor) else a == b for a, b in pairs)
 
 
-def save_train_data(args: Namespace, rollout_id: int, batch: TrainBatch, packed: list[list[MicroBatch]]) -> None:
+def save_train_data(
+    args: Namespace,
+    rollout_id: int,
+    packed: list[list[MicroBatch]],
+    ranks: Mapping[str, int],
+) -> None:
     """Write ``--save-debug-train-data``: what this rank is about to train on.
 
     ``samples`` are the lists of `rollout_data`; each of ``steps`` has its denominators and, a list a micro-batch, the
     positions of its samples in these lists. Ranks before the last pipeline stage have no log-probs or advantages.
+
+    Args:
+        ranks: this one's, by what the file calls them.
     """
-    everything = [m for micro_batches in packed for m in micro_batches]
     steps, position = [], 0
     for micro_batches in packed:
         members = []
@@ -189,16 +184,7 @@ def save_train_data(args: Namespace, rollout_id: int, batch: TrainBatch, packed:
             position += len(m.rows)
         step = micro_batches[0].step
         steps.append({"num_rollouts": step.num_rollouts, "num_tokens": step.num_tokens, "micro_batches": members})
-    rows = np.concatenate([m.rows for m in everything])
-    content = {
-        "rollout_id": rollout_id,
-        "rank": dist.get_rank(),
-        "data_parallel_rank": parallel_state.get_data_parallel_rank(),
-        "context_parallel_rank": parallel_state.get_context_parallel_rank(),
-        "tensor_parallel_rank": parallel_state.get_tensor_model_parallel_rank(),
-        "pipeline_parallel_rank": parallel_state.get_pipeline_model_parallel_rank(),
-        "samples": rollout_data(batch, everything) | {"rollout_mask_sums": batch.rollout_mask_sums[rows].tolist()},
-        "steps": steps,
-    }
+    samples = rollout_data([m for micro_batches in packed for m in micro_batches])
+    content = {"rollout_id": rollout_id, **ranks, "samples": samples, "steps": steps}
     path = args.save_debug_train_data.format(rollout_id=rollout_id, rank=dist.get_rank())
     save_plain(Path(path), content, "--save-debug-train-data")

@@ -1,0 +1,93 @@
+"""What one training rank receives of a rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from slime.data.columns import LOSS_MASK, SAMPLE_INDICES, TOKENS, Values, take
+from slime.data.ragged import Ragged
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """One optimizer step of one data-parallel rank.
+
+    ``num_rollouts`` and ``num_tokens`` (loss tokens) count over *all* ranks: they are the two denominators of the loss,
+    known before the first forward pass. So does ``num_trained_rollouts``, the rollouts that have a loss token: means
+    that are reported divide by it, while the loss counts fully masked rollouts too.
+    """
+
+    micro_batches: list[np.ndarray]
+    """Row indices into the rank's `TrainBatch`, one int64 array a micro-batch; every rank has as many of them."""
+    num_rollouts: int
+    num_tokens: int
+    num_trained_rollouts: int
+
+
+class _Column(Generic[T]):
+    """A column by its name, None where the batch has none."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, batch: TrainBatch, owner: type | None = None) -> T:
+        return batch.columns.get(self._name)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """One rollout's samples for one data-parallel rank, as columns with one row a sample (`slime.data.columns`)."""
+
+    columns: Mapping[str, Values]
+    """By name, of the declared type; those that the run does not have are not there."""
+    steps: list[OptimizerStep] = field(default_factory=list)
+
+    tokens = _Column[Ragged]()
+    loss_mask = _Column[Ragged]()
+    rewards = _Column[np.ndarray]()
+    raw_rewards = _Column[np.ndarray]()
+    truncated = _Column[np.ndarray]()
+    sample_indices = _Column[np.ndarray]()
+    rollout_ids = _Column[np.ndarray]()
+    group_indices = _Column[np.ndarray]()
+    rollout_mask_sums = _Column[np.ndarray]()
+    rollout_log_probs = _Column[Ragged | None]()
+    weight_versions = _Column[Ragged | None]()
+    metadata = _Column[np.ndarray | None]()
+
+    def __len__(self) -> int:
+        return len(self.columns[TOKENS])
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [rows], tokens of each sample, prompt and response."""
+        return self._ragged(TOKENS).lengths
+
+    @property
+    def response_lengths(self) -> np.ndarray:
+        """int64 [rows]"""
+        return self._ragged(LOSS_MASK).lengths
+
+    def name_of(self, row: int) -> str:
+        """What messages call the sample of a row."""
+        return f"sample {int(self.columns[SAMPLE_INDICES][row])}"
+
+    def _ragged(self, name: str) -> Ragged:
+        values = self.columns[name]
+        assert isinstance(values, Ragged)
+        return values
+
+    def take(self, rows: np.ndarray, steps: list[OptimizerStep]) -> TrainBatch:
+        """The chosen rows, in that order, copied, to be trained on in other steps."""
+        return TrainBatch(take(self.columns, rows), steps)
+
+    def changed(self, **columns: Any) -> TrainBatch:
+        """With other columns under these names; None takes one out."""
+        kept = {name: values for name, values in (dict(self.columns) | columns).items() if values is not None}
+        return TrainBatch(kept, self.steps)

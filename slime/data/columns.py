@@ -1,0 +1,215 @@
+"""The training columns: the one table of what is known of a rollout's samples, for each token or each sample.
+
+A column is declared here, or in the ``COLUMNS`` of a module that a flag names (`slime.options.columns`). What builds,
+schedules, ships, packs, cuts for context parallelism, dumps and shows columns goes by the declaration, and names none.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from slime.data.ragged import Ragged
+
+Span = Literal["row", "response", "sequence"]
+Maker = Literal["sample", "rollout", "trainer"]
+Values = Ragged | np.ndarray
+
+TOKENS = "tokens"
+LOSS_MASK = "loss_mask"
+METADATA = "metadata"
+SAMPLE_INDICES = "sample_indices"
+METADATA_READERS = (
+    *("custom_advantage_function_path", "custom_loss_function_path", "rollout_data_postprocess_path"),
+    "save_debug_train_data",
+)
+"""Options by which somebody in the trainer reads `Sample.train_metadata`."""
+
+
+class ColumnError(ValueError):
+    """A sample's values are not those that a column is declared with; one line."""
+
+
+def _always(args: Namespace) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Column:
+    """What one quantity is, and where it comes from and goes to.
+
+    Entries of a "response" column belong to response tokens and, in a packed stream, lie where a token is predicted
+    *from*; those of a "sequence" column belong to prompt and response tokens, and lie where the tokens do.
+    """
+
+    name: str
+    dtype: Any
+    """numpy's, between processes and in files."""
+    span: Span
+    """Of what there is an entry: the sample as a whole, each of its response tokens, or each of all its tokens."""
+    trailing: tuple[int, ...] = ()
+    """The shape of an entry."""
+    made_by: Maker = "sample"
+    """sample: each one carries its own, in `Sample.columns` or the attribute; rollout: it follows from all samples of a
+    rollout (`slime.rollout.train_data`); trainer: it comes of a pass through a model."""
+    attribute: str | None = None
+    """Of a sample's own: the attribute of `Sample` that holds it, where that is not `Sample.columns`."""
+    wanted: Callable[[Namespace], bool] = _always
+    """Whether a run with these options has it."""
+    needed: bool = True
+    """Whether a sample without it is an error; a column that no sample has is left out otherwise."""
+    padding: float = 0
+    """What stands in a packed stream where it has no entry."""
+    packed_as: Any = None
+    """numpy's type in a micro-batch, where it is another than ``dtype``."""
+    model_input: str | None = None
+    """The keyword under which the model's forward call gets it: [1, T, *trailing]."""
+    upstream: str | None = None
+    """What users' functions and conversions know it as, where that is not its name."""
+    shown: bool = True
+    """Whether users' functions in the trainer see it."""
+    changeable: bool = False
+    """Whether ``--rollout-data-postprocess-path`` may change it."""
+
+    @property
+    def name_for_users(self) -> str:
+        """What users' functions and messages call it."""
+        return self.upstream or self.name
+
+
+def _reads_metadata(args: Namespace) -> bool:
+    return any(getattr(args, name) is not None for name in METADATA_READERS)
+
+
+def _is_rl(args: Namespace) -> bool:
+    return args.loss_type != "sft_loss"
+
+
+def _keeps_versions(args: Namespace) -> bool:
+    return bool(args.keep_old_actor)
+
+
+COLUMNS: tuple[Column, ...] = (
+    Column(TOKENS, np.int32, "sequence", attribute="tokens", packed_as=np.int64, upstream="tokens"),
+    Column(
+        LOSS_MASK, np.uint8, "response", made_by="rollout", packed_as=np.float32, upstream="loss_masks", changeable=True
+    ),
+    # After group normalisation or the user's post-processing: what the advantage estimator takes; and before it.
+    Column("rewards", np.float32, "row", made_by="rollout", upstream="rewards"),
+    Column("raw_rewards", np.float32, "row", made_by="rollout", upstream="raw_reward"),
+    Column("truncated", np.bool_, "row", made_by="rollout", upstream="truncated"),
+    Column(SAMPLE_INDICES, np.int64, "row", made_by="rollout", upstream="sample_indices"),
+    # Rows with one of these are parts of one rollout and share a denominator.
+    Column("rollout_ids", np.int64, "row", made_by="rollout", upstream="rollout_ids"),
+    Column("group_indices", np.int64, "row", made_by="rollout", upstream="group_indices"),
+    # Loss tokens of the row's whole rollout, including its rows on other ranks.
+    Column("rollout_mask_sums", np.int64, "row", made_by="rollout", upstream="rollout_mask_sums"),
+    # The engine's; there are none of data that no engine made.
+    Column(
+        "rollout_log_probs",
+        np.float32,
+        "response",
+        made_by="rollout",
+        wanted=_is_rl,
+        upstream="rollout_log_probs",
+        changeable=True,
+    ),
+    # Which weights made each token, -1 for tokens of no engine.
+    Column(
+        "weight_versions",
+        np.int32,
+        "response",
+        made_by="rollout",
+        wanted=_keeps_versions,
+        packed_as=np.int64,
+        shown=False,
+    ),
+    Column(METADATA, np.object_, "row", made_by="rollout", wanted=_reads_metadata, upstream="metadata"),
+    # Under the behaviour policy, and under the reference model.
+    Column("old_log_probs", np.float32, "response", made_by="trainer", upstream="log_probs", changeable=True),
+    Column("ref_log_probs", np.float32, "response", made_by="trainer", upstream="ref_log_probs", changeable=True),
+    # The critic's before the rollout's first optimizer step, and what it is trained on.
+    Column("values", np.float32, "response", made_by="trainer", upstream="values", changeable=True),
+    Column("returns", np.float32, "response", made_by="trainer", upstream="returns", changeable=True),
+    Column("advantages", np.float32, "response", made_by="trainer", upstream="advantages", changeable=True),
+)
+"""slime's own."""
+
+
+def with_declared(declared: Iterable[Column]) -> tuple[Column, ...]:
+    """slime's own columns, and further ones.
+
+    Raises:
+        ColumnError: two have one name, or one says what cannot be.
+    """
+    columns = (*COLUMNS, *declared)
+    taken: dict[str, Column] = {}
+    for column in columns:
+        names = {column.name, column.name_for_users}
+        if other := next((taken[name] for name in names if name in taken), None):
+            raise ColumnError(f"column {column.name}: there is a column {other.name} already")
+        taken |= dict.fromkeys(names, column)
+        if column not in COLUMNS and column.made_by != "sample":
+            raise ColumnError(f"column {column.name}: one that is declared outside slime is made_by 'sample'")
+        if column.model_input is not None and column.span == "row":
+            raise ColumnError(f"column {column.name}: a model input has an entry a token, not one a row")
+    return columns
+
+
+def from_samples(column: Column, samples: Sequence[Any], called: Callable[[int], str]) -> Values | None:
+    """What the samples carry of a column; None where none does and none must.
+
+    Args:
+        samples: of class `Sample`.
+        called: what messages call the sample at a position.
+
+    Raises:
+        ColumnError: a sample has none though others do, or has values of another shape or kind than declared.
+    """
+    given = [_carried(column, sample) for sample in samples]
+    missing = [position for position, value in enumerate(given) if value is None]
+    if len(missing) == len(samples) and not column.needed:
+        return None
+    if missing:
+        raise ColumnError(
+            f"{called(missing[0])}: no {column.name_for_users}, which every sample must have "
+            f"({len(missing)} of {len(samples)} lack it)"
+        )
+    rows = [
+        _checked(column, value, sample, called(position))
+        for position, (value, sample) in enumerate(zip(given, samples, strict=True))
+    ]
+    if column.span == "row":
+        return np.stack(rows)
+    return Ragged.from_rows(rows, column.dtype, column.trailing)
+
+
+def _carried(column: Column, sample: Any) -> Any:
+    if column.attribute is not None:
+        return getattr(sample, column.attribute)
+    return sample.columns.get(column.name)
+
+
+def _checked(column: Column, value: Any, sample: Any, called: str) -> np.ndarray:
+    what = f"{called}: {column.name_for_users}"
+    try:
+        array = np.asarray(value)
+        with np.errstate(all="ignore"):
+            cast = array.astype(column.dtype)
+    except (TypeError, ValueError) as error:
+        raise ColumnError(f"{what} is not made of numbers: {error}") from error
+    entries = {"row": (), "response": (sample.response_length,), "sequence": (len(sample.tokens),)}[column.span]
+    if cast.shape != (*entries, *column.trailing):
+        raise ColumnError(f"{what} has shape {cast.shape}, and must have {(*entries, *column.trailing)}")
+    if np.issubdtype(column.dtype, np.integer) and not (cast == array).all():
+        raise ColumnError(f"{what} has values that {np.dtype(column.dtype)} does not hold")
+    return cast
+
+
+def take(columns: Mapping[str, Values], rows: np.ndarray) -> dict[str, Values]:
+    """The chosen rows of every column, in that order, copied."""
+    return {name: values.take(rows) if isinstance(values, Ragged) else values[rows] for name, values in columns.items()}

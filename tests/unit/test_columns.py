@@ -1,0 +1,241 @@
+"""The table of columns, what samples must carry, and where a column's entries lie in a packed micro-batch."""
+
+from __future__ import annotations
+
+import ast
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slime.data import Column, ColumnError, OptimizerStep, Ragged, Sample, TrainBatch
+from slime.data.columns import COLUMNS, from_samples, with_declared
+from slime.options.errors import OptionError
+from slime.rollout.train_data import to_columns
+from slime.training.micro_batch import MicroBatch, in_turn, known_columns
+from slime.utils.hook_paths import columns_of
+from tests import column_hooks
+from tests.micro_batches import fresh_rows, pack_layout, part_of_rank, step_of, whole_stream
+from tests.unit.test_train_data import make_args, make_samples
+
+NUM_GPUS = 0
+ROOT = Path(__file__).resolve().parents[2]
+HOOKS = str(ROOT / "tests" / "column_hooks.py")
+ROUTE, PLACE = column_hooks.COLUMNS
+GENERIC = (
+    *("slime/batching", "slime/training/packing.py", "slime/training/responses.py", "slime/rollout/debug_data.py"),
+    *("slime/data/ragged.py", "slime/data/batch.py", "slime/ray/rollout_manager.py", "slime/ray/train_actor.py"),
+)
+"""What schedules, packs, cuts for context parallelism, dumps, and puts into and takes out of the object store."""
+NAMED = {"slime/data/batch.py": "TrainBatch"}
+"""A class whose body may give columns names that its readers are spared writing as text."""
+WORDS_OF_OTHERS = {"values", "metadata"}
+"""Names of columns that are attributes of other things, too: `Ragged.values`, `Sample.metadata`."""
+
+
+def with_columns(batch: TrainBatch) -> TrainBatch:
+    numbered = batch.changed(sample_indices=np.arange(len(batch)))
+    pairs = list(zip(numbered.lengths.tolist(), numbered.response_lengths.tolist(), strict=True))
+    return numbered.changed(
+        route=Ragged.from_rows(
+            [column_hooks.route_of(i, n, r) for i, (n, r) in enumerate(pairs)], np.int16, column_hooks.SHAPE
+        ),
+        place=Ragged.from_rows([column_hooks.place_of(i, n) for i, (n, _) in enumerate(pairs)], np.int64),
+    )
+
+
+@pytest.mark.parametrize(("cp_size", "cp_rank"), [(1, 0), (2, 0), (2, 1), (3, 2)])
+def test_entries_lie_where_their_tokens_do(cp_size: int, cp_rank: int) -> None:
+    batch = with_columns(fresh_rows())
+    rows = np.random.default_rng().permutation(len(batch))[:7]
+    layout = pack_layout(cp_size, cp_rank, columns=with_declared(column_hooks.COLUMNS))
+    micro_batch = MicroBatch(batch, rows, step_of(batch), layout)
+    stream = part_of_rank(whole_stream(batch, rows, cp_size, layout.multiple), cp_size, cp_rank)
+    inputs = micro_batch.model_inputs
+    assert inputs["route"].shape == (1, len(stream), *column_hooks.SHAPE)
+    assert inputs["route"].dtype == torch.int16
+    for t, token in enumerate(stream):
+        row, position = int(token["row"]), int(token["position"])
+        inside = row >= 0 and position < batch.lengths[row]
+        assert inputs["place"][0, t] == (batch.columns["place"][row][position] if inside else -1)
+        route = batch.columns["route"][row][int(token["target"])] if "target" in token else np.full((2, 3), -1)
+        assert np.array_equal(inputs["route"][0, t].numpy(), route)
+
+
+def test_users_see_whole_samples_under_their_names() -> None:
+    batch = with_columns(fresh_rows())
+    layout = pack_layout(columns=with_declared(column_hooks.COLUMNS))
+    rows = np.array([3, 0, 5])
+    data = known_columns([MicroBatch(batch, rows, step_of(batch), layout)])
+    for row, route, place in zip(rows.tolist(), data["route"], data["places"], strict=True):
+        assert np.array_equal(route.numpy(), batch.columns["route"][row])
+        assert np.array_equal(place.numpy(), batch.columns["place"][row])
+
+
+def test_a_pass_has_one_micro_batch_on_the_device_and_what_passes_made_stays() -> None:
+    batch = with_columns(fresh_rows())
+    layout = pack_layout(columns=with_declared(column_hooks.COLUMNS))
+    parts = np.array_split(np.arange(len(batch)), 4)
+    micro_batches = [MicroBatch(batch, rows, step_of(batch), layout) for rows in parts]
+    for number, micro_batch in enumerate(in_turn(micro_batches)):
+        assert micro_batch is micro_batches[number]
+        made = torch.arange(micro_batch.num_tokens).float()
+        assert micro_batch.model_inputs
+        micro_batch.put("old_log_probs", made)
+        assert [bool(m._loaded) for m in micro_batches] == [i == number for i in range(4)]
+    assert not any(m._loaded or m._host for m in micro_batches)
+    assert all(torch.equal(m.old_log_probs, torch.arange(m.num_tokens).float()) for m in micro_batches)  # type: ignore[arg-type]
+
+
+def test_a_mistake_in_what_is_prepared_beside_is_not_lost() -> None:
+    batch = fresh_rows()
+    micro_batches = [MicroBatch(batch, np.arange(2), step_of(batch), pack_layout()) for _ in range(2)]
+    micro_batches[1].prepare = lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    with pytest.raises(ZeroDivisionError):
+        list(in_turn(micro_batches))
+
+
+# ---- what samples carry
+
+
+def carried(**columns: Any) -> list[Sample]:
+    samples = make_samples(groups=2, per_group=2)
+    for sample in samples:
+        column_hooks.fill(sample)
+    samples[2].columns |= columns
+    return samples
+
+
+def args_with_columns(**options: Any) -> Namespace:
+    args = make_args(**options)
+    args.column_modules = [HOOKS]
+    return args
+
+
+def test_declared_columns_are_built_from_samples() -> None:
+    batch = to_columns(args_with_columns(), samples := carried())
+    for row, sample in enumerate(samples):
+        assert np.array_equal(batch.columns["place"][row], sample.columns["place"])
+        assert np.array_equal(batch.columns["route"][row], sample.columns["route"])
+    taken = batch.take(np.array([3, 1]), [])
+    assert np.array_equal(taken.columns["route"][0], samples[3].columns["route"])
+    assert taken.rewards.tolist() == batch.rewards[[3, 1]].tolist()
+
+
+WRONG = {
+    "no route, which every sample must have (1 of 4 lack it)": {"route": None},
+    "route has shape (1, 2, 3), and must have (": {"route": np.zeros((1, 2, 3), np.int16)},
+    "route has values that int16 does not hold": {"route": "large"},
+    "places is not made of numbers": {"place": "text"},
+}
+
+
+@pytest.mark.parametrize("expected", WRONG)
+def test_what_samples_must_not_carry(expected: str) -> None:
+    samples = carried(**WRONG[expected])
+    if WRONG[expected].get("route") is not None and isinstance(samples[2].columns["route"], str):
+        samples[2].columns["route"] = np.full((samples[2].response_length, 2, 3), 40_000)
+    with pytest.raises(ValueError, match=r"^sample 2 ") as error:
+        to_columns(args_with_columns(), samples)
+    assert expected in str(error.value)
+
+
+def test_an_optional_column_that_nobody_has_is_left_out() -> None:
+    column = Column("extra", np.float32, "row", needed=False)
+    samples = make_samples(groups=1, per_group=2)
+    assert from_samples(column, samples, str) is None
+    samples[0].columns["extra"] = 2.5
+    with pytest.raises(ColumnError, match=r"1: no extra, which every sample must have \(1 of 2 lack it\)"):
+        from_samples(column, samples, str)
+    samples[1].columns["extra"] = 3
+    assert from_samples(column, samples, str).tolist() == [2.5, 3.0]  # type: ignore[union-attr]
+
+
+def test_columns_come_and_go_with_a_sample() -> None:
+    """Through files of debug data and checkpoints, and away with the response."""
+    sample = carried()[0]
+    again = Sample.from_dict(sample.to_dict())
+    assert np.array_equal(again.columns["route"], sample.columns["route"])
+    sample.reset_response()
+    assert sample.columns == {}
+
+
+@pytest.mark.parametrize(
+    ("column", "expected"),
+    [
+        (Column("rewards", np.float32, "row"), "there is a column rewards already"),
+        (Column("mine", np.float32, "response", upstream="log_probs"), "there is a column old_log_probs already"),
+        (Column("mine", np.float32, "response", made_by="trainer"), "is made_by 'sample'"),
+        (Column("mine", np.float32, "row", model_input="mine"), "a model input has an entry a token"),
+    ],
+)
+def test_declarations_that_cannot_be(column: Column, expected: str) -> None:
+    with pytest.raises(ColumnError, match=expected):
+        with_declared([column])
+
+
+def test_the_module_of_a_function_declares_columns(tmp_path: Path) -> None:
+    from slime.options.hooks import HookOptions
+    from slime.utils.hook_paths import load_hooks
+
+    path = f"{HOOKS}:model_provider"
+    args = make_args(custom_model_provider_path=path)
+    load_hooks(args, {"custom_model_provider_path"}, (HookOptions,))
+    assert [column.name for column in columns_of(args)] == [*(column.name for column in COLUMNS), "route", "place"]
+    (tmp_path / "wrong.py").write_text("COLUMNS = ['route']\ndef model_provider(pre_process, post_process): pass\n")
+    args.custom_model_provider_path = f"{tmp_path}/wrong.py:model_provider"
+    with pytest.raises(OptionError, match=r"--custom-model-provider-path \S+: COLUMNS of its module must be a tuple"):
+        load_hooks(args, {"custom_model_provider_path"}, (HookOptions,))
+
+
+# ---- who may name a column
+
+
+def names_in(file: Path) -> set[str]:
+    """Columns that a file names, as text or as an attribute; but for the classes of `NAMED` and documentation."""
+    tree = ast.parse(file.read_text())
+    named = NAMED.get(str(file.relative_to(ROOT)))
+    known = {name for column in COLUMNS for name in (column.name, column.name_for_users)}
+    found: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == named:
+            node.body = [part for part in node.body if not isinstance(part, ast.Assign)]
+        for part in ast.walk(node):
+            if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                found |= {part.value} & (known - WORDS_OF_OTHERS)
+            elif isinstance(part, ast.Attribute):
+                found |= {part.attr} & (known - WORDS_OF_OTHERS)
+    return found
+
+
+def test_nobody_in_between_names_a_column() -> None:
+    files = [
+        file for part in GENERIC for file in ([ROOT / part] if part.endswith(".py") else (ROOT / part).glob("*.py"))
+    ]
+    assert len(files) > 10
+    assert {str(file.relative_to(ROOT)): found for file in files if (found := names_in(file))} == {}
+
+
+def test_every_column_of_a_rollout_is_made() -> None:
+    """By their names, in what `to_columns` builds for a run that wants all of them."""
+    args = make_args(keep_old_actor=True, save_debug_train_data="x", loss_type="policy_loss")
+    samples = make_samples(groups=1, per_group=2)
+    for sample in samples:
+        sample.rollout_log_probs = [-1.0] * sample.response_length
+        sample.weight_versions, sample.segment_starts = ["3"], [0]
+        sample.segment_lengths = [sample.response_length]
+    built = to_columns(args, samples)
+    assert set(built.columns) == {column.name for column in COLUMNS if column.made_by != "trainer"}
+    for column in COLUMNS:
+        if column.made_by != "trainer":
+            values = built.columns[column.name]
+            assert (values.values if isinstance(values, Ragged) else values).dtype == column.dtype, column.name
+            assert isinstance(values, Ragged) == (column.span != "row")
+
+
+def test_a_step_is_part_of_what_is_taken() -> None:
+    step = OptimizerStep([np.arange(1)], 1, 1, 1)
+    assert fresh_rows().take(np.array([2]), [step]).steps == [step]
