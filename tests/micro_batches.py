@@ -18,6 +18,7 @@ from slime.data import Column, OptimizerStep, Ragged, TrainBatch
 from slime.data.columns import COLUMNS
 from slime.training.micro_batch import MicroBatch
 from slime.training.packing import PackLayout
+from tests.algorithm_options import algorithm_options
 from tests.parallel import rollouts
 
 GRID = 64
@@ -94,6 +95,7 @@ def pack_layout(
         constant_length=constant_length,
         device=torch.device("cpu"),
         columns=columns,
+        args=algorithm_options(),
         describe=packed_params,
         cp_group=cp_group,
     )

@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from slime.data.media import MediaRef
 from slime.data.ragged import Ragged
 
-Span = Literal["row", "response", "sequence"]
+Span = Literal["row", "response", "sequence", "media"]
 Maker = Literal["sample", "rollout", "trainer"]
 Values = Ragged | np.ndarray
 
@@ -43,14 +44,17 @@ class Column:
     """What one quantity is, and where it comes from and goes to.
 
     Entries of a "response" column belong to response tokens and, in a packed stream, lie where a token is predicted
-    *from*; those of a "sequence" column belong to prompt and response tokens, and lie where the tokens do.
+    *from*; those of a "sequence" column belong to prompt and response tokens, and lie where the tokens do. Entries of a
+    "media" column are references (`slime.data.media`), any number a sample; the model gets what ``load`` makes of the
+    bytes of all those of a micro-batch.
     """
 
     name: str
     dtype: Any
     """numpy's, between processes and in files."""
     span: Span
-    """Of what there is an entry: the sample as a whole, each of its response tokens, or each of all its tokens."""
+    """Of what there is an entry: the sample as a whole, each of its response tokens, or each of all its tokens; or its
+    entries are media."""
     trailing: tuple[int, ...] = ()
     """The shape of an entry."""
     made_by: Maker = "sample"
@@ -68,6 +72,9 @@ class Column:
     """numpy's type in a micro-batch, where it is another than ``dtype``."""
     model_input: str | None = None
     """The keyword under which the model's forward call gets it: [1, T, *trailing]."""
+    load: Callable[[Namespace, Sequence[bytes]], Mapping[str, np.ndarray]] | None = None
+    """Of media: makes of those of one sample what the model's forward call gets of them, by keyword. Arrays of one
+    keyword are joined along their first dimension, sample after sample."""
     upstream: str | None = None
     """What users' functions and conversions know it as, where that is not its name."""
     shown: bool = True
@@ -155,8 +162,10 @@ def with_declared(declared: Iterable[Column]) -> tuple[Column, ...]:
         taken |= dict.fromkeys(names, column)
         if column not in COLUMNS and column.made_by != "sample":
             raise ColumnError(f"column {column.name}: one that is declared outside slime is made_by 'sample'")
-        if column.model_input is not None and column.span == "row":
-            raise ColumnError(f"column {column.name}: a model input has an entry a token, not one a row")
+        if column.model_input is not None and column.span in ("row", "media"):
+            raise ColumnError(f"column {column.name}: a model input has an entry a token, not one a {column.span}")
+        if (column.load is not None) != (column.span == "media"):
+            raise ColumnError(f"column {column.name}: media, and no others, have a function to load them")
     return columns
 
 
@@ -179,12 +188,16 @@ def from_samples(column: Column, samples: Sequence[Any], called: Callable[[int],
             f"{called(missing[0])}: no {column.name_for_users}, which every sample must have "
             f"({len(missing)} of {len(samples)} lack it)"
         )
-    rows = [
+    rows: list[Any] = [
         _checked(column, value, sample, called(position))
         for position, (value, sample) in enumerate(zip(given, samples, strict=True))
     ]
     if column.span == "row":
         return np.stack(rows)
+    if column.span == "media":
+        references = np.empty(len(rows), dtype=object)
+        references[:] = rows
+        return references
     return Ragged.from_rows(rows, column.dtype, column.trailing)
 
 
@@ -194,8 +207,12 @@ def _carried(column: Column, sample: Any) -> Any:
     return sample.columns.get(column.name)
 
 
-def _checked(column: Column, value: Any, sample: Any, called: str) -> np.ndarray:
+def _checked(column: Column, value: Any, sample: Any, called: str) -> Any:
     what = f"{called}: {column.name_for_users}"
+    if column.span == "media":
+        if not isinstance(value, (list, tuple)) or not all(isinstance(item, MediaRef) for item in value):
+            raise ColumnError(f"{what} must be a list of slime.data.media.MediaRef")
+        return tuple(value)
     try:
         array = np.asarray(value)
         with np.errstate(all="ignore"):

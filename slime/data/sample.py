@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
 
+from slime.data import media
+
 
 class Status(Enum):
     """Where a sample is in its life."""
@@ -93,6 +95,10 @@ class PrefixCacheInfo:
 def _count(meta_info: Mapping[str, Any], *names: str) -> int:
     """The first of ``names`` that an engine gives; 0 without any."""
     return next((meta_info[name] for name in names if meta_info.get(name) is not None), 0)
+
+
+_WITH_MEDIA = ("multimodal_inputs", "multimodal_train_inputs", "columns")
+"""Fields of a sample that may hold references to media."""
 
 
 @dataclass
@@ -287,6 +293,7 @@ class Sample:
         # Copies of lists: `append_response_tokens` may go on while the dict is being written.
         values = ((f.name, getattr(self, f.name)) for f in fields(self))
         plain = {name: list(value) if isinstance(value, list) else value for name, value in values}
+        plain |= {name: media.to_plain(plain[name]) for name in _WITH_MEDIA}
         plain["status"] = self.status.value
         plain["spec_info"] = self.spec_info.to_dict()
         plain["prefix_cache_info"] = self.prefix_cache_info.to_dict()
@@ -300,6 +307,7 @@ class Sample:
         known["status"] = Status(known.get("status", Status.PENDING.value))
         known["spec_info"] = SpecInfo.from_dict(known.get("spec_info", {}))
         known["prefix_cache_info"] = PrefixCacheInfo.from_dict(known.get("prefix_cache_info", {}))
+        known |= {name: media.from_plain(known[name]) for name in _WITH_MEDIA if name in known}
         sample = cls(**known)
         for key, value in data.items():
             if key not in names:

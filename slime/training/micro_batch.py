@@ -19,6 +19,7 @@ from torch import Tensor
 from slime.algorithms.weights import token_weights
 from slime.data import Column, OptimizerStep, Ragged, TrainBatch
 from slime.data.columns import LOSS_MASK, TOKENS
+from slime.training.media import load_media
 from slime.training.packing import PackLayout, Stream
 from slime.training.responses import Responses, sum_over_ranks
 from slime.utils.device import from_host
@@ -79,7 +80,7 @@ class MicroBatch:
         self.columns = layout.columns
         self._columns = {column.name: column for column in layout.columns}
         self._made: dict[str, Tensor | None] = {}
-        self._host: dict[str, Tensor] = {}
+        self._host: dict[str, Any] = {}
         self._loaded: dict[str, Any] = {}
 
     # ---- columns
@@ -106,7 +107,7 @@ class MicroBatch:
         if column.span == "response":
             values = self.get(column.name)
             return None if values is None else self.responses.rows(values)
-        if column.span == "row":
+        if column.span in ("row", "media"):
             entries = self.of_rows(column.name)
             return None if entries is None else entries.tolist()
         ragged = self._batch.columns.get(column.name)
@@ -117,12 +118,20 @@ class MicroBatch:
 
     @property
     def model_inputs(self) -> dict[str, Tensor]:
-        """What the model's forward call gets beyond tokens and positions, by keyword: [1, T, *trailing]."""
-        return {
+        """What the model's forward call gets beyond tokens and positions, by keyword.
+
+        Of a column with an entry a token [1, T, *trailing]; of media what they were made into, of all samples, also
+        under context parallelism.
+        """
+        inputs = {
             column.model_input: value[None]
-            for column in self._columns.values()
+            for column in self.columns
             if column.model_input is not None and (value := self.get(column.name)) is not None
         }
+        for column in self.columns:
+            if column.load is not None and column.name in self._batch.columns:
+                inputs |= self._kept(column.name, functools.partial(self._media_inputs, column))
+        return inputs
 
     # ---- the stream
 
@@ -243,10 +252,13 @@ class MicroBatch:
 
     def prepare(self) -> None:
         """Work out in host memory what a pass needs on the device; may be called in another thread."""
-        for name in (*self._batch.columns, "labels", "row_counts", "weights", "mean_weights"):
-            column = self._columns.get(name)
-            if name not in self._made and (column is None or column.span != "row"):
+        per_token = [column.name for column in self.columns if column.span in ("response", "sequence")]
+        for name in (*per_token, "labels", "row_counts", "weights", "mean_weights"):
+            if name not in self._made and (name in self._batch.columns or name not in self._columns):
                 self._prepared(name)
+        for column in self.columns:
+            if column.load is not None and column.name in self._batch.columns:
+                self._media(column)
 
     def unload(self) -> None:
         """Let go of what the batch has as well, on the device and as prepared for it."""
@@ -278,6 +290,14 @@ class MicroBatch:
             else:
                 self._host[name] = torch.from_numpy(self._placed(name))
         return self._host[name]
+
+    def _media(self, column: Column) -> dict[str, np.ndarray]:
+        if column.name not in self._host:
+            self._host[column.name] = load_media(column, self._batch, self.rows.tolist(), self._layout.args)
+        return self._host[column.name]
+
+    def _media_inputs(self, column: Column) -> dict[str, Tensor]:
+        return {keyword: self._array(values) for keyword, values in self._media(column).items()}
 
     def _placed(self, name: str) -> np.ndarray:
         if name == "labels":

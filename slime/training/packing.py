@@ -9,6 +9,7 @@ whatever the model returns for position t needs no shift.
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,8 @@ class PackLayout:
     device: torch.device
     columns: tuple[Column, ...]
     """Those of the run."""
+    args: Namespace
+    """The run's options."""
     describe: Callable[[Sequence[int]], Any]
     """Makes of the padded lengths of a stream's sequences what the backend's attention takes."""
     cp_group: dist.ProcessGroup | None = None

@@ -9,6 +9,7 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,8 +29,10 @@ from tests.parallel import rollouts  # noqa: E402
 HOOKS = str(Path(column_hooks.__file__).resolve())
 
 
-def with_columns(rows: TrainBatch) -> TrainBatch:
+def with_columns(rows: TrainBatch, directory: Path) -> TrainBatch:
     """As the rollout side ships them, numbered anew where a rollout is cut into samples."""
+    pictures = np.empty(len(rows), dtype=object)
+    pictures[:] = [tuple(column_hooks.pictures_of(group, directory)) for group in rows.group_indices.tolist()]
     lengths, responses = rows.lengths.tolist(), rows.response_lengths.tolist()
     routes = [column_hooks.route_of(i, n, r) for i, (n, r) in enumerate(zip(lengths, responses, strict=True))]
     places = [column_hooks.place_of(i, n) for i, n in enumerate(lengths)]
@@ -37,7 +40,25 @@ def with_columns(rows: TrainBatch) -> TrainBatch:
         sample_indices=np.arange(len(rows)),
         route=Ragged.from_rows(routes, np.int16, column_hooks.SHAPE),
         place=Ragged.from_rows(places, np.int64),
+        pictures=pictures,
     )
+
+
+def check_pictures(batch: TrainBatch, seen: list[dict[str, Any]], passes: int) -> None:
+    """Every forward call had those of its own samples, in their order, on each context-parallel rank."""
+    micro_batches = [rows for step in batch.steps for rows in step.micro_batches]
+    assert len(seen) == passes * len(micro_batches)
+    # Passes without gradients go over all steps' micro-batches, as training does.
+    for call, rows in zip(seen, micro_batches * passes, strict=True):
+        groups = batch.group_indices[rows].tolist()
+        pictures = [column_hooks.picture_of(group, number) for group in groups for number in range(group % 3)]
+        if not pictures:
+            assert call["pixels"] is None
+            continue
+        assert call["grid"].tolist() == [len(picture) for picture in pictures]
+        assert call["pixels"][:, 0].tolist() == list(b"".join(pictures))
+        numbers = [number for group in groups for number in range(group % 3) for _ in range(5 + number)]
+        assert call["pixels"][:, 1].tolist() == numbers
 
 
 def main() -> None:
@@ -51,7 +72,7 @@ def main() -> None:
     )
     interleaved = args.virtual_pipeline_model_parallel_size is not None
     trainer = MegatronTrainer(args)
-    rows = with_columns(rollouts.uneven(7, rollouts=16))
+    rows = with_columns(rollouts.uneven(7, rollouts=16), work / "media")
     batch = rollouts.batches(
         rows,
         trainer.dp_size,
@@ -64,12 +85,13 @@ def main() -> None:
     passes = 3  # of the reference, for log-probs, and to train
     seen: Counter[int] = Counter()
     for chunk in trainer.model_chunks:
-        own = Counter(p for call in chunk.seen for p in call["place"][0].tolist() if p >= 0)
+        own = Counter(p for call in chunk.seen for p in call["place"].tolist() if p >= 0)
         every: list[Counter[int]] = [Counter()] * parallel_state.get_context_parallel_world_size()
         dist.all_gather_object(every, own, parallel_state.get_context_parallel_group())
         seen = sum(every, Counter())
         wanted = Counter(dict.fromkeys(batch.columns["place"].values.tolist(), passes))
         assert seen == wanted, (len(seen), len(wanted), seen.most_common(3))
+        check_pictures(batch, chunk.seen, passes)
     (work / f"rank{dist.get_rank()}.json").write_text(json.dumps({"tokens": len(seen)}))
     dist.destroy_process_group()
 

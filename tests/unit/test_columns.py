@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from tests.unit.test_train_data import make_args, make_samples
 NUM_GPUS = 0
 ROOT = Path(__file__).resolve().parents[2]
 HOOKS = str(ROOT / "tests" / "column_hooks.py")
-ROUTE, PLACE = column_hooks.COLUMNS
 GENERIC = (
     *("slime/batching", "slime/training/packing.py", "slime/training/responses.py", "slime/rollout/debug_data.py"),
     *("slime/data/ragged.py", "slime/data/batch.py", "slime/ray/rollout_manager.py", "slime/ray/train_actor.py"),
@@ -101,10 +101,16 @@ def test_a_mistake_in_what_is_prepared_beside_is_not_lost() -> None:
 # ---- what samples carry
 
 
-def carried(**columns: Any) -> list[Sample]:
+@pytest.fixture
+def carried(tmp_path: Path) -> Callable[..., list[Sample]]:
+    """Samples that carry the declared columns, the third one others where they are given."""
+    return lambda **columns: _carried(tmp_path / "media", columns)
+
+
+def _carried(directory: Path, columns: dict[str, Any]) -> list[Sample]:
     samples = make_samples(groups=2, per_group=2)
     for sample in samples:
-        column_hooks.fill(sample)
+        column_hooks.fill(sample, directory)
     samples[2].columns |= columns
     return samples
 
@@ -115,13 +121,14 @@ def args_with_columns(**options: Any) -> Namespace:
     return args
 
 
-def test_declared_columns_are_built_from_samples() -> None:
+def test_declared_columns_are_built_from_samples(carried: Callable[..., list[Sample]]) -> None:
     batch = to_columns(args_with_columns(), samples := carried())
     for row, sample in enumerate(samples):
         assert np.array_equal(batch.columns["place"][row], sample.columns["place"])
         assert np.array_equal(batch.columns["route"][row], sample.columns["route"])
     taken = batch.take(np.array([3, 1]), [])
     assert np.array_equal(taken.columns["route"][0], samples[3].columns["route"])
+    assert batch.columns["pictures"][2] == tuple(samples[2].columns["pictures"]) != ()
     assert taken.rewards.tolist() == batch.rewards[[3, 1]].tolist()
 
 
@@ -130,11 +137,12 @@ WRONG = {
     "route has shape (1, 2, 3), and must have (": {"route": np.zeros((1, 2, 3), np.int16)},
     "route has values that int16 does not hold": {"route": "large"},
     "places is not made of numbers": {"place": "text"},
+    "pictures must be a list of slime.data.media.MediaRef": {"pictures": ["a.png"]},
 }
 
 
 @pytest.mark.parametrize("expected", WRONG)
-def test_what_samples_must_not_carry(expected: str) -> None:
+def test_what_samples_must_not_carry(expected: str, carried: Callable[..., list[Sample]]) -> None:
     samples = carried(**WRONG[expected])
     if WRONG[expected].get("route") is not None and isinstance(samples[2].columns["route"], str):
         samples[2].columns["route"] = np.full((samples[2].response_length, 2, 3), 40_000)
@@ -154,11 +162,12 @@ def test_an_optional_column_that_nobody_has_is_left_out() -> None:
     assert from_samples(column, samples, str).tolist() == [2.5, 3.0]  # type: ignore[union-attr]
 
 
-def test_columns_come_and_go_with_a_sample() -> None:
+def test_columns_come_and_go_with_a_sample(carried: Callable[..., list[Sample]]) -> None:
     """Through files of debug data and checkpoints, and away with the response."""
     sample = carried()[0]
     again = Sample.from_dict(sample.to_dict())
     assert np.array_equal(again.columns["route"], sample.columns["route"])
+    assert again.columns["pictures"] == sample.columns["pictures"]
     sample.reset_response()
     assert sample.columns == {}
 
@@ -170,6 +179,7 @@ def test_columns_come_and_go_with_a_sample() -> None:
         (Column("mine", np.float32, "response", upstream="log_probs"), "there is a column old_log_probs already"),
         (Column("mine", np.float32, "response", made_by="trainer"), "is made_by 'sample'"),
         (Column("mine", np.float32, "row", model_input="mine"), "a model input has an entry a token"),
+        (Column("mine", np.object_, "media"), "media, and no others, have a function to load them"),
     ],
 )
 def test_declarations_that_cannot_be(column: Column, expected: str) -> None:
@@ -184,7 +194,12 @@ def test_the_module_of_a_function_declares_columns(tmp_path: Path) -> None:
     path = f"{HOOKS}:model_provider"
     args = make_args(custom_model_provider_path=path)
     load_hooks(args, {"custom_model_provider_path"}, (HookOptions,))
-    assert [column.name for column in columns_of(args)] == [*(column.name for column in COLUMNS), "route", "place"]
+    assert [column.name for column in columns_of(args)] == [
+        *(column.name for column in COLUMNS),
+        "route",
+        "place",
+        "pictures",
+    ]
     (tmp_path / "wrong.py").write_text("COLUMNS = ['route']\ndef model_provider(pre_process, post_process): pass\n")
     args.custom_model_provider_path = f"{tmp_path}/wrong.py:model_provider"
     with pytest.raises(OptionError, match=r"--custom-model-provider-path \S+: COLUMNS of its module must be a tuple"):

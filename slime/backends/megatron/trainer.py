@@ -90,6 +90,7 @@ class MegatronTrainer:
             constant_length=args.loss_constant_length,
             device=device.current_device(),
             columns=columns_of(args),
+            args=args,
             describe=packed_params,
         )
 

@@ -1,0 +1,125 @@
+"""Images, video and sound by reference: a content hash, and where the bytes are.
+
+A reference is what samples hold, so that the members of a group share one, and copies, buffers, checkpoints and debug
+data stay small. The bytes are read where they are needed: by a processor when a prompt is tokenised, and by a trainer
+one micro-batch at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+_MARK = "__media__"
+"""What a reference's plain form has its hash under."""
+_CHUNK = 1 << 20
+
+
+class MediaError(ValueError):
+    """Bytes are not there, or are others than referred to; one line that names the file."""
+
+
+@dataclass(frozen=True)
+class MediaRef:
+    """One item; equal ones have the same bytes."""
+
+    sha256: str
+    """Of the bytes, in hexadecimal."""
+    size: int
+    """In bytes."""
+    kind: str
+    """What processors go by: image, video or audio."""
+    where: str | Callable[[], bytes]
+    """A file's absolute path, as it is on every host that loads it; or what gets the bytes, as from an object store."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MediaRef) and (self.sha256, self.kind) == (other.sha256, other.kind)
+
+    def __hash__(self) -> int:
+        return hash((self.sha256, self.kind))
+
+    def load(self) -> bytes:
+        """The bytes.
+
+        Raises:
+            MediaError: the file cannot be read, or has changed since it was referred to.
+        """
+        if callable(self.where):
+            data = self.where()
+        else:
+            try:
+                data = Path(self.where).read_bytes()
+            except OSError as error:
+                raise MediaError(
+                    f"{self.kind} {self.where}: {error.strerror or error}; it must be readable on every host that "
+                    "trains or generates"
+                ) from error
+        if len(data) != self.size or hashlib.sha256(data).hexdigest() != self.sha256:
+            raise MediaError(f"{self.kind} {self.where}: it has changed since the sample that refers to it was made")
+        return data
+
+    def at(self, where: str | Callable[[], bytes]) -> MediaRef:
+        """The same item in another place."""
+        return replace(self, where=where)
+
+
+def refer(path: str | Path, kind: str = "image") -> MediaRef:
+    """A reference to a file, which is read once for its hash and stays where it is.
+
+    Raises:
+        MediaError: it cannot be read.
+    """
+    file, digest, size = Path(os.path.abspath(path)), hashlib.sha256(), 0
+    try:
+        with open(file, "rb") as stream:
+            while chunk := stream.read(_CHUNK):
+                digest.update(chunk)
+                size += len(chunk)
+    except OSError as error:
+        raise MediaError(f"{kind} {file}: {error.strerror or error}") from error
+    return MediaRef(digest.hexdigest(), size, kind, str(file))
+
+
+def keep(data: bytes, directory: str | Path, kind: str = "image") -> MediaRef:
+    """A reference to bytes that are in no file yet, such as those of a URL: they are written once, under their hash.
+
+    Args:
+        directory: for example ``args.run_dir + "/media"``; created where it is missing.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    sha256 = hashlib.sha256(data).hexdigest()
+    path = Path(os.path.abspath(directory), sha256[:2], sha256)
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Renamed into place: several processes may keep the same bytes, and none may read half of them.
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as unfinished:
+            unfinished.write(data)
+        os.replace(unfinished.name, path)
+    return MediaRef(sha256, len(data), kind, str(path))
+
+
+def to_plain(value: Any) -> Any:
+    """References within lists, tuples and dicts as dicts of text and numbers; other values as they are."""
+    if isinstance(value, MediaRef):
+        if callable(value.where):
+            raise TypeError(f"{value.kind} {value.sha256[:12]}: bytes of an object store do not outlive their run")
+        return {_MARK: value.sha256, "size": value.size, "kind": value.kind, "where": value.where}
+    if isinstance(value, dict):
+        return {key: to_plain(item) for key, item in value.items()}
+    return [to_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def from_plain(value: Any) -> Any:
+    """The inverse of `to_plain`, but that tuples are lists."""
+    if isinstance(value, dict):
+        if _MARK in value:
+            return MediaRef(value[_MARK], value["size"], value["kind"], value["where"])
+        return {key: from_plain(item) for key, item in value.items()}
+    return [from_plain(item) for item in value] if isinstance(value, list) else value
