@@ -69,6 +69,10 @@ def fill(sample: Sample, directory: str | Path) -> None:
     sample.columns["place"] = place_of(sample.index, length)
 
 
+def megatron_init(args: Namespace) -> None:
+    """A function that needs no model."""
+
+
 async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample | list[Sample]:
     """slime's own, then cut into three samples, each of a part of the response after all that came before."""
     from slime.rollout.sglang_rollout import generate as plain

@@ -36,8 +36,8 @@ class _Column(Generic[T]):
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, batch: TrainBatch, owner: type | None = None) -> T:
-        return batch.columns.get(self._name)  # type: ignore[return-value]
+    def __get__(self, batch: TrainBatch | None, owner: type | None = None) -> T:
+        return self if batch is None else batch.columns.get(self._name)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)

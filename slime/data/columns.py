@@ -1,6 +1,6 @@
 """The training columns: the one table of what is known of a rollout's samples, for each token or each sample.
 
-A column is declared here, or in the ``COLUMNS`` of a module that a flag names (`slime.options.columns`). What builds,
+A column is declared here, or in the ``COLUMNS`` of a module that a flag names (`slime.utils.hook_paths`). What builds,
 schedules, ships, packs, cuts for context parallelism, dumps and shows columns goes by the declaration, and names none.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from slime.data.media import MediaRef
+from slime.data.media import are_references
 from slime.data.ragged import Ragged
 
 Span = Literal["row", "response", "sequence", "media"]
@@ -24,6 +24,11 @@ TOKENS = "tokens"
 LOSS_MASK = "loss_mask"
 METADATA = "metadata"
 SAMPLE_INDICES = "sample_indices"
+_TAKEN = ("total_lengths", "response_lengths", "log_probs_and_entropy")
+"""What users' functions know beside columns."""
+_OF_FORWARD = ("input_ids", "position_ids", "attention_mask", "packed_seq_params")
+"""Keywords of the model's forward call that are taken."""
+_ON_DEVICES = {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"}
 METADATA_READERS = (
     *("custom_advantage_function_path", "custom_loss_function_path", "rollout_data_postprocess_path"),
     "save_debug_train_data",
@@ -45,8 +50,8 @@ class Column:
 
     Entries of a "response" column belong to response tokens and, in a packed stream, lie where a token is predicted
     *from*; those of a "sequence" column belong to prompt and response tokens, and lie where the tokens do. Entries of a
-    "media" column are references (`slime.data.media`), any number a sample; the model gets what ``load`` makes of the
-    bytes of all those of a micro-batch.
+    "media" column are references (`slime.data.media`), any number a sample; the model gets what ``load`` makes of their
+    bytes.
     """
 
     name: str
@@ -73,8 +78,8 @@ class Column:
     model_input: str | None = None
     """The keyword under which the model's forward call gets it: [1, T, *trailing]."""
     load: Callable[[Namespace, Sequence[bytes]], Mapping[str, np.ndarray]] | None = None
-    """Of media: makes of those of one sample what the model's forward call gets of them, by keyword. Arrays of one
-    keyword are joined along their first dimension, sample after sample."""
+    """Of media: makes of those of one sample, in host memory and in a thread of its own, what the model's forward call
+    gets of them, by keyword. Arrays of one keyword are joined along their first dimension, sample after sample."""
     upstream: str | None = None
     """What users' functions and conversions know it as, where that is not its name."""
     shown: bool = True
@@ -132,6 +137,7 @@ COLUMNS: tuple[Column, ...] = (
         "response",
         made_by="rollout",
         wanted=_keeps_versions,
+        padding=-1,
         packed_as=np.int64,
         shown=False,
     ),
@@ -151,22 +157,44 @@ def with_declared(declared: Iterable[Column]) -> tuple[Column, ...]:
     """slime's own columns, and further ones.
 
     Raises:
-        ColumnError: two have one name, or one says what cannot be.
+        ColumnError: two have one name or one keyword of the model, or one says what cannot be.
     """
     columns = (*COLUMNS, *declared)
-    taken: dict[str, Column] = {}
+    taken = dict.fromkeys(_TAKEN, "something else of that name")
+    keywords: set[str | None] = set()
     for column in columns:
         names = {column.name, column.name_for_users}
         if other := next((taken[name] for name in names if name in taken), None):
-            raise ColumnError(f"column {column.name}: there is a column {other.name} already")
-        taken |= dict.fromkeys(names, column)
-        if column not in COLUMNS and column.made_by != "sample":
-            raise ColumnError(f"column {column.name}: one that is declared outside slime is made_by 'sample'")
-        if column.model_input is not None and column.span in ("row", "media"):
-            raise ColumnError(f"column {column.name}: a model input has an entry a token, not one a {column.span}")
-        if (column.load is not None) != (column.span == "media"):
-            raise ColumnError(f"column {column.name}: media, and no others, have a function to load them")
+            raise ColumnError(f"column {column.name}: there is {other} already")
+        taken |= dict.fromkeys(names, f"a column {column.name}")
+        if column not in COLUMNS and (wrong := _contradiction(column)):
+            raise ColumnError(f"column {column.name}: {wrong}")
+        if column.model_input in keywords:
+            raise ColumnError(f"column {column.name}: another one is the model's {column.model_input} already")
+        keywords |= {column.model_input} - {None}
     return columns
+
+
+def _contradiction(column: Column) -> str | None:
+    """What is wrong with a declaration from outside slime."""
+    per_token = column.span in ("response", "sequence")
+    if not column.name.isidentifier():
+        return "a name is of letters, digits and _"
+    if column.made_by != "sample" or column.changeable:
+        return "one that is declared outside slime is made_by 'sample', and not changeable"
+    if column.model_input is not None and (not per_token or column.model_input in _OF_FORWARD):
+        return f"a model input has an entry a token, and a keyword that is none of {', '.join(_OF_FORWARD)}"
+    if (column.load is not None) != (column.span == "media"):
+        return "media, and no others, have a function to load them"
+    try:
+        kinds = [np.dtype(column.dtype), np.dtype(column.packed_as or column.dtype)]
+        if per_token:
+            np.full((), column.padding, kinds[1])
+    except (TypeError, ValueError, OverflowError) as error:
+        return str(error)
+    if per_token and not {kind.name for kind in kinds} <= _ON_DEVICES:
+        return f"its entries may be of {', '.join(sorted(_ON_DEVICES))}"
+    return None
 
 
 def from_samples(column: Column, samples: Sequence[Any], called: Callable[[int], str]) -> Values | None:
@@ -210,14 +238,16 @@ def _carried(column: Column, sample: Any) -> Any:
 def _checked(column: Column, value: Any, sample: Any, called: str) -> Any:
     what = f"{called}: {column.name_for_users}"
     if column.span == "media":
-        if not isinstance(value, (list, tuple)) or not all(isinstance(item, MediaRef) for item in value):
+        if not are_references(value):
             raise ColumnError(f"{what} must be a list of slime.data.media.MediaRef")
         return tuple(value)
     try:
         array = np.asarray(value)
+        if array.dtype.kind not in "biufc":
+            raise TypeError(f"it has entries of type {array.dtype}")
         with np.errstate(all="ignore"):
             cast = array.astype(column.dtype)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise ColumnError(f"{what} is not made of numbers: {error}") from error
     entries = {"row": (), "response": (sample.response_length,), "sequence": (len(sample.tokens),)}[column.span]
     if cast.shape != (*entries, *column.trailing):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 _MARK = "__media__"
 """What a reference's plain form has its hash under."""
+_ATOMS = {type(None), bool, int, float, str}
 _CHUNK = 1 << 20
 
 
@@ -49,19 +50,20 @@ class MediaRef:
         Raises:
             MediaError: the file cannot be read, or has changed since it was referred to.
         """
-        if callable(self.where):
-            data = self.where()
-        else:
-            try:
-                data = Path(self.where).read_bytes()
-            except OSError as error:
-                raise MediaError(
-                    f"{self.kind} {self.where}: {error.strerror or error}; it must be readable on every host that "
-                    "trains or generates"
-                ) from error
+        try:
+            data = self.where() if callable(self.where) else Path(self.where).read_bytes()
+        except OSError as error:
+            raise MediaError(
+                f"{self}: {error.strerror or error}; it must be readable on every host that trains or generates"
+            ) from error
+        except Exception as error:  # of whatever gets the bytes
+            raise MediaError(f"{self}: getting its bytes raised {error!r}") from error
         if len(data) != self.size or hashlib.sha256(data).hexdigest() != self.sha256:
-            raise MediaError(f"{self.kind} {self.where}: it has changed since the sample that refers to it was made")
+            raise MediaError(f"{self}: it has changed since the sample that refers to it was made")
         return data
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.sha256[:12] if callable(self.where) else self.where}"
 
     def at(self, where: str | Callable[[], bytes]) -> MediaRef:
         """The same item in another place."""
@@ -96,30 +98,46 @@ def keep(data: bytes, directory: str | Path, kind: str = "image") -> MediaRef:
     """
     sha256 = hashlib.sha256(data).hexdigest()
     path = Path(os.path.abspath(directory), sha256[:2], sha256)
-    if not path.exists():
+    if not path.exists() or path.stat().st_size != len(data):  # of a host that went down while it was written
         path.parent.mkdir(parents=True, exist_ok=True)
         # Renamed into place: several processes may keep the same bytes, and none may read half of them.
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as unfinished:
-            unfinished.write(data)
-        os.replace(unfinished.name, path)
+        unfinished = path.with_name(f".{sha256}.{os.getpid()}.{threading.get_ident()}")
+        try:
+            unfinished.write_bytes(data)
+            os.replace(unfinished, path)
+        finally:
+            unfinished.unlink(missing_ok=True)
     return MediaRef(sha256, len(data), kind, str(path))
 
 
+def are_references(value: Any) -> bool:
+    """Whether it is a list or tuple of references alone."""
+    return isinstance(value, (list, tuple)) and all(isinstance(item, MediaRef) for item in value)
+
+
 def to_plain(value: Any) -> Any:
-    """References within lists, tuples and dicts as dicts of text and numbers; other values as they are."""
+    """References within lists, tuples and dicts as dicts of text and numbers; other values as they are.
+
+    Raises:
+        MediaError: the bytes are not in a file, which alone outlives a run.
+    """
     if isinstance(value, MediaRef):
         if callable(value.where):
-            raise TypeError(f"{value.kind} {value.sha256[:12]}: bytes of an object store do not outlive their run")
+            raise MediaError(f"{value}: its bytes are in no file, and would not outlive the run: `keep` them")
         return {_MARK: value.sha256, "size": value.size, "kind": value.kind, "where": value.where}
     if isinstance(value, dict):
         return {key: to_plain(item) for key, item in value.items()}
-    return [to_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+    if type(value) not in (list, tuple) or all(type(item) in _ATOMS for item in value):
+        return value
+    return type(value)(to_plain(item) for item in value)
 
 
 def from_plain(value: Any) -> Any:
-    """The inverse of `to_plain`, but that tuples are lists."""
+    """The inverse of `to_plain`."""
     if isinstance(value, dict):
         if _MARK in value:
             return MediaRef(value[_MARK], value["size"], value["kind"], value["where"])
         return {key: from_plain(item) for key, item in value.items()}
-    return [from_plain(item) for item in value] if isinstance(value, list) else value
+    if type(value) not in (list, tuple) or all(type(item) in _ATOMS for item in value):
+        return value
+    return type(value)(from_plain(item) for item in value)

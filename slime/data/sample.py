@@ -97,7 +97,7 @@ def _count(meta_info: Mapping[str, Any], *names: str) -> int:
     return next((meta_info[name] for name in names if meta_info.get(name) is not None), 0)
 
 
-_WITH_MEDIA = ("multimodal_inputs", "multimodal_train_inputs", "columns")
+_WITH_MEDIA = ("prompt", "metadata", "train_metadata", "multimodal_inputs", "multimodal_train_inputs", "columns")
 """Fields of a sample that may hold references to media."""
 
 
@@ -158,6 +158,7 @@ class Sample:
         for name in ("tokens", "loss_mask", "rollout_log_probs"):
             if isinstance(column := getattr(self, name), list):
                 setattr(self, name, list(column))
+        self.columns = dict(self.columns)
 
     @property
     def effective_response_length(self) -> int:
@@ -258,7 +259,8 @@ class Sample:
         self.remove_sample, self.non_generation_time = False, 0.0
         self.metadata.pop("start_rollout_id", None)
         self.teacher_log_probs = self.rollout_routed_experts = None
-        self.columns = {}
+        # Media are the prompt's.
+        self.columns = {name: value for name, value in self.columns.items() if media.are_references(value)}
         self.spec_info, self.prefix_cache_info = SpecInfo(), PrefixCacheInfo()
 
     def token_versions(self) -> list[str | None]:
@@ -293,7 +295,10 @@ class Sample:
         # Copies of lists: `append_response_tokens` may go on while the dict is being written.
         values = ((f.name, getattr(self, f.name)) for f in fields(self))
         plain = {name: list(value) if isinstance(value, list) else value for name, value in values}
-        plain |= {name: media.to_plain(plain[name]) for name in _WITH_MEDIA}
+        try:
+            plain |= {name: media.to_plain(plain[name]) for name in _WITH_MEDIA}
+        except media.MediaError as error:
+            raise media.MediaError(f"sample {self.index}: {error}") from error
         plain["status"] = self.status.value
         plain["spec_info"] = self.spec_info.to_dict()
         plain["prefix_cache_info"] = self.prefix_cache_info.to_dict()

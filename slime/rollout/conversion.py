@@ -77,9 +77,13 @@ def _columns(returned: Any, declared: tuple[str, ...], where: str) -> dict[str, 
             f"{where}: nobody reads {', '.join(unknown)}; there are {', '.join(known)} (metadata, a "
             "dict a row, is for functions in the trainer)"
         )
-    columns = {
-        name: list(column) if name in declared else _list(column, f"{where}: {name}") for name, column in given.items()
-    }
+    columns = {}
+    for name, column in given.items():
+        if name in declared:
+            with refusing(f"{where}: {name}: going through it raised"):
+                columns[name] = list(column)
+        else:
+            columns[name] = _list(column, f"{where}: {name}")
     rows = len(columns["tokens"])
     for name, column in columns.items():
         if len(column) != rows:

@@ -13,7 +13,7 @@ from slime.algorithms.rewards import LARGEST_REWARD, normalize_rewards, overlong
 from slime.batching.columns import train_batches
 from slime.batching.flops import DecoderShape, LatentShape, forward_flops
 from slime.batching.schedule import build_schedule
-from slime.data import Ragged, Sample, Status, TrainBatch
+from slime.data import ColumnError, Ragged, Sample, Status, TrainBatch
 from slime.data.columns import LOSS_MASK, TOKENS, Values, from_samples
 from slime.options.schema import flag_named
 from slime.rollout.conversion import FLAG as CONVERSION
@@ -76,6 +76,8 @@ def _rows(args: Namespace, samples: list[Sample]) -> tuple[list[Sample], TrainBa
     converted = convert(args, samples)
     try:
         return converted.samples, to_columns(args, converted.samples, converted)
+    except BadInputError:
+        raise
     except ValueError as error:
         raise BadInputError(f"{CONVERSION} {args.custom_convert_samples_to_train_data_path}: {error}") from error
 
@@ -99,7 +101,10 @@ def to_columns(args: Namespace, samples: list[Sample], converted: Converted | No
         if column.made_by == "rollout":
             values[column.name] = made[column.name]()
         else:
-            values[column.name] = from_samples(column, samples, lambda at: _name(at, samples[at]))
+            try:
+                values[column.name] = from_samples(column, samples, lambda at: _name(at, samples[at]))
+            except ColumnError as error:
+                raise BadInputError(str(error)) from error
     _check_vocabulary(args, samples, values[TOKENS])
     return TrainBatch({name: column for name, column in values.items() if column is not None})
 

@@ -1,14 +1,14 @@
 """One packed micro-batch: what the batch has of its rows, put on the device when it is asked for, and what passes made.
 
 Between passes only what passes and users' functions made stays on the device (`MicroBatch.unload`); a pass has one
-micro-batch there at a time, and the next one beside it (`in_turn`).
+micro-batch there at a time, and the next one is prepared in host memory meanwhile (`Pass`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Container, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,6 +25,9 @@ from slime.training.responses import Responses, sum_over_ranks
 from slime.utils.device import from_host
 
 T = TypeVar("T")
+_LABELS, _COUNTS, _WEIGHTS, _MEAN_WEIGHTS = "<labels>", "<row counts>", "<weights>", "<mean weights>"
+_POSITIONS, _ROWS, _RESPONSES = "<positions>", "<rows>", "<responses>"
+"""What is worked out of columns, under names that none has."""
 
 
 class _Column:
@@ -33,8 +36,8 @@ class _Column:
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, micro_batch: MicroBatch, owner: type | None = None) -> Tensor | None:
-        return micro_batch.get(self._name)
+    def __get__(self, micro_batch: MicroBatch | None, owner: type | None = None) -> Any:
+        return self if micro_batch is None else micro_batch.get(self._name)
 
     def __set__(self, micro_batch: MicroBatch, value: Tensor | None) -> None:
         micro_batch.put(self._name, value)
@@ -82,6 +85,7 @@ class MicroBatch:
         self._made: dict[str, Tensor | None] = {}
         self._host: dict[str, Any] = {}
         self._loaded: dict[str, Any] = {}
+        self._attention: Any = None
 
     # ---- columns
 
@@ -89,32 +93,27 @@ class MicroBatch:
         """A column as a token vector [T, *trailing]; None where neither the batch has it nor a pass has made it."""
         if name in self._made:
             return self._made[name]
-        if name not in self._batch.columns:
-            return None
-        return self._kept(name, lambda: self._to_device(self._prepared(name)))
+        return self._there(name) if name in self._batch.columns else None
 
     def put(self, name: str, value: Tensor | None) -> None:
         """Set a column to what a pass or a user's function made of it; it stays on the device."""
         self._made[name] = value
 
-    def of_rows(self, name: str) -> np.ndarray | None:
-        """Of each sample its entry of a column with one a row; None where the batch has none."""
-        values = self._batch.columns.get(name)
-        return None if values is None else values[self.rows]  # type: ignore[index]
-
     def whole(self, column: Column) -> list[Any] | None:
-        """A column's entries of each sample, whatever the layout; None where there are none. Collective as above."""
-        if column.span == "response":
-            values = self.get(column.name)
-            return None if values is None else self.responses.rows(values)
-        if column.span in ("row", "media"):
-            entries = self.of_rows(column.name)
-            return None if entries is None else entries.tolist()
-        ragged = self._batch.columns.get(column.name)
-        if not isinstance(ragged, Ragged):
+        """A column's entries of each sample, whatever the layout; None where there are none.
+
+        Collective over the context-parallel ranks for what passes made, of which each rank has a part.
+        """
+        if (made := self._made.get(column.name)) is not None:
+            return self.responses.rows(made)
+        values = self._batch.columns.get(column.name)
+        if values is None:
             return None
+        if not isinstance(values, Ragged):
+            return values[self.rows].tolist()
         kind = column.packed_as or column.dtype
-        return [torch.from_numpy(ragged[row].astype(kind)) for row in self.rows.tolist()]
+        rows = [torch.from_numpy(values[row].astype(kind)) for row in self.rows.tolist()]
+        return [self._to_device(row) for row in rows] if column.changeable else rows
 
     @property
     def model_inputs(self) -> dict[str, Tensor]:
@@ -128,9 +127,8 @@ class MicroBatch:
             for column in self.columns
             if column.model_input is not None and (value := self.get(column.name)) is not None
         }
-        for column in self.columns:
-            if column.load is not None and column.name in self._batch.columns:
-                inputs |= self._kept(column.name, functools.partial(self._media_inputs, column))
+        for name in self._media:
+            inputs |= self._kept(name, functools.partial(self._media_inputs, name))
         return inputs
 
     # ---- the stream
@@ -153,29 +151,31 @@ class MicroBatch:
     @property
     def position_ids(self) -> Tensor:
         """int64 [1, T]"""
-        return self._kept("position_ids", lambda: self._array(self._stream.positions))[None]
+        return self._kept(_POSITIONS, lambda: self._array(self._stream.positions))[None]
 
     @property
     def labels(self) -> Tensor:
         """int64 [T], the next token; arbitrary where ``weights`` is 0."""
-        return self._kept("labels", lambda: self._to_device(self._prepared("labels")))
+        return self._there(_LABELS)
 
     @property
     def row_of_token(self) -> Tensor:
         """int64 [T], which sample of the micro-batch a token is of; any of them at padding positions."""
-        return self._kept("row_of_token", lambda: self._array(self._stream.row_of_token))
+        return self._kept(_ROWS, lambda: self._array(self._stream.row_of_token))
 
     @property
     def packed_seq_params(self) -> Any:
         """What the backend's attention takes: lengths of the *whole* stream, also under context parallelism."""
-        return self._kept("packed_seq_params", lambda: self._layout.describe(self._stream.padded.tolist()))
+        if self._attention is None:  # kept: who attends to whom is worked out once
+            self._attention = self._layout.describe(self._stream.padded.tolist())
+        return self._attention
 
     @property
     def responses(self) -> Responses:
         """Between this stream and whole responses."""
         stream = self._stream
         return self._kept(
-            "responses",
+            _RESPONSES,
             lambda: Responses(
                 positions=self._array(stream.targets),
                 lengths=torch.from_numpy(stream.response_lengths),
@@ -195,17 +195,23 @@ class MicroBatch:
     @property
     def row_counts(self) -> Tensor:
         """float32 [R], the trained tokens of each whole sample, on all context-parallel ranks."""
-        return self._there("row_counts")
+        return self._there(_COUNTS)
+
+    @property
+    def num_trained(self) -> float:
+        """The sum of `row_counts`."""
+        made = self._made.get(_COUNTS)
+        return float((self._prepared(_COUNTS) if made is None else made).sum())
 
     @property
     def weights(self) -> Tensor:
         """float32 [T], the token's weight in the loss; 0 where the mask is."""
-        return self._there("weights")
+        return self._there(_WEIGHTS)
 
     @property
     def mean_weights(self) -> Tensor:
         """float32 [T], its weight in a mean over the step, of rollouts with a trained token; no constant length."""
-        return self._there("mean_weights")
+        return self._there(_MEAN_WEIGHTS)
 
     def set_mask(self, mask: Tensor) -> None:
         """Train on other tokens; weights are then still those of the tokens before.
@@ -213,7 +219,7 @@ class MicroBatch:
         Args:
             mask: 0 or 1 for each of the response tokens, in order.
         """
-        self.put("row_counts", torch.stack([row.sum() for row in mask.split(self.response_lengths)]))
+        self.put(_COUNTS, torch.stack([row.sum() for row in mask.split(self.response_lengths)]))
         self.put(LOSS_MASK, self.responses.scatter(mask))
 
     def set_weights(self, rollout_mask_sums: np.ndarray, trained_sums: np.ndarray, trained: OptimizerStep) -> None:
@@ -224,8 +230,8 @@ class MicroBatch:
             trained_sums, trained: the same, and the step, as the new masks of all ranks make them.
         """
         mask = self.mask.cpu()
-        self.put("weights", self._to_device(self._weigh(mask, rollout_mask_sums, self.step)[0]))
-        self.put("mean_weights", self._to_device(self._weigh(mask, trained_sums, trained)[1]))
+        self.put(_WEIGHTS, self._to_device(self._weigh(mask, rollout_mask_sums, self.step)[0]))
+        self.put(_MEAN_WEIGHTS, self._to_device(self._weigh(mask, trained_sums, trained)[1]))
 
     def row_sum(self, column: Tensor) -> Tensor:
         """At each token the sum over its whole sample's trained tokens, of and as a token vector.
@@ -252,18 +258,25 @@ class MicroBatch:
 
     def prepare(self) -> None:
         """Work out in host memory what a pass needs on the device; may be called in another thread."""
-        per_token = [column.name for column in self.columns if column.span in ("response", "sequence")]
-        for name in (*per_token, "labels", "row_counts", "weights", "mean_weights"):
-            if name not in self._made and (name in self._batch.columns or name not in self._columns):
+        for name in (*self._batch.columns, _LABELS, _COUNTS, _WEIGHTS, _MEAN_WEIGHTS):
+            column = self._columns.get(name)
+            if name not in self._made and (column is None or column.span in ("response", "sequence")):
                 self._prepared(name)
-        for column in self.columns:
-            if column.load is not None and column.name in self._batch.columns:
-                self._media(column)
+        for name in self._media:
+            self._prepared(name)
 
     def unload(self) -> None:
-        """Let go of what the batch has as well, on the device and as prepared for it."""
+        """Let go of what is on the device but can be put there again, and in host memory of what models alone get."""
         self._loaded.clear()
-        self._host.clear()
+        for name in [name for name in self._host if name in self._columns]:
+            if self._columns[name].model_input is not None or name in self._media:
+                del self._host[name]
+
+    @property
+    def _media(self) -> list[str]:
+        return [
+            column.name for column in self.columns if column.load is not None and column.name in self._batch.columns
+        ]
 
     def _there(self, name: str) -> Tensor:
         made = self._made.get(name)
@@ -280,34 +293,31 @@ class MicroBatch:
     def _to_device(self, values: Tensor) -> Tensor:
         return from_host(values, self._layout.device)
 
-    def _prepared(self, name: str) -> Tensor:
+    def _media_inputs(self, name: str) -> dict[str, Tensor]:
+        return {keyword: self._array(values) for keyword, values in self._prepared(name).items()}
+
+    def _prepared(self, name: str) -> Any:
         """In host memory, what goes to the device under a name."""
         if name not in self._host:
-            if name in ("weights", "mean_weights"):
-                mask = self._prepared(LOSS_MASK)
-                weights = self._weigh(mask, self._batch.rollout_mask_sums[self.rows], self.step)
-                self._host |= dict(zip(("weights", "mean_weights"), weights, strict=True))
+            if name in (_WEIGHTS, _MEAN_WEIGHTS):
+                sums = self._batch.rollout_mask_sums[self.rows]
+                weights = self._weigh(self._prepared(LOSS_MASK), sums, self.step)
+                self._host |= dict(zip((_WEIGHTS, _MEAN_WEIGHTS), weights, strict=True))
             else:
-                self._host[name] = torch.from_numpy(self._placed(name))
+                self._host[name] = self._made_of_batch(name)
         return self._host[name]
 
-    def _media(self, column: Column) -> dict[str, np.ndarray]:
-        if column.name not in self._host:
-            self._host[column.name] = load_media(column, self._batch, self.rows.tolist(), self._layout.args)
-        return self._host[column.name]
-
-    def _media_inputs(self, column: Column) -> dict[str, Tensor]:
-        return {keyword: self._array(values) for keyword, values in self._media(column).items()}
-
-    def _placed(self, name: str) -> np.ndarray:
-        if name == "labels":
-            return self._stream.place(self._columns[TOKENS], self._batch.tokens, shift=1)
-        if name == "row_counts":
+    def _made_of_batch(self, name: str) -> Any:
+        if name == _COUNTS:
             counts = [self._batch.loss_mask[row].sum() for row in self.rows.tolist()]
-            return np.array(counts, dtype=np.float32)
-        values = self._batch.columns[name]
+            return torch.tensor(counts, dtype=torch.float32)
+        if name == _LABELS:
+            return torch.from_numpy(self._stream.place(self._columns[TOKENS], self._batch.tokens, shift=1))
+        column, values = self._columns[name], self._batch.columns[name]
+        if column.load is not None:
+            return load_media(column, self._batch, self.rows.tolist(), self._layout.args)
         assert isinstance(values, Ragged)
-        return self._stream.place(self._columns[name], values)
+        return torch.from_numpy(self._stream.place(column, values))
 
     def _weigh(self, mask: Tensor, rollout_mask_sums: np.ndarray, step: OptimizerStep) -> list[Tensor]:
         """In the loss, and in a mean over the step; computed on the CPU, as a GPU divides with other rounding."""
@@ -326,30 +336,56 @@ class MicroBatch:
         ]
 
 
-def in_turn(micro_batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
-    """Each micro-batch as a pass takes it: the next one is prepared meanwhile, the one before is let go.
+class Pass:
+    """One pass over micro-batches, by one taker or several that each go through all of them, as the model chunks of an
+    interleaved pipeline do: the next one is prepared meanwhile, and one that all are done with is let go.
 
     Who has taken one is done with its columns, but for what it keeps itself, when it asks for the next.
     """
-    with ThreadPoolExecutor(1) as beside:
-        ready = beside.submit(micro_batches[0].prepare)
-        for number, micro_batch in enumerate(micro_batches):
-            ready.result()
-            if number + 1 < len(micro_batches):
-                ready = beside.submit(micro_batches[number + 1].prepare)
-            yield micro_batch
+
+    def __init__(self, micro_batches: Sequence[MicroBatch], takers: int = 1) -> None:
+        self._micro_batches = micro_batches
+        self._beside = ThreadPoolExecutor(1)
+        self._prepared: dict[int, Future[None]] = {}
+        self._left = [takers] * len(micro_batches)
+
+    def __enter__(self) -> Pass:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        # Not waited for: after an error of another rank, or of storage that hangs, it may go on for long.
+        self._beside.shutdown(wait=False, cancel_futures=True)
+        for micro_batch in self._micro_batches:
             micro_batch.unload()
 
+    def __iter__(self) -> Iterator[MicroBatch]:
+        """The micro-batches as one of the takers gets them."""
+        for number, micro_batch in enumerate(self._micro_batches):
+            self._prepare(number)
+            self._prepare(number + 1)
+            self._prepared[number].result()
+            yield micro_batch
+            self._left[number] -= 1
+            if not self._left[number]:
+                micro_batch.unload()
 
-def known_columns(micro_batches: Sequence[MicroBatch]) -> dict[str, list[Any]]:
+    def _prepare(self, number: int) -> None:
+        if number < len(self._micro_batches) and number not in self._prepared:
+            self._prepared[number] = self._beside.submit(self._micro_batches[number].prepare)
+
+
+def known_columns(micro_batches: Sequence[MicroBatch], without: Container[str] = ()) -> dict[str, list[Any]]:
     """What is known of every sample, under the names for users' functions, in lists with an entry a sample.
 
     Of columns with an entry a token that is a tensor with those of the sample's response, or of all its tokens, under
     every layout. Collective over the context-parallel ranks.
+
+    Args:
+        without: names of columns to leave out.
     """
     data: dict[str, list[Any]] = {}
     for column in micro_batches[0].columns:
-        if column.shown:
+        if column.shown and column.name not in without:
             parts = [micro_batch.whole(column) for micro_batch in micro_batches]
             if parts[0] is not None:
                 data[column.name_for_users] = [entry for part in parts for entry in part or []]

@@ -158,8 +158,17 @@ def _to_read(data: dict[str, Any], changeable: Container[str]) -> dict[str, list
 def _same(before: list[Any], after: Any) -> bool:
     if not isinstance(after, (list, tuple)) or len(after) != len(before):
         return False
-    pairs = zip(before, after, strict=True)
-    return all(torch.equal(a, torch.as_tensor(b)) if isinstance(a, Tensor) else a == b for a, b in pairs)
+    return all(_equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def _equal(before: Any, after: Any) -> bool:
+    """What is no number is the same as another such."""
+    if isinstance(before, Tensor):
+        other = torch.as_tensor(after).to(before.device)
+        if before.shape != other.shape or before.dtype != other.dtype:
+            return False
+        return bool(((before == other) | ((before != before) & (other != other))).all())
+    return bool(before == after) or (before != before and after != after)
 
 
 def save_train_data(

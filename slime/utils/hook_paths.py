@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime.data import Column, ColumnError
-from slime.data.columns import with_declared
+from slime.data.columns import COLUMNS, with_declared
 from slime.options.calls import Call, form_of
 from slime.options.errors import OptionError
 from slime.options.eval import EvalOptions
@@ -43,6 +43,7 @@ def load_hooks(args: Namespace, given: set[str], groups: tuple[type, ...]) -> No
         setattr(args, field.name, found)
         for path in [found] if isinstance(found, str) else found:
             _note_columns(args, path, f"{flag} {path}")
+    _check_model_inputs(args)
 
 
 def _note_columns(args: Namespace, path: str, where: str) -> None:
@@ -55,15 +56,29 @@ def _note_columns(args: Namespace, path: str, where: str) -> None:
     if source in args.column_modules:
         return
     declared = attribute_of(load_module(source), _DECLARED, None, where)
-    if declared is None:
+    # A module may have something else of that name, or slime's own table.
+    if declared is COLUMNS or not isinstance(declared, (tuple, list)):
         return
-    if not isinstance(declared, (tuple, list)) or not all(isinstance(column, Column) for column in declared):
-        raise OptionError(f"{where}: {_DECLARED} of its module must be a tuple of slime.data.Column")
+    if not any(isinstance(column, Column) for column in declared):
+        return
+    if not all(isinstance(column, Column) for column in declared):
+        raise OptionError(f"{where}: {_DECLARED} of its module has Columns and other things")
     args.column_modules = [*args.column_modules, source]
     try:
         columns_of(args)
     except ColumnError as error:
         raise OptionError(f"{where}: {error}") from error
+
+
+def _check_model_inputs(args: Namespace) -> None:
+    """slime's own models take tokens alone.
+
+    Raises:
+        OptionError: a column is for the model, and the model is slime's.
+    """
+    inputs = [c.name for c in columns_of(args) if c.model_input is not None or c.load is not None]
+    if inputs and args.custom_model_provider_path is None:
+        raise OptionError(f"column {inputs[0]} is for the model's forward call: add --custom-model-provider-path")
 
 
 def columns_of(args: Namespace) -> tuple[Column, ...]:

@@ -1,6 +1,6 @@
 """Columns and media of a user's module through a whole run: generated, cut, buffered, dumped, replayed and resumed.
 
-The model refuses a token that has another one's entries (`tests.column_hooks`): a run that trains has had the right ones.
+The model refuses a token that has another one's entries (`tests.column_hooks`): a run that trains had the right ones.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from slime.data import Column, ColumnError, OptimizerStep, Ragged, Sample, Train
 from slime.data.columns import COLUMNS, from_samples, with_declared
 from slime.options.errors import OptionError
 from slime.rollout.train_data import to_columns
-from slime.training.micro_batch import MicroBatch, in_turn, known_columns
+from slime.training.micro_batch import MicroBatch, Pass, known_columns
+from slime.utils.errors import BadInputError
 from slime.utils.hook_paths import columns_of
 from tests import column_hooks
 from tests.micro_batches import fresh_rows, pack_layout, part_of_rank, step_of, whole_stream
@@ -80,13 +81,14 @@ def test_a_pass_has_one_micro_batch_on_the_device_and_what_passes_made_stays() -
     layout = pack_layout(columns=with_declared(column_hooks.COLUMNS))
     parts = np.array_split(np.arange(len(batch)), 4)
     micro_batches = [MicroBatch(batch, rows, step_of(batch), layout) for rows in parts]
-    for number, micro_batch in enumerate(in_turn(micro_batches)):
-        assert micro_batch is micro_batches[number]
-        made = torch.arange(micro_batch.num_tokens).float()
-        assert micro_batch.model_inputs
-        micro_batch.put("old_log_probs", made)
-        assert [bool(m._loaded) for m in micro_batches] == [i == number for i in range(4)]
-    assert not any(m._loaded or m._host for m in micro_batches)
+    with Pass(micro_batches) as taken:
+        for number, micro_batch in enumerate(taken):
+            assert micro_batch is micro_batches[number]
+            made = torch.arange(micro_batch.num_tokens).float()
+            assert micro_batch.model_inputs
+            micro_batch.put("old_log_probs", made)
+            assert [bool(m._loaded) for m in micro_batches] == [i == number for i in range(4)]
+    assert not any(m._loaded or {"route", "place"} & set(m._host) for m in micro_batches)
     assert all(torch.equal(m.old_log_probs, torch.arange(m.num_tokens).float()) for m in micro_batches)  # type: ignore[arg-type]
 
 
@@ -94,8 +96,40 @@ def test_a_mistake_in_what_is_prepared_beside_is_not_lost() -> None:
     batch = fresh_rows()
     micro_batches = [MicroBatch(batch, np.arange(2), step_of(batch), pack_layout()) for _ in range(2)]
     micro_batches[1].prepare = lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
-    with pytest.raises(ZeroDivisionError):
-        list(in_turn(micro_batches))
+    with Pass(micro_batches) as taken, pytest.raises(ZeroDivisionError):
+        list(taken)
+
+
+def test_takers_share_what_is_prepared() -> None:
+    """As interleaved chunks, one ahead of the other: each is prepared once, and stays until both have had it."""
+    batch = with_columns(fresh_rows())
+    layout = pack_layout(columns=with_declared(column_hooks.COLUMNS))
+    parts = np.array_split(np.arange(len(batch)), 6)
+    micro_batches = [MicroBatch(batch, rows, step_of(batch), layout) for rows in parts]
+    prepared: list[int] = []
+    for number, micro_batch in enumerate(micro_batches):
+        prepare = micro_batch.prepare
+        micro_batch.prepare = lambda n=number, p=prepare: (prepared.append(n), p())  # type: ignore[method-assign,assignment,misc]
+    for _ in range(20):
+        prepared.clear()
+        with Pass(micro_batches, takers=2) as taken:
+            first, second = iter(taken), iter(taken)
+            for start in (0, 2, 4):
+                ahead = [next(first), next(first)]
+                assert all(m.model_inputs["place"] is not None for m in ahead)
+                assert all("place" in m._loaded for m in ahead)
+                assert [next(second), next(second)] == ahead == micro_batches[start : start + 2]
+                assert ["place" in m._loaded for m in ahead] == [False, True]
+        assert sorted(prepared) == list(range(6))
+        assert not any(m._loaded for m in micro_batches)
+
+
+def test_a_pass_that_is_left_early_lets_go() -> None:
+    batch = fresh_rows()
+    micro_batches = [MicroBatch(batch, np.arange(2), step_of(batch), pack_layout()) for _ in range(3)]
+    with Pass(micro_batches) as taken:
+        assert next(iter(taken)).tokens is not None
+    assert not any(m._loaded for m in micro_batches)
 
 
 # ---- what samples carry
@@ -136,7 +170,8 @@ WRONG = {
     "no route, which every sample must have (1 of 4 lack it)": {"route": None},
     "route has shape (1, 2, 3), and must have (": {"route": np.zeros((1, 2, 3), np.int16)},
     "route has values that int16 does not hold": {"route": "large"},
-    "places is not made of numbers": {"place": "text"},
+    "places is not made of numbers: it has entries of type <U4": {"place": "text"},
+    "route is not made of numbers: it has entries of type object": {"route": [None]},
     "pictures must be a list of slime.data.media.MediaRef": {"pictures": ["a.png"]},
 }
 
@@ -146,7 +181,7 @@ def test_what_samples_must_not_carry(expected: str, carried: Callable[..., list[
     samples = carried(**WRONG[expected])
     if WRONG[expected].get("route") is not None and isinstance(samples[2].columns["route"], str):
         samples[2].columns["route"] = np.full((samples[2].response_length, 2, 3), 40_000)
-    with pytest.raises(ValueError, match=r"^sample 2 ") as error:
+    with pytest.raises(BadInputError, match=r"^sample 2 ") as error:
         to_columns(args_with_columns(), samples)
     assert expected in str(error.value)
 
@@ -169,7 +204,8 @@ def test_columns_come_and_go_with_a_sample(carried: Callable[..., list[Sample]])
     assert np.array_equal(again.columns["route"], sample.columns["route"])
     assert again.columns["pictures"] == sample.columns["pictures"]
     sample.reset_response()
-    assert sample.columns == {}
+    assert list(sample.columns) == ["pictures"]
+    assert Sample(columns=sample.columns).columns is not sample.columns
 
 
 @pytest.mark.parametrize(
@@ -178,7 +214,14 @@ def test_columns_come_and_go_with_a_sample(carried: Callable[..., list[Sample]])
         (Column("rewards", np.float32, "row"), "there is a column rewards already"),
         (Column("mine", np.float32, "response", upstream="log_probs"), "there is a column old_log_probs already"),
         (Column("mine", np.float32, "response", made_by="trainer"), "is made_by 'sample'"),
+        (Column("mine", np.float32, "response", changeable=True), "and not changeable"),
         (Column("mine", np.float32, "row", model_input="mine"), "a model input has an entry a token"),
+        (Column("mine", np.int64, "sequence", model_input="position_ids"), "a keyword that is none of input_ids"),
+        (Column("mine", np.int64, "row", upstream="response_lengths"), "there is something else of that name already"),
+        (Column("my column", np.int64, "row"), "a name is of letters"),
+        (Column("mine", "nonsense", "row"), "data type 'nonsense' not understood"),
+        (Column("mine", np.object_, "response"), "its entries may be of bool, float16"),
+        (Column("mine", np.uint8, "response", padding=-1), "out of bounds for uint8"),
         (Column("mine", np.object_, "media"), "media, and no others, have a function to load them"),
     ],
 )
@@ -200,10 +243,28 @@ def test_the_module_of_a_function_declares_columns(tmp_path: Path) -> None:
         "place",
         "pictures",
     ]
-    (tmp_path / "wrong.py").write_text("COLUMNS = ['route']\ndef model_provider(pre_process, post_process): pass\n")
-    args.custom_model_provider_path = f"{tmp_path}/wrong.py:model_provider"
-    with pytest.raises(OptionError, match=r"--custom-model-provider-path \S+: COLUMNS of its module must be a tuple"):
-        load_hooks(args, {"custom_model_provider_path"}, (HookOptions,))
+    mixed = "from slime.data import Column\nCOLUMNS = ['route', Column('x', 'f4', 'row')]\n"
+    others = {"own": "COLUMNS = ['route']\n", "table": "from slime.data.columns import COLUMNS\n", "mixed": mixed}
+    for name, text in others.items():
+        (tmp_path / f"{name}.py").write_text(text + "def model_provider(pre_process, post_process): pass\n")
+        args.custom_model_provider_path = f"{tmp_path}/{name}.py:model_provider"
+        if name == "mixed":
+            with pytest.raises(
+                OptionError, match=r"--custom-model-provider-path \S+: COLUMNS of its module has Columns"
+            ):
+                load_hooks(args, {"custom_model_provider_path"}, (HookOptions,))
+        else:
+            load_hooks(args, {"custom_model_provider_path"}, (HookOptions,))
+            assert columns_of(args) == COLUMNS
+
+
+def test_a_column_for_the_model_needs_a_model_that_takes_it() -> None:
+    from slime.options.hooks import HookOptions
+    from slime.utils.hook_paths import load_hooks
+
+    args = make_args(custom_megatron_init_path=f"{HOOKS}:megatron_init", custom_model_provider_path=None)
+    with pytest.raises(OptionError, match="column route is for the model's forward call: add --custom-model-provider"):
+        load_hooks(args, {"custom_megatron_init_path"}, (HookOptions,))
 
 
 # ---- who may name a column

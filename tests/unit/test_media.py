@@ -16,7 +16,7 @@ import pytest
 from slime.data import Column, OptimizerStep, Ragged, Sample, TrainBatch
 from slime.data.columns import with_declared
 from slime.data.media import MediaError, MediaRef, from_plain, keep, refer, to_plain
-from slime.training.micro_batch import MicroBatch, in_turn
+from slime.training.micro_batch import MicroBatch, Pass
 from slime.utils.errors import BadInputError
 from tests.micro_batches import pack_layout
 
@@ -65,17 +65,31 @@ def test_bytes_may_be_anywhere_else(tmp_path: Path) -> None:
     elsewhere = reference.at(functools.partial(bytes, BYTES))
     assert elsewhere == reference
     assert elsewhere.load() == BYTES
-    with pytest.raises(TypeError, match="bytes of an object store do not outlive their run"):
-        to_plain(elsewhere)
+    with pytest.raises(MediaError, match=r"^sample 4: image \w{12}: its bytes are in no file, and would not outlive"):
+        Sample(index=4, multimodal_inputs={"image": [elsewhere]}).to_dict()
+    gone = reference.at(functools.partial({}.__getitem__, "x"))
+    with pytest.raises(MediaError, match=r"image \w{12}: getting its bytes raised KeyError\('x'\)"):
+        gone.load()
+
+
+def test_half_a_file_is_written_again(tmp_path: Path) -> None:
+    reference = keep(BYTES, tmp_path)
+    Path(str(reference.where)).write_bytes(BYTES[:100])
+    assert keep(BYTES, tmp_path).load() == BYTES
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 1
 
 
 def test_plain_values_lead_back(tmp_path: Path) -> None:
     inputs = {"image": [keep(BYTES, tmp_path)], "more": {"x": (1, "y")}}
-    assert from_plain(to_plain(inputs)) == {"image": inputs["image"], "more": {"x": [1, "y"]}}
-    sample = Sample(index=1, multimodal_inputs=inputs, columns={"pictures": inputs["image"]})
+    assert from_plain(to_plain(inputs)) == {"image": inputs["image"], "more": {"x": (1, "y")}}
+    prompt = [{"role": "user", "content": [{"type": "image", "image": inputs["image"][0]}]}]
+    sample = Sample(index=1, prompt=prompt, multimodal_inputs=inputs, columns={"pictures": inputs["image"]})
     again = Sample.from_dict(sample.to_dict())
     assert again.multimodal_inputs["image"][0].load() == BYTES  # type: ignore[index]
     assert again.columns["pictures"] == inputs["image"]
+    assert again.prompt == prompt
+    again.reset_response()
+    assert again.columns["pictures"] == inputs["image"], "they are the prompt's"
 
 
 def test_a_group_of_large_media_is_small(tmp_path: Path) -> None:
@@ -123,11 +137,27 @@ def test_they_are_loaded_when_a_pass_comes_to_them_and_then_let_go(tmp_path: Pat
     batch = batch_of([(reference,) for reference in references])
     micro_batches = micro_batches_of(batch, Column("pictures", np.object_, "media", load=sizes))
     assert loaded == []
-    for number, micro_batch in enumerate(in_turn(micro_batches), start=1):
-        assert micro_batch.model_inputs["sizes"].tolist() == [number]
-        assert len(loaded) <= number + 1
+    with Pass(micro_batches) as taken:
+        for number, micro_batch in enumerate(taken, start=1):
+            assert micro_batch.model_inputs["sizes"].tolist() == [number]
+            assert len(loaded) <= number + 1
     assert loaded == [1, 2, 3, 4]
-    assert not any(m._loaded or m._host for m in micro_batches)
+    assert not any(m._loaded or "pictures" in m._host for m in micro_batches)
+
+
+def test_members_of_a_group_have_theirs_loaded_once(tmp_path: Path) -> None:
+    loaded: list[int] = []
+
+    def get() -> bytes:
+        loaded.append(1)
+        return BYTES
+
+    reference = keep(BYTES, tmp_path).at(get)
+    batch = batch_of([(reference,), (reference, reference)])
+    layout = pack_layout(columns=with_declared([Column("pictures", np.object_, "media", load=sizes)]))
+    both = MicroBatch(batch, np.arange(2), OptimizerStep([], 2, 4, 2), layout)
+    assert both.model_inputs["sizes"].tolist() == [3000] * 3
+    assert loaded == [1]
 
 
 def test_samples_without_any_have_no_input() -> None:

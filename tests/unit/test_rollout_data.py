@@ -136,8 +136,7 @@ def test_denominators_of_a_conversion_are_the_losss_alone() -> None:
     before = snapshot(micro_batches)
     given = batch.changed(rollout_mask_sums=np.full(len(batch), 99))
     for m in micro_batches:
-        m.put("weights", m.weights * 0)
-        m.put("mean_weights", m.mean_weights * 0)
+        m.set_weights(np.full(len(m.rows), 7), np.full(len(m.rows), 7), m.step)
     weigh(given, micro_batches, None)
     for m, kept in zip(micro_batches, before, strict=True):
         assert torch.equal(m.mean_weights, kept["mean_weights"])

@@ -14,6 +14,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from slime.data.columns import LOSS_MASK, TOKENS
 from slime.training.micro_batch import MicroBatch, known_columns
 from slime.utils.misc import attribute_of, load_function
 from slime.utils.user_functions import call_user_function
@@ -75,7 +76,7 @@ def custom_loss(
         reached: tensors that the backward pass arrives at from any loss, whatever it depends on.
     """
     flag, path = "--custom-loss-function-path", args.custom_loss_function_path
-    data: dict[str, Any] = known_columns([batch]) | _described(batch)
+    data: dict[str, Any] = known_columns([batch], without=(LOSS_MASK, TOKENS)) | _described(batch)
     data["tokens"] = batch.tokens
     data["log_probs_and_entropy"] = lambda: tuple(batch.responses.rows(column) for column in terms())
     function = load_function(path, flag=flag)

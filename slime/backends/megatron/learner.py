@@ -33,7 +33,7 @@ from slime.backends.megatron.optimizer import (
 from slime.backends.megatron.sleep import SleepingTensors
 from slime.backends.megatron.weight_sets import WeightSets
 from slime.options.model import stored_weights
-from slime.training.micro_batch import MicroBatch, in_turn
+from slime.training.micro_batch import MicroBatch, Pass
 from slime.utils import device
 from slime.utils.errors import SlimeError
 
@@ -177,7 +177,7 @@ class Learner:
         before(self.chunks, self._optimizer, self._scheduler)
         with embedding_at_hand(self.model_chunks):
             reports = self._pass(micro_batches, partial(_loss_for_schedule, loss), forward_only=False)
-        trained = sum(float(m.row_counts.sum()) for m in micro_batches)
+        trained = sum(m.num_trained for m in micro_batches)
         metrics = step_metrics(reports, {"tokens": tokens, TRAINED_TOKENS: trained})
         for name in (name for name in metrics if name.endswith("loss")):
             self._check_finite(where, name, metrics[name])
@@ -203,19 +203,18 @@ class Learner:
 
     def _pass(self, micro_batches: list[MicroBatch], output: Output, *, forward_only: bool) -> list[Any]:
         """Run the model; what ``output`` made of each micro-batch on the last pipeline stage, elsewhere nothing."""
-        iterators: Any = [in_turn(micro_batches) for _ in self.chunks]
-        results: list[Any] = get_forward_backward_func()(
-            forward_step_func=partial(_forward, output),
-            data_iterator=iterators if len(self.chunks) > 1 else iterators[0],
-            model=self.chunks,
-            num_microbatches=len(micro_batches),
-            seq_length=micro_batches[0].num_tokens,
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
-        for micro_batch in micro_batches:  # a schedule need not come to the end of what it iterates over
-            micro_batch.unload()
+        with Pass(micro_batches, takers=len(self.chunks)) as taken:
+            iterators: Any = [iter(taken) for _ in self.chunks]
+            results: list[Any] = get_forward_backward_func()(
+                forward_step_func=partial(_forward, output),
+                data_iterator=iterators if len(self.chunks) > 1 else iterators[0],
+                model=self.chunks,
+                num_microbatches=len(micro_batches),
+                seq_length=micro_batches[0].num_tokens,
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+            )
         _forget_tokens(self.model_chunks)
         return results
 
