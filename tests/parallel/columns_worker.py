@@ -15,9 +15,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from slime.backends.megatron import compat
+from slime.backends.megatron import patches
 
-compat.install()
+patches.install()
 
 from megatron.core import parallel_state  # noqa: E402
 

@@ -139,7 +139,7 @@ def test_a_patch_may_last_for_a_block(
     assert done == expected
 
 
-CPU, ALL = {"stand_ins", "nothing_to_synchronize", "sampling_seeds"}, {"rendezvous", "model_configs", "keys_in_answers"}
+CPU, ALL = {"stand_ins", "nothing_to_synchronize", "sampling_seeds"}, {"rendezvous", "keys_in_answers"}
 
 
 @pytest.mark.parametrize(
@@ -152,6 +152,7 @@ CPU, ALL = {"stand_ins", "nothing_to_synchronize", "sampling_seeds"}, {"rendezvo
         ([], LATENT, False, {"latent_attention"}, {"experts_in_turn"}),
         ([], {"model_type": "glm4_moe", "n_routed_experts": 4}, False, set(), {"glm4_moe_routers", "experts_in_turn"}),
         ([], {"model_type": "glm4_moe_lite"}, False, set(), {"glm4_moe_lite_routers"}),
+        ([], {"model_type": "mimo"}, False, set(), {"model_configs"}),
         (["--enable-memory-saver", "--node-rank", "0"], QWEN3, False, set(), {"sleep_together"}),
         (["--node-rank", "0", "--node-rank", "1"], QWEN3, False, set(), {"schedulers_of_further_nodes"}),
         ([], QWEN3, True, set(), {"cache_scales"}),

@@ -22,7 +22,6 @@ import json, logging, sys
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.managers.scheduler_components import weight_updater
 from sglang.srt.models.glm4_moe import Glm4MoeGate
-from transformers import CONFIG_MAPPING
 
 def mended(function):
     return function.__module__ == "slime.backends.sglang.fixes"
@@ -33,7 +32,6 @@ print(json.dumps({
     "route_by_present_weights": mended(Glm4MoeGate.forward),
     "find_experts_in_turn": mended(FusedMoE.make_expert_params_mapping),
     "keep_cache_scales": mended(weight_updater._export_static_state),
-    "register_configs": "mimo" in CONFIG_MAPPING,
     "strike_keys_from_log": logged.getMessage() == "api_key=***",
 }))
 """

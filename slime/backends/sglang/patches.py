@@ -190,10 +190,10 @@ EVERY_PROCESS: tuple[Patch[ServerFacts], ...] = (
     ),
     RENDEZVOUS,
     Patch(
-        "model_configs", "transformers", "==5.12.1", _EVERY,
+        "model_configs", "transformers", "==5.12.1", f"{_EVERY} of a mimo model",
         "Has `AutoConfig` read the config of `mimo`, of which SGLang has the model's class.",
         "SGLang or transformers does.",
-        wanted=_always,
+        wanted=lambda server: server.model.get("model_type") == "mimo",
         apply=_register_configs,
     ),
     Patch(
