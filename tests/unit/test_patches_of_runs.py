@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -166,12 +167,17 @@ def test_messages_name_the_flag_that_there_is() -> None:
     assert ClusterOptions.__dataclass_fields__["allow_untested_versions"].default is False
 
 
+def install(directory: Path, package: str, version: str) -> None:
+    """Have a program that finds its packages in a directory first take another version for the installed one."""
+    place = directory / f"{package.replace('-', '_')}-{version}.dist-info"
+    place.mkdir()
+    (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+
+
 @pytest.mark.parametrize(("allow", "status"), [("0", 1), ("1", 0)])
 def test_each_process_of_a_server_looks_at_its_own_packages(allow: str, status: int, tmp_path: Path) -> None:
     """A server of a host with another SGLang ends with one line, or goes without the patches."""
-    other = tmp_path / "sglang-99.dist-info"
-    other.mkdir()
-    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 99\n")
+    install(tmp_path, "sglang", "99")
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", ALLOW_VARIABLE: allow, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", "import slime.backends.sglang.launch"]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
@@ -180,3 +186,23 @@ def test_each_process_of_a_server_looks_at_its_own_packages(allow: str, status: 
     expected = "sglang 99 is installed, and the patch stand_ins (docs/patches.md) is for ==0.5.17: "
     assert first.startswith(expected if status == 0 else f"error: {expected}install sglang==0.5.17, ")
     assert status == 0 or len(ran.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("allow", "status"), [("0", 2), ("1", 0)])
+def test_a_program_without_the_flag_heeds_the_variable(
+    allow: str, status: int, models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A conversion takes no part in what gloo is mended for, and is refused all the same."""
+    install(tmp_path, "torch", "99")
+    own = {"PYTHONPATH": f"{ROOT}:{tmp_path}", ALLOW_VARIABLE: allow}
+    command = [sys.executable, str(ROOT / "tools" / "convert_hf_to_torch_dist.py")]
+    command += ["--hf-checkpoint", str(models("qwen3")), "--save", str(tmp_path / "converted")]
+    ran = subprocess.run(command, env=os.environ | own, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == status, ran.stderr
+    refused = "torch 99 is installed, and the patch uneven_parts (docs/patches.md) is for >=2.11.0,<=2.13.0: "
+    (line,) = [line for line in ran.stderr.splitlines() if "torch 99 is installed" in line]
+    if allow == "1":
+        assert line == f"{refused}it is left out, as --allow-untested-versions says"
+    else:
+        assert line.startswith(f"convert_hf_to_torch_dist.py: error: {refused}install torch>=2.11.0,<=2.13.0, or do ")
+    assert (tmp_path / "converted").exists() == (status == 0)
