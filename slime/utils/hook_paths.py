@@ -6,10 +6,8 @@ import dataclasses
 import os
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slime.data import Column, ColumnError
-from slime.data.columns import COLUMNS, with_declared
 from slime.options.calls import Call, form_of
 from slime.options.errors import OptionError
 from slime.options.eval import EvalOptions
@@ -17,6 +15,9 @@ from slime.options.eval_datasets import EvalDataset
 from slime.options.rollout import GROUP_REWARD_NAMES
 from slime.options.schema import flag_of, hook_fields
 from slime.utils.misc import attribute_of, find_function, load_function, load_module, split_function_path
+
+if TYPE_CHECKING:  # the documentation is built of the options without numpy
+    from slime.data import Column
 
 _DECLARED = "COLUMNS"
 """What a module of the user's calls the columns that it adds to those of `slime.data.columns`."""
@@ -52,6 +53,9 @@ def _note_columns(args: Namespace, path: str, where: str) -> None:
     Raises:
         OptionError: it declares what is none, or one that is there already.
     """
+    from slime.data import Column, ColumnError
+    from slime.data.columns import COLUMNS
+
     source, _ = split_function_path(path)
     if source in args.column_modules:
         return
@@ -83,6 +87,8 @@ def _check_model_inputs(args: Namespace) -> None:
 
 def columns_of(args: Namespace) -> tuple[Column, ...]:
     """The columns of a run with these options: slime's own, and those that modules of the user's functions declare."""
+    from slime.data.columns import with_declared
+
     return with_declared(column for source in args.column_modules for column in getattr(load_module(source), _DECLARED))
 
 
