@@ -29,7 +29,7 @@ _TAKEN = ("total_lengths", "response_lengths", "log_probs_and_entropy")
 _OF_FORWARD = ("input_ids", "position_ids", "attention_mask", "packed_seq_params")
 """Keywords of the model's forward call that are taken."""
 _ON_DEVICES = {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"}
-METADATA_READERS = (
+_METADATA_READERS = (
     *("custom_advantage_function_path", "custom_loss_function_path", "rollout_data_postprocess_path"),
     "save_debug_train_data",
 )
@@ -94,7 +94,7 @@ class Column:
 
 
 def _reads_metadata(args: Namespace) -> bool:
-    return any(getattr(args, name) is not None for name in METADATA_READERS)
+    return any(getattr(args, name) is not None for name in _METADATA_READERS)
 
 
 def _is_rl(args: Namespace) -> bool:
@@ -106,20 +106,20 @@ def _keeps_versions(args: Namespace) -> bool:
 
 
 COLUMNS: tuple[Column, ...] = (
-    Column(TOKENS, np.int32, "sequence", attribute="tokens", packed_as=np.int64, upstream="tokens"),
+    Column(TOKENS, np.int32, "sequence", attribute="tokens", packed_as=np.int64),
     Column(
         LOSS_MASK, np.uint8, "response", made_by="rollout", packed_as=np.float32, upstream="loss_masks", changeable=True
     ),
     # After group normalisation or the user's post-processing: what the advantage estimator takes; and before it.
-    Column("rewards", np.float32, "row", made_by="rollout", upstream="rewards"),
+    Column("rewards", np.float32, "row", made_by="rollout"),
     Column("raw_rewards", np.float32, "row", made_by="rollout", upstream="raw_reward"),
-    Column("truncated", np.bool_, "row", made_by="rollout", upstream="truncated"),
-    Column(SAMPLE_INDICES, np.int64, "row", made_by="rollout", upstream="sample_indices"),
+    Column("truncated", np.bool_, "row", made_by="rollout"),
+    Column(SAMPLE_INDICES, np.int64, "row", made_by="rollout"),
     # Rows with one of these are parts of one rollout and share a denominator.
-    Column("rollout_ids", np.int64, "row", made_by="rollout", upstream="rollout_ids"),
-    Column("group_indices", np.int64, "row", made_by="rollout", upstream="group_indices"),
+    Column("rollout_ids", np.int64, "row", made_by="rollout"),
+    Column("group_indices", np.int64, "row", made_by="rollout"),
     # Loss tokens of the row's whole rollout, including its rows on other ranks.
-    Column("rollout_mask_sums", np.int64, "row", made_by="rollout", upstream="rollout_mask_sums"),
+    Column("rollout_mask_sums", np.int64, "row", made_by="rollout"),
     # The engine's; there are none of data that no engine made.
     Column(
         "rollout_log_probs",
@@ -127,7 +127,6 @@ COLUMNS: tuple[Column, ...] = (
         "response",
         made_by="rollout",
         wanted=_is_rl,
-        upstream="rollout_log_probs",
         changeable=True,
     ),
     # Which weights made each token, -1 for tokens of no engine.
@@ -141,14 +140,14 @@ COLUMNS: tuple[Column, ...] = (
         packed_as=np.int64,
         shown=False,
     ),
-    Column(METADATA, np.object_, "row", made_by="rollout", wanted=_reads_metadata, upstream="metadata"),
+    Column(METADATA, np.object_, "row", made_by="rollout", wanted=_reads_metadata),
     # Under the behaviour policy, and under the reference model.
     Column("old_log_probs", np.float32, "response", made_by="trainer", upstream="log_probs", changeable=True),
-    Column("ref_log_probs", np.float32, "response", made_by="trainer", upstream="ref_log_probs", changeable=True),
+    Column("ref_log_probs", np.float32, "response", made_by="trainer", changeable=True),
     # The critic's before the rollout's first optimizer step, and what it is trained on.
-    Column("values", np.float32, "response", made_by="trainer", upstream="values", changeable=True),
-    Column("returns", np.float32, "response", made_by="trainer", upstream="returns", changeable=True),
-    Column("advantages", np.float32, "response", made_by="trainer", upstream="advantages", changeable=True),
+    Column("values", np.float32, "response", made_by="trainer", changeable=True),
+    Column("returns", np.float32, "response", made_by="trainer", changeable=True),
+    Column("advantages", np.float32, "response", made_by="trainer", changeable=True),
 )
 """slime's own."""
 

@@ -67,10 +67,7 @@ ESTIMATORS: dict[str, Estimator] = {
 
 
 def set_advantages(
-    args: Namespace,
-    batch: TrainBatch,
-    micro_batches: list[MicroBatch],
-    group: dist.ProcessGroup | None,
+    args: Namespace, batch: TrainBatch, micro_batches: list[MicroBatch], group: dist.ProcessGroup | None
 ) -> None:
     """Fill ``advantages``, and with a critic ``returns``, of every micro-batch of a rollout; last pipeline stage only.
 

@@ -222,8 +222,7 @@ class MegatronTrainer:
                 self._critic.keep_column(everything, _values, "values")
         if not args.disable_compute_advantages_and_returns and parallel_state.is_pipeline_last_stage():
             with self._span(seconds, "advantages"):
-                group = parallel_state.get_data_parallel_group()
-                set_advantages(args, batch, everything, group)
+                set_advantages(args, batch, everything, parallel_state.get_data_parallel_group())
 
     @contextmanager
     def _span(self, seconds: dict[str, float], name: str) -> Iterator[None]:
