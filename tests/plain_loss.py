@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slime.backends.megatron.loss import MAXIMUM
 from slime.data import TrainBatch
+from slime.training.loss.token_loss import MAXIMUM
 from slime.training.micro_batch import MicroBatch
 from tests.micro_batches import Rows, engine_rows, fresh_rows, near, numbers, packed, put, step_of
 

@@ -27,7 +27,7 @@ check_installation()
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from slime.backends.megatron.log_probs import token_terms  # noqa: E402
+from slime.training.loss.log_probs import token_terms  # noqa: E402
 from slime.utils import device  # noqa: E402
 
 GIB = 2**30

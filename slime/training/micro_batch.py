@@ -171,6 +171,11 @@ class MicroBatch:
         return self._attention
 
     @property
+    def counts_scalars(self) -> float:
+        """1 on the first of the context-parallel ranks, on which a scalar of whole samples counts, 0 on the others."""
+        return float(self._layout.cp_rank == 0)
+
+    @property
     def responses(self) -> Responses:
         """Between this stream and whole responses."""
         stream = self._stream

@@ -30,7 +30,8 @@ def micro_batch(rng: random.Random, sequences: int) -> tuple[list[int], Tensor]:
 def outputs(module: torch.nn.Module, lengths: list[int], tokens: Tensor) -> dict[str, Tensor]:
     """What each part of the model, and its head, made of a micro-batch, in the order of computing; followed by a
     backward pass where gradients are enabled."""
-    from slime.backends.megatron import attention, log_probs, model
+    from slime.backends.megatron import attention, model
+    from slime.training.loss import log_probs
 
     found: dict[str, Tensor] = {}
 

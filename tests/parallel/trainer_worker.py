@@ -28,10 +28,11 @@ from megatron.core import parallel_state  # noqa: E402
 from slime.backends.megatron import checkpoint, gather, parallel  # noqa: E402
 from slime.backends.megatron import trainer as trainer_module  # noqa: E402
 from slime.backends.megatron.optimizer import parts_of  # noqa: E402
-from slime.backends.megatron.trainer import MegatronTrainer, TrainingError  # noqa: E402
+from slime.backends.megatron.trainer import MegatronTrainer  # noqa: E402
 from slime.data import TrainBatch  # noqa: E402
 from slime.options.errors import OptionError  # noqa: E402
 from slime.ray.train_actor import TrainActor  # noqa: E402
+from slime.training.checks import TrainingError  # noqa: E402
 from slime.utils.errors import BadInputError  # noqa: E402
 from tests.parallel import gathering, rollouts  # noqa: E402
 from tests.parallel.cases import CASES, Case  # noqa: E402

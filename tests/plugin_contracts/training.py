@@ -34,7 +34,7 @@ def _batch(subject: Subject) -> tuple[Any, list[Any]]:
 
 def check_advantages(subject: Subject) -> None:
     """It sets advantages, one tensor a sample, one value a response token"""
-    from slime.backends.megatron.advantages import set_advantages
+    from slime.training.loss.advantages import set_advantages
 
     batch, micro_batches = _batch(subject)
     for micro_batch in micro_batches:
@@ -47,7 +47,7 @@ def check_loss(subject: Subject) -> None:
     """It returns a scalar with a gradient, and metrics that are scalars"""
     import torch
 
-    from slime.backends.megatron.hooks import custom_loss
+    from slime.training.loss.hooks import custom_loss
 
     _, micro_batches = _batch(subject)
     for micro_batch in micro_batches:
@@ -68,7 +68,7 @@ def check_correction(subject: Subject) -> None:
     """It returns the loss and the masks of all response tokens, and metrics by token"""
     import torch
 
-    from slime.backends.megatron.hooks import custom_tis
+    from slime.training.loss.hooks import custom_tis
 
     _, micro_batches = _batch(subject)
     for micro_batch in micro_batches:
@@ -82,7 +82,7 @@ def check_reduction(subject: Subject) -> None:
     """It returns a function from the loss of all response tokens to a scalar"""
     import torch
 
-    from slime.backends.megatron.hooks import reduce_policy_loss
+    from slime.training.loss.hooks import reduce_policy_loss
 
     _, micro_batches = _batch(subject)
     for micro_batch in micro_batches:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from slime.backends.megatron.advantages import ESTIMATORS, set_advantages
 from slime.data import TrainBatch
 from slime.options.algorithm import AlgorithmOptions
 from slime.options.algorithm_rules import WHITENED
+from slime.training.loss.advantages import ESTIMATORS, set_advantages
 from slime.training.micro_batch import MicroBatch
 from tests.algorithm_options import algorithm_options
 from tests.micro_batches import Rows, engine_rows, fresh_rows, near, numbers, packed, put, same, take

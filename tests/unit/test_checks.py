@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from slime.backends.megatron import checks
-from slime.backends.megatron.learner import TrainingError
+from slime.training import checks
+from slime.training.checks import TrainingError
 from slime.utils import device
 from tests.algorithm_options import algorithm_options
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.backends.megatron.correction import corrected
-from slime.backends.megatron.loss import policy_loss, reduce_tokens
 from slime.data import TrainBatch
 from slime.options.schema import flag_named
+from slime.training.loss.correction import corrected
+from slime.training.loss.token_loss import policy_loss, reduce_tokens
 from slime.training.micro_batch import MicroBatch
 from tests.algorithm_options import algorithm_options
 from tests.micro_batches import Rows, engine_rows, fresh_rows, near, numbers, packed, put, same, take

@@ -120,7 +120,7 @@ def language_head(what: str, sequence_parallel: bool) -> list[float]:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
     from slime.backends.megatron.head import LanguageHead, logits
-    from slime.backends.megatron.log_probs import token_terms
+    from slime.training.loss.log_probs import token_terms
 
     torch.manual_seed(5)
     hidden = torch.randn(TOKENS, HIDDEN, dtype=torch.float64, requires_grad=True)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.backends.megatron import hooks
-from slime.backends.megatron.loss import policy_loss, reduce_tokens
 from slime.data import TrainBatch
+from slime.training.loss import hooks
+from slime.training.loss.token_loss import policy_loss, reduce_tokens
 from slime.training.micro_batch import MicroBatch
 from slime.utils import user_functions
 from slime.utils.errors import HookError

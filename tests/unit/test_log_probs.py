@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.backends.megatron.log_probs import token_terms
+from slime.training.loss.log_probs import token_terms
 
 NUM_GPUS = 0
 VOCAB, HIDDEN = 29, 11

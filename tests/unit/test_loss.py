@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.backends.megatron.loss import (
+from slime.data import Ragged
+from slime.options.algorithm import AlgorithmOptions
+from slime.training.loss.token_loss import (
     LOSSES,
     MAXIMUM,
     mismatch_report,
@@ -19,8 +21,6 @@ from slime.backends.megatron.loss import (
     sft_loss,
     value_loss,
 )
-from slime.data import Ragged
-from slime.options.algorithm import AlgorithmOptions
 from tests.algorithm_options import algorithm_options
 from tests.micro_batches import fresh_rows, numbers, packed, put, same, take
 from tests.parallel import rollouts

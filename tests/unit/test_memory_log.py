@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from slime.backends.megatron import trainer as trainers
-from slime.backends.megatron.memory import DeviceMemoryError, MemoryLog
 from slime.backends.megatron.trainer import MegatronTrainer
 from slime.ray.train_actor import TrainActor
+from slime.training.memory.log import DeviceMemoryError, MemoryLog
 from slime.utils.hf_writer import NamedTensors
 from slime.weights import EngineAddress
 from slime.weights.publisher import WeightPublisher

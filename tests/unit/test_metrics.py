@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slime.backends.megatron.loss import MAXIMUM
 from slime.data import Ragged
+from slime.training.loss.token_loss import MAXIMUM
 from tests.micro_batches import fresh_rows, step_of
 from tests.ranks import run_ranks
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.backends.megatron import hooks
-from slime.backends.megatron.advantages import set_advantages
-from slime.backends.megatron.loss import MAXIMUM, policy_loss, reduce_tokens
 from slime.data import TrainBatch
+from slime.training.loss import hooks
+from slime.training.loss.advantages import set_advantages
+from slime.training.loss.token_loss import MAXIMUM, policy_loss, reduce_tokens
 from slime.training.micro_batch import MicroBatch
 from tests.algorithm_options import algorithm_options
 from tests.micro_batches import Rows, engine_rows, fresh_rows, near, numbers, packed, put, same, take, targets

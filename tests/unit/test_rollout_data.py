@@ -206,7 +206,7 @@ def test_a_dump_is_what_a_rank_trains_on(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_metadata_reaches_custom_losses(tmp_path: Path) -> None:
-    from slime.backends.megatron.hooks import custom_loss
+    from slime.training.loss.hooks import custom_loss
 
     (tmp_path / "loss.py").write_text(
         "def loss(args, batch, logits, reduce):\n    args.seen = batch['metadata']\n    return logits.sum(), {}\n"

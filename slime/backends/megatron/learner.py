@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,12 +29,12 @@ from slime.backends.megatron.optimizer import (
     state_tensors,
     wrap_data_parallel,
 )
-from slime.backends.megatron.sleep import SleepingTensors
-from slime.backends.megatron.weight_sets import WeightSets
 from slime.options.model import stored_weights
+from slime.training.checks import check_finite
+from slime.training.memory.sleep import SleepingTensors
+from slime.training.memory.weight_sets import WeightSets
 from slime.training.micro_batch import MicroBatch, Pass
 from slime.utils import device
-from slime.utils.errors import SlimeError
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +46,6 @@ CURRENT = "current"
 REFERENCE = "ref"
 TRAINED_TOKENS = "trained_tokens"
 """What a step counts beside its metrics, of all ranks: response tokens that are in the loss."""
-
-
-class TrainingError(SlimeError):
-    """Training cannot go on: what went wrong, in which rollout and step."""
 
 
 class Learner:
@@ -180,26 +175,19 @@ class Learner:
         trained = sum(m.num_trained for m in micro_batches)
         metrics = step_metrics(reports, {"tokens": tokens, TRAINED_TOKENS: trained})
         for name in (name for name in metrics if name.endswith("loss")):
-            self._check_finite(where, name, metrics[name])
+            check_finite(self.args, where, name, metrics[name])
         device.rejoin()
         done, grad_norm, _ = self._optimizer.step()
         if not done:
             logger.warning(f"{where}: no optimizer step: gradients overflowed float16 and the loss scale is lowered")
             return metrics | {f"train/{self.prefix}loss_scale_skips": 1.0}
-        self._check_finite(where, "gradient norm", grad_norm)
+        check_finite(self.args, where, "gradient norm", grad_norm)
         metrics[f"train/{self.prefix}grad_norm"] = float(grad_norm)
         # How many groups there are depends on the layout, their rates do not.
         for i, rate in enumerate(dict.fromkeys(group["lr"] for group in self._optimizer.param_groups)):
             metrics[f"train/{self.prefix}lr-pg_{i}"] = rate
         self._scheduler.step(1)
         return metrics
-
-    def _check_finite(self, where: str, what: str, value: float) -> None:
-        if self.args.check_for_nan_in_loss_and_grad and not math.isfinite(value):
-            raise TrainingError(
-                f"{where}: the {what} is {value}. Nothing was saved after it: look at the rollout's rewards and "
-                f"log-probs, or resume from the last checkpoint with a lower --lr or --clip-grad"
-            )
 
     def _pass(self, micro_batches: list[MicroBatch], output: Output, *, forward_only: bool) -> list[Any]:
         """Run the model; what ``output`` made of each micro-batch on the last pipeline stage, elsewhere nothing."""

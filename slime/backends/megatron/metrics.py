@@ -9,14 +9,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from slime.backends.megatron.loss import MAXIMUM
+from slime.training.loss.token_loss import MAXIMUM
 
 
 def step_metrics(reports: list[dict[str, Tensor]], counts: dict[str, float]) -> dict[str, float]:
     """Sums and maxima of the micro-batches over all ranks, and ``counts``, likewise summed.
 
     Args:
-        reports: of `slime.backends.megatron.loss.reduce_tokens`, one a micro-batch; none before the last stage.
+        reports: of `slime.training.loss.token_loss.reduce_tokens`, one a micro-batch; none before the last stage.
         counts: of this rank's rows, under names that no report has.
     """
     metrics = _reduce(reports, counts) if parallel_state.is_pipeline_last_stage() else {}

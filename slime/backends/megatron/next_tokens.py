@@ -26,10 +26,10 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from slime.backends.megatron.log_probs import token_terms
 from slime.backends.megatron.norm import RMSNorm
 from slime.models import family_of, hf_config
 from slime.models.family import Heads
+from slime.training.loss.log_probs import token_terms
 from slime.training.micro_batch import MicroBatch
 from slime.training.responses import Responses
 from slime.utils.errors import BadInputError
@@ -153,7 +153,7 @@ def _embedding(first: Any, last: Any) -> Tensor | None:
 def heads_loss(
     args: Namespace, batch: MicroBatch, model: Any, weight: Tensor, hidden: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The micro-batch's share of the heads' loss, and of its metrics, as `slime.backends.megatron.loss.reduce_tokens`.
+    """The micro-batch's share of the heads' loss, and of its metrics, as of `token_loss.reduce_tokens`.
 
     That of a head is the mean negative log-likelihood of the step's trained tokens, without those whose sequence has
     too few tokens before them; positions never look into the sequence after theirs.

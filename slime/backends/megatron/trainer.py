@@ -26,24 +26,24 @@ patches.install()  # before anything imports megatron.core
 
 from megatron.core import parallel_state  # noqa: E402
 
-from slime.backends.megatron import base, checkpoint, checks, hooks, lora, model_hooks, weights_io  # noqa: E402
-from slime.backends.megatron.advantages import set_advantages  # noqa: E402
+from slime.backends.megatron import base, checkpoint, lora, model_hooks, weights_io  # noqa: E402
 from slime.backends.megatron.attention import packed_params  # noqa: E402
 from slime.backends.megatron.fit import built_shape  # noqa: E402
 from slime.backends.megatron.head import logits  # noqa: E402
-from slime.backends.megatron.learner import REFERENCE, TRAINED_TOKENS, Learner, Output, TrainingError  # noqa: E402
-from slime.backends.megatron.log_probs import token_terms  # noqa: E402
-from slime.backends.megatron.loss import LOSSES, mismatch_report, reduce_tokens, value_loss  # noqa: E402
-from slime.backends.megatron.memory import MemoryLog  # noqa: E402
+from slime.backends.megatron.learner import REFERENCE, TRAINED_TOKENS, Learner, Output  # noqa: E402
 from slime.backends.megatron.model import head_weight  # noqa: E402
 from slime.backends.megatron.next_tokens import heads_loss  # noqa: E402
 from slime.backends.megatron.parallel import initialize_distributed  # noqa: E402
-from slime.backends.megatron.profiling import profiled  # noqa: E402
+from slime.training import checks  # noqa: E402
+from slime.training.loss import hooks  # noqa: E402
+from slime.training.loss.advantages import set_advantages  # noqa: E402
+from slime.training.loss.log_probs import token_terms  # noqa: E402
+from slime.training.loss.token_loss import LOSSES, mismatch_report, reduce_tokens, value_loss  # noqa: E402
+from slime.training.memory.log import MemoryLog  # noqa: E402
 from slime.training.micro_batch import MicroBatch  # noqa: E402
 from slime.training.packing import PackLayout  # noqa: E402
+from slime.training.profiling import profiled  # noqa: E402
 from slime.training.rollout_data import postprocess, save_train_data, weigh  # noqa: E402
-
-__all__ = ["MegatronTrainer", "TrainingError"]
 
 _READS_LOG_PROBS = ("custom_advantage_function_path", "rollout_data_postprocess_path", "save_debug_train_data")
 """Options whose readers want the log-probs before the first step, which otherwise may be its own."""

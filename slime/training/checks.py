@@ -1,4 +1,4 @@
-"""What must hold in every run: a warning where it does not, an error under ``--ci-test`` or when asked for."""
+"""What must hold in every run: an error, or a warning that is one under ``--ci-test`` or when asked for."""
 
 from __future__ import annotations
 
@@ -6,13 +6,30 @@ import logging
 import math
 from argparse import Namespace
 
-from slime.backends.megatron.learner import TrainingError
 from slime.options.schema import flag_named
+from slime.utils.errors import SlimeError
 from slime.utils.rounding import rounding
 
 logger = logging.getLogger(__name__)
 
 _DIFFERENCE = "train/train_rollout_logprob_abs_diff"
+
+
+class TrainingError(SlimeError):
+    """Training cannot go on: what went wrong, in which rollout and step."""
+
+
+def check_finite(args: Namespace, where: str, what: str, value: float) -> None:
+    """Raise TrainingError where a value of a step is not finite, unless ``--no-check-for-nan-in-loss-and-grad``.
+
+    Args:
+        where: rollout and step.
+    """
+    if args.check_for_nan_in_loss_and_grad and not math.isfinite(value):
+        raise TrainingError(
+            f"{where}: the {what} is {value}. Nothing was saved after it: look at the rollout's rewards and "
+            f"log-probs, or resume from the last checkpoint with a lower --lr or --clip-grad"
+        )
 
 
 def check_step(

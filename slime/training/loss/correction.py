@@ -7,7 +7,7 @@ from argparse import Namespace
 from torch import Tensor
 
 from slime.algorithms import importance
-from slime.backends.megatron import hooks
+from slime.training.loss import hooks
 from slime.training.micro_batch import MicroBatch
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from slime.algorithms import losses
-from slime.backends.megatron import hooks
-from slime.backends.megatron.correction import corrected, engine_log_probs
+from slime.training.loss import hooks
+from slime.training.loss.correction import corrected, engine_log_probs
 from slime.training.micro_batch import MicroBatch
 
 MAXIMUM = "largest:"

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from torch import Tensor
 
 from slime.data.columns import LOSS_MASK, TOKENS
@@ -32,7 +31,7 @@ def reduce_policy_loss(args: Namespace, batch: MicroBatch, pg_loss: Tensor) -> T
     values = {name: described[name] for name in ("total_lengths", "response_lengths", "loss_masks")}
     reducer = call_user_function(flag, path, values | {"calculate_per_token_loss": args.calculate_per_token_loss})
     total = reducer(batch.responses.gather(pg_loss))
-    return _scalar(total, f"{flag} {path}: its reducer") / _denominator(args, batch) * _counts_here()
+    return _scalar(total, f"{flag} {path}: its reducer") / _denominator(args, batch) * batch.counts_scalars
 
 
 def custom_tis(
@@ -83,7 +82,7 @@ def custom_loss(
     every = logits() if attribute_of(function, "needs_logits", True, f"{flag} {path}") else None
     given = {"args": args, "batch": data, "logits": every, "sum_of_sample_mean": _sum_of_sample_mean(batch, args)}
     loss, metrics = call_user_function(flag, path, given)
-    share = _counts_here() / _denominator(args, batch)
+    share = batch.counts_scalars / _denominator(args, batch)
     # Every rank's backward pass has to reach the collectives of every other's, also from a loss that does not depend on
     # the model: by sums of no elements, which are 0 even where 0 times an element is not.
     total = _scalar(loss, f"{flag} {path}: the loss") * share + sum(tensor[:0].sum() for tensor in reached)
@@ -115,10 +114,6 @@ def _sum_of_sample_mean(batch: MicroBatch, args: Namespace) -> Callable[[Tensor]
 
 def _denominator(args: Namespace, batch: MicroBatch) -> int:
     return max(batch.step.num_tokens, 1) if args.calculate_per_token_loss else batch.step.num_rollouts
-
-
-def _counts_here() -> float:
-    return float(parallel_state.get_context_parallel_rank() == 0)
 
 
 def _scalar(value: Tensor, what: str) -> Tensor:
