@@ -18,6 +18,7 @@ from slime.data import Column, OptimizerStep, Ragged, TrainBatch
 from slime.data.columns import COLUMNS
 from slime.training.micro_batch import MicroBatch
 from slime.training.packing import PackLayout
+from slime.training.parallel import Parallel, Ranks
 from tests.algorithm_options import algorithm_options
 from tests.parallel import rollouts
 
@@ -87,18 +88,10 @@ def pack_layout(
     cp_group: dist.ProcessGroup | None = None,
 ) -> PackLayout:
     """On the CPU."""
-    return PackLayout(
-        cp_size=cp_size,
-        cp_rank=cp_rank,
-        multiple=multiple,
-        per_token_loss=per_token_loss,
-        constant_length=constant_length,
-        device=torch.device("cpu"),
-        columns=columns,
-        args=algorithm_options(),
-        describe=packed_params,
-        cp_group=cp_group,
-    )
+    args = algorithm_options()
+    args.calculate_per_token_loss, args.loss_constant_length = per_token_loss, constant_length
+    parallel = Parallel(cp=Ranks(cp_rank, cp_size, cp_group), tp=Ranks(size=multiple))
+    return PackLayout(parallel, torch.device("cpu"), columns, args, packed_params)
 
 
 def packed(

@@ -39,6 +39,7 @@ patches.install()
 from megatron.core import parallel_state  # noqa: E402
 
 from slime.backends.megatron import checkpoint, model, optimizer, parallel  # noqa: E402
+from slime.training import checkpoint_dirs  # noqa: E402
 from slime.utils import device  # noqa: E402
 from slime.utils.arguments import parse_args  # noqa: E402
 from tools.benchmarks.report import make_model  # noqa: E402
@@ -128,7 +129,7 @@ def measure(directory: Path, flags: list[str], options: argparse.Namespace) -> t
 def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The figures of every case, one after the other."""
     directory = make_model(options)
-    saved = str(checkpoint.begin_directory(options.scratch / "checkpoint"))
+    saved = str(checkpoint_dirs.begin_directory(options.scratch / "checkpoint"))
     wanted: list[Tensor] = []
     if not options.no_resume:
         half = Case(directory, [], options.steps)

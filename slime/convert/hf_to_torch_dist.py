@@ -40,7 +40,7 @@ from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
     apply_factories,
 )
 
-from slime.backends.megatron.checkpoint import begin_directory, commit_directory, model_state  # noqa: E402
+from slime.backends.megatron.checkpoint import model_state  # noqa: E402
 from slime.backends.megatron.fit import built_shape, check_hf  # noqa: E402
 from slime.backends.megatron.model import build_model  # noqa: E402
 from slime.backends.megatron.weights_io import global_weights  # noqa: E402
@@ -48,6 +48,7 @@ from slime.convert.running import Progress, check_room  # noqa: E402
 from slime.models import Family, Shape, family_of, hf_config, weight_shape  # noqa: E402
 from slime.models.names import check_names  # noqa: E402
 from slime.options.checkpoint import LATEST, RELEASE, is_release  # noqa: E402
+from slime.training.checkpoint_dirs import begin_directory, commit_directory  # noqa: E402
 from slime.utils import aside  # noqa: E402
 from slime.utils.errors import BadInputError  # noqa: E402
 from slime.utils.hf_reader import HFWeights, kept_dtype  # noqa: E402

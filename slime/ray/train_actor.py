@@ -1,4 +1,4 @@
-"""The Ray actor of one training rank: the Megatron trainer, and the publisher of its weights."""
+"""The Ray actor of one training rank: the trainer, and the publisher of its weights."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ import ray
 import torch
 from torch.distributed import TCPStore
 
+from slime.backends.trainers import trainer_of
 from slime.data import TrainBatch
 from slime.ray.cluster import enter_actor
+from slime.training import checkpoint_dirs
+from slime.training.protocol import Trainer
 from slime.utils import device, patching
 from slime.utils.environment import as_environment, forget_secrets
 from slime.utils.errors import BadInputError
@@ -40,6 +43,7 @@ class TrainActor:
         self._args = args
         self._rank = rank
         self._store: TCPStore | None = None
+        self._trainer: Trainer  # from `start` on
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local_rank(gpu)))
 
     @ray.method(concurrency_group="watch")
@@ -67,11 +71,9 @@ class TrainActor:
         os.environ.setdefault(NODE_ADDRESS_VARIABLE, ray.util.get_node_ip_address())
         patching.apply([RENDEZVOUS], None)
         self._args.num_rollout = num_rollout
-        from slime.backends.megatron.trainer import MegatronTrainer
-
         # So torch looks for the store of `serve_rendezvous` instead of serving one; other groups serve their own later.
         os.environ[_STORE_IS_THERE] = "True"
-        self._trainer = MegatronTrainer(self._args)
+        self._trainer = trainer_of(self._args)
         del os.environ[_STORE_IS_THERE]
         state = None
         if self._trainer.resumed_from and self._rank == 0:
@@ -130,21 +132,19 @@ class TrainActor:
 
     def save(self, rollout_id: int, rollout_state: dict[str, Any] | None) -> None:
         """Write one complete checkpoint, with the data side's state, which rank 0 alone gets, or none."""
-        from slime.backends.megatron.checkpoint import begin_save, commit_save
-
         args = self._args
         with writing("--save", args.save, note=_STILL_WHOLE):
-            directory = begin_save(args.save, rollout_id)
+            directory = checkpoint_dirs.begin_save(args.save, rollout_id)
             self._trainer.save(directory)
             if self._rank == 0:
                 torch.save(rollout_state, Path(directory, _ROLLOUT_STATE))
         if args.use_critic:
             # First: a run resumes by the actor's latest, and finds the critic's of the same rollout.
             with writing("--critic-save", args.critic_save, note=_STILL_WHOLE):
-                self._trainer.save_critic(begin_save(args.critic_save, rollout_id))
-                commit_save(args.critic_save, rollout_id)
+                self._trainer.save_critic(checkpoint_dirs.begin_save(args.critic_save, rollout_id))
+                checkpoint_dirs.commit_save(args.critic_save, rollout_id)
         with writing("--save", args.save, note=_STILL_WHOLE):
-            commit_save(args.save, rollout_id)
+            checkpoint_dirs.commit_save(args.save, rollout_id)
 
     def save_hf(self, directory: str, rollout_id: int) -> None:
         """Write the present weights, those after a rollout, as a Hugging Face directory."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from slime.utils.device import Memory
 
-Call = Callable[..., list[Any]]
-"""(phase, method, *values): the method's answers of all trainers, or of all engines."""
+
+class Call(Protocol):
+    """Calls a method of all trainers, or of all engines, in a phase that errors name; their answers."""
+
+    def __call__(self, phase: str, method: str, /, *values: Any) -> list[Any]: ...
 
 
 class Turns:

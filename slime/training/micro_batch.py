@@ -173,7 +173,7 @@ class MicroBatch:
     @property
     def counts_scalars(self) -> float:
         """1 on the first of the context-parallel ranks, on which a scalar of whole samples counts, 0 on the others."""
-        return float(self._layout.cp_rank == 0)
+        return float(self._layout.parallel.counts_rows)
 
     @property
     def responses(self) -> Responses:
@@ -186,7 +186,7 @@ class MicroBatch:
                 lengths=torch.from_numpy(stream.response_lengths),
                 local=self._array(stream.local),
                 stream_length=stream.total,
-                group=self._layout.cp_group,
+                group=self._layout.parallel.cp.group,
             ),
         )
 
@@ -326,19 +326,17 @@ class MicroBatch:
 
     def _weigh(self, mask: Tensor, rollout_mask_sums: np.ndarray, step: OptimizerStep) -> list[Tensor]:
         """In the loss, and in a mean over the step; computed on the CPU, as a GPU divides with other rounding."""
-        layout = self._layout
+        args = self._layout.args
+        per_token = args.calculate_per_token_loss
         weigh = functools.partial(
             token_weights,
             mask,
             torch.from_numpy(self._stream.row_of_token),
             torch.from_numpy(rollout_mask_sums),
-            num_tokens=step.num_tokens if layout.per_token_loss else None,
+            num_tokens=step.num_tokens if per_token else None,
         )
-        counts = (step.num_rollouts, layout.constant_length), (step.num_trained_rollouts, None)
-        return [
-            weigh(num_rollouts=None if layout.per_token_loss else count, constant_length=length)
-            for count, length in counts
-        ]
+        counts = (step.num_rollouts, args.loss_constant_length), (step.num_trained_rollouts, None)
+        return [weigh(num_rollouts=None if per_token else count, constant_length=length) for count, length in counts]
 
 
 class Pass:

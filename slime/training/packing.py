@@ -16,27 +16,22 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from slime.data import Column, Ragged, TrainBatch
+from slime.training.parallel import Parallel
 
 
 @dataclass(frozen=True)
 class PackLayout:
     """How a stream is padded and which part of it this rank holds.
 
-    Under context parallelism of size ``cp_size``, a sequence is padded to 2 * cp_size equal chunks and rank r holds the
-    chunks r and 2 * cp_size - 1 - r of each, which balances causal attention.
+    Under context parallelism of n ranks a sequence is padded to 2 * n equal chunks and rank r holds the chunks r and
+    2 * n - 1 - r of each, which balances causal attention. The local stream is padded to a multiple of the number of
+    tensor-parallel ranks, over which sequence parallelism cuts it.
     """
 
-    cp_size: int
-    cp_rank: int
-    multiple: int
-    """The local stream is padded to a multiple of it: sequence parallelism cuts it over the tensor-parallel ranks."""
-    per_token_loss: bool
-    constant_length: int | None
-    """``--loss-constant-length``"""
+    parallel: Parallel
     device: torch.device
     columns: tuple[Column, ...]
     """Those of the run."""
@@ -44,8 +39,6 @@ class PackLayout:
     """The run's options."""
     describe: Callable[[Sequence[int]], Any]
     """Makes of the padded lengths of a stream's sequences what the backend's attention takes."""
-    cp_group: dist.ProcessGroup | None = None
-    """The context-parallel ranks; None where there is one."""
 
 
 class Stream:
@@ -82,7 +75,7 @@ class Stream:
         first = starts[: len(rows)]
         self._sequences = ranges(first, self.lengths)
         self.targets = ranges(first + self.lengths - self.response_lengths - 1, self.response_lengths)
-        self.local = zigzag_index(self.padded.tolist(), layout.cp_size, layout.cp_rank).numpy()
+        self.local = zigzag_index(self.padded.tolist(), layout.parallel.cp.size, layout.parallel.cp.rank).numpy()
         of_token = np.repeat(np.arange(len(self.padded)), self.padded)
         of_token[of_token >= len(rows)] = 0
         self.row_of_token = of_token[self.local]
@@ -139,7 +132,8 @@ def _values(column: Ragged, rows: np.ndarray) -> np.ndarray:
 
 def _padded_lengths(lengths: np.ndarray, layout: PackLayout) -> np.ndarray:
     """Lengths in the whole stream, with a last sequence of nothing but padding where the stream needs one."""
-    chunk = 2 * layout.cp_size if layout.cp_size > 1 else 1
+    cp, tp = layout.parallel.cp.size, layout.parallel.tp.size
+    chunk = 2 * cp if cp > 1 else 1
     padded = -(-lengths // chunk) * chunk
-    tail = int(-padded.sum() % math.lcm(chunk, layout.cp_size * layout.multiple))
+    tail = int(-padded.sum() % math.lcm(chunk, cp * tp))
     return np.append(padded, tail) if tail else padded

@@ -13,7 +13,7 @@ from torch import Tensor
 from slime.backends.megatron import weights_io
 from slime.backends.megatron.gather import Gatherer
 from slime.backends.megatron.head import ValueHead
-from slime.backends.megatron.learner import Learner
+from slime.backends.megatron.learner import MegatronLearner
 from slime.backends.megatron.model import unwrap
 from slime.backends.megatron.trainer import MegatronTrainer
 from slime.models.adapters import is_adapter_name
@@ -22,7 +22,7 @@ from tests.parallel.outcome import CRITIC, VALUE_HEAD, Tensors
 Pick = Callable[[Any], Tensor]
 
 
-def learners_of(trainer: MegatronTrainer) -> dict[str, Learner]:
+def learners_of(trainer: MegatronTrainer) -> dict[str, MegatronLearner]:
     """What is before the names of each one's tensors, and the learner."""
     return {"": trainer._actor} | ({CRITIC: trainer._critic} if trainer._critic else {})
 
@@ -44,7 +44,7 @@ def adapters(trainer: MegatronTrainer) -> Tensors:
 
 
 @torch.no_grad()
-def gathered(trainer: MegatronTrainer, learner: Learner, prefix: str, pick: Pick | None = None) -> Tensors:
+def gathered(trainer: MegatronTrainer, learner: MegatronLearner, prefix: str, pick: Pick | None = None) -> Tensors:
     """All weights, or ``pick`` of all parameters, as this rank gathers them."""
     chunks = learner.model_chunks
     tensors_of = weights_io.global_weights(chunks) if pick is None else weights_io.global_parameters(chunks, pick)
@@ -56,7 +56,7 @@ def gathered(trainer: MegatronTrainer, learner: Learner, prefix: str, pick: Pick
     return tensors
 
 
-def _value_head(learner: Learner, pick: Pick) -> Tensor:
+def _value_head(learner: MegatronLearner, pick: Pick) -> Tensor:
     """Of the ranks that have it, which all must have the same."""
     head = getattr(unwrap(learner.model_chunks[-1]), "output_layer", None)
     heads: list[Any] = [None] * dist.get_world_size()
@@ -75,7 +75,7 @@ def note_gradients(trainer: MegatronTrainer) -> dict[str, list[Tensors]]:
     return noted
 
 
-def _noting(trainer: MegatronTrainer, learner: Learner, prefix: str, noted: list[Tensors]) -> Callable[[], Any]:
+def _noting(trainer: MegatronTrainer, learner: MegatronLearner, prefix: str, noted: list[Tensors]) -> Callable[[], Any]:
     step = learner._optimizer.step
 
     def noting() -> Any:

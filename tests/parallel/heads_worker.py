@@ -24,9 +24,11 @@ patches.install()
 
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 
-from slime.backends.megatron import checkpoint, gather, head, next_tokens, parallel, weights_io  # noqa: E402
+from slime.backends.megatron import gather, learner, next_tokens, parallel, weights_io  # noqa: E402
 from slime.backends.megatron import trainer as trainer_module  # noqa: E402
 from slime.backends.megatron.trainer import MegatronTrainer  # noqa: E402
+from slime.training import checkpoint_dirs  # noqa: E402
+from slime.training.loss import log_probs  # noqa: E402
 from slime.training.micro_batch import MicroBatch  # noqa: E402
 from slime.weights.hf_directory import stored_tensors  # noqa: E402
 from tests.parallel import gathering, rollouts, tiny  # noqa: E402
@@ -44,7 +46,7 @@ class Logits:
         self.order: list[int] = []
         """The rows that this rank trains on."""
         self._loss, self._terms = next_tokens.heads_loss, next_tokens.token_terms
-        trainer_module.heads_loss, next_tokens.token_terms = self.loss, self.terms
+        learner.heads_loss, next_tokens.token_terms = self.loss, self.terms
 
     def loss(self, args: Namespace, batch: MicroBatch, *rest: Any) -> Any:
         self.batch, self.number = batch, 0
@@ -52,7 +54,7 @@ class Logits:
 
     def terms(self, hidden: Tensor, weight: Tensor, *rest: Any, **options: Any) -> Any:
         batch: Any = self.batch
-        local = head.logits(hidden.detach(), weight)
+        local = log_probs.logits(hidden.detach(), weight)
         got = tensor_parallel.gather_from_tensor_model_parallel_region(local)[:, : tiny.VOCAB].cpu()
         self.number += 1
         later = next_tokens._later(batch.responses, batch.mask, self.number)
@@ -149,8 +151,8 @@ class Rank:
         options = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "ddp_bucket_size": 5001}
         trainer = self.trainer(**options)
         self.train(trainer, 0, 1)
-        trainer.save(checkpoint.begin_save(save, 0))
-        checkpoint.commit_save(save, 0)
+        trainer.save(checkpoint_dirs.begin_save(save, 0))
+        checkpoint_dirs.commit_save(save, 0)
         metrics, weights = self.train(trainer, 1, 3), gathering.weights(trainer)
         again = self.trainer(load=str(save), **options)
         assert again.start_rollout_id == 1

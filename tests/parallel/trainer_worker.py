@@ -25,13 +25,14 @@ patches.install()
 
 from megatron.core import parallel_state  # noqa: E402
 
-from slime.backends.megatron import checkpoint, gather, parallel  # noqa: E402
+from slime.backends.megatron import gather, parallel  # noqa: E402
 from slime.backends.megatron import trainer as trainer_module  # noqa: E402
 from slime.backends.megatron.optimizer import parts_of  # noqa: E402
 from slime.backends.megatron.trainer import MegatronTrainer  # noqa: E402
 from slime.data import TrainBatch  # noqa: E402
 from slime.options.errors import OptionError  # noqa: E402
 from slime.ray.train_actor import TrainActor  # noqa: E402
+from slime.training import checkpoint_dirs  # noqa: E402
 from slime.training.checks import TrainingError  # noqa: E402
 from slime.utils.errors import BadInputError  # noqa: E402
 from tests.parallel import gathering, rollouts  # noqa: E402
@@ -105,7 +106,7 @@ class Rank:
         if not dies:
             actor.save(rollout_id, None)
             return
-        commit = checkpoint.commit_save
+        commit = checkpoint_dirs.commit_save
 
         def dying(directory: str, rollout_id: int) -> None:
             if directory == trainer.args.save:
@@ -113,7 +114,7 @@ class Rank:
             commit(directory, rollout_id)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(checkpoint, "commit_save", dying)
+            patch.setattr(checkpoint_dirs, "commit_save", dying)
             with pytest.raises(KeyboardInterrupt):
                 actor.save(rollout_id, None)
 

@@ -28,9 +28,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 from safetensors.torch import load_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from slime.backends.megatron import attention, head, model, parallel, weights_io  # noqa: E402
+from slime.backends.megatron import attention, model, parallel, weights_io  # noqa: E402
 from slime.models import family_of, hf_config, weight_shape  # noqa: E402
 from slime.training import packing  # noqa: E402
+from slime.training.loss import log_probs  # noqa: E402
 from slime.utils import device, hf_reader  # noqa: E402
 from tests.parallel import tiny  # noqa: E402
 
@@ -60,7 +61,7 @@ def forward_step(batches: Any, module: torch.nn.Module) -> tuple[Tensor, Any]:
     out = module(batch["tokens"], batch["positions"], None, packed_seq_params=batch["params"])
 
     def loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        logits = head.logits(hidden[0], model.head_weight(module))[None]
+        logits = log_probs.logits(hidden[0], model.head_weight(module))[None]
         first = parallel_state.get_tensor_model_parallel_rank() * logits.size(-1)
         own = batch["coefficients"][:, first : first + logits.size(-1)]
         total = (logits[0, :, : own.size(-1)] * own).sum()

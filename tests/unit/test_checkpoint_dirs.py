@@ -9,16 +9,11 @@ from pathlib import Path
 import pytest
 
 from slime.backends.megatron import trainer
-from slime.backends.megatron.checkpoint import (
-    begin_directory,
-    begin_save,
-    commit_directory,
-    commit_save,
-)
 from slime.convert.hf_to_torch_dist import check_target
 from slime.options.checkpoint import LATEST, find_checkpoint, is_release, is_torch_dist
 from slime.options.errors import OptionError
 from slime.options.lora import check_adapters, check_base
+from slime.training.checkpoint_dirs import begin_directory, begin_save, commit_directory, commit_save
 from slime.utils.errors import BadInputError
 from tests.algorithm_options import algorithm_options
 
@@ -108,7 +103,7 @@ def test_torch_dist_directory_is_known_by_the_file_written_last(tmp_path: Path) 
 def test_where_a_critic_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where --critic-load says, and never from what a run left that ended between its first save's two parts."""
     made: list[tuple[object, ...]] = []
-    monkeypatch.setattr(trainer, "Learner", lambda args, *rest: made.append(rest))
+    monkeypatch.setattr(trainer, "MegatronLearner", lambda args, *rest: made.append(rest))
     save, model = tmp_path / "save", tmp_path / "model"
     model.mkdir()
     write(save / "critic", 0, "of a run that died")

@@ -54,7 +54,7 @@ def test_entries_lie_where_their_tokens_do(cp_size: int, cp_rank: int) -> None:
     rows = np.random.default_rng().permutation(len(batch))[:7]
     layout = pack_layout(cp_size, cp_rank, columns=with_declared(column_hooks.COLUMNS))
     micro_batch = MicroBatch(batch, rows, step_of(batch), layout)
-    stream = part_of_rank(whole_stream(batch, rows, cp_size, layout.multiple), cp_size, cp_rank)
+    stream = part_of_rank(whole_stream(batch, rows, cp_size, layout.parallel.tp.size), cp_size, cp_rank)
     inputs = micro_batch.model_inputs
     assert inputs["route"].shape == (1, len(stream), *column_hooks.SHAPE)
     assert inputs["route"].dtype == torch.int16

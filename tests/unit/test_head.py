@@ -119,8 +119,8 @@ def language_head(what: str, sequence_parallel: bool) -> list[float]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
-    from slime.backends.megatron.head import LanguageHead, logits
-    from slime.training.loss.log_probs import token_terms
+    from slime.backends.megatron.head import LanguageHead
+    from slime.training.loss.log_probs import logits, token_terms
 
     torch.manual_seed(5)
     hidden = torch.randn(TOKENS, HIDDEN, dtype=torch.float64, requires_grad=True)
@@ -203,8 +203,8 @@ def model_and_head(model_dir: Path, tied: bool) -> float:
     """Largest error of logits from hidden states and weight, against Megatron's own layer in the head's place."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
-    from slime.backends.megatron.head import logits
     from slime.backends.megatron.model import build_model, head_weight
+    from slime.training.loss.log_probs import logits
 
     chunks = build_model(rollouts.arguments(model_dir, untie_embeddings_and_output_weights=not tied))
     model = chunks[0]
@@ -230,6 +230,7 @@ def critic(directory: Path, name: str, options: dict[str, Any]) -> dict[str, Any
     from slime.backends.megatron import checkpoint
     from slime.models.family import VALUE_HEAD_KEY
     from slime.options.checkpoint import find_checkpoint
+    from slime.training import checkpoint_dirs
 
     args = rollouts.arguments(
         directory / "model", params_dtype="bfloat16", lr=5e-3, lr_warmup_iters=0, weight_decay=0.0, **options
@@ -239,9 +240,9 @@ def critic(directory: Path, name: str, options: dict[str, Any]) -> dict[str, Any
     steps = [made.step() for _ in range(6)]
     made.gather_parameters()
     found["loss"], found["gradient error"] = [loss for loss, _ in steps], max(error for _, error in steps)
-    target = checkpoint.begin_save(directory / name, 0)
+    target = checkpoint_dirs.begin_save(directory / name, 0)
     checkpoint.save_state(target, made.chunks, made.optimizer, made.scheduler)
-    checkpoint.commit_save(directory / name, 0)
+    checkpoint_dirs.commit_save(directory / name, 0)
     saved, _ = find_checkpoint(directory / name) or (None, None)
     found["in checkpoint"] = VALUE_HEAD_KEY in dist_checkpointing.load_tensors_metadata(str(saved))
     again = Critic(args)

@@ -75,6 +75,8 @@ RULES = (
         ("slime.utils", "slime.options", "slime.observability"),
         engines=("sglang", "sglang_router"),
     ),
+    # The one place that knows the backends by name.
+    Rule("slime.backends.trainers", ("slime.training",), lazily=("slime.backends.megatron.trainer",)),
     Rule(
         "slime.weights",
         (
@@ -90,7 +92,7 @@ RULES = (
     Rule("slime.convert", ("slime.models", "slime.options", "slime.utils")),
     Rule(
         "slime.convert.hf_to_torch_dist",
-        ("slime.convert", "slime.models", "slime.options", "slime.utils", "slime.backends.megatron"),
+        ("slime.convert", "slime.models", "slime.options", "slime.utils", "slime.backends.megatron", "slime.training"),
         engines=("megatron",),
     ),
     Rule("slime.ray", ("slime",), engines=("ray",)),
@@ -243,6 +245,9 @@ def test_file(file: Path) -> None:
         ("slime.rollout.generate", "import importlib\nimportlib.import_module('megatron.core')", False),
         ("slime.backends.megatron.model", "def f():\n    from sglang import srt", False),
         ("slime.backends.megatron.model", "from slime.backends.sglang.client import EngineControl", False),
+        ("slime.training.metrics", "from megatron.core import parallel_state", False),
+        ("slime.training.trainer", "def f():\n    from slime.backends.megatron import lora", False),
+        ("slime.backends.trainers", "from slime.backends.megatron.trainer import MegatronTrainer", False),
         ("slime.backends.sglang.engine", "import ray", False),
         ("slime.backends.sglang.engine", "from ..megatron import model", False),
         ("slime.weights.tensor", "from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket", False),

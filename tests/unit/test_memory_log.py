@@ -100,7 +100,7 @@ def test_a_save_that_does_not_fit(what: str, tmp_path: Path, monkeypatch: pytest
     for writer in ("save_hf", "save_adapters"):
         monkeypatch.setattr(trainers.weights_io, writer, lambda *words: _fail())
     words: list[Any] = [str(tmp_path / "saved")] + ([3] if what in ("save_hf", "save_lora") else [])
-    monkeypatch.setattr(trainers.checkpoint, "begin_directory", lambda directory: directory)
+    monkeypatch.setattr(trainers.checkpoint_dirs, "begin_directory", lambda directory: directory)
     with pytest.raises(DeviceMemoryError) as error:
         getattr(made, what)(*words)
     check(error.value, "save", "cut the model over more GPUs")

@@ -13,16 +13,15 @@ import torch.distributed as dist
 
 from slime.data import Ragged
 from slime.training.loss.token_loss import MAXIMUM
+from slime.training.metrics import step_metrics
+from slime.training.parallel import Parallel, Ranks
 from tests.micro_batches import fresh_rows, step_of
 from tests.ranks import run_ranks
 
 NUM_GPUS = 0
 RANKS = 2
-LAYOUTS: dict[str, dict[str, int]] = {
-    "data parallel": {},
-    "context parallel": {"context_parallel_size": RANKS},
-    "pipeline parallel": {"pipeline_model_parallel_size": RANKS},
-}
+LAYOUTS = {"data parallel": ("dp", "dp_cp"), "context parallel": ("cp", "dp_cp"), "pipeline parallel": ("pp",)}
+"""In which ways of splitting both ranks are."""
 LARGEST = f"{MAXIMUM}train/diff"
 REPORTS: list[list[dict[str, float]]] = [
     [{"train/loss": 0.25, LARGEST: 3.0, "train/cancels": 1e8}, {"train/loss": 0.5, LARGEST: 1.0, "train/cancels": 1.0}],
@@ -96,23 +95,16 @@ def weigh_masked(rank: int) -> dict[str, Any]:
 
 
 def run_rank(rank: int, directory: str) -> None:
-    from slime.backends.megatron import patches
-
-    patches.install()
-    from megatron.core import parallel_state
-
-    from slime.backends.megatron.metrics import step_metrics
-
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
     metrics: dict[str, Any] = weigh_masked(rank)
-    for layout, sizes in LAYOUTS.items():
-        parallel_state.initialize_model_parallel(**sizes)
-        own = REPORTS[rank] if parallel_state.is_pipeline_last_stage() else []
-        metrics[layout] = step_metrics([tensors(report) for report in own], {"tokens": TOKENS[rank]})
-        parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel()
-    metrics["some"] = step_metrics([tensors(report) for report in SOME[rank]], {"tokens": TOKENS[rank]})
+    both = Ranks.of(dist.group.WORLD)
+    for layout, axes in LAYOUTS.items():
+        parallel = Parallel(**dict.fromkeys(axes, both))
+        own = REPORTS[rank] if parallel.is_last_stage else []
+        metrics[layout] = step_metrics([tensors(report) for report in own], {"tokens": TOKENS[rank]}, parallel)
+    alike = Parallel(dp=both, dp_cp=both)
+    metrics["some"] = step_metrics([tensors(report) for report in SOME[rank]], {"tokens": TOKENS[rank]}, alike)
     Path(directory, f"rank{rank}.json").write_text(json.dumps(metrics))
     dist.destroy_process_group()
 

@@ -1,15 +1,9 @@
-"""Checkpoints: directories that are complete or absent, and what megatron-core's torch_dist format holds of a trainer.
-
-``SAVE/iter_0000012/`` is the state after rollout 12 and ``SAVE/latest_checkpointed_iteration.txt`` names the last one.
-A checkpoint is written in ``SAVE/.iter_0000012.tmp`` and renamed when it is whole, so that a run that dies while it
-saves leaves the one before in place.
-"""
+"""Checkpoints: what megatron-core's torch_dist format holds of a trainer, in a directory of `checkpoint_dirs`."""
 
 from __future__ import annotations
 
 import logging
 import random
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,55 +27,11 @@ from slime.backends.megatron.fit import check_torch_dist
 from slime.backends.megatron.model import has_heads
 from slime.backends.megatron.optimizer import parts_of
 from slime.models.family import VALUE_HEAD_KEY, holds_heads
-from slime.options.checkpoint import LATEST, checkpoint_directory
-from slime.options.export_rules import mark_export
 from slime.options.next_tokens import check_saved_heads
-from slime.utils import aside, device
+from slime.utils import device
 from slime.utils.errors import BadInputError
 
 logger = logging.getLogger(__name__)
-
-
-def begin_save(save_dir: str | Path, rollout_id: int) -> str:
-    """An empty directory to write the checkpoint of ``rollout_id`` in; what an earlier try left there is removed.
-
-    With ``torch.distributed`` all ranks call it.
-    """
-    return str(begin_directory(checkpoint_directory(save_dir, rollout_id)))
-
-
-def commit_save(save_dir: str | Path, rollout_id: int) -> None:
-    """Give the directory of `begin_save` its name and make it the latest, each in one step.
-
-    With ``torch.distributed`` all ranks call it, each after its last write.
-    """
-    commit_directory(checkpoint_directory(save_dir, rollout_id))
-    if _is_first_rank():
-        aside.write_file(Path(save_dir, LATEST), lambda path: path.write_text(str(rollout_id)))
-    _barrier()
-
-
-def begin_directory(final: Path) -> Path:
-    """`aside.begin_directory`, where all ranks call it and see the same file system."""
-    if _is_first_rank():
-        aside.begin_directory(final)
-    _barrier()
-    return aside.unfinished(final)
-
-
-def commit_directory(final: Path) -> None:
-    """`aside.commit_directory`, where all ranks call it, each after its last write."""
-    _barrier()
-    if _is_first_rank():
-        aside.commit_directory(final)
-    _barrier()
-
-
-def commit_export(final: Path, args: Namespace, rollout_id: int) -> None:
-    """`commit_directory` of what the first rank wrote for others to load, with the mark of an export."""
-    if _is_first_rank():
-        mark_export(aside.unfinished(final), args, rollout_id)
-    commit_directory(final)
 
 
 def save_state(
@@ -174,18 +124,6 @@ def load_state(
     scheduler.step(0)  # it set the weight decay before it took that of the checkpoint
     if same_layout:
         _set_rng_state(loaded["rng_state"][0])
-
-
-# ---- directories
-
-
-def _is_first_rank() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
 
 
 # ---- state

@@ -1,9 +1,9 @@
 """What takes the place of ``GPTModel.output_layer`` on the last pipeline stage.
 
 An actor's model returns the final hidden states [1, T, h] of the whole local stream in place of logits; the loss takes
-them, with `model.head_weight`, to `log_probs.token_terms` (or to `logits`), which send back one tensor-parallel rank's
-part of their gradient: the head adds the parts up. A critic's model returns values, float32 [1, T, 1]. What a 16-bit
-model returns, Float16Module casts to float32, losslessly. Heads are modules that own their weight, because data
+them, with `model.head_weight`, to what is in `slime.training.loss.log_probs`, which sends back one tensor-parallel
+rank's part of their gradient: the head adds the parts up. A critic's model returns values, float32 [1, T, 1]. What a
+16-bit model returns, Float16Module casts to float32, losslessly. Heads are modules that own their weight, because data
 parallelism waits for parameters where a module is called.
 """
 
@@ -80,13 +80,3 @@ class ValueHead(torch.nn.Module):
         state = make_sharded_tensors_for_checkpoint(self.state_dict(keep_vars=True), prefix)
         state[f"{prefix}weight"].key = VALUE_HEAD_KEY
         return state
-
-
-def logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """All logits of this rank's columns, float32 [T, V / tp], for losses that want them; the temperature is theirs.
-
-    Args:
-        hidden: [T, h], from the model.
-        weight: [V / tp, h], `slime.backends.megatron.model.head_weight`.
-    """
-    return torch.nn.functional.linear(hidden.to(weight.dtype), weight).float()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal
 
 import torch
 from megatron.core import parallel_state
@@ -18,10 +18,9 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
-from slime.backends.megatron import checkpoint, weights_io
-from slime.backends.megatron.metrics import step_metrics
-from slime.backends.megatron.model import build_model, wrap
-from slime.backends.megatron.next_tokens import embedding_at_hand
+from slime.backends.megatron import checkpoint, model_hooks, weights_io
+from slime.backends.megatron.model import build_model, head_weight, wrap
+from slime.backends.megatron.next_tokens import embedding_at_hand, heads_loss
 from slime.backends.megatron.optimizer import (
     gradient_buffers,
     make_optimizer,
@@ -32,24 +31,21 @@ from slime.backends.megatron.optimizer import (
 from slime.options.model import stored_weights
 from slime.training.checks import check_finite
 from slime.training.memory.sleep import SleepingTensors
-from slime.training.memory.weight_sets import WeightSets
+from slime.training.memory.weight_sets import CURRENT, REFERENCE, WeightSets
 from slime.training.micro_batch import MicroBatch, Pass
+from slime.training.protocol import ColumnOf, LossOf, Report
 from slime.utils import device
 
 logger = logging.getLogger(__name__)
 
-Output = Callable[..., Any]
-"""What becomes of a micro-batch and the model's output on the last pipeline stage."""
 _OF_TOKENS = dict.fromkeys(("probs", "routing_map", "reversed_local_input_permutation_mapping"))
 """What of Megatron's all-to-all dispatcher has a row for each token."""
-CURRENT = "current"
-REFERENCE = "ref"
-TRAINED_TOKENS = "trained_tokens"
-"""What a step counts beside its metrics, of all ranks: response tokens that are in the loss."""
+_Output = Callable[Concatenate[MicroBatch, Tensor, ...], Any]
+"""`_column_for_schedule` or `_loss_for_schedule` of a column or loss: Megatron's schedules call them each in a way."""
 
 
-class Learner:
-    """The actor, or the critic; every method is collective over all ranks.
+class MegatronLearner:
+    """The actor, or the critic, as `slime.training.protocol.Learner`; every method is collective over all ranks.
 
     Attributes:
         model_chunks: the bare model, one part a virtual pipeline stage.
@@ -102,6 +98,10 @@ class Learner:
         self._sleeping_state.sleep()
         if not keep_weights:
             self._sleeping_weights.sleep()
+        if self.args.transformer_impl == "transformer_engine":
+            from slime.backends.megatron import te  # the package need not be installed
+
+            te.release_unused()
 
     def wake(self, *, weights_only: bool) -> None:
         """Undo `sleep`, or only for the weights; gradients are undefined, as they are between steps."""
@@ -126,70 +126,58 @@ class Learner:
     # ---- passes over micro-batches
 
     @torch.no_grad()
-    def keep_column(
-        self,
-        micro_batches: list[MicroBatch],
-        output: Output,
-        name: str,
-        weights: str = CURRENT,
-        before: Callable[[list[Any]], None] | None = None,
+    def compute_column(
+        self, micro_batches: list[MicroBatch], name: str, column_of: ColumnOf, weights: str = CURRENT
     ) -> None:
-        """Set a column of every micro-batch to what ``output`` makes of a forward pass, on the last pipeline stage.
-
-        Args:
-            weights: the set to pass through.
-            before: called with the model when these are in it.
-        """
+        """As `Learner`; a user's hook is called before it makes log-probs."""
         with self.weights.switched(weights):
-            if before is not None:
-                before(self.chunks)
-            results = self._pass(micro_batches, partial(_output_only, output), forward_only=True)
+            model_hooks.before_column(self.args, name, self.chunks)
+            results = self._pass(micro_batches, partial(_column_for_schedule, column_of), forward_only=True)
         for micro_batch, column in zip(micro_batches, results, strict=bool(results)):
             micro_batch.put(name, column)
 
-    def step(
-        self,
-        where: str,
-        micro_batches: list[MicroBatch],
-        loss: Output,
-        tokens: int,
-        before: Callable[[list[Any], Any, Any], None],
-    ) -> dict[str, float]:
-        """One optimizer step on the sum of ``loss`` over the micro-batches; its metrics, the same on every rank.
-
-        Args:
-            where: rollout and step, for errors.
-            loss: (micro-batch, model output) -> (scalar, metrics).
-            tokens: of this rank's samples.
-            before: called with model, optimizer and schedule when the gradients are zero.
-
-        Raises:
-            TrainingError: a loss or gradient that is not finite.
-        """
+    def forward_backward(
+        self, micro_batches: list[MicroBatch], loss: LossOf, rollout_id: int, step_id: int
+    ) -> list[Report]:
+        """As `Learner`; heads for further tokens add their own loss."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        before(self.chunks, self._optimizer, self._scheduler)
+        model_hooks.before_train_step(self.args, rollout_id, step_id, self.chunks, self._optimizer, self._scheduler)
         with embedding_at_hand(self.model_chunks):
-            reports = self._pass(micro_batches, partial(_loss_for_schedule, loss), forward_only=False)
-        trained = sum(m.num_trained for m in micro_batches)
-        metrics = step_metrics(reports, {"tokens": tokens, TRAINED_TOKENS: trained})
-        for name in (name for name in metrics if name.endswith("loss")):
-            check_finite(self.args, where, name, metrics[name])
+            return self._pass(micro_batches, partial(self._loss_for_schedule, loss), forward_only=False)
+
+    def optimizer_step(self, where: str) -> dict[str, float]:
+        """As `Learner`; overflowing float16 gradients make no step, and a warning."""
         device.rejoin()
         done, grad_norm, _ = self._optimizer.step()
         if not done:
             logger.warning(f"{where}: no optimizer step: gradients overflowed float16 and the loss scale is lowered")
-            return metrics | {f"train/{self.prefix}loss_scale_skips": 1.0}
+            return {f"train/{self.prefix}loss_scale_skips": 1.0}
         check_finite(self.args, where, "gradient norm", grad_norm)
-        metrics[f"train/{self.prefix}grad_norm"] = float(grad_norm)
+        metrics = {f"train/{self.prefix}grad_norm": float(grad_norm)}
         # How many groups there are depends on the layout, their rates do not.
         for i, rate in enumerate(dict.fromkeys(group["lr"] for group in self._optimizer.param_groups)):
             metrics[f"train/{self.prefix}lr-pg_{i}"] = rate
         self._scheduler.step(1)
         return metrics
 
-    def _pass(self, micro_batches: list[MicroBatch], output: Output, *, forward_only: bool) -> list[Any]:
+    def head_weight(self) -> torch.nn.Parameter:
+        """The output layer's weight [vocabulary / TP, h], on the last pipeline stage of an actor."""
+        return head_weight(self.chunks[-1])
+
+    def _loss_for_schedule(
+        self, loss: LossOf, micro_batch: MicroBatch, output: Tensor
+    ) -> tuple[Tensor, Tensor, Report]:
+        total, report = loss(micro_batch, output)
+        model = self.model_chunks[-1]
+        if model.next_token_heads:
+            more, own = heads_loss(self.args, micro_batch, model, head_weight(model), output)
+            total, report = total + more, report | own
+        # The weights have divided already: the count that Megatron asks for is not used.
+        return total, torch.zeros((), dtype=torch.int, device=total.device), report
+
+    def _pass(self, micro_batches: list[MicroBatch], output: _Output, *, forward_only: bool) -> list[Any]:
         """Run the model; what ``output`` made of each micro-batch on the last pipeline stage, elsewhere nothing."""
         with Pass(micro_batches, takers=len(self.chunks)) as taken:
             iterators: Any = [iter(taken) for _ in self.chunks]
@@ -242,7 +230,9 @@ def load_weights(model_chunks: list[Any], source: str) -> None:
         weights_io.load_hf(model_chunks, source)
 
 
-def _forward(output: Output, micro_batches: Iterator[MicroBatch], model: Any, *_: Any, **__: Any) -> tuple[Tensor, Any]:
+def _forward(
+    output: _Output, micro_batches: Iterator[MicroBatch], model: Any, *_: Any, **__: Any
+) -> tuple[Tensor, Any]:
     """What Megatron's schedules call: one micro-batch through one model chunk, and what to do with its output."""
     micro_batch = next(micro_batches)
     result = model(
@@ -255,14 +245,8 @@ def _forward(output: Output, micro_batches: Iterator[MicroBatch], model: Any, *_
     return result, partial(output, micro_batch)
 
 
-def _output_only(output: Output, micro_batch: MicroBatch, result: Tensor, non_loss_data: bool) -> Tensor:
-    return output(micro_batch, result)
-
-
-def _loss_for_schedule(loss: Output, micro_batch: MicroBatch, result: Tensor) -> tuple[Tensor, Tensor, Any]:
-    total, report = loss(micro_batch, result)
-    # The weights have divided already: the count that Megatron asks for is not used.
-    return total, torch.zeros((), dtype=torch.int, device=total.device), report
+def _column_for_schedule(column_of: ColumnOf, micro_batch: MicroBatch, output: Tensor, non_loss_data: bool) -> Tensor:
+    return column_of(micro_batch, output)
 
 
 def _finalize_gradients(model: list[Any], num_tokens: Any, **options: Any) -> None:

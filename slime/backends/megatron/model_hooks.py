@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel
@@ -17,6 +16,8 @@ from slime.utils.user_functions import call_user_function
 
 Model = list[Any]
 """One module a virtual pipeline stage, as the training loop calls them."""
+_STORE_PREFIXES = {"ref_log_probs": "ref_", "old_log_probs": ""}
+"""What upstream calls the columns that hold log-probs, by how it begins their names."""
 
 
 def after_init(args: Namespace) -> None:
@@ -25,30 +26,25 @@ def after_init(args: Namespace) -> None:
         call_user_function("--custom-megatron-init-path", path, {"args": args})
 
 
-def before_log_prob(args: Namespace, store_prefix: str) -> Callable[[Model], None]:
-    """What to call with the model before a pass for log-probs; ``store_prefix`` is "ref_" for the reference's."""
-
-    def call(model: Model) -> None:
-        if (path := args.custom_megatron_before_log_prob_hook_path) is not None:
-            values = {"args": args, "model": model, "store_prefix": store_prefix}
-            call_user_function("--custom-megatron-before-log-prob-hook-path", path, values)
-
-    return call
+def before_column(args: Namespace, column: str, model: Model) -> None:
+    """Call ``--custom-megatron-before-log-prob-hook-path``, if given, before a pass that makes log-probs."""
+    path = args.custom_megatron_before_log_prob_hook_path
+    if path is not None and column in _STORE_PREFIXES:
+        values = {"args": args, "model": model, "store_prefix": _STORE_PREFIXES[column]}
+        call_user_function("--custom-megatron-before-log-prob-hook-path", path, values)
 
 
-def before_train_step(args: Namespace, rollout_id: int, step_id: int) -> Callable[[Model, Any, Any], None]:
-    """What to call with model, optimizer and schedule before an optimizer step."""
-
-    def call(model: Model, optimizer: Any, scheduler: Any) -> None:
-        if (path := args.custom_megatron_before_train_step_hook_path) is not None:
-            device.rejoin()  # what it may read and change of the optimizer's state can be on its way back still
-            values = {
-                **{"args": args, "rollout_id": rollout_id, "step_id": step_id},
-                **{"model": model, "optimizer": optimizer, "opt_param_scheduler": scheduler},
-            }
-            call_user_function("--custom-megatron-before-train-step-hook-path", path, values)
-
-    return call
+def before_train_step(
+    args: Namespace, rollout_id: int, step_id: int, model: Model, optimizer: Any, scheduler: Any
+) -> None:
+    """Call ``--custom-megatron-before-train-step-hook-path``, if given, when the gradients are zero."""
+    if (path := args.custom_megatron_before_train_step_hook_path) is not None:
+        device.rejoin()  # what it may read and change of the optimizer's state can be on its way back still
+        values = {
+            **{"args": args, "rollout_id": rollout_id, "step_id": step_id},
+            **{"model": model, "optimizer": optimizer, "opt_param_scheduler": scheduler},
+        }
+        call_user_function("--custom-megatron-before-train-step-hook-path", path, values)
 
 
 def provided_stage(

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from slime.training.parallel import Parallel, Ranks
 from slime.utils import device
 
 SMALL_GROUPS = ("mp", "tp_cp", "tp_dp", "tp_dp_cp", "tp_ep_mp", "tp_ep_pp", "intra_dist_opt_instance")
@@ -57,6 +58,18 @@ def initialize_distributed(args: Namespace) -> None:
             nccl_communicator_config_path=settings,
         )
     set_seeds(args.seed)
+
+
+def neighbours() -> Parallel:
+    """This rank's, of the groups that `initialize_distributed` has built."""
+    return Parallel(
+        dp=Ranks.of(parallel_state.get_data_parallel_group()),
+        cp=Ranks.of(parallel_state.get_context_parallel_group()),
+        dp_cp=Ranks.of(parallel_state.get_data_parallel_group(with_context_parallel=True)),
+        tp=Ranks.of(parallel_state.get_tensor_model_parallel_group()),
+        pp=Ranks.of(parallel_state.get_pipeline_model_parallel_group()),
+        ep=Ranks.of(parallel_state.get_expert_model_parallel_group()),
+    )
 
 
 def sends_activations_over_all(args: Namespace) -> bool:

@@ -60,6 +60,16 @@ def token_terms(
     return log_probs, entropy if wants_entropy_gradient else entropy.detach()
 
 
+def logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """All logits of this rank's columns, float32 [T, V / tp], for losses that want them; the temperature is theirs.
+
+    Args:
+        hidden: [T, h], from the model.
+        weight: [V / tp, h], this rank's rows.
+    """
+    return torch.nn.functional.linear(hidden.to(weight.dtype), weight).float()
+
+
 class _TokenTerms(torch.autograd.Function):
     """With p the softmax, x the logits less their maximum (so p = exp(x) / total), m the mean of x under p, and g, h
     the gradients of log-prob and entropy, the gradient of the logits is

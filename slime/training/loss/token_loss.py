@@ -18,7 +18,7 @@ from slime.training.loss.correction import corrected, engine_log_probs
 from slime.training.micro_batch import MicroBatch
 
 MAXIMUM = "largest:"
-"""What the name of a maximum begins with until `slime.backends.megatron.metrics` has taken it over all ranks."""
+"""What the name of a maximum begins with until `slime.training.metrics` has taken it over all ranks."""
 
 
 @dataclass

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from slime.utils import device
 
+CURRENT = "current"
+REFERENCE = "ref"
+
 
 class WeightSets:
     """The model holds one set, named by ``current``; others wait in host memory, pinned where there is a GPU.

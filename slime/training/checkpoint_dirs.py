@@ -1,0 +1,68 @@
+"""Directories of checkpoints and of exported models: complete or absent, written by all ranks together.
+
+``SAVE/iter_0000012/`` is the state after rollout 12 and ``SAVE/latest_checkpointed_iteration.txt`` names the last one.
+A checkpoint is written in ``SAVE/.iter_0000012.tmp`` and renamed when it is whole, so that a run that dies while it
+saves leaves the one before in place.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from slime.options.checkpoint import LATEST, checkpoint_directory
+from slime.options.export_rules import mark_export
+from slime.utils import aside
+
+
+def begin_save(save_dir: str | Path, rollout_id: int) -> str:
+    """An empty directory to write the checkpoint of ``rollout_id`` in; what an earlier try left there is removed.
+
+    With ``torch.distributed`` all ranks call it.
+    """
+    return str(begin_directory(checkpoint_directory(save_dir, rollout_id)))
+
+
+def commit_save(save_dir: str | Path, rollout_id: int) -> None:
+    """Give the directory of `begin_save` its name and make it the latest, each in one step.
+
+    With ``torch.distributed`` all ranks call it, each after its last write.
+    """
+    commit_directory(checkpoint_directory(save_dir, rollout_id))
+    if _is_first_rank():
+        aside.write_file(Path(save_dir, LATEST), lambda path: path.write_text(str(rollout_id)))
+    _barrier()
+
+
+def begin_directory(final: Path) -> Path:
+    """`aside.begin_directory`, where all ranks call it and see the same file system."""
+    if _is_first_rank():
+        aside.begin_directory(final)
+    _barrier()
+    return aside.unfinished(final)
+
+
+def commit_directory(final: Path) -> None:
+    """`aside.commit_directory`, where all ranks call it, each after its last write."""
+    _barrier()
+    if _is_first_rank():
+        aside.commit_directory(final)
+    _barrier()
+
+
+def commit_export(final: Path, args: Namespace, rollout_id: int) -> None:
+    """`commit_directory` of what the first rank wrote for others to load, with the mark of an export."""
+    if _is_first_rank():
+        mark_export(aside.unfinished(final), args, rollout_id)
+    commit_directory(final)
+
+
+def _is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()

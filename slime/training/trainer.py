@@ -1,0 +1,309 @@
+"""Training on rollouts, whatever the backend: optimizer steps of the actor, and of the critic where there is one."""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime.data import TrainBatch
+from slime.options.checkpoint import find_checkpoint
+from slime.training.checks import check_finite, check_step
+from slime.training.loss import hooks
+from slime.training.loss.advantages import set_advantages
+from slime.training.loss.log_probs import logits, token_terms
+from slime.training.loss.token_loss import LOSSES, mismatch_report, reduce_tokens, value_loss
+from slime.training.memory.log import MemoryLog
+from slime.training.memory.weight_sets import REFERENCE
+from slime.training.metrics import step_metrics
+from slime.training.micro_batch import MicroBatch
+from slime.training.packing import PackLayout
+from slime.training.parallel import Parallel
+from slime.training.profiling import profiled
+from slime.training.protocol import Learner, LossOf, Report
+from slime.training.rollout_data import postprocess, save_train_data, weigh
+from slime.utils import device
+from slime.utils.hook_paths import columns_of
+
+_READS_LOG_PROBS = ("custom_advantage_function_path", "rollout_data_postprocess_path", "save_debug_train_data")
+"""Options whose readers want the log-probs before the first step, which otherwise may be its own."""
+_TRAINED_TOKENS = "trained_tokens"
+"""What a step counts beside its metrics, of all ranks: response tokens that are in the loss."""
+
+
+class RolloutTrainer:
+    """What trainers of all backends share; every method is collective over all ranks.
+
+    A backend's own joins the ranks, makes the learners, and adds how weights are exported and saved for others.
+
+    Attributes:
+        parallel: this rank's neighbours.
+        start_rollout_id, resumed_from, dp_rank, dp_size: as `slime.training.protocol.Trainer` has them.
+    """
+
+    _actor: Learner
+    _critic: Learner | None
+
+    def __init__(self, args: Namespace, parallel: Parallel, describe: Callable[[Sequence[int]], Any]) -> None:
+        """
+        Args:
+            describe: makes of the padded lengths of a stream's sequences what the backend's attention takes.
+        """
+        self.args, self.parallel = args, parallel
+        self.dp_rank, self.dp_size = parallel.dp.rank, parallel.dp.size
+        self._found = find_checkpoint(args.load) if args.load else None
+        self.start_rollout_id, self.resumed_from = 0, None
+        if self._found is not None:
+            self.start_rollout_id, self.resumed_from = self._found[1] + 1, str(self._found[0])
+        self._memory = MemoryLog()
+        self._kept_versions: list[int] = []
+        self._layout = PackLayout(parallel, device.current_device(), columns_of(args), args, describe)
+
+    # ---- device memory
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Give back the GPU's memory, but for the actor's weights if they are to stay."""
+        with self._memory.phase("sleep"):
+            self._actor.sleep(keep_weights=keep_weights)
+            if self._critic is not None:
+                self._critic.sleep(keep_weights=False)
+            device.release_unused()
+
+    def wake(self, *, weights_only: bool) -> device.Memory:
+        """Undo `sleep`, or only for the actor's weights; what was in use before."""
+        asleep = device.memory()
+        with self._memory.phase("wake"):
+            self._actor.wake(weights_only=weights_only)
+            if self._critic is not None and not weights_only:
+                self._critic.wake(weights_only=False)
+        return asleep
+
+    # ---- training
+
+    def train(self, rollout_id: int, batch: TrainBatch) -> list[dict[str, float]]:
+        """Train on this rank's part of one rollout.
+
+        Returns:
+            One dict of metrics an optimizer step, the same on every rank: ``train/*`` and ``rollout/*`` of the step,
+            and on the last also ``perf/*`` of the whole call, in seconds.
+
+        Raises:
+            TrainingError: a loss or gradient that is not finite, or a check that failed.
+        """
+        args, seconds = self.args, dict[str, float]()
+        with profiled(args, "train_overall", rollout_id), _timed(seconds, "perf/train_time"):
+            packed = self._pack(batch, seconds)
+            everything = [m for micro_batches in packed for m in micro_batches]
+            if args.loss_type != "sft_loss":
+                self.compute_log_probs(rollout_id, everything, len(packed), seconds)
+                self.compute_advantages(batch, everything, seconds)
+            self._show(rollout_id, batch, packed, seconds)
+            steps: list[dict[str, float]] = [{} for _ in packed]
+            for learner, loss, name in self._turns(rollout_id):
+                with (
+                    profiled(args, f"train_{name}", rollout_id),
+                    self._span(seconds, f"{name}_train"),
+                    learner.gathering_parameters(),
+                ):
+                    first = rollout_id == args.num_critic_only_steps
+                    for i, micro_batches in enumerate(packed):
+                        where = f"rollout {rollout_id}, step {i + 1} of {len(packed)}, {name}"
+                        reports = learner.forward_backward(micro_batches, loss, rollout_id, i)
+                        steps[i] |= self._step_metrics(where, micro_batches, reports)
+                        steps[i] |= learner.optimizer_step(where)
+                        trained = steps[i].pop(_TRAINED_TOKENS)
+                        check_step(args, where, steps[i], trained, is_first=first and i == 0)
+        total = sum(metrics.pop("tokens") for metrics in steps)
+        rate = total / seconds[f"perf/{name}_train_time"]
+        steps[-1] |= seconds | {f"perf/{name}_train_tok_per_s": rate} | self._memory.peaks()
+        return steps
+
+    def _pack(self, batch: TrainBatch, seconds: dict[str, float]) -> list[list[MicroBatch]]:
+        """The micro-batches of every step."""
+        with self._span(seconds, "pack"):
+            packed = [
+                [MicroBatch(batch, rows, step, self._layout) for rows in step.micro_batches] for step in batch.steps
+            ]
+        if self.args.custom_convert_samples_to_train_data_path is not None and self.parallel.is_last_stage:
+            weigh(batch, [m for micro_batches in packed for m in micro_batches], self.parallel.dp.group)
+        return packed
+
+    def compute_log_probs(
+        self, rollout_id: int, everything: list[MicroBatch], steps: int, seconds: dict[str, float]
+    ) -> None:
+        """Those of the reference and those before the first step, where anything needs them."""
+        args, trains_actor = self.args, self._trains_actor(rollout_id)
+        before_training = args.kl_coef != 0 or any(getattr(args, name) is not None for name in _READS_LOG_PROBS)
+        with profiled(args, "train_log_probs", rollout_id):
+            if args.needs_reference and (before_training or trains_actor):
+                with self._span(seconds, "ref_log_probs"):
+                    self._actor.compute_column(everything, "ref_log_probs", self._log_probs, REFERENCE)
+            if before_training or (trains_actor and self._loss_needs_old_log_probs(steps)):
+                with self._span(seconds, "log_probs"):
+                    self._compute_old_log_probs(rollout_id, everything)
+
+    def compute_advantages(self, batch: TrainBatch, everything: list[MicroBatch], seconds: dict[str, float]) -> None:
+        """Those of the actor, by the critic's values if there are any."""
+        if self._critic is not None:
+            with self._span(seconds, "values"):
+                self._critic.compute_column(everything, "values", _values)
+        if not self.args.disable_compute_advantages_and_returns and self.parallel.is_last_stage:
+            with self._span(seconds, "advantages"):
+                set_advantages(self.args, batch, everything, self.parallel.dp.group)
+
+    def _show(
+        self, rollout_id: int, batch: TrainBatch, packed: list[list[MicroBatch]], seconds: dict[str, float]
+    ) -> None:
+        """Let a user's function change what is trained on, and whoever wants to debug it read it."""
+        args, everything = self.args, [m for micro_batches in packed for m in micro_batches]
+        if args.rollout_data_postprocess_path is not None and self.parallel.is_last_stage:
+            with self._span(seconds, "postprocess"):
+                postprocess(args, rollout_id, batch, everything, self.parallel.dp.group)
+        if args.save_debug_train_data is not None:
+            with self._span(seconds, "save_debug"):
+                save_train_data(args, rollout_id, packed, self.parallel.named())
+        for micro_batch in everything:
+            micro_batch.unload()
+
+    def _turns(self, rollout_id: int) -> Iterator[tuple[Learner, LossOf, str]]:
+        """Who learns from this rollout, by which loss: the critic, and after its own first rollouts the actor."""
+        if self._critic is not None:
+            yield self._critic, self._value_loss, "critic"
+        if self._trains_actor(rollout_id):
+            yield self._actor, self._loss, "actor"
+
+    def _trains_actor(self, rollout_id: int) -> bool:
+        return rollout_id >= self.args.num_critic_only_steps
+
+    def _step_metrics(self, where: str, micro_batches: list[MicroBatch], reports: list[Report]) -> dict[str, float]:
+        """Of all ranks, with a loss that is finite."""
+        tokens, trained = sum(sum(m.lengths) for m in micro_batches), sum(m.num_trained for m in micro_batches)
+        metrics = step_metrics(reports, {"tokens": tokens, _TRAINED_TOKENS: trained}, self.parallel)
+        for name, value in metrics.items():
+            if name.endswith("loss"):
+                check_finite(self.args, where, name, value)
+        return metrics
+
+    @contextmanager
+    def _span(self, seconds: dict[str, float], name: str) -> Iterator[None]:
+        """Note the time of a phase of training, and its memory."""
+        with self._memory.phase(name), _timed(seconds, f"perf/{name}_time"):
+            yield
+
+    # ---- log-probs of older weights
+
+    def _keep_version(self, version: int) -> None:
+        """Keep the actor's weights while a rollout may have been generated by them that is not too stale."""
+        if version in self._kept_versions:  # its push failed and is made again
+            return
+        self._actor.weights.keep(_version_name(version))
+        self._kept_versions.append(version)
+        while self._kept_versions[0] < version - self.args.max_weight_staleness:
+            self._actor.weights.drop(_version_name(self._kept_versions.pop(0)))
+
+    def _compute_old_log_probs(self, rollout_id: int, micro_batches: list[MicroBatch]) -> None:
+        """Log-probs of each token by the weights that generated it, or by the present ones where these are not kept."""
+        self._actor.compute_column(micro_batches, "old_log_probs", self._log_probs)
+        for version in self._older_versions(rollout_id, micro_batches):
+            before = [m.old_log_probs for m in micro_batches]
+            self._actor.compute_column(micro_batches, "old_log_probs", self._log_probs, _version_name(version))
+            for m, other in zip(micro_batches, before, strict=True):
+                if other is not None and m.old_log_probs is not None and m.weight_versions is not None:
+                    m.old_log_probs = torch.where(m.weight_versions == version, m.old_log_probs, other)
+
+    def _older_versions(self, rollout_id: int, micro_batches: list[MicroBatch]) -> list[int]:
+        """Kept versions, other than the present one, that made tokens of any rank; the same on every rank."""
+        kept = [version for version in self._kept_versions if version != rollout_id]
+        versions = [m.weight_versions for m in micro_batches if m.weight_versions is not None]
+        if not kept or not versions:
+            return []
+        made = torch.cat(versions)
+        used = torch.stack([(made == version).any() for version in kept]).int()
+        dist.all_reduce(used, dist.ReduceOp.MAX)
+        return [version for version, is_used in zip(kept, used.tolist(), strict=True) if is_used]
+
+    def _loss_needs_old_log_probs(self, steps: int) -> bool:
+        """Whether they take a pass of their own: otherwise the first step's, which is on policy, are the same."""
+        if self.args.loss_type == "custom_loss":
+            return True
+        return (steps > 1 and not self.args.use_rollout_logprobs) or self.args.keep_old_actor
+
+    # ---- what becomes of the models' outputs
+
+    def _terms(self, micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return token_terms(
+            hidden[0],
+            self._actor.head_weight(),
+            micro_batch.labels,
+            vocab_size=self.args.vocab_size,
+            temperature=self.args.rollout_temperature,
+            group=self.parallel.tp.group,
+            chunk_size=self.args.log_probs_chunk_size,
+            wants_entropy_gradient=self.args.entropy_coef != 0 or self.args.loss_type == "custom_loss",
+        )
+
+    def _log_probs(self, micro_batch: MicroBatch, hidden: Tensor) -> Tensor:
+        return self._terms(micro_batch, hidden)[0]
+
+    def _loss(self, micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Report]:
+        if self.args.loss_type == "custom_loss":
+            weight = self._actor.head_weight()
+            total, report = hooks.custom_loss(
+                self.args,
+                micro_batch,
+                lambda: logits(hidden[0], weight)[None],
+                lambda: self._terms(micro_batch, hidden),
+                reached=(hidden, weight),
+            )
+            return total, mismatch_report(micro_batch) | report
+        loss = LOSSES[self.args.loss_type](self.args, micro_batch, *self._terms(micro_batch, hidden))
+        return reduce_tokens(loss, micro_batch)
+
+    def _value_loss(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Report]:
+        loss = value_loss(self.args, micro_batch, _values(micro_batch, output))
+        return reduce_tokens(loss, micro_batch, "train/critic-value_loss")
+
+    # ---- weights
+
+    def use_weights(self, name: str) -> None:
+        """Put a set of the actor's weights into the model: ``"current"`` or ``"ref"``."""
+        self._actor.weights.switch(name)
+
+    def pushing(self) -> AbstractContextManager[None]:
+        """What is around a push of `export_buckets`, so that its memory is told of."""
+        return self._memory.phase("push")
+
+    def save(self, directory: str) -> None:
+        """Write everything that the actor continues from into an existing empty directory."""
+        with self._memory.phase("save"):
+            self._actor.save(directory)
+
+    def save_critic(self, directory: str) -> None:
+        """The same of the critic."""
+        assert self._critic is not None
+        with self._memory.phase("save"):
+            self._critic.save(directory)
+
+
+def _version_name(version: int) -> str:
+    return f"version {version}"
+
+
+def _values(micro_batch: MicroBatch, output: Tensor) -> Tensor:
+    return output[0, :, 0].float()
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Not of what goes on beside: optimizer state that wakes during the first passes."""
+    device.finish()
+    started = time.perf_counter()
+    yield
+    device.finish()
+    seconds[name] = time.perf_counter() - started
