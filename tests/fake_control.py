@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slime.backends.sglang.client import EngineError
+from slime.weights import EngineAddress
 
 
 class FakeControl:
@@ -13,7 +16,8 @@ class FakeControl:
 
     url = "http://127.0.0.1:1"
 
-    def __init__(self) -> None:
+    def __init__(self, url: str = url) -> None:
+        self.url = url
         self.loaded: list[str] = []
         self.version = ""
         self.refuses = False
@@ -40,8 +44,7 @@ class Dying(FakeControl):
     """An engine that notes the order of its calls and dies in the one it is told."""
 
     def __init__(self, url: str, dies_in: str = "") -> None:
-        super().__init__()
-        self.url = url
+        super().__init__(url)
         self.calls: list[str] = []
         self._dies_in = dies_in
 
@@ -57,3 +60,23 @@ class Dying(FakeControl):
                 self.version = args[0]
 
         return call
+
+
+@dataclass(frozen=True)
+class FakeAddress(EngineAddress):
+    """Where a stand-in is."""
+
+    engine: Any = None
+
+    def control(self, timeout: float) -> Any:
+        return self.engine
+
+
+def addresses_of(engines: Sequence[Any], sizes: Sequence[int] = ()) -> list[EngineAddress]:
+    """Of stand-ins that lie side by side, each of one slot or of as many as ``sizes`` says."""
+    sizes = sizes or [1] * len(engines)
+    firsts = [sum(sizes[:index]) for index in range(len(sizes))]
+    return [
+        FakeAddress(engine.url, size, first_slot=first, engine=engine)
+        for engine, size, first in zip(engines, sizes, firsts, strict=True)
+    ]

@@ -13,6 +13,7 @@ import ray
 
 from slime.options.schema import flag_named
 from slime.ray.supervision import Deadline, RunError, Supervisor
+from slime.weights import EngineAddress
 
 _TIME = "%Y-%m-%d %H:%M:%S"
 _HEAD_LINES, _LOG_LINES = 2, 15
@@ -42,7 +43,7 @@ class Engines:
         self._args = args
         self._supervisor = supervisor
         self._actors: dict[int, Any] = {}
-        self._urls: dict[int, str] = {}
+        self._addresses: dict[int, EngineAddress] = {}
         self._manager: Any = None
         self._deaths: dict[int, _Death] = {}
         self._told: set[int] = set()
@@ -61,14 +62,14 @@ class Engines:
             if rank not in self._deaths
         }
 
-    def survive(self, urls: list[str], manager: Any) -> None:
+    def survive(self, addresses: list[EngineAddress], manager: Any) -> None:
         """From now on go on without an engine that dies, as long as there is another.
 
         Args:
-            urls: of all engines, by rank.
+            addresses: of all engines, by rank.
             manager: the rollout manager, whose router then sends no more requests there.
         """
-        self._urls, self._manager = dict(enumerate(urls)), manager
+        self._addresses, self._manager = dict(enumerate(addresses)), manager
 
     @property
     def living(self) -> list[Any]:
@@ -83,14 +84,14 @@ class Engines:
         """The answers of all that live when the call is over."""
         return self._supervisor.wait(self.begin(method, *values), phase, limit)
 
-    def push(self, version: int, publish: Callable[[list[str]], dict[str, float]]) -> dict[str, float]:
+    def push(self, version: int, publish: Callable[[list[EngineAddress]], dict[str, float]]) -> dict[str, float]:
         """Push weights to those that live, and say once of each other that it was skipped.
 
         A push during which an engine dies leaves the others paused, with weights of two versions: it is made again as a
         whole, without that engine.
 
         Args:
-            publish: pushes to all engines but those of these URLs.
+            publish: pushes to these engines.
 
         Raises:
             RunError: the push failed although no engine died, or none is left.
@@ -102,7 +103,7 @@ class Engines:
                     _warn(f"push of version {version}: skipped {_name(rank)}, which was lost at {death.when}")
             self._told |= self._deaths.keys()
             try:
-                return publish([self._urls[rank] for rank in self._deaths])
+                return publish([each for rank, each in self._addresses.items() if rank not in self._deaths])
             except RunError as error:
                 if len(self.living) == alive:
                     self._examine(f"push of version {version}: {error}".splitlines()[0])
@@ -136,7 +137,7 @@ class Engines:
         # It owns the server's supervisor, which ends what is left of the tree when its owner goes, and the actors of
         # the engine's other nodes, which Ray ends likewise.
         ray.kill(self._actors[rank])
-        removed = self._manager.remove_engine.remote(self._urls[rank])
+        removed = self._manager.remove_engine.remote(self._addresses[rank].url)
         self._supervisor.expect("the rollout manager", removed, f"deregister {_name(rank)}")
         _warn(
             f"{lines[0]}; going on with {len(self.living)} of {len(self._actors)} engines, which get its "

@@ -164,8 +164,7 @@ class Run:
             engines = dict(zip(urls, self._engines.living, strict=True))
             started = {"the router": self._manager.register.remote(opened, engines, reward_urls)}
             self._wait(started, _START_ROUTER, self._limit("engine_start_timeout", _MARGIN_S))
-            self._connect_trainers(urls, keys)
-            self._engines.survive(urls, self._manager)
+            self._engines.survive(self._addresses(urls, keys), self._manager)
         going_on = f", going on after rollout {args.start_rollout_id}" if args.start_rollout_id else ""
         print(f"started in {time.monotonic() - began:.0f} s{going_on}", flush=True)
 
@@ -224,12 +223,10 @@ class Run:
                 places = " and ".join(missing.values())
                 print(f"nothing is left to train; wrote {places}, missing after rollout {first}", flush=True)
 
-    def _connect_trainers(self, urls: list[str], keys: tuple[str, str] | None) -> None:
-        args = self.args
+    def _addresses(self, urls: list[str], keys: tuple[str, str] | None) -> list[EngineAddress]:
         generate_key, admin_key = keys or (None, None)
-        addresses = [EngineAddress(url, args.rollout_num_gpus_per_engine, generate_key, admin_key) for url in urls]
-        limit = self._limit("weight_update_timeout", _MARGIN_S)
-        self._all_trainers("connect", "connect trainers to engines", limit, addresses)
+        width = self.args.rollout_num_gpus_per_engine
+        return [EngineAddress(url, width, generate_key, admin_key, rank * width) for rank, url in enumerate(urls)]
 
     def _stop(self) -> None:
         """Orderly where it works, by force where it does not; supervisors and the janitor see to the rest."""
@@ -317,8 +314,8 @@ class Run:
             return
         phase, limit = f"push weights of version {version}", self._limit("weight_update_timeout", _MARGIN_S)
 
-        def publish(gone: list[str]) -> dict[str, float]:
-            answers: list[dict[str, float]] = self._all_trainers("publish", phase, limit, version, gone)
+        def publish(engines: list[EngineAddress]) -> dict[str, float]:
+            answers: list[dict[str, float]] = self._all_trainers("publish", phase, limit, version, engines)
             return answers[0]
 
         with self._turns.pushing():

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
@@ -28,6 +28,9 @@ from slime.utils.storage import writing
 from slime.utils.stores import NODE_ADDRESS_VARIABLE, RENDEZVOUS, serve_store
 from slime.weights import EngineAddress
 
+if TYPE_CHECKING:
+    from slime.weights.publisher import WeightPublisher
+
 _ROLLOUT_STATE = "rollout_state.pt"
 _STILL_WHOLE = "earlier checkpoints are whole"
 _STORE_IS_THERE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -44,6 +47,7 @@ class TrainActor:
         self._rank = rank
         self._store: TCPStore | None = None
         self._trainer: Trainer  # from `start` on
+        self._publisher: WeightPublisher | None = None
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local_rank(gpu)))
 
     @ray.method(concurrency_group="watch")
@@ -89,17 +93,6 @@ class TrainActor:
         """Which data-parallel shard this rank trains on."""
         return self._trainer.dp_rank
 
-    def connect(self, engines: list[EngineAddress]) -> None:
-        """Prepare the weight transport to ``engines``."""
-        from slime.weights import make_publisher
-        from slime.weights.float8 import Float8Blocks
-        from slime.weights.tensor import own_experts_do
-
-        self._float8 = Float8Blocks.of(Path(self._args.hf_checkpoint))
-        self._own_experts = own_experts_do(self._args, engines)
-        self._publisher = make_publisher(self._args, self._rank, engines)
-        self._publisher.connect()
-
     def sleep(self, keep_weights: bool) -> None:
         """Give the GPU memory of everything but, if they are to be pushed, the actor's weights."""
         self._trainer.sleep(keep_weights=keep_weights)
@@ -108,14 +101,22 @@ class TrainActor:
         """Undo `sleep`, or only for the actor's weights; what was in use before."""
         return self._trainer.wake(weights_only=weights_only)
 
-    def publish(self, version: int, gone: list[str]) -> dict[str, float]:
-        """Push the present weights as ``version`` to every engine but those of the URLs ``gone``, which have died."""
+    def publish(self, version: int, engines: list[EngineAddress]) -> dict[str, float]:
+        """Push the present weights as ``version`` to these engines, which may be others than the last time."""
+        from slime.weights import make_publisher
+        from slime.weights.float8 import Float8Blocks
+        from slime.weights.tensor import own_experts_do
+
         started = time.monotonic()  # with the agreement of the ranks on who has what, before engines pause
-        checks = self._own_experts and self._args.check_weight_update_equal
+        if self._publisher is None:
+            self._publisher = make_publisher(self._args, self._rank)
+            self._float8 = Float8Blocks.of(Path(self._args.hf_checkpoint))
+        own_experts = own_experts_do(self._args, engines)
+        checks = own_experts and self._args.check_weight_update_equal
         with self._trainer.pushing():
-            buckets = self._export(version, own_experts=self._own_experts)
+            buckets = self._export(version, own_experts=own_experts)
             whole = self._export(version, own_experts=False) if checks else None
-            figures = self._publisher.publish(version, buckets, gone, whole)
+            figures = self._publisher.publish(version, buckets, engines, whole)
         return {
             "perf/update_weights_time": time.monotonic() - started,
             "perf/update_weights_paused_time": figures["paused_seconds"],
@@ -158,7 +159,7 @@ class TrainActor:
 
     def stop(self) -> None:
         """Leave the transport's process groups."""
-        if hasattr(self, "_publisher"):
+        if self._publisher is not None:
             self._publisher.close()
 
 

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 __all__ = ["EngineAddress", "make_publisher"]
 
 
-def make_publisher(args: Namespace, rank: int, engines: list[EngineAddress]) -> WeightPublisher:
+def make_publisher(args: Namespace, rank: int) -> WeightPublisher:
     """The publisher for training rank ``rank``: of adapters with ``--lora-sync adapter``, otherwise of
-    ``args.update_weight_transport``; call its ``connect`` next."""
+    ``args.update_weight_transport``. It meets engines when it first publishes to them."""
     # Imported here: a driver needs the addresses only, and not torch.
     from slime.weights.adapter import AdapterPublisher
     from slime.weights.disk import DiskPublisher
@@ -28,5 +28,5 @@ def make_publisher(args: Namespace, rank: int, engines: list[EngineAddress]) -> 
         "disk": DiskPublisher,
     }
     if args.lora_sync == "adapter":
-        return AdapterPublisher(args, rank, engines)
-    return publishers[args.update_weight_transport](args, rank, engines)
+        return AdapterPublisher(args, rank)
+    return publishers[args.update_weight_transport](args, rank)

@@ -11,7 +11,6 @@ import torch
 from slime.backends.sglang.client import EngineControl
 from slime.models import family_of, hf_config
 from slime.models.adapters import completed, peft_config
-from slime.weights.engines import EngineAddress
 from slime.weights.equality import digest
 from slime.weights.hf_directory import NamedTensors
 from slime.weights.publisher import WeightPublisher
@@ -29,9 +28,8 @@ class AdapterPublisher(WeightPublisher):
     pauses_for_buckets = False
     engines_check = True
 
-    def __init__(self, args: Namespace, rank: int, engines: list[EngineAddress]) -> None:
-        super().__init__(args, rank, engines)
-        self._ranks = {engine.url: engine.num_gpus for engine in engines}
+    def __init__(self, args: Namespace, rank: int) -> None:
+        super().__init__(args, rank)
         self._tensors: dict[str, torch.Tensor] = {}
         self._payload = ""
         self._checksums: dict[str, str] | None = None
@@ -55,15 +53,16 @@ class AdapterPublisher(WeightPublisher):
         self._checksums = {name: digest(tensor) for name, tensor in tensors.items()} if check else None
 
     def _complete(self, version: int) -> None:
-        self.each_engine("push", self._replace)
+        ranks = {engine.url: engine.num_gpus for engine in self.engines}
+        self.each_engine("push", lambda control: self._replace(control, ranks[control.url]))
         self._payload = ""
 
-    def _replace(self, control: EngineControl) -> None:
+    def _replace(self, control: EngineControl, ranks: int) -> None:
         args = self.args
         config = peft_config(args.lora_rank, args.lora_alpha, args.hf_checkpoint, args.lora_modules)
         if control.has_adapter():
             control.unload_adapter()
-        control.load_adapter(config, [self._payload] * self._ranks[control.url], self._checksums)
+        control.load_adapter(config, [self._payload] * ranks, self._checksums)
 
     def _abandon(self) -> None:
         self._tensors, self._payload = {}, ""

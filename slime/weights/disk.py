@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from slime.utils.user_functions import call_user_function
-from slime.weights.engines import EngineAddress
 from slime.weights.hf_directory import HFDirectoryWriter, NamedTensors, load_format, weights_directory, weights_flag
 from slime.weights.publisher import WeightPublisher
 
@@ -22,8 +21,8 @@ class DiskPublisher(WeightPublisher):
 
     pauses_for_buckets = False
 
-    def __init__(self, args: Namespace, rank: int, engines: list[EngineAddress]) -> None:
-        super().__init__(args, rank, engines)
+    def __init__(self, args: Namespace, rank: int) -> None:
+        super().__init__(args, rank)
         self._root = weights_directory(args)
         self._writer: HFDirectoryWriter | None = None
         self._written = self._root
@@ -42,7 +41,7 @@ class DiskPublisher(WeightPublisher):
         assert self._writer is not None
         directory = self._written = self._writer.commit()
         if (path := self.args.custom_update_weight_post_write_path) is not None:
-            values = {"args": self.args, "version_dir": str(directory), "rollout_engines": self.living}
+            values = {"args": self.args, "version_dir": str(directory), "rollout_engines": self.engines}
             call_user_function("--custom-update-weight-post-write-path", path, values)
 
     def _complete(self, version: int) -> None:

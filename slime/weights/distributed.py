@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from slime.backends.sglang.client import EngineError
+from slime.backends.sglang.client import EngineControl, EngineError
 from slime.utils import device
 from slime.utils.http_utils import LOOPBACK, PortReservation, host_ip, host_port
 from slime.utils.stores import NODE_ADDRESS_VARIABLE
@@ -32,28 +32,32 @@ _group_numbers = itertools.count()
 class DistributedPublisher(WeightPublisher):
     """Rank 0 broadcasts each bucket as one flat tensor; the other training ranks have no part in it."""
 
-    def __init__(self, args: Namespace, rank: int, engines: list[EngineAddress]) -> None:
-        super().__init__(args, rank, engines)
+    def __init__(self, args: Namespace, rank: int) -> None:
+        super().__init__(args, rank)
         self._group: dist.ProcessGroup | None = None
         self._group_name = ""
-        self._members: list[EngineAddress] = []
+        self._members: dict[EngineAddress, EngineControl] = {}
 
-    def _open(self) -> None:
-        if self.rank != 0:
-            return
-        self._close()
+    def _prepare(self, version: int) -> None:
+        if self._group is None or list(self._members) != self.engines:
+            # One that left may be dead: nothing more can be done in this group.
+            self._abandon()
+            self._meet()
+
+    def _meet(self) -> None:
+        """Open a group of this process and all ranks of all engines."""
         # A name of its own for each group: torch refuses one that this process, or a living engine, has used before.
         self._group_name = f"slime-weights-{os.getpid()}-{next(_group_numbers)}"
-        loopback = all(control.url.startswith(("http://127.", "http://[::1]")) for control in self.controls)
+        loopback = all(engine.url.startswith(("http://127.", "http://[::1]")) for engine in self.engines)
         # Where the run reaches this host, which may have other addresses that the engines cannot reach.
         own = os.environ.get(NODE_ADDRESS_VARIABLE) or os.environ.get("MASTER_ADDR") or host_ip()
         host = LOOPBACK if loopback else own
         reservation = PortReservation(host)
-        self._members = self.living
-        world_size = 1 + sum(engine.num_gpus for engine in self._members)
+        self._members = dict(self.controls)
+        world_size = 1 + sum(engine.num_gpus for engine in self.engines)
         calls: dict[str, Any] = {}
         offset = 1
-        for engine, control in zip(self._members, self.controls, strict=True):
+        for engine, control in self.controls.items():
             calls[engine.url] = lambda control=control, offset=offset: control.init_weights_update_group(
                 master_address=host,
                 master_port=reservation.port,
@@ -74,12 +78,6 @@ class DistributedPublisher(WeightPublisher):
         finally:
             reservation.close()
 
-    def _prepare(self, version: int) -> None:
-        if self._group is None or self._members != self.living:
-            # A member has died: nothing more can be done in this group.
-            self._abandon()
-            self._open()
-
     def _deliver(self, bucket: NamedTensors, staged: Any) -> Wait:
         # The engine lays the tensors out one after another without padding: larger element sizes first keeps every
         # one of them aligned.
@@ -88,14 +86,14 @@ class DistributedPublisher(WeightPublisher):
         device.synchronize()  # the stream that sends it does not wait for this one
         remaining = max(1.0, self._deadline - time.monotonic())
         calls: dict[str, Any] = {
-            control.url: functools.partial(
+            engine.url: functools.partial(
                 control.update_weights_from_distributed,
                 names=[name for name, _ in ordered],
                 dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in ordered],
                 shapes=[list(tensor.shape) for _, tensor in ordered],
                 group_name=self._group_name,
             )
-            for control in self.controls
+            for engine, control in self.controls.items()
         }
         # In a thread as well: NCCL's first collective of a group does not return before every engine is in it too, not
         # even an asynchronous one; and this thread goes on to the trainers' next gather. No engine has a part in that,
@@ -130,10 +128,20 @@ class DistributedPublisher(WeightPublisher):
         """Have the engines leave, those that still answer; the group that this side has yet to leave."""
         group, self._group = self._group, None
         if group is not None:
+
+            def leave(*, still_pushed_to: bool) -> Wait:
+                calls = {
+                    engine.url: functools.partial(
+                        control.destroy_weights_update_group, self._group_name, _LEAVE_TIMEOUT_S
+                    )
+                    for engine, control in self._members.items()
+                    if (engine in self.engines) == still_pushed_to
+                }
+                return start_all(calls, _CLOSE_S, "leave", settle=True)
+
+            leave(still_pushed_to=False)  # not waited for: they may be dead
             with contextlib.suppress(EngineError):
-                self.each_engine(
-                    "leave", lambda c: c.destroy_weights_update_group(self._group_name, _LEAVE_TIMEOUT_S), _CLOSE_S
-                )
+                leave(still_pushed_to=True)()
         return group
 
 

@@ -16,12 +16,20 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class EngineAddress:
-    """One engine, as a trainer reaches it."""
+    """One engine, as a trainer reaches it. An engine that takes the place of another is a new one, with a URL of its
+    own."""
 
     url: str
     num_gpus: int
     generate_key: str | None = field(default=None, repr=False)  # messages may show the rest
     admin_key: str | None = field(default=None, repr=False)
+    first_slot: int = 0
+    """Of its devices, counted over those of the trainers; where they have others it says nothing."""
+
+    @property
+    def slots(self) -> range:
+        """Those of its ranks, in their order. Of a slot that trains and generates, training rank r has the r-th."""
+        return range(self.first_slot, self.first_slot + self.num_gpus)
 
     def control(self, timeout: float) -> EngineControl:
         """A client whose every call ends within ``timeout`` seconds."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import time
 from argparse import Namespace
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,10 @@ class _Update:
 class WeightPublisher:
     """Brings the trainer's weights to every engine. Every training rank has one; rank 0's talks to the engines.
 
+    Each publication names the engines that it is for. They may be others than the last time: a transport opens what it
+    has to those that joined, which get everything like the others, and gives up what it has to those that left, which
+    may be dead.
+
     A transport overrides `_open`, `_close`, `_stage` (collective, every rank) and `_deliver` (rank 0). At most one
     delivery is under way: it begins when the one before has ended, and goes on while the next bucket is gathered and
     staged. So `_stage` must not write what the latest delivery reads; what earlier ones have read is free.
@@ -61,37 +65,27 @@ class WeightPublisher:
     engines_check = False
     """Whether the engines themselves compare what they get with the trainer's digests."""
 
-    def __init__(self, args: Namespace, rank: int, engines: list[EngineAddress]) -> None:
+    def __init__(self, args: Namespace, rank: int) -> None:
         """
         Args:
             args: the run's options.
             rank: this process's rank among the trainers.
-            engines: in the order of their slots; the same list on every rank.
         """
         self.args = args
         self.rank = rank
-        self.engines = engines
-        self.living = engines
-        """Those that no `publish` was told to leave out."""
+        self.engines: list[EngineAddress] = []
+        """Those of the present or the latest publication."""
         self.timeout: float = args.weight_update_timeout
-        self.controls: list[EngineControl] = [engine.control(self.timeout) for engine in engines] if rank == 0 else []
+        self.controls: dict[EngineAddress, EngineControl] = {}
+        """Of these, on rank 0."""
         self._version = -1
         self._deadline = 0.0
-
-    def connect(self) -> None:
-        """Prepare the transport; collective over the training ranks.
-
-        Raises:
-            EngineError: an engine did not take part; it names engine and phase.
-        """
-        self._deadline = time.monotonic() + self.timeout
-        self._open()
 
     def publish(
         self,
         version: int,
         buckets: Iterable[NamedTensors],
-        gone: Collection[str] = (),
+        engines: Sequence[EngineAddress],
         whole: Iterable[NamedTensors] | None = None,
     ) -> dict[str, float]:
         """Push weights; collective over the training ranks.
@@ -105,7 +99,7 @@ class WeightPublisher:
             buckets: the same names and shapes on every rank, each a full tensor on this rank's device; a bucket is not
                 used after the next one has been asked for. Where `tensor.own_experts_do` says so, each rank's experts
                 are its own, as many as any other's.
-            gone: the URLs of engines that have died: left out, now and later; the same on every rank.
+            engines: all that are to have these weights, at least one; the same on every rank.
             whole: the same weights with all tensors on rank 0, for ``--check-weight-update-equal``, where ``buckets``
                 have a rank's own experts.
 
@@ -113,7 +107,7 @@ class WeightPublisher:
             ``paused_seconds`` without generation, ``bytes`` to each rank of an engine.
 
         Raises:
-            ValueError: a version that does not grow.
+            ValueError: a version that does not grow; engines that the transport does not reach.
             EngineError: it names engine, phase and version; on the ranks that took part in what failed, which is
                 rank 0 unless the buckets could not be made. The engines' weights are then undefined.
             torch.OutOfMemoryError: instead, where they do not fit into this rank's GPU.
@@ -121,10 +115,13 @@ class WeightPublisher:
         # The others do not know whether rank 0 has failed.
         if self.rank == 0 and version <= self._version:
             raise ValueError(f"weight version {version} does not grow: {self._version} was published before")
-        self.living = [engine for engine in self.living if engine.url not in gone]
-        self.controls = [control for control in self.controls if control.url not in gone]
         start = time.monotonic()
         self._deadline = start + self.timeout
+        self.engines = list(engines)
+        if self.rank == 0:
+            known = self.controls
+            self.controls = {each: known.get(each) or each.control(self.timeout) for each in engines}
+        self._open()
         update = _Update(version)
         failure = self._attempt(lambda: self._begin(update))
         try:
@@ -160,13 +157,13 @@ class WeightPublisher:
         self._close()
 
     def _open(self) -> None:
-        """Prepare the transport (every rank)."""
+        """Prepare what ranks need among each other for `engines` (every rank; collective), if it is not there yet."""
 
     def _close(self) -> None:
-        """Undo `_open`; must not raise for engines that are gone."""
+        """Undo `_open` and `_prepare`; must not raise for engines that are gone."""
 
     def _prepare(self, version: int) -> None:
-        """Before the first bucket (rank 0)."""
+        """Before the first bucket (rank 0); here engines that joined are met."""
 
     def _stage(self, bucket: NamedTensors) -> Any:
         """Make a bucket ready (every rank; may be collective); its result goes to `_deliver` on rank 0."""
@@ -203,7 +200,7 @@ class WeightPublisher:
     ) -> Callable[[], dict[str, Any]]:
         """Begin what `each_engine` does; what waits for it and returns the results."""
         remaining = max(0.0, self._deadline - time.monotonic()) if timeout is None else timeout
-        calls = {control.url: functools.partial(call, control) for control in self.controls}
+        calls = {engine.url: functools.partial(call, control) for engine, control in self.controls.items()}
         # Others may still be reading the buffer or the files that are given up after a failure.
         return start_all(calls, remaining, phase, settle=True)
 

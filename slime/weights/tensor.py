@@ -11,7 +11,7 @@ import functools
 import io
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from itertools import groupby
 from multiprocessing.reduction import ForkingPickler
@@ -103,14 +103,14 @@ def flat_parts(layout: list[SimpleNamespace], bucket: NamedTensors) -> Iterator[
         yield first.start_idx, view.set_(tensor.untyped_storage(), start, (nbytes,), (1,))
 
 
-def own_experts_do(args: Namespace, engines: list[EngineAddress]) -> bool:
+def own_experts_do(args: Namespace, engines: Sequence[EngineAddress]) -> bool:
     """Whether every engine rank computes with just those experts that the training rank beside it trains.
 
     Then none of them need be gathered, nor be brought to engine ranks that would drop them. Both sides divide experts
     evenly and in order; what differs is which ranks cut an expert among them.
 
     Args:
-        engines: in the order of their slots, of which training rank r has the r-th.
+        engines: of one push.
     """
     size, cut = args.expert_model_parallel_size, args.expert_tensor_parallel_size
     placed = {"sglang_ep_size": size} | _EXPERTS_IN_ORDER
@@ -119,8 +119,12 @@ def own_experts_do(args: Namespace, engines: list[EngineAddress]) -> bool:
     if any(getattr(args, name, value) != value for name, value in placed.items()):
         return False
     # A rank of an engine computes with the experts that it counts itself among the first, second, ... to have.
-    theirs = [rank * size // engine.num_gpus for engine in engines for rank in range(engine.num_gpus)]
-    return theirs == [slot // cut % size for slot in range(len(theirs))]
+    placed_alike = (
+        rank * size // engine.num_gpus == slot // cut % size
+        for engine in engines
+        for rank, slot in enumerate(engine.slots)
+    )
+    return all(placed_alike)
 
 
 class TensorPublisher(WeightPublisher):
@@ -130,25 +134,24 @@ class TensorPublisher(WeightPublisher):
     of an engine's payloads go to its one address; of several nodes too, each of its ranks opens that of its own slot.
     """
 
-    def __init__(self, args: Namespace, rank: int, engines: list[EngineAddress]) -> None:
-        super().__init__(args, rank, engines)
-        self._slots = 0
-        self._slots_of: dict[str, range] = {}
-        for engine in engines:
-            self._slots_of[engine.url] = range(self._slots, self._slots + engine.num_gpus)
-            self._slots += engine.num_gpus
+    def __init__(self, args: Namespace, rank: int) -> None:
+        super().__init__(args, rank)
         self._group: dist.ProcessGroup | None = None
         self._buffers: list[SharedBuffer | None] = [None, None]
         """Filled in turns: meanwhile engines may be loading from the other one."""
 
     def _open(self) -> None:
         world_size = trainer_world_size()
-        if world_size < self._slots:
+        slots = [slot for engine in self.engines for slot in engine.slots]
+        if world_size <= max(slots):
             raise ValueError(
                 f"--update-weight-transport tensor needs a training rank beside each engine rank, but there are "
-                f"{world_size} training and {self._slots} engine ranks; use --update-weight-transport distributed"
+                f"{world_size} training ranks and an engine rank in slot {max(slots)}, counted from 0; use "
+                f"--update-weight-transport distributed"
             )
-        if world_size > 1:
+        if len(set(slots)) < len(slots):
+            raise ValueError(f"engines share slots: {', '.join(f'{e.url} has {e.slots}' for e in self.engines)}")
+        if world_size > 1 and self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
 
     def _close(self) -> None:
@@ -169,7 +172,7 @@ class TensorPublisher(WeightPublisher):
 
     def _serves(self) -> bool:
         """Whether this rank's slot has an engine that lives: torch keeps memory of a GPU whose handle nobody opens."""
-        return any(self.rank in self._slots_of[engine.url] for engine in self.living)
+        return any(self.rank in engine.slots for engine in self.engines)
 
     def _fill(self, bucket: NamedTensors) -> str:
         layout, size = flat_layout(bucket)
@@ -184,8 +187,10 @@ class TensorPublisher(WeightPublisher):
         return serialize({"flattened_tensor": flat, "metadata": layout}, buffer.reduce)
 
     def _deliver(self, bucket: NamedTensors, staged: list[str]) -> Wait:
+        slots = {engine.url: engine.slots for engine in self.engines}
+
         def push(control: EngineControl) -> None:
-            payloads = [staged[slot] for slot in self._slots_of[control.url]]
+            payloads = [staged[slot] for slot in slots[control.url]]
             control.update_weights_from_tensor(payloads, leaves_draft=self.args.drafts_apart)
 
         return self.start_each("push", push)

@@ -153,13 +153,12 @@ def log_prob_errors(kind: str, models: Path, directory: Path, dtype: str) -> tup
         engine.start()
         address = EngineAddress(engine.url, 1, *KEYS)
         service = Service(args, engine, None, address, engine.control(timeout=60))  # type: ignore[arg-type]
-        publisher = make_publisher(args, 0, [address])
-        publisher.connect()
+        publisher = make_publisher(args, 0)
         model = AutoModelForCausalLM.from_pretrained(models / f"{kind}_trained").eval()
         before = engine_log_prob_errors(service, model)
         buckets = torch.load(models / f"{kind}.pt")
         assert len(buckets) > 3
-        publisher.publish(1, ([(n, pushed(n, t, dtype)) for n, t in bucket] for bucket in buckets))
+        publisher.publish(1, ([(n, pushed(n, t, dtype)) for n, t in bucket] for bucket in buckets), [address])
         after = engine_log_prob_errors(service, model)
         publisher.close()
     finally:

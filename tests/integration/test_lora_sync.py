@@ -63,8 +63,7 @@ def lora_service(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture
 def publisher(lora_service: Service) -> Iterator[AdapterPublisher]:
-    publisher = make_publisher(Namespace(**vars(lora_service.args)), 0, [lora_service.address])
-    publisher.connect()
+    publisher = make_publisher(Namespace(**vars(lora_service.args)), 0)
     assert isinstance(publisher, AdapterPublisher)
     yield publisher
     publisher.close()
@@ -115,7 +114,7 @@ def test_the_engine_adds_the_pushed_adapters(
     base = AutoModelForCausalLM.from_pretrained(tiny_model_dir).eval()
     for version, modules in enumerate((LINEAR, SOME, LINEAR), start=1):
         buckets, model = adapted(tiny_model_dir, modules)
-        figures = publisher.publish(version, buckets)
+        figures = publisher.publish(version, buckets, [lora_service.address])
         assert lora_service.control.weight_version() == str(version)
         assert log_prob_error(lora_service, model) < 1e-4
         assert log_prob_error(lora_service, base) > 0.01
@@ -134,11 +133,11 @@ def test_the_engine_finds_a_changed_byte(tiny_model_dir: Path, tmp_path: Path, m
     service = start(tiny_model_dir, tmp_path)
     try:
         args = Namespace(**vars(service.args) | {"check_weight_update_equal": True})
-        publisher = make_publisher(args, 0, [service.address])
+        publisher = make_publisher(args, 0)
         buckets, _ = adapted(tiny_model_dir, LINEAR)
         monkeypatch.setattr("slime.weights.adapter.digest", lambda tensor: "0" * 64)
         with pytest.raises(EngineError, match="weight update to version 1"):
-            publisher.publish(1, buckets)
+            publisher.publish(1, buckets, [service.address])
         deadline = time.monotonic() + 60
         while service.engine.poll() is None and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -161,10 +160,9 @@ def test_other_families(kind: str, modules: tuple[str, ...], tmp_path: Path) -> 
     write_model(kind, tmp_path / kind)
     service = start(tmp_path / kind, tmp_path, modules)
     try:
-        publisher = make_publisher(service.args, 0, [service.address])
-        publisher.connect()
+        publisher = make_publisher(service.args, 0)
         buckets, model = adapted(tmp_path / kind, modules)
-        publisher.publish(1, buckets)
+        publisher.publish(1, buckets, [service.address])
         assert log_prob_error(service, model) < 1e-4
         assert log_prob_error(service, model, adapter=False) > 0.01
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import re
@@ -10,7 +11,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import psutil
 import pytest
 import requests
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from slime.backends.sglang.client import EngineError
@@ -25,7 +27,7 @@ from slime.backends.sglang.engine import End, Engine
 from slime.weights import EngineAddress, make_publisher
 from slime.weights.hf_directory import NamedTensors
 from slime.weights.publisher import WeightPublisher
-from slime.weights.tensor import TensorPublisher
+from tests.fake_control import FakeAddress
 from tests.integration.tiny import KEYS, Service, log_probs_of, processes_of, random_weights
 from tests.waiting import command_line
 
@@ -72,33 +74,100 @@ def engine_log_prob_errors(service: Service, model: torch.nn.Module) -> torch.Te
     return torch.cat(errors)
 
 
-def publisher_of(args: argparse.Namespace, *engines: EngineAddress) -> WeightPublisher:
-    """Rank 0's, which is alone."""
-    publisher = make_publisher(args, 0, list(engines))
-    slots = sum(engine.num_gpus for engine in engines)
-    if isinstance(publisher, TensorPublisher) and slots > 1:
-        stage, publisher._slots = publisher._stage, 1
-        # Without GPUs any server can read rank 0's buffer: it stands in for a rank beside each engine's.
-        publisher._stage = lambda bucket: stage(bucket) * slots  # type: ignore[method-assign]
-    return publisher
+class Pushes:
+    """A publisher of rank 0, which is alone, and the engines that it pushes to unless it is told otherwise."""
+
+    def __init__(self, args: argparse.Namespace, *engines: EngineAddress) -> None:
+        self.publisher = make_publisher(args, 0)
+        self.engines = engines
+
+    def publish(
+        self, version: int, buckets: Iterable[NamedTensors], engines: Sequence[EngineAddress] = ()
+    ) -> dict[str, float]:
+        return self.publisher.publish(version, buckets, engines or self.engines)
 
 
 @pytest.fixture
 def publish(service: Service) -> Iterator[Any]:
-    """Make, connect and publish; every publisher is closed afterwards."""
-    made: list[WeightPublisher] = []
+    """Make what pushes to the service; every publisher is closed afterwards."""
+    made: list[Pushes] = []
 
-    def make(transport: str, *others: EngineAddress, **changes: Any) -> WeightPublisher:
+    def make(transport: str, **changes: Any) -> Pushes:
         args = argparse.Namespace(**(vars(service.args) | {"update_weight_transport": transport} | changes))
-        publisher = publisher_of(args, service.address, *others)
-        made.append(publisher)
-        publisher.connect()
-        return publisher
+        made.append(Pushes(args, service.address))
+        return made[-1]
 
     yield make
-    for publisher in made:
-        publisher.close()
+    for pushes in made:
+        pushes.publisher.close()
     service.control.continue_()  # a push that failed leaves it paused
+
+
+class TwoRanks:
+    """Two training ranks, of which this process is the first, push the tiny model of a seed."""
+
+    def __init__(self, args: argparse.Namespace, directory: Path) -> None:
+        self._args, self._directory = args, directory
+        self._publishers: dict[str, WeightPublisher] = {}
+        context = torch.multiprocessing.get_context("spawn")
+        self._told = context.SimpleQueue()
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._second = context.Process(target=_second_rank, args=(store.port, args, directory, self._told), daemon=True)
+        self._second.start()
+        dist.init_process_group("gloo", store=store, rank=0, world_size=2)
+
+    def publish(
+        self,
+        transport: str,
+        version: int,
+        seed: int,
+        engines: Sequence[EngineAddress],
+        before: Callable[[int], None] = lambda number: None,
+    ) -> None:
+        """Push; ``before`` is called with the number of each bucket of this rank's."""
+        self._told.put((transport, version, seed, engines))
+        _publish(self._publishers, self._args, 0, self._directory, (transport, version, seed, engines), before)
+
+    def close(self) -> None:
+        self._told.put(None)
+        for publisher in self._publishers.values():
+            publisher.close()
+        dist.destroy_process_group()
+        self._second.join(60)
+        self._second.kill()
+
+
+def _publish(
+    publishers: dict[str, WeightPublisher],
+    args: argparse.Namespace,
+    rank: int,
+    directory: Path,
+    what: tuple[str, int, int, Sequence[EngineAddress]],
+    before: Callable[[int], None],
+) -> None:
+    transport, version, seed, engines = what
+    if transport not in publishers:
+        args = argparse.Namespace(**(vars(args) | {"update_weight_transport": transport}))
+        publishers[transport] = make_publisher(args, rank)
+
+    def buckets() -> Iterator[NamedTensors]:
+        for number, bucket in enumerate(buckets_of(random_weights(directory, seed))):
+            before(number)
+            yield bucket
+
+    publishers[transport].publish(version, buckets(), engines)
+
+
+def _second_rank(port: int, args: argparse.Namespace, directory: Path, told: Any) -> None:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=1, world_size=2)
+    publishers: dict[str, WeightPublisher] = {}
+    while (what := told.get()) is not None:
+        with contextlib.suppress(EngineError):
+            _publish(publishers, args, 1, directory, what, lambda number: None)
+    for publisher in publishers.values():
+        publisher.close()
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -128,7 +197,8 @@ def test_equality_check_passes_and_finds_one_corrupted_element(
     assert engine_log_prob_error(service, model) < 1e-4
 
     victim = "model.layers.1.mlp.up_proj.weight"
-    stage, deliver = publisher._stage, publisher._deliver
+    within = publisher.publisher
+    stage, deliver = within._stage, within._deliver
 
     def corrupt(bucket: NamedTensors) -> NamedTensors:
         broken = [(name, tensor.clone()) for name, tensor in bucket]
@@ -137,8 +207,8 @@ def test_equality_check_passes_and_finds_one_corrupted_element(
                 tensor[3, 5] += tensor[3, 5] * 2**-20
         return broken
 
-    monkeypatch.setattr(publisher, "_stage", lambda bucket: stage(corrupt(bucket)))
-    monkeypatch.setattr(publisher, "_deliver", lambda bucket, staged: deliver(corrupt(bucket), staged))
+    monkeypatch.setattr(within, "_stage", lambda bucket: stage(corrupt(bucket)))
+    monkeypatch.setattr(within, "_deliver", lambda bucket, staged: deliver(corrupt(bucket), staged))
     version = next(_versions)
     with pytest.raises(EngineError, match=rf"version {version} .*differ.*rank 0: model.layers.1.mlp.gate_up_proj"):
         publisher.publish(version, buckets_of(random_weights(tiny_model_dir, random.randrange(1 << 30))))
@@ -180,8 +250,10 @@ def test_a_refusal_is_an_error_at_once_and_the_engine_goes_on(
     publisher = publish("distributed")
     model = random_weights(tiny_model_dir, random.randrange(1 << 30))
     buckets = [[("model.norm.weight", torch.zeros(7 if joins else 64))], *buckets_of(model)]
+    engines: list[EngineAddress] = []
     if not joins:
-        (control,) = publisher.controls
+        control = service.address.control(timeout=60)
+        engines.append(FakeAddress(control.url, 1, engine=control))
         update = control.update_weights_from_distributed
         monkeypatch.setattr(
             control,
@@ -198,8 +270,8 @@ def test_a_refusal_is_an_error_at_once_and_the_engine_goes_on(
     version = next(_versions)
     started = time.monotonic()
     with pytest.raises(EngineError, match=rf"weight update to version {version} .*push: engine {service.engine.url}"):
-        publisher.publish(version, counted())
-    assert time.monotonic() - started < publisher.timeout - 10
+        publisher.publish(version, counted(), engines)
+    assert time.monotonic() - started < service.args.weight_update_timeout - 10
     assert len(drained) == len(buckets), "other ranks wait in the collectives of every bucket"
     publisher = publish("distributed")
     publisher.publish(next(_versions), buckets_of(model))
@@ -215,66 +287,68 @@ def test_versions_grow(service: Service, tiny_model_dir: Path, publish: Any) -> 
         publisher.publish(version, buckets_of(model))
 
 
-def connect_and_publish(publisher: WeightPublisher) -> None:
-    """Which of the two is the first to need the engine differs by transport."""
-    publisher.connect()
-    publisher.publish(1, [[("model.norm.weight", torch.ones(64))]])
-
-
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_dead_engine_is_an_error_at_once(service: Service, transport: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         args = argparse.Namespace(**(vars(service.args) | {"update_weight_transport": transport}))
-        publisher = make_publisher(args, 0, [EngineAddress(url, 1)])
+        publisher = make_publisher(args, 0)
         started = time.monotonic()
         with pytest.raises(EngineError, match=url):
-            connect_and_publish(publisher)
+            publisher.publish(1, [[("model.norm.weight", torch.ones(64))]], [EngineAddress(url, 1)])
         assert time.monotonic() - started < args.weight_update_timeout - 10
         publisher.close()
 
 
+def kill_server(engine: Engine) -> None:
+    assert engine._process is not None
+    children = psutil.Process(engine._process.pid).children()
+    (server,) = (child for child in children if "supervisor" not in command_line(child))
+    server.kill()
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_push_in_which_an_engine_dies_is_made_again_without_it(
-    service: Service, tiny_model_dir: Path, tmp_path: Path, publish: Any, transport: str
+def test_an_engine_joins_and_a_push_in_which_it_dies_is_made_again_without_it(
+    service: Service, tiny_model_dir: Path, tmp_path: Path, transport: str
 ) -> None:
     other = Engine(service.args, 1, "127.0.0.1", KEYS, tmp_path / "engine_1.log", None)
+    ranks = TwoRanks(service.args, tiny_model_dir)
     try:
+        seeds = [random.randrange(1 << 30) for _ in range(3)]
+        models = [random_weights(tiny_model_dir, seed) for seed in seeds]
+        alone = [service.address]
+        ranks.publish(transport, next(_versions), seeds[0], alone)
+        assert engine_log_prob_error(service, models[0]) < 1e-4
         other.start()
-        publisher = publish(transport, EngineAddress(other.url, 1, *KEYS))
-        before, model = (random_weights(tiny_model_dir, random.randrange(1 << 30)) for _ in range(2))
-        publisher.publish(first := next(_versions), buckets_of(before))
-        assert engine_log_prob_error(service, before) < 1e-4
-        assert other.control(10).weight_version() == str(first)
-
-        def deadly() -> Iterator[NamedTensors]:
-            for index, bucket in enumerate(buckets_of(model)):
-                if index == 2:
-                    assert other._process is not None
-                    children = psutil.Process(other._process.pid).children()
-                    (server,) = (child for child in children if "supervisor" not in command_line(child))
-                    server.kill()
-                yield bucket
-
+        address = EngineAddress(other.url, 1, *KEYS, first_slot=1)
+        ranks.publish(transport, first := next(_versions), seeds[1], [*alone, address])
+        joined = Service(service.args, other, service.router, address, other.control(timeout=60))
+        for each in (service, joined):
+            assert each.control.weight_version() == str(first)
+            assert engine_log_prob_error(each, models[1]) < 1e-4
         version = next(_versions)
         with pytest.raises(EngineError, match=rf"weight update to version {version} .*{re.escape(other.url)}"):
-            publisher.publish(version, deadly())
+            ranks.publish(
+                transport, version, seeds[2], [*alone, address], lambda number: number == 2 and kill_server(other)
+            )
         assert service.control.weight_version() == str(first)
         half = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 1}}
         headers = {"Authorization": f"Bearer {KEYS[0]}"}
         with pytest.raises(requests.ReadTimeout):
             requests.post(f"{service.engine.url}/generate", json=half, headers=headers, timeout=3)
         started = time.monotonic()
-        publisher.publish(version, buckets_of(model), gone=[other.url])
+        ranks.publish(transport, version, seeds[2], alone)
         print(f"{transport}: the second push took {time.monotonic() - started:.1f} s")
         assert service.control.weight_version() == str(version)
-        assert engine_log_prob_error(service, model) < 1e-4
-        publisher.publish(next(_versions), buckets_of(before), gone=[other.url])
-        assert engine_log_prob_error(service, before) < 1e-4
+        assert engine_log_prob_error(service, models[2]) < 1e-4
+        ranks.publish(transport, next(_versions), seeds[0], alone)
+        assert engine_log_prob_error(service, models[0]) < 1e-4
     finally:
+        ranks.close()
         other.stop()
+        service.control.continue_()
 
 
 class SecondNode:
@@ -301,20 +375,15 @@ def test_every_transport_reaches_the_ranks_on_all_nodes_of_an_engine(
     args = argparse.Namespace(**(vars(service.args) | more))
     second = SecondNode(Engine(args, 0, "127.0.0.1", KEYS, tmp_path / "node_1.log", None, node=1, num_nodes=2))
     engine = Engine(args, 0, "127.0.0.1", KEYS, tmp_path / "node_0.log", None, num_nodes=2, others=second)
+    ranks = TwoRanks(args, tiny_model_dir)
     try:
         engine.start()
         address = EngineAddress(engine.url, 2, *KEYS)
         spanning = Service(args, engine, service.router, address, engine.control(timeout=60))
         assert len(spanning.control.weight_checksums()) == 2
         for transport in TRANSPORTS:
-            publisher = publisher_of(
-                argparse.Namespace(**(vars(args) | {"update_weight_transport": transport})), address
-            )
-            publisher.connect()
-            model = random_weights(tiny_model_dir, random.randrange(1 << 30))
-            publisher.publish(next(_versions), buckets_of(model))
-            publisher.close()
-            assert engine_log_prob_error(spanning, model) < 1e-4
+            ranks.publish(transport, next(_versions), seed := random.randrange(1 << 30), [address])
+            assert engine_log_prob_error(spanning, random_weights(tiny_model_dir, seed)) < 1e-4
         # What sleep and wake do besides, on GPUs: the first node's server passes them on as well.
         spanning.control.release_memory()
         spanning.control.resume_memory(["weights", "kv_cache", "cuda_graph"])
@@ -330,13 +399,15 @@ def test_every_transport_reaches_the_ranks_on_all_nodes_of_an_engine(
             assert f"{node._name} at {node.url} ended with status 137 (signal 9)" in end.message
         assert f"a scheduler has ended (process {scheduler.pid})" in end.message
     finally:
+        ranks.close()
         engine.stop()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_engine_that_hangs_is_an_error_at_the_deadline(service: Service, publish: Any, transport: str) -> None:
     publisher = publish(transport)
-    publisher.timeout = 3.0
+    publisher.publish(next(_versions), [[("model.norm.weight", torch.ones(64))]])
+    publisher.publisher.timeout = 3.0
     scheduler = next(p for p in processes_of(service) if "scheduler" in command_line(p))
     os.kill(scheduler.pid, signal.SIGSTOP)
     goes_on = threading.Timer(100.0, os.kill, (scheduler.pid, signal.SIGCONT))

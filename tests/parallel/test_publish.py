@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from slime.backends.sglang.client import EngineError
 from slime.utils.http_utils import PortReservation
-from slime.weights import EngineAddress, make_publisher
+from slime.weights import EngineAddress, make_publisher, tensor
 from slime.weights.hf_directory import NamedTensors
 from tests.ranks import run_ranks
 
@@ -28,6 +28,8 @@ NUM_GPUS = 0
 
 RANKS = 2
 _LOADING_S = 0.2
+Push = tuple[int, list[int]]
+"""A seed, and the engines that are pushed to."""
 
 
 def buckets(seed: int) -> Iterator[NamedTensors]:
@@ -51,6 +53,7 @@ class FakeEngine:
         self.calls: list[str] = []
         self.tensors: list[dict[str, torch.Tensor]] = []
         self.version = "default"
+        self.versions: list[str] = []
         self.payload_counts: set[int] = set()
         engine = self
 
@@ -80,6 +83,7 @@ class FakeEngine:
         self.calls.append(path.strip("/"))
         if path == "/update_weight_version":
             self.version = body["new_version"]
+            self.versions.append(self.version)
         if path != "/update_weights_from_tensor":
             return 200, {}
         if self.calls.count("update_weights_from_tensor") == self._refuse_push:
@@ -107,8 +111,9 @@ def engines(request: pytest.FixtureRequest) -> Iterator[list[FakeEngine]]:
         engine.close()
 
 
-def run_rank(rank: int, port: int, addresses: list[EngineAddress], seeds: list[int], results: str) -> None:
-    """One training rank: publish once for each seed; what that returned or raised goes into a file."""
+def run_rank(rank: int, port: int, addresses: list[EngineAddress], pushes: list[Push], results: str) -> None:
+    """One training rank: publish as often as it is told; what that returned or raised, and how often it has made a
+    buffer, goes into a file."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     dist.init_process_group("gloo")
     args = argparse.Namespace(
@@ -119,12 +124,21 @@ def run_rank(rank: int, port: int, addresses: list[EngineAddress], seeds: list[i
         check_weight_update_equal=False,
         asynchronous=False,
     )
-    publisher = make_publisher(args, rank, addresses)
-    publisher.connect()
+    made: list[int] = []
+
+    class Counted(tensor.SharedBuffer):
+        def __init__(self, nbytes: int) -> None:
+            super().__init__(nbytes)
+            made.append(nbytes)
+
+    tensor.SharedBuffer = Counted  # type: ignore[misc]
+    publisher = make_publisher(args, rank)
     outcomes: list[Any] = []
-    for version, seed in enumerate(seeds, start=1):
+    for version, (seed, members) in enumerate(pushes, start=1):
+        made.clear()
         try:
-            outcomes.append(publisher.publish(version, buckets(seed)))
+            figures = publisher.publish(version, buckets(seed), [addresses[member] for member in members])
+            outcomes.append(figures | {"buffers": len(made)})
         except EngineError as error:
             outcomes.append(str(error))
     publisher.close()
@@ -132,18 +146,19 @@ def run_rank(rank: int, port: int, addresses: list[EngineAddress], seeds: list[i
     dist.destroy_process_group()
 
 
-def publish(engines: list[FakeEngine], num_gpus: int, seeds: list[int], tmp_path: Path) -> list[list[Any]]:
-    addresses = [EngineAddress(engine.url, num_gpus) for engine in engines]
+def publish(engines: list[FakeEngine], num_gpus: int, pushes: list[Push], tmp_path: Path) -> list[list[Any]]:
+    """What each rank has to say of each push."""
+    addresses = [EngineAddress(engine.url, num_gpus, first_slot=rank * num_gpus) for rank, engine in enumerate(engines)]
     reservation = PortReservation("127.0.0.1")
     reservation.release()
-    run_ranks(run_rank, (reservation.port, addresses, seeds, str(tmp_path)), RANKS)
+    run_ranks(run_rank, (reservation.port, addresses, pushes, str(tmp_path)), RANKS)
     reservation.close()
     return [json.loads((tmp_path / str(rank)).read_text()) for rank in range(RANKS)]
 
 
-def assert_received(engine: FakeEngine, seed: int) -> None:
+def assert_received(engine: FakeEngine, seed: int, since: int = -4) -> None:
     sent = [dict(bucket) for bucket in buckets(seed)]
-    received = engine.tensors[-len(sent) :]
+    received = engine.tensors[since:][: len(sent)]
     for expected, got in zip(sent, received, strict=True):
         assert expected.keys() == got.keys()
         assert all(torch.equal(expected[name], got[name]) for name in expected)
@@ -151,7 +166,7 @@ def assert_received(engine: FakeEngine, seed: int) -> None:
 
 @pytest.mark.parametrize("engines", [[{}, {}]], indirect=True)
 def test_each_rank_serves_the_engine_beside_it(engines: list[FakeEngine], tmp_path: Path) -> None:
-    outcomes = publish(engines, 1, [11, 12], tmp_path)
+    outcomes = publish(engines, 1, [(11, [0, 1]), (12, [0, 1])], tmp_path)
     for engine in engines:
         assert (
             engine.calls
@@ -174,7 +189,7 @@ def test_each_rank_serves_the_engine_beside_it(engines: list[FakeEngine], tmp_pa
     "engines", [[{"openapi": ("/begin_weight_update", "/end_weight_update")}]], indirect=True, ids=["sessions"]
 )
 def test_one_engine_of_two_ranks_gets_a_payload_of_each(engines: list[FakeEngine], tmp_path: Path) -> None:
-    publish(engines, 2, [5], tmp_path)
+    publish(engines, 2, [(5, [0])], tmp_path)
     (engine,) = engines
     assert engine.payload_counts == {2}
     assert engine.calls[:3] == ["pause_generation", "flush_cache", "begin_weight_update"]
@@ -182,11 +197,28 @@ def test_one_engine_of_two_ranks_gets_a_payload_of_each(engines: list[FakeEngine
     assert_received(engine, 5)
 
 
+@pytest.mark.parametrize("engines", [[{}, {}]], indirect=True)
+def test_engines_join_and_leave_between_pushes(engines: list[FakeEngine], tmp_path: Path) -> None:
+    outcomes = publish(engines, 1, [(31, [0]), (32, [0, 1]), (33, [1]), (34, [0, 1])], tmp_path)
+    for engine, versions in zip(engines, (["1", "2", "4"], ["2", "3", "4"]), strict=True):
+        assert engine.versions == versions
+        assert engine.calls.count("update_weights_from_tensor") == 4 * 3
+        assert engine.calls.count("continue_generation") == 3
+        assert_received(engine, 34)
+    assert_received(engines[1], 33, -8)
+    assert_received(engines[1], 32, -12)
+    # torch would keep a GPU's memory, of which nobody opens the handle, until the trainer ends.
+    assert [[figures["buffers"] > 0 for figures in of_rank] for of_rank in outcomes] == [
+        [True, True, False, True],
+        [False, True, True, True],
+    ]
+
+
 @pytest.mark.parametrize("engines", [[{}, {"refuse_push": 2}]], indirect=True)
 def test_a_refusal_reaches_rank_0_and_engines_stay_paused_until_a_push_succeeds(
     engines: list[FakeEngine], tmp_path: Path
 ) -> None:
-    outcomes = publish(engines, 1, [21, 22], tmp_path)
+    outcomes = publish(engines, 1, [(21, [0, 1]), (22, [0, 1])], tmp_path)
     error, figures = outcomes[0]
     assert error.startswith("weight update to version 1 (TensorPublisher): push: engine " + engines[1].url)
     assert "no room" in error

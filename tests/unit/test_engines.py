@@ -22,6 +22,7 @@ from slime.rollout.gate import _gates
 from slime.rollout.loop import background_loop
 from slime.rollout.model_urls import ACTOR, REWARD
 from slime.rollout.state import concurrency
+from slime.weights import EngineAddress
 
 NUM_GPUS = 0
 
@@ -105,7 +106,7 @@ class Cluster:
         self.engines.watch(self.actors)
         urls = self.supervisor.wait(self.engines.begin("start"), "start", _LIMIT)
         if serving:
-            self.engines.survive(urls, self.manager)
+            self.engines.survive([EngineAddress(url, 1) for url in urls], self.manager)
         self.supervisor.watch("the rollout manager", self.manager)
         self.supervisor.watch("trainer 0", self.trainer)
 
@@ -159,8 +160,8 @@ def test_a_call_that_fails_while_another_engine_dies_is_a_failure() -> None:
 def test_a_push_is_made_again_without_those_that_died_in_it(count: int, capsys: pytest.CaptureFixture[str]) -> None:
     cluster, attempts = Cluster(count=3), []
 
-    def publish(gone: list[str]) -> dict[str, float]:
-        attempts.append(gone)
+    def publish(engines: list[EngineAddress]) -> dict[str, float]:
+        attempts.append([engine.url for engine in engines])
         if len(attempts) < count:
             cluster.actors[len(attempts)].die()
             answer: Any = failure(EngineError("connection reset"))
@@ -170,7 +171,7 @@ def test_a_push_is_made_again_without_those_that_died_in_it(count: int, capsys: 
         return cluster.supervisor.wait(calls, "push weights of version 4", _LIMIT)[0]  # type: ignore[no-any-return]
 
     assert cluster.engines.push(4, publish) == {"seconds": 1.0}
-    assert attempts == [[], ["http://e1"], ["http://e1", "http://e2"]][:count]
+    assert attempts == [["http://e0", "http://e1", "http://e2"], ["http://e0", "http://e2"], ["http://e0"]][:count]
     lines = [line for line in capsys.readouterr().err.splitlines() if "push of version" in line]
     assert len(lines) == count - 1
     assert "push of version 4: skipped engine 1, which was lost at 2" in lines[0]
@@ -182,9 +183,9 @@ def test_a_push_that_no_engine_is_seen_to_fail_finds_the_one_that_hangs(capsys: 
     """Its server listens, so that nothing but the push's own deadline tells of it."""
     cluster, attempts = Cluster(), []
 
-    def publish(gone: list[str]) -> dict[str, float]:
-        attempts.append(gone)
-        if not gone:
+    def publish(engines: list[EngineAddress]) -> dict[str, float]:
+        attempts.append([engine.url for engine in engines])
+        if len(engines) == 2:
             raise RunError("pause: no answer within 9 s (--weight-update-timeout) from http://e1")
         return {}
 
@@ -195,7 +196,7 @@ def test_a_push_that_no_engine_is_seen_to_fail_finds_the_one_that_hangs(capsys: 
 
     cluster.actors[1].answers["examine"] = hang
     assert cluster.engines.push(4, publish) == {}
-    assert attempts == [[], ["http://e1"]]
+    assert attempts == [["http://e0", "http://e1"], ["http://e0"]]
     for actor in cluster.actors:
         because = "push of version 4: pause: no answer within 9 s (--weight-update-timeout) from http://e1"
         assert actor.calls[-1] == ("examine", because)
@@ -207,13 +208,13 @@ def test_a_push_that_no_engine_is_seen_to_fail_finds_the_one_that_hangs(capsys: 
 def test_a_push_that_fails_by_itself_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, attempts = Cluster(), []
 
-    def publish(gone: list[str]) -> dict[str, float]:
-        attempts.append(gone)
+    def publish(engines: list[EngineAddress]) -> dict[str, float]:
+        attempts.append([engine.url for engine in engines])
         raise RunError("digests differ")
 
     with pytest.raises(RunError, match="digests differ"):
         cluster.engines.push(4, publish)
-    assert attempts == [[]]
+    assert attempts == [["http://e0", "http://e1"]]
 
 
 def test_without_any_engine_the_run_ends_with_every_cause(killed: list[Actor]) -> None:
@@ -231,7 +232,7 @@ def test_without_any_engine_the_run_ends_with_every_cause(killed: list[Actor]) -
     assert rest[0].count("many") == 2 * 14
     assert rest[0].count("bang") == 2
     with pytest.raises(RunError, match="no engine is left"):
-        cluster.engines.push(4, lambda gone: cluster.rollout()[0])
+        cluster.engines.push(4, lambda engines: cluster.rollout()[0])
 
 
 def kill_before_it_serves(cluster: Cluster) -> None:

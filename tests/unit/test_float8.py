@@ -24,6 +24,7 @@ from slime.ray.train_actor import TrainActor
 from slime.utils.block_scaled import SCALE_END
 from slime.utils.hf_reader import HFWeights
 from slime.utils.hf_writer import NamedTensors
+from slime.weights import EngineAddress
 from slime.weights.equality import expected_names
 from slime.weights.float8 import Float8Blocks
 from slime.weights.hf_directory import HFDirectoryWriter
@@ -146,7 +147,9 @@ def test_a_training_rank_pushes_what_its_engines_hold(own_experts: bool, origins
     checked: list[str] = []
 
     class Publisher:
-        def publish(self, version: int, buckets: Buckets, gone: list[str], whole: Buckets | None) -> dict[str, float]:
+        def publish(
+            self, version: int, buckets: Buckets, engines: list[EngineAddress], whole: Buckets | None
+        ) -> dict[str, float]:
             published.extend(name for bucket in buckets for name, _ in bucket)
             checked.extend(name for bucket in whole or () for name, _ in bucket)
             return {"paused_seconds": 1.0, "bytes": 1.0}
@@ -163,10 +166,14 @@ def test_a_training_rank_pushes_what_its_engines_hold(own_experts: bool, origins
         actor._trainer = Namespace(export_buckets=export_buckets, pushing=contextlib.nullcontext)
         actor._publisher = Publisher()
         actor._float8 = Float8Blocks.of(origins / checkpoint)
-        actor._own_experts, actor._args = own_experts, Namespace(check_weight_update_equal=True)
+        actor._args = Namespace(
+            **{"check_weight_update_equal": True, "update_weight_transport": "tensor", "lora_sync": "merged"},
+            **{"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+            sglang_ep_size=2 if own_experts else 1,
+        )
         published.clear()
         checked.clear()
-        actor.publish(1, [])
+        actor.publish(1, [EngineAddress("http://e", 2)])
         own = {name for name in names if not own_experts or ".experts.0." not in name}
         assert sorted(published) == sorted(own)
         assert sorted(checked) == (sorted(names) if own_experts else [])

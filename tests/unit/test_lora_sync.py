@@ -25,6 +25,7 @@ from slime.weights import EngineAddress, make_publisher
 from slime.weights.adapter import AdapterPublisher
 from slime.weights.hf_directory import NamedTensors
 from tests.command_line import LATENT, QWEN3, command, failure, write_checkpoint, write_model, write_rows
+from tests.fake_control import addresses_of
 from tests.unit.test_input_errors import MOE
 
 NUM_GPUS = 0
@@ -259,12 +260,15 @@ def engines() -> list[FakeEngine]:
 
 
 @pytest.fixture
-def publisher(directory: Path, engines: list[FakeEngine]) -> AdapterPublisher:
+def addresses(engines: list[FakeEngine]) -> list[EngineAddress]:
+    return addresses_of(engines, [1, 2])
+
+
+@pytest.fixture
+def publisher(directory: Path) -> AdapterPublisher:
     args = parse_args(command(f"{ADAPTER_SYNC} --lora-target-modules q_proj v_proj"))
-    addresses = [EngineAddress(engine.url, 1 + rank) for rank, engine in enumerate(engines)]
-    publisher = make_publisher(args, 0, addresses)
+    publisher = make_publisher(args, 0)
     assert isinstance(publisher, AdapterPublisher)
-    publisher.controls = list(engines)  # type: ignore[arg-type]
     return publisher
 
 
@@ -276,7 +280,9 @@ def adapters() -> list[NamedTensors]:
     return [first, [(f"{layer}{name}.lora_B.weight", tensor) for name, tensor in names.items()]]
 
 
-def test_adapters_take_the_place_of_those_before(publisher: AdapterPublisher, engines: list[FakeEngine]) -> None:
+def test_adapters_take_the_place_of_those_before(
+    publisher: AdapterPublisher, engines: list[FakeEngine], addresses: list[EngineAddress]
+) -> None:
     for version in (1, 2):
         buckets = adapters()
         sent = dict(named for bucket in buckets for named in bucket)
@@ -288,7 +294,7 @@ def test_adapters_take_the_place_of_those_before(publisher: AdapterPublisher, en
                 for _, tensor in bucket:
                     tensor.fill_(7.0)  # the next bucket takes its memory
 
-        figures = publisher.publish(version, drained())
+        figures = publisher.publish(version, drained(), addresses)
         assert figures["bytes"] == sum(tensor.nbytes for tensor in sent.values())
         for engine in engines:
             assert engine.adapter is not None
@@ -305,20 +311,37 @@ def test_adapters_take_the_place_of_those_before(publisher: AdapterPublisher, en
     assert [engine.payloads for engine in engines] == [1, 2], "one copy for each rank of an engine"
 
 
-def test_a_push_that_failed_is_made_again(publisher: AdapterPublisher, engines: list[FakeEngine]) -> None:
-    publisher.publish(1, adapters())
+def test_a_push_that_failed_is_made_again(
+    publisher: AdapterPublisher, engines: list[FakeEngine], addresses: list[EngineAddress]
+) -> None:
+    publisher.publish(1, adapters(), addresses)
     engines[1].refuses = True
     with pytest.raises(EngineError, match=r"weight update to version 2 \(AdapterPublisher\): push: refused"):
-        publisher.publish(2, adapters())
+        publisher.publish(2, adapters(), addresses)
     assert engines[1].calls[-1] == "load", "it stays paused"
     engines[1].refuses = False
-    publisher.publish(2, adapters())
+    publisher.publish(2, adapters(), addresses)
     assert all(engine.version == "2" for engine in engines)
 
 
-def test_engines_check_what_they_get(publisher: AdapterPublisher, engines: list[FakeEngine]) -> None:
+def test_an_engine_that_joined_gets_all_adapters(
+    publisher: AdapterPublisher, engines: list[FakeEngine], addresses: list[EngineAddress]
+) -> None:
+    publisher.publish(1, adapters(), addresses[:1])
+    publisher.publish(2, adapters(), addresses)
+    assert engines[1].adapter is not None
+    assert engines[0].adapter is not None
+    assert engines[0].adapter.keys() == engines[1].adapter.keys()
+    assert "unload" not in engines[1].calls
+    publisher.publish(3, adapters(), addresses[1:])
+    assert [engine.version for engine in engines] == ["2", "3"]
+
+
+def test_engines_check_what_they_get(
+    publisher: AdapterPublisher, engines: list[FakeEngine], addresses: list[EngineAddress]
+) -> None:
     publisher.args.check_weight_update_equal = True
-    publisher.publish(1, adapters())
+    publisher.publish(1, adapters(), addresses)
     for engine in engines:
         assert engine.adapter is not None
         assert engine.checksums.keys() == engine.adapter.keys()

@@ -15,9 +15,8 @@ from slime.backends.megatron.trainer import MegatronTrainer
 from slime.ray.train_actor import TrainActor
 from slime.training.memory.log import DeviceMemoryError, MemoryLog
 from slime.utils.hf_writer import NamedTensors
-from slime.weights import EngineAddress
 from slime.weights.publisher import WeightPublisher
-from tests.fake_control import FakeControl
+from tests.fake_control import FakeControl, addresses_of
 
 NUM_GPUS = 0
 
@@ -77,18 +76,18 @@ def test_a_push_that_does_not_fit(fails_in: str, rank: int, monkeypatch: pytest.
     args = Namespace(
         weight_update_timeout=100.0, drafts_apart=False, check_weight_update_equal=False, asynchronous=False
     )
+    args.expert_model_parallel_size = args.expert_tensor_parallel_size = 1
     actor = TrainActor.__new__(TrainActor)
-    actor._args, actor._own_experts, actor._float8, actor._trainer = args, False, None, trainer()
+    actor._args, actor._float8, actor._trainer = args, None, trainer()
     monkeypatch.setattr(actor._trainer, "export_buckets", export)
-    actor._publisher = publisher = _Publisher(args, rank, [EngineAddress(FakeControl.url, 1)])
-    publisher.fails_in = fails_in
-    publisher.controls = [FakeControl()] if rank == 0 else []  # type: ignore[list-item]
+    actor._publisher = publisher = _Publisher(args, rank)
+    publisher.fails_in, engines = fails_in, addresses_of([FakeControl()])
     if (fails_in, rank) == ("deliver", 1):  # rank 0's alone
-        actor.publish(1, [])
+        actor.publish(1, engines)
         assert "push  " in actor._trainer._memory.table()
         return
     with pytest.raises(DeviceMemoryError) as error:
-        actor.publish(1, [])
+        actor.publish(1, engines)
     check(error.value, "push", "lower --update-weight-buffer-size, cut the model")
 
 

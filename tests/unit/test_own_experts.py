@@ -11,7 +11,7 @@ import torch
 from slime.weights import EngineAddress
 from slime.weights.hf_directory import NamedTensors
 from slime.weights.tensor import TensorPublisher, own_experts_do
-from tests.fake_control import Dying
+from tests.fake_control import Dying, FakeControl, addresses_of
 
 NUM_GPUS = 0
 OPTIONS: dict[str, Any] = {
@@ -47,8 +47,15 @@ PAIRS = {"expert_model_parallel_size": 2, "sglang_ep_size": 2}
     ],
 )
 def test_engines_that_place_experts_as_trainers_do(engines: list[int], changes: dict[str, Any], expected: bool) -> None:
-    addresses = [EngineAddress(f"http://e{i}", size) for i, size in enumerate(engines)]
+    addresses = addresses_of([FakeControl(f"http://e{i}") for i in range(len(engines))], engines)
     assert own_experts_do(Namespace(**OPTIONS | changes), addresses) is expected
+
+
+def test_an_engine_keeps_its_slots_when_others_leave() -> None:
+    """Its first rank computes with what the training rank beside it has, whatever engines there are besides."""
+    args = Namespace(**OPTIONS | PAIRS)
+    assert own_experts_do(args, [EngineAddress("http://e1", 2, first_slot=2)])
+    assert not own_experts_do(args, [EngineAddress("http://e1", 2, first_slot=1)])
 
 
 class Check:
@@ -81,9 +88,8 @@ def test_the_check_has_the_experts_of_all_ranks(
     args = Namespace(
         check_weight_update_equal=True, asynchronous=False, weight_update_timeout=100.0, drafts_apart=False
     )
-    publisher = TensorPublisher(args, 0, [EngineAddress("http://e", 1)])
-    publisher.controls = [Dying("http://e")]  # type: ignore[list-item]
-    figures = publisher.publish(1, [[("a", torch.ones(2))]], whole=whole)
+    engines = addresses_of([Dying("http://e")])
+    figures = TensorPublisher(args, 0).publish(1, [[("a", torch.ones(2))]], engines, whole)
     assert [(check.names, check.ran) for check in made] == [(["a"] if whole is None else ["a", "b"], True)]
     assert figures["bytes"] == 8
 
@@ -94,9 +100,8 @@ def test_what_the_check_needs_is_gathered_after_a_failure_too(monkeypatch: pytes
     args = Namespace(
         check_weight_update_equal=True, asynchronous=False, weight_update_timeout=100.0, drafts_apart=False
     )
-    publisher = TensorPublisher(args, 0, [EngineAddress("http://e", 1)])
-    publisher.controls = [Dying("http://e", dies_in="update_weights_from_tensor")]  # type: ignore[list-item]
+    engines = addresses_of([Dying("http://e", dies_in="update_weights_from_tensor")])
     whole = iter([[("a", torch.ones(2))]] * 3)
     with pytest.raises(Exception, match="connection reset"):
-        publisher.publish(1, [[("a", torch.ones(2))]], whole=whole)
+        TensorPublisher(args, 0).publish(1, [[("a", torch.ones(2))]], engines, whole)
     assert next(whole, None) is None

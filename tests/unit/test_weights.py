@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from argparse import Namespace
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,81 +17,82 @@ from slime.utils.stores import NODE_ADDRESS_VARIABLE
 from slime.weights import distributed
 from slime.weights.distributed import DistributedPublisher
 from slime.weights.engines import EngineAddress, call_all
+from slime.weights.publisher import Wait, WeightPublisher
 from slime.weights.tensor import TensorPublisher
-from tests.fake_control import Dying, FakeControl
+from tests.fake_control import Dying, FakeControl, addresses_of
 
 NUM_GPUS = 0
 
 
 _WHOLE = ["pause", "flush_cache", "begin_weight_update", *["update_weights_from_tensor"] * 2]
 _WHOLE += ["end_weight_update", "set_weight_version", "continue_"]
+BUCKETS = [[("a", torch.ones(2))], [("b", torch.ones(2))]]
+
+
+def arguments() -> Namespace:
+    return Namespace(
+        check_weight_update_equal=False, asynchronous=False, weight_update_timeout=100.0, drafts_apart=False
+    )
+
+
+class Simple(WeightPublisher):
+    """The least that a transport is."""
+
+    def __init__(self) -> None:
+        super().__init__(arguments(), 0)
+        self.staged: list[str] = []
+
+    def _stage(self, bucket: NamedTensors) -> None:
+        self.staged.append(bucket[0][0])
+
+    def _deliver(self, bucket: NamedTensors, staged: Any) -> Wait:
+        return self.start_each("push", lambda control: control.update_weights_from_tensor([bucket[0][0]]))
 
 
 @pytest.mark.parametrize("phase", ["pause", "update_weights_from_tensor", "set_weight_version", "continue_"])
-def test_a_push_that_loses_an_engine_is_made_again_as_a_whole(phase: str, tmp_path: Path) -> None:
-    args = Namespace(
-        run_dir=str(tmp_path),
-        check_weight_update_equal=False,
-        asynchronous=False,
-        weight_update_timeout=100.0,
-        drafts_apart=False,
-    )
-    engines = [EngineAddress(f"http://e{rank}", 1 + rank) for rank in range(3)]
-    publisher = TensorPublisher(args, 0, engines)
+def test_a_push_that_loses_an_engine_is_made_again_as_a_whole(phase: str) -> None:
+    publisher = Simple()
     controls = [Dying("http://e0"), Dying("http://e1", dies_in=phase), Dying("http://e2")]
-    publisher.controls = list(controls)  # type: ignore[arg-type]
-    staged: list[str] = []
-
-    def stage(bucket: NamedTensors) -> list[str]:
-        staged.append(bucket[0][0])
-        return [f"{bucket[0][0]} of slot {slot}" for slot in range(6)]
-
-    publisher._stage = stage  # type: ignore[method-assign,assignment]
-    buckets = [[("a", torch.ones(2))], [("b", torch.ones(2))]]
+    engines = addresses_of(controls)
     with pytest.raises(EngineError, match=r"weight update to version 1 .*http://e1: connection reset"):
-        publisher.publish(1, buckets)
-    assert staged == ["a", "b"], "other ranks wait in the collectives of every bucket"
+        publisher.publish(1, BUCKETS, engines)
+    assert publisher.staged == ["a", "b"], "other ranks wait in the collectives of every bucket"
     survivors = [controls[0], controls[2]]
     for control in survivors:
         assert phase == "continue_" or "continue_" not in control.calls, "half of a version would generate"
         control.calls.clear()
     dead = list(controls[1].calls)
-    publisher.publish(1, buckets, gone=["http://e1"])
-    publisher.publish(2, buckets, gone=["http://e1"])
+    for version in (1, 2):
+        publisher.publish(version, BUCKETS, [engines[0], engines[2]])
     for control in survivors:
         assert control.calls == _WHOLE * 2
         assert control.version == "2"
     assert controls[1].calls == dead
 
 
-def test_payloads_keep_to_their_slots_when_an_engine_before_them_is_gone() -> None:
-    args = Namespace(weight_update_timeout=100.0, drafts_apart=False)
-    publisher = TensorPublisher(args, 0, [EngineAddress(f"http://e{rank}", 2) for rank in range(3)])
-    got: dict[int, Any] = {}
+def test_an_engine_that_joined_gets_everything_and_its_version_is_checked() -> None:
+    publisher = Simple()
+    controls = [Dying("http://e0"), Dying("http://e1")]
+    engines = addresses_of(controls)
+    publisher.publish(1, BUCKETS, engines[:1])
+    publisher.publish(2, BUCKETS, engines)
+    assert [control.calls for control in controls] == [_WHOLE * 2, _WHOLE]
+    assert [control.version for control in controls] == ["2", "2"]
+    old = Dying("http://e2")
+    old.weight_version = lambda: "1"  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match=r"check version: engines report {'http://e2': '1'} instead of 3"):
+        publisher.publish(3, BUCKETS, [*engines, *addresses_of([old])])
+    publisher.publish(3, BUCKETS, engines[1:])
+    assert [control.version for control in controls] == ["3", "3"]
+    assert controls[0].calls.count("continue_") == 2, "it left after it had been paused"
 
-    def take(rank: int, payloads: list[str], *, leaves_draft: bool) -> None:
-        got[rank] = payloads, leaves_draft
 
-    publisher.controls = [  # type: ignore[assignment]
-        Namespace(url=f"http://e{r}", update_weights_from_tensor=functools.partial(take, r)) for r in (0, 2)
-    ]
-    publisher._deadline = time.monotonic() + 100
-    for args.drafts_apart in (False, True):
-        publisher._deliver([], [f"slot {slot}" for slot in range(6)])()
-        assert got == {0: (["slot 0", "slot 1"], args.drafts_apart), 2: (["slot 4", "slot 5"], args.drafts_apart)}
-
-
-def test_nothing_is_shared_for_an_engine_that_is_gone() -> None:
-    """torch would keep a GPU's memory, of which nobody opens the handle, until the trainer ends."""
-    engines = [EngineAddress(f"http://e{rank}", 2) for rank in range(2)]
-    publishers = [
-        TensorPublisher(Namespace(weight_update_timeout=100.0, drafts_apart=False), rank, engines) for rank in range(5)
-    ]
-    bucket = [("a", torch.ones(2))]
-    assert [publisher._stage(bucket)[0] is not None for publisher in publishers] == [True] * 4 + [False]
-    for publisher in publishers:
-        publisher.living = engines[1:]
-    assert [publisher._stage(bucket)[0] is not None for publisher in publishers] == [False] * 2 + [True] * 2 + [False]
+def test_engines_must_lie_beside_trainers_and_not_on_each_other() -> None:
+    publisher = TensorPublisher(arguments(), 0)
+    with pytest.raises(ValueError, match=r"a training rank beside each engine rank.* an engine rank in slot 2,"):
+        publisher.publish(1, BUCKETS, [EngineAddress("http://e1", 2, first_slot=1)])
+    with pytest.raises(ValueError, match=r"engines share slots: http://e0 has range\(0, 1\), http://e1 has"):
+        publisher.publish(1, BUCKETS, [EngineAddress("http://e0", 1), EngineAddress("http://e1", 1)])
 
 
 def test_others_are_waited_for_before_what_they_read_is_given_up() -> None:
@@ -142,77 +141,145 @@ def test_the_group_meets_at_the_trainers_address(
     monkeypatch.setattr(distributed, "host_ip", lambda: "10.9.9.9")
     for name, value in (("MASTER_ADDR", master), (NODE_ADDRESS_VARIABLE, own)):
         monkeypatch.setenv(name, value or "")
-    args = Namespace(weight_update_timeout=100.0)
-    publisher = DistributedPublisher(args, 0, [EngineAddress(f"http://{engine_host}:1", 1)])
-    with pytest.raises(Reserved, match=expected):
-        publisher.connect()
+    publisher = DistributedPublisher(arguments(), 0)
+    with pytest.raises(EngineError, match=rf"version 1 \(DistributedPublisher\): {expected}$"):
+        publisher.publish(1, [], [EngineAddress(f"http://{engine_host}:1", 1)])
 
 
-def test_a_broadcast_that_waits_for_the_engine_is_no_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+class Sent:
+    """A broadcast under way."""
+
+    def wait(self, timeout: timedelta) -> None:
+        pass
+
+
+class Group:
+    """What a sender has joined."""
+
+    left: ClassVar[list[Group]] = []
+
+    def abort(self) -> None:
+        self.left.append(self)
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
+    """Collectives without processes; the groups that were left in the middle of something."""
+    monkeypatch.setattr(Group, "left", [])
+    monkeypatch.setattr(distributed, "join_as_sender", lambda *_: Group())
+    monkeypatch.setattr(distributed.dist, "destroy_process_group", lambda group: None)
+    monkeypatch.setattr(distributed.dist, "broadcast", lambda *_, **__: Sent())
+    return Group.left
+
+
+def test_a_broadcast_that_waits_for_the_engine_is_no_deadlock(
+    groups: list[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """NCCL makes a group's communicator in the first collective, which returns when every rank is in one."""
     engine_joined = threading.Event()
+    sent: list[bool] = []
 
     class Joining(FakeControl):
         def update_weights_from_distributed(self, **_: Any) -> None:
             engine_joined.set()
 
-    class Broadcast:
-        def wait(self, timeout: timedelta) -> None:
-            sent.append(True)
-
-    def broadcast(*_: Any, **__: Any) -> Broadcast:
+    def broadcast(*_: Any, **__: Any) -> Sent:
         assert engine_joined.wait(60), "the engine was not asked to join"
-        return Broadcast()
+        sent.append(True)
+        return Sent()
 
-    sent: list[bool] = []
     monkeypatch.setattr(distributed.dist, "broadcast", broadcast)
-    publisher = DistributedPublisher(Namespace(weight_update_timeout=100.0), 0, [])
-    publisher.controls = [Joining()]  # type: ignore[list-item]
-    publisher._group = object()  # type: ignore[assignment]
-    publisher._deadline = time.monotonic() + 100
-    publisher._deliver([("weight", torch.ones(3))], None)()
+    DistributedPublisher(arguments(), 0).publish(1, [[("weight", torch.ones(3))]], addresses_of([Joining()]))
     assert sent == [True]
 
 
-def test_a_group_with_a_dead_member_is_left_and_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Member(Dying):
-        def __getattribute__(self, name: str) -> Any:
-            if name == "init_weights_update_group":
-                return lambda **group: joined.append((self.url, group["rank_offset"], group["world_size"]))
-            return super().__getattribute__(name)
+class Member(Dying):
+    """An engine that notes which groups it joins and leaves."""
 
-    class Group:
-        def abort(self) -> None:
-            left.append(self)
+    def __init__(self, number: int, notes: list[tuple[str, int, int]], left: list[str]) -> None:
+        super().__init__(f"http://127.0.0.{number}:1")
+        self._notes, self._left = notes, left
 
+    def __getattribute__(self, name: str) -> Any:
+        if name == "init_weights_update_group":
+            return lambda **group: self._notes.append((self.url, group["rank_offset"], group["world_size"]))
+        if name == "destroy_weights_update_group":
+            return lambda name, timeout: self._left.append(self.url)
+        return super().__getattribute__(name)
+
+
+def test_a_group_is_made_anew_when_its_members_have_changed(
+    groups: list[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
     joined: list[tuple[str, int, int]] = []
-    left: list[Any] = []
-    monkeypatch.setattr(distributed, "join_as_sender", lambda *_: Group())
-    monkeypatch.setattr(distributed.dist, "destroy_process_group", lambda group: None)
-    args = Namespace(
-        weight_update_timeout=100.0, drafts_apart=False, check_weight_update_equal=False, asynchronous=False
-    )
-    publisher = DistributedPublisher(args, 0, [EngineAddress(f"http://127.0.0.{r}:1", 1 + r) for r in range(3)])
-    publisher.controls = [Member(engine.url) for engine in publisher.engines]  # type: ignore[misc]
-    monkeypatch.setattr(publisher, "_send", lambda flat, timeout: None)
-    publisher.connect()
-    assert sorted(joined) == [("http://127.0.0.0:1", 1, 7), ("http://127.0.0.1:1", 2, 7), ("http://127.0.0.2:1", 4, 7)]
+    left: list[str] = []
+    controls = [Member(number, joined, left) for number in range(3)]
+    urls = [control.url for control in controls]
+    engines = addresses_of(controls, [1, 2, 3])
+    publisher = DistributedPublisher(arguments(), 0)
+    bucket = [[("a", torch.ones(2))]]
+    publisher.publish(1, bucket, engines[:2])
+    publisher.publish(2, bucket, engines[:2])
+    assert sorted(joined) == [(urls[0], 1, 4), (urls[1], 2, 4)]
+    assert (left, groups) == ([], [])
     joined.clear()
-    publisher.publish(1, [[("a", torch.ones(2))]])
-    assert (joined, left) == ([], [])
-    for version in (2, 3):
-        publisher.publish(version, [[("a", torch.ones(2))]], gone=["http://127.0.0.1:1"])
-    assert sorted(joined) == [("http://127.0.0.0:1", 1, 5), ("http://127.0.0.2:1", 2, 5)]
-    assert len(left) == 1
+    publisher.publish(3, bucket, engines)
+    assert sorted(joined) == [(urls[0], 1, 7), (urls[1], 2, 7), (urls[2], 4, 7)]
+    assert (sorted(left), len(groups)) == (urls[:2], 1)
+    assert [control.version for control in controls] == ["3"] * 3
+    joined.clear()
+    for version in (4, 5):
+        publisher.publish(version, bucket, [engines[0], engines[2]])
+    assert sorted(joined) == [(urls[0], 1, 5), (urls[2], 2, 5)]
+    assert len(groups) == 2
 
-    def breaks(flat: torch.Tensor, timeout: timedelta) -> None:
+    def breaks(*_: Any, **__: Any) -> None:
         raise RuntimeError("connection closed by peer")
 
     with monkeypatch.context() as patch:
-        patch.setattr(publisher, "_send", breaks)
+        patch.setattr(distributed.dist, "broadcast", breaks)
         with pytest.raises(EngineError, match="closed by peer"):
-            publisher.publish(4, [[("a", torch.ones(2))]], gone=["http://127.0.0.1:1"])
-    assert len(left) == 2, "the survivors may hang in the broadcast"
+            publisher.publish(6, bucket, [engines[0], engines[2]])
+    assert len(groups) == 3, "the survivors may hang in the broadcast"
     joined.clear()
-    publisher.publish(4, [[("a", torch.ones(2))]], gone=["http://127.0.0.1:1", "http://127.0.0.2:1"])
-    assert joined == [("http://127.0.0.0:1", 1, 2)]
+    publisher.publish(6, bucket, engines[:1])
+    assert joined == [(urls[0], 1, 2)]
+
+
+def test_an_engine_that_left_is_not_waited_for(groups: list[Group]) -> None:
+    ends = threading.Event()
+
+    class Hanging(Member):
+        def __getattribute__(self, name: str) -> Any:
+            if name == "destroy_weights_update_group":
+                return lambda name, timeout: ends.wait(60)
+            return super().__getattribute__(name)
+
+    controls = [Member(0, [], []), Hanging(1, [], [])]
+    engines = addresses_of(controls)
+    publisher = DistributedPublisher(arguments(), 0)
+    publisher.publish(1, [], engines)
+    started = time.monotonic()
+    publisher.publish(2, [], engines[:1])
+    assert time.monotonic() - started < 5
+    ends.set()
+
+
+def test_an_engine_that_does_not_join_is_named_at_the_deadline(
+    groups: list[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = threading.Event()
+
+    class Hanging(Member):
+        def __getattribute__(self, name: str) -> Any:
+            if name == "init_weights_update_group":
+                return lambda **group: ends.wait(60)
+            return super().__getattribute__(name)
+
+    args = arguments()
+    args.weight_update_timeout = 1.0
+    controls = [Member(0, [], []), Hanging(1, [], [])]
+    message = r"version 1 .*joining the weight update group: no answer within 1 s .* from http://127.0.0.1:1$"
+    with pytest.raises(EngineError, match=message):
+        DistributedPublisher(args, 0).publish(1, [], addresses_of(controls))
+    ends.set()

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 
 from slime.backends.sglang.client import EngineError
 from slime.utils.hf_writer import HFWriter, NamedTensors
-from slime.weights import disk
+from slime.weights import EngineAddress, disk
 from slime.weights.disk import DiskPublisher
 from slime.weights.hf_directory import weights_directory
-from tests.fake_control import FakeControl
+from tests.fake_control import FakeControl, addresses_of
 
 NUM_GPUS = 0
 
@@ -87,9 +87,17 @@ def publisher(origin: Path, tmp_path: Path) -> DiskPublisher:
         custom_update_weight_post_write_path=None,
         random_weights=False,
     )
-    publisher = DiskPublisher(args, 0, [])
-    publisher.controls = [FakeControl()]  # type: ignore[list-item]
-    return publisher
+    return DiskPublisher(args, 0)
+
+
+@pytest.fixture
+def control() -> FakeControl:
+    return FakeControl()
+
+
+@pytest.fixture
+def engines(control: FakeControl) -> list[EngineAddress]:
+    return addresses_of([control])
 
 
 def versions(tmp_path: Path) -> list[str]:
@@ -98,20 +106,26 @@ def versions(tmp_path: Path) -> list[str]:
 
 @pytest.mark.parametrize(("random_weights", "load_format"), [(False, None), (True, "auto")])
 def test_engines_with_random_weights_can_read_a_directory(
-    random_weights: bool, load_format: str | None, publisher: DiskPublisher
+    random_weights: bool,
+    load_format: str | None,
+    publisher: DiskPublisher,
+    control: FakeControl,
+    engines: list[EngineAddress],
 ) -> None:
     """They started with the format dummy, which reads none."""
     publisher.args.random_weights = random_weights
-    publisher.publish(1, [views_of_one_buffer()])
-    (control,) = publisher.controls
-    assert control.formats == [load_format]  # type: ignore[attr-defined]
+    publisher.publish(1, [views_of_one_buffer()], engines)
+    assert control.formats == [load_format]
 
 
 def test_a_failed_publication_leaves_the_version_before_it(
-    publisher: DiskPublisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    publisher: DiskPublisher,
+    control: FakeControl,
+    engines: list[EngineAddress],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (control,) = publisher.controls
-    publisher.publish(1, [views_of_one_buffer()])
+    publisher.publish(1, [views_of_one_buffer()], engines)
     assert versions(tmp_path) == ["weight_v000001"]
 
     def fail(*_: Any) -> None:
@@ -121,25 +135,27 @@ def test_a_failed_publication_leaves_the_version_before_it(
         patch.setattr("slime.weights.publisher.EqualityCheck", fail)
         publisher.args.check_weight_update_equal = True
         with pytest.raises(EngineError, match=r"version 2 .*no room"):
-            publisher.publish(2, [views_of_one_buffer()])
+            publisher.publish(2, [views_of_one_buffer()], engines)
     assert versions(tmp_path) == ["weight_v000001"], "before the writer was made"
     publisher.args.check_weight_update_equal = False
     with monkeypatch.context() as patch:
         patch.setattr(disk.HFDirectoryWriter, "add", fail)
         with pytest.raises(EngineError, match=r"version 3 .*no room"):
-            publisher.publish(3, [views_of_one_buffer()])
+            publisher.publish(3, [views_of_one_buffer()], engines)
     assert versions(tmp_path) == ["weight_v000001"], "while it was written"
-    control.refuses = True  # type: ignore[attr-defined]
+    control.refuses = True
     with pytest.raises(EngineError, match=r"version 4 .*refused"):
-        publisher.publish(4, [views_of_one_buffer()])
+        publisher.publish(4, [views_of_one_buffer()], engines)
     assert versions(tmp_path) == ["weight_v000001"], "complete, but the engine refused it"
-    control.refuses = False  # type: ignore[attr-defined]
-    publisher.publish(5, [views_of_one_buffer()])
+    control.refuses = False
+    publisher.publish(5, [views_of_one_buffer()], engines)
     assert versions(tmp_path) == ["weight_v000005"]
 
 
-def test_a_users_function_sees_the_version_before_the_engines_pause(publisher: DiskPublisher, tmp_path: Path) -> None:
-    (control,), order = publisher.controls, []
+def test_a_users_function_sees_the_version_before_the_engines_pause(
+    publisher: DiskPublisher, control: FakeControl, engines: list[EngineAddress], tmp_path: Path
+) -> None:
+    order: list[Any] = []
     (tmp_path / "mine.py").write_text(
         "import pathlib\n"
         "def f(args, version_dir, rollout_engines):\n"
@@ -148,28 +164,41 @@ def test_a_users_function_sees_the_version_before_the_engines_pause(publisher: D
         "def fails(args, version_dir, rollout_engines): raise OSError('no disk')\n"
     )
     publisher.args.order = order
-    control.pause = lambda: order.append("pause")  # type: ignore[method-assign]
-    control.update_weights_from_disk = lambda path, load_format: order.append(path)  # type: ignore[method-assign]
+    control.pause = lambda: order.append("pause")  # type: ignore[attr-defined]
+    control.update_weights_from_disk = lambda path, load_format: order.append(path)  # type: ignore[attr-defined]
     publisher.args.custom_update_weight_post_write_path = f"{tmp_path}/mine.py:f"
-    publisher.publish(1, [views_of_one_buffer()])
+    publisher.publish(1, [views_of_one_buffer()], engines)
     directory = str(publisher._root / "weight_v000001")
-    assert order == [(directory, publisher.engines), "pause", directory]
+    assert order == [(directory, engines), "pause", directory]
     flag = "--custom-update-weight-post-write-path"
     publisher.args.custom_update_weight_post_write_path = f"{tmp_path}/mine.py:fails"
     with pytest.raises(EngineError, match=rf"version 2 .*{flag} \S+:fails raised OSError: no disk[\s\S]*in fails"):
-        publisher.publish(2, [views_of_one_buffer()])
+        publisher.publish(2, [views_of_one_buffer()], engines)
     assert versions(tmp_path) == ["weight_v000001"]
 
 
-def test_runs_that_share_a_directory_leave_each_others_versions_alone(publisher: DiskPublisher, tmp_path: Path) -> None:
+def test_runs_that_share_a_directory_leave_each_others_versions_alone(
+    publisher: DiskPublisher, engines: list[EngineAddress], tmp_path: Path
+) -> None:
     ours = Namespace(**vars(publisher.args))
     theirs = Namespace(**vars(publisher.args) | {"run_dir": str(tmp_path / "elsewhere" / "run")})
-    publishers = [publisher, DiskPublisher(theirs, 0, [])]
-    publishers[1].controls = [FakeControl()]  # type: ignore[list-item]
+    publishers = [publisher, DiskPublisher(theirs, 0)]
     (tmp_path / "versions" / "weight_v000000").mkdir(parents=True)
     for version in (1, 2):
         for each in publishers:
-            each.publish(version, [views_of_one_buffer()])
+            each.publish(version, [views_of_one_buffer()], engines)
     assert versions(tmp_path) == ["weight_v000002"] * 2
     assert (tmp_path / "versions" / "weight_v000000").is_dir()
     assert weights_directory(ours) == publisher._root, "a resumed run writes where it wrote before"
+
+
+def test_an_engine_that_joined_reads_the_next_version_too(
+    publisher: DiskPublisher, control: FakeControl, engines: list[EngineAddress]
+) -> None:
+    joined = FakeControl("http://127.0.0.2:1")
+    both = addresses_of([control, joined])
+    for version, told in ((1, engines), (2, both), (3, both[1:])):
+        publisher.publish(version, [views_of_one_buffer()], told)
+    assert [Path(path).name for path in control.loaded] == ["weight_v000001", "weight_v000002"]
+    assert [Path(path).name for path in joined.loaded] == ["weight_v000002", "weight_v000003"]
+    assert (control.version, joined.version) == ("2", "3")

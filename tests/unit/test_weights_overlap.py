@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -17,12 +17,13 @@ import torch
 
 from slime.backends.sglang.client import EngineError
 from slime.utils.hf_writer import NamedTensors
+from slime.weights import distributed
 from slime.weights import publisher as publisher_module
 from slime.weights.distributed import DistributedPublisher
-from slime.weights.engines import EngineAddress
 from slime.weights.float8 import Float8Blocks
 from slime.weights.publisher import WeightPublisher
 from slime.weights.tensor import SharedBuffer, TensorPublisher, flat_layout, flat_parts
+from tests.fake_control import addresses_of
 
 NUM_GPUS = 0
 
@@ -84,18 +85,26 @@ class LoadingEngine:
         return lambda *args, **kwargs: self.calls.append(name)
 
 
-def make(transport: str, monkeypatch: pytest.MonkeyPatch, load: Callable[[int, Any], None]) -> WeightPublisher:
-    args = Namespace(
-        weight_update_timeout=200.0, drafts_apart=False, check_weight_update_equal=False, asynchronous=False
-    )
-    kinds: dict[str, type[WeightPublisher]] = {"tensor": TensorPublisher, "distributed": DistributedPublisher}
-    publisher = kinds[transport](args, 0, [EngineAddress(URL, 1)])
-    publisher.controls = [LoadingEngine(load)]  # type: ignore[list-item]
-    if isinstance(publisher, DistributedPublisher):
-        publisher._group, publisher._members = Namespace(abort=lambda: None), publisher.living  # type: ignore[assignment]
-        monkeypatch.setattr(publisher, "_send", lambda flat, timeout: None)
-        monkeypatch.setattr("slime.weights.distributed.dist.destroy_process_group", lambda group: None)
-    return publisher
+class Pushed:
+    """A publisher and the one engine that it pushes to."""
+
+    def __init__(self, transport: str, monkeypatch: pytest.MonkeyPatch, load: Callable[[int, Any], None]) -> None:
+        args = Namespace(
+            weight_update_timeout=200.0, drafts_apart=False, check_weight_update_equal=False, asynchronous=False
+        )
+        kinds: dict[str, type[WeightPublisher]] = {"tensor": TensorPublisher, "distributed": DistributedPublisher}
+        self.publisher = kinds[transport](args, 0)
+        self.engine = LoadingEngine(load)
+        sent = Namespace(wait=lambda timeout: None)
+        self.abandoned: list[int] = []
+        """Of each group that was left in the middle of something, the buckets that the engine was still loading."""
+        group = Namespace(abort=lambda: self.abandoned.append(self.engine.loading))
+        monkeypatch.setattr(distributed, "join_as_sender", lambda *_: group)
+        monkeypatch.setattr(distributed.dist, "destroy_process_group", lambda group: None)
+        monkeypatch.setattr(distributed.dist, "broadcast", lambda *_, **__: sent)
+
+    def publish(self, version: int, buckets: Iterable[NamedTensors]) -> dict[str, float]:
+        return self.publisher.publish(version, buckets, addresses_of([self.engine]))
 
 
 def bucket(number: int) -> NamedTensors:
@@ -120,10 +129,9 @@ def test_the_next_bucket_is_gathered_while_engines_load(transport: str, monkeypa
         if not asked.wait(number + 1):
             raise EngineError("nothing was gathered meanwhile")
 
-    publisher = make(transport, monkeypatch, load)
-    publisher.publish(1, buckets(asked))
-    (engine,) = publisher.controls
-    assert engine.calls.count("push") == BUCKETS  # type: ignore[attr-defined]
+    pushed = Pushed(transport, monkeypatch, load)
+    pushed.publish(1, buckets(asked))
+    assert pushed.engine.calls.count("push") == BUCKETS
 
 
 def opened(payloads: list[str]) -> dict[str, torch.Tensor]:
@@ -141,10 +149,10 @@ class Reader:
         self.met: list[bool] = []
         """Of each bucket, whether later ones were staged while it was read."""
         self.changed: list[int] = []
-        self.publisher = make("tensor", monkeypatch, self._load)
+        self.pushed = Pushed("tensor", monkeypatch, self._load)
         self._staged, self._ahead, self._patience = Gate(), ahead, patience
-        self._stage = self.publisher._stage
-        monkeypatch.setattr(self.publisher, "_stage", self._counted)
+        self._stage = self.pushed.publisher._stage
+        monkeypatch.setattr(self.pushed.publisher, "_stage", self._counted)
 
     def _counted(self, bucket: NamedTensors) -> Any:
         staged = self._stage(bucket)
@@ -162,7 +170,7 @@ class Reader:
 
 def test_a_buffer_is_not_written_while_an_engine_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     reader = Reader(monkeypatch, ahead=1, patience=60.0)
-    reader.publisher.publish(1, buckets())
+    reader.pushed.publish(1, buckets())
     assert reader.met == [True] * BUCKETS
     assert reader.changed == []
 
@@ -176,9 +184,9 @@ def test_what_fails_elsewhere_leaves_an_engine_its_buffer(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(publisher_module, "EqualityCheck", NoRoom)
     reader = Reader(monkeypatch, ahead=2, patience=0.5)
-    reader.publisher.args.check_weight_update_equal = True
+    reader.pushed.publisher.args.check_weight_update_equal = True
     with pytest.raises(EngineError, match=r"version 1 .*no room"):
-        reader.publisher.publish(1, buckets())
+        reader.pushed.publish(1, buckets())
     assert (reader.met, reader.changed) == ([False], [])
 
 
@@ -193,47 +201,37 @@ def test_a_delivery_that_fails_while_the_next_bucket_is_gathered(
             assert asked.wait(2)
             raise EngineError(f"engine {URL}: connection reset")
 
-    publisher = make(transport, monkeypatch, load)
-    abandoned: list[int] = []
-    (engine,) = publisher.controls
-    monkeypatch.setattr(publisher, "_abandon", lambda: abandoned.append(engine.loading))  # type: ignore[attr-defined]
+    pushed = Pushed(transport, monkeypatch, load)
+    engine = pushed.engine
     with pytest.raises(EngineError, match=rf"weight update to version 7 \(\w+\): push: engine {URL}: connection reset"):
-        publisher.publish(7, buckets(asked))
+        pushed.publish(7, buckets(asked))
     assert asked.wait(BUCKETS, timeout=0), "other ranks wait in the collectives of every bucket"
-    assert engine.calls.count("push") == 2, "nothing is brought after a failure"  # type: ignore[attr-defined]
-    assert "continue_" not in engine.calls  # type: ignore[attr-defined]
-    assert abandoned == [0]
+    assert engine.calls.count("push") == 2, "nothing is brought after a failure"
+    assert "continue_" not in engine.calls
+    assert (engine.loading, pushed.abandoned) == (0, [0] if transport == "distributed" else [])
 
 
 @pytest.mark.parametrize("transport", ["tensor", "distributed"])
 def test_a_gather_that_fails_leaves_no_engine_reading(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    publisher = make(transport, monkeypatch, lambda *_: time.sleep(0.5))
-    (engine,) = publisher.controls
-    abandoned: list[int] = []
-    monkeypatch.setattr(publisher, "_abandon", lambda: abandoned.append(engine.loading))  # type: ignore[attr-defined]
+    pushed = Pushed(transport, monkeypatch, lambda *_: time.sleep(0.5))
+    engine = pushed.engine
 
     def broken() -> Iterator[NamedTensors]:
         yield bucket(0)
         raise RuntimeError("the gather failed")
 
     with pytest.raises(EngineError, match="the gather failed"):
-        publisher.publish(1, broken())
-    assert abandoned == [0]
-    assert engine.calls.count("push") == 1  # type: ignore[attr-defined]
+        pushed.publish(1, broken())
+    assert (engine.loading, pushed.abandoned) == (0, [0] if transport == "distributed" else [])
+    assert engine.calls.count("push") == 1
 
 
 def test_an_engine_that_hangs_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    publisher = make("tensor", monkeypatch, lambda *_: time.sleep(200))
-    stage = publisher._stage
-
-    def late(bucket: NamedTensors) -> Any:
-        publisher._deadline = time.monotonic() + 0.5
-        return stage(bucket)
-
-    monkeypatch.setattr(publisher, "_stage", late)
+    pushed = Pushed("tensor", monkeypatch, lambda *_: time.sleep(200))
+    pushed.publisher.timeout = 1.0
     started = time.monotonic()
     with pytest.raises(EngineError, match=rf"push: no answer within \d s .* from {URL}"):
-        publisher.publish(1, buckets())
+        pushed.publish(1, buckets())
     assert time.monotonic() - started < 100
 
 
@@ -253,8 +251,8 @@ def test_no_bucket_is_held_while_the_next_is_gathered(
         return named
 
     source = map(noted, range(BUCKETS))
-    publisher = make(transport, monkeypatch, lambda *_: None)
-    publisher.publish(1, Float8Blocks((128, 128), frozenset()).quantised(source) if quantised else source)
+    pushed = Pushed(transport, monkeypatch, lambda *_: None)
+    pushed.publish(1, Float8Blocks((128, 128), frozenset()).quantised(source) if quantised else source)
     assert held == [0] * BUCKETS
 
 
@@ -268,10 +266,10 @@ def test_no_buffer_stays_after_a_push(monkeypatch: pytest.MonkeyPatch) -> None:
             made.append(weakref.ref(self))
 
     monkeypatch.setattr("slime.weights.tensor.SharedBuffer", Noted)
-    publisher = make("tensor", monkeypatch, lambda *_: None)
+    pushed = Pushed("tensor", monkeypatch, lambda *_: None)
     gc.disable()
     try:
-        publisher.publish(1, buckets())
+        pushed.publish(1, buckets())
         assert [buffer() for buffer in made] == [None] * len(made)
     finally:
         gc.enable()
