@@ -162,6 +162,11 @@ def actor_environment(extra: dict[str, str] | None = None) -> dict[str, Any]:
     return {"env_vars": variables | (extra or {})}
 
 
+def worker_options(args: argparse.Namespace) -> argparse.Namespace:
+    """The options for a process that logs no metrics: without the tracker's key."""
+    return argparse.Namespace(**vars(args) | {"wandb_key": None})
+
+
 def enter_actor(args: argparse.Namespace) -> None:
     """First call in every actor process: the driver's working directory, so that relative paths of hooks hold."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 
+from slime.fleet.placement import describe_placement
 from slime.options.checkpoint_rules import starting_point
 from slime.options.errors import OptionError
 from slime.options.validate import check_schedule
 from slime.ray.cluster import running_address
 from slime.ray.due import check_remaining
 from slime.ray.patch_report import lines as patches_of
-from slime.ray.placement import describe_placement
 from slime.ray.places import check_places, place_warnings
 from slime.ray.rollout_manager import make_data_source, num_prompts, num_rollout
 from slime.ray.room import room_warnings

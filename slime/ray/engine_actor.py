@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from slime.backends.sglang.engine import End, Engine, OtherNodes
+from slime.backends.sglang.engine import End, Engine, EngineError, OtherNodes
 from slime.ray.cluster import as_actor, enter_actor, serving_host
 
 _POLL_S = 0.1
@@ -111,6 +112,12 @@ class EngineActor:
     def resume_memory(self, tags: list[str]) -> None:
         """Take the memory of ``tags`` again."""
         self._engine.control(self._args.weight_update_timeout).resume_memory(tags)
+
+    def leave(self) -> None:
+        """Answer what runs with what it has so far, which others go on with, and `stop`."""
+        with contextlib.suppress(EngineError):
+            self._engine.control(self._args.weight_update_timeout).abort_all()
+        self.stop()
 
     def stop(self) -> None:
         """End the server tree, on every node."""

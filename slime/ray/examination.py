@@ -22,14 +22,16 @@ _MARGIN_S = 20.0
 class Examiner:
     """Examines the engines behind a router, once for all requests that ask meanwhile, in a thread of its own."""
 
-    def __init__(self, engines: Mapping[str, Any], answer: float, remove: Callable[[str], object]) -> None:
+    def __init__(
+        self, engines: Callable[[], Mapping[str, Any]], answer: float, remove: Callable[[str], object]
+    ) -> None:
         """
         Args:
-            engines: the actors, by URL.
+            engines: gives the actors of those that get requests, by URL.
             answer: seconds that an engine may take to answer; it is asked twice.
-            remove: called with the URL of one that hangs, unless all do.
+            remove: called with the URL of one that hangs, unless all do; it then gets none any more.
         """
-        self._engines, self._remove = dict(engines), remove
+        self._engines, self._remove = engines, remove
         self._limit = 2 * answer + _MARGIN_S
         self._lock = threading.Lock()
         self._current: Future[str | None] | None = None
@@ -93,7 +95,7 @@ class Examiner:
     def _examine(self, problem: str) -> str | None:
         if not self._working:
             return "no rollout is under way, so that no engine was asked"
-        asked = dict(self._engines)
+        asked = dict(self._engines())
         calls = {url: actor.examine.remote(problem, paused=False) for url, actor in asked.items()}
         deadline = time.monotonic() + self._limit
         hanging = {}
@@ -109,5 +111,4 @@ class Examiner:
             raise RequestError(f"{problem}: no engine is left that answers\n" + "\n".join(hanging.values()))
         for url in hanging:
             self._remove(url)
-            del self._engines[url]  # last, so that one which could not be removed is asked again
         return None

@@ -9,9 +9,9 @@ from typing import Any
 
 from slime.backends.megatron import patches as megatron
 from slime.backends.sglang import patches as sglang
+from slime.fleet.spec import fleet_of
 from slime.ray import patches as ray
 from slime.ray.cluster import running_address
-from slime.ray.creation import reward_engine_args
 from slime.utils.patching import Patch, due
 from slime.utils.stores import RENDEZVOUS
 
@@ -72,12 +72,9 @@ def _uses(args: argparse.Namespace) -> Iterator[tuple[Iterable[Patch[Any]], Any]
 
 
 def _servers(args: argparse.Namespace) -> Iterator[sglang.ServerFacts]:
-    """One of each kind that the run has: of the actor's engines and the reward model's, of first nodes and further."""
-    runs = [args] if args.num_engines else []
-    if args.rm_num_gpus:
-        runs.append(reward_engine_args(args))
-    for each in runs:
-        server = sglang.ServerFacts.of_run(each)
+    """One of each kind that the run has: of each model's engines, of first nodes and further."""
+    for spec in fleet_of(args).engines:
+        server = sglang.ServerFacts.of_run(spec.options(args))
         yield server
-        if each.rollout_num_gpus_per_engine > each.num_gpus_per_node:
+        if spec.width > spec.per_node:
             yield replace(server, further_node=True)

@@ -6,43 +6,37 @@ import argparse
 import contextlib
 import logging
 import math
-import os
-import threading
 import time
+from collections.abc import Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from slime.backends.sglang.router import Router
 from slime.data import Group, Sample
+from slime.fleet.membership import Membership
+from slime.fleet.routers import Routers
+from slime.fleet.spec import ModelSpec
 from slime.options.calls import parameters_of
 from slime.options.rollout import DEFAULT_ROLLOUT, generates_itself
 from slime.options.validate import check_schedule
-from slime.ray.cluster import enter_actor, serving_host
-from slime.ray.examination import Examiner
-from slime.rollout.abort import forget_engine, register_engines
+from slime.ray.cluster import actor_environment, as_actor, enter_actor
 from slime.rollout.base_types import train_output
 from slime.rollout.data_source import DataSource, RolloutDataSource
 from slime.rollout.data_warnings import data_warnings
 from slime.rollout.debug_data import check_recorded, load_samples, save_evaluation, save_samples
 from slime.rollout.evaluation import eval_metrics, evaluation_output, load_eval_prompts, warn_of_unscored
-from slime.rollout.gate import hold_requests, shared_gate
+from slime.rollout.gate import hold_requests
 from slime.rollout.hooks import accepted, naming
 from slime.rollout.log_hooks import logs_evaluation, logs_rollout
 from slime.rollout.loop import background_loop
 from slime.rollout.metrics import accounting
-from slime.rollout.model_urls import ACTOR, REWARD
-from slime.rollout.resend_log import ResendLog
 from slime.rollout.reward_log import RewardLog
 from slime.rollout.sample_stats import sample_metrics
 from slime.rollout.sglang_rollout import draw_first_groups, generate_groups
 from slime.rollout.staleness import renew_stale, staleness_metrics
-from slime.rollout.state import concurrency, place_of_request
 from slime.rollout.train_data import to_train_batches
 from slime.rollout.under_way import under_way
-from slime.utils import http_utils
-from slime.utils.environment import bypass_proxies
 from slime.utils.errors import BadInputError, SlimeError
 from slime.utils.misc import attribute_of, load_function
 
@@ -64,18 +58,12 @@ class RolloutManager:
     def __init__(self, args: argparse.Namespace, api_keys: tuple[str, str] | None) -> None:
         enter_actor(args)
         self._args = args
-        self._api_keys = api_keys
-        self._routers: dict[str, Router] = {}
-        """By the name of the model behind it."""
+        self._routers = Routers(args, api_keys)
         self._data_source: Any = None
         self._drawn: dict[int, list[Group]] = {}
         self._made: dict[int, list[Sample]] = {}
         """Rollouts that no trainer has taken yet."""
         self._reward_log = RewardLog()
-        self._examiner: Examiner | None = None
-        self._engines: set[str] = set()
-        """URLs of the actor's engines that get requests."""
-        self._removing = threading.Lock()
         self._rollout = load_function(args.rollout_function_path, flag="--rollout-function-path")
         self._evaluate = load_function(args.eval_function_path, flag="--eval-function-path")
 
@@ -93,67 +81,24 @@ class RolloutManager:
         return self._args.num_rollout
 
     @ray.method(concurrency_group=ROUTERS)
-    def open_routers(self, reward: bool) -> None:
-        """Start the router, and one for the reward model's engines if there are any; make them known to hooks."""
-        args, host = self._args, serving_host(self._api_keys)
-        bypass_proxies([host])  # hooks may ask the router by clients of their own
-        for model in (ACTOR, REWARD) if reward else (ACTOR,):
-            # The user's flags are for the other one.
-            its_args = args if model == ACTOR else argparse.Namespace(**vars(args) | {"router_cli": []})
-            name = "router" if model == ACTOR else f"{model} router"
-            log_path = f"{args.run_dir}/logs/{name.replace(' ', '_')}.log"
-            router = self._routers[model] = Router(its_args, host, self._api_keys, log_path, name)
-            router.start()
-            router.listen()
-            if model == ACTOR:
-                http_utils.limit_posts(router.url, place_of_request)
-                self._resend_log = ResendLog(router.url)
-        args.sglang_model_routers = {model: _address(router) for model, router in self._routers.items()}
-        args.sglang_router_ip, args.sglang_router_port = args.sglang_model_routers[ACTOR]
-        args.sglang_router_api_key = self._api_keys[0] if self._api_keys else None
-        if self._api_keys:
-            # For programs that hooks start: `http_utils.post` there adds the key for these addresses only.
-            os.environ |= {"SLIME_ROUTER_API_KEY": self._api_keys[0]}
-            os.environ |= {http_utils.ROUTER_VARIABLES[name]: router.url for name, router in self._routers.items()}
+    def open_routers(self, models: Sequence[ModelSpec]) -> None:
+        """Start the router of each model; make them known to hooks."""
+        self._routers.open(models)
 
-    def register(self, opened: None, engines: dict[str, Any], reward_urls: list[str]) -> None:
-        """Make engines known to the router of their model, and those of the actor to hooks.
+    @ray.method(concurrency_group=ROUTERS)
+    def serve(self, membership: Membership, opened: None) -> None:
+        """Send requests to the engines that are there now.
 
         Args:
             opened: the answer of `open_routers`, which Ray so waits for.
-            engines: the actors of the actor's, by URL.
         """
-        engine_urls = list(engines)
-        deadline = time.monotonic() + self._args.engine_start_timeout
-        bypass_proxies([urlsplit(url).hostname or "" for url in (*engine_urls, *reward_urls)])
-        for model, router in self._routers.items():
-            urls = engine_urls if model == ACTOR else reward_urls
-            for url in urls:
-                router.add(url)
-            router.wait_registered(urls, timeout=max(0.0, deadline - time.monotonic()))
-        register_engines(engine_urls, self._api_keys[1] if self._api_keys else None)
-        self._engines = set(engine_urls)
-        self._examiner = Examiner(engines, self._args.rollout_health_check_timeout, self.remove_engine)
-        http_utils.examine_by(self._routers[ACTOR].url, self._examiner)
-
-    def remove_engine(self, url: str) -> None:
-        """Send nothing more to an engine that has died or hangs, and have fewer requests in flight."""
-        with self._removing:
-            if url not in self._engines:
-                return  # it was found to hang before its end was known
-            self._routers[ACTOR].remove(url)
-            forget_engine(url)
-            # Last: where the router fails, the next who finds out tries again.
-            self._engines.remove(url)
-            self._args.num_engines -= 1
-        background_loop().soon(shared_gate, concurrency(self._args))
+        self._routers.serve(membership)
 
     @ray.method(concurrency_group="watch")
     def watch(self) -> None:
         """Return, by raising, when a router dies or hangs."""
         while True:
-            for router in list(self._routers.values()):
-                router.check()
+            self._routers.check()
             time.sleep(_POLL_S)
 
     def draw(self, rollout_id: int) -> None:
@@ -174,7 +119,7 @@ class RolloutManager:
         """
         args = self._args
         started = time.monotonic()
-        with under_way(rollout_id), self._generating():
+        with under_way(rollout_id), self._routers.working():
             samples, metrics = self._samples(rollout_id)
         generated = time.monotonic()
         metrics.setdefault("perf/rollout_time", generated - started)
@@ -188,11 +133,7 @@ class RolloutManager:
         self._made[rollout_id] = samples
         references = [ray.put(batch) for batch in batches]
         metrics["perf/convert_time"] = time.monotonic() - generated
-        return references, metrics | batch_metrics | self._resends(rollout_id)
-
-    def _resends(self, rollout_id: int) -> dict[str, float]:
-        router = self._routers.get(ACTOR)
-        return {} if router is None else self._resend_log.metrics(rollout_id, router.failed_tries())
+        return references, metrics | batch_metrics | self._routers.resends(rollout_id)
 
     def _samples(self, rollout_id: int) -> tuple[list[Sample], dict[str, Any]]:
         args = self._args
@@ -211,9 +152,6 @@ class RolloutManager:
             metrics |= staleness_metrics(rollout_id, samples)
         return samples, metrics
 
-    def _generating(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._examiner is None else self._examiner.working()
-
     def hand_over(self, rollout_id: int) -> dict[str, float]:
         """Note that the trainers take a rollout; where all prompts are then."""
         samples, source = self._made.pop(rollout_id), self._data_source
@@ -226,8 +164,7 @@ class RolloutManager:
     def hold_requests(self, hold: bool, version: int | None) -> None:
         """Send engines no new requests while weights are pushed, or go on under those of ``version``."""
         timeout = self._args.weight_update_timeout
-        if self._examiner is not None:
-            self._examiner.forbid() if hold else self._examiner.allow()
+        self._routers.hold(hold)
         background_loop().run(
             hold_requests(hold, version), timeout=timeout, what="holding requests during a weight update"
         )
@@ -237,7 +174,7 @@ class RolloutManager:
         """Score the engines' present weights on every evaluation dataset; what there is to log of it."""
         started = time.monotonic()
         args = self._args
-        with _naming("--eval-function-path", args.eval_function_path), self._generating():
+        with _naming("--eval-function-path", args.eval_function_path), self._routers.working():
             wanted = accepted(self._evaluate, evaluation=True)
             output = evaluation_output(self._evaluate(args, rollout_id, self._data_source, **wanted))
         if args.save_debug_rollout_data:
@@ -262,8 +199,16 @@ class RolloutManager:
 
     def stop(self) -> None:
         """End the routers."""
-        while self._routers:
-            self._routers.popitem()[1].stop()
+        self._routers.stop()
+
+
+def create_manager(args: argparse.Namespace, api_keys: tuple[str, str] | None) -> Any:
+    """The rollout manager, on the driver's host: there are the files that the driver has checked."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    options = {"num_cpus": 0, "runtime_env": actor_environment(), "scheduling_strategy": here}
+    overlap = args.async_buffer_size + 2 if args.asynchronous and rollouts_overlap(args) else 1
+    threads = {ROLLOUTS: overlap, EVALUATION: 1, ROUTERS: 1}
+    return as_actor(RolloutManager, **threads).options(**options).remote(args, api_keys)
 
 
 def _naming(flag: str, path: str) -> contextlib.AbstractContextManager[None]:
@@ -274,12 +219,6 @@ def _naming(flag: str, path: str) -> contextlib.AbstractContextManager[None]:
 def rollouts_overlap(args: argparse.Namespace) -> bool:
     """Whether several rollouts may be generated at the same time: users' functions are called for one at a time."""
     return args.rollout_function_path == DEFAULT_ROLLOUT and not args.load_debug_rollout_data
-
-
-def _address(router: Router) -> tuple[str, int]:
-    """An IPv6 host keeps its brackets, which hooks that put host and port together would forget."""
-    address, port = router.url.removeprefix("http://").rsplit(":", 1)
-    return address, int(port)
 
 
 def make_data_source(args: argparse.Namespace) -> Any:

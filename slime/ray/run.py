@@ -17,6 +17,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from slime.fleet.engines import START_ROUTER, Engines
+from slime.fleet.placement import Placement, core_shortage, place
+from slime.fleet.spec import Fleet, fleet_of
+from slime.fleet.train_group import TrainGroup
 from slime.observability.metrics import MetricsLogger
 from slime.observability.progress import step_line
 from slime.options.checkpoint_rules import starting_point
@@ -24,16 +28,15 @@ from slime.options.schema import flag_named
 from slime.ray import janitor
 from slime.ray.claims import claim
 from slime.ray.cluster import connect, leaving_after, running_address
-from slime.ray.creation import create_engines, create_manager, create_trainers, reward_engine_args
 from slime.ray.driver import exit_status, interrupt_on_sigterm, program
 from slime.ray.due import check_remaining, missing_exports, scores_start
-from slime.ray.engines import Engines
-from slime.ray.placement import Placement, core_shortage, place, slot_counts
 from slime.ray.places import place_warnings
+from slime.ray.rollout_manager import create_manager
 from slime.ray.room import room_warnings
 from slime.ray.saving import Saver
-from slime.ray.supervision import LOAD_DATA, RESTORE_DATA, START_TRAINERS, Deadline, RayDownError, RunError, Supervisor
+from slime.ray.supervision import LOAD_DATA, Deadline, RayDownError, Supervisor
 from slime.ray.turns import Turns
+from slime.rollout.model_urls import ACTOR
 from slime.utils.arguments import describe
 from slime.utils.storage import write_text, writing
 from slime.weights import EngineAddress
@@ -41,8 +44,6 @@ from slime.weights import EngineAddress
 _STOP_S = 20.0
 _SHUTDOWN_S = 10.0
 """What Ray's own end takes at most, as far as seen."""
-_CONTROL = Deadline(60.0)
-_START_ROUTER = "start router"
 _MARGIN_S = 60.0
 """What our wait allows beyond the deadline of the call itself, whose own error says more."""
 logger = logging.getLogger(__name__)
@@ -58,8 +59,7 @@ class Run:
         self.args = args
         self._supervisor = Supervisor()
         self._engines = Engines(args, self._supervisor)
-        self._reward_engines: dict[str, Any] = {}
-        self._trainers: list[Any] = []
+        self._trainers = TrainGroup(args, self._supervisor)
         self._manager: Any = None
         self._placement: Placement | None = None
         self._metrics: MetricsLogger | None = None
@@ -73,9 +73,6 @@ class Run:
         self._saver = Saver(args, self._wait)
         self._step: dict[str, float] = {}
         self._step_started = time.monotonic()
-        self._dp_ranks = [0]
-        self._dp_size = 1
-        self._optimizer_steps = 0
 
     # ---- life
 
@@ -91,7 +88,7 @@ class Run:
             with writing("--run-dir", args.run_dir):
                 Path(args.run_dir, "logs").mkdir(exist_ok=True)
             self._metrics = MetricsLogger(args)
-            self._janitor = connect(slot_counts(args)[0])
+            self._janitor = connect(fleet_of(args).total)
             # Again: Ray has put its own in the place of ours.
             interrupt_on_sigterm()
         except BaseException as error:
@@ -122,6 +119,29 @@ class Run:
             print(begins, flush=True)
         # Hexadecimal: a key may end up behind a flag, and must not look like one.
         keys = None if args.no_api_keys else (secrets.token_hex(24), secrets.token_hex(24))
+        self._load_data(keys)
+        fleet = fleet_of(args)
+        self._placement = place(args, fleet)
+        slots = sum(map(len, self._placement.engines))
+        print(
+            f"{args.num_rollout} rollouts; starting {fleet.trainers} training ranks and engines on {slots} slots "
+            "(logs in the run directory)",
+            flush=True,
+        )
+        self._engines = Engines(args, self._supervisor, keys)
+        self._turns = self._make_turns(self._placement, fleet)
+        # Not waited for: a router imports for many seconds, while engines and trainers start.
+        opened = self._manager.open_routers.remote(fleet.models) if fleet.engines else None
+        if opened is not None:
+            self._supervisor.expect("the rollout manager", opened, START_ROUTER)
+        self._start_together(self._placement, fleet)
+        if opened is not None:
+            self._engines.serve(self._manager, opened)
+        going_on = f", going on after rollout {args.start_rollout_id}" if args.start_rollout_id else ""
+        print(f"started in {time.monotonic() - began:.0f} s{going_on}", flush=True)
+
+    def _load_data(self, keys: tuple[str, str] | None) -> None:
+        args = self.args
         self._manager = create_manager(args, keys)
         self._supervisor.watch("the rollout manager", self._manager)
         loaded = {"the rollout manager": self._manager.load_data.remote()}
@@ -130,103 +150,69 @@ class Run:
             print(left, flush=True)
         self._warn(room_warnings(args))
         write_text("--run-dir", Path(args.run_dir, "config.yaml"), describe(args))
-        self._placement = place(args)
-        trainers, slots = len(self._placement.train), len(self._placement.rollout + self._placement.reward)
-        print(
-            f"{args.num_rollout} rollouts; starting {trainers} training ranks and engines on {slots} slots "
-            "(logs in the run directory)",
-            flush=True,
-        )
-        self._turns = self._make_turns(self._placement)
-        # Not waited for: a router imports for many seconds, while engines and trainers start.
-        opened = None
-        if self._placement.rollout:
-            opened = self._manager.open_routers.remote(bool(self._placement.reward))
-            self._supervisor.expect("the rollout manager", opened, _START_ROUTER)
-        self._create_engines(self._placement, keys)
-        if args.colocate and self._placement.on_gpus:
-            # One after the other: an engine takes a share of the GPU memory that it finds free.
-            for name, prepared in self._each_engine("prepare").items():
-                self._supervisor.expect(name, prepared, "prepare engines")
-            self._start_trainers()
-            self._turns.trainers_started()
-            engine_starts = self._each_engine("start")
-        else:
-            engine_starts = self._each_engine("start")
-            self._start_trainers()
-            self._turns.trainers_started()
-        urls = self._supervisor.wait(engine_starts, "start engines", self._limit("engine_start_timeout", _MARGIN_S))
-        if len(set(urls)) < len(urls):
-            raise RunError(f"start engines: several have the same address: {', '.join(sorted(urls))}")
-        num_engines = len(self._engines.living)
-        urls, reward_urls = urls[:num_engines], urls[num_engines:]
-        if urls:
-            engines = dict(zip(urls, self._engines.living, strict=True))
-            started = {"the router": self._manager.register.remote(opened, engines, reward_urls)}
-            self._wait(started, _START_ROUTER, self._limit("engine_start_timeout", _MARGIN_S))
-            self._engines.survive(self._addresses(urls, keys), self._manager)
-        going_on = f", going on after rollout {args.start_rollout_id}" if args.start_rollout_id else ""
-        print(f"started in {time.monotonic() - began:.0f} s{going_on}", flush=True)
 
-    def _make_turns(self, placement: Placement) -> Turns:
-        args = self.args
-        for name in ("offload_train", "offload_rollout"):
-            if getattr(args, name) is None:
-                setattr(args, name, args.colocate and placement.on_gpus and args.num_engines > 0)
-        limit = self._limit("weight_update_timeout", _MARGIN_S)
+    def _make_turns(self, placement: Placement, fleet: Fleet) -> Turns:
+        args, limit = self.args, self._limit("weight_update_timeout", _MARGIN_S)
+        default = placement.on_gpus and any(spec.model.sleeps for spec in fleet.engines)
 
         def trainers(phase: str, method: str, *values: Any) -> list[Any]:
-            return self._all_trainers(method, phase, limit, *values)
+            return self._trainers.call(method, phase, limit, *values)
 
         def engines(phase: str, method: str, *values: Any) -> list[Any]:
             return self._engines.call(phase, method, limit, *values)
 
-        return Turns(trainers, engines, offload_train=args.offload_train, offload_rollout=args.offload_rollout)
+        offloads = {
+            name: default if getattr(args, name) is None else getattr(args, name)
+            for name in ("offload_train", "offload_rollout")
+        }
+        return Turns(trainers, engines, **offloads)
 
-    def _create_engines(self, placement: Placement, keys: tuple[str, str] | None) -> None:
+    def _start_together(self, placement: Placement, fleet: Fleet) -> None:
+        """Start engines and trainers; returns when both are ready."""
+        self._engines.create(fleet, placement)
+        if placement.on_gpus and any(spec.beside_trainers for spec in fleet.engines):
+            # One after the other: an engine takes a share of the GPU memory that it finds free.
+            for name, prepared in self._engines.begin("prepare").items():
+                self._supervisor.expect(name, prepared, "prepare engines")
+            self._start_trainers(placement)
+            starts = self._engines.begin("start")
+        else:
+            starts = self._engines.begin("start")
+            self._start_trainers(placement)
+        limit = self._limit("engine_start_timeout", _MARGIN_S)
+        self._engines.started(self._supervisor.wait(starts, "start engines", limit))
+
+    def _start_trainers(self, placement: Placement) -> None:
         args = self.args
-        self._engines.watch(list(create_engines(args, placement, placement.rollout, keys, "engine").values()))
-        if placement.reward:
-            rewarders = create_engines(reward_engine_args(args), placement, placement.reward, keys, "reward engine")
-            self._reward_engines = rewarders
-            for name, actor in rewarders.items():
-                self._supervisor.watch(name, actor)
-
-    def _each_engine(self, method: str) -> dict[str, ray.ObjectRef]:
-        """Call a method of all engines, by name; the reward model's come last."""
-        rewarders = {name: getattr(actor, method).remote() for name, actor in self._reward_engines.items()}
-        return self._engines.begin(method) | rewarders
-
-    def _start_trainers(self) -> None:
-        args = self.args
-        assert self._placement is not None
-        self._trainers = create_trainers(args, self._placement)
-        for rank, actor in enumerate(self._trainers):
-            self._supervisor.watch(f"trainer {rank}", actor)
-        if not self._trainers:
-            args.start_rollout_id = args.start_rollout_id or 0
-            return
-        served = {"trainer 0": self._trainers[0].serve_rendezvous.remote(self._placement.trains_on_one_host)}
-        limit = self._limit("checkpoint_timeout")
-        (master,) = self._wait(served, START_TRAINERS, limit)
-        answers = self._all_trainers("start", START_TRAINERS, limit, master, args.num_rollout)
-        first, self._dp_size, state = answers[0]
-        if args.start_rollout_id is None:
-            args.start_rollout_id = first
-        self._dp_ranks = self._all_trainers("dp_rank", START_TRAINERS, _CONTROL)
-        if state is not None:
-            restored = {"the rollout manager": self._manager.restore.remote(first - 1, state)}
-            self._wait(restored, RESTORE_DATA, limit)
-            self._optimizer_steps = state["optimizer_steps"]
-            if missing := missing_exports(args, first):
-                self._saver.export(self._trainers, first - 1, missing, "export what is missing")
+        if placement.train:
+            self._trainers.create(placement)
+            first = self._trainers.start(args.num_rollout, on_one_host=placement.trains_on_one_host)
+            if args.start_rollout_id is None:
+                args.start_rollout_id = first
+            if self._trainers.restore(self._manager) and (missing := missing_exports(args, first)):
+                self._saver.export(self._trainers.actors, first - 1, missing, "export what is missing")
                 places = " and ".join(missing.values())
                 print(f"nothing is left to train; wrote {places}, missing after rollout {first}", flush=True)
+        args.start_rollout_id = args.start_rollout_id or 0
+        self._turns.trainers_started()
 
-    def _addresses(self, urls: list[str], keys: tuple[str, str] | None) -> list[EngineAddress]:
-        generate_key, admin_key = keys or (None, None)
-        width = self.args.rollout_num_gpus_per_engine
-        return [EngineAddress(url, width, generate_key, admin_key, rank * width) for rank, url in enumerate(urls)]
+    def add_engine(self, model: str = ACTOR) -> str:
+        """Have one more engine of a model; its name, for `remove_engine`.
+
+        One of the trained model gets its first request after the next `push_weights`, which brings it the weights.
+
+        Raises:
+            RunError: no slot is free for it, or it does not start; without it the run may go on.
+        """
+        return self._engines.add(model)
+
+    def remove_engine(self, name: str) -> None:
+        """End an engine; requests that it has go on at others, and its slots are free.
+
+        Raises:
+            RunError: there is no such engine, or no other one serves its model.
+        """
+        self._engines.remove(name)
 
     def _stop(self) -> None:
         """Orderly where it works, by force where it does not; supervisors and the janitor see to the rest."""
@@ -245,8 +231,8 @@ class Run:
                 os.close(held)
 
     def _stop_actors(self) -> None:
-        actors = (*self._trainers, *self._engines.living, *self._reward_engines.values(), self._manager)
-        calls = [actor.stop.remote() for actor in actors if actor is not None]
+        others = [actor for actor in (*self._trainers.actors, self._manager) if actor is not None]
+        calls = [actor.stop.remote() for actor in others] + list(self._engines.begin("stop").values())
         if calls:
             with contextlib.suppress(RayError):
                 ray.wait(calls, num_returns=len(calls), timeout=_STOP_S)
@@ -264,7 +250,7 @@ class Run:
     def begin_rollout(self, rollout_id: int) -> None:
         """Have a rollout generated in the background; its failure ends whatever the driver then waits for."""
         drawn = self._manager.draw.remote(rollout_id)
-        call = self._manager.generate.remote(rollout_id, self._dp_size, drawn)
+        call = self._manager.generate.remote(rollout_id, self._trainers.dp_size, drawn)
         self._supervisor.expect("the rollout manager", call, f"rollout {rollout_id}")
         self._rollouts[rollout_id] = call, time.monotonic()
 
@@ -295,27 +281,22 @@ class Run:
         """Train on one rollout's batches, and log one line of metrics an optimizer step."""
         self._turns.to_trainers()
         started = time.monotonic()
-        calls = {
-            f"trainer {rank}": actor.train.remote(rollout_id, batches[dp_rank])
-            for rank, (actor, dp_rank) in enumerate(zip(self._trainers, self._dp_ranks, strict=False))
-        }
-        answers = self._wait(calls, f"train on rollout {rollout_id}", self._limit("train_timeout"))
-        steps = answers[0] if answers else []
+        steps = self._trainers.train(rollout_id, batches, self._limit("train_timeout"))
         if steps:
             # The call less what rank 0 did in it: batches on their way, and ranks that began later.
             steps[-1]["perf/transfer_time"] = time.monotonic() - started - steps[-1]["perf/train_time"]
         for metrics in steps:
-            self._log(metrics, "train/step", self._optimizer_steps)
-            self._optimizer_steps += 1
+            self._log(metrics, "train/step", self._trainers.optimizer_steps)
+            self._trainers.optimizer_steps += 1
 
     def push_weights(self, version: int) -> None:
         """Give every engine the trainers' weights; ``version`` is the number of rollouts they were trained on."""
-        if not (self._engines.living and self._trainers):
+        if not (self._engines.membership.trained and self._trainers.actors):
             return
         phase, limit = f"push weights of version {version}", self._limit("weight_update_timeout", _MARGIN_S)
 
         def publish(engines: list[EngineAddress]) -> dict[str, float]:
-            answers: list[dict[str, float]] = self._all_trainers("publish", phase, limit, version, engines)
+            answers: list[dict[str, float]] = self._trainers.call("publish", phase, limit, version, engines)
             return answers[0]
 
         with self._turns.pushing():
@@ -359,13 +340,13 @@ class Run:
 
     def save(self, rollout_id: int) -> None:
         """Write a checkpoint, an HF directory and adapters, whichever is asked for."""
-        if not self._trainers or not (self.args.save or self.args.save_hf or self.args.save_lora):
+        if not self._trainers.actors or not (self.args.save or self.args.save_hf or self.args.save_lora):
             return
         started = time.monotonic()
         saved = {"the rollout manager": self._manager.state.remote(rollout_id)}
         (state,) = self._wait(saved, "save the data source", self._saver.limit)
-        state = state | {"optimizer_steps": self._optimizer_steps}
-        self._saver.save(self._trainers, rollout_id, state)
+        state = state | {"optimizer_steps": self._trainers.optimizer_steps}
+        self._saver.save(self._trainers.actors, rollout_id, state)
         self._log({"perf/save_model_time": time.monotonic() - started}, "rollout/step", rollout_id)
 
     def end_step(self, rollout_id: int) -> None:
@@ -385,10 +366,6 @@ class Run:
 
     def _wait(self, calls: dict[str, ray.ObjectRef], phase: str, limit: Deadline) -> list[Any]:
         return self._supervisor.wait(calls, phase, limit)
-
-    def _all_trainers(self, method: str, phase: str, limit: Deadline, *values: Any) -> list[Any]:
-        calls = {f"trainer {rank}": getattr(a, method).remote(*values) for rank, a in enumerate(self._trainers)}
-        return self._wait(calls, phase, limit)
 
     def _log(self, metrics: dict[str, float], step_key: str, step: int) -> None:
         assert self._metrics is not None

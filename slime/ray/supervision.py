@@ -89,6 +89,10 @@ class Supervisor:
         """
         self._watches[actor.watch.remote()] = name, survive
 
+    def forget(self, name: str) -> None:
+        """Take `watch` back, for one that is to be ended."""
+        self._watches = {watch: entry for watch, entry in self._watches.items() if entry[0] != name}
+
     def expect(self, who: str, call: ray.ObjectRef, phase: str) -> None:
         """Fail every later `wait` when ``call``, whose answer is waited for at another time, fails."""
         self._background[call] = (who, phase)

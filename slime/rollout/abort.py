@@ -19,14 +19,16 @@ _engines: dict[str, str | None] = {}
 
 
 def register_engines(urls: Iterable[str], admin_key: str | None) -> None:
-    """Say where requests of this process run; empty where there is no one to tell."""
-    _engines.clear()
-    _engines.update(dict.fromkeys(urls, admin_key))
+    """Say where requests of this process run, in the place of what was said before; empty where there is no one."""
+    engines = dict.fromkeys(urls, admin_key)
+    _engines.update(engines)
+    for url in _engines.keys() - engines.keys():
+        _engines.pop(url)
 
 
-def forget_engine(url: str) -> None:
-    """Leave out an engine that is gone."""
-    _engines.pop(url, None)
+def num_engines() -> int:
+    """How many of them there are."""
+    return len(_engines)
 
 
 async def abort_requests(rids: Iterable[str] | None) -> bool:
@@ -38,7 +40,7 @@ async def abort_requests(rids: Iterable[str] | None) -> bool:
     An engine that does not answer within 10 s has died or is stuck, which its supervisor says better: nothing waits.
     """
     bodies: list[dict[str, object]] = [{"abort_all": True}] if rids is None else [{"rid": rid} for rid in rids]
-    engines = list(_engines.items())  # another thread may forget one meanwhile
+    engines = list(_engines.items())  # another thread may register others meanwhile
     await asyncio.gather(*(_abort(url, key, bodies) for url, key in engines))
     return bool(_engines)
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from slime.backends.sglang.client import GenerateClient
 from slime.data import Sample
+from slime.rollout.abort import num_engines
 from slime.rollout.gate import may_request, shared_gate
 from slime.utils.http_utils import RequestError, http_url
 
@@ -198,8 +199,8 @@ _current: ContextVar[RolloutState | None] = ContextVar("rollout_state", default=
 
 
 def concurrency(args: Namespace) -> int:
-    """Requests in flight over all engines."""
-    return args.sglang_server_concurrency * max(1, args.num_engines)
+    """Requests in flight over all engines: those that were registered, or with which a run starts."""
+    return args.sglang_server_concurrency * max(1, num_engines() or args.num_engines)
 
 
 def router_url(args: Namespace) -> str:

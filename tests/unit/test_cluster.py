@@ -7,7 +7,6 @@ import os
 import re
 import socket
 import sys
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,11 @@ import pytest
 import ray
 from ray._private import services, worker
 
-from slime.ray import cluster, placement
-from slime.ray.placement import Slot, describe_placement
+from slime.fleet import placement
+from slime.fleet.placement import Slot, describe_placement
+from slime.ray import cluster
 from slime.ray.supervision import InputError, RunError
+from tests.small_fleet import slot_options
 
 NUM_GPUS = 0
 
@@ -142,9 +143,7 @@ def test_more_slots_than_cores_are_warned_of(
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     monkeypatch.setattr(placement.device, "is_cuda", lambda: is_cuda)
     monkeypatch.setenv("RAY_ADDRESS", address or "")
-    args = Namespace(placement="colocate", actor_num_gpus=8, rollout_num_gpus=8, actor_num_gpus_per_node=8)
-    args.rollout_num_gpus_per_engine = args.rm_num_gpus_per_engine = 1
-    args.rm_num_gpus, args.num_gpus_per_node = 0, 8
+    args = slot_options("colocate", train=8, rollout=8)
     warning = placement.core_shortage(args)
     assert warning == (expected and expected + "(--actor-num-gpus-per-node 8)")
     if warning:
@@ -166,9 +165,7 @@ def test_more_slots_than_cores_are_warned_of(
     ],
 )
 def test_the_reward_model_has_the_last_slots_to_itself(kind: str, expected: list[str]) -> None:
-    args = Namespace(placement=kind, actor_num_gpus=2, rollout_num_gpus=2, rollout_num_gpus_per_engine=2)
-    args.actor_num_gpus_per_node, args.rm_num_gpus, args.rm_num_gpus_per_engine = 2, 2, 1
-    args.num_gpus_per_node = 2
+    args = slot_options(kind, train=2, rollout=2, reward=2, width=2)
     lines = [line for line in describe_placement(args).splitlines() if line.startswith("  slot")]
     users = [line.split(": ")[1] for line in lines]
     assert users == [*expected, "reward engine 0", "reward engine 1"]

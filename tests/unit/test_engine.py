@@ -15,10 +15,12 @@ import pytest
 
 from slime.backends.sglang import engine as engine_module
 from slime.backends.sglang.engine import End, Engine, EngineError
-from slime.ray import creation, placement
+from slime.fleet import engines, placement
+from slime.fleet.placement import Placement, Slot
+from slime.fleet.spec import Fleet
 from slime.ray.engine_actor import EnginePlan
-from slime.ray.placement import Placement, Slot
 from slime.ray.supervision import InputError
+from tests.small_fleet import entry
 
 NUM_GPUS = 0
 
@@ -165,11 +167,14 @@ def test_an_engine_has_an_actor_on_the_first_slot_of_each_of_its_nodes(
 ) -> None:
     plans: list[EnginePlan] = []
     created = Namespace(options=lambda **options: Namespace(remote=plans.append))
-    monkeypatch.setattr(creation, "as_actor", lambda cls, **threads: created)
+    monkeypatch.setattr(engines, "as_actor", lambda cls, **threads: created)
     monkeypatch.setattr(Placement, "options", lambda self, slot, trains: {"bundle": slot.bundle})
     slots = [Slot(9 - i, f"10.0.0.{i // 2}", str(i % 2)) for i in range(4)]
-    args = Namespace(rollout_num_gpus_per_engine=width, num_gpus_per_node=2)
-    creation.create_engines(args, Placement(None, slots, [], slots, []), slots, None, "engine")
+    spec, args = entry(count=4 // width, width=width, per_node=2), Namespace(offload_rollout=None)
+    supervisor = Namespace(watch=lambda *_: None)
+    engines.Engines(args, supervisor).create(Fleet(0, (spec,)), Placement(slots, [], [slots]))  # type: ignore[arg-type]
+    assert [plan.name for plan in plans] == ["engine"] * (4 // width)
+    assert [plan.rank for plan in plans] == list(range(4 // width))
     assert [[len(node.gpus or []) for node in plan.nodes] for plan in plans] == [nodes] * (4 // width)
     firsts = [node.options["bundle"] for plan in plans for node in plan.nodes]
     assert firsts == [9 - i for i in range(0, 4, min(width, 2))]
@@ -178,11 +183,11 @@ def test_an_engine_has_an_actor_on_the_first_slot_of_each_of_its_nodes(
 def test_a_server_does_not_cross_hosts() -> None:
     slots = [Slot(i, f"10.0.0.{1 + i // 2}", None) for i in range(4)]
     for width, per_node in ((1, 8), (2, 8), (4, 2), (4, 1)):
-        placement._check_engines(slots, width, per_node, "rollout")
+        placement._check_engines(slots, entry(width=width, per_node=per_node))
     with pytest.raises(InputError, match=r"placement: engine 0 of 4 slots would lie on the hosts 10\.0\.0\.1, 10"):
-        placement._check_engines(slots, 4, 8, "rollout")
+        placement._check_engines(slots, entry(width=4))
     with pytest.raises(InputError, match=r"2 slots of engine 0 of 4 slots .* --rollout-num-gpus-per-engine"):
-        placement._check_engines([slots[0], *slots], 4, 2, "rollout")
+        placement._check_engines([slots[0], *slots], entry(width=4, per_node=2))
 
 
 def test_a_start_that_fails_ends_the_servers_of_all_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

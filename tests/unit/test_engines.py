@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import traceback
 from argparse import Namespace
 from collections.abc import Callable
@@ -14,19 +13,29 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from slime.backends.sglang.client import EngineError
-from slime.ray.engines import Engines
-from slime.ray.rollout_manager import RolloutManager
+from slime.fleet import engines as fleet_engines
+from slime.fleet import placement
+from slime.fleet import routers as fleet_routers
+from slime.fleet.engines import Engines
+from slime.fleet.membership import Member, Membership
+from slime.fleet.placement import Placement, Slot
+from slime.fleet.routers import Routers
+from slime.fleet.spec import Fleet
 from slime.ray.supervision import Deadline, RunError, Supervisor
 from slime.rollout import abort
 from slime.rollout.gate import _gates
 from slime.rollout.loop import background_loop
-from slime.rollout.model_urls import ACTOR, REWARD
 from slime.rollout.state import concurrency
 from slime.weights import EngineAddress
+from tests.small_fleet import ACTOR, REWARD, entry
 
 NUM_GPUS = 0
 
 _LIMIT = Deadline(5.0)
+
+
+def urls_of(engines: list[EngineAddress]) -> list[str]:
+    return [engine.url for engine in engines]
 
 
 class Ref:
@@ -77,7 +86,7 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[Actor]:
     """Ray's calls on `Ref`; the actors that were killed."""
     killed: list[Actor] = []
 
-    def wait(refs: list[Ref], num_returns: int, timeout: float) -> tuple[list[Ref], list[Ref]]:
+    def wait(refs: list[Ref], num_returns: int = 1, timeout: float = 0.0) -> tuple[list[Ref], list[Ref]]:
         done = [ref for ref in reversed(refs) if ref.is_done][:num_returns]  # the watches, which come last, first
         return done, [ref for ref in refs if ref not in done]
 
@@ -95,20 +104,46 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[Actor]:
 
 
 class Cluster:
-    """Two engines that serve, a manager and a trainer."""
+    """Engines that serve, of the trained model and of a reward model, a manager and a trainer."""
 
-    def __init__(self, serving: bool = True, count: int = 2) -> None:
+    def __init__(self, serving: bool = True, count: int = 2, rewarders: int = 0) -> None:
         self.supervisor = Supervisor()
-        args = Namespace(run_dir="run", rollout_health_check_timeout=1.0)
-        self.engines = Engines(args, self.supervisor)
-        self.actors = [Actor(rank, start=f"http://e{rank}", sleep=rank) for rank in range(count)]
+        limits = {"rollout_health_check_timeout": 1.0, "engine_start_timeout": 5.0, "placement_timeout": 5.0}
+        self.engines = Engines(Namespace(run_dir="run", **limits), self.supervisor)
+        self.actors: list[Actor] = []
         self.manager, self.trainer = Actor(8), Actor(9)
-        self.engines.watch(self.actors)
-        urls = self.supervisor.wait(self.engines.begin("start"), "start", _LIMIT)
+        entries = {entry(count=count): count, entry(REWARD, count=rewarders): rewarders}
+        slots = [[Slot(10 * i + rank, "here", None) for rank in range(n)] for i, n in enumerate(entries.values())]
+        self.placement = Placement([*slots[0], *slots[1]], [], slots)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fleet_engines, "create_engine", self.create)
+            self.engines.create(Fleet(0, tuple(entries)), self.placement)
+        self.engines.started(self.supervisor.wait(self.engines.begin("start"), "start", _LIMIT))
         if serving:
-            self.engines.survive([EngineAddress(url, 1) for url in urls], self.manager)
+            self.engines.serve(self.manager, None)
         self.supervisor.watch("the rollout manager", self.manager)
         self.supervisor.watch("trainer 0", self.trainer)
+
+    def create(self, args: Namespace, spec: Any, rank: int, placement: Placement, slots: list[Slot], _: None) -> Actor:
+        name = spec.model.called("engine").replace("reward engine", "r").replace("engine", "e")
+        self.actors.append(Actor(rank, start=f"http://{name}{rank}", sleep=rank))
+        return self.actors[-1]
+
+    def add(self, model: str = "actor", start: Any = None) -> str:
+        """One more, whose start gives ``start`` if given."""
+
+        def create(*values: Any) -> Actor:
+            actor = self.create(*values)
+            actor.answers["start"] = start or actor.answers["start"]
+            return actor
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fleet_engines, "create_engine", create)
+            return self.engines.add(model)
+
+    def serving(self) -> list[list[str]]:
+        """What the manager was told of the trained model's, call by call."""
+        return [list(call[1].serving("actor")) for call in self.manager.calls if call[0] == "serve"]
 
     def rollout(self) -> list[Any]:
         """A wait of the driver's, for somebody else."""
@@ -124,12 +159,12 @@ def test_a_run_goes_on_without_an_engine_and_says_so_once(
     assert cluster.rollout() == cluster.rollout() == ["samples"]
     assert cluster.engines.metrics() == {"rollout/engines_alive": 1}
     assert killed == [cluster.actors[1]]
-    assert cluster.manager.calls == [("remove_engine", "http://e1")]
+    assert cluster.serving() == [["http://e0", "http://e1"], ["http://e0"]]
     (line,) = capsys.readouterr().err.splitlines()
     assert "warning: rollout 3: engine 1 failed (weight version none yet): engine 1 at http://e1 ended with" in line
     assert "status 137 (signal 9); going on with 1 of 2 engines, which get its requests (log: run/logs/" in line
     assert cluster.engines.call("sleep", "sleep", _LIMIT) == [0]
-    assert cluster.engines.living == cluster.actors[:1]
+    assert [member.actor for member in cluster.engines.membership.engines] == cluster.actors[:1]
 
 
 def test_a_call_to_an_engine_that_dies_of_it_is_no_failure() -> None:
@@ -141,7 +176,7 @@ def test_a_call_to_an_engine_that_dies_of_it_is_no_failure() -> None:
 
     cluster.actors[1].answers["sleep"] = die
     assert cluster.engines.call("sleep", "sleep", _LIMIT) == [0]
-    assert len(cluster.engines.living) == 1
+    assert len(cluster.engines.membership.engines) == 1
 
 
 def test_a_call_that_fails_while_another_engine_dies_is_a_failure() -> None:
@@ -161,7 +196,7 @@ def test_a_push_is_made_again_without_those_that_died_in_it(count: int, capsys: 
     cluster, attempts = Cluster(count=3), []
 
     def publish(engines: list[EngineAddress]) -> dict[str, float]:
-        attempts.append([engine.url for engine in engines])
+        attempts.append(urls_of(engines))
         if len(attempts) < count:
             cluster.actors[len(attempts)].die()
             answer: Any = failure(EngineError("connection reset"))
@@ -184,7 +219,7 @@ def test_a_push_that_no_engine_is_seen_to_fail_finds_the_one_that_hangs(capsys: 
     cluster, attempts = Cluster(), []
 
     def publish(engines: list[EngineAddress]) -> dict[str, float]:
-        attempts.append([engine.url for engine in engines])
+        attempts.append(urls_of(engines))
         if len(engines) == 2:
             raise RunError("pause: no answer within 9 s (--weight-update-timeout) from http://e1")
         return {}
@@ -209,7 +244,7 @@ def test_a_push_that_fails_by_itself_is_not_made_again(monkeypatch: pytest.Monke
     cluster, attempts = Cluster(), []
 
     def publish(engines: list[EngineAddress]) -> dict[str, float]:
-        attempts.append([engine.url for engine in engines])
+        attempts.append(urls_of(engines))
         raise RunError("digests differ")
 
     with pytest.raises(RunError, match="digests differ"):
@@ -262,34 +297,141 @@ def test_other_deaths_end_the_run(kill: Callable[[Cluster], None], serving: bool
         cluster.supervisor.wait({"the rollout manager": Ref()}, "rollout 3", _LIMIT)  # type: ignore[dict-item]
 
 
-def test_the_data_side_forgets_an_engine() -> None:
-    manager, removed = object.__new__(RolloutManager), []
-    manager._args = Namespace(num_engines=2, sglang_server_concurrency=8)
-    manager._engines, manager._removing = {"http://e0", "http://e1"}, threading.Lock()
-    others = Namespace(remove=lambda url: pytest.fail("the reward model's engines are others"))
+class FakeRouter:
+    """Takes notes of what it is told."""
 
-    def remove(url: str) -> None:
-        removed.append(url)
-        if len(removed) == 1:
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.refuses = False
+
+    def add(self, url: str, worker: str = "regular") -> None:
+        self.calls.append(f"add {url}")
+
+    def wait_registered(self, urls: list[str], timeout: float) -> None:
+        self.calls += [f"wait {url}" for url in urls]
+
+    def remove(self, url: str) -> None:
+        if self.refuses:
             raise EngineError("router: no answer")
+        self.calls.append(f"remove {url}")
 
-    manager._routers = {ACTOR: Namespace(remove=remove), REWARD: others}  # type: ignore[dict-item]
-    abort.register_engines(["http://e0", "http://e1"], None)
-    try:
-        with pytest.raises(EngineError, match="no answer"):
-            manager.remove_engine("http://e1")
-        for _ in range(2):  # by who finds out that it hangs, and by the driver
-            manager.remove_engine("http://e1")
-        assert list(abort._engines) == ["http://e0"]
-    finally:
-        abort.register_engines([], None)
-    assert removed == 2 * ["http://e1"], "until it was"
-    assert concurrency(manager._args) == 8
 
+@pytest.fixture
+def routers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Those of both models, with a `FakeRouter` each."""
+    made = Routers(Namespace(num_engines=1, sglang_server_concurrency=8, engine_start_timeout=5.0), None)
+    made._routers = {"actor": FakeRouter(), "reward": FakeRouter()}  # type: ignore[dict-item]
+    made._engines = {"actor": {}, "reward": {}}
+    monkeypatch.setattr(fleet_routers, "bypass_proxies", lambda hosts: None)
+    yield made
+    abort.register_engines([], None)
+
+
+def members(*names: str, serves: bool = True) -> list[Member]:
+    models = {"e": ACTOR, "r": REWARD}
+    return [Member(name, entry(models[name[0]]), f"http://{name}", name, (), serves) for name in names]
+
+
+def bound_on_requests() -> int:
     async def capacity() -> int:
         return _gates[asyncio.get_running_loop()]._capacity
 
-    assert background_loop().run(capacity(), timeout=60, what="the bound on requests") == 8
+    return background_loop().run(capacity(), timeout=60, what="the bound on requests")
+
+
+def test_the_data_side_follows_the_membership(routers: Any) -> None:
+    first = Membership().having(*members("e0", "e1", "r0"))
+    routers.serve(first)
+    assert routers._routers["actor"].calls == ["add http://e0", "add http://e1", "wait http://e0", "wait http://e1"]
+    assert routers._routers["reward"].calls == ["add http://r0", "wait http://r0"]
+    assert (list(abort._engines), bound_on_requests(), concurrency(routers._args)) == (
+        ["http://e0", "http://e1"],
+        16,
+        16,
+    )
+    joining = first.having(*members("e2", serves=False))
+    routers.serve(joining)
+    assert len(routers._routers["actor"].calls) == 4, "one that has no weights yet gets no request"
+    grown = joining.having(*members("e2")).without("e0")
+    assert [m.version for m in (first, joining, grown)] == [1, 2, 4]
+    routers.serve(grown)
+    assert routers._routers["actor"].calls[4:] == ["remove http://e0", "add http://e2", "wait http://e2"]
+    assert (list(abort._engines), bound_on_requests()) == (["http://e1", "http://e2"], 16)
+
+
+def test_an_engine_that_hangs_is_left_out_by_whoever_finds_it_first(routers: Any) -> None:
+    first = Membership().having(*members("e0", "e1"))
+    routers.serve(first)
+    router = routers._routers["actor"]
+    router.refuses = True
+    with pytest.raises(EngineError, match="no answer"):
+        routers.leave_out("actor", "http://e1")
+    assert list(abort._engines) == ["http://e0", "http://e1"], "until it is"
+    router.refuses = False
+    for _ in range(2):
+        routers.leave_out("actor", "http://e1")
+    routers.serve(first.having(*members("e2")))  # by a driver that does not know yet
+    assert router.calls[4:] == ["remove http://e1", "add http://e2", "wait http://e2"]
+    assert (list(abort._engines), bound_on_requests()) == (["http://e0", "http://e2"], 16)
+    routers.serve(first.having(*members("e2")).without("e1"))
+    assert len(router.calls) == 7
+
+
+def test_an_engine_joins_with_the_next_push_and_leaves(killed: list[Actor], monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, pushed = Cluster(rewarders=1), []
+
+    def publish(engines: list[EngineAddress]) -> dict[str, float]:
+        assert "http://e2" not in cluster.serving()[-1], "no request before it has the weights"
+        pushed.append(urls_of(engines))
+        return {"seconds": 1.0}
+
+    monkeypatch.setattr(placement, "_reserve", lambda count, resource, timeout: [Slot(99, "here", None)] * count)
+    assert cluster.add() == "engine 2"
+    assert cluster.engines.metrics() == {"rollout/engines_alive": 3}
+    assert cluster.engines.push(4, publish) == {"seconds": 1.0}
+    assert pushed == [["http://e0", "http://e1", "http://e2"]]
+    assert cluster.serving()[-1] == ["http://e0", "http://e1", "http://e2"]
+    cluster.engines.remove("engine 2")
+    assert cluster.serving()[-1] == ["http://e0", "http://e1"]
+    joined = cluster.actors[-1]
+    assert [call[0] for call in joined.calls] == ["start", "leave"]
+    assert killed == [joined]
+    joined.die()
+    assert cluster.rollout() == ["samples"], "its end is no death"
+    with pytest.raises(RunError, match="no model 'teacher' is served, there are: actor, reward"):
+        cluster.add("teacher")
+    with pytest.raises(RunError, match=r"remove engine 2: there is no such engine, there are: engine 0, engine 1, rew"):
+        cluster.engines.remove("engine 2")
+    with pytest.raises(RunError, match=r"remove reward engine 0: no other engine serves the model 'reward'"):
+        cluster.engines.remove("reward engine 0")
+
+
+def test_an_engine_of_another_model_serves_at_once() -> None:
+    cluster = Cluster(rewarders=1)
+    cluster.actors[1].die()
+    cluster.rollout()
+    assert cluster.add("reward") == "reward engine 1", "on the slot of the one that died"
+    assert list(cluster.manager.calls[-1][1].serving("reward")) == ["http://r0", "http://r1"]
+    cluster.actors[2].die()
+    with pytest.raises(RunError, match="rollout 3: reward engine 0 failed"):
+        cluster.rollout()
+
+
+def test_an_engine_that_does_not_start_leaves_the_run_as_it_was(killed: list[Actor]) -> None:
+    cluster = Cluster(count=3)
+    cluster.actors[2].die()
+    cluster.rollout()
+
+    def fail() -> Exception:
+        cluster.actors[-1].die(failure(EngineError("engine 3 ended with status 1")))
+        return failure(EngineError("engine 3 ended with status 1"))
+
+    with pytest.raises(RunError, match=r"start engine 3: .*engine 3 ended with status 1"):
+        cluster.add(start=fail)
+    assert cluster.rollout() == ["samples"]
+    assert cluster.engines.metrics() == {"rollout/engines_alive": 2}
+    assert killed == cluster.actors[2:]
+    assert cluster.add() == "engine 4", "the slot is free again"
 
 
 def test_the_death_of_the_only_engine_is_told_as_it_is() -> None:

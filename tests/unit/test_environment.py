@@ -15,9 +15,9 @@ import requests
 from slime.backends.sglang import router as router_module
 from slime.backends.sglang.engine import Engine
 from slime.backends.sglang.router import Router
-from slime.ray import creation
+from slime.fleet import train_group
+from slime.fleet.placement import Placement, Slot
 from slime.ray.cluster import actor_environment
-from slime.ray.placement import Placement, Slot
 from slime.ray.train_actor import TrainActor
 from slime.utils import http_utils
 from slime.utils.environment import bypass_proxies, proxy_of, server_environment
@@ -149,12 +149,12 @@ def test_a_trainer_has_the_secrets_that_it_is_given(monkeypatch: pytest.MonkeyPa
         def remote(self, *values: Any) -> None:
             given.append(values)
 
-    monkeypatch.setattr(creation, "as_actor", lambda cls: Actor())
+    monkeypatch.setattr(train_group, "as_actor", lambda cls: Actor())
     slot = Slot(0, "node", None)
     wanted = {"OPENAI_API_KEY": "mine", "OMP_NUM_THREADS": 2}
     args = Namespace(train_env_vars=wanted, wandb_key="s3cret", launch_dir="/nowhere")
     monkeypatch.setattr(Placement, "options", lambda *_, **__: {})
-    creation.create_trainers(args, Placement(None, [slot], train=[slot], rollout=[], reward=[]))
+    train_group.create_trainers(args, Placement([slot], train=[slot], engines=[]))
     variables, values = given
     assert variables["OMP_NUM_THREADS"] == "2"
     assert not set(SECRETS) & set(variables)

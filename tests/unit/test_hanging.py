@@ -214,27 +214,27 @@ def ask(examiner: Examiner) -> str | None:
 
 def test_engines_that_may_be_asleep_are_not_asked() -> None:
     actors = {"http://e0": Actor(hanging(0))}
-    examiner = Examiner(actors, 1.0, lambda url: None)
+    examiner = Examiner(lambda: actors, 1.0, lambda url: None)
     assert asyncio.run(examiner("POST: no reply")) == "no rollout is under way, so that no engine was asked"
     assert not actors["http://e0"].asked
 
 
 def test_the_engines_that_hang_are_left_out() -> None:
     actors = {"http://e0": Actor(), "http://e1": Actor(hanging(1)), "http://e2": Actor(RayActorError())}
-    removed: list[str] = []
-    examiner = Examiner(actors, 1.0, removed.append)
+    removed: dict[str, Actor] = {}
+    examiner = Examiner(lambda: actors, 1.0, lambda url: removed.update({url: actors.pop(url)}))
     assert ask(examiner) is None
-    assert removed == ["http://e1", "http://e2"]
-    assert actors["http://e1"].asked == ["POST: no reply"]
+    assert list(removed) == ["http://e1", "http://e2"]
+    assert removed["http://e1"].asked == ["POST: no reply"]
     told = ask(examiner)
     assert told is not None
     assert told.startswith("the only engine left answers")
-    assert len(actors["http://e1"].asked) == 1, "it is left alone"
+    assert len(removed["http://e1"].asked) == 1, "it is left alone"
 
 
 def test_when_all_engines_hang_each_is_named_and_none_is_removed() -> None:
     actors = {f"http://e{rank}": Actor(hanging(rank)) for rank in range(2)}
-    examiner = Examiner(actors, 1.0, lambda url: pytest.fail("the driver ends the run, with every cause"))
+    examiner = Examiner(lambda: actors, 1.0, lambda url: pytest.fail("the driver ends the run, with every cause"))
     with pytest.raises(RequestError, match=r"no engine is left that answers\nengine 0 .*\nengine 1 .* no answer$"):
         ask(examiner)
 
@@ -242,7 +242,7 @@ def test_when_all_engines_hang_each_is_named_and_none_is_removed() -> None:
 def test_requests_that_fail_together_share_an_examination_and_one_that_gives_up_spoils_it_for_nobody() -> None:
     actors = {"http://e0": Actor(), "http://e1": Actor(hanging(1))}
     actors["http://e0"].released.clear()
-    examiner = Examiner(actors, 1.0, lambda url: None)
+    examiner = Examiner(lambda: actors, 1.0, lambda url: None)
 
     async def scenario() -> list[str | None]:
         first, *others = [asyncio.ensure_future(examiner("POST: no reply")) for _ in range(5)]
@@ -282,7 +282,7 @@ class Turn:
 
 def test_nothing_is_examined_while_engines_are_paused_for_a_push() -> None:
     actors = {"http://e0": Actor()}
-    examiner = Examiner(actors, 1.0, lambda url: None)
+    examiner = Examiner(lambda: actors, 1.0, lambda url: None)
     examiner._turn = turn = Turn()  # type: ignore[assignment]
     examiner.forbid()
     with ThreadPoolExecutor() as pool:
@@ -306,7 +306,7 @@ def test_nothing_is_examined_while_engines_are_paused_for_a_push() -> None:
 
 def test_a_push_that_may_not_begin_leaves_the_examination_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     actors = {"http://e0": Actor()}
-    examiner = Examiner(actors, 1.0, lambda url: None)
+    examiner = Examiner(lambda: actors, 1.0, lambda url: None)
     actors["http://e0"].released.clear()
     with ThreadPoolExecutor() as pool:
         asked = pool.submit(ask, examiner)
@@ -330,7 +330,7 @@ def test_an_engine_that_could_not_be_left_out_is_asked_again() -> None:
         if failures:
             raise failures.pop()
 
-    examiner = Examiner(actors, 1.0, remove)
+    examiner = Examiner(lambda: actors, 1.0, remove)
     with pytest.raises(RequestError, match="router"):
         ask(examiner)
     assert ask(examiner) is None

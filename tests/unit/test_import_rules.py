@@ -95,6 +95,8 @@ RULES = (
         ("slime.convert", "slime.models", "slime.options", "slime.utils", "slime.backends.megatron", "slime.training"),
         engines=("megatron",),
     ),
+    # Both wire the parts together; the drivers reach `slime.fleet` by the verbs of `slime.ray.run`.
+    Rule("slime.fleet", ("slime",), engines=("ray",)),
     Rule("slime.ray", ("slime",), engines=("ray",)),
     Rule("slime", ()),
     Rule("train", ("slime.ray", "slime.utils.arguments", "slime.utils.installation")),
@@ -259,6 +261,8 @@ def test_file(file: Path) -> None:
         ("slime.weights.tensor", "def f():\n    from sglang.srt.utils import kill_process_tree", False),
         ("slime.ray.run", "from slime.weights import EngineAddress\nimport ray", True),
         ("slime.ray.run", "import sglang", False),
+        ("slime.fleet.engines", "from slime.ray.supervision import Supervisor\nimport ray", True),
+        ("slime.rollout.abort", "from slime.fleet.membership import Membership", False),
         ("train", "from slime.ray.run import Run\nfrom slime.utils.arguments import parse_args", True),
         ("train", "from slime.rollout import loop", False),
     ],

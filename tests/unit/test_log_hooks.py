@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from slime.data import Sample
+from slime.fleet.routers import Routers
 from slime.ray.rollout_manager import RolloutManager
 from slime.rollout.hooks import HookError
 from slime.rollout.log_hooks import logs_evaluation, logs_rollout
@@ -99,7 +100,7 @@ def test_what_the_manager_then_hands_on_of_an_evaluation(rollout_args: Args, hoo
         return {"sums": {"rewards": [1.0, 0.0], "truncated": [False, True], "samples": []}}
 
     manager = RolloutManager.__new__(RolloutManager)
-    manager._examiner, manager._routers = None, {}
+    manager._routers = Routers(Namespace(), None)
     manager._args, manager._data_source, manager._evaluate = rollout_args(**{EVAL: str(hooks)}), None, evaluate
     manager._args.custom_eval_rollout_log_function_path += ":log_eval_rollout_data"
     manager._args.answer = answer
@@ -118,7 +119,7 @@ def test_the_manager_saves_the_samples_of_evaluations(rollout_args: Args, tmp_pa
         return {name: {"rewards": [1.0] * 4, "samples": made} for name in ("sums", "words")} | {"none": {"rewards": []}}
 
     manager = RolloutManager.__new__(RolloutManager)
-    manager._examiner, manager._routers, manager._data_source, manager._evaluate = None, {}, None, evaluate
+    manager._routers, manager._data_source, manager._evaluate = Routers(Namespace(), None), None, evaluate
     manager._args = rollout_args(save_debug_rollout_data=str(tmp_path / "x" / "{rollout_id:03d}.pt"))
     manager.evaluate(5)
     rollout = read_rollout(tmp_path / "x" / "eval_005.pt")
@@ -145,7 +146,7 @@ def test_what_the_manager_then_hands_on_of_a_rollout(
     args.reward_baseline = None
     args.custom_rollout_log_function_path = f"{hooks}:log_rollout_data" if custom else None
     manager = RolloutManager.__new__(RolloutManager)
-    manager._examiner, manager._routers = None, {}
+    manager._routers = Routers(Namespace(), None)
     manager._args, manager._data_source, manager._made = args, None, {}
     manager._reward_log = RewardLog()
     samples = [[Sample(response_length=2, tokens=[1, 2, 3], reward=1.0)]]

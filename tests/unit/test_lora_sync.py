@@ -17,9 +17,9 @@ from slime.backends.sglang import client as client_module
 from slime.backends.sglang import cpu_stand_ins
 from slime.backends.sglang.client import ADAPTER, EngineError, GenerateClient
 from slime.backends.sglang.engine import Engine
+from slime.fleet.spec import fleet_of
 from slime.models import qwen2
 from slime.models.adapters import completed
-from slime.ray.creation import reward_engine_args
 from slime.utils.arguments import parse_args
 from slime.weights import EngineAddress, make_publisher
 from slime.weights.adapter import AdapterPublisher
@@ -179,7 +179,8 @@ def engine_flags(directory: Path, cuda_devices: list[str] | None, **changes: Any
     args = parse_args(
         command(f"{ADAPTER_SYNC} --lora-target-modules q_proj v_proj --rm-model-path other --rm-num-gpus 1")
     )
-    args = Namespace(**vars(reward_engine_args(args) if changes.pop("reward", False) else args) | changes)
+    spec = fleet_of(args).engines[changes.pop("reward", False)]
+    args = Namespace(**vars(spec.options(args)) | changes)
     return Engine(args, 0, "127.0.0.1", None, directory / "log", cuda_devices)._command(1, 2)
 
 

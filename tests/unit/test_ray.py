@@ -19,8 +19,9 @@ from ray.exceptions import RayTaskError
 
 from slime.backends.sglang.client import EngineError
 from slime.data import Sample
+from slime.fleet.spec import fleet_of
 from slime.options.errors import OptionError
-from slime.ray import creation, janitor, supervision
+from slime.ray import janitor, supervision
 from slime.ray.engine_actor import EngineActor, EngineNode, EnginePlan
 from slime.ray.rollout_manager import restore_source, source_state
 from slime.ray.run import Run
@@ -28,20 +29,22 @@ from slime.ray.saving import Saver
 from slime.ray.supervision import LOAD_DATA, Deadline, InputError, RunError, Supervisor
 from slime.rollout.data_source import DataSource, RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.rollout.hooks import HookError
+from slime.utils.environment import as_environment
 from slime.utils.errors import BadInputError, DeadlineError
+from tests.small_fleet import slot_options
 
 NUM_GPUS = 0
 
 
 def test_engines_of_the_reward_model_serve_it_and_never_sleep() -> None:
-    args = Namespace(hf_checkpoint="m", rollout_num_gpus_per_engine=4, sglang_cli=["--x"], offload_rollout=True)
+    args = slot_options("colocate", train=4, rollout=4, reward=1, width=4, sglang_cli=["--x"], offload_rollout=True)
     args.random_weights, args.pushes_float8, args.seed = True, True, 7
-    args.rm_model_path, args.rm_num_gpus_per_engine, args.rm_sglang_cli = "judge", 1, ["--context-length", "64"]
-    own = creation.reward_engine_args(args)
-    assert (own.hf_checkpoint, own.rollout_num_gpus_per_engine, own.seed) == ("judge", 1, 7)
-    assert (own.sglang_cli, own.offload_rollout, own.random_weights) == (["--context-length", "64"], False, False)
-    assert not own.pushes_float8
-    assert args.hf_checkpoint == "m"
+    args.rm_sglang_cli = ["--context-length", "64"]
+    actors, judges = (spec.options(args) for spec in fleet_of(args).engines)
+    assert (judges.hf_checkpoint, judges.rollout_num_gpus_per_engine, judges.seed) == ("judge", 1, 7)
+    assert (judges.sglang_cli, judges.offload_rollout) == (["--context-length", "64"], False)
+    assert (judges.random_weights, judges.pushes_float8) == (False, False)
+    assert vars(actors) == vars(args)
 
 
 def test_a_deadline_names_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +69,7 @@ def test_an_interrupt_is_answered_before_anything_is_stopped(
 
 def test_environment_values_are_text() -> None:
     values = {"A": "x", "B": 1, "C": True, "D": 0.5}
-    assert creation.as_environment(values) == {"A": "x", "B": "1", "C": "true", "D": "0.5"}
+    assert as_environment(values) == {"A": "x", "B": "1", "C": "true", "D": "0.5"}
 
 
 def failure_of(error: Exception, phase: str) -> RunError:
@@ -314,7 +317,7 @@ def test_only_rank_0_is_sent_the_data_sides_state() -> None:
     made = Run(Namespace(save="somewhere", use_critic=False, save_hf=None, save_lora=None, checkpoint_timeout=1234.0))
     made._supervisor = supervisor = Answers(None)  # type: ignore[assignment]
     made._metrics = Namespace(log=lambda *values: None)  # type: ignore[assignment]
-    made._trainers, made._manager = trainers, manager
+    made._trainers.actors, made._manager = trainers, manager
     made.save(7)
     assert [actor.saved for actor in trainers] == [[(7, {"cursor": 5, "optimizer_steps": 0})], [(7, None)]]
     assert {limit for _, limit in supervisor.waited} == {Deadline(1234.0, "--checkpoint-timeout")}
@@ -329,7 +332,7 @@ def test_a_disk_that_fails_again_at_the_end_neither_hides_the_error_nor_keeps_th
 
     made = Run(Namespace(save="x", use_critic=False, save_hf=None, save_lora=None, checkpoint_timeout=9.0))
     actor = Namespace(remote=lambda *values: {})
-    made._trainers, made._manager = [Namespace(save=actor)], Namespace(state=actor)
+    made._trainers.actors, made._manager = [Namespace(save=actor)], Namespace(state=actor)
     made._metrics = None
 
     def wait(calls: dict[str, Any], phase: str, limit: Deadline) -> list[Any]:

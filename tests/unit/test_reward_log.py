@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from slime.data import Sample
+from slime.fleet.routers import Routers
 from slime.ray import rollout_manager
 from slime.ray.rollout_manager import RolloutManager
 from slime.rollout.reward_log import RewardLog
@@ -165,7 +166,7 @@ def test_the_rollout_manager_tells(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     for sample in samples:
         sample.reward = 0.0
     manager = RolloutManager.__new__(RolloutManager)
-    manager._examiner, manager._routers = None, {}
+    manager._routers = Routers(args, None)
     manager._args, manager._made, manager._reward_log = args, {}, RewardLog()
     monkeypatch.setattr(manager, "_samples", lambda rollout_id: (samples, {}))
     manager.generate(5, 1, None)

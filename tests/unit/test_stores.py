@@ -13,8 +13,7 @@ import pytest
 from torch.distributed import TCPStore
 from torch.distributed import rendezvous as meet
 
-from slime.ray import creation
-from slime.ray.placement import Placement, Slot
+from slime.fleet.placement import Placement, Slot
 from slime.ray.train_actor import TrainActor
 from slime.utils import stores
 from slime.utils.http_utils import PortReservation
@@ -134,8 +133,8 @@ def test_gloo_listens_on_loopback_where_the_run_has_one_host(
     if given is not None:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
     slots = [Slot(i, host, None) for i, host in enumerate(hosts)]
-    placement = Placement(None, slots, train=slots[:2], rollout=slots[2:], reward=[])
-    given_to_workers = creation._interface(placement)
+    placement = Placement(slots, train=slots[:2], engines=[slots[2:]])
+    given_to_workers = placement.interface()
     assert given_to_workers.get("GLOO_SOCKET_IFNAME") == expected
     assert given_to_workers.get(NODE_ADDRESS_VARIABLE) == ("127.0.0.1" if expected else None)
     assert placement.trains_on_one_host

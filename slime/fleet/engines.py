@@ -1,0 +1,282 @@
+"""The engines of a run: starting them, who of them lives, calling those, going on without one that has died; one more
+joins, one leaves."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+
+from slime.fleet.membership import Member, Membership
+from slime.fleet.placement import Placement, Slot
+from slime.fleet.spec import EngineSpec, Fleet
+from slime.options.schema import flag_named
+from slime.ray.cluster import actor_environment, as_actor, worker_options
+from slime.ray.engine_actor import EXAMINATION, EngineActor, EngineNode, EnginePlan
+from slime.ray.supervision import Deadline, RunError, Supervisor
+from slime.weights import EngineAddress
+
+_TIME = "%Y-%m-%d %H:%M:%S"
+_HEAD_LINES, _LOG_LINES = 2, 15
+"""Of each engine's end, in the error of a run that has lost all of them."""
+_MARGIN_S = 60.0
+"""What our wait allows beyond the deadline of the call itself, whose own error says more."""
+_LEAVE_S = 60.0
+START_ROUTER = "start router"
+
+
+@dataclass(frozen=True)
+class _Death:
+    """When an engine died, or was found to hang, and of what: phase, engine, status or question, and the last lines of
+    its log, as far as known."""
+
+    when: str
+    cause: str
+
+
+class Engines:
+    """The engines of a run. Until `serve` the death of any of them ends the run, from then on that of the last one of
+    its model, or of any where its model wants all. One that hangs is ended, and is then dead.
+
+    The slots of an engine that died are free. Its requests are tried again by whoever sent them.
+    """
+
+    def __init__(self, args: argparse.Namespace, supervisor: Supervisor, keys: tuple[str, str] | None = None) -> None:
+        """
+        Args:
+            args: the run's options.
+            keys: (generate, admin), or None for open servers on loopback.
+        """
+        self._args, self._supervisor, self._keys = args, supervisor, keys
+        self.membership = Membership()
+        self._placement: Placement | None = None
+        self._manager: Any = None
+        self._members: dict[str, Member] = {}
+        """All that there were, by name."""
+        self._deaths: dict[str, _Death] = {}
+        self._told: set[str] = set()
+        self._ranks: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
+        """By model, that of the next engine."""
+
+    # ---- their lives
+
+    def create(self, fleet: Fleet, placement: Placement) -> None:
+        """Make the actors of all the fleet's engines, each on the first of its slots."""
+        self._placement = placement
+        for spec, slots in zip(fleet.engines, placement.engines, strict=True):
+            for first in range(0, len(slots), spec.width):
+                self._adopt(self._made(spec, placement, slots[first : first + spec.width]))
+
+    def _made(self, spec: EngineSpec, placement: Placement, slots: list[Slot]) -> Member:
+        rank, title = next(self._ranks[spec.model.name]), spec.model.called("engine")
+        actor = create_engine(self._args, spec, rank, placement, slots, self._keys)
+        return Member(f"{title} {rank}", spec, "", actor, tuple(slots))
+
+    def _adopt(self, member: Member) -> None:
+        self.membership, self._members[member.name] = self.membership.having(member), member
+        self._supervisor.watch(member.name, member.actor, functools.partial(self._go_on_without, member.name))
+
+    def started(self, urls: list[str]) -> None:
+        """Note the addresses at which all answer, in the order of `begin`.
+
+        Raises:
+            RunError: several have the same.
+        """
+        if len(set(urls)) < len(urls):
+            raise RunError(f"start engines: several have the same address: {', '.join(sorted(urls))}")
+        members = zip(self.membership.engines, urls, strict=True)
+        self.membership = self.membership.having(*(replace(member, url=url) for member, url in members))
+
+    def serve(self, manager: Any, opened: ray.ObjectRef | None) -> None:
+        """Have the rollout manager send them requests. From now on go on without one that dies where its model
+        tolerates that, as long as it has another.
+
+        Args:
+            opened: the manager's call that opens the routers.
+        """
+        self._manager = manager
+        self._tell(START_ROUTER, opened)
+
+    def add(self, model: str) -> str:
+        """Start one more engine like the first of ``model``; its name.
+
+        One of the trained model gets no request before `push` has brought it the weights; others have their own.
+
+        Raises:
+            RunError: there is no such model, no slot is free, or it does not start.
+        """
+        assert self._placement is not None
+        specs = {member.spec.model.name: member.spec for member in reversed(self._members.values())}
+        if model not in specs:
+            raise RunError(f"add an engine: no model {model!r} is served, there are: {', '.join(specs) or 'none'}")
+        spec = specs[model]
+        member = self._made(spec, self._placement, self._placement.take(spec, self._args.placement_timeout))
+        self._adopt(replace(member, serves=False))
+        phase = f"start {member.name}"
+        urls = self._supervisor.wait({member.name: member.actor.start.remote()}, phase, self._start_limit())
+        if not urls:
+            raise RunError(f"{phase}: {self._deaths[member.name].cause}")
+        self.membership = self.membership.having(replace(member, url=urls[0], serves=not spec.model.trained))
+        self._tell(phase)
+        return member.name
+
+    def remove(self, name: str) -> None:
+        """End the engine of this name; its running requests go on at others, and its slots are free.
+
+        Raises:
+            RunError: there is none, or no other serves its model.
+        """
+        named = {member.name: member for member in self.membership.engines}
+        if name not in named:
+            raise RunError(f"remove {name}: there is no such engine, there are: {', '.join(named)}")
+        member = named[name]
+        if not self.membership.serving(member.spec.model.name).keys() - {member.url}:
+            raise RunError(f"remove {name}: no other engine serves the model {member.spec.model.name!r}")
+        self.membership = self.membership.without(name)
+        self._tell(f"deregister {name}")
+        self._supervisor.forget(name)
+        ray.wait([member.actor.leave.remote()], timeout=_LEAVE_S)
+        self._free(member)
+
+    def _free(self, member: Member) -> None:
+        # It owns the server's supervisor, which ends what is left of the tree when its owner goes, and the actors of
+        # the engine's other nodes, which Ray ends likewise.
+        ray.kill(member.actor)
+        if self._placement is not None:
+            self._placement.give_back(list(member.slots))
+
+    # ---- calling them
+
+    def begin(self, method: str, *values: Any, sleepers: bool = False) -> dict[str, ray.ObjectRef]:
+        """Call a method of all that live, or only of those that sleep while trainers train, by name."""
+        return {
+            member.name: getattr(member.actor, method).remote(*values)
+            for member in self.membership.engines
+            if member.spec.model.sleeps or not sleepers
+        }
+
+    def call(self, phase: str, method: str, limit: Deadline, *values: Any) -> list[Any]:
+        """The answers of all sleepers that live when the call is over."""
+        return self._supervisor.wait(self.begin(method, *values, sleepers=True), phase, limit)
+
+    def metrics(self) -> dict[str, float]:
+        """How many of the trained model's live, in a run that has any."""
+        trained = self.membership.trained
+        return {"rollout/engines_alive": float(len(trained))} if trained else {}
+
+    def push(self, version: int, publish: Callable[[list[EngineAddress]], dict[str, float]]) -> dict[str, float]:
+        """Push weights to the trained model's that live, and say once of each other that it was skipped; those that
+        joined then get requests.
+
+        A push during which an engine dies leaves the others paused, with weights of two versions: it is made again as a
+        whole, without that engine.
+
+        Args:
+            publish: pushes to these engines, and sees to it that they have this version then.
+
+        Raises:
+            RunError: the push failed although no engine died, or none is left.
+        """
+        while True:
+            before = self.membership
+            self._tell_of_skipped(version)
+            try:
+                figures = publish([self._address(member) for member in before.trained])
+                break
+            except RunError as error:
+                if self.membership is before:
+                    self._examine(f"push of version {version}: {error}".splitlines()[0])
+                if self.membership is before or not self.membership.trained:
+                    raise
+        joined = [replace(member, serves=True) for member in self.membership.trained if not member.serves]
+        if joined:
+            self.membership = self.membership.having(*joined)
+            self._tell(f"register {' and '.join(member.name for member in joined)}")
+        return figures
+
+    def _tell_of_skipped(self, version: int) -> None:
+        for name, death in self._deaths.items():
+            if name not in self._told:
+                _warn(f"push of version {version}: skipped {name}, which was lost at {death.when}")
+        self._told |= self._deaths.keys()
+
+    def _address(self, member: Member) -> EngineAddress:
+        keys = self._keys or (None, None)
+        first = self._placement.number(member.slots[0]) if self._placement is not None else 0
+        return EngineAddress(member.url, member.spec.width, *keys, first)
+
+    def _examine(self, because: str) -> None:
+        """Find out whether one hangs, which is then dead: who waits for its answer knows only that there is none."""
+        name = "rollout_health_check_timeout"
+        limit = Deadline(2 * getattr(self._args, name) + _MARGIN_S, flag_named(name))
+        calls = {m.name: m.actor.examine.remote(because, paused=True) for m in self.membership.trained}
+        self._supervisor.wait(calls, "examine the engines", limit)
+
+    def _tell(self, phase: str, opened: ray.ObjectRef | None = None) -> None:
+        """Have the manager know who is there."""
+        call = self._manager.serve.remote(self.membership, opened)
+        self._supervisor.wait({"the rollout manager": call}, phase, self._start_limit())
+
+    def _start_limit(self) -> Deadline:
+        name = "engine_start_timeout"
+        return Deadline(getattr(self._args, name) + _MARGIN_S, flag_named(name))
+
+    def _go_on_without(self, name: str, phase: str, cause: str) -> None:
+        member, model = self._members[name], self._members[name].spec.model
+        lost = [other for other in self._deaths if self._members[other].spec.model == model]
+        living = [other for other in self.membership.engines if other.spec.model == model and other.name != name]
+        if self._manager is None or not model.tolerates_loss or not (living or lost):
+            raise RunError(cause)
+        lines = cause.splitlines()
+        kept = [*lines[:_HEAD_LINES], *lines[_HEAD_LINES:][-_LOG_LINES:]]
+        self._deaths[name] = _Death(time.strftime(_TIME), "\n".join(kept))
+        self.membership = self.membership.without(name)
+        lost = list(dict.fromkeys([*lost, name]))
+        if not self.membership.serving(model.name):
+            causes = [f"{each} was lost at {self._deaths[each].when}: {self._deaths[each].cause}" for each in lost]
+            raise RunError("\n".join([f"{phase}: no engine is left, {' and '.join(lost)} were lost", *causes]))
+        self._free(member)
+        removed = self._manager.serve.remote(self.membership, None)
+        self._supervisor.expect("the rollout manager", removed, f"deregister {name}")
+        _warn(
+            f"{lines[0]}; going on with {len(living)} of {len(living) + len(lost)} engines, which get its "
+            f"requests (log: {self._args.run_dir}/logs/{name.replace(' ', '_')}.log)"
+        )
+
+
+def create_engine(
+    args: argparse.Namespace,
+    spec: EngineSpec,
+    rank: int,
+    placement: Placement,
+    slots: list[Slot],
+    keys: tuple[str, str] | None,
+) -> Any:
+    """The actor of one engine, on the first of its slots; it makes those of the engine's other nodes."""
+    nodes = [_engine_node(placement, slots[i : i + spec.on_node]) for i in range(0, spec.width, spec.on_node)]
+    options = spec.options(worker_options(args))
+    if options.offload_rollout is None:
+        options.offload_rollout = placement.on_gpus
+    plan = EnginePlan(options, rank, keys, nodes, spec.model.called("engine"))
+    return as_actor(EngineActor, **{EXAMINATION: 1}).options(**nodes[0].options).remote(plan)
+
+
+def _engine_node(placement: Placement, slots: list[Slot]) -> EngineNode:
+    options = {
+        "runtime_env": actor_environment(placement.interface()),
+        **placement.options(slots[0], trains=False),
+    }
+    gpus = [slot.gpu for slot in slots if slot.gpu is not None]
+    return EngineNode(options, gpus or None)
+
+
+def _warn(text: str) -> None:
+    print(f"{sys.argv[0].rsplit('/', 1)[-1]}: warning: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,146 @@
+"""The routers of a run, one a model, and which engines each sends requests to."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from slime.backends.sglang.router import Router
+from slime.fleet.membership import Membership
+from slime.fleet.spec import ModelSpec
+from slime.ray.cluster import serving_host
+from slime.ray.examination import Examiner
+from slime.rollout.abort import register_engines
+from slime.rollout.gate import shared_gate
+from slime.rollout.loop import background_loop
+from slime.rollout.model_urls import ACTOR
+from slime.rollout.resend_log import ResendLog
+from slime.rollout.state import concurrency, place_of_request
+from slime.utils import http_utils
+from slime.utils.environment import bypass_proxies
+
+
+class Routers:
+    """Those of the process that it is in, whose hooks know them by ``args``."""
+
+    def __init__(self, args: argparse.Namespace, api_keys: tuple[str, str] | None) -> None:
+        self._args, self._api_keys = args, api_keys
+        self._routers: dict[str, Router] = {}
+        """By the name of the model behind it."""
+        self._engines: dict[str, dict[str, Any]] = {}
+        """The actors of those that get requests, by model and URL."""
+        self._hanging: set[str] = set()
+        """URLs of engines that were left out before whoever says who is there knew."""
+        self._examiners: list[Examiner] = []
+        self._resend_log: ResendLog | None = None
+        self._changing = threading.Lock()
+
+    def open(self, models: Sequence[ModelSpec]) -> None:
+        """Start one for each model, and make them known to hooks."""
+        args, host = self._args, serving_host(self._api_keys)
+        bypass_proxies([host])  # hooks may ask the router by clients of their own
+        for model in models:
+            its_args = argparse.Namespace(**vars(args) | {"router_cli": list(model.router_flags)})
+            name = model.called("router")
+            log_path = f"{args.run_dir}/logs/{name.replace(' ', '_')}.log"
+            router = self._routers[model.name] = Router(its_args, host, self._api_keys, log_path, name)
+            router.start()
+            router.listen()
+            self._engines[model.name] = {}
+            if model.trained:
+                http_utils.limit_posts(router.url, place_of_request)
+                self._resend_log = ResendLog(router.url)
+            if model.tolerates_loss:
+                self._examiners.append(self._examiner(model.name, router.url))
+        args.sglang_model_routers = {model: _address(router) for model, router in self._routers.items()}
+        args.sglang_router_ip, args.sglang_router_port = args.sglang_model_routers[ACTOR]
+        args.sglang_router_api_key = self._api_keys[0] if self._api_keys else None
+        if self._api_keys:
+            # For programs that hooks start: `http_utils.post` there adds the key for these addresses only.
+            os.environ |= {"SLIME_ROUTER_API_KEY": self._api_keys[0]}
+            variables = http_utils.ROUTER_VARIABLES
+            os.environ |= {variables[name]: self._routers[name].url for name in variables.keys() & self._routers.keys()}
+
+    def _examiner(self, model: str, url: str) -> Examiner:
+        answer = self._args.rollout_health_check_timeout
+        examiner = Examiner(lambda: self._engines[model], answer, functools.partial(self.leave_out, model))
+        http_utils.examine_by(url, examiner)
+        return examiner
+
+    def serve(self, membership: Membership) -> None:
+        """Send requests to the engines of a membership that are to get some, and to no others; have in flight, and
+        ended, what these have."""
+        deadline = time.monotonic() + self._args.engine_start_timeout
+        with self._changing:
+            self._hanging &= {url for model in self._routers for url in membership.serving(model)}
+            for model, router in self._routers.items():
+                engines = membership.serving(model)
+                for url in self._engines[model].keys() - engines.keys():
+                    self._leave_out(model, url)
+                joined = [url for url in engines if url not in self._engines[model].keys() | self._hanging]
+                bypass_proxies([urlsplit(url).hostname or "" for url in joined])
+                self._engines[model] |= {url: engines[url] for url in joined}
+                self._make_known()
+                for url in joined:
+                    router.add(url)
+                router.wait_registered(joined, timeout=max(0.0, deadline - time.monotonic()))
+
+    def leave_out(self, model: str, url: str) -> None:
+        """Send nothing more to an engine that hangs, and have fewer requests in flight."""
+        with self._changing:
+            if url in self._engines[model]:  # its end may have been known before
+                self._leave_out(model, url)
+                self._hanging.add(url)
+                self._make_known()
+
+    def _leave_out(self, model: str, url: str) -> None:
+        self._routers[model].remove(url)
+        # Last: where the router fails, the next who finds out tries again.
+        del self._engines[model][url]
+
+    def _make_known(self) -> None:
+        """To whoever ends requests, and to the bound on those in flight."""
+        register_engines(self._engines[ACTOR], self._api_keys[1] if self._api_keys else None)
+        background_loop().soon(shared_gate, concurrency(self._args))
+
+    def check(self) -> None:
+        """Raise EngineError when one has died or hangs."""
+        for router in list(self._routers.values()):
+            router.check()
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """Within, engines generate, and may be examined."""
+        with contextlib.ExitStack() as stack:
+            for examiner in self._examiners:
+                stack.enter_context(examiner.working())
+            yield
+
+    def hold(self, hold: bool) -> None:
+        """Have no engine examined while weights are pushed, or again."""
+        for examiner in self._examiners:
+            examiner.forbid() if hold else examiner.allow()
+
+    def resends(self, rollout_id: int) -> dict[str, float]:
+        """Metrics of requests of the trained model that were sent again; none where there is no router."""
+        if self._resend_log is None:
+            return {}
+        return self._resend_log.metrics(rollout_id, self._routers[ACTOR].failed_tries())
+
+    def stop(self) -> None:
+        """End them."""
+        while self._routers:
+            self._routers.popitem()[1].stop()
+
+
+def _address(router: Router) -> tuple[str, int]:
+    """An IPv6 host keeps its brackets, which hooks that put host and port together would forget."""
+    address, port = router.url.removeprefix("http://").rsplit(":", 1)
+    return address, int(port)

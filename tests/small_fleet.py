@@ -1,0 +1,25 @@
+"""Entries of a fleet, for tests that need some."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from slime.fleet.spec import EngineSpec, ModelSpec
+
+ACTOR = ModelSpec("actor", "to generate", "model", trained=True, sleeps=True, tolerates_loss=True)
+REWARD = ModelSpec("reward", "for a reward model", "judge", trained=False, sleeps=False, tolerates_loss=False)
+
+
+def entry(model: ModelSpec = ACTOR, count: int = 1, width: int = 1, per_node: int = 8) -> EngineSpec:
+    """Engines on slots of their own."""
+    flag = "--rollout-num-gpus" if model is ACTOR else "--rm-num-gpus"
+    return EngineSpec(model, count, width, per_node, flag)
+
+
+def slot_options(kind: str, train: int, rollout: int, reward: int = 0, width: int = 1, **more: Any) -> Namespace:
+    """What the command line says of slots, and of the models on them."""
+    values = {"placement": kind, "actor_num_gpus": train, "actor_num_gpus_per_node": train, "num_gpus_per_node": 8}
+    values |= {"rollout_num_gpus": rollout, "rollout_num_gpus_per_engine": width, "hf_checkpoint": "model"}
+    values |= {"rm_num_gpus": reward, "rm_num_gpus_per_engine": 1, "rm_model_path": "judge", "rm_sglang_cli": []}
+    return Namespace(**values | {"sglang_cli": [], "router_cli": []} | more)
