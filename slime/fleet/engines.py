@@ -209,9 +209,9 @@ class Engines:
         self._told |= self._deaths.keys()
 
     def _address(self, member: Member) -> EngineAddress:
-        keys = self._keys or (None, None)
+        generate_key, admin_key = self._keys or (None, None)
         first = self._placement.number(member.slots[0]) if self._placement is not None else 0
-        return EngineAddress(member.url, member.spec.width, *keys, first)
+        return EngineAddress(member.url, member.spec.width, generate_key, admin_key, first)
 
     def _examine(self, because: str) -> None:
         """Find out whether one hangs, which is then dead: who waits for its answer knows only that there is none."""

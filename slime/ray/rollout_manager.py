@@ -6,8 +6,10 @@ import argparse
 import contextlib
 import logging
 import math
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import ray
@@ -21,6 +23,7 @@ from slime.options.calls import parameters_of
 from slime.options.rollout import DEFAULT_ROLLOUT, generates_itself
 from slime.options.validate import check_schedule
 from slime.ray.cluster import actor_environment, as_actor, enter_actor
+from slime.rollout.abort import abort_requests
 from slime.rollout.base_types import train_output
 from slime.rollout.data_source import DataSource, RolloutDataSource
 from slime.rollout.data_warnings import data_warnings
@@ -31,18 +34,21 @@ from slime.rollout.hooks import accepted, naming
 from slime.rollout.log_hooks import logs_evaluation, logs_rollout
 from slime.rollout.loop import background_loop
 from slime.rollout.metrics import accounting
+from slime.rollout.prompts import put_back
 from slime.rollout.reward_log import RewardLog
 from slime.rollout.sample_stats import sample_metrics
 from slime.rollout.sglang_rollout import draw_first_groups, generate_groups
 from slime.rollout.staleness import renew_stale, staleness_metrics
 from slime.rollout.train_data import to_train_batches
 from slime.rollout.under_way import under_way
-from slime.utils.errors import BadInputError, SlimeError
+from slime.utils.errors import BadInputError, CancelledRolloutError, DeadlineError, SlimeError
 from slime.utils.misc import attribute_of, load_function
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
+_CANCEL_S = 60.0
+"""More than rollouts take to end: filters, then groups, then connections."""
 ROLLOUTS, EVALUATION, ROUTERS = "rollouts", "evaluation", "routers"
 """Ray's concurrency groups, threads of their own: a rollout under way keeps no other call from being answered."""
 _SOURCE_STATE, _SOURCE_CLASS = "data_source", "data_source_class"
@@ -64,6 +70,8 @@ class RolloutManager:
         self._made: dict[int, list[Sample]] = {}
         """Rollouts that no trainer has taken yet."""
         self._reward_log = RewardLog()
+        self._lock = threading.Lock()
+        self._num_under_way = self._num_cancels = 0
         self._rollout = load_function(args.rollout_function_path, flag="--rollout-function-path")
         self._evaluate = load_function(args.eval_function_path, flag="--eval-function-path")
 
@@ -101,22 +109,35 @@ class RolloutManager:
             self._routers.check()
             time.sleep(_POLL_S)
 
-    def draw(self, rollout_id: int) -> None:
+    def draw(self, rollout_id: int) -> int:
         """Take the prompts of slime's own rollout from the data source; one call after the other, in their order.
+
+        Returns:
+            How often `cancel` was called before, for `generate`.
 
         A rollout function of the user's takes them by itself, and is never called for two rollouts at the same time.
         """
         if rollouts_overlap(self._args):
             with under_way(rollout_id):
                 self._drawn[rollout_id] = draw_first_groups(self._args, self._data_source)
+        return self._num_cancels
 
     @ray.method(concurrency_group=ROLLOUTS)
-    def generate(self, rollout_id: int, dp_size: int, drawn: None) -> tuple[list[ray.ObjectRef], dict[str, float]]:
+    def generate(self, rollout_id: int, dp_size: int, drawn: int) -> tuple[list[ray.ObjectRef], dict[str, float]]:
         """One rollout: a reference to one TrainBatch for each data-parallel rank, and the rollout's metrics.
 
         Args:
             drawn: the answer of `draw`, which Ray so waits for.
+
+        Raises:
+            CancelledRolloutError: `cancel` was called meanwhile.
         """
+        with self._under_way():
+            if drawn != self._num_cancels:
+                raise CancelledRolloutError(f"rollout {rollout_id} was cancelled")
+            return self._generate(rollout_id, dp_size)
+
+    def _generate(self, rollout_id: int, dp_size: int) -> tuple[list[ray.ObjectRef], dict[str, float]]:
         args = self._args
         started = time.monotonic()
         with under_way(rollout_id), self._routers.working():
@@ -152,6 +173,43 @@ class RolloutManager:
             metrics |= staleness_metrics(rollout_id, samples)
         return samples, metrics
 
+    @contextlib.contextmanager
+    def _under_way(self) -> Iterator[None]:
+        with self._lock:
+            self._num_under_way += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_under_way -= 1
+
+    def cancel(self) -> None:
+        """End rollouts and evaluations under way, whose calls raise CancelledRolloutError; requests at engines, too.
+
+        All prompts that no trainer has taken are handed out again, in their order, as if a run had been resumed.
+
+        Raises:
+            DeadlineError: a user's function goes on all the same.
+        """
+        self._num_cancels += 1
+        deadline = time.monotonic() + _CANCEL_S
+        while True:
+            background_loop().cancel(_CANCEL_S)
+            background_loop().run(abort_requests(None), timeout=_CANCEL_S, what="ending requests")
+            if not self._num_under_way:
+                break
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"a rollout or an evaluation still goes on {_CANCEL_S:.0f} s after it was cancelled"
+                )
+            time.sleep(_POLL_S)
+        drawn, made, self._drawn, self._made = self._drawn, self._made, {}, {}
+        if isinstance(self._data_source, RolloutDataSource):
+            self._data_source.hand_out_again()
+        elif self._data_source is not None:
+            groups = [list(group) for samples in made.values() for _, group in groupby(samples, _group_of)]
+            put_back(self._data_source, groups + [group for groups in drawn.values() for group in groups])
+
     def hand_over(self, rollout_id: int) -> dict[str, float]:
         """Note that the trainers take a rollout; where all prompts are then."""
         samples, source = self._made.pop(rollout_id), self._data_source
@@ -174,7 +232,8 @@ class RolloutManager:
         """Score the engines' present weights on every evaluation dataset; what there is to log of it."""
         started = time.monotonic()
         args = self._args
-        with _naming("--eval-function-path", args.eval_function_path), self._routers.working():
+        naming_it = _naming("--eval-function-path", args.eval_function_path)
+        with self._under_way(), naming_it, self._routers.working():
             wanted = accepted(self._evaluate, evaluation=True)
             output = evaluation_output(self._evaluate(args, rollout_id, self._data_source, **wanted))
         if args.save_debug_rollout_data:
@@ -209,6 +268,10 @@ def create_manager(args: argparse.Namespace, api_keys: tuple[str, str] | None) -
     overlap = args.async_buffer_size + 2 if args.asynchronous and rollouts_overlap(args) else 1
     threads = {ROLLOUTS: overlap, EVALUATION: 1, ROUTERS: 1}
     return as_actor(RolloutManager, **threads).options(**options).remote(args, api_keys)
+
+
+def _group_of(sample: Sample) -> int | None:
+    return sample.group_index
 
 
 def _naming(flag: str, path: str) -> contextlib.AbstractContextManager[None]:

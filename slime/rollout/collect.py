@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from argparse import Namespace
 from typing import Any
 
 from slime.data import Group
 from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
+from slime.rollout.data_source import RolloutDataSource
 from slime.rollout.hooks import HookError
 from slime.rollout.in_line import in_line
 from slime.rollout.metrics import engine_metrics, speed_metrics
@@ -45,6 +47,10 @@ async def collect(
                 await finish_batch(args, source, state, groups, pool.all_done)
         except (HookError, DeadlineError) as error:
             raise type(error)(f"rollout {rollout_id}: {error}") from error
+        except asyncio.CancelledError:
+            if not isinstance(source, RolloutDataSource):  # which knows by itself what it has handed out
+                await pool.end()
+            raise
         except TimeoutError:
             raise DeadlineError(late(args, rollout_id, pool.progress())) from None
         finally:

@@ -196,6 +196,12 @@ class RolloutDataSource(DataSource):
                 f"--data-source-path {_WITH_BUFFER}"
             )
 
+    def hand_out_again(self) -> None:
+        """Hand out once more, before anything else and as it was, what is in flight: nobody works on it any longer."""
+        with self.lock:
+            in_flight = [pickle.loads(group) for entries in self._in_flight.values() for _, group in entries]
+            self._in_flight, self._again = {}, [*in_flight, *self._again]
+
     @property
     def num_read(self) -> int:
         """Groups made of the data, in the whole run."""

@@ -46,7 +46,7 @@ def generate_rollout_fully_async(
 async def _next(args: Namespace, rollout_id: int, source: Any) -> RolloutFnTrainOutput:
     loop = asyncio.get_running_loop()
     stream = _streams.get(loop)
-    if stream is None or stream.source is not source or stream.ended:
+    if stream is None or stream.source is not source or stream.ended or stream.cancelled:
         stream = _streams[loop] = Stream(args, source)
     return await stream.rollout(rollout_id)
 
@@ -70,7 +70,13 @@ class Stream:
         """Whether an error has ended it, and a rollout has raised that: what happens between rollouts is the next's."""
         # A context of its own: what it draws belongs to no rollout until one takes it.
         self._task = asyncio.get_running_loop().create_task(self._generate(), context=contextvars.Context())
+        background_loop().track(self._task)
         self._task.add_done_callback(lambda _: asyncio.ensure_future(self._tell()))
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether whoever asks for rollouts has given up those that were under way."""
+        return self._task.cancelled()
 
     async def rollout(self, rollout_id: int) -> RolloutFnTrainOutput:
         """Wait for the groups of a rollout and take them; raises as `generate_rollout_fully_async` does."""

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from slime.utils.errors import DeadlineError
+from slime.utils.errors import CancelledRolloutError, DeadlineError
 
 T = TypeVar("T")
 
@@ -32,6 +32,8 @@ class BackgroundLoop:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(_HOOK_THREADS, "hook"))
+        self._tasks: set[asyncio.Task[Any]] = set()
+        """What `cancel` ends."""
         self._thread = threading.Thread(target=self._run, name="rollout-loop", daemon=True)
         self._thread.start()
 
@@ -50,6 +52,28 @@ class BackgroundLoop:
         """Have ``function`` called on the loop, and do not wait for it."""
         self._loop.call_soon_threadsafe(function, *args)
 
+    def track(self, task: asyncio.Task[Any]) -> None:
+        """Have `cancel` end one that nobody `run`s (on the loop)."""
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def cancel(self, timeout: float) -> None:
+        """Cancel whatever is run or tracked, and wait for the end of it; who runs it gets CancelledRolloutError."""
+
+        async def cancel_all() -> None:
+            tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks, timeout=timeout)
+
+        self.run(cancel_all(), timeout=timeout, what="cancelling rollouts")
+
+    async def _tracked(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        if (task := asyncio.current_task()) is not None:
+            self.track(task)
+        return await coroutine
+
     def run(self, coroutine: Coroutine[Any, Any, T], *, timeout: float, what: str, keeps_it: bool = False) -> T:
         """Run ``coroutine`` to its end and return its result.
 
@@ -64,8 +88,9 @@ class BackgroundLoop:
 
         Raises:
             DeadlineError: the loop is blocked; the message shows where. The next caller gets a new loop.
+            CancelledRolloutError: `cancel` was called.
         """
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future = asyncio.run_coroutine_threadsafe(self._tracked(coroutine), self._loop)
         limit = timeout + _GRACE_S
         try:
             while keeps_it and not concurrent.futures.wait([future], limit).done and self._reacts():
@@ -81,6 +106,8 @@ class BackgroundLoop:
             raise DeadlineError(
                 f"{what} did not end within {timeout:g} s and does not react: the event loop is blocked here:\n{stack}"
             ) from None
+        except concurrent.futures.CancelledError:
+            raise CancelledRolloutError(f"{what} was cancelled") from None
         except KeyboardInterrupt:
             future.cancel()
             raise

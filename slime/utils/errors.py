@@ -24,6 +24,10 @@ class DeadlineError(SlimeError, TimeoutError):
     """A deadline passed; the message names who was waited for, and the deadline's flag."""
 
 
+class CancelledRolloutError(SlimeError):
+    """Whoever asked for a rollout or an evaluation has had it cancelled."""
+
+
 class HookError(SlimeError):
     """A user's function failed; the message names its flag and path, and holds its own traceback."""
 
