@@ -7,14 +7,14 @@ from typing import Any
 
 from slime.fleet.spec import EngineSpec, ModelSpec
 
-ACTOR = ModelSpec("actor", "to generate", "model", trained=True, sleeps=True, tolerates_loss=True)
-REWARD = ModelSpec("reward", "for a reward model", "judge", trained=False, sleeps=False, tolerates_loss=False)
+ACTOR = ModelSpec("actor", "to generate", "model", trained=True, tolerates_loss=True)
+REWARD = ModelSpec("reward", "for a reward model", "judge", trained=False, tolerates_loss=False)
 
 
 def entry(model: ModelSpec = ACTOR, count: int = 1, width: int = 1, per_node: int = 8) -> EngineSpec:
-    """Engines on slots of their own."""
+    """Engines of one kind; those of the actor are beside trainers."""
     flag = "--rollout-num-gpus" if model is ACTOR else "--rm-num-gpus"
-    return EngineSpec(model, count, width, per_node, flag)
+    return EngineSpec(model, count, width, per_node, flag, beside_trainers=model is ACTOR)
 
 
 def slot_options(kind: str, train: int, rollout: int, reward: int = 0, width: int = 1, **more: Any) -> Namespace:

@@ -1,16 +1,13 @@
-"""The engines of a run: starting them, who of them lives, calling those, going on without one that has died; one more
-joins, one leaves."""
+"""The engines of a run: who of them lives, calling those, going on without one that has died; one joins, one leaves."""
 
 from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -31,15 +28,8 @@ _MARGIN_S = 60.0
 """What our wait allows beyond the deadline of the call itself, whose own error says more."""
 _LEAVE_S = 60.0
 START_ROUTER = "start router"
-
-
-@dataclass(frozen=True)
-class _Death:
-    """When an engine died, or was found to hang, and of what: phase, engine, status or question, and the last lines of
-    its log, as far as known."""
-
-    when: str
-    cause: str
+Keys = tuple[str, str] | None
+"""(generate, admin) of servers; None for open ones, on loopback."""
 
 
 class Engines:
@@ -49,22 +39,16 @@ class Engines:
     The slots of an engine that died are free. Its requests are tried again by whoever sent them.
     """
 
-    def __init__(self, args: argparse.Namespace, supervisor: Supervisor, keys: tuple[str, str] | None = None) -> None:
-        """
-        Args:
-            args: the run's options.
-            keys: (generate, admin), or None for open servers on loopback.
-        """
+    def __init__(self, args: argparse.Namespace, supervisor: Supervisor, keys: Keys = None) -> None:
         self._args, self._supervisor, self._keys = args, supervisor, keys
         self.membership = Membership()
-        self._placement: Placement | None = None
+        self._placement = Placement([], [], [])
         self._manager: Any = None
         self._members: dict[str, Member] = {}
         """All that there were, by name."""
-        self._deaths: dict[str, _Death] = {}
+        self._deaths: dict[str, tuple[str, str]] = {}
+        """When one died, or was found to hang, and of what: phase, engine, status or question, the end of its log."""
         self._told: set[str] = set()
-        self._ranks: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
-        """By model, that of the next engine."""
 
     # ---- their lives
 
@@ -73,16 +57,16 @@ class Engines:
         self._placement = placement
         for spec, slots in zip(fleet.engines, placement.engines, strict=True):
             for first in range(0, len(slots), spec.width):
-                self._adopt(self._made(spec, placement, slots[first : first + spec.width]))
+                self._make(spec, slots[first : first + spec.width], serves=True)
 
-    def _made(self, spec: EngineSpec, placement: Placement, slots: list[Slot]) -> Member:
-        rank, title = next(self._ranks[spec.model.name]), spec.model.called("engine")
-        actor = create_engine(self._args, spec, rank, placement, slots, self._keys)
-        return Member(f"{title} {rank}", spec, "", actor, tuple(slots))
-
-    def _adopt(self, member: Member) -> None:
-        self.membership, self._members[member.name] = self.membership.having(member), member
-        self._supervisor.watch(member.name, member.actor, functools.partial(self._go_on_without, member.name))
+    def _make(self, spec: EngineSpec, slots: list[Slot], *, serves: bool) -> Member:
+        rank = sum(other.spec.model == spec.model for other in self._members.values())
+        name = f"{spec.model.called('engine')} {rank}"
+        actor = create_engine(self._args, spec, rank, self._placement, slots, self._keys)
+        member = self._members[name] = Member(name, spec, "", actor, tuple(slots), serves)
+        self.membership = self.membership.having(member)
+        self._supervisor.watch(name, actor, functools.partial(self._go_on_without, name))
+        return member
 
     def started(self, urls: list[str]) -> None:
         """Note the addresses at which all answer, in the order of `begin`.
@@ -113,17 +97,15 @@ class Engines:
         Raises:
             RunError: there is no such model, no slot is free, or it does not start.
         """
-        assert self._placement is not None
         specs = {member.spec.model.name: member.spec for member in reversed(self._members.values())}
         if model not in specs:
             raise RunError(f"add an engine: no model {model!r} is served, there are: {', '.join(specs) or 'none'}")
-        spec = specs[model]
-        member = self._made(spec, self._placement, self._placement.take(spec, self._args.placement_timeout))
-        self._adopt(replace(member, serves=False))
+        slots = self._placement.take(spec := specs[model], self._args.placement_timeout)
+        member = self._make(spec, slots, serves=False)
         phase = f"start {member.name}"
         urls = self._supervisor.wait({member.name: member.actor.start.remote()}, phase, self._start_limit())
         if not urls:
-            raise RunError(f"{phase}: {self._deaths[member.name].cause}")
+            raise RunError(f"{phase}: {self._deaths[member.name][1]}")
         self.membership = self.membership.having(replace(member, url=urls[0], serves=not spec.model.trained))
         self._tell(phase)
         return member.name
@@ -150,8 +132,7 @@ class Engines:
         # It owns the server's supervisor, which ends what is left of the tree when its owner goes, and the actors of
         # the engine's other nodes, which Ray ends likewise.
         ray.kill(member.actor)
-        if self._placement is not None:
-            self._placement.give_back(list(member.slots))
+        self._placement.give_back(list(member.slots))
 
     # ---- calling them
 
@@ -160,7 +141,7 @@ class Engines:
         return {
             member.name: getattr(member.actor, method).remote(*values)
             for member in self.membership.engines
-            if member.spec.model.sleeps or not sleepers
+            if member.spec.beside_trainers or not sleepers
         }
 
     def call(self, phase: str, method: str, limit: Deadline, *values: Any) -> list[Any]:
@@ -203,14 +184,14 @@ class Engines:
         return figures
 
     def _tell_of_skipped(self, version: int) -> None:
-        for name, death in self._deaths.items():
+        for name, (when, _) in self._deaths.items():
             if name not in self._told:
-                _warn(f"push of version {version}: skipped {name}, which was lost at {death.when}")
+                _warn(f"push of version {version}: skipped {name}, which was lost at {when}")
         self._told |= self._deaths.keys()
 
     def _address(self, member: Member) -> EngineAddress:
         generate_key, admin_key = self._keys or (None, None)
-        first = self._placement.number(member.slots[0]) if self._placement is not None else 0
+        first = self._placement.number(member.slots[0])
         return EngineAddress(member.url, member.spec.width, generate_key, admin_key, first)
 
     def _examine(self, because: str) -> None:
@@ -237,11 +218,11 @@ class Engines:
             raise RunError(cause)
         lines = cause.splitlines()
         kept = [*lines[:_HEAD_LINES], *lines[_HEAD_LINES:][-_LOG_LINES:]]
-        self._deaths[name] = _Death(time.strftime(_TIME), "\n".join(kept))
+        self._deaths[name] = time.strftime(_TIME), "\n".join(kept)
         self.membership = self.membership.without(name)
         lost = list(dict.fromkeys([*lost, name]))
         if not self.membership.serving(model.name):
-            causes = [f"{each} was lost at {self._deaths[each].when}: {self._deaths[each].cause}" for each in lost]
+            causes = [f"{each} was lost at {': '.join(self._deaths[each])}" for each in lost]
             raise RunError("\n".join([f"{phase}: no engine is left, {' and '.join(lost)} were lost", *causes]))
         self._free(member)
         removed = self._manager.serve.remote(self.membership, None)
@@ -253,29 +234,19 @@ class Engines:
 
 
 def create_engine(
-    args: argparse.Namespace,
-    spec: EngineSpec,
-    rank: int,
-    placement: Placement,
-    slots: list[Slot],
-    keys: tuple[str, str] | None,
+    args: argparse.Namespace, spec: EngineSpec, rank: int, placement: Placement, slots: list[Slot], keys: Keys
 ) -> Any:
     """The actor of one engine, on the first of its slots; it makes those of the engine's other nodes."""
-    nodes = [_engine_node(placement, slots[i : i + spec.on_node]) for i in range(0, spec.width, spec.on_node)]
+    nodes = []
+    for first in range(0, spec.width, spec.on_node):
+        part = slots[first : first + spec.on_node]
+        where = {"runtime_env": actor_environment(placement.interface()), **placement.options(part[0], trains=False)}
+        nodes.append(EngineNode(where, [slot.gpu for slot in part if slot.gpu is not None] or None))
     options = spec.options(worker_options(args))
     if options.offload_rollout is None:
         options.offload_rollout = placement.on_gpus
     plan = EnginePlan(options, rank, keys, nodes, spec.model.called("engine"))
     return as_actor(EngineActor, **{EXAMINATION: 1}).options(**nodes[0].options).remote(plan)
-
-
-def _engine_node(placement: Placement, slots: list[Slot]) -> EngineNode:
-    options = {
-        "runtime_env": actor_environment(placement.interface()),
-        **placement.options(slots[0], trains=False),
-    }
-    gpus = [slot.gpu for slot in slots if slot.gpu is not None]
-    return EngineNode(options, gpus or None)
 
 
 def _warn(text: str) -> None:

@@ -28,7 +28,7 @@ from slime.utils.environment import bypass_proxies
 
 
 class Routers:
-    """Those of the process that it is in, whose hooks know them by ``args``."""
+    """Those of a run; hooks of this process know them by ``args``."""
 
     def __init__(self, args: argparse.Namespace, api_keys: tuple[str, str] | None) -> None:
         self._args, self._api_keys = args, api_keys
@@ -58,7 +58,10 @@ class Routers:
                 http_utils.limit_posts(router.url, place_of_request)
                 self._resend_log = ResendLog(router.url)
             if model.tolerates_loss:
-                self._examiners.append(self._examiner(model.name, router.url))
+                engines = functools.partial(self._engines.__getitem__, model.name)
+                leave_out = functools.partial(self.leave_out, model.name)
+                self._examiners.append(Examiner(engines, args.rollout_health_check_timeout, leave_out))
+                http_utils.examine_by(router.url, self._examiners[-1])
         args.sglang_model_routers = {model: _address(router) for model, router in self._routers.items()}
         args.sglang_router_ip, args.sglang_router_port = args.sglang_model_routers[ACTOR]
         args.sglang_router_api_key = self._api_keys[0] if self._api_keys else None
@@ -67,12 +70,6 @@ class Routers:
             os.environ |= {"SLIME_ROUTER_API_KEY": self._api_keys[0]}
             variables = http_utils.ROUTER_VARIABLES
             os.environ |= {variables[name]: self._routers[name].url for name in variables.keys() & self._routers.keys()}
-
-    def _examiner(self, model: str, url: str) -> Examiner:
-        answer = self._args.rollout_health_check_timeout
-        examiner = Examiner(lambda: self._engines[model], answer, functools.partial(self.leave_out, model))
-        http_utils.examine_by(url, examiner)
-        return examiner
 
     def serve(self, membership: Membership) -> None:
         """Send requests to the engines of a membership that are to get some, and to no others; have in flight, and

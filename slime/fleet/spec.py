@@ -29,8 +29,6 @@ class ModelSpec:
     """The directory that engines start from."""
     trained: bool
     """Whether its engines get the trainers' weights, whenever these are pushed."""
-    sleeps: bool
-    """Whether its engines give their memory to trainers on the same slots."""
     tolerates_loss: bool
     """Whether the run goes on without one of its engines that dies or hangs, as long as there is another."""
     sglang_flags: tuple[str, ...] = ()
@@ -55,7 +53,7 @@ class EngineSpec:
     flag: str
     """What sets the number of slots: ``--rollout-num-gpus``."""
     beside_trainers: bool = False
-    """Whether its slots are the trainers', from the first on, instead of its own."""
+    """Whether its slots are the trainers', from the first on, who get its engines' memory while they train."""
     worker: Literal["regular", "prefill", "decode"] = "regular"
     """What the router uses them for."""
 
@@ -76,7 +74,7 @@ class EngineSpec:
             "rollout_num_gpus_per_engine": self.width,
             "sglang_cli": list(self.model.sglang_flags),
         }
-        if not self.model.sleeps:
+        if not self.beside_trainers:
             own["offload_rollout"] = False
         if not self.model.trained:
             own |= _AS_ITS_FILES_ARE
@@ -119,7 +117,6 @@ def fleet_of(args: argparse.Namespace) -> Fleet:
         "to generate",
         args.hf_checkpoint,
         trained=True,
-        sleeps=colocated,
         tolerates_loss=True,
         sglang_flags=tuple(args.sglang_cli),
         router_flags=tuple(args.router_cli),
@@ -131,7 +128,6 @@ def fleet_of(args: argparse.Namespace) -> Fleet:
             "for a reward model",
             args.rm_model_path,
             trained=False,
-            sleeps=False,
             tolerates_loss=False,
             sglang_flags=tuple(args.rm_sglang_cli),
         )

@@ -6,10 +6,9 @@ import argparse
 import contextlib
 import logging
 import math
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import chain
 from typing import Any
 
 import ray
@@ -34,7 +33,7 @@ from slime.rollout.hooks import accepted, naming
 from slime.rollout.log_hooks import logs_evaluation, logs_rollout
 from slime.rollout.loop import background_loop
 from slime.rollout.metrics import accounting
-from slime.rollout.prompts import put_back
+from slime.rollout.prompts import as_groups, put_back
 from slime.rollout.reward_log import RewardLog
 from slime.rollout.sample_stats import sample_metrics
 from slime.rollout.sglang_rollout import draw_first_groups, generate_groups
@@ -70,8 +69,8 @@ class RolloutManager:
         self._made: dict[int, list[Sample]] = {}
         """Rollouts that no trainer has taken yet."""
         self._reward_log = RewardLog()
-        self._lock = threading.Lock()
-        self._num_under_way = self._num_cancels = 0
+        self._under_way: set[object] = set()
+        self._num_cancels = 0
         self._rollout = load_function(args.rollout_function_path, flag="--rollout-function-path")
         self._evaluate = load_function(args.eval_function_path, flag="--eval-function-path")
 
@@ -132,15 +131,9 @@ class RolloutManager:
         Raises:
             CancelledRolloutError: `cancel` was called meanwhile.
         """
-        with self._under_way():
-            if drawn != self._num_cancels:
-                raise CancelledRolloutError(f"rollout {rollout_id} was cancelled")
-            return self._generate(rollout_id, dp_size)
-
-    def _generate(self, rollout_id: int, dp_size: int) -> tuple[list[ray.ObjectRef], dict[str, float]]:
         args = self._args
         started = time.monotonic()
-        with under_way(rollout_id), self._routers.working():
+        with under_way(rollout_id), self._generating(drawn, f"rollout {rollout_id}"):
             samples, metrics = self._samples(rollout_id)
         generated = time.monotonic()
         metrics.setdefault("perf/rollout_time", generated - started)
@@ -174,19 +167,21 @@ class RolloutManager:
         return samples, metrics
 
     @contextlib.contextmanager
-    def _under_way(self) -> Iterator[None]:
-        with self._lock:
-            self._num_under_way += 1
+    def _generating(self, num_cancels: int, what: str) -> Iterator[None]:
+        call = object()
+        self._under_way.add(call)
         try:
-            yield
+            if num_cancels != self._num_cancels:
+                raise CancelledRolloutError(f"{what} was cancelled")
+            with self._routers.working():
+                yield
         finally:
-            with self._lock:
-                self._num_under_way -= 1
+            self._under_way.discard(call)
 
     def cancel(self) -> None:
-        """End rollouts and evaluations under way, whose calls raise CancelledRolloutError; requests at engines, too.
+        """End rollouts and evaluations under way, whose calls raise CancelledRolloutError, and all requests at engines.
 
-        All prompts that no trainer has taken are handed out again, in their order, as if a run had been resumed.
+        Prompts that no trainer has taken are handed out again, in their order, as if a run had been resumed.
 
         Raises:
             DeadlineError: a user's function goes on all the same.
@@ -196,19 +191,17 @@ class RolloutManager:
         while True:
             background_loop().cancel(_CANCEL_S)
             background_loop().run(abort_requests(None), timeout=_CANCEL_S, what="ending requests")
-            if not self._num_under_way:
+            if not self._under_way:
                 break
             if time.monotonic() > deadline:
-                raise DeadlineError(
-                    f"a rollout or an evaluation still goes on {_CANCEL_S:.0f} s after it was cancelled"
-                )
+                raise DeadlineError(f"{_CANCEL_S:.0f} s after they were cancelled rollouts or evaluations still go on")
             time.sleep(_POLL_S)
         drawn, made, self._drawn, self._made = self._drawn, self._made, {}, {}
         if isinstance(self._data_source, RolloutDataSource):
             self._data_source.hand_out_again()
         elif self._data_source is not None:
-            groups = [list(group) for samples in made.values() for _, group in groupby(samples, _group_of)]
-            put_back(self._data_source, groups + [group for groups in drawn.values() for group in groups])
+            groups = chain(*drawn.values(), *(as_groups(self._args, samples) for samples in made.values()))
+            put_back(self._data_source, list(groups))
 
     def hand_over(self, rollout_id: int) -> dict[str, float]:
         """Note that the trainers take a rollout; where all prompts are then."""
@@ -232,8 +225,8 @@ class RolloutManager:
         """Score the engines' present weights on every evaluation dataset; what there is to log of it."""
         started = time.monotonic()
         args = self._args
-        naming_it = _naming("--eval-function-path", args.eval_function_path)
-        with self._under_way(), naming_it, self._routers.working():
+        generating = self._generating(self._num_cancels, f"the evaluation of weight version {rollout_id}")
+        with _naming("--eval-function-path", args.eval_function_path), generating:
             wanted = accepted(self._evaluate, evaluation=True)
             output = evaluation_output(self._evaluate(args, rollout_id, self._data_source, **wanted))
         if args.save_debug_rollout_data:
@@ -268,10 +261,6 @@ def create_manager(args: argparse.Namespace, api_keys: tuple[str, str] | None) -
     overlap = args.async_buffer_size + 2 if args.asynchronous and rollouts_overlap(args) else 1
     threads = {ROLLOUTS: overlap, EVALUATION: 1, ROUTERS: 1}
     return as_actor(RolloutManager, **threads).options(**options).remote(args, api_keys)
-
-
-def _group_of(sample: Sample) -> int | None:
-    return sample.group_index
 
 
 def _naming(flag: str, path: str) -> contextlib.AbstractContextManager[None]:

@@ -153,7 +153,7 @@ class Run:
 
     def _make_turns(self, placement: Placement, fleet: Fleet) -> Turns:
         args, limit = self.args, self._limit("weight_update_timeout", _MARGIN_S)
-        default = placement.on_gpus and any(spec.model.sleeps for spec in fleet.engines)
+        default = placement.on_gpus and any(spec.beside_trainers for spec in fleet.engines)
 
         def trainers(phase: str, method: str, *values: Any) -> list[Any]:
             return self._trainers.call(method, phase, limit, *values)

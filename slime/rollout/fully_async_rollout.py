@@ -46,7 +46,7 @@ def generate_rollout_fully_async(
 async def _next(args: Namespace, rollout_id: int, source: Any) -> RolloutFnTrainOutput:
     loop = asyncio.get_running_loop()
     stream = _streams.get(loop)
-    if stream is None or stream.source is not source or stream.ended or stream.cancelled:
+    if stream is None or stream.source is not source or stream.is_over:
         stream = _streams[loop] = Stream(args, source)
     return await stream.rollout(rollout_id)
 
@@ -74,9 +74,9 @@ class Stream:
         self._task.add_done_callback(lambda _: asyncio.ensure_future(self._tell()))
 
     @property
-    def cancelled(self) -> bool:
-        """Whether whoever asks for rollouts has given up those that were under way."""
-        return self._task.cancelled()
+    def is_over(self) -> bool:
+        """Whether its error has been raised, or it was cancelled."""
+        return self.ended or self._task.cancelled()
 
     async def rollout(self, rollout_id: int) -> RolloutFnTrainOutput:
         """Wait for the groups of a rollout and take them; raises as `generate_rollout_fully_async` does."""

@@ -29,7 +29,7 @@ def draw_groups(args: Namespace, data_source: Any, num_groups: int) -> list[Grou
     """
     with naming(f"--data-source-path {args.data_source_path}", passes=SlimeError):
         drawn = data_source.get_samples(num_groups)
-    groups = _as_groups(args, drawn)
+    groups = as_groups(args, drawn)
     if len(groups) != num_groups:
         raise BadInputError(
             f"--data-source-path {args.data_source_path}: get_samples({num_groups}) gave {len(groups)} groups"
@@ -42,7 +42,8 @@ def draw_groups(args: Namespace, data_source: Any, num_groups: int) -> list[Grou
     return groups
 
 
-def _as_groups(args: Namespace, drawn: Any) -> list[Group]:
+def as_groups(args: Namespace, drawn: Any) -> list[Group]:
+    """What a data source may give, as groups."""
     if not isinstance(drawn, Sequence):
         raise BadInputError(
             f"--data-source-path {args.data_source_path}: get_samples must return a list of groups (lists of Sample) "
