@@ -15,17 +15,14 @@ import ray
 from slime.fleet.membership import Member, Membership
 from slime.fleet.placement import Placement, Slot
 from slime.fleet.spec import EngineSpec, Fleet
-from slime.options.schema import flag_named
 from slime.ray.cluster import actor_environment, as_actor, worker_options
 from slime.ray.engine_actor import EXAMINATION, EngineActor, EngineNode, EnginePlan
-from slime.ray.supervision import Deadline, RunError, Supervisor
+from slime.ray.supervision import MARGIN_S, Deadline, RunError, Supervisor, limit_of
 from slime.weights import EngineAddress
 
 _TIME = "%Y-%m-%d %H:%M:%S"
 _HEAD_LINES, _LOG_LINES = 2, 15
 """Of each engine's end, in the error of a run that has lost all of them."""
-_MARGIN_S = 60.0
-"""What our wait allows beyond the deadline of the call itself, whose own error says more."""
 _LEAVE_S = 60.0
 START_ROUTER = "start router"
 Keys = tuple[str, str] | None
@@ -197,7 +194,7 @@ class Engines:
     def _examine(self, because: str) -> None:
         """Find out whether one hangs, which is then dead: who waits for its answer knows only that there is none."""
         name = "rollout_health_check_timeout"
-        limit = Deadline(2 * getattr(self._args, name) + _MARGIN_S, flag_named(name))
+        limit = limit_of(self._args, name, getattr(self._args, name) + MARGIN_S)  # it is asked twice
         calls = {m.name: m.actor.examine.remote(because, paused=True) for m in self.membership.trained}
         self._supervisor.wait(calls, "examine the engines", limit)
 
@@ -207,8 +204,7 @@ class Engines:
         self._supervisor.wait({"the rollout manager": call}, phase, self._start_limit())
 
     def _start_limit(self) -> Deadline:
-        name = "engine_start_timeout"
-        return Deadline(getattr(self._args, name) + _MARGIN_S, flag_named(name))
+        return limit_of(self._args, "engine_start_timeout", MARGIN_S)
 
     def _go_on_without(self, name: str, phase: str, cause: str) -> None:
         member, model = self._members[name], self._members[name].spec.model

@@ -8,9 +8,8 @@ from typing import Any
 import ray
 
 from slime.fleet.placement import Placement
-from slime.options.schema import flag_named
 from slime.ray.cluster import actor_environment, as_actor, worker_options
-from slime.ray.supervision import RESTORE_DATA, START_TRAINERS, Deadline, Supervisor
+from slime.ray.supervision import RESTORE_DATA, START_TRAINERS, Deadline, Supervisor, limit_of
 from slime.ray.train_actor import TrainActor
 from slime.utils.environment import as_environment
 from slime.utils.redaction import is_secret
@@ -44,7 +43,7 @@ class TrainGroup:
             num_rollout: of the whole run.
             on_one_host: whether no other host needs to reach where the ranks meet.
         """
-        limit = self._limit()
+        limit = limit_of(self._args, "checkpoint_timeout")
         served = {"trainer 0": self.actors[0].serve_rendezvous.remote(on_one_host)}
         (master,) = self._supervisor.wait(served, START_TRAINERS, limit)
         answers = self.call("start", START_TRAINERS, limit, master, num_rollout)
@@ -58,7 +57,7 @@ class TrainGroup:
             return False
         state, self._state = self._state, None
         restored = {"the rollout manager": manager.restore.remote(self._first - 1, state)}
-        self._supervisor.wait(restored, RESTORE_DATA, self._limit())
+        self._supervisor.wait(restored, RESTORE_DATA, limit_of(self._args, "checkpoint_timeout"))
         self.optimizer_steps = state["optimizer_steps"]
         return True
 
@@ -85,9 +84,6 @@ class TrainGroup:
 
     def _named(self) -> dict[str, Any]:
         return {f"trainer {rank}": actor for rank, actor in enumerate(self.actors)}
-
-    def _limit(self) -> Deadline:
-        return Deadline(self._args.checkpoint_timeout, flag_named("checkpoint_timeout"))
 
 
 def create_trainers(args: argparse.Namespace, placement: Placement) -> list[Any]:

@@ -24,7 +24,6 @@ from slime.fleet.train_group import TrainGroup
 from slime.observability.metrics import MetricsLogger
 from slime.observability.progress import step_line
 from slime.options.checkpoint_rules import starting_point
-from slime.options.schema import flag_named
 from slime.ray import janitor
 from slime.ray.claims import claim
 from slime.ray.cluster import connect, leaving_after, running_address
@@ -34,7 +33,7 @@ from slime.ray.places import place_warnings
 from slime.ray.rollout_manager import create_manager
 from slime.ray.room import room_warnings
 from slime.ray.saving import Saver
-from slime.ray.supervision import LOAD_DATA, Deadline, RayDownError, Supervisor
+from slime.ray.supervision import LOAD_DATA, MARGIN_S, Deadline, RayDownError, Supervisor, limit_of
 from slime.ray.turns import Turns
 from slime.rollout.model_urls import ACTOR
 from slime.utils.arguments import describe
@@ -44,8 +43,6 @@ from slime.weights import EngineAddress
 _STOP_S = 20.0
 _SHUTDOWN_S = 10.0
 """What Ray's own end takes at most, as far as seen."""
-_MARGIN_S = 60.0
-"""What our wait allows beyond the deadline of the call itself, whose own error says more."""
 logger = logging.getLogger(__name__)
 
 
@@ -152,7 +149,7 @@ class Run:
         write_text("--run-dir", Path(args.run_dir, "config.yaml"), describe(args))
 
     def _make_turns(self, placement: Placement, fleet: Fleet) -> Turns:
-        args, limit = self.args, self._limit("weight_update_timeout", _MARGIN_S)
+        args, limit = self.args, self._limit("weight_update_timeout", MARGIN_S)
         default = placement.on_gpus and any(spec.beside_trainers for spec in fleet.engines)
 
         def trainers(phase: str, method: str, *values: Any) -> list[Any]:
@@ -179,7 +176,7 @@ class Run:
         else:
             starts = self._engines.begin("start")
             self._start_trainers(placement)
-        limit = self._limit("engine_start_timeout", _MARGIN_S)
+        limit = self._limit("engine_start_timeout", MARGIN_S)
         self._engines.started(self._supervisor.wait(starts, "start engines", limit))
 
     def _start_trainers(self, placement: Placement) -> None:
@@ -259,9 +256,9 @@ class Run:
         self._step, self._step_started = {}, time.monotonic()
         call, begun = self._rollouts.pop(rollout_id)
         phase = f"rollout {rollout_id}"
-        limit = self._limit("rollout_timeout", _MARGIN_S)
+        limit = self._limit("rollout_timeout", MARGIN_S)
         if self.args.asynchronous:  # an evaluation comes before it, and stale groups are generated again after it
-            limit = Deadline(3 * self.args.rollout_timeout + _MARGIN_S, limit.flag)
+            limit = Deadline(3 * self.args.rollout_timeout + MARGIN_S, limit.flag)
         ((batches, metrics),) = self._wait({"the rollout manager": call}, phase, limit)
         metrics["perf/wait_for_rollout_time"] = time.monotonic() - self._step_started
         metrics["perf/rollout_ahead_time"] = self._step_started - begun
@@ -279,13 +276,13 @@ class Run:
             self._supervisor.unexpect(call)
         self._rollouts, self._evaluation = {}, None
         cancelled = {"the rollout manager": self._manager.cancel.remote()}
-        self._wait(cancelled, "cancel rollouts", self._limit("rollout_timeout", _MARGIN_S))
+        self._wait(cancelled, "cancel rollouts", self._limit("rollout_timeout", MARGIN_S))
 
     def hold_requests(self, hold: bool, version: int | None = None) -> None:
         """Keep rollouts under way from sending requests, or let them go on under weights of ``version``."""
         phase = "hold requests during a weight update"
         held = {"the rollout manager": self._manager.hold_requests.remote(hold, version)}
-        self._wait(held, phase, self._limit("weight_update_timeout", _MARGIN_S))
+        self._wait(held, phase, self._limit("weight_update_timeout", MARGIN_S))
 
     def train(self, rollout_id: int, batches: list[ray.ObjectRef]) -> None:
         """Train on one rollout's batches, and log one line of metrics an optimizer step."""
@@ -303,7 +300,7 @@ class Run:
         """Give every engine the trainers' weights; ``version`` is the number of rollouts they were trained on."""
         if not (self._engines.membership.trained and self._trainers.actors):
             return
-        phase, limit = f"push weights of version {version}", self._limit("weight_update_timeout", _MARGIN_S)
+        phase, limit = f"push weights of version {version}", self._limit("weight_update_timeout", MARGIN_S)
 
         def publish(engines: list[EngineAddress]) -> dict[str, float]:
             answers: list[dict[str, float]] = self._trainers.call("publish", phase, limit, version, engines)
@@ -334,7 +331,7 @@ class Run:
             return
         (call, version), self._evaluation = self._evaluation, None
         started = time.monotonic()
-        limit = self._limit("rollout_timeout", _MARGIN_S)
+        limit = self._limit("rollout_timeout", MARGIN_S)
         (metrics,) = self._wait({"the rollout manager": call}, f"evaluation of weight version {version}", limit)
         waited = {"perf/wait_for_eval_time": time.monotonic() - started}
         step = self._step
@@ -372,7 +369,7 @@ class Run:
             print(f"{program()}: warning: {warning}", file=sys.stderr, flush=True)
 
     def _limit(self, option: str, margin: float = 0.0) -> Deadline:
-        return Deadline(getattr(self.args, option) + margin, flag_named(option))
+        return limit_of(self.args, option, margin)
 
     def _wait(self, calls: dict[str, ray.ObjectRef], phase: str, limit: Deadline) -> list[Any]:
         return self._supervisor.wait(calls, phase, limit)

@@ -12,8 +12,7 @@ import ray
 
 from slime.options.checkpoint import checkpoint_directory
 from slime.options.export_rules import exports_after
-from slime.options.schema import flag_named
-from slime.ray.supervision import Deadline
+from slime.ray.supervision import Deadline, limit_of
 from slime.utils import aside
 
 Wait = Callable[[dict[str, ray.ObjectRef], str, Deadline], list[Any]]
@@ -30,7 +29,7 @@ class Saver:
     @property
     def limit(self) -> Deadline:
         """Of whatever is saved."""
-        return Deadline(self._args.checkpoint_timeout, flag_named("checkpoint_timeout"))
+        return limit_of(self._args, "checkpoint_timeout")
 
     def save(self, trainers: Sequence[Any], rollout_id: int, state: dict[str, Any]) -> None:
         """Write what is asked for after a rollout; ``state`` is what a resumed run needs besides the trainers' own."""

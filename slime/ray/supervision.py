@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from ray.exceptions import (
 
 from slime.backends.sglang.client import EngineError
 from slime.options.errors import OptionError
+from slime.options.schema import flag_named
 from slime.ray.causes import ray_failure, why_it_died
 from slime.utils.errors import BadInputError, SlimeError
 
@@ -54,6 +56,8 @@ class InputError(RunError):
 
 
 _Survive = Callable[[str, str], None]
+MARGIN_S = 60.0
+"""What a wait allows beyond the deadline of the call itself, whose own error says more."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,11 @@ class Deadline:
 
     def __str__(self) -> str:
         return f"{self.seconds:.0f} s" + (f" ({self.flag})" if self.flag else "")
+
+
+def limit_of(args: argparse.Namespace, option: str, margin: float = 0.0) -> Deadline:
+    """The deadline that an option sets."""
+    return Deadline(getattr(args, option) + margin, flag_named(option))
 
 
 class Supervisor:

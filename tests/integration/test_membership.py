@@ -16,7 +16,7 @@ from tests.integration.test_train_async import assert_accounted_for, assert_ever
 NUM_GPUS = 0
 pytestmark = pytest.mark.integration
 
-_ANSWERED = re.compile(r'"POST /generate HTTP/1.1" 200')
+_CALL = re.compile(r'"(?:POST|GET) (/\S+) HTTP/1.1" 200')
 
 _JOINS = """
 import os
@@ -82,6 +82,11 @@ def run_driver_file(text: str, workspace: Path, line: list[str], name: str) -> N
         process.assert_no_process_left()
 
 
+def calls_of(run_dir: Path, rank: int) -> list[str]:
+    """What an engine was asked, in that order."""
+    return _CALL.findall(log_of(run_dir, rank))
+
+
 def versions_of(run_dir: Path, rollout_id: int) -> set[str]:
     return {version for sample in samples_of(run_dir, rollout_id) for version in sample.weight_versions}
 
@@ -101,7 +106,9 @@ def test_an_engine_joins_between_two_rollouts_serves_the_new_weights_and_leaves(
     )
     run_driver_file(_JOINS, workspace, line, "joins")
     assert series(run_dir, "rollout/engines_alive") == [1, 2, 1]
-    assert len(_ANSWERED.findall(log_of(run_dir, 1))) == 8, "half of the second rollout's 16 samples"
+    asked = calls_of(run_dir, 1)
+    assert asked.count("/generate") == 8, "half of the second rollout's 16 samples"
+    assert asked.index("/generate") > asked.index("/continue_generation") > asked.index("/update_weight_version")
     # Those of its own files, which it started from, are of no version.
     assert [versions_of(run_dir, rollout_id) for rollout_id in range(3)] == [{"0"}, {"1"}, {"2"}]
     assert max(series(run_dir, "train/train_rollout_logprob_abs_diff")) < 1e-4
@@ -115,8 +122,9 @@ def test_an_engine_leaves_in_the_midst_of_a_rollout_and_another_takes_its_slot(t
     line = async_flags(workspace, run_dir, num_rollout=4, **changes)
     run_driver_file(_REPLACES, workspace, line, "replaces")
     assert series(run_dir, "rollout/engines_alive") == [2, 1, 2, 2]
-    assert _ANSWERED.findall(log_of(run_dir, 2))
-    assert '"POST /abort_request HTTP/1.1" 200' in log_of(run_dir, 1)
+    assert calls_of(run_dir, 1)[-2:] == ["/abort_request", "/flush_cache"], "what it had was cut, and has left"
+    asked = calls_of(run_dir, 2)
+    assert asked.index("/generate") > asked.index("/continue_generation") > asked.index("/update_weight_version")
     versions = set().union(*(versions_of(run_dir, rollout_id) for rollout_id in range(4)))
     assert versions <= {"0", "1", "2", "3"}, "nobody answered by what an engine starts from"
     assert not [key for entry in read_metrics(run_dir) for key in entry if "sample_failures" in key]
