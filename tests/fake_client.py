@@ -14,9 +14,9 @@ import pytest
 from slime.data import Sample
 from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
-from slime.rollout.gate import hold_requests
 from slime.rollout.loop import background_loop
 from slime.rollout.metrics import accounting
+from slime.rollout.runtime import RolloutRuntime, current
 from slime.rollout.sglang_rollout import generate_rollout
 
 
@@ -77,8 +77,10 @@ def rollout(args: Namespace, rollout_id: int = 0, source: Any = None) -> Rollout
 
 def push(version: int) -> None:
     """Have the rollouts' event loop know of new weights, as train_async.py's driver does."""
-    for hold in (True, False):
-        background_loop().run(hold_requests(hold, None if hold else version), timeout=60, what="push")
+    runtime = current()
+    assert runtime is not None
+    for step in (runtime.pause(), runtime.resume(version)):
+        background_loop().run(step, timeout=60, what="push")
 
 
 def hook_file(tmp_path: Path, code: str) -> Path:
@@ -96,7 +98,7 @@ class Engine:
         self.asked: list[list[str] | None] = []
         monkeypatch.setattr("slime.rollout.pool.abort_requests", self.abort)
 
-    async def abort(self, rids: Iterable[str] | None) -> bool:
+    async def abort(self, runtime: RolloutRuntime, rids: Iterable[str] | None) -> bool:
         self.asked.append(None if rids is None else list(rids))
         if self.aborted is not None:
             self.aborted.set()

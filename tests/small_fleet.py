@@ -5,7 +5,11 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+from slime.fleet.routers import Routers
 from slime.fleet.spec import EngineSpec, ModelSpec
+from slime.ray.rollout_manager import RolloutManager
+from slime.rollout.reward_log import RewardLog
+from slime.rollout.runtime import RolloutRuntime
 
 ACTOR = ModelSpec("actor", "to generate", "model", trained=True, tolerates_loss=True)
 REWARD = ModelSpec("reward", "for a reward model", "judge", trained=False, tolerates_loss=False)
@@ -23,3 +27,12 @@ def slot_options(kind: str, train: int, rollout: int, reward: int = 0, width: in
     values |= {"rollout_num_gpus": rollout, "rollout_num_gpus_per_engine": width, "hf_checkpoint": "model"}
     values |= {"rm_num_gpus": reward, "rm_num_gpus_per_engine": 1, "rm_model_path": "judge", "rm_sglang_cli": []}
     return Namespace(**values | {"sglang_cli": [], "router_cli": []} | more)
+
+
+def bare_manager(args: Namespace, runtime: RolloutRuntime, **parts: Any) -> RolloutManager:
+    """One without the functions that ``args`` name, without data and without engines, but for ``parts``."""
+    manager = RolloutManager.__new__(RolloutManager)
+    own = {"args": args, "runtime": runtime, "routers": Routers(args, None, runtime), "reward_log": RewardLog()}
+    own |= {"data_source": None, "made": {}, "under_way": set(), "num_cancels": 0}
+    vars(manager).update({f"_{name}": value for name, value in (own | parts).items()})
+    return manager

@@ -29,6 +29,7 @@ check_installation()
 
 from slime.data import Sample  # noqa: E402
 from slime.rollout.rm_hub import async_rm  # noqa: E402
+from slime.utils.http_client import Http  # noqa: E402
 
 Pair = dict[str, Any]
 
@@ -74,12 +75,12 @@ async def _score(pairs: list[Pair]) -> list[Pair]:
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
+    http = Http()
     try:
-        return [pair | {"said": said} for pair, said in zip(pairs, await _judged(pairs, url), strict=True)]
+        with http.active():
+            return [pair | {"said": said} for pair, said in zip(pairs, await _judged(pairs, url), strict=True)]
     finally:
-        from slime.utils import http_utils
-
-        await http_utils._session().close()
+        await http.close()
         await runner.cleanup()
 
 

@@ -17,21 +17,19 @@ from slime.fleet.membership import Membership
 from slime.fleet.spec import ModelSpec
 from slime.ray.cluster import serving_host
 from slime.ray.examination import Examiner
-from slime.rollout.abort import register_engines
-from slime.rollout.gate import shared_gate
-from slime.rollout.loop import background_loop
 from slime.rollout.model_urls import ACTOR
 from slime.rollout.resend_log import ResendLog
-from slime.rollout.state import concurrency, place_of_request
-from slime.utils import http_utils
+from slime.rollout.runtime import RolloutRuntime
+from slime.rollout.state import place_of_request
 from slime.utils.environment import bypass_proxies
+from slime.utils.http_client import ROUTER_VARIABLES
 
 
 class Routers:
     """Those of a run; hooks of this process know them by ``args``."""
 
-    def __init__(self, args: argparse.Namespace, api_keys: tuple[str, str] | None) -> None:
-        self._args, self._api_keys = args, api_keys
+    def __init__(self, args: argparse.Namespace, api_keys: tuple[str, str] | None, runtime: RolloutRuntime) -> None:
+        self._args, self._api_keys, self._runtime = args, api_keys, runtime
         self._routers: dict[str, Router] = {}
         """By the name of the model behind it."""
         self._engines: dict[str, dict[str, Any]] = {}
@@ -44,7 +42,7 @@ class Routers:
 
     def open(self, models: Sequence[ModelSpec]) -> None:
         """Start one for each model, and make them known to hooks."""
-        args, host = self._args, serving_host(self._api_keys)
+        args, host, http = self._args, serving_host(self._api_keys), self._runtime.http
         bypass_proxies([host])  # hooks may ask the router by clients of their own
         for model in models:
             its_args = argparse.Namespace(**vars(args) | {"router_cli": list(model.router_flags)})
@@ -53,23 +51,24 @@ class Routers:
             router = self._routers[model.name] = Router(its_args, host, self._api_keys, log_path, name)
             router.start()
             router.listen()
+            http.add_api_keys(router.api_keys())
             self._engines[model.name] = {}
             if model.trained:
-                http_utils.limit_posts(router.url, place_of_request)
-                self._resend_log = ResendLog(router.url)
+                http.limit_posts(router.url, place_of_request)
+                self._resend_log = ResendLog(http, router.url)
             if model.tolerates_loss:
                 engines = functools.partial(self._engines.__getitem__, model.name)
                 leave_out = functools.partial(self.leave_out, model.name)
                 self._examiners.append(Examiner(engines, args.rollout_health_check_timeout, leave_out))
-                http_utils.examine_by(router.url, self._examiners[-1])
+                http.examine_by(router.url, self._examiners[-1])
         args.sglang_model_routers = {model: _address(router) for model, router in self._routers.items()}
         args.sglang_router_ip, args.sglang_router_port = args.sglang_model_routers[ACTOR]
         args.sglang_router_api_key = self._api_keys[0] if self._api_keys else None
         if self._api_keys:
             # For programs that hooks start: `http_utils.post` there adds the key for these addresses only.
             os.environ |= {"SLIME_ROUTER_API_KEY": self._api_keys[0]}
-            variables = http_utils.ROUTER_VARIABLES
-            os.environ |= {variables[name]: self._routers[name].url for name in variables.keys() & self._routers.keys()}
+            known = ROUTER_VARIABLES.keys() & self._routers.keys()
+            os.environ |= {ROUTER_VARIABLES[name]: self._routers[name].url for name in known}
 
     def serve(self, membership: Membership) -> None:
         """Send requests to the engines of a membership that are to get some, and to no others; have in flight, and
@@ -104,8 +103,7 @@ class Routers:
 
     def _make_known(self) -> None:
         """To whoever ends requests, and to the bound on those in flight."""
-        register_engines(self._engines[ACTOR], self._api_keys[1] if self._api_keys else None)
-        background_loop().soon(shared_gate, concurrency(self._args))
+        self._runtime.set_engines(list(self._engines[ACTOR]), self._api_keys[1] if self._api_keys else None)
 
     def check(self) -> None:
         """Raise EngineError when one has died or hangs."""

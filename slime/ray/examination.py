@@ -41,7 +41,7 @@ class Examiner:
         self._working = 0
 
     async def __call__(self, problem: str) -> str | None:
-        """As of `http_utils.examine_by`."""
+        """As of `Http.examine_by`."""
         return await asyncio.wrap_future(self._begin(problem))
 
     @contextlib.contextmanager

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -28,13 +29,13 @@ from slime.rollout.data_source import DataSource, RolloutDataSource
 from slime.rollout.data_warnings import data_warnings
 from slime.rollout.debug_data import check_recorded, load_samples, save_evaluation, save_samples
 from slime.rollout.evaluation import eval_metrics, evaluation_output, load_eval_prompts, warn_of_unscored
-from slime.rollout.gate import hold_requests
 from slime.rollout.hooks import accepted, naming
 from slime.rollout.log_hooks import logs_evaluation, logs_rollout
 from slime.rollout.loop import background_loop
 from slime.rollout.metrics import accounting
 from slime.rollout.prompts import as_groups, put_back
 from slime.rollout.reward_log import RewardLog
+from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.sample_stats import sample_metrics
 from slime.rollout.sglang_rollout import draw_first_groups, generate_groups
 from slime.rollout.staleness import renew_stale, staleness_metrics
@@ -42,6 +43,9 @@ from slime.rollout.train_data import to_train_batches
 from slime.rollout.under_way import under_way
 from slime.utils.errors import BadInputError, CancelledRolloutError, DeadlineError, SlimeError
 from slime.utils.misc import attribute_of, load_function
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +55,19 @@ _CANCEL_S = 60.0
 ROLLOUTS, EVALUATION, ROUTERS = "rollouts", "evaluation", "routers"
 """Ray's concurrency groups, threads of their own: a rollout under way keeps no other call from being answered."""
 _SOURCE_STATE, _SOURCE_CLASS = "data_source", "data_source_class"
+
+
+def _in_runtime(
+    method: Callable[Concatenate[RolloutManager, P], T],
+) -> Callable[Concatenate[RolloutManager, P], T]:
+    """Users' functions that the method calls, and what these call of ours, find the process's runtime."""
+
+    @functools.wraps(method)
+    def call(self: RolloutManager, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._runtime.active():
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 class RolloutManager:
@@ -63,7 +80,8 @@ class RolloutManager:
     def __init__(self, args: argparse.Namespace, api_keys: tuple[str, str] | None) -> None:
         enter_actor(args)
         self._args = args
-        self._routers = Routers(args, api_keys)
+        self._runtime = RolloutRuntime(args)
+        self._routers = Routers(args, api_keys, self._runtime)
         self._data_source: Any = None
         self._drawn: dict[int, list[Group]] = {}
         self._made: dict[int, list[Sample]] = {}
@@ -74,6 +92,7 @@ class RolloutManager:
         self._rollout = load_function(args.rollout_function_path, flag="--rollout-function-path")
         self._evaluate = load_function(args.eval_function_path, flag="--eval-function-path")
 
+    @_in_runtime
     def load_data(self) -> int:
         """Read the prompts, which recorded rollouts do without, and the evaluation's; how many rollouts the run has."""
         load_eval_prompts(self._args)
@@ -108,6 +127,7 @@ class RolloutManager:
             self._routers.check()
             time.sleep(_POLL_S)
 
+    @_in_runtime
     def draw(self, rollout_id: int) -> int:
         """Take the prompts of slime's own rollout from the data source; one call after the other, in their order.
 
@@ -122,6 +142,7 @@ class RolloutManager:
         return self._num_cancels
 
     @ray.method(concurrency_group=ROLLOUTS)
+    @_in_runtime
     def generate(self, rollout_id: int, dp_size: int, drawn: int) -> tuple[list[ray.ObjectRef], dict[str, float]]:
         """One rollout: a reference to one TrainBatch for each data-parallel rank, and the rollout's metrics.
 
@@ -190,7 +211,7 @@ class RolloutManager:
         deadline = time.monotonic() + _CANCEL_S
         while True:
             background_loop().cancel(_CANCEL_S)
-            background_loop().run(abort_requests(None), timeout=_CANCEL_S, what="ending requests")
+            background_loop().run(abort_requests(self._runtime, None), timeout=_CANCEL_S, what="ending requests")
             if not self._under_way:
                 break
             if time.monotonic() > deadline:
@@ -216,11 +237,11 @@ class RolloutManager:
         """Send engines no new requests while weights are pushed, or go on under those of ``version``."""
         timeout = self._args.weight_update_timeout
         self._routers.hold(hold)
-        background_loop().run(
-            hold_requests(hold, version), timeout=timeout, what="holding requests during a weight update"
-        )
+        change = self._runtime.pause() if hold else self._runtime.resume(version)
+        background_loop().run(change, timeout=timeout, what="holding requests during a weight update")
 
     @ray.method(concurrency_group=EVALUATION)
+    @_in_runtime
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         """Score the engines' present weights on every evaluation dataset; what there is to log of it."""
         started = time.monotonic()
@@ -241,10 +262,12 @@ class RolloutManager:
             return seconds
         return eval_metrics(output) | seconds
 
+    @_in_runtime
     def state(self, rollout_id: int) -> dict[str, Any]:
         """What a checkpoint needs of the data side; what a user's class has to `save` by itself lies beside it."""
         return source_state(self._data_source, rollout_id)
 
+    @_in_runtime
     def restore(self, rollout_id: int, state: dict[str, Any]) -> None:
         """The inverse of `state`."""
         restore_source(self._data_source, rollout_id, state)

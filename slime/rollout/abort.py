@@ -7,31 +7,16 @@ import contextlib
 import logging
 from collections.abc import Iterable
 
-from slime.utils.http_utils import RequestError, post
+from slime.rollout.runtime import RolloutRuntime
+from slime.utils.http_client import Http, RequestError
 
 logger = logging.getLogger(__name__)
 
 _AT_A_TIME = 256
 _ANSWER_S = 10.0
 
-_engines: dict[str, str | None] = {}
-"""Addresses of the run's engines, and the key that opens their control calls."""
 
-
-def register_engines(urls: Iterable[str], admin_key: str | None) -> None:
-    """Say where requests of this process run, in the place of what was said before; empty where there is no one."""
-    engines = dict.fromkeys(urls, admin_key)
-    _engines.update(engines)
-    for url in _engines.keys() - engines.keys():
-        _engines.pop(url)
-
-
-def num_engines() -> int:
-    """How many of them there are."""
-    return len(_engines)
-
-
-async def abort_requests(rids: Iterable[str] | None) -> bool:
+async def abort_requests(runtime: RolloutRuntime, rids: Iterable[str] | None) -> bool:
     """Have every engine end requests with what they have, which they answer as ``abort``; whether there is an engine.
 
     Args:
@@ -40,19 +25,19 @@ async def abort_requests(rids: Iterable[str] | None) -> bool:
     An engine that does not answer within 10 s has died or is stuck, which its supervisor says better: nothing waits.
     """
     bodies: list[dict[str, object]] = [{"abort_all": True}] if rids is None else [{"rid": rid} for rid in rids]
-    engines = list(_engines.items())  # another thread may register others meanwhile
-    await asyncio.gather(*(_abort(url, key, bodies) for url, key in engines))
-    return bool(_engines)
+    engines = runtime.engines
+    await asyncio.gather(*(_abort(runtime.http, url, engines.admin_key, bodies) for url in engines.urls))
+    return bool(runtime.engines.urls)
 
 
-async def _abort(url: str, key: str | None, bodies: list[dict[str, object]]) -> None:
+async def _abort(http: Http, url: str, key: str | None, bodies: list[dict[str, object]]) -> None:
     """Give one engine all of them."""
     headers, places = {"Authorization": f"Bearer {key}"} if key else {}, asyncio.Semaphore(_AT_A_TIME)
 
     async def send(body: dict[str, object]) -> None:
         async with places:
             with contextlib.suppress(RequestError):
-                await post(f"{url}/abort_request", body, max_retries=0, headers=headers)
+                await http.request("POST", f"{url}/abort_request", body, retries=0, headers=headers)
 
     try:
         async with asyncio.timeout(_ANSWER_S):

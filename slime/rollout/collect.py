@@ -11,7 +11,6 @@ from slime.data import Group
 from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
 from slime.rollout.data_source import RolloutDataSource
 from slime.rollout.hooks import HookError
-from slime.rollout.in_line import in_line
 from slime.rollout.metrics import engine_metrics, speed_metrics
 from slime.rollout.numbers import numbers_kept
 from slime.rollout.pool import Pool, call_batch_hook
@@ -36,7 +35,7 @@ async def collect(
     async with rollout_state(args, rank=rollout_id) as state:
         pool = Pool(args, source, state, rollout_id)
         try:
-            async with in_line(rollout_id, args.rollout_timeout):
+            async with state.runtime.here().line.waiting(rollout_id, args.rollout_timeout):
                 pool.begin(drawn)
                 while (missing := num_groups - len(pool.kept)) > 0:
                     if missing > pool.num_under_way:

@@ -21,7 +21,6 @@ from slime.rollout.base_types import RolloutFnEvalOutput, flatten_samples
 from slime.rollout.dataset import PromptDataset, PromptSpec, load_prompts
 from slime.rollout.gate import FIRST
 from slime.rollout.group import generate_and_rm
-from slime.rollout.in_line import in_line
 from slime.rollout.loop import run_all
 from slime.rollout.metrics import length_stats
 from slime.rollout.sample_stats import by_response, pass_rates
@@ -133,7 +132,7 @@ async def eval_rollout(args: Namespace, version: int) -> RolloutFnEvalOutput:
         jobs = [job for dataset, groups in sets for job in _jobs(args, dataset, groups)]
         limit = f"within {args.rollout_timeout:g} s (--rollout-timeout)"
         what = f"evaluation of weight version {version}"
-        async with in_line(FIRST, seconds=None):
+        async with state.runtime.here().line.waiting(FIRST, seconds=None):
             done = iter(
                 await run_all(jobs, timeout=args.rollout_timeout, late=lambda: f"{what}: {state.progress()} {limit}")
             )

@@ -12,18 +12,17 @@ import contextvars
 import time
 from argparse import Namespace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from slime.data import Sample
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, flatten_samples
 from slime.rollout.collect import finish_batch, late
-from slime.rollout.in_line import in_line
 from slime.rollout.loop import background_loop, run_all
 from slime.rollout.metrics import engine_metrics, speed_metrics
 from slime.rollout.pool import Pool
+from slime.rollout.runtime import RolloutRuntime, current
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.state import RolloutState, rollout_state
-from slime.rollout.versions import forget_listener, on_push, pushed_version, staleness
+from slime.rollout.versions import staleness
 from slime.utils.errors import DeadlineError
 
 
@@ -44,18 +43,21 @@ def generate_rollout_fully_async(
 
 
 async def _next(args: Namespace, rollout_id: int, source: Any) -> RolloutFnTrainOutput:
-    loop = asyncio.get_running_loop()
-    stream = _streams.get(loop)
-    if stream is None or stream.source is not source or stream.is_over:
-        stream = _streams[loop] = Stream(args, source)
-    return await stream.rollout(rollout_id)
+    if (runtime := current()) is None:
+        raise RuntimeError("a rollout that goes on after the call needs a RolloutRuntime: call it within its active()")
+    here = runtime.here()
+    if here.stream is None or here.stream.source is not source or here.stream.is_over:
+        here.stream = Stream(runtime, args, source)
+    output: RolloutFnTrainOutput = await here.stream.rollout(rollout_id)
+    return output
 
 
 class Stream:
     """Groups under way without end, for one data source on one event loop."""
 
-    def __init__(self, args: Namespace, source: Any) -> None:
+    def __init__(self, runtime: RolloutRuntime, args: Namespace, source: Any) -> None:
         self.source = source
+        self._runtime = runtime
         self._args = args
         self._pool: Pool | None = None
         self._state: RolloutState | None = None
@@ -71,7 +73,9 @@ class Stream:
         # A context of its own: what it draws belongs to no rollout until one takes it.
         self._task = asyncio.get_running_loop().create_task(self._generate(), context=contextvars.Context())
         background_loop().track(self._task)
-        self._task.add_done_callback(lambda _: asyncio.ensure_future(self._tell()))
+        self._task.add_done_callback(self._tell_of_end)
+        self._telling: asyncio.Future[None] | None = None
+        """Kept: the event loop itself holds a task only weakly."""
 
     @property
     def is_over(self) -> bool:
@@ -85,7 +89,7 @@ class Stream:
         self._next, self._version = rollout_id, rollout_id - args.max_weight_staleness
         await self._tell()
         try:
-            async with in_line(rollout_id, args.rollout_timeout):
+            async with self._runtime.here().line.waiting(rollout_id, args.rollout_timeout):
                 pool, state = await self._until_enough()
                 groups = pool.take(args.rollout_batch_size, rollout_id)
                 self._next = rollout_id + 1
@@ -125,15 +129,17 @@ class Stream:
         async with self._changed:
             self._changed.notify_all()
 
+    def _tell_of_end(self, _: asyncio.Task[None]) -> None:
+        self._telling = asyncio.ensure_future(self._tell())
+
     async def _generate(self) -> None:
-        on_push(self._tell)
-        async with rollout_state(self._args) as state:
-            self._state, self._pool = state, Pool(self._args, self.source, state, rollout_id=0, forgives=True)
-            try:
-                await run_all([self._fill(self._pool), self._advance(self._pool)])
-            finally:
-                forget_listener(self._tell)
-                await self._pool.end()
+        with self._runtime.active(), self._runtime.listening(self._tell):
+            async with rollout_state(self._args) as state:
+                self._state, self._pool = state, Pool(self._args, self.source, state, rollout_id=0, forgives=True)
+                try:
+                    await run_all([self._fill(self._pool), self._advance(self._pool)])
+                finally:
+                    await self._pool.end()
 
     async def _fill(self, pool: Pool) -> None:
         def room() -> int:
@@ -155,9 +161,6 @@ class Stream:
         A group that is begun now has the weights that were pushed last and is taken by rollout ``_next`` or, behind as
         many others as a rollout has, by the one after it; ``--max-weight-staleness`` says by which at the latest.
         """
-        version = max(pushed_version(), self._version)
+        version = max(self._runtime.version, self._version)
         rollouts = version + self._args.max_weight_staleness - self._next + 1
         return self._args.rollout_batch_size * min(rollouts, self._args.num_rollout - self._next)
-
-
-_streams: WeakKeyDictionary[asyncio.AbstractEventLoop, Stream] = WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""What all rollouts under way and evaluations share: the bound on requests in flight, and the pause for a push."""
+"""What all rollouts under way and evaluations of a process share: the bound on requests in flight, and the pause."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import asyncio
 import contextlib
 import heapq
 import itertools
+import threading
 from collections.abc import AsyncIterator
-from weakref import WeakKeyDictionary
-
-from slime.rollout.versions import note_push
 
 FIRST = -1
 """The rank of an evaluation, which the trainer waits for: before that of any rollout."""
@@ -67,42 +65,38 @@ class Gate:
                 self._inside += 1
 
 
-_gates: WeakKeyDictionary[asyncio.AbstractEventLoop, Gate] = WeakKeyDictionary()
+class Door:
+    """Open at first; who comes while it is closed waits, on whatever event loop. Any thread may open and close it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_open = True
+        self._waiting: list[asyncio.Future[None]] = []
+
+    def close(self) -> None:
+        """From now on nobody passes."""
+        with self._lock:
+            self._is_open = False
+
+    def open(self) -> None:
+        """Let everyone pass, who waits in the order of their coming."""
+        with self._lock:
+            self._is_open, waiting, self._waiting = True, self._waiting, []
+        for turn in waiting:
+            with contextlib.suppress(RuntimeError):  # its loop is closed
+                turn.get_loop().call_soon_threadsafe(_give, turn)
+
+    async def passing(self) -> None:
+        """Wait while it is closed."""
+        while True:
+            with self._lock:
+                if self._is_open:
+                    return
+                turn = asyncio.get_running_loop().create_future()
+                self._waiting.append(turn)
+            await turn
 
 
-def shared_gate(capacity: int) -> Gate:
-    """The running event loop's one gate, which has this capacity from now on."""
-    gate = _gates.setdefault(asyncio.get_running_loop(), Gate(capacity))
-    gate.set_capacity(capacity)
-    return gate
-
-
-_doors: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Event] = WeakKeyDictionary()
-
-
-def _door() -> asyncio.Event:
-    """Of the running event loop; open while it is set, as it is at first."""
-    loop = asyncio.get_running_loop()
-    if loop not in _doors:
-        _doors[loop] = asyncio.Event()
-        _doors[loop].set()
-    return _doors[loop]
-
-
-async def hold_requests(hold: bool, version: int | None = None) -> None:
-    """Keep new requests from the engines while weights are pushed, or let them go on, under weights of ``version``.
-
-    Engines hold them back as well, but a request that reaches SGLang 0.5.17 while it waits for the running ones to
-    leave is turned away in the end, and makes it wait for another second.
-    """
-    if hold:
-        _door().clear()
-    else:
-        if version is not None:
-            await note_push(version)
-        _door().set()
-
-
-async def may_request() -> None:
-    """Wait while requests are held: as long as a push takes, which has a deadline and whose failure ends the run."""
-    await _door().wait()
+def _give(turn: asyncio.Future[None]) -> None:
+    if not turn.done():
+        turn.set_result(None)

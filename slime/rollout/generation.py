@@ -13,7 +13,7 @@ from slime.data import Sample, Status
 from slime.options.sglang import KEYED_POLICIES
 from slime.rollout.conversation import RowError, check_messages, render
 from slime.rollout.sampling import train_sampling_params
-from slime.rollout.state import is_ending, state_of_call
+from slime.rollout.state import RolloutState, is_ending, state_of_call
 from slime.rollout.tokenizer import load_tokenizer
 from slime.utils.errors import SettingError
 
@@ -50,11 +50,15 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
     """
     if not sample.tokens:
         sample.tokens = prompt_tokens(args, sample)
+    async with state_of_call(args) as state:
+        return await _generate(args, state, sample, sampling_params)
+
+
+async def _generate(args: Namespace, state: RolloutState, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     goes_on = sample.status is Status.ABORTED
     start = len(sample.tokens) - (sample.response_length if goes_on else 0)
     text, segments = "" if goes_on else sample.response, int(goes_on)
     fruitless, version = 0, None  # aborts in a row without a token, under one version
-    state = await state_of_call(args)
     while fruitless < _MAX_ABORTS:
         params = _params_of_rest(args, sample, sampling_params, done=len(sample.tokens) - start)
         if params is None:

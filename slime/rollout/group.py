@@ -13,7 +13,6 @@ from slime.data import Group, Sample, Status
 from slime.options.calls import parameters_of
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.conversation import RowError
-from slime.rollout.failure_log import FailureLog
 from slime.rollout.generation import generate
 from slime.rollout.hooks import HookError, Limit, accepted, call_hook, naming
 from slime.rollout.loop import run_all
@@ -25,14 +24,10 @@ from slime.rollout.state import RolloutState, state_of_call
 from slime.rollout.train_data import check_response
 from slime.rollout.under_way import current_rollout
 from slime.utils.errors import DeadlineError, SettingError, SlimeError
-from slime.utils.http_utils import NoReplyError, RequestError
+from slime.utils.http_client import NoReplyError, RequestError
 from slime.utils.misc import load_function
 
 T = TypeVar("T")
-
-_failure_log = FailureLog()
-_judges_of_numbers: set[str] = set()
-"""Who has given a reward that is no dict."""
 
 _MAX_ABORTS = 16
 _TRIES = 3
@@ -60,11 +55,11 @@ async def generate_and_rm(
     Raises:
         HookError, DeadlineError, RequestError: a sample failed and ``--on-sample-error`` is ``stop``, or engines do.
     """
-    state = await state_of_call(args)
-    if isinstance(sample_or_group, Sample):
-        run = GroupRun(args, [sample_or_group], sampling_params, evaluation)
-        return (await run.run(state, seeded=False))[0]
-    return await GroupRun(args, sample_or_group, sampling_params, evaluation).run(state)
+    async with state_of_call(args) as state:
+        if isinstance(sample_or_group, Sample):
+            run = GroupRun(args, [sample_or_group], sampling_params, evaluation)
+            return (await run.run(state, seeded=False))[0]
+        return await GroupRun(args, sample_or_group, sampling_params, evaluation).run(state)
 
 
 generate_and_rm_group = generate_and_rm
@@ -84,6 +79,7 @@ class GroupRun:
         self._evaluation = evaluation
         self._generated = {position for position, sample in enumerate(group) if sample.status in _FINISHED}
         """Positions of samples that need no more than a reward."""
+        self._judges_of_numbers: set[str] = set()
         self._numbers = [numbers_of(sample) for sample in group]
         self._untouched: dict[int, bytes] = {}
         """By position, samples as they were: those that a user's function gets, and those that go on."""
@@ -94,6 +90,7 @@ class GroupRun:
         Args:
             seeded: whether each sample's seed is derived from the group's.
         """
+        self._judges_of_numbers = state.runtime.judges_of_numbers
         await run_all([self._member(state, position, seeded) for position in range(len(self.results))])
         if self.args.group_rm:
             await self._reward_group(state)
@@ -288,10 +285,14 @@ class GroupRun:
             value = sample.get_reward_value(Namespace(reward_key=key))
         except (ValueError, TypeError, OverflowError) as error:
             # Of a judge that gives numbers too it is an odd answer; else the key is missing, which no try can mend.
-            odd = args.on_sample_error == "drop" or judge in _judges_of_numbers or not isinstance(sample.reward, dict)
+            odd = (
+                args.on_sample_error == "drop"
+                or judge in self._judges_of_numbers
+                or not isinstance(sample.reward, dict)
+            )
             raise (HookError if odd or key is not None else SettingError)(str(error)) from error
         if not isinstance(sample.reward, dict):
-            _judges_of_numbers.add(judge)
+            self._judges_of_numbers.add(judge)
         if not abs(value) <= LARGEST_REWARD:
             raise HookError(
                 f"sample {sample.index}: its reward is {value:g}, which no advantage can be made of: {judge} must give "
@@ -342,7 +343,7 @@ async def _tried(
             reason = f"{what}_timeout" if isinstance(error, (DeadlineError, NoReplyError)) else f"{what}_error"
             state.failures[reason] += 1
             sample.failure = f"{reason}: {error}"
-            _failure_log.warn(f"sample {sample.index}, try {number + 1} of {tries}", reason, error)
+            state.runtime.failures.warn(f"sample {sample.index}, try {number + 1} of {tries}", reason, error)
     sample.status, sample.reward = Status.FAILED, None
     return None
 

@@ -14,10 +14,10 @@ import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from dataclasses import dataclass
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 from slime.options.calls import parameters_of
 from slime.rollout.loop import cancel
+from slime.rollout.runtime import current, is_first
 from slime.rollout.state import seconds_in_line
 from slime.utils.errors import DeadlineError, HookError
 from slime.utils.user_functions import naming
@@ -28,11 +28,8 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-_THREADS = 64
-"""Calls of plain functions at the same time, on one event loop."""
 _BLOCKED_S = 3.0
 _SHORTEST_WAIT_S = 0.05
-_blockers: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -90,8 +87,7 @@ def _timed(where: str, coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any,
         except StopIteration as stop:
             return stop.value
         finally:
-            if (seconds := time.monotonic() - began) > _BLOCKED_S and where not in _blockers:
-                _blockers.add(where)
+            if (seconds := time.monotonic() - began) > _BLOCKED_S and is_first("blocks the loop", where):
                 logger.warning(
                     "%s kept the event loop to itself for %.0f s: all other requests, rewards and deadlines waited "
                     "meanwhile. Make it a plain function (def, not async def), which runs in a thread of its own, or "
@@ -169,11 +165,9 @@ async def _in_thread(call: Callable[[], T]) -> T:
     return await answer
 
 
-_places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
-
-
-def _threads() -> asyncio.Semaphore:
-    return _places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_THREADS))
+def _threads() -> contextlib.AbstractAsyncContextManager[Any]:
+    """One of the threads that plain functions may have at a time; no bound is known outside of a runtime."""
+    return contextlib.nullcontext() if (runtime := current()) is None else runtime.here().hook_threads
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:

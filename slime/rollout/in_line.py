@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from weakref import WeakKeyDictionary
 
 
 class _Clock:
@@ -31,32 +30,33 @@ class _Clock:
             self._limit.reschedule(None)
 
 
-_lines: WeakKeyDictionary[asyncio.AbstractEventLoop, list[_Clock]] = WeakKeyDictionary()
+class Line:
+    """Those whose deadlines depend on each other, on one event loop."""
 
+    def __init__(self) -> None:
+        self._clocks: list[_Clock] = []
 
-def _arrange(line: list[_Clock]) -> None:
-    first = min((clock.rank for clock in line), default=0)
-    for clock in line:
-        clock.run(clock.rank == first)
+    def _arrange(self) -> None:
+        first = min((clock.rank for clock in self._clocks), default=0)
+        for clock in self._clocks:
+            clock.run(clock.rank == first)
 
+    @contextlib.asynccontextmanager
+    async def waiting(self, rank: int, seconds: float | None) -> AsyncIterator[None]:
+        """`asyncio.timeout` that counts only the time in which nobody of a smaller rank is in line.
 
-@contextlib.asynccontextmanager
-async def in_line(rank: int, seconds: float | None) -> AsyncIterator[None]:
-    """`asyncio.timeout` that counts only the time in which nobody of a smaller rank is in line.
+        Requests of older rollouts, and of evaluations before these, get their places first: how long a rollout waits
+        behind them says nothing of itself. Each of them has a deadline, so that the time in line is bounded as well.
 
-    Requests of older rollouts, and of evaluations before these, get their places first: how long a rollout waits behind
-    them says nothing of itself. Each of them has a deadline, so that the time in line is bounded as well.
-
-    Args:
-        seconds: None for who keeps its deadline by itself, and is in line for others to see.
-    """
-    line = _lines.setdefault(asyncio.get_running_loop(), [])
-    async with asyncio.timeout(None) as limit:
-        clock = _Clock(rank, seconds, limit)
-        line.append(clock)
-        _arrange(line)
-        try:
-            yield
-        finally:
-            line.remove(clock)
-            _arrange(line)
+        Args:
+            seconds: None for who keeps its deadline by itself, and is in line for others to see.
+        """
+        async with asyncio.timeout(None) as limit:
+            clock = _Clock(rank, seconds, limit)
+            self._clocks.append(clock)
+            self._arrange()
+            try:
+                yield
+            finally:
+                self._clocks.remove(clock)
+                self._arrange()

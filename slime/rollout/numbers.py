@@ -14,12 +14,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from slime.data import Sample
+from slime.rollout.runtime import is_first
 
 logger = logging.getLogger(__name__)
 
 _NAMES = ("group_index", "index", "rollout_id")
-told: set[tuple[str, str]] = set()
-"""Flag and path of every function that has changed a number, with the number's name."""
+CHANGED = "number changed"
+"""Of warnings of this, for `is_first`; then flag and path of the function, and the number's name."""
 
 Numbers = tuple[Any, ...]
 """Values of the three, in their order."""
@@ -43,8 +44,7 @@ def restore(sample: Sample, numbers: Numbers, where: str) -> None:
         if own is None or same(present, own) or (present is None and name == "index"):
             continue
         setattr(sample, name, own)
-        if present is not None and (where, name) not in told:
-            told.add((where, name))
+        if present is not None and is_first(CHANGED, where, name):
             logger.warning(
                 "%s set %s of sample %s to %r: slime counts by it, and has put %r back; what is yours to note goes "
                 "into Sample.metadata",

@@ -6,8 +6,9 @@ from argparse import Namespace
 from collections.abc import Iterable
 
 from slime.data import Sample
+from slime.rollout.runtime import pushed_version
 from slime.rollout.under_way import current_rollout
-from slime.rollout.versions import as_number, pushed_version, versions
+from slime.rollout.versions import as_number, versions
 
 MASKED_TOKENS = "rollout/offpolicy_tokens_masked"
 

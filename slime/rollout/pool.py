@@ -263,9 +263,9 @@ class Pool:
         deadline = time.monotonic() + _ABORT_S
         everything = not self._args.asynchronous  # nothing else generates at the same time
         if everything and not self._state.requests:
-            await abort_requests(None)  # those that a user's code has sent by itself
+            await abort_requests(self._state.runtime, None)  # those that a user's code has sent by itself
         while self._state.requests and time.monotonic() < deadline:
-            if not await abort_requests(None if everything else list(self._state.requests)):
+            if not await abort_requests(self._state.runtime, None if everything else list(self._state.requests)):
                 return
             await asyncio.sleep(_ABORT_POLL_S)
 

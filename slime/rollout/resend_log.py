@@ -6,8 +6,7 @@ import logging
 import threading
 from collections import Counter
 
-from slime.utils.http_utils import origin_of
-from slime.utils.resends import take_counts
+from slime.utils.http_client import Http
 
 _SHARE, _FEWEST = 0.01, 5
 logger = logging.getLogger(__name__)
@@ -16,8 +15,8 @@ logger = logging.getLogger(__name__)
 class ResendLog:
     """Of the requests to one router."""
 
-    def __init__(self, router_url: str) -> None:
-        self._origin = origin_of(router_url)
+    def __init__(self, http: Http, router_url: str) -> None:
+        self._http, self._url = http, router_url
         self._failed: Counter[str] = Counter()
         self._lock = threading.Lock()
 
@@ -28,7 +27,7 @@ class ResendLog:
             failed: tries at engines that failed, by cause, since the router's start (`Router.failed_tries`).
         """
         with self._lock:
-            requests, resent = take_counts(self._origin)
+            requests, resent = self._http.take_counts(self._url)
             by_router, self._failed = failed - self._failed, failed
         total = resent.total() + by_router.total()
         if total >= max(_FEWEST, _SHARE * requests):

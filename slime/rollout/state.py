@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import time
 import uuid
@@ -16,8 +17,7 @@ from typing import Any, Protocol
 
 from slime.backends.sglang.client import GenerateClient
 from slime.data import Sample
-from slime.rollout.abort import num_engines
-from slime.rollout.gate import may_request, shared_gate
+from slime.rollout.runtime import RolloutRuntime, current, current_or_new
 from slime.utils.http_utils import RequestError, http_url
 
 _SHOWN = 4
@@ -98,10 +98,10 @@ def seconds_in_line() -> float:
 class RolloutState:
     """Shared by all samples of one call of a rollout function."""
 
-    def __init__(self, args: Namespace, client: Generator, rank: int) -> None:
+    def __init__(self, runtime: RolloutRuntime, client: Generator, rank: int) -> None:
+        self.runtime = runtime
         self.client = client
         self.loop = asyncio.get_running_loop()
-        self._gate = shared_gate(concurrency(args))
         self._rank = rank
         self.num_samples = 0
         self.num_samples_done = 0
@@ -138,9 +138,8 @@ class RolloutState:
         doing = _doing.get() or _Doing(Sample(), "")  # a hook of the whole batch sends a request
         with contextlib.ExitStack() as line:
             goes_on = line.enter_context(doing.in_line("waiting for a place among the requests in flight"))
-            async with self._gate.passing((self._rank, _position.get())):
-                goes_on("held back by a weight update")
-                await may_request()
+            held = functools.partial(goes_on, "held back by a weight update")
+            async with self.runtime.acquire((self._rank, _position.get()), held):
                 line.close()
                 yield
 
@@ -198,11 +197,6 @@ def position(number: int) -> Iterator[None]:
 _current: ContextVar[RolloutState | None] = ContextVar("rollout_state", default=None)
 
 
-def concurrency(args: Namespace) -> int:
-    """Requests in flight over all engines: those that were registered, or with which a run starts."""
-    return args.sglang_server_concurrency * max(1, num_engines() or args.num_engines)
-
-
 def router_url(args: Namespace) -> str:
     """Address of the router.
 
@@ -215,15 +209,16 @@ def router_url(args: Namespace) -> str:
     return http_url(host, int(port))
 
 
-def make_client(args: Namespace) -> Generator:
+def make_client(args: Namespace, runtime: RolloutRuntime) -> Generator:
     """A client of the router, with the limits that the flags set."""
     return GenerateClient(
         router_url(args),
         args.sglang_router_api_key,
-        max_connections=concurrency(args),
+        max_connections=runtime.capacity,
         request_timeout=args.request_timeout,
         retries=_RETRIES,
         adapter=args.lora_sync == "adapter",
+        http=runtime.http,
     )
 
 
@@ -232,41 +227,36 @@ def _collect_garbage_rarely() -> None:
         gc.set_threshold(*_GARBAGE_THRESHOLDS)
 
 
-Lent = tuple[Generator, AsyncGenerator[Generator, None]]
-
-_clients: dict[asyncio.AbstractEventLoop, dict[object, Lent]] = {}
-"""Of each event loop, by router. A client refers to its loop, so that no weak reference to that would ever end."""
-
-
-async def _lend_client(args: Namespace) -> AsyncGenerator[Generator, None]:
+async def _lend_client(args: Namespace, runtime: RolloutRuntime) -> AsyncGenerator[Generator, None]:
     """A client that is closed when its loop is shut down, as `asyncio.run` ends the generators that are under way."""
-    client = make_client(args)
+    client = make_client(args, runtime)
     try:
         yield client
     finally:
         await client.close()
 
 
-async def state_of_call(args: Namespace) -> RolloutState:
+@contextlib.asynccontextmanager
+async def state_of_call(args: Namespace) -> AsyncIterator[RolloutState]:
     """The state of the rollout under way in this task; outside of one, a new one for a single call.
 
     Calls outside of rollouts, such as those of a user's own rollout function, share a client for as long as their event
-    loop: aiohttp's connections belong to the loop they were opened on.
+    loop: aiohttp's connections belong to the loop they were opened on. Outside of a runtime each has its own.
     """
-    state = _current.get()
-    if state is not None:
-        return state
+    if (state := _current.get()) is not None:
+        yield state
+        return
+    if (runtime := current()) is None:
+        async with rollout_state(args) as state:
+            yield state
+        return
     _collect_garbage_rarely()
-    loop = asyncio.get_running_loop()
-    if loop not in _clients:
-        for ended in [other for other in list(_clients) if other.is_closed()]:
-            _clients.pop(ended, None)
-    clients = _clients.setdefault(loop, {})
+    clients = runtime.here().clients
     router = (args.sglang_router_ip, args.sglang_router_port, args.sglang_router_api_key)
     if router not in clients:
-        lending = _lend_client(args)
+        lending = _lend_client(args, runtime)
         clients[router] = (await anext(lending), lending)
-    return RolloutState(args, clients[router][0], rank=0)
+    yield RolloutState(runtime, clients[router][0], rank=0)
 
 
 @contextlib.asynccontextmanager
@@ -281,13 +271,14 @@ async def rollout_state(args: Namespace, rank: int = 0) -> AsyncIterator[Rollout
         yield state
         return
     _collect_garbage_rarely()
-    state = RolloutState(args, make_client(args), rank)
-    token = _current.set(state)
-    try:
-        yield state
-    finally:
-        _current.reset(token)
-        await state.client.close()
+    with current_or_new(args) as runtime:
+        state = RolloutState(runtime, make_client(args, runtime), rank)
+        token = _current.set(state)
+        try:
+            yield state
+        finally:
+            _current.reset(token)
+            await state.client.close()
 
 
 def is_ending() -> bool:

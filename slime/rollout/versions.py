@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-
 from slime.data import Sample
 
 OLDER_THAN_ANY = -1
@@ -29,30 +27,3 @@ def staleness(sample: Sample, rollout_id: int) -> int | None:
     """
     found = versions(sample)
     return rollout_id - min(found) if found else None
-
-
-_pushed = 0
-_listeners: list[Callable[[], Awaitable[None]]] = []
-
-
-async def note_push(version: int) -> None:
-    """Weights of ``version`` are at the engines, and those that asked for it are told so."""
-    global _pushed
-    _pushed = version
-    for listener in _listeners:
-        await listener()
-
-
-def pushed_version() -> int:
-    """The newest weights at the engines, where the driver tells: that of train_async.py does."""
-    return _pushed
-
-
-def on_push(listener: Callable[[], Awaitable[None]]) -> None:
-    """Have ``listener`` called, on the event loop of rollouts, after every push."""
-    _listeners.append(listener)
-
-
-def forget_listener(listener: Callable[[], Awaitable[None]]) -> None:
-    """Take back `on_push`."""
-    _listeners.remove(listener)

@@ -9,6 +9,7 @@ import pytest
 
 from slime.backends.sglang.engine import Engine
 from slime.backends.sglang.router import Router
+from slime.utils.http_client import Http
 from slime.weights import EngineAddress
 from tests.integration.tiny import KEYS, Service, engine_args, write_tiny_model
 from tests.proxy import RecordingProxy
@@ -42,7 +43,10 @@ def service(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         router.wait_registered([engine.url], timeout=60)
         address = EngineAddress(engine.url, 1, *KEYS)
         patch.undo()
-        yield Service(args, engine, router, address, engine.control(timeout=60), proxy)
+        http = Http(60.0)
+        http.add_api_keys(router.api_keys())
+        with http.active():
+            yield Service(args, engine, router, address, engine.control(timeout=60), proxy)
     finally:
         patch.undo()
         proxy.close()

@@ -12,10 +12,10 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from slime.data import Sample, Status
-from slime.rollout.abort import register_engines
 from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.metrics import accounting
+from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.sglang_rollout import generate_rollout
 from tests.integration.tiny import KEYS, Service, log_probs_of
 
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.integration
 _SHORT, _LONG = 4, 400
 
 _HOOKS = f"""
+from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.sglang_rollout import generate as ask
 
 def length(sample):
@@ -68,9 +69,11 @@ def served(service: Service, tiny_model_dir: Path, tmp_path: Path) -> Iterator[N
     }
     derived = {"num_engines": 1, "sglang_router_ip": host, "sglang_router_port": int(port)}
     derived |= {"sglang_router_api_key": KEYS[0], "sglang_enable_deterministic_inference": False}
-    register_engines([service.engine.url], KEYS[1])
-    yield Namespace(**{**vars(service.args), **changes, **derived})
-    register_engines([], None)
+    args = Namespace(**{**vars(service.args), **changes, **derived})
+    runtime = RolloutRuntime(args)
+    runtime.set_engines([service.engine.url], KEYS[1])
+    with runtime.active():
+        yield args
 
 
 def train_on(args: Namespace, rollout_id: int, source: RolloutDataSourceWithBuffer) -> RolloutFnTrainOutput:

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from slime.backends.sglang.router import Router
 from slime.data import Sample
+from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.sglang_rollout import generate
 from slime.utils.http_utils import RequestError, get, post
 from tests.integration.tiny import KEYS, engine_args
@@ -27,11 +28,13 @@ def test_requests_of_one_session_go_to_one_engine(policy: str, tmp_path: Path, m
         monkeypatch.setenv(name, value)
     args = engine_args(tmp_path, tmp_path, router_cli=["--policy", policy], rollout_max_context_len=64)
     vars(args).update(router_policy=policy, num_engines=WORKERS, sglang_router_api_key=KEYS[0])
-    asyncio.run(asyncio.wait_for(_sessions(args), 120))
+    runtime = RolloutRuntime(args)
+    with runtime.active():
+        asyncio.run(asyncio.wait_for(_sessions(args, runtime), 120))
     assert proxy.close() == []
 
 
-async def _sessions(args: Namespace) -> None:
+async def _sessions(args: Namespace, runtime: RolloutRuntime) -> None:
     async def healthy(request: web.Request) -> web.StreamResponse:
         return web.json_response({"model_path": "m"})
 
@@ -61,6 +64,7 @@ async def _sessions(args: Namespace) -> None:
     router = Router(args, "127.0.0.1", KEYS, args.run_dir / "router.log")
     try:
         await asyncio.to_thread(router.start)
+        runtime.http.add_api_keys(router.api_keys())
         for url in urls:
             await asyncio.to_thread(router.add, url)
         await asyncio.to_thread(router.wait_registered, urls, 60)

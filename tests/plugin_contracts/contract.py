@@ -18,6 +18,8 @@ from slime.options import calls
 from slime.options.calls import Call, form_of, parameters_of, signature_of
 from slime.options.errors import OptionError
 from slime.options.schema import flag_of, hook_fields
+from slime.rollout.runtime import RolloutRuntime
+from slime.rollout.state import router_url
 from slime.utils.arguments import GROUPS
 from slime.utils.errors import SlimeError
 from slime.utils.misc import load_function, load_module, split_function_path
@@ -99,6 +101,10 @@ class Subject:
         return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
+_RUNTIMES: list[RolloutRuntime] = []
+"""Kept: what a function has under way may go on after its check, as it may after a rollout."""
+
+
 def run_check(check: Callable[[Subject], None], subject: Subject, timeout: float) -> None:
     """Run one check in a thread of its own, which is left behind where the user's function hangs.
 
@@ -106,10 +112,13 @@ def run_check(check: Callable[[Subject], None], subject: Subject, timeout: float
         BrokenError, NotMeantError: and whatever else slime or the function raised.
     """
     errors: list[BaseException] = []
+    runtime = RolloutRuntime(subject.args)
+    _RUNTIMES.append(runtime)
+    runtime.http.add_api_keys({router_url(subject.args): subject.args.sglang_router_api_key})
 
     def run() -> None:
         try:
-            with _recorded(subject):
+            with runtime.active(), _recorded(subject):
                 check(subject)
         except BaseException as error:
             errors.append(error)

@@ -14,7 +14,6 @@ from typing import Any
 from aiohttp import web
 
 from slime.rollout.tokenizer import load_tokenizer
-from slime.utils.http_utils import register_api_key
 
 ANSWERS = (
     "<think>One and one.</think> The answer is \\boxed{2}.",
@@ -62,7 +61,6 @@ class StandInEngine:
         self._tokenizer_of = args.hf_checkpoint
         args.sglang_router_ip, args.sglang_router_port = "127.0.0.1", self.port
         args.sglang_router_api_key = _KEY
-        register_api_key(f"http://127.0.0.1:{self.port}", _KEY)
 
     async def _serve(self) -> None:
         app = web.Application()

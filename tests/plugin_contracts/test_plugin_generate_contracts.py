@@ -17,9 +17,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from slime.rollout import numbers
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.generation import prompt_tokens
+from slime.rollout.numbers import CHANGED
+from slime.rollout.runtime import current
 from slime.rollout.sampling import train_sampling_params
 from slime.rollout.sglang_rollout import generate_and_rm
 from slime.rollout.train_data import to_train_batches
@@ -116,7 +117,9 @@ def check_group(subject: Subject) -> None:
     groups = make_source(args).get_samples(args.rollout_batch_size)
     done = [_generated(subject, group) for group in groups]
     where = f"{subject.contract.flag} {subject.path}"
-    changed = sorted(name for function, name in numbers.told if function == where)
+    runtime = current()
+    assert runtime is not None
+    changed = sorted(told[2] for told in runtime.told if told[:2] == (CHANGED, where))
     subject.must(
         not changed,
         f"it set {', '.join(changed)}, by which slime counts, and they were put back",

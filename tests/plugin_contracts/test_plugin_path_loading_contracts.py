@@ -23,6 +23,7 @@ from slime.rollout.collect import finish_batch
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.rollout.pool import Pool
 from slime.rollout.prompts import draw_groups, put_back
+from slime.rollout.runtime import current
 from slime.rollout.sampling import train_sampling_params
 from slime.rollout.sglang_rollout import generate_and_rm
 from slime.rollout.state import RolloutState, make_client
@@ -179,7 +180,9 @@ def check_verdicts(subject: Subject) -> None:
 
 
 def _state(args: Namespace) -> RolloutState:
-    return RolloutState(args, make_client(args), 0)
+    runtime = current()
+    assert runtime is not None
+    return RolloutState(runtime, make_client(args, runtime), 0)
 
 
 async def _finish(args: Namespace, groups: list[Any], all_done: list[Any]) -> None:

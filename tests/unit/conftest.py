@@ -3,6 +3,7 @@ conversions tiny models."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from argparse import Namespace
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from slime.rollout import state
+from slime.rollout.runtime import RolloutRuntime
 from slime.utils.arguments import parse_args
 from tests.command_line import Fails, Parse, command, failure, write_model, write_rows
 from tests.fake_client import FakeClient
@@ -24,6 +26,17 @@ def log_level() -> Iterator[None]:
     """A conversion in this process sets it: the next test reads what a program tells by default."""
     yield
     logging.getLogger("slime").setLevel(logging.NOTSET)
+
+
+@pytest.fixture(autouse=True)
+def runtime() -> Iterator[RolloutRuntime]:
+    """The test's own, and its context's; with the bounds of the options that the test makes last."""
+    runtime = RolloutRuntime(Namespace(request_timeout=60.0, sglang_server_concurrency=8, num_engines=1))
+    with runtime.active():
+        yield runtime
+    for loop, session in list(runtime.http._sessions.items()):
+        if loop.is_running():  # that of rollouts, which outlives the test
+            asyncio.run_coroutine_threadsafe(session.close(), loop).result(60)
 
 
 @pytest.fixture
@@ -67,11 +80,13 @@ def tokenizer_dir(make_tokenizer: Callable[[str | None], Path]) -> Path:
 
 
 @pytest.fixture
-def rollout_args(tokenizer_dir: Path) -> Callable[..., Namespace]:
+def rollout_args(tokenizer_dir: Path, runtime: RolloutRuntime) -> Callable[..., Namespace]:
     """Makes options at their defaults, but for keyword arguments and what makes a small, quick rollout."""
 
     def make(**changes: Any) -> Namespace:
-        return small_rollout(tokenizer_dir, **changes)
+        args = small_rollout(tokenizer_dir, **changes)
+        runtime._per_engine, runtime._num_planned = args.sglang_server_concurrency, args.num_engines
+        return args
 
     return make
 
@@ -104,7 +119,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeClient], FakeClient]:
     """Lets rollouts take a client in place of their own."""
 
     def use_client(client: FakeClient) -> FakeClient:
-        monkeypatch.setattr(state, "make_client", lambda args: client)
+        monkeypatch.setattr(state, "make_client", lambda *_: client)
         return client
 
     return use_client

@@ -6,13 +6,14 @@ import asyncio
 
 import pytest
 
-from slime.rollout.abort import abort_requests, register_engines
+from slime.rollout.abort import abort_requests
+from slime.rollout.runtime import RolloutRuntime
 
 NUM_GPUS = 0
 
 
 def test_engine_that_does_not_answer_holds_up_no_end(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, runtime: RolloutRuntime
 ) -> None:
     monkeypatch.setattr("slime.rollout.abort._ANSWER_S", 0.2)
 
@@ -20,11 +21,10 @@ def test_engine_that_does_not_answer_holds_up_no_end(
         server = await asyncio.start_server(lambda reader, writer: asyncio.sleep(3600), "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         try:
-            register_engines([url], None)
+            runtime.set_engines([url], None)
             async with asyncio.timeout(100):
-                return await abort_requests([str(i) for i in range(1000)])
+                return await abort_requests(runtime, [str(i) for i in range(1000)])
         finally:
-            register_engines([], None)
             server.close()
 
     assert asyncio.run(ended())

@@ -14,8 +14,8 @@ import pytest
 from slime.data import Group, Sample, Status
 from slime.rollout import state as state_module
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.gate import hold_requests
 from slime.rollout.hooks import HookError
+from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.sglang_rollout import generate, generate_and_rm
 from slime.rollout.staleness import renew_stale, staleness, staleness_metrics
 from slime.rollout.tokenizer import load_tokenizer
@@ -57,7 +57,7 @@ def reply(tokens: list[int], finish: str = "stop", version: int = 0) -> dict[str
 def answer_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Reply], ScriptedClient]:
     def use(answer: Reply) -> ScriptedClient:
         client = ScriptedClient(answer)
-        monkeypatch.setattr(state_module, "make_client", lambda args: client)
+        monkeypatch.setattr(state_module, "make_client", lambda *_: client)
         return client
 
     return use
@@ -93,15 +93,15 @@ def test_a_request_survives_a_push_after_every_token(rollout_args: Args, answer_
     assert [asked["min_new_tokens"] for _, asked in client.requests] == [max(0, 10 - i) for i in range(pushes + 1)]
 
 
-def test_no_request_is_sent_while_they_are_held(rollout_args: Args, answer_by: Any) -> None:
+def test_no_request_is_sent_while_they_are_held(rollout_args: Args, answer_by: Any, runtime: RolloutRuntime) -> None:
     client = answer_by(lambda tokens, params: reply([1]))
 
     async def run() -> None:
-        await hold_requests(True)
+        await runtime.pause()
         jobs = [asyncio.create_task(generate(rollout_args(), Sample(prompt="a"), {"max_new_tokens": 1})) for _ in "ab"]
         await asyncio.sleep(0.05)
         assert not client.requests
-        await hold_requests(False)
+        await runtime.resume()
         await asyncio.gather(*jobs)
 
     asyncio.run(run())

@@ -17,6 +17,7 @@ from slime.data import Group, Sample
 from slime.ray import rollout_manager
 from slime.ray.rollout_manager import RolloutManager, make_data_source
 from slime.rollout import state as state_module
+from slime.rollout.runtime import RolloutRuntime
 from slime.utils.errors import CancelledRolloutError
 from tests.unit.test_async_rollout import reply
 
@@ -68,7 +69,7 @@ class Own:
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> Client:
     made = Client()
-    monkeypatch.setattr(state_module, "make_client", lambda args: made)
+    monkeypatch.setattr(state_module, "make_client", lambda *_: made)
     return made
 
 
@@ -77,7 +78,7 @@ def aborted(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """What the engines were told to end."""
     told: list[None] = []
 
-    async def abort(rids: None) -> bool:
+    async def abort(runtime: RolloutRuntime, rids: None) -> bool:
         told.append(rids)
         return True
 

@@ -237,8 +237,7 @@ def test_a_filter_that_puts_groups_of_its_own_into_the_buffer_and_changes_number
 def test_judges_that_hang_in_threads_stop_nobody_else(
     make_args: Args, use: Use, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slime.rollout.hooks._THREADS", 4)
-    monkeypatch.setattr("slime.rollout.hooks._places", {})
+    monkeypatch.setattr("slime.rollout.runtime.HOOK_THREADS", 4)
     hook = hook_file(
         tmp_path,
         "import itertools, time\n"

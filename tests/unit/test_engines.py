@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import traceback
 from argparse import Namespace
 from collections.abc import Callable
@@ -22,10 +21,8 @@ from slime.fleet.placement import Placement, Slot
 from slime.fleet.routers import Routers
 from slime.fleet.spec import Fleet
 from slime.ray.supervision import Deadline, RunError, Supervisor
-from slime.rollout import abort
-from slime.rollout.gate import _gates
 from slime.rollout.loop import background_loop
-from slime.rollout.state import concurrency
+from slime.rollout.runtime import RolloutRuntime
 from slime.weights import EngineAddress
 from tests.small_fleet import ACTOR, REWARD, entry
 
@@ -317,14 +314,13 @@ class FakeRouter:
 
 
 @pytest.fixture
-def routers(monkeypatch: pytest.MonkeyPatch) -> Any:
+def routers(monkeypatch: pytest.MonkeyPatch, runtime: RolloutRuntime) -> Any:
     """Those of both models, with a `FakeRouter` each."""
-    made = Routers(Namespace(num_engines=1, sglang_server_concurrency=8, engine_start_timeout=5.0), None)
+    made = Routers(Namespace(num_engines=1, sglang_server_concurrency=8, engine_start_timeout=5.0), None, runtime)
     made._routers = {"actor": FakeRouter(), "reward": FakeRouter()}  # type: ignore[dict-item]
     made._engines = {"actor": {}, "reward": {}}
     monkeypatch.setattr(fleet_routers, "bypass_proxies", lambda hosts: None)
-    yield made
-    abort.register_engines([], None)
+    return made
 
 
 def members(*names: str, serves: bool = True) -> list[Member]:
@@ -332,23 +328,19 @@ def members(*names: str, serves: bool = True) -> list[Member]:
     return [Member(name, entry(models[name[0]]), f"http://{name}", name, (), serves) for name in names]
 
 
-def bound_on_requests() -> int:
+def bound_on_requests(runtime: RolloutRuntime) -> int:
     async def capacity() -> int:
-        return _gates[asyncio.get_running_loop()]._capacity
+        return runtime.here().gate._capacity
 
     return background_loop().run(capacity(), timeout=60, what="the bound on requests")
 
 
-def test_the_data_side_follows_the_membership(routers: Any) -> None:
+def test_the_data_side_follows_the_membership(routers: Any, runtime: RolloutRuntime) -> None:
     first = Membership().having(*members("e0", "e1", "r0"))
     routers.serve(first)
     assert routers._routers["actor"].calls == ["add http://e0", "add http://e1", "wait http://e0", "wait http://e1"]
     assert routers._routers["reward"].calls == ["add http://r0", "wait http://r0"]
-    assert (list(abort._engines), bound_on_requests(), concurrency(routers._args)) == (
-        ["http://e0", "http://e1"],
-        16,
-        16,
-    )
+    assert (runtime.engines.urls, bound_on_requests(runtime)) == (("http://e0", "http://e1"), 16)
     joining = first.having(*members("e2", serves=False))
     routers.serve(joining)
     assert len(routers._routers["actor"].calls) == 4, "one that has no weights yet gets no request"
@@ -356,23 +348,23 @@ def test_the_data_side_follows_the_membership(routers: Any) -> None:
     assert [m.version for m in (first, joining, grown)] == [1, 2, 4]
     routers.serve(grown)
     assert routers._routers["actor"].calls[4:] == ["remove http://e0", "add http://e2", "wait http://e2"]
-    assert (list(abort._engines), bound_on_requests()) == (["http://e1", "http://e2"], 16)
+    assert (runtime.engines.urls, bound_on_requests(runtime)) == (("http://e1", "http://e2"), 16)
 
 
-def test_an_engine_that_hangs_is_left_out_by_whoever_finds_it_first(routers: Any) -> None:
+def test_an_engine_that_hangs_is_left_out_by_whoever_finds_it_first(routers: Any, runtime: RolloutRuntime) -> None:
     first = Membership().having(*members("e0", "e1"))
     routers.serve(first)
     router = routers._routers["actor"]
     router.refuses = True
     with pytest.raises(EngineError, match="no answer"):
         routers.leave_out("actor", "http://e1")
-    assert list(abort._engines) == ["http://e0", "http://e1"], "until it is"
+    assert runtime.engines.urls == ("http://e0", "http://e1"), "until it is"
     router.refuses = False
     for _ in range(2):
         routers.leave_out("actor", "http://e1")
     routers.serve(first.having(*members("e2")))  # by a driver that does not know yet
     assert router.calls[4:] == ["remove http://e1", "add http://e2", "wait http://e2"]
-    assert (list(abort._engines), bound_on_requests()) == (["http://e0", "http://e2"], 16)
+    assert (runtime.engines.urls, bound_on_requests(runtime)) == (("http://e0", "http://e2"), 16)
     routers.serve(first.having(*members("e2")).without("e1"))
     assert len(router.calls) == 7
 

@@ -19,10 +19,10 @@ from slime.fleet import train_group
 from slime.fleet.placement import Placement, Slot
 from slime.ray.cluster import actor_environment
 from slime.ray.train_actor import TrainActor
-from slime.utils import http_utils
 from slime.utils.environment import bypass_proxies, proxy_of, server_environment
-from slime.utils.http_utils import RequestError, limit_posts, post, register_api_key
+from slime.utils.http_utils import RequestError, post
 from tests.proxy import RecordingProxy
+from tests.unit.test_http_utils import http
 
 NUM_GPUS = 0
 PROXY = "http://proxy.example:3128"
@@ -63,8 +63,6 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
     for name, value in (SECRETS | SETTINGS).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(http_utils, "_api_keys", {})
-    monkeypatch.setattr(http_utils, "_places", {})
 
 
 @pytest.fixture
@@ -267,8 +265,8 @@ def test_post_asks_the_world_through_the_proxy_and_the_runs_own_servers_never(mo
     for name, value in proxy.variables.items():
         monkeypatch.setenv(name, value)
     own = ["http://192.0.2.2:9", "http://192.0.2.3:9", "http://192.0.2.4:9"]
-    register_api_key(own[0], "key")
-    limit_posts(own[1], asyncio.Lock)
+    http().add_api_keys({own[0]: "key"})
+    http().limit_posts(own[1], asyncio.Lock)
     monkeypatch.setenv("SLIME_ROUTER_URL", own[2])
     asked: list[str | None] = []
 
@@ -278,10 +276,10 @@ def test_post_asks_the_world_through_the_proxy_and_the_runs_own_servers_never(mo
     async def scenario() -> None:
         with pytest.raises(RequestError, match="status 502"):
             await post("http://judge.example/score", {"n": 1}, max_retries=0)
-        monkeypatch.setattr(http_utils, "send", send)
+        monkeypatch.setattr(http(), "send", send)
         for url in own:
             await post(f"{url}/generate", {})
-        await http_utils._session().close()
+        await http().close()
 
     asyncio.run(scenario())
     assert asked == [None] * 3

@@ -15,13 +15,13 @@ import pytest
 
 from slime.data import Sample
 from slime.options.eval_datasets import eval_datasets
-from slime.rollout import fully_async_rollout
 from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
 from slime.rollout.hooks import HookError
 from slime.rollout.loop import background_loop
 from slime.rollout.metrics import accounting
+from slime.rollout.runtime import current
 from slime.rollout.versions import staleness
 from slime.utils.errors import SettingError
 from tests.fake_client import FakeClient, hook_file, push, reply
@@ -84,7 +84,10 @@ def take(args: Namespace, rollout_id: int, source: RolloutDataSourceWithBuffer) 
 
 def num_kept() -> int:
     """How many groups of the stream are done and taken by no rollout yet."""
-    return sum(len(stream._pool.kept) for stream in fully_async_rollout._streams.values() if stream._pool)
+    runtime = current()
+    assert runtime is not None
+    streams = [its.stream for its in runtime._loops.values()]
+    return sum(len(stream._pool.kept) for stream in streams if stream and stream._pool)
 
 
 def groups_of(output: RolloutFnTrainOutput) -> list[int | None]:

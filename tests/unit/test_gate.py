@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from slime.rollout.gate import FIRST, Gate, shared_gate
+from slime.rollout.gate import FIRST, Gate
 
 NUM_GPUS = 0
 
@@ -55,8 +55,7 @@ def test_a_gate_holds_its_bound_however_many_give_up() -> None:
 
 def test_a_gate_that_shrinks_while_requests_wait_lets_fewer_in() -> None:
     async def run() -> None:
-        gate, ends, inside = shared_gate(4), asyncio.Semaphore(0), 0
-        assert shared_gate(4) is gate
+        gate, ends, inside = Gate(4), asyncio.Semaphore(0), 0
 
         async def request(rank: int) -> None:
             nonlocal inside
@@ -74,9 +73,9 @@ def test_a_gate_that_shrinks_while_requests_wait_lets_fewer_in() -> None:
 
         tasks = [asyncio.create_task(request(rank)) for rank in range(12)]
         assert await end(0) == 4
-        assert shared_gate(2) is gate, "another rollout, after an engine has died"
+        gate.set_capacity(2)
         assert [await end(1) for _ in range(4)] == [3, 2, 2, 2], "who is inside may stay, and nobody takes the place"
-        shared_gate(5)
+        gate.set_capacity(5)
         assert await end(0) == 5
         assert await end(7) == 1
         await end(5)

@@ -13,6 +13,7 @@ from slime.data import Group
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.conversation import RowError
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.runtime import RolloutRuntime
 from slime.utils.errors import SettingError
 from tests.fake_client import FakeClient, hook_file, indices, rollout
 
@@ -122,9 +123,9 @@ def test_function_in_a_thread_that_was_given_up_cannot_finish_a_sample_that_fail
 
 
 def test_each_call_of_a_generate_function_has_its_own_parameters_and_versions(
-    make_args: Args, use: Use, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_args: Args, use: Use, tmp_path: Path, runtime: RolloutRuntime
 ) -> None:
-    monkeypatch.setattr("slime.rollout.versions._pushed", 4)
+    runtime._version = 4
     use(FakeClient())
     hook = hook_file(
         tmp_path,

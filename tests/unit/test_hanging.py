@@ -20,9 +20,9 @@ from slime.backends.sglang.client import EngineControl, EngineError, GenerateCli
 from slime.backends.sglang.pulse import Pulse
 from slime.backends.sglang.server import Server
 from slime.ray.examination import Examiner
-from slime.utils import http_utils
+from slime.utils import http_client
 from slime.utils.errors import DeadlineError
-from slime.utils.http_utils import NoReplyError, RequestError
+from slime.utils.http_client import Http, NoReplyError, RequestError
 from tests.fake_client import FakeClient, indices, reply, rollout
 from tests.unit.test_engines import failure
 from tests.unit.test_http_utils import answers, serving
@@ -341,8 +341,7 @@ def test_an_engine_that_could_not_be_left_out_is_asked_again() -> None:
 def test_a_request_without_a_reply_is_sent_again_where_an_engine_hangs(
     verdict: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_utils, "_FIRST_BACKOFF_S", 0.01)
-    monkeypatch.setattr(http_utils, "_examiners", {})
+    monkeypatch.setattr(http_client, "_FIRST_BACKOFF_S", 0.01)
     told: list[str] = []
     requests: list[web.Request] = []
 
@@ -360,8 +359,9 @@ def test_a_request_without_a_reply_is_sent_again_where_an_engine_hangs(
 
     async def scenario() -> Any:
         async with serving(handler) as url:
-            http_utils.examine_by(url, examine)
-            client = GenerateClient(url, None, max_connections=4, request_timeout=0.5, retries=3)
+            http = Http(0.5)
+            http.examine_by(url, examine)
+            client = GenerateClient(url, None, max_connections=4, request_timeout=0.5, retries=3, http=http)
             try:
                 return await client.generate([1], {})
             finally:

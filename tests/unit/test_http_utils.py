@@ -18,12 +18,21 @@ from aiohttp import web
 
 from slime.backends.sglang.client import EngineControl, EngineError, GenerateClient
 from slime.rollout import state
-from slime.utils import http_utils
-from slime.utils.http_utils import PortReservation, RequestError, get, http_url, limit_posts, post, register_api_key
+from slime.rollout.runtime import RolloutRuntime
+from slime.utils import http_client
+from slime.utils.http_client import Http, current_http
+from slime.utils.http_utils import PortReservation, RequestError, get, http_url, post
 from tests.fake_client import FakeClient
 
 NUM_GPUS = 0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def http() -> Http:
+    """That of the test's runtime."""
+    found = current_http()
+    assert found is not None
+    return found
 
 
 @asynccontextmanager
@@ -38,14 +47,13 @@ async def serving(handler: Handler) -> AsyncIterator[str]:
     try:
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
-        await http_utils._session().close()
+        await http().close()
         await runner.cleanup()
 
 
 @pytest.fixture(autouse=True)
 def quick_and_clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_utils, "_FIRST_BACKOFF_S", 0.01)
-    monkeypatch.setattr(http_utils, "_api_keys", {})
+    monkeypatch.setattr(http_client, "_FIRST_BACKOFF_S", 0.01)
     monkeypatch.delenv("SLIME_ROUTER_URL", raising=False)
     monkeypatch.delenv("SLIME_REWARD_ROUTER_URL", raising=False)
     monkeypatch.delenv("SLIME_ROUTER_API_KEY", raising=False)
@@ -64,7 +72,7 @@ def answers(*replies: tuple[int, Any]) -> tuple[Handler, list[dict[str, Any]]]:
     return handler, seen
 
 
-@pytest.mark.parametrize("status", sorted(http_utils.RETRIED_STATUSES))
+@pytest.mark.parametrize("status", sorted(http_client.RETRIED_STATUSES))
 def test_a_server_that_did_not_work_is_asked_again(status: int) -> None:
     async def scenario() -> None:
         handler, seen = answers((status, {}), (status, {}), (200, {"text": "done"}))
@@ -75,7 +83,7 @@ def test_a_server_that_did_not_work_is_asked_again(status: int) -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("code", http_utils._LOST_ENGINE)
+@pytest.mark.parametrize("code", http_client._LOST_ENGINE)
 def test_a_request_whose_engine_died_is_sent_again(code: str) -> None:
     async def scenario() -> None:
         lost = {"error": {"type": "Internal Server Error", "code": code, "message": "error sending request"}}
@@ -156,7 +164,7 @@ def test_a_reply_that_is_no_http_is_final() -> None:
         async with server:
             with pytest.raises(RequestError, match=r"tried 1 times"):
                 await get(http_url(*server.sockets[0].getsockname()))
-        await http_utils._session().close()
+        await http().close()
         assert tries == 1
 
     asyncio.run(scenario())
@@ -176,7 +184,7 @@ def test_a_server_that_starts_late_is_reached() -> None:
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", reservation.port).start()
         assert await asyncio.wait_for(request, 60) == {"late": True}
-        await http_utils._session().close()
+        await http().close()
         await runner.cleanup()
         reservation.close()
 
@@ -197,8 +205,7 @@ def test_a_key_for_some_paths_goes_there_only() -> None:
     async def scenario() -> None:
         handler, seen = answers((200, {}))
         async with serving(handler) as ours:
-            register_api_key(ours, "generate")
-            register_api_key(ours, "admin", "/workers")
+            http().add_api_keys({ours: "generate", f"{ours}/workers": "admin"})
             for path in ("/generate", "/workers", "/workers/1", "/workers?x=1", "/workersx", "/x/workers", "/", ""):
                 await get(ours + path)
         sent = [request["headers"]["Authorization"].removeprefix("Bearer ") for request in seen]
@@ -211,7 +218,7 @@ def test_keys_go_to_their_own_origin_only(monkeypatch: pytest.MonkeyPatch) -> No
     async def scenario() -> None:
         handler, seen = answers((200, {}))
         async with serving(handler) as ours, serving(handler) as foreign:
-            register_api_key(f"{ours}/generate", "k1")
+            http().add_api_keys({ours: "k1"})
             await post(f"{ours}/x", {})
             await post(f"{foreign}/x", {})
             await post(f"{ours}/x", {}, headers={"Authorization": "Bearer mine"})
@@ -230,7 +237,6 @@ def test_keys_go_to_their_own_origin_only(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_posts_to_the_router_wait_for_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_utils, "_places", {})
     inside, most = 0, {"router": 0, "tool": 0}
 
     async def handler(request: web.Request) -> web.StreamResponse:
@@ -243,23 +249,22 @@ def test_posts_to_the_router_wait_for_a_place(monkeypatch: pytest.MonkeyPatch) -
         return web.json_response({})
 
     async def scenario() -> None:
-        args = Namespace(sglang_server_concurrency=3, num_engines=1)
         async with serving(handler) as ours, serving(handler) as tool:
-            limit_posts(ours, state.place_of_request)
-            async with state.rollout_state(args):
+            http().limit_posts(ours, state.place_of_request)
+            async with state.rollout_state(Namespace()):
                 await asyncio.gather(*(post(f"{ours}/router", {}) for _ in range(12)))
                 await asyncio.gather(*(post(f"{tool}/tool", {}) for _ in range(12)))
             assert most == {"router": 3, "tool": 12}
             await asyncio.gather(*(post(f"{ours}/router", {}) for _ in range(12)))
         assert most["router"] == 12, "outside of a rollout nobody counts"
 
-    monkeypatch.setattr(state, "make_client", lambda args: FakeClient())
-    asyncio.run(scenario())
+    monkeypatch.setattr(state, "make_client", lambda *_: FakeClient())
+    with RolloutRuntime(Namespace(request_timeout=60.0, sglang_server_concurrency=3, num_engines=1)).active():
+        asyncio.run(scenario())
 
 
 def test_posts_that_wait_when_the_rollout_has_enough_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_utils, "_places", {})
-    monkeypatch.setattr(state, "make_client", lambda args: FakeClient())
+    monkeypatch.setattr(state, "make_client", lambda *_: FakeClient())
     asked = 0
 
     async def scenario() -> None:
@@ -272,8 +277,8 @@ def test_posts_that_wait_when_the_rollout_has_enough_are_not_sent(monkeypatch: p
             return web.json_response({})
 
         async with serving(handler) as ours:
-            limit_posts(ours, state.place_of_request)
-            async with state.rollout_state(Namespace(sglang_server_concurrency=1, num_engines=1)) as under_way:
+            http().limit_posts(ours, state.place_of_request)
+            async with state.rollout_state(Namespace()) as under_way:
                 posts = [asyncio.create_task(post(f"{ours}/generate", {})) for _ in range(4)]
                 while not asked:
                     await asyncio.sleep(0.01)
@@ -283,8 +288,40 @@ def test_posts_that_wait_when_the_rollout_has_enough_are_not_sent(monkeypatch: p
                 assert [type(result) for result in results] == [dict, RequestError, RequestError, RequestError]
                 assert await post(f"{ours}/generate", {}) == {}, "a hook of the whole batch"
 
-    asyncio.run(asyncio.wait_for(scenario(), 100))
+    with RolloutRuntime(Namespace(request_timeout=60.0, sglang_server_concurrency=1, num_engines=1)).active():
+        asyncio.run(asyncio.wait_for(scenario(), 100))
     assert asked == 2
+
+
+def test_the_limit_of_a_post_is_the_flags_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async def hang(request: web.Request) -> web.StreamResponse:
+            await asyncio.sleep(60)
+            return web.Response()
+
+        async with serving(hang) as url:
+            with pytest.raises(RequestError, match=rf"^POST {url}/x: no reply within 0.2 s \(--request-timeout\)$"):
+                await post(f"{url}/x", {})
+
+    with Http(0.2).active():
+        asyncio.run(scenario())
+
+
+def test_a_post_outside_of_a_runtime_has_the_key_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a thread of a hook's own, which has no context, or in a program that it starts."""
+
+    async def scenario() -> None:
+        handler, seen = answers((200, {}))
+        async with serving(handler) as ours:
+            http().add_api_keys({ours: "of the context"})
+            monkeypatch.setenv("SLIME_ROUTER_URL", ours)
+            monkeypatch.setenv("SLIME_ROUTER_API_KEY", "of the environment")
+            await asyncio.get_running_loop().run_in_executor(None, lambda: asyncio.run(post(f"{ours}/x", {})))
+            await asyncio.to_thread(lambda: asyncio.run(post(f"{ours}/x", {})))
+        sent = [request["headers"]["Authorization"] for request in seen]
+        assert sent == ["Bearer of the environment", "Bearer of the context"]
+
+    asyncio.run(scenario())
 
 
 def test_post_works_on_one_event_loop_after_another() -> None:
@@ -400,7 +437,7 @@ def test_requests_and_replies_that_strict_json_does_not_know() -> None:
 OPEN_FILES = """
 import asyncio, resource, sys
 from slime.backends.sglang.client import GenerateClient
-from slime.utils.http_utils import allow_open_files
+from slime.utils.http_client import allow_open_files
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1])))
 async def main():
     client = GenerateClient("http://127.0.0.1:9", None, max_connections=1000, request_timeout=60, retries=0)

@@ -13,10 +13,11 @@ import pytest
 from slime.data import Sample
 from slime.rollout.collect import collect
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.gate import FIRST, hold_requests
-from slime.rollout.in_line import in_line
+from slime.rollout.gate import FIRST
+from slime.rollout.in_line import Line
 from slime.rollout.loop import background_loop
 from slime.rollout.prompts import draw_groups
+from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.state import RolloutState
 from slime.utils.errors import DeadlineError
 from tests.fake_client import FakeClient, hook_file, reply, rollout
@@ -31,9 +32,11 @@ Use = Callable[..., FakeClient]
 def test_a_deadline_runs_only_for_the_first_in_line() -> None:
     ends: dict[int, str] = {}
 
+    line = Line()
+
     async def stay(rank: int, until: asyncio.Event, seconds: float | None = 10.0) -> None:
         try:
-            async with in_line(rank, seconds):
+            async with line.waiting(rank, seconds):
                 await until.wait()
             ends[rank] = "done"
         except TimeoutError:
@@ -69,11 +72,11 @@ def test_a_deadline_runs_only_for_the_first_in_line() -> None:
     asyncio.run(scenario())
 
 
-def test_what_is_shown_of_a_sample_with_several_requests(make_args: Args) -> None:
+def test_what_is_shown_of_a_sample_with_several_requests(runtime: RolloutRuntime) -> None:
     """However they get their places: that one has none, while one has none, and then what the sample does."""
 
     async def scenario() -> None:
-        state = RolloutState(make_args(), FakeClient(), rank=0)
+        state = RolloutState(runtime, FakeClient(), rank=0)
         with state.doing(Sample(index=5), "generating"):
             doing = next(iter(state._doing.values()))
             first, second = doing.in_line("waiting for a place"), doing.in_line("waiting for a place")
@@ -162,7 +165,9 @@ def test_the_limit_of_a_call_counts_only_what_it_does_itself(
 
 
 @pytest.mark.parametrize("why", ["place", "push"])
-def test_the_message_says_that_a_request_waits_and_for_what(why: str, make_args: Args, use: Use) -> None:
+def test_the_message_says_that_a_request_waits_and_for_what(
+    why: str, make_args: Args, use: Use, runtime: RolloutRuntime
+) -> None:
     async def answer(number: int, input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
         asyncio.get_running_loop().call_later(0.05, skip, 30)
         await asyncio.sleep(100)
@@ -174,12 +179,12 @@ def test_the_message_says_that_a_request_waits_and_for_what(why: str, make_args:
 
     async def late() -> None:
         if why == "push":
-            await hold_requests(True)
+            await runtime.pause()
             asyncio.get_running_loop().call_later(0.05, skip, 30)
         try:
             await collect(args, 0, source, draw_groups(args, source, 4), 4)
         finally:
-            await hold_requests(False)
+            await runtime.resume()
 
     waits = {
         "place": r"sample 0 \(generating for .*sample 1 \(waiting for a place among the requests in flight for",

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 
 from slime.data import Sample
-from slime.fleet.routers import Routers
-from slime.ray.rollout_manager import RolloutManager
 from slime.rollout.hooks import HookError
 from slime.rollout.log_hooks import logs_evaluation, logs_rollout
-from slime.rollout.reward_log import RewardLog
+from slime.rollout.runtime import RolloutRuntime
 from slime.utils.errors import DeadlineError
 from slime.utils.plain import load_plain
 from tests.fake_client import hook_file
+from tests.small_fleet import bare_manager
 from tools.samples.rollouts import Query, list_samples, read_rollout
 
 NUM_GPUS = 0
@@ -95,13 +94,13 @@ def test_one_that_hangs_ends_at_its_deadline(rollout_args: Args, hooks: Path) ->
 
 
 @pytest.mark.parametrize("answer", [True, False])
-def test_what_the_manager_then_hands_on_of_an_evaluation(rollout_args: Args, hooks: Path, answer: bool) -> None:
+def test_what_the_manager_then_hands_on_of_an_evaluation(
+    rollout_args: Args, hooks: Path, answer: bool, runtime: RolloutRuntime
+) -> None:
     def evaluate(args: Namespace, rollout_id: int, source: Any, evaluation: bool) -> dict[str, Any]:
         return {"sums": {"rewards": [1.0, 0.0], "truncated": [False, True], "samples": []}}
 
-    manager = RolloutManager.__new__(RolloutManager)
-    manager._routers = Routers(Namespace(), None)
-    manager._args, manager._data_source, manager._evaluate = rollout_args(**{EVAL: str(hooks)}), None, evaluate
+    manager = bare_manager(rollout_args(**{EVAL: str(hooks)}), runtime, evaluate=evaluate)
     manager._args.custom_eval_rollout_log_function_path += ":log_eval_rollout_data"
     manager._args.answer = answer
     metrics = manager.evaluate(5)
@@ -110,7 +109,9 @@ def test_what_the_manager_then_hands_on_of_an_evaluation(rollout_args: Args, hoo
     assert bool(metrics) != answer
 
 
-def test_the_manager_saves_the_samples_of_evaluations(rollout_args: Args, tmp_path: Path) -> None:
+def test_the_manager_saves_the_samples_of_evaluations(
+    rollout_args: Args, tmp_path: Path, runtime: RolloutRuntime
+) -> None:
     """As upstream: `eval_` and the number, in the form that the template wants; the viewer takes them."""
 
     def evaluate(args: Namespace, rollout_id: int, source: Any, evaluation: bool) -> dict[str, Any]:
@@ -118,10 +119,8 @@ def test_the_manager_saves_the_samples_of_evaluations(rollout_args: Args, tmp_pa
         made[3].metadata = None  # type: ignore[assignment]
         return {name: {"rewards": [1.0] * 4, "samples": made} for name in ("sums", "words")} | {"none": {"rewards": []}}
 
-    manager = RolloutManager.__new__(RolloutManager)
-    manager._routers, manager._data_source, manager._evaluate = Routers(Namespace(), None), None, evaluate
-    manager._args = rollout_args(save_debug_rollout_data=str(tmp_path / "x" / "{rollout_id:03d}.pt"))
-    manager.evaluate(5)
+    args = rollout_args(save_debug_rollout_data=str(tmp_path / "x" / "{rollout_id:03d}.pt"))
+    bare_manager(args, runtime, evaluate=evaluate).evaluate(5)
     rollout = read_rollout(tmp_path / "x" / "eval_005.pt")
     assert rollout.rollout_id == "eval_5"
     assert [sample.group_index for sample in rollout.samples] == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -133,7 +132,7 @@ def test_the_manager_saves_the_samples_of_evaluations(rollout_args: Args, tmp_pa
 
 @pytest.mark.parametrize("custom", [True, False])
 def test_what_the_manager_then_hands_on_of_a_rollout(
-    make_args: Args, hooks: Path, custom: bool, monkeypatch: pytest.MonkeyPatch
+    make_args: Args, hooks: Path, custom: bool, monkeypatch: pytest.MonkeyPatch, runtime: RolloutRuntime
 ) -> None:
     from slime.ray import rollout_manager
 
@@ -145,13 +144,8 @@ def test_what_the_manager_then_hands_on_of_a_rollout(
     args.asynchronous = False
     args.reward_baseline = None
     args.custom_rollout_log_function_path = f"{hooks}:log_rollout_data" if custom else None
-    manager = RolloutManager.__new__(RolloutManager)
-    manager._routers = Routers(Namespace(), None)
-    manager._args, manager._data_source, manager._made = args, None, {}
-    manager._reward_log = RewardLog()
     samples = [[Sample(response_length=2, tokens=[1, 2, 3], reward=1.0)]]
-    manager._rollout = lambda *_: samples
-    _, metrics = manager.generate(2, 1, None)
+    _, metrics = bare_manager(args, runtime, rollout=lambda *_: samples).generate(2, 1, 0)
     assert metrics["rollout/raw_reward"] == 0.5, "what the training batch says is logged anyway"
     assert metrics["perf/rollout_time"] >= 0
     assert ("multi_turn/turns/mean" in metrics) != custom

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from slime.data import Sample, Status
-from slime.rollout import numbers
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.log_hooks import logs_rollout
@@ -43,11 +42,6 @@ FUNCTIONS = {
     "rollout_sample_filter_path": (BATCH, "batch"),
     "rollout_all_samples_process_path": (ALL, "process"),
 }
-
-
-@pytest.fixture(autouse=True)
-def untold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numbers, "told", set())
 
 
 def numbers_by_group(samples: list[Sample]) -> list[tuple[Any, ...]]:

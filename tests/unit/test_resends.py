@@ -16,10 +16,10 @@ from aiohttp import web
 
 from slime.backends.sglang.router import Router, _metrics_url
 from slime.rollout.resend_log import ResendLog
-from slime.utils import http_utils
+from slime.utils import http_client
+from slime.utils.http_client import Http
 from slime.utils.http_utils import RequestError, post
-from slime.utils.resends import count_request, count_resend, take_counts
-from tests.unit.test_http_utils import serving
+from tests.unit.test_http_utils import http, serving
 
 NUM_GPUS = 0
 Fault = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -56,14 +56,14 @@ LOST = '{"error": {"code": "call_upstream_request_error"}}'
         (status(503), {"status_503": 2}),
         (status(429), {"status_429": 2}),
         (status(500, LOST), {"status_500": 2}),
-        (status(http_utils.TURNED_AWAY), {}),
+        (status(http_client.TURNED_AWAY), {}),
         (reset, {"connection": 2}),
         (cut, {"cut_body": 2}),
     ],
     ids=["busy", "throttled", "lost engine", "turned away by a push", "reset", "cut"],
 )
 def test_causes(fault: Fault, causes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_utils, "_FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(http_client, "_FIRST_BACKOFF_S", 0.01)
     left = [2]
 
     async def handler(request: web.Request) -> web.StreamResponse:
@@ -73,23 +73,23 @@ def test_causes(fault: Fault, causes: dict[str, int], monkeypatch: pytest.Monkey
     async def scenario() -> None:
         async with serving(handler) as url:
             assert await post(f"{url}/generate", {}) == {}
-            assert take_counts(url) == (1, Counter(causes))
-            assert take_counts(url) == (0, Counter())
+            assert http().take_counts(url) == (1, Counter(causes))
+            assert http().take_counts(url) == (0, Counter())
             left[0] = 10
             with pytest.raises(RequestError):
                 await post(f"{url}/generate", {}, max_retries=0)
-            assert take_counts(url) == (1, Counter()), "a request that is given up is not sent again"
+            assert http().take_counts(url) == (1, Counter()), "a request that is given up is not sent again"
 
     asyncio.run(scenario())
 
 
 def test_a_rollout_logs_them_and_warns_from_one_in_a_hundred(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    log = ResendLog("http://192.0.2.2:1/")
-    for _ in range(1000):
-        count_request("http://192.0.2.2:1")
-    count_resend("http://192.0.2.2:1", "connection")
-    count_resend("http://192.0.2.2:2", "connection")
+    client = Http()
+    log = ResendLog(client, "http://192.0.2.2:1/")
+    client._sent["http://192.0.2.2:1"] += 1000
+    client._count_resend("http://192.0.2.2:1", "connection")
+    client._count_resend("http://192.0.2.2:2", "connection")
     failed = Counter({"status_503": 7, "cut_body": 1})
     assert log.metrics(3, failed) == {
         "rollout/resent_requests": 9.0,
@@ -99,16 +99,13 @@ def test_a_rollout_logs_them_and_warns_from_one_in_a_hundred(caplog: pytest.LogC
     }
     assert not caplog.messages, "fewer than one in a hundred"
     assert log.metrics(4, failed) == {"rollout/resent_requests": 0.0}
-    for _ in range(400):
-        count_request("http://192.0.2.2:1")
+    client._sent["http://192.0.2.2:1"] += 400
     log.metrics(5, failed + Counter(connection=4))
     assert not caplog.messages, "fewer than five"
-    for _ in range(400):
-        count_request("http://192.0.2.2:1")
+    client._sent["http://192.0.2.2:1"] += 400
     log.metrics(6, failed + Counter(connection=9))
     (message,) = caplog.messages
     assert message.startswith("rollout 6: 5 tries at 400 requests to engines failed and were made again (5 connection)")
-    take_counts("http://192.0.2.2:2")
 
 
 METRICS = """# TYPE smg_router_upstream_responses_total counter

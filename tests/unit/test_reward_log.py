@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from slime.data import Sample
-from slime.fleet.routers import Routers
 from slime.ray import rollout_manager
-from slime.ray.rollout_manager import RolloutManager
 from slime.rollout.reward_log import RewardLog
+from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.train_data import to_train_batches
+from tests.small_fleet import bare_manager
 from tests.unit.test_train_data import make_args, make_samples
 
 NUM_GPUS = 0
@@ -158,18 +158,18 @@ def test_one_is_shown_and_where_the_others_are(rollout: Rollout, caplog: pytest.
     assert caplog.messages[1].splitlines()[2] == "  to read all of them: " + view.format("out/samples/1.pt")
 
 
-def test_the_rollout_manager_tells(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_rollout_manager_tells(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, runtime: RolloutRuntime
+) -> None:
     monkeypatch.setattr(rollout_manager.ray, "put", lambda batch: batch)
     tracking = dict.fromkeys(("log_passrate", "log_multi_turn", "log_reward_category", "log_correct_samples"))
     args = make_args(**tracking, **SHOWN, custom_rollout_log_function_path=None, custom_rm_path=None)
     samples = make_samples(groups=2)
     for sample in samples:
         sample.reward = 0.0
-    manager = RolloutManager.__new__(RolloutManager)
-    manager._routers = Routers(args, None)
-    manager._args, manager._made, manager._reward_log = args, {}, RewardLog()
+    manager = bare_manager(args, runtime)
     monkeypatch.setattr(manager, "_samples", lambda rollout_id: (samples, {}))
-    manager.generate(5, 1, None)
+    manager.generate(5, 1, 0)
     assert [text.split(" (")[0] for text in caplog.messages] == [
         "rollout 5: in each of its 2 groups all responses have the same reward"
     ]

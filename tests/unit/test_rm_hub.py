@@ -278,7 +278,6 @@ def test_remote_rm(rollout_args: Args) -> None:
                 await async_rm(args, Sample(prompt="p", response="r", label="broken"))
             return good
         finally:
-            await http_utils._session().close()
             await runner.cleanup()
 
     assert asyncio.run(scenario()) == [{"score": 0.5}, 2, 3.0], "a number is sent as one"

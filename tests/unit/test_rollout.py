@@ -252,9 +252,9 @@ def test_failed_request_cancels_the_rest_and_the_next_rollout_works(
 
 def test_deadline_says_what_it_waited_for(make_args: Args, use: Callable[..., FakeClient]) -> None:
     async def never() -> None:
-        state = await state_of_call(args)
-        while state.num_samples_done < 5:
-            await asyncio.sleep(0.01)
+        async with state_of_call(args) as state:
+            while state.num_samples_done < 5:
+                await asyncio.sleep(0.01)
         skip(args.rollout_timeout)
         await asyncio.sleep(3600)
 

@@ -84,7 +84,7 @@ def test_the_stub_answers_in_the_form_of_an_engine() -> None:
 
 def test_a_rollout_lets_garbage_collection_look_rarely(args: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
     before = gc.get_threshold()
-    monkeypatch.setattr(state, "make_client", lambda args: FakeClient())
+    monkeypatch.setattr(state, "make_client", lambda *_: FakeClient())
 
     async def threshold() -> int:
         async with state.rollout_state(args):

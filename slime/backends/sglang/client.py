@@ -14,7 +14,8 @@ import orjson
 import requests
 
 from slime.utils.errors import SlimeError
-from slime.utils.http_utils import RequestError, allow_open_files, redact, send
+from slime.utils.http_client import Http, RequestError, allow_open_files
+from slime.utils.http_utils import redact
 
 __all__ = ["ADAPTER", "EngineControl", "EngineError", "GenerateClient", "RequestError"]
 
@@ -284,6 +285,7 @@ class GenerateClient:
         request_timeout: float,
         retries: int,
         adapter: bool = False,
+        http: Http | None = None,
     ) -> None:
         """
         Args:
@@ -291,14 +293,16 @@ class GenerateClient:
             api_key: the router's key.
             max_connections: requests in flight at most; more wait here, not in the router.
             request_timeout: seconds for one request as a whole, waiting for a connection included.
-            retries: how often a request is sent again where another try may succeed (`http_utils.send`).
+            retries: how often a request is sent again where another try may succeed (`Http.send`).
             adapter: whether the engines' adapter answers, and not the model without it.
+            http: counts the requests, and knows who examines an engine that does not answer.
         """
         self._fields = {"lora_path": ADAPTER} if adapter else {}
         self._url = f"{router_url}/generate"
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._max_connections = max_connections
         self._timeout = request_timeout
+        self._http = http or Http(request_timeout)
         self._retries = retries
         self._session: aiohttp.ClientSession | None = None
 
@@ -332,14 +336,9 @@ class GenerateClient:
             **fields,
         }
         session, all_headers = self._open_session(), {**self._headers, **(headers or {})}
-        try:
-            reply = await send(
-                session, "POST", self._url, payload, headers=all_headers, retries=self._retries, loads=_loads
-            )
-        except RequestError as error:
-            if isinstance(error.__cause__, TimeoutError):
-                raise type(error)(f"{error} (--request-timeout)") from error
-            raise
+        reply = await self._http.send(
+            session, "POST", self._url, payload, headers=all_headers, retries=self._retries, loads=_loads
+        )
         if not isinstance(reply, dict):
             raise RequestError(f"POST {self._url}: the reply is no JSON object: {str(reply)[:200]}")
         return reply

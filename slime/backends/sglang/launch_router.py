@@ -10,7 +10,7 @@ import sys
 
 from slime.backends.sglang.process import ADMIN_KEY_VARIABLE, GENERATE_KEY_VARIABLE, secret_flags
 from slime.options.sglang import router_parser
-from slime.utils.http_utils import allow_open_files
+from slime.utils.http_client import allow_open_files
 
 _NAMES = ("slime", "slime")
 """Id and name of the key, as the router's log of control calls has them."""

@@ -17,7 +17,7 @@ from slime.backends.sglang.client import EngineError, NoAnswerError
 from slime.backends.sglang.process import ADMIN_KEY_VARIABLE, GENERATE_KEY_VARIABLE, ServerProcess
 from slime.backends.sglang.server import Server
 from slime.utils.environment import server_environment
-from slime.utils.http_utils import LOOPBACK, http_url, redact, register_api_key
+from slime.utils.http_utils import LOOPBACK, http_url, redact
 
 _CALL_TIMEOUT_S = 10.0
 _WORKERS = "/workers"
@@ -56,7 +56,7 @@ class Router(Server):
         self._metrics_url = ""
 
     def start(self) -> None:
-        """Start the router; returns when it answers. From then on `http_utils.post` sends it its key.
+        """Start the router; returns when it answers.
 
         Raises:
             EngineError: it died or did not answer in time; with the last lines of its log.
@@ -66,10 +66,12 @@ class Router(Server):
         except BaseException:
             self.stop()
             raise
-        if self._key is not None and self._admin_key is not None:
-            register_api_key(self.url, self._key)
-            for path in _CONTROL_PATHS:
-                register_api_key(self.url, self._admin_key, path)
+
+    def api_keys(self) -> dict[str, str]:
+        """What opens it, by URL; none without keys. For `Http.add_api_keys`."""
+        if self._key is None or self._admin_key is None:
+            return {}
+        return {self.url: self._key} | {f"{self.url}{path}": self._admin_key for path in _CONTROL_PATHS}
 
     def _start(self) -> None:
         port, metrics_port = self._reserve(), self._reserve()

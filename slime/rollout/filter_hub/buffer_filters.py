@@ -9,7 +9,8 @@ from argparse import Namespace
 
 from slime.data import Group
 from slime.rollout.base_types import begun_anew
-from slime.rollout.versions import pushed_version, versions
+from slime.rollout.runtime import pushed_version
+from slime.rollout.versions import versions
 
 _NOT_BEGUN = float("inf")
 

@@ -1,0 +1,214 @@
+"""What the rollouts of one process share, in one object that whoever owns the process makes and passes on.
+
+The rollout manager has one; so may other processes that generate, and one caller can pause them all for a weight push.
+Users' functions have upstream's signatures, without a place for it: they, and what they call of ours, run in a context
+in which it is the `current` one (`RolloutRuntime.active`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from argparse import Namespace
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.rollout.failure_log import FailureLog
+from slime.rollout.gate import Door, Gate
+from slime.rollout.in_line import Line
+from slime.utils.http_client import Http
+
+HOOK_THREADS = 64
+"""Calls of plain functions of the user at the same time, on one event loop."""
+_FIRST_VERSION = 0
+
+
+@dataclass(frozen=True)
+class EngineSet:
+    """The engines that get the process's requests; whenever one comes or goes there is another of a later version."""
+
+    version: int
+    urls: tuple[str, ...]
+    admin_key: str | None
+    """What opens their control calls."""
+
+
+@dataclass
+class OfLoop:
+    """What belongs to one event loop of the process: its places, waiting line, connections."""
+
+    gate: Gate
+    line: Line = field(default_factory=Line)
+    hook_threads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(HOOK_THREADS))
+    clients: dict[object, Any] = field(default_factory=dict)
+    """Lent for calls outside of rollouts, by router (`slime.rollout.state`)."""
+    stream: Any = None
+    """The groups under way without end of `slime.rollout.fully_async_rollout`."""
+
+
+class RolloutRuntime:
+    """The requests of one process: how they are sent, how many at a time, to which engines, under which weights.
+
+    `set_engines`, `pause`, `resume` and `version` take and give plain values, so that an actor which owns one can offer
+    them to others under these names. They may be called from any thread or event loop of the process.
+    """
+
+    def __init__(self, args: Namespace) -> None:
+        """
+        Args:
+            args: the run's options; read here and not kept.
+        """
+        self.http = Http(args.request_timeout)
+        self.failures = FailureLog()
+        self.judges_of_numbers: set[str] = set()
+        """Who has given a reward that is no dict."""
+        self.told: set[tuple[str, ...]] = set()
+        """What was warned of, and is not again (`is_first`)."""
+        self._version = _FIRST_VERSION
+        self._engines = EngineSet(0, (), None)
+        self._per_engine, self._num_planned = args.sglang_server_concurrency, args.num_engines
+        self._door = Door()
+        self._listeners: list[tuple[asyncio.AbstractEventLoop, Callable[[], Coroutine[Any, Any, None]]]] = []
+        self._lock = threading.Lock()
+        self._loops: dict[asyncio.AbstractEventLoop, OfLoop] = {}
+        """Clients refer to their loop, so that no weak reference to that would ever end."""
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Within the block, and in coroutines and hook threads that it starts, this one is `current`."""
+        token = _current.set(self)
+        try:
+            with self.http.active():
+                yield
+        finally:
+            _current.reset(token)
+
+    def here(self) -> OfLoop:
+        """What belongs to the running event loop."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if loop not in self._loops:
+                for ended in [other for other in self._loops if other.is_closed()]:
+                    del self._loops[ended]
+                self._loops[loop] = OfLoop(Gate(self.capacity))
+            return self._loops[loop]
+
+    @property
+    def engines(self) -> EngineSet:
+        """The engines of now."""
+        return self._engines
+
+    def set_engines(self, urls: Sequence[str], admin_key: str | None, version: int | None = None) -> int:
+        """Say which engines there are from now on; how many requests may be in flight follows from it.
+
+        Requests under way stay, also at an engine that is left out.
+
+        Args:
+            urls: their addresses; empty where there is no one to tell of aborts.
+            version: of the membership, where one caller tells several processes; what is older than the present one
+                came late, and changes nothing. None for the next.
+
+        Returns:
+            The version that holds now.
+        """
+        with self._lock:
+            known = self._engines.version
+            if version is not None and version < known:
+                return known
+            self._engines = EngineSet(known + 1 if version is None else version, tuple(urls), admin_key)
+            loops = list(self._loops.items())
+        for loop, its in loops:
+            with contextlib.suppress(RuntimeError):  # it is closed
+                loop.call_soon_threadsafe(its.gate.set_capacity, self.capacity)
+        return self._engines.version
+
+    @property
+    def capacity(self) -> int:
+        """Requests in flight over all engines, on each event loop; of as many as the options plan, until they start."""
+        count = len(self._engines.urls) if self._engines.version else self._num_planned
+        return int(self._per_engine * max(1, count))
+
+    @contextlib.asynccontextmanager
+    async def acquire(self, rank: tuple[int, int], held: Callable[[], object] = lambda: None) -> AsyncIterator[None]:
+        """A place among the requests in flight, by rank (`Gate`), and not before requests may be sent (`pause`).
+
+        Args:
+            held: called once there is a place.
+        """
+        async with self.here().gate.passing(rank):
+            held()
+            await self._door.passing()
+            yield
+
+    async def pause(self) -> None:
+        """Keep new requests of this process from the engines, as while weights are pushed; those under way go on.
+
+        Engines hold them back as well, but a request that reaches SGLang 0.5.17 while it waits for the running ones to
+        leave is turned away in the end, and makes it wait for another second. They are held as long as a push takes,
+        which has a deadline and whose failure ends the run.
+        """
+        self._door.close()
+
+    async def resume(self, version: int | None = None) -> None:
+        """Let requests go on, under weights of ``version`` where there are others now; who asked for it is told so."""
+        if version is not None:
+            self._version = version
+            for loop, listener in list(self._listeners):
+                if loop is asyncio.get_running_loop():
+                    await listener()
+                elif not loop.is_closed():
+                    asyncio.run_coroutine_threadsafe(listener(), loop)
+        self._door.open()
+
+    @property
+    def version(self) -> int:
+        """The newest weights at the engines, where the driver tells: that of train_async.py does."""
+        return self._version
+
+    @contextlib.contextmanager
+    def listening(self, listener: Callable[[], Coroutine[Any, Any, None]]) -> Iterator[None]:
+        """Within the block, have ``listener`` called after every push, on the event loop that runs now."""
+        entry = asyncio.get_running_loop(), listener
+        self._listeners.append(entry)
+        try:
+            yield
+        finally:
+            self._listeners.remove(entry)
+
+    def is_first(self, *what: str) -> bool:
+        """Whether this is asked of ``what`` for the first time: for warnings that are given once."""
+        with self._lock:
+            is_first = what not in self.told
+            self.told.add(what)
+            return is_first
+
+
+_current: ContextVar[RolloutRuntime | None] = ContextVar("rollout_runtime", default=None)
+
+
+def current() -> RolloutRuntime | None:
+    """The runtime in whose context this runs; None in threads that a user's code keeps of its own, and in scripts."""
+    return _current.get()
+
+
+@contextlib.contextmanager
+def current_or_new(args: Namespace) -> Iterator[RolloutRuntime]:
+    """The current runtime; where there is none, one for the block, which then shares nothing with others."""
+    if (runtime := current()) is not None:
+        yield runtime
+        return
+    with (runtime := RolloutRuntime(args)).active():
+        yield runtime
+
+
+def pushed_version() -> int:
+    """The newest weights at the engines, as far as the current runtime was told (`RolloutRuntime.version`)."""
+    return _FIRST_VERSION if (runtime := current()) is None else runtime.version
+
+
+def is_first(*what: str) -> bool:
+    """`RolloutRuntime.is_first` of the current runtime; always, where there is none."""
+    return (runtime := current()) is None or runtime.is_first(*what)
