@@ -13,9 +13,9 @@ import pytest
 
 from slime.data import Sample
 from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
+from slime.rollout.batches.metrics import accounting
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
-from slime.rollout.loop import background_loop
-from slime.rollout.metrics import accounting
+from slime.rollout.engine.loop import background_loop
 from slime.rollout.runtime import RolloutRuntime, current
 from slime.rollout.sglang_rollout import generate_rollout
 

@@ -8,7 +8,7 @@ from typing import Any
 from slime.fleet.routers import Routers
 from slime.fleet.spec import EngineSpec, ModelSpec
 from slime.ray.rollout_manager import RolloutManager
-from slime.rollout.reward_log import RewardLog
+from slime.rollout.reward.reward_log import RewardLog
 from slime.rollout.runtime import RolloutRuntime
 
 ACTOR = ModelSpec("actor", "to generate", "model", trained=True, tolerates_loss=True)

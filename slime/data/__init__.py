@@ -35,5 +35,5 @@ _SOURCES = ("DataSource", "RolloutDataSource", "RolloutDataSourceWithBuffer")
 def __getattr__(name: str) -> Any:
     """The data sources, which import much more than these nouns, when they are asked for."""
     if name in _SOURCES:
-        return getattr(importlib.import_module("slime.rollout.data_source"), name)
+        return getattr(importlib.import_module("slime.data.source.data_source"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

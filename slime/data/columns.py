@@ -64,7 +64,7 @@ class Column:
     """The shape of an entry."""
     made_by: Maker = "sample"
     """sample: each one carries its own, in `Sample.columns` or the attribute; rollout: it follows from all samples of a
-    rollout (`slime.rollout.train_data`); trainer: it comes of a pass through a model."""
+    rollout (`slime.rollout.batches.train_data`); trainer: it comes of a pass through a model."""
     attribute: str | None = None
     """Of a sample's own: the attribute of `Sample` that holds it, where that is not `Sample.columns`."""
     wanted: Callable[[Namespace], bool] = _always

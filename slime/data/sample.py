@@ -325,3 +325,26 @@ Group = list[Sample]
 
 RolloutBatch = dict[str, Any]
 """Columns by name, as hooks on training ranks are given them."""
+
+
+def begun_anew(group: Group) -> Group:
+    """The first sample of each rollout of a group, without its response: others are parts that it was cut into."""
+    first: dict[int | None, Sample] = {}
+    for sample in group:
+        first.setdefault(sample.rollout_id, sample)
+    for sample in first.values():
+        sample.reset_response()
+    return list(first.values())
+
+
+def flatten_samples(samples: Sample | Iterable[Any]) -> list[Sample]:
+    """Groups, however deeply nested, as one flat list in order.
+
+    Raises:
+        TypeError: something else is among them.
+    """
+    if isinstance(samples, Sample):
+        return [samples]
+    if isinstance(samples, str | Mapping) or not isinstance(samples, Iterable):
+        raise TypeError(f"samples, or lists of them, are expected, not {samples!r:.80}")
+    return [leaf for part in samples for leaf in flatten_samples(part)]

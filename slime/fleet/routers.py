@@ -17,10 +17,10 @@ from slime.fleet.membership import Membership
 from slime.fleet.spec import ModelSpec
 from slime.ray.cluster import serving_host
 from slime.ray.examination import Examiner
+from slime.rollout.engine.resend_log import ResendLog
+from slime.rollout.engine.state import place_of_request
 from slime.rollout.model_urls import ACTOR
-from slime.rollout.resend_log import ResendLog
 from slime.rollout.runtime import RolloutRuntime
-from slime.rollout.state import place_of_request
 from slime.utils.environment import bypass_proxies
 from slime.utils.http_client import ROUTER_VARIABLES
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from slime.data.rows.data_warnings import data_warnings, dataset_of
 from slime.fleet.placement import describe_placement
 from slime.options.checkpoint_rules import starting_point
 from slime.options.errors import OptionError
@@ -15,8 +16,7 @@ from slime.ray.places import check_places, place_warnings
 from slime.ray.rollout_manager import make_data_source, num_prompts, num_rollout
 from slime.ray.room import room_warnings
 from slime.ray.supervision import LOAD_DATA, InputError, RunError
-from slime.rollout.data_warnings import data_warnings, dataset_of
-from slime.rollout.debug_data import check_recorded
+from slime.rollout.batches.debug_data import check_recorded
 from slime.rollout.evaluation import load_eval_prompts
 from slime.utils.arguments import describe
 from slime.utils.errors import BadInputError, SlimeError

@@ -16,6 +16,10 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slime.data import Group, Sample
+from slime.data.rows.data_warnings import data_warnings
+from slime.data.source.data_source import DataSource, RolloutDataSource
+from slime.data.source.prompts import as_groups, put_back
+from slime.data.source.under_way import under_way
 from slime.fleet.membership import Membership
 from slime.fleet.routers import Routers
 from slime.fleet.spec import ModelSpec
@@ -23,24 +27,20 @@ from slime.options.calls import parameters_of
 from slime.options.rollout import DEFAULT_ROLLOUT, generates_itself
 from slime.options.validate import check_schedule
 from slime.ray.cluster import actor_environment, as_actor, enter_actor
-from slime.rollout.abort import abort_requests
 from slime.rollout.base_types import train_output
-from slime.rollout.data_source import DataSource, RolloutDataSource
-from slime.rollout.data_warnings import data_warnings
-from slime.rollout.debug_data import check_recorded, load_samples, save_evaluation, save_samples
+from slime.rollout.batches.debug_data import check_recorded, load_samples, save_evaluation, save_samples
+from slime.rollout.batches.metrics import accounting
+from slime.rollout.batches.sample_stats import sample_metrics
+from slime.rollout.batches.train_data import to_train_batches
+from slime.rollout.engine.abort import abort_requests
+from slime.rollout.engine.loop import background_loop
+from slime.rollout.engine.staleness import renew_stale, staleness_metrics
 from slime.rollout.evaluation import eval_metrics, evaluation_output, load_eval_prompts, warn_of_unscored
-from slime.rollout.hooks import accepted, naming
-from slime.rollout.log_hooks import logs_evaluation, logs_rollout
-from slime.rollout.loop import background_loop
-from slime.rollout.metrics import accounting
-from slime.rollout.prompts import as_groups, put_back
-from slime.rollout.reward_log import RewardLog
+from slime.rollout.reward.reward_log import RewardLog
 from slime.rollout.runtime import RolloutRuntime
-from slime.rollout.sample_stats import sample_metrics
 from slime.rollout.sglang_rollout import draw_first_groups, generate_groups
-from slime.rollout.staleness import renew_stale, staleness_metrics
-from slime.rollout.train_data import to_train_batches
-from slime.rollout.under_way import under_way
+from slime.rollout.user.hooks import accepted, naming
+from slime.rollout.user.log_hooks import logs_evaluation, logs_rollout
 from slime.utils.errors import BadInputError, CancelledRolloutError, DeadlineError, SlimeError
 from slime.utils.misc import attribute_of, load_function
 

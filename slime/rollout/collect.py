@@ -8,13 +8,13 @@ from argparse import Namespace
 from typing import Any
 
 from slime.data import Group
+from slime.data.source.data_source import RolloutDataSource
+from slime.data.source.numbers import numbers_kept
 from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
-from slime.rollout.data_source import RolloutDataSource
-from slime.rollout.hooks import HookError
-from slime.rollout.metrics import engine_metrics, speed_metrics
-from slime.rollout.numbers import numbers_kept
+from slime.rollout.batches.metrics import engine_metrics, speed_metrics
+from slime.rollout.engine.state import RolloutState, rollout_state
 from slime.rollout.pool import Pool, call_batch_hook
-from slime.rollout.state import RolloutState, rollout_state
+from slime.rollout.user.hooks import HookError
 from slime.utils.errors import DeadlineError
 
 

@@ -14,18 +14,18 @@ from typing import Any
 import numpy as np
 
 from slime.data import Group, Sample, Status
+from slime.data.rows.dataset import PromptDataset, PromptSpec, load_prompts
 from slime.options.eval_datasets import CONFIG, PAIRS, EvalDataset
 from slime.options.reward_rules import unmet_rewards
 from slime.options.rollout import generates_itself
 from slime.rollout.base_types import RolloutFnEvalOutput, flatten_samples
-from slime.rollout.dataset import PromptDataset, PromptSpec, load_prompts
-from slime.rollout.gate import FIRST
+from slime.rollout.batches.metrics import length_stats
+from slime.rollout.batches.sample_stats import by_response, pass_rates
+from slime.rollout.engine.gate import FIRST
+from slime.rollout.engine.loop import run_all
+from slime.rollout.engine.state import rollout_state
 from slime.rollout.group import generate_and_rm
-from slime.rollout.loop import run_all
-from slime.rollout.metrics import length_stats
-from slime.rollout.sample_stats import by_response, pass_rates
 from slime.rollout.sampling import eval_sampling_params, seeded
-from slime.rollout.state import rollout_state
 from slime.utils.errors import BadInputError
 
 logger = logging.getLogger(__name__)

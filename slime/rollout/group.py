@@ -10,19 +10,19 @@ from typing import Any, TypeVar
 
 from slime.algorithms.rewards import LARGEST_REWARD
 from slime.data import Group, Sample, Status
+from slime.data.rows.conversation import RowError
+from slime.data.source.numbers import Numbers, numbers_kept, numbers_of, restore, same
+from slime.data.source.under_way import current_rollout
 from slime.options.calls import parameters_of
 from slime.rollout.base_types import flatten_samples
-from slime.rollout.conversation import RowError
-from slime.rollout.generation import generate
-from slime.rollout.hooks import HookError, Limit, accepted, call_hook, naming
-from slime.rollout.loop import run_all
-from slime.rollout.numbers import Numbers, numbers_kept, numbers_of, restore, same
-from slime.rollout.off_policy import newest_version, note_version
+from slime.rollout.batches.train_data import check_response
+from slime.rollout.engine.generation import generate
+from slime.rollout.engine.loop import run_all
+from slime.rollout.engine.state import RolloutState, state_of_call
+from slime.rollout.engine.versions import newest_version, note_version
 from slime.rollout.rm_hub import async_rm, batched_async_rm, judge_of
 from slime.rollout.sampling import request_seed
-from slime.rollout.state import RolloutState, state_of_call
-from slime.rollout.train_data import check_response
-from slime.rollout.under_way import current_rollout
+from slime.rollout.user.hooks import HookError, Limit, accepted, call_hook, naming
 from slime.utils.errors import DeadlineError, SettingError, SlimeError
 from slime.utils.http_client import NoReplyError, RequestError
 from slime.utils.misc import load_function

@@ -6,8 +6,8 @@ from argparse import Namespace
 from typing import Any
 
 from slime.data import Sample, Status
-from slime.rollout.generation import room_left
-from slime.rollout.tokenizer import load_tokenizer
+from slime.data.rows.tokenizer import load_tokenizer
+from slime.rollout.engine.generation import room_left
 
 
 def append_observation(

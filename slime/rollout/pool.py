@@ -11,19 +11,19 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.data import Group, Sample, Status
-from slime.rollout.abort import abort_requests
+from slime.data.rows.conversation import RowError
+from slime.data.source.numbers import numbers_kept
+from slime.data.source.prompts import as_prompts, count_dropped, draw_groups, put_back
 from slime.rollout.base_types import flatten_samples
-from slime.rollout.conversation import RowError
-from slime.rollout.failure_log import told_again
+from slime.rollout.engine.abort import abort_requests
+from slime.rollout.engine.loop import cancel, in_own_thread
+from slime.rollout.engine.state import RolloutState, position
+from slime.rollout.engine.versions import MASKED_TOKENS, mask_older_tokens, newest_version
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.group import GroupRun, untrainable
-from slime.rollout.hooks import HookError, call_hook
-from slime.rollout.loop import cancel, in_own_thread
-from slime.rollout.numbers import numbers_kept
-from slime.rollout.off_policy import MASKED_TOKENS, mask_older_tokens, newest_version
-from slime.rollout.prompts import as_prompts, count_dropped, draw_groups, put_back
 from slime.rollout.sampling import seeded, train_sampling_params
-from slime.rollout.state import RolloutState, position
+from slime.rollout.user.failure_log import told_again
+from slime.rollout.user.hooks import HookError, call_hook
 from slime.utils.errors import SettingError
 from slime.utils.misc import attribute_of, load_function
 

@@ -16,10 +16,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.rollout.failure_log import FailureLog
-from slime.rollout.gate import Door, Gate
-from slime.rollout.in_line import Line
+from slime.rollout.engine.gate import Door, Gate
+from slime.rollout.engine.in_line import Line
+from slime.rollout.user.failure_log import FailureLog
 from slime.utils.http_client import Http
+from slime.utils.user_functions import once
 
 HOOK_THREADS = 64
 """Calls of plain functions of the user at the same time, on one event loop."""
@@ -44,7 +45,7 @@ class OfLoop:
     line: Line = field(default_factory=Line)
     hook_threads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(HOOK_THREADS))
     clients: dict[object, Any] = field(default_factory=dict)
-    """Lent for calls outside of rollouts, by router (`slime.rollout.state`)."""
+    """Lent for calls outside of rollouts, by router (`slime.rollout.engine.state`)."""
     stream: Any = None
     """The groups under way without end of `slime.rollout.fully_async_rollout`."""
 
@@ -81,7 +82,7 @@ class RolloutRuntime:
         """Within the block, and in coroutines and hook threads that it starts, this one is `current`."""
         token = _current.set(self)
         try:
-            with self.http.active():
+            with self.http.active(), once(self.told):
                 yield
         finally:
             _current.reset(token)
@@ -178,13 +179,6 @@ class RolloutRuntime:
         finally:
             self._listeners.remove(entry)
 
-    def is_first(self, *what: str) -> bool:
-        """Whether this is asked of ``what`` for the first time: for warnings that are given once."""
-        with self._lock:
-            is_first = what not in self.told
-            self.told.add(what)
-            return is_first
-
 
 _current: ContextVar[RolloutRuntime | None] = ContextVar("rollout_runtime", default=None)
 
@@ -207,8 +201,3 @@ def current_or_new(args: Namespace) -> Iterator[RolloutRuntime]:
 def pushed_version() -> int:
     """The newest weights at the engines, as far as the current runtime was told (`RolloutRuntime.version`)."""
     return _FIRST_VERSION if (runtime := current()) is None else runtime.version
-
-
-def is_first(*what: str) -> bool:
-    """`RolloutRuntime.is_first` of the current runtime; always, where there is none."""
-    return (runtime := current()) is None or runtime.is_first(*what)

@@ -8,10 +8,10 @@ from argparse import Namespace
 from typing import Any
 
 from slime.data import Sample, Status
+from slime.data.rows.conversation import ConversationEncoder, RowError, with_answer
+from slime.data.rows.messages import as_text, messages_of_json
+from slime.data.source.prompts import draw_groups
 from slime.rollout.base_types import RolloutFnTrainOutput
-from slime.rollout.conversation import ConversationEncoder, RowError, with_answer
-from slime.rollout.messages import as_text, messages_of_json
-from slime.rollout.prompts import draw_groups
 from slime.utils.errors import BadInputError
 
 

@@ -388,7 +388,7 @@ def _check_weight_files(args: argparse.Namespace, resumed: SavedModel | None, *,
 
 
 def _check_reward_names(args: argparse.Namespace) -> None:
-    from slime.rollout.rm_hub.graders import GRADERS
+    from slime.rollout.reward.graders import GRADERS
 
     for where, name in [("--rm-type", args.rm_type), *(reward_of_dataset(args, d) for d in args.eval_datasets)]:
         if name is not None and name.removeprefix("boxed_") not in GRADERS:

@@ -8,6 +8,7 @@ import inspect
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
 
@@ -79,3 +80,27 @@ def call_user_function(
         answer.close()
         raise HookError(f"{where} returned a coroutine, which nobody awaits here: have it return when all is done")
     return answer
+
+
+_told: ContextVar[set[tuple[str, ...]] | None] = ContextVar("told_of_functions", default=None)
+
+
+@contextlib.contextmanager
+def once(told: set[tuple[str, ...]]) -> Iterator[None]:
+    """Within the block, and in coroutines and hook threads that it starts, `is_first` notes in ``told``."""
+    token = _told.set(told)
+    try:
+        yield
+    finally:
+        _told.reset(token)
+
+
+def is_first(*what: str) -> bool:
+    """Whether this is asked of ``what`` for the first time: for warnings that are given once; else always."""
+    told = _told.get()
+    if told is None:
+        return True
+    if what in told:
+        return False
+    told.add(what)
+    return True

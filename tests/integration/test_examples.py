@@ -29,7 +29,7 @@ from examples.search_r1 import generate_with_search as search
 from examples.search_r1.search_server import make_app
 from slime.data import Sample, Status
 from slime.rollout.base_types import flatten_samples
-from slime.rollout.loop import run_all
+from slime.rollout.engine.loop import run_all
 from slime.rollout.sampling import train_sampling_params
 from slime.rollout.tokenizer import load_tokenizer
 from slime.utils.http_utils import PortReservation

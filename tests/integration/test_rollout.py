@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from slime.data import Sample, Status
 from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
+from slime.rollout.batches.metrics import accounting
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.metrics import accounting
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.sglang_rollout import generate_rollout
 from tests.integration.tiny import KEYS, Service, log_probs_of

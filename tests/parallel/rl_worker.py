@@ -48,7 +48,7 @@ class Rank:
         return rollouts.arguments(self.work / "models" / kind, **every)
 
     def batch(self, args: Namespace, trainer: MegatronTrainer, rows: TrainBatch, steps: int) -> TrainBatch:
-        """This rank's, by the limits that `slime.rollout.train_data.to_train_batches` derives from the options."""
+        """This rank's, by the limits that `train_data.to_train_batches` derives from the options."""
         interleaved = args.virtual_pipeline_model_parallel_size is not None
         return rollouts.batches(
             rows,

@@ -18,8 +18,8 @@ from slime.options import calls
 from slime.options.calls import Call, form_of, parameters_of, signature_of
 from slime.options.errors import OptionError
 from slime.options.schema import flag_of, hook_fields
+from slime.rollout.engine.state import router_url
 from slime.rollout.runtime import RolloutRuntime
-from slime.rollout.state import router_url
 from slime.utils.arguments import GROUPS
 from slime.utils.errors import SlimeError
 from slime.utils.misc import load_function, load_module, split_function_path

@@ -18,7 +18,7 @@ from slime.options.parser import StrictParser
 from slime.options.schema import add_options
 from slime.ray.rollout_manager import make_data_source
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.generation import prompt_tokens
+from slime.rollout.engine.generation import prompt_tokens
 from slime.rollout.sampling import eval_sampling_params
 from slime.rollout.tokenizer import load_tokenizer
 from slime.utils.arguments import GROUPS, _add_hook_flags, _parse_yaml, _read_yaml

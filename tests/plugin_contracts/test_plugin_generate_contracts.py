@@ -17,14 +17,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from slime.data.source.numbers import CHANGED
+from slime.data.source.under_way import under_way
 from slime.rollout.base_types import flatten_samples
-from slime.rollout.generation import prompt_tokens
-from slime.rollout.numbers import CHANGED
+from slime.rollout.batches.train_data import to_train_batches
+from slime.rollout.engine.generation import prompt_tokens
 from slime.rollout.runtime import current
 from slime.rollout.sampling import train_sampling_params
 from slime.rollout.sglang_rollout import generate_and_rm
-from slime.rollout.train_data import to_train_batches
-from slime.rollout.under_way import under_way
 from slime.utils.types import Group, Sample, Status
 from tests.plugin_contracts.contract import BrokenError, Contract, NotMeantError, Subject, problem_of
 from tests.plugin_contracts.running import cases, main, run_case, words_of

@@ -17,18 +17,18 @@ from typing import Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from slime.data.source.prompts import draw_groups, put_back
+from slime.data.source.under_way import under_way
 from slime.ray.rollout_manager import restore_source, source_state
 from slime.rollout.base_types import flatten_samples
+from slime.rollout.batches.train_data import to_train_batches
 from slime.rollout.collect import finish_batch
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
+from slime.rollout.engine.state import RolloutState, make_client
 from slime.rollout.pool import Pool
-from slime.rollout.prompts import draw_groups, put_back
 from slime.rollout.runtime import current
 from slime.rollout.sampling import train_sampling_params
 from slime.rollout.sglang_rollout import generate_and_rm
-from slime.rollout.state import RolloutState, make_client
-from slime.rollout.train_data import to_train_batches
-from slime.rollout.under_way import under_way
 from slime.utils.errors import SlimeError
 from slime.utils.types import Group, Sample
 from tests.plugin_contracts.contract import Contract, NotMeantError, Subject

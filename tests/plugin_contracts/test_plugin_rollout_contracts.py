@@ -11,10 +11,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from slime.data.source.under_way import under_way
 from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
+from slime.rollout.batches.train_data import to_train_batches
 from slime.rollout.data_source import RolloutDataSource
-from slime.rollout.train_data import to_train_batches
-from slime.rollout.under_way import under_way
 from slime.utils.types import Sample, Status
 from tests.plugin_contracts.contract import Contract, Subject
 from tests.plugin_contracts.evaluations import check_evaluation

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import state
+from slime.rollout.engine import state
 from slime.rollout.runtime import RolloutRuntime
 from slime.utils.arguments import parse_args
 from tests.command_line import Fails, Parse, command, failure, write_model, write_rows

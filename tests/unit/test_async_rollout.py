@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from slime.data import Group, Sample, Status
-from slime.rollout import state as state_module
+from slime.data.source.under_way import under_way
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.hooks import HookError
+from slime.rollout.engine import state as state_module
+from slime.rollout.engine.staleness import renew_stale, staleness, staleness_metrics
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.sglang_rollout import generate, generate_and_rm
-from slime.rollout.staleness import renew_stale, staleness, staleness_metrics
 from slime.rollout.tokenizer import load_tokenizer
-from slime.rollout.under_way import under_way
+from slime.rollout.user.hooks import HookError
 from slime.utils.http_utils import RequestError
 
 NUM_GPUS = 0

@@ -16,7 +16,7 @@ import ray
 from slime.data import Group, Sample
 from slime.ray import rollout_manager
 from slime.ray.rollout_manager import RolloutManager, make_data_source
-from slime.rollout import state as state_module
+from slime.rollout.engine import state as state_module
 from slime.rollout.runtime import RolloutRuntime
 from slime.utils.errors import CancelledRolloutError
 from tests.unit.test_async_rollout import reply

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from slime.data import Sample, Status
+from slime.data.source.prompts import as_prompts
+from slime.data.source.under_way import under_way
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
-from slime.rollout.hooks import HookError
-from slime.rollout.prompts import as_prompts
 from slime.rollout.sglang_rollout import generate_rollout
-from slime.rollout.under_way import under_way
+from slime.rollout.user.hooks import HookError
 from tests.fake_client import Engine, FakeClient, accounts, hook_file, indices, push, rollout
 
 NUM_GPUS = 0

@@ -14,8 +14,8 @@ from slime.data import Group, Status
 from slime.options.schema import flag_named
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.failure_log import FailureLog
-from slime.rollout.hooks import HookError
+from slime.rollout.user.failure_log import FailureLog
+from slime.rollout.user.hooks import HookError
 from slime.utils.errors import SettingError
 from slime.utils.misc import load_function
 from tests.fake_client import Engine, FakeClient, accounts, hook_file, indices, rollout
@@ -241,7 +241,7 @@ def test_judges_that_hang_in_threads_stop_nobody_else(
     hook = hook_file(
         tmp_path,
         "import itertools, time\n"
-        "from slime.rollout.loop import background_loop\n"
+        "from slime.rollout.engine.loop import background_loop\n"
         "from tests.waiting import skip\n"
         "hanging = itertools.count(1)\n"
         "def rm(args, sample):\n"

@@ -15,7 +15,7 @@ import torch
 from slime.data import Column, ColumnError, OptimizerStep, Ragged, Sample, TrainBatch
 from slime.data.columns import COLUMNS, from_samples, with_declared
 from slime.options.errors import OptionError
-from slime.rollout.train_data import to_columns
+from slime.rollout.batches.train_data import to_columns
 from slime.training.micro_batch import MicroBatch, Pass, known_columns
 from slime.utils.errors import BadInputError
 from slime.utils.hook_paths import columns_of
@@ -27,7 +27,12 @@ NUM_GPUS = 0
 ROOT = Path(__file__).resolve().parents[2]
 HOOKS = str(ROOT / "tests" / "column_hooks.py")
 GENERIC = (
-    *("slime/batching", "slime/training/packing.py", "slime/training/responses.py", "slime/rollout/debug_data.py"),
+    *(
+        "slime/batching",
+        "slime/training/packing.py",
+        "slime/training/responses.py",
+        "slime/rollout/batches/debug_data.py",
+    ),
     *("slime/data/ragged.py", "slime/data/batch.py", "slime/ray/rollout_manager.py", "slime/ray/train_actor.py"),
 )
 """What schedules, packs, cuts for context parallelism, dumps, and puts into and takes out of the object store."""

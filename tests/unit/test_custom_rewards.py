@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from slime.data import Sample
-from slime.rollout.hooks import HookError
 from slime.rollout.rm_hub import async_rm, batched_async_rm
+from slime.rollout.user.hooks import HookError
 from slime.utils.errors import BadInputError
 
 NUM_GPUS = 0

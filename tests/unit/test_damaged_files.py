@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-from slime.rollout.dataset import load_prompts, train_prompt_spec
+from slime.data.rows.dataset import load_prompts, train_prompt_spec
 from slime.utils.errors import BadInputError
 from tests.unit.damaged_files import Damaged, damaged_files
 

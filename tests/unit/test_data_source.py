@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from slime.data import DataSource, Group, RolloutDataSource, RolloutDataSourceWithBuffer, Sample, Status
-from slime.rollout.dataset import load_prompts, train_prompt_spec
-from slime.rollout.metrics import accounting
-from slime.rollout.prompts import draw_groups
-from slime.rollout.under_way import current_rollout, under_way
+from slime.data.rows.dataset import load_prompts, train_prompt_spec
+from slime.data.source.prompts import draw_groups
+from slime.data.source.under_way import current_rollout, under_way
+from slime.rollout.batches.metrics import accounting
 
 NUM_GPUS = 0
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from slime.rollout.dataset import PromptDataset, load_prompts, train_prompt_spec
-from slime.rollout.reading import Row, open_rows, split_slice
+from slime.data.rows.dataset import PromptDataset, load_prompts, train_prompt_spec
+from slime.data.rows.reading import Row, open_rows, split_slice
 from slime.rollout.tokenizer import load_tokenizer
 from slime.utils.errors import BadInputError
 

@@ -16,7 +16,7 @@ import torch
 
 from slime.data import Sample, Status
 from slime.options.debug import kept_groups
-from slime.rollout.debug_data import check_recorded, load_samples, save_samples
+from slime.rollout.batches.debug_data import check_recorded, load_samples, save_samples
 from slime.utils.errors import BadInputError
 from slime.utils.plain import load_plain, save_plain
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime.rollout.generation import GenerateState
+from slime.rollout.engine.generation import GenerateState
 from slime.utils import elsewhere
 from slime.utils.errors import HookError
 from slime.utils.misc import load_function

@@ -21,7 +21,7 @@ from slime.fleet.placement import Placement, Slot
 from slime.fleet.routers import Routers
 from slime.fleet.spec import Fleet
 from slime.ray.supervision import Deadline, RunError, Supervisor
-from slime.rollout.loop import background_loop
+from slime.rollout.engine.loop import background_loop
 from slime.rollout.runtime import RolloutRuntime
 from slime.weights import EngineAddress
 from tests.small_fleet import ACTOR, REWARD, entry

@@ -16,13 +16,13 @@ import pytest
 from slime.data import Sample
 from slime.options.eval_datasets import eval_datasets
 from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
+from slime.rollout.batches.metrics import accounting
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.engine.loop import background_loop
+from slime.rollout.engine.versions import staleness
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
-from slime.rollout.hooks import HookError
-from slime.rollout.loop import background_loop
-from slime.rollout.metrics import accounting
 from slime.rollout.runtime import current
-from slime.rollout.versions import staleness
+from slime.rollout.user.hooks import HookError
 from slime.utils.errors import SettingError
 from tests.fake_client import FakeClient, hook_file, push, reply
 from tests.waiting import skip, wait_for

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from slime.rollout.gate import FIRST, Gate
+from slime.rollout.engine.gate import FIRST, Gate
 
 NUM_GPUS = 0
 

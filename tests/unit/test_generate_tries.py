@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from slime.data import Group
+from slime.data.rows.conversation import RowError
 from slime.rollout.base_types import flatten_samples
-from slime.rollout.conversation import RowError
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.runtime import RolloutRuntime
 from slime.utils.errors import SettingError
@@ -24,7 +24,7 @@ Use = Callable[..., FakeClient]
 PATIENT = (
     "import itertools, threading, time\n"
     "from tests.waiting import skip\n"
-    "from slime.rollout.loop import background_loop\n"
+    "from slime.rollout.engine.loop import background_loop\n"
 )
 """What a function needs that lets its own deadline pass, and goes on in its thread."""
 

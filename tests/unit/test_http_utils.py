@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 
 from slime.backends.sglang.client import EngineControl, EngineError, GenerateClient
-from slime.rollout import state
+from slime.rollout.engine import state
 from slime.rollout.runtime import RolloutRuntime
 from slime.utils import http_client
 from slime.utils.http_client import Http, current_http

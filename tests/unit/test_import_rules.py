@@ -31,8 +31,10 @@ class Rule:
 
 # The longest part that matches a module holds.
 RULES = (
-    # Users import the data sources from there.
-    Rule("slime.data", NOUNS, lazily=("slime.rollout.data_source",)),
+    Rule("slime.data", NOUNS),
+    # What a row must have depends on the options, and on who will grade its response.
+    Rule("slime.data.rows", ("slime.data", "slime.utils", "slime.options", "slime.rollout.reward")),
+    Rule("slime.data.source", ("slime.data", "slime.utils", "slime.options")),
     Rule("slime.algorithms", NOUNS),
     Rule("slime.batching", NOUNS),
     Rule("slime.models", (), only=("torch", "transformers")),
@@ -52,7 +54,7 @@ RULES = (
     Rule("slime.observability", ("slime.utils",)),
     Rule("slime.utils", ("slime.utils",)),
     Rule("slime.utils.types", ("slime.data",)),
-    Rule("slime.utils.arguments", ("slime.utils", "slime.options", "slime.models", "slime.rollout.rm_hub")),
+    Rule("slime.utils.arguments", ("slime.utils", "slime.options", "slime.models", "slime.rollout.reward")),
     # The driver reads its command line before it joins a Ray, with which its submitter has left a part of it.
     Rule("slime.utils.job_flags", ("slime.utils",), lazily=("ray._raylet.GcsClient", "ray.exceptions.RayError")),
     Rule("slime.utils.hook_paths", ("slime.utils", "slime.options", "slime.data")),
@@ -262,7 +264,7 @@ def test_file(file: Path) -> None:
         ("slime.ray.run", "from slime.weights import EngineAddress\nimport ray", True),
         ("slime.ray.run", "import sglang", False),
         ("slime.fleet.engines", "from slime.ray.supervision import Supervisor\nimport ray", True),
-        ("slime.rollout.abort", "from slime.fleet.membership import Membership", False),
+        ("slime.rollout.engine.abort", "from slime.fleet.membership import Membership", False),
         ("train", "from slime.ray.run import Run\nfrom slime.utils.arguments import parse_args", True),
         ("train", "from slime.rollout import loop", False),
     ],

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from slime.data import Sample
+from slime.data.source.prompts import draw_groups
 from slime.rollout.collect import collect
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.gate import FIRST
-from slime.rollout.in_line import Line
-from slime.rollout.loop import background_loop
-from slime.rollout.prompts import draw_groups
+from slime.rollout.engine.gate import FIRST
+from slime.rollout.engine.in_line import Line
+from slime.rollout.engine.loop import background_loop
+from slime.rollout.engine.state import RolloutState
 from slime.rollout.runtime import RolloutRuntime
-from slime.rollout.state import RolloutState
 from slime.utils.errors import DeadlineError
 from tests.fake_client import FakeClient, hook_file, reply, rollout
 from tests.waiting import skip

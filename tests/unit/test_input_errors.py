@@ -18,7 +18,7 @@ from slime.options.model import _download, model_directory
 from slime.options.reward_rules import NEEDS_LABEL
 from slime.options.rollout import DEFAULT_ROLLOUT
 from slime.options.validate import check_schedule
-from slime.rollout.rm_hub.graders import GRADERS
+from slime.rollout.reward.graders import GRADERS
 from slime.utils.arguments import parse_args
 from slime.utils.errors import BadInputError
 from tests.command_line import BASE, QWEN3, command, failure, write_model, write_rows

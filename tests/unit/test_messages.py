@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from slime.rollout.conversation import render
-from slime.rollout.dataset import PromptDataset, load_prompts, train_prompt_spec
-from slime.rollout.messages import RowError, messages_of_json, without_arrow_nulls
+from slime.data.rows.conversation import render
+from slime.data.rows.dataset import PromptDataset, load_prompts, train_prompt_spec
+from slime.data.rows.messages import RowError, messages_of_json, without_arrow_nulls
 from slime.rollout.tokenizer import load_tokenizer
 from slime.utils.errors import BadInputError
 from tests import chat_templates

@@ -11,9 +11,9 @@ import pytest
 from examples.multi_agent import rollout_with_multi_agents as agents
 from slime.data import Sample, Status
 from slime.rollout.base_types import flatten_samples
+from slime.rollout.engine.state import rollout_state
 from slime.rollout.group import GroupRun
 from slime.rollout.sampling import train_sampling_params
-from slime.rollout.state import rollout_state
 from slime.rollout.tokenizer import load_tokenizer
 from tests.fake_client import FakeClient, rollout
 from tests.scripted_turns import Args, Use, example_args

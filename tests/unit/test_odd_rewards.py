@@ -14,7 +14,7 @@ from slime.data import Sample, Status
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.group import generate_and_rm
-from slime.rollout.hooks import HookError
+from slime.rollout.user.hooks import HookError
 from tests.fake_client import FakeClient, accounts, hook_file, indices, rollout
 
 NUM_GPUS = 0
@@ -90,7 +90,7 @@ def test_a_function_that_keeps_the_event_loop_to_itself_is_named_once(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("slime.rollout.hooks._BLOCKED_S", 0.05)
+    monkeypatch.setattr("slime.rollout.user.hooks._BLOCKED_S", 0.05)
     use(FakeClient())
     hook = hook_file(
         tmp_path,

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.data import Sample
+from slime.data.source.under_way import under_way
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.engine.loop import background_loop
+from slime.rollout.engine.versions import MASKED_TOKENS, mask_older_tokens, note_version
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
-from slime.rollout.loop import background_loop
-from slime.rollout.off_policy import MASKED_TOKENS, mask_older_tokens, note_version
-from slime.rollout.under_way import under_way
 from tests.fake_client import FakeClient, hook_file, push, reply, rollout
 
 NUM_GPUS = 0

@@ -19,6 +19,7 @@ from ray.exceptions import RayTaskError
 
 from slime.backends.sglang.client import EngineError
 from slime.data import Sample
+from slime.data.source.data_source import DataSource, RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.fleet.spec import fleet_of
 from slime.options.errors import OptionError
 from slime.ray import janitor, supervision
@@ -27,8 +28,7 @@ from slime.ray.rollout_manager import restore_source, source_state
 from slime.ray.run import Run
 from slime.ray.saving import Saver
 from slime.ray.supervision import LOAD_DATA, Deadline, InputError, RunError, Supervisor
-from slime.rollout.data_source import DataSource, RolloutDataSource, RolloutDataSourceWithBuffer
-from slime.rollout.hooks import HookError
+from slime.rollout.user.hooks import HookError
 from slime.utils.environment import as_environment
 from slime.utils.errors import BadInputError, DeadlineError
 from tests.small_fleet import slot_options

@@ -22,9 +22,9 @@ from slime.data import Sample, Status
 from slime.options.eval_datasets import eval_datasets
 from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.engine.state import state_of_call
 from slime.rollout.sampling import eval_sampling_params, request_seed, train_sampling_params
 from slime.rollout.sglang_rollout import generate, generate_and_rm
-from slime.rollout.state import state_of_call
 from slime.rollout.tokenizer import load_tokenizer
 from slime.utils.errors import BadInputError
 from slime.utils.http_utils import RequestError

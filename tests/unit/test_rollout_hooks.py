@@ -13,9 +13,9 @@ import pytest
 from slime.data import Sample
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.hooks import HookError
-from slime.rollout.loop import background_loop
+from slime.rollout.engine.loop import background_loop
 from slime.rollout.sglang_rollout import generate_and_rm
+from slime.rollout.user.hooks import HookError
 from slime.utils.errors import BadInputError, DeadlineError
 from tests.fake_client import FakeClient, hook_file, indices, rollout
 from tests.waiting import wait_for
@@ -148,7 +148,7 @@ def test_a_data_source_may_name_rewards(make_args: Args, use: Callable[..., Fake
 def test_blocked_loop_is_noticed(
     make_args: Args, use: Callable[..., FakeClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slime.rollout.loop._GRACE_S", 0.2)
+    monkeypatch.setattr("slime.rollout.engine.loop._GRACE_S", 0.2)
     use(FakeClient())
     hook = hook_file(tmp_path, "import time\nasync def generate(args, sample, params):\n    time.sleep(99)  # blocks\n")
     args = make_args(custom_generate_function_path=str(hook), rollout_timeout=3.0)
@@ -188,7 +188,7 @@ def test_a_hook_that_swallows_its_cancellation_is_left_alone(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("slime.rollout.loop._CANCEL_S", 0.1)
+    monkeypatch.setattr("slime.rollout.engine.loop._CANCEL_S", 0.1)
     use(FakeClient())
     hook = hook_file(tmp_path, STUBBORN)
     times = {"reward_timeout": 2000.0, "rollout_timeout": 2000.0, timeout: 20.0}
@@ -204,7 +204,7 @@ def test_what_a_function_that_was_left_alone_raises_later_is_not_told_of(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("slime.rollout.loop._CANCEL_S", 0.01)
+    monkeypatch.setattr("slime.rollout.engine.loop._CANCEL_S", 0.01)
     use(FakeClient())
     hook = hook_file(
         tmp_path,

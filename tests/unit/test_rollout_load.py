@@ -11,9 +11,9 @@ from collections.abc import Callable
 import pytest
 
 from slime.data import Sample
-from slime.rollout import state
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.engine import state
 from slime.rollout.sglang_rollout import generate_rollout
 from tests.fake_client import FakeClient
 from tools.benchmarks import load

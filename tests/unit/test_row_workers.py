@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import dataset, row_workers
-from slime.rollout.dataset import load_prompts, train_prompt_spec
-from slime.rollout.prompt_rows import Encoding, RowEncoder
-from slime.rollout.reading import RawRow, open_rows
+from slime.data.rows import dataset, row_workers
+from slime.data.rows.dataset import load_prompts, train_prompt_spec
+from slime.data.rows.prompt_rows import Encoding, RowEncoder
+from slime.data.rows.reading import RawRow, open_rows
 
 NUM_GPUS = 0
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from slime.data import Sample, Status
-from slime.rollout import state
+from slime.rollout.engine import state
+from slime.rollout.engine.loop import background_loop
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
-from slime.rollout.loop import background_loop
 from slime.rollout.runtime import EngineSet, RolloutRuntime, current, pushed_version
 from slime.rollout.sglang_rollout import generate
 from tests.fake_client import FakeClient, reply

@@ -21,9 +21,9 @@ from examples.search_r1 import generate_with_search as search
 from examples.search_r1.bm25 import BM25, words
 from examples.search_r1.search_server import make_app, read_corpus
 from slime.data import Sample, Status
+from slime.rollout.engine.state import rollout_state
 from slime.rollout.observation import append_observation, response_text
 from slime.rollout.sampling import train_sampling_params
-from slime.rollout.state import rollout_state
 from slime.rollout.tokenizer import load_tokenizer
 from tests.fake_client import FakeClient
 from tests.scripted_turns import Args, Scripted, Use, example_args, one, turn_by_turn

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slime.rollout.conversation import ConversationEncoder, render
-from slime.rollout.messages import RowError
+from slime.data.rows.conversation import ConversationEncoder, render
+from slime.data.rows.messages import RowError
 from tests import chat_templates
 from tests.documents import DOCS
 from tests.small_rollout import write_tokenizer

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from slime.data import Sample, Status
-from slime.rollout.conversation import ConversationEncoder
+from slime.data.rows.conversation import ConversationEncoder
+from slime.data.rows.dataset import load_prompts, train_prompt_spec
 from slime.rollout.data_source import RolloutDataSource
-from slime.rollout.dataset import load_prompts, train_prompt_spec
 from slime.rollout.sft_rollout import generate_rollout
 from slime.rollout.tokenizer import load_tokenizer
 from slime.utils.errors import BadInputError

@@ -1,4 +1,4 @@
-"""slime.rollout.train_data: samples to per-rank batches, reward post-processing, metrics and every input error."""
+"""rollout.batches.train_data: samples to per-rank batches, reward post-processing, metrics and every input error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from slime.data import Sample, Status
-from slime.rollout.train_data import to_columns, to_train_batches
+from slime.rollout.batches.train_data import to_columns, to_train_batches
 from tests.algorithm_options import algorithm_options
 
 NUM_GPUS = 0

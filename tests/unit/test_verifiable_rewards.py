@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from slime.data import Sample
-from slime.rollout.rm_hub import async_rm, instructions
+from slime.rollout.reward import instructions
+from slime.rollout.rm_hub import async_rm
 from slime.utils.errors import BadInputError
 
 NUM_GPUS = 0

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from slime.data import Sample, Status
+from slime.data.source.under_way import under_way
 from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
+from slime.rollout.batches.metrics import accounting
+from slime.rollout.batches.train_data import to_train_batches
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.metrics import accounting
 from slime.rollout.sampling import request_seed, seeded
 from slime.rollout.sglang_rollout import generate_rollout
-from slime.rollout.train_data import to_train_batches
-from slime.rollout.under_way import under_way
 from tools.benchmarks.report import BenchError
 from tools.benchmarks.stub_engine import FAULTS, VERSION, reply_key, script
 

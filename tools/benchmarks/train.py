@@ -137,7 +137,7 @@ def main() -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     from slime.backends.megatron.trainer import MegatronTrainer
     from slime.batching.flops import forward_flops
-    from slime.rollout.train_data import decoder_shape, to_train_batches
+    from slime.rollout.batches.train_data import decoder_shape, to_train_batches
 
     args = training_options(options, world_size, world_size)
     dp_size = args.data_parallel_size

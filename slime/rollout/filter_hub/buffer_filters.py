@@ -8,18 +8,14 @@ from __future__ import annotations
 from argparse import Namespace
 
 from slime.data import Group
-from slime.rollout.base_types import begun_anew
+from slime.data.sample import begun_anew
+from slime.data.source.data_source import pop_first
+from slime.rollout.engine.versions import versions
 from slime.rollout.runtime import pushed_version
-from slime.rollout.versions import versions
+
+__all__ = ["pop_first", "pop_fresh", "pop_longest"]
 
 _NOT_BEGUN = float("inf")
-
-
-def pop_first(args: Namespace, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:
-    """First in, first out."""
-    taken = buffer[:num_samples]
-    del buffer[:num_samples]
-    return taken
 
 
 def pop_longest(args: Namespace, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:

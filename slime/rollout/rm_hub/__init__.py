@@ -7,13 +7,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime.data import Sample
-from slime.rollout.hooks import within
-from slime.rollout.loop import run_all
-from slime.rollout.rm_hub.answers import last_boxed
-from slime.rollout.rm_hub.custom import Reward, custom_rewards, hook_of, limit_of
-from slime.rollout.rm_hub.graders import ASKS_A_SERVER, BOXED_GRADERS, GRADERS, remote_reward
+from slime.rollout.engine.loop import run_all
+from slime.rollout.reward.answers import last_boxed
+from slime.rollout.reward.custom import Reward, custom_rewards, hook_of, limit_of
+from slime.rollout.reward.graders import (
+    ASKS_A_SERVER,
+    BOXED,
+    BOXED_GRADERS,
+    GRADERS,
+    remote_reward,
+    rm_type_problem,
+)
+from slime.rollout.reward.special_tokens import response_without_special_tokens
 from slime.rollout.rm_hub.math_utils import grade_answer_verl
-from slime.rollout.rm_hub.special_tokens import response_without_special_tokens
+from slime.rollout.user.hooks import within
 from slime.utils.errors import BadInputError
 
 __all__ = [
@@ -25,8 +32,6 @@ __all__ = [
     "remote_rm",
     "response_without_special_tokens",
 ]
-
-_BOXED = "boxed_"
 
 
 async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Reward:
@@ -103,13 +108,6 @@ def _rm_type(args: Namespace, sample: Sample) -> str | None:
     return sample.metadata.get("rm_type") or args.rm_type
 
 
-def rm_type_problem(name: Any) -> str | None:
-    """Why ``name`` is no built-in reward; None where it is one."""
-    if isinstance(name, str) and name.removeprefix(_BOXED) in GRADERS:
-        return None
-    return f"unknown rm_type {name!r:.60}: there are {', '.join(sorted(GRADERS))}, each also as {_BOXED}<name>"
-
-
 async def _built_in_list(args: Namespace, sample: Sample) -> list[Reward]:
     return [await _built_in(args, sample)]
 
@@ -122,7 +120,7 @@ async def _built_in(args: Namespace, sample: Sample) -> Reward:
         )
     if (problem := rm_type_problem(name)) is not None:
         raise BadInputError(problem)
-    bare, response = name.removeprefix(_BOXED), response_without_special_tokens(args, sample)
+    bare, response = name.removeprefix(BOXED), response_without_special_tokens(args, sample)
     grader = GRADERS[bare]
     if name != bare and bare in BOXED_GRADERS:
         grader = BOXED_GRADERS[bare]

@@ -1,0 +1,388 @@
+"""From the samples of one rollout to one training batch per data-parallel rank, and the rollout's metrics."""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from slime.algorithms.rewards import LARGEST_REWARD, normalize_rewards, overlong_penalty, rollout_rewards
+from slime.batching.columns import train_batches
+from slime.batching.flops import DecoderShape, LatentShape, forward_flops
+from slime.batching.schedule import build_schedule
+from slime.data import ColumnError, Ragged, Sample, Status, TrainBatch
+from slime.data.columns import LOSS_MASK, TOKENS, Values, from_samples
+from slime.data.source.numbers import numbers_kept
+from slime.options.schema import flag_named
+from slime.rollout.batches.conversion import FLAG as CONVERSION
+from slime.rollout.batches.conversion import Converted, convert
+from slime.rollout.batches.metrics import length_stats
+from slime.rollout.engine.versions import OLDER_THAN_ANY, as_number
+from slime.utils.errors import BadInputError
+from slime.utils.hook_paths import columns_of
+from slime.utils.user_functions import call_user_function
+
+_NEEDS_ENGINE = ("use_tis", "use_rs", "use_rollout_logprobs")
+"""Options without a meaning for samples that have no log-probs of an engine."""
+ZERO_STD = "rollout/zero_std"
+"""What the metrics of groups of equal rewards begin with."""
+
+
+def to_train_batches(args: Namespace, samples: list[Sample], dp_size: int) -> tuple[list[TrainBatch], dict[str, float]]:
+    """Check, normalise, schedule and deal out the samples of one rollout.
+
+    Args:
+        args: `parse_args` namespace: kind of loss, reward normalisation, batch sizes, layout.
+        samples: flat, in any order; samples that one rollout was cut into share ``rollout_id``.
+        dp_size: data-parallel ranks.
+
+    Returns:
+        One batch per data-parallel rank, and the metrics of `rollout_metrics` and `reward_metrics`.
+
+    Raises:
+        ValueError: a sample that cannot be trained on (named by its index), or counts that do not divide into steps.
+    """
+    samples, columns = _rows(args, samples)
+    lengths = _padded_lengths(args, columns.lengths)
+    dynamic = args.use_dynamic_batch_size
+    balances = args.balance_data or args.balance_by_flops
+    schedule = build_schedule(
+        lengths,
+        columns.rollout_ids,
+        _row_sums(columns.loss_mask),
+        dp_size=dp_size,
+        global_batch_size=args.global_batch_size,
+        micro_batch_size=None if dynamic else args.micro_batch_size,
+        max_tokens=args.max_tokens_per_gpu * args.context_parallel_size if dynamic else None,
+        micro_batch_multiple=_micro_batch_multiple(args),
+        row_costs=forward_flops(lengths, decoder_shape(args)) if balances else None,
+        balance_micro_batches=args.balance_by_flops,
+    )
+    metrics = rollout_metrics(samples, columns)
+    if args.loss_type != "sft_loss":
+        metrics |= reward_metrics(columns)
+    if args.overlong_buffer_len is not None:
+        metrics["rollout/overlong_penalty"] = float(_overlong_penalties(args, samples).mean())
+    return train_batches(columns, schedule), metrics
+
+
+def _rows(args: Namespace, samples: list[Sample]) -> tuple[list[Sample], TrainBatch]:
+    """The samples that are trained on, a user's conversion's or those of the rollout, and their columns."""
+    if args.custom_convert_samples_to_train_data_path is None:
+        return samples, to_columns(args, samples)
+    converted = convert(args, samples)
+    try:
+        return converted.samples, to_columns(args, converted.samples, converted)
+    except BadInputError:
+        raise
+    except ValueError as error:
+        raise BadInputError(f"{CONVERSION} {args.custom_convert_samples_to_train_data_path}: {error}") from error
+
+
+def to_columns(args: Namespace, samples: list[Sample], converted: Converted | None = None) -> TrainBatch:
+    """Every sample as one row, unscheduled (``steps`` is empty). Raises ValueError as `to_train_batches` does.
+
+    Args:
+        converted: what a user's function says of the samples, which are its own, in place of what follows from them.
+    """
+    if not samples:
+        raise ValueError("the rollout returned no samples")
+    for position, sample in enumerate(samples):
+        sample.check()
+        check_response(sample, _name(position, sample))
+    made = _made_of_rollout(args, samples, converted)
+    values: dict[str, Values | None] = {}
+    for column in columns_of(args):
+        if column.made_by == "trainer" or not column.wanted(args):
+            continue
+        if column.made_by == "rollout":
+            values[column.name] = made[column.name]()
+        else:
+            try:
+                values[column.name] = from_samples(column, samples, lambda at: _name(at, samples[at]))
+            except ColumnError as error:
+                raise BadInputError(str(error)) from error
+    _check_vocabulary(args, samples, values[TOKENS])
+    return TrainBatch({name: column for name, column in values.items() if column is not None})
+
+
+def _made_of_rollout(
+    args: Namespace, samples: list[Sample], converted: Converted | None
+) -> dict[str, Callable[[], Values | None]]:
+    """By name, what makes the columns that follow from all samples of a rollout, or from a user's conversion."""
+    rollout_ids = _rollout_ids(samples)
+    loss_mask = Ragged.from_rows((_loss_mask(s) for s in samples), np.uint8)
+    _, rollout_of_row = np.unique(rollout_ids, return_inverse=True)
+    mask_sums = np.bincount(rollout_of_row, _row_sums(loss_mask)).astype(np.int64)[rollout_of_row]
+    if converted is None:
+        raw_rewards, rewards = _rewards(args, samples, rollout_ids)
+    else:
+        raw_rewards = _reward_column(converted.raw_rewards, samples, "raw_reward")
+        rewards = _reward_column(converted.rewards, samples, "reward")
+        if converted.rollout_mask_sums is not None:
+            mask_sums = np.array(converted.rollout_mask_sums, dtype=np.int64)
+    return {
+        LOSS_MASK: lambda: loss_mask,
+        "rewards": lambda: rewards.astype(np.float32),
+        "raw_rewards": lambda: raw_rewards.astype(np.float32),
+        "truncated": lambda: np.array([s.status is Status.TRUNCATED for s in samples], dtype=np.bool_),
+        "sample_indices": lambda: np.array(
+            [i if s.index is None else s.index for i, s in enumerate(samples)], dtype=np.int64
+        ),
+        "rollout_ids": lambda: rollout_ids,
+        "group_indices": lambda: np.array(
+            [-1 if s.group_index is None else s.group_index for s in samples], dtype=np.int64
+        ),
+        "rollout_mask_sums": lambda: mask_sums,
+        "rollout_log_probs": lambda: _rollout_log_probs(args, samples),
+        "weight_versions": lambda: _weight_versions(samples),
+        "metadata": lambda: _metadata(samples),
+    }
+
+
+def rollout_metrics(samples: list[Sample], columns: TrainBatch) -> dict[str, float]:
+    """Counts, and how long and how often truncated the samples are."""
+    return length_stats(samples, "rollout/response_len", effective=True) | {
+        "rollout/total_lengths": float(columns.lengths.mean()),
+        "rollout/truncated_ratio": float(columns.truncated.mean()),
+        "rollout/num_samples": float(len(samples)),
+        "rollout/num_rollouts": float(len(np.unique(columns.rollout_ids))),
+    }
+
+
+def reward_metrics(columns: TrainBatch) -> dict[str, float]:
+    """Means over rollouts of rewards; groups of equal rewards, counted by that reward.
+
+    The raw reward of a rollout is that of `rollout_rewards`, its normalised one the mean of its rows, as in the loss.
+    """
+    rollouts, first_row, rollout_of_row = np.unique(columns.rollout_ids, return_index=True, return_inverse=True)
+    rows_of_rollout = np.bincount(rollout_of_row)
+    by_rollout = rollout_rewards(columns.rollout_ids.tolist(), columns.raw_rewards.tolist())
+    raw = np.array([by_rollout[rollout] for rollout in rollouts.tolist()])
+    groups = columns.group_indices[first_row]
+    metrics = {
+        "rollout/raw_reward": float(raw.mean()),
+        "rollout/rewards": float((np.bincount(rollout_of_row, columns.rewards) / rows_of_rollout).mean()),
+    }
+    for reward, count in _zero_std_groups(raw, groups).items():
+        name = f"{ZERO_STD}/count_{reward:g}"  # rewards that are the same in six digits have one
+        metrics[name] = metrics.get(name, 0.0) + count
+    return metrics
+
+
+def _zero_std_groups(raw: np.ndarray, groups: np.ndarray) -> Counter[float]:
+    """How many groups of at least two rollouts have one and the same reward throughout, by that reward."""
+    order = np.argsort(groups, kind="stable")
+    starts = np.flatnonzero(np.diff(groups[order], prepend=groups[order][0] - 1))
+    low, high = np.minimum.reduceat(raw[order], starts), np.maximum.reduceat(raw[order], starts)
+    sizes = np.diff(np.append(starts, len(order)))
+    return Counter((np.round(low[(low == high) & (sizes > 1)], 4) + 0.0).tolist())  # of -0.0 makes 0.0
+
+
+def _micro_batch_multiple(args: Namespace) -> int:
+    """Megatron's interleaved schedule takes micro-batches in groups of this many."""
+    if args.virtual_pipeline_model_parallel_size is None:
+        return 1
+    return int(args.microbatch_group_size_per_virtual_pipeline_stage or args.pipeline_model_parallel_size)
+
+
+def _padded_lengths(args: Namespace, lengths: np.ndarray) -> np.ndarray:
+    """As the rows lie in a stream: context parallelism cuts each into two chunks a rank."""
+    cp_size = args.context_parallel_size
+    chunks = 2 * cp_size if cp_size > 1 else 1
+    return -(-lengths // chunks) * chunks
+
+
+def decoder_shape(args: Namespace) -> DecoderShape:
+    """The sizes that a row's work depends on, of the whole model."""
+    moe_layers, every = 0, args.moe_layer_freq
+    if args.num_experts:
+        moe_layers = sum(every) if isinstance(every, list) else -(-args.num_layers // every)
+    return DecoderShape(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.ffn_hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups,
+        kv_channels=args.kv_channels or 0,
+        vocab_size=args.vocab_size,
+        num_moe_layers=moe_layers,
+        num_experts=args.num_experts or 0,
+        moe_router_topk=args.moe_router_topk,
+        moe_ffn_hidden_size=args.moe_ffn_hidden_size or args.ffn_hidden_size,
+        moe_shared_expert_intermediate_size=args.moe_shared_expert_intermediate_size or 0,
+        latent=_latent_shape(args) if args.multi_latent_attention else None,
+    )
+
+
+def _latent_shape(args: Namespace) -> LatentShape:
+    return LatentShape(**{field.name: getattr(args, field.name) for field in dataclasses.fields(LatentShape)})
+
+
+def _name(position: int, sample: Sample) -> str:
+    return f"sample {sample.index} (position {position}, group {sample.group_index}, status {sample.status.value})"
+
+
+def check_response(sample: Sample, name: str) -> None:
+    """Refuse what cannot be trained.
+
+    Raises:
+        ValueError: no response, or no prompt before it; its message begins with ``name``.
+    """
+    if sample.response_length < 1:
+        raise ValueError(f"{name}: empty response; a rollout must replace or leave out such a sample")
+    if sample.response_length >= len(sample.tokens):
+        raise ValueError(
+            f"{name}: {len(sample.tokens)} tokens, all of them response; the first response token needs at least one "
+            "prompt token before it"
+        )
+
+
+def _loss_mask(sample: Sample) -> Sequence[int] | np.ndarray:
+    if sample.remove_sample:
+        return np.zeros(sample.response_length, dtype=np.uint8)
+    if sample.loss_mask is None:
+        return np.ones(sample.response_length, dtype=np.uint8)
+    if not set(sample.loss_mask) <= {0, 1}:
+        raise ValueError(f"sample {sample.index}: loss_mask must be of 0 and 1, got {sorted(set(sample.loss_mask))}")
+    return sample.loss_mask
+
+
+def _check_vocabulary(args: Namespace, samples: list[Sample], tokens: Values | None) -> None:
+    assert isinstance(tokens, Ragged)
+    wrong = np.flatnonzero((tokens.values < 0) | (tokens.values >= args.vocab_size))
+    if wrong.size:
+        position = int(np.searchsorted(tokens.offsets, wrong[0], side="right")) - 1
+        raise ValueError(
+            f"{_name(position, samples[position])}: token id {tokens.values[wrong[0]]} is outside the model's "
+            f"vocabulary of {args.vocab_size}"
+        )
+
+
+def _rollout_ids(samples: list[Sample]) -> np.ndarray:
+    """A sample without a ``rollout_id`` is a rollout of its own, under a number that no other has."""
+    unused = 1 + max((s.rollout_id for s in samples if s.rollout_id is not None), default=-1)
+    return np.array(
+        [unused + i if s.rollout_id is None else s.rollout_id for i, s in enumerate(samples)], dtype=np.int64
+    )
+
+
+def _rollout_log_probs(args: Namespace, samples: list[Sample]) -> Ragged | None:
+    """The engine's log-probs: of every sample with trained tokens, or of none where nothing needs them."""
+    missing = [i for i, s in enumerate(samples) if s.rollout_log_probs is None and np.any(_loss_mask(s))]
+    needed_by = [name for name in _NEEDS_ENGINE if getattr(args, name)]
+    if missing and needed_by:
+        flag = flag_named(needed_by[0])
+        raise ValueError(f"{_name(missing[0], samples[missing[0]])}: no rollout_log_probs, which {flag} needs")
+    if not needed_by and all(s.rollout_log_probs is None for s in samples):
+        return None
+    if missing:
+        raise ValueError(
+            f"{_name(missing[0], samples[missing[0]])}: no rollout_log_probs, but other samples have them "
+            f"({len(missing)} of {len(samples)} samples lack them)"
+        )
+    rows = ([0.0] * s.response_length if s.rollout_log_probs is None else s.rollout_log_probs for s in samples)
+    log_probs = Ragged.from_rows(rows, np.float32)
+    wrong = np.flatnonzero(~np.isfinite(log_probs.values))
+    if wrong.size:
+        position = int(np.searchsorted(log_probs.offsets, wrong[0], side="right")) - 1
+        token = int(wrong[0] - log_probs.offsets[position])
+        is_trained = bool(_loss_mask(samples[position])[token])
+        raise ValueError(
+            f"{_name(position, samples[position])}: the rollout_log_prob of response token {token} is "
+            f"{log_probs.values[wrong[0]]}, which {'is trained on' if is_trained else 'is masked: give it 0.0'}"
+        )
+    return log_probs
+
+
+def _metadata(samples: list[Sample]) -> np.ndarray:
+    column = np.empty(len(samples), dtype=object)
+    column[:] = [sample.train_metadata for sample in samples]
+    return column
+
+
+def _weight_versions(samples: list[Sample]) -> Ragged:
+    """The version of each response token, -1 of those that no engine made.
+
+    Raises:
+        ValueError: a trained token has none, as where a hook filled the sample by hand.
+    """
+    rows = []
+    for position, sample in enumerate(samples):
+        made = [OLDER_THAN_ANY if v is None else as_number(v) for v in sample.token_versions()]
+        versions = np.array(made, dtype=np.int32)
+        trained = np.asarray(_loss_mask(sample)) == 1
+        if lacking := int((trained & (versions < 0)).sum()):
+            raise ValueError(
+                f"{_name(position, sample)}: --keep-old-actor needs the weights' version of every trained token, and "
+                f"{lacking} of {int(trained.sum())} have none; a generate function notes it by passing meta_info to "
+                "Sample.append_response_tokens"
+            )
+        rows.append(versions)
+    return Ragged.from_rows(rows, np.int32)
+
+
+def _rewards(args: Namespace, samples: list[Sample], rollout_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Raw and post-processed rewards, float64 [rows]."""
+    if args.loss_type == "sft_loss":
+        zeros = np.zeros(len(samples))
+        return zeros, zeros
+    if hook := args.custom_reward_post_process_path:
+        flag = "--custom-reward-post-process-path"
+        with numbers_kept(samples, f"{flag} {hook}"):
+            returned = call_user_function(flag, hook, {"args": args, "samples": samples})
+        if not isinstance(returned, Sequence) or len(returned) != 2:
+            raise BadInputError(f"{flag} {hook}: it must return (raw rewards, rewards), not {returned!r:.200}")
+        raw_rewards, rewards = returned
+        return (
+            _reward_column(raw_rewards, samples, f"raw reward of {flag}"),
+            _reward_column(rewards, samples, f"reward of {flag}"),
+        )
+    raw = _reward_column([s.get_reward_value(args) for s in samples], samples, "reward")
+    shaped = raw + _overlong_penalties(args, samples)
+    if args.reward_baseline is None:
+        return raw, shaped
+    for position, sample in enumerate(samples):
+        if sample.group_index is None:
+            raise ValueError(
+                f"{_name(position, sample)}: rewards are normalised by group, so every sample needs a group_index "
+                f"(or pass --disable-rewards-normalization)"
+            )
+    groups = np.array([s.group_index for s in samples], dtype=np.int64)
+    return raw, normalize_rewards(
+        shaped, groups, rollout_ids, baseline=args.reward_baseline, divide_by_std=args.reward_std
+    )
+
+
+def _overlong_penalties(args: Namespace, samples: list[Sample]) -> np.ndarray:
+    if args.overlong_buffer_len is None:
+        return np.zeros(len(samples))
+    lengths = np.array([sample.response_length for sample in samples])
+    return overlong_penalty(
+        lengths, args.rollout_max_response_len, args.overlong_buffer_len, args.overlong_penalty_factor
+    )
+
+
+def _reward_column(rewards: Iterable[float], samples: list[Sample], what: str) -> np.ndarray:
+    values = list(rewards)
+    if len(values) != len(samples):
+        raise ValueError(f"{what}: {len(values)} values for {len(samples)} samples")
+    try:
+        column = np.array([float(value) for value in values], dtype=np.float64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{what}: not all values are numbers: {error}") from error
+    wrong = np.flatnonzero(~(np.abs(column) <= LARGEST_REWARD))
+    if wrong.size:
+        position = int(wrong[0])
+        found = f"the {what} is {column[position]:g}, and must be within {LARGEST_REWARD:g}"
+        raise ValueError(f"{_name(position, samples[position])}: {found}")
+    return column
+
+
+def _row_sums(mask: Ragged) -> np.ndarray:
+    """int64 [rows]"""
+    totals = np.concatenate([[0], np.cumsum(mask.values, dtype=np.int64)])
+    return np.diff(totals[mask.offsets])
