@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from slime.data.rows.data_warnings import data_warnings, dataset_of
+from slime.data.rows.dataset import data_warnings, dataset_of
 from slime.fleet.placement import describe_placement
 from slime.options.checkpoint_rules import starting_point
 from slime.options.errors import OptionError

@@ -10,13 +10,13 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slime.data import Group, Sample
-from slime.data.rows.data_warnings import data_warnings
+from slime.data.rows.dataset import data_warnings
 from slime.data.source.data_source import DataSource, RolloutDataSource
 from slime.data.source.prompts import as_groups, put_back
 from slime.data.source.under_way import under_way
@@ -31,21 +31,19 @@ from slime.rollout.base_types import train_output
 from slime.rollout.batches.debug_data import check_recorded, load_samples, save_evaluation, save_samples
 from slime.rollout.batches.metrics import accounting
 from slime.rollout.batches.sample_stats import sample_metrics
+from slime.rollout.batches.staleness import renew_stale, staleness_metrics
 from slime.rollout.batches.train_data import to_train_batches
 from slime.rollout.engine.abort import abort_requests
 from slime.rollout.engine.loop import background_loop
-from slime.rollout.engine.staleness import renew_stale, staleness_metrics
 from slime.rollout.evaluation import eval_metrics, evaluation_output, load_eval_prompts, warn_of_unscored
 from slime.rollout.reward.reward_log import RewardLog
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.sglang_rollout import draw_first_groups, generate_groups
-from slime.rollout.user.hooks import accepted, naming
-from slime.rollout.user.log_hooks import logs_evaluation, logs_rollout
+from slime.rollout.user.hooks import accepted, logs_evaluation, logs_rollout, naming
 from slime.utils.errors import BadInputError, CancelledRolloutError, DeadlineError, SlimeError
 from slime.utils.misc import attribute_of, load_function
 
-P = ParamSpec("P")
-T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 logger = logging.getLogger(__name__)
 
@@ -57,17 +55,15 @@ ROLLOUTS, EVALUATION, ROUTERS = "rollouts", "evaluation", "routers"
 _SOURCE_STATE, _SOURCE_CLASS = "data_source", "data_source_class"
 
 
-def _in_runtime(
-    method: Callable[Concatenate[RolloutManager, P], T],
-) -> Callable[Concatenate[RolloutManager, P], T]:
+def _in_runtime(method: F) -> F:
     """Users' functions that the method calls, and what these call of ours, find the process's runtime."""
 
     @functools.wraps(method)
-    def call(self: RolloutManager, *args: P.args, **kwargs: P.kwargs) -> T:
+    def call(self: RolloutManager, *args: Any, **kwargs: Any) -> Any:
         with self._runtime.active():
             return method(self, *args, **kwargs)
 
-    return call
+    return cast(F, call)
 
 
 class RolloutManager:
@@ -199,6 +195,7 @@ class RolloutManager:
         finally:
             self._under_way.discard(call)
 
+    @_in_runtime
     def cancel(self) -> None:
         """End rollouts and evaluations under way, whose calls raise CancelledRolloutError, and all requests at engines.
 

@@ -16,11 +16,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.rollout.engine.gate import Door, Gate
-from slime.rollout.engine.in_line import Line
+from slime.rollout.engine.gate import Door, Gate, Line
 from slime.rollout.user.failure_log import FailureLog
 from slime.utils.http_client import Http
-from slime.utils.user_functions import once
+from slime.utils.user_functions import TOLD, setting
 
 HOOK_THREADS = 64
 """Calls of plain functions of the user at the same time, on one event loop."""
@@ -80,12 +79,8 @@ class RolloutRuntime:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Within the block, and in coroutines and hook threads that it starts, this one is `current`."""
-        token = _current.set(self)
-        try:
-            with self.http.active(), once(self.told):
-                yield
-        finally:
-            _current.reset(token)
+        with setting(_current, self), self.http.active(), setting(TOLD, self.told):
+            yield
 
     def here(self) -> OfLoop:
         """What belongs to the running event loop."""
@@ -120,11 +115,10 @@ class RolloutRuntime:
             if version is not None and version < known:
                 return known
             self._engines = EngineSet(known + 1 if version is None else version, tuple(urls), admin_key)
-            loops = list(self._loops.items())
-        for loop, its in loops:
-            with contextlib.suppress(RuntimeError):  # it is closed
-                loop.call_soon_threadsafe(its.gate.set_capacity, self.capacity)
-        return self._engines.version
+            for loop, its in self._loops.items():  # within the lock, so that the last change is the last they hear of
+                with contextlib.suppress(RuntimeError):  # it is closed
+                    loop.call_soon_threadsafe(its.gate.set_capacity, self.capacity)
+            return self._engines.version
 
     @property
     def capacity(self) -> int:

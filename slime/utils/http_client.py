@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import json
 import logging
@@ -13,8 +12,8 @@ import resource
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,6 +22,7 @@ import aiohttp
 
 from slime.utils.environment import proxy_of
 from slime.utils.errors import SlimeError
+from slime.utils.user_functions import setting
 
 logger = logging.getLogger(__name__)
 
@@ -96,14 +96,9 @@ class Http:
         self._sent: Counter[str] = Counter()
         self._resent: dict[str, Counter[str]] = {}
 
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> AbstractContextManager[None]:
         """Within the block, and in coroutines and hook threads that it starts, `post` and `get` are this one's."""
-        token = _current.set(self)
-        try:
-            yield
-        finally:
-            _current.reset(token)
+        return setting(_current, self)
 
     def add_api_keys(self, keys: Mapping[str, str]) -> None:
         """Send these bearer tokens with every later request to their origins.

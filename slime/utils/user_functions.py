@@ -10,11 +10,13 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from slime.utils.elsewhere import told
 from slime.utils.errors import DeadlineError, HookError, SettingError
 from slime.utils.misc import load_function
+
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -82,25 +84,24 @@ def call_user_function(
     return answer
 
 
-_told: ContextVar[set[tuple[str, ...]] | None] = ContextVar("told_of_functions", default=None)
+TOLD: ContextVar[set[tuple[str, ...]] | None] = ContextVar("told_of_functions", default=None)
+"""Where `is_first` notes."""
 
 
 @contextlib.contextmanager
-def once(told: set[tuple[str, ...]]) -> Iterator[None]:
-    """Within the block, and in coroutines and hook threads that it starts, `is_first` notes in ``told``."""
-    token = _told.set(told)
+def setting(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Within the block, and in coroutines and hook threads that it starts, ``variable`` has this value."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _told.reset(token)
+        variable.reset(token)
 
 
 def is_first(*what: str) -> bool:
     """Whether this is asked of ``what`` for the first time: for warnings that are given once; else always."""
-    told = _told.get()
-    if told is None:
-        return True
-    if what in told:
-        return False
-    told.add(what)
-    return True
+    noted = TOLD.get()
+    is_known = noted is not None and what in noted
+    if noted is not None:
+        noted.add(what)
+    return not is_known

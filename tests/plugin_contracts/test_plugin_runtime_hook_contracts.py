@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.batches.train_data import to_train_batches
-from slime.rollout.user.log_hooks import logs_evaluation, logs_rollout
+from slime.rollout.user.hooks import logs_evaluation, logs_rollout
 from slime.utils.types import Sample
 from tests.plugin_contracts.contract import Contract, Subject
 from tests.plugin_contracts.running import cases, main, run_case, words_of

@@ -13,9 +13,9 @@ import pytest
 
 from slime.data import Group, Sample, Status
 from slime.data.source.under_way import under_way
+from slime.rollout.batches.staleness import renew_stale, staleness, staleness_metrics
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.engine import state as state_module
-from slime.rollout.engine.staleness import renew_stale, staleness, staleness_metrics
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.sglang_rollout import generate, generate_and_rm
 from slime.rollout.tokenizer import load_tokenizer

@@ -14,8 +14,7 @@ from slime.data import Sample
 from slime.data.source.prompts import draw_groups
 from slime.rollout.collect import collect
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.engine.gate import FIRST
-from slime.rollout.engine.in_line import Line
+from slime.rollout.engine.gate import FIRST, Line
 from slime.rollout.engine.loop import background_loop
 from slime.rollout.engine.state import RolloutState
 from slime.rollout.runtime import RolloutRuntime

@@ -12,8 +12,7 @@ import pytest
 
 from slime.data import Sample
 from slime.rollout.runtime import RolloutRuntime
-from slime.rollout.user.hooks import HookError
-from slime.rollout.user.log_hooks import logs_evaluation, logs_rollout
+from slime.rollout.user.hooks import HookError, logs_evaluation, logs_rollout
 from slime.utils.errors import DeadlineError
 from slime.utils.plain import load_plain
 from tests.fake_client import hook_file

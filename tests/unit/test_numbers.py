@@ -13,7 +13,7 @@ import pytest
 from slime.data import Sample, Status
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.user.log_hooks import logs_rollout
+from slime.rollout.user.hooks import logs_rollout
 from tests.fake_client import Engine, FakeClient, accounts, hook_file, rollout
 
 NUM_GPUS = 0

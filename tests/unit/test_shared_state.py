@@ -1,8 +1,9 @@
-"""What processes of rollouts share is in their runtime, and not in modules; and no task is left to the collector."""
+"""What rollouts of a process share is in their runtime; every task is referred to; folders and names of users stay."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -118,3 +119,39 @@ def test_the_checker_of_registries(code: str, names: list[str]) -> None:
 )
 def test_the_checker_of_tasks(code: str, lines: list[int]) -> None:
     assert lost_tasks(ast.parse(code)) == lines
+
+
+FOLDERS = sorted({path.parent for path in files("slime/rollout", "slime/data")})
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(ROOT)))
+def test_a_folder_can_be_held_in_the_head(folder: Path) -> None:
+    assert len(list(folder.glob("*.py"))) <= 15
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("slime.data", "DataSource RolloutDataSource RolloutDataSourceWithBuffer Sample"),
+        ("slime.rollout.base_types", "RolloutFnEvalOutput RolloutFnTrainOutput flatten_samples"),
+        ("slime.rollout.data_source", "DataSource RolloutDataSource RolloutDataSourceWithBuffer pop_first"),
+        ("slime.rollout.filter_hub.base_types", "DynamicFilterOutput"),
+        ("slime.rollout.filter_hub.buffer_filters", "pop_first pop_fresh pop_longest"),
+        ("slime.rollout.filter_hub.dynamic_sampling_filters", "check_reward_nonzero_std"),
+        ("slime.rollout.fully_async_rollout", "generate_rollout_fully_async"),
+        ("slime.rollout.model_urls", "get_model_url"),
+        ("slime.rollout.observation", "append_observation response_text"),
+        ("slime.rollout.rm_hub", "async_rm batched_async_rm grade_answer_verl remote_rm"),
+        ("slime.rollout.rm_hub.math_dapo_utils", "compute_score"),
+        ("slime.rollout.rm_hub.math_utils", "extract_answer grade_answer_mathd grade_answer_verl"),
+        ("slime.rollout.sampling", "request_seed"),
+        ("slime.rollout.sft_rollout", "generate_rollout"),
+        ("slime.rollout.sglang_rollout", "GenerateState generate generate_and_rm generate_rollout get_model_url"),
+        ("slime.rollout.tokenizer", "load_tokenizer"),
+        ("slime.utils.http_utils", "RequestError get host_ip post"),
+        ("slime.utils.types", "RolloutBatch Sample"),
+    ],
+)
+def test_names_that_users_import_stay(module: str, names: str) -> None:
+    found = importlib.import_module(module)
+    assert [name for name in names.split() if not hasattr(found, name)] == []

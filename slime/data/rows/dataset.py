@@ -7,27 +7,76 @@ import itertools
 import json
 import logging
 import pickle
+import re
 import time
 from argparse import Namespace
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from slime.data import Sample
 from slime.data.rows.prompt_rows import PromptRow, PromptSpec, RowEncoder
 from slime.data.rows.reading import RawRow, RowFile, open_rows
-from slime.data.rows.rejects import Rejects
 from slime.data.rows.row_workers import FEWEST_BYTES, encodings, num_workers
 from slime.options.reward_rules import comes_before_reward, unmet_rewards
 from slime.options.rollout import SFT_ROLLOUT, generates_itself
+from slime.options.validate import usable_context
 from slime.utils.errors import BadInputError
+from slime.utils.misc import attribute_of
 
 logger = logging.getLogger(__name__)
 
 _BATCH = 1024
 _BATCH_BYTES = 2 << 20
 _PROGRESS_S = 10.0
+_SHOWN = 5
+_CUT = re.compile(r": |; | at (?:position|byte|column) ")
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclass
+class Rejects:
+    """The bad rows of a file: an error in the end, or counted where ``--skip-bad-rows`` says so."""
+
+    count: int = 0
+    shown: list[str] = field(default_factory=list)
+    """A line each for the first few: file, row and problem."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    """How many rows have which problem, without what differs from row to row."""
+
+    def add(self, where: str, problem: str) -> None:
+        """Take note of one bad row, in the order of the file."""
+        self.count += 1
+        self.reasons[reason(problem)] += 1
+        if len(self.shown) < _SHOWN:
+            self.shown.append(f"{where}: {' '.join(problem.split())}")
+
+    def by_reason(self) -> str:
+        """The most frequent reasons, with how many rows have each."""
+        most = self.reasons.most_common(_SHOWN)
+        rest = self.count - sum(count for _, count in most)
+        return "; ".join([f"{count} x {name}" for name, count in most] + [f"{rest} x others"] * bool(rest))
+
+    def refuse(self, flag: str, num_read: int) -> None:
+        """Raise BadInputError if there are bad rows: one line, or one for each of the first and one with the count."""
+        if not self.count:
+            return
+        lines = [f"{flag} {line}" for line in self.shown]
+        way_out = "--skip-bad-rows leaves such rows out and counts them"
+        if self.count == 1:
+            raise BadInputError(f"{lines[0]} ({way_out})")
+        first = f", the first {len(lines)} are above" if self.count > len(lines) else ""
+        total = f"{flag}: {self.count} of {num_read} rows are bad{first} ({way_out}): {self.by_reason()}"
+        raise BadInputError("\n".join([*lines, total]))
+
+
+def reason(problem: str) -> str:
+    """The kind of a problem: its text up to what tells of the one row."""
+    parts = _CUT.split(problem)
+    text = ": ".join(parts[:2]) if parts[0].startswith("not ") and len(parts) > 1 else parts[0]
+    return _NUMBER.sub("N", text)[:120]
 
 
 @dataclass
@@ -225,3 +274,42 @@ def _empty_columns(spec: PromptSpec, columns: set[str], *, with_metadata: bool, 
         if key and key != default and not found:
             keys = ", ".join(map(repr, sorted(columns)))
             yield f"{spec.flag} {spec.path}: no row has anything at {key!r} ({flag}); the keys of its rows are {keys}"
+
+
+def dataset_of(source: Any) -> PromptDataset | None:
+    """The rows of ``--prompt-data``; None where ``source`` has not read them."""
+    dataset = attribute_of(source, "dataset", None, f"{type(source).__name__} (--data-source-path)")
+    return dataset if isinstance(dataset, PromptDataset) else None
+
+
+def data_warnings(args: Namespace, source: Any) -> list[str]:
+    """One line each, besides what reading the files has logged; none of a user's own data source, or where no rollout
+    is made."""
+    dataset = dataset_of(source)
+    if dataset is None or not args.num_rollout:
+        return []
+    return [*_repeated_prompts(args, dataset), *_responses_cut(args, dataset)]
+
+
+def _repeated_prompts(args: Namespace, dataset: PromptDataset) -> Iterator[str]:
+    flag, drawn = "--rollout-batch-size", args.rollout_batch_size
+    if args.over_sampling_batch_size:
+        flag, drawn = "--over-sampling-batch-size", args.over_sampling_batch_size
+    if len(dataset) < drawn:
+        yield f"{flag} {drawn} is more than the {len(dataset)} prompts of --prompt-data: a rollout repeats prompts"
+
+
+def _responses_cut(args: Namespace, dataset: PromptDataset) -> Iterator[str]:
+    """Where the engine's context, not a limit that the user gave, ends responses."""
+    longest, room = args.rollout_max_response_len, usable_context(args)
+    if longest is None or not args.num_engines or args.loss_type == "sft_loss":
+        return
+    if args.rollout_max_context_len != room:
+        return
+    cut = sum(longest > room - length for length in dataset.prompt_lengths)
+    if cut:
+        yield (
+            f"--rollout-max-response-len {longest} is more than an engine's context leaves to {cut} of {len(dataset)} "
+            f"prompts: prompt and response end at {room} tokens together, which config.json (max_position_embeddings, "
+            "rope_scaling) and --sglang-context-length decide"
+        )

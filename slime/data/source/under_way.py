@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from contextvars import ContextVar
+
+from slime.utils.user_functions import setting
 
 _current: ContextVar[int | None] = ContextVar("rollout_under_way", default=None)
 
 
-@contextlib.contextmanager
-def under_way(rollout_id: int) -> Iterator[None]:
+def under_way(rollout_id: int) -> contextlib.AbstractContextManager[None]:
     """Within the block, and in coroutines and hook threads that it starts, `current_rollout` is ``rollout_id``."""
-    token = _current.set(rollout_id)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    return setting(_current, rollout_id)
 
 
 def current_rollout() -> int | None:

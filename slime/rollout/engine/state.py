@@ -19,6 +19,7 @@ from slime.backends.sglang.client import GenerateClient
 from slime.data import Sample
 from slime.rollout.runtime import RolloutRuntime, current, current_or_new
 from slime.utils.http_utils import RequestError, http_url
+from slime.utils.user_functions import setting
 
 _SHOWN = 4
 _RETRIES = 30
@@ -148,11 +149,10 @@ class RolloutState:
         """Note what ``sample`` is waiting for, for the message of a deadline."""
         key, doing = object(), _Doing(sample, what)
         self._doing[key] = doing
-        token = _doing.set(doing)
         try:
-            yield
+            with setting(_doing, doing):
+                yield
         finally:
-            _doing.reset(token)
             del self._doing[key]
 
     @contextlib.contextmanager
@@ -184,14 +184,9 @@ class RolloutState:
 _position: ContextVar[int] = ContextVar("position_of_the_group", default=0)
 
 
-@contextlib.contextmanager
-def position(number: int) -> Iterator[None]:
+def position(number: int) -> contextlib.AbstractContextManager[None]:
     """Within the block requests are those of the rollout's ``number``-th group."""
-    token = _position.set(number)
-    try:
-        yield
-    finally:
-        _position.reset(token)
+    return setting(_position, number)
 
 
 _current: ContextVar[RolloutState | None] = ContextVar("rollout_state", default=None)
@@ -273,11 +268,10 @@ async def rollout_state(args: Namespace, rank: int = 0) -> AsyncIterator[Rollout
     _collect_garbage_rarely()
     with current_or_new(args) as runtime:
         state = RolloutState(runtime, make_client(args, runtime), rank)
-        token = _current.set(state)
         try:
-            yield state
+            with setting(_current, state):
+                yield state
         finally:
-            _current.reset(token)
             await state.client.close()
 
 

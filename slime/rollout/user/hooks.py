@@ -11,23 +11,33 @@ import logging
 import threading
 import time
 import types
+from argparse import Namespace
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
+
+from slime.data import Sample
+from slime.data.source.numbers import numbers_kept
 from slime.options.calls import parameters_of
-from slime.rollout.engine.loop import cancel
+from slime.rollout.engine.loop import background_loop, cancel
 from slime.rollout.engine.state import seconds_in_line
 from slime.rollout.runtime import current
 from slime.utils.errors import DeadlineError, HookError
+from slime.utils.misc import load_function
 from slime.utils.user_functions import is_first, naming
 
-__all__ = ["HookError", "Limit", "accepted", "accepts", "call_hook", "naming", "within"]
+__all__ = [
+    "HookError", "Limit", "accepted", "accepts", "call_hook", "logs_evaluation", "logs_rollout", "naming", "within"
+]  # fmt: skip
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+_one_log_at_a_time = threading.Lock()
+"""Rollouts under way end in threads of their own."""
 _BLOCKED_S = 3.0
 _SHORTEST_WAIT_S = 0.05
 
@@ -173,3 +183,35 @@ def accepts(function: Callable[..., Any], name: str) -> bool:
 def accepted(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
     """Those of the keyword arguments that ``function`` takes."""
     return {name: value for name, value in arguments.items() if accepts(function, name)}
+
+
+def logs_rollout(
+    args: Namespace, rollout_id: int, samples: list[Sample], extra_metrics: dict[str, Any], seconds: float
+) -> bool:
+    """Whether ``--custom-rollout-log-function-path`` has logged a rollout; False where there is none.
+
+    Raises:
+        HookError: it failed; the message names flag and path.
+        DeadlineError: it took longer than ``--rollout-timeout``.
+    """
+    flag = "--custom-rollout-log-function-path"
+    with numbers_kept(samples, f"{flag} {args.custom_rollout_log_function_path}"):
+        return _log(args, flag, rollout_id, args, samples, extra_metrics, seconds)
+
+
+def logs_evaluation(args: Namespace, rollout_id: int, data: dict[str, Any], extra_metrics: dict[str, Any]) -> bool:
+    """As `logs_rollout`, for an evaluation of ``--custom-eval-rollout-log-function-path``."""
+    return _log(args, "--custom-eval-rollout-log-function-path", rollout_id, args, data, extra_metrics)
+
+
+def _log(args: Namespace, flag: str, *values: Any) -> bool:
+    path = getattr(args, flag.removeprefix("--").replace("-", "_"))
+    if path is None:
+        return False
+    function, where = load_function(path, flag=flag), f"{flag} {path}"
+    call = call_hook(function, where, *values, limit=Limit(args.rollout_timeout, "--rollout-timeout", where))
+    with _one_log_at_a_time:
+        result = background_loop().run(call, timeout=args.rollout_timeout, what=where)
+    if result is not None and not isinstance(result, (bool, np.bool_)):
+        raise HookError(f"{where} must return True (it has logged all it wants to) or False, not {result!r:.80}")
+    return bool(result)
