@@ -104,6 +104,7 @@ class TrainActor:
     def publish(self, version: int, engines: list[EngineAddress]) -> dict[str, float]:
         """Push the present weights as ``version`` to these engines, which may be others than the last time."""
         from slime.weights import make_publisher
+        from slime.weights.agreement import OtherRankError
         from slime.weights.float8 import Float8Blocks
         from slime.weights.tensor import own_experts_do
 
@@ -113,10 +114,13 @@ class TrainActor:
             self._float8 = Float8Blocks.of(Path(self._args.hf_checkpoint))
         own_experts = own_experts_do(self._args, engines)
         checks = own_experts and self._args.check_weight_update_equal
-        with self._trainer.pushing():
-            buckets = self._export(version, own_experts=own_experts)
-            whole = self._export(version, own_experts=False) if checks else None
-            figures = self._publisher.publish(version, buckets, engines, whole)
+        try:
+            with self._trainer.pushing():
+                buckets = self._export(version, own_experts=own_experts)
+                whole = self._export(version, own_experts=False) if checks else None
+                figures = self._publisher.publish(version, buckets, engines, whole)
+        except OtherRankError:
+            return {}  # that rank raises it, and knows more
         return {
             "perf/update_weights_time": time.monotonic() - started,
             "perf/update_weights_paused_time": figures["paused_seconds"],

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from slime.backends.sglang.client import EngineControl, EngineError
+from slime.backends.sglang.client import EngineError
 from slime.utils import device
 from slime.utils.http_utils import LOOPBACK, PortReservation, host_ip, host_port
 from slime.utils.stores import NODE_ADDRESS_VARIABLE
@@ -36,10 +37,10 @@ class DistributedPublisher(WeightPublisher):
         super().__init__(args, rank)
         self._group: dist.ProcessGroup | None = None
         self._group_name = ""
-        self._members: dict[EngineAddress, EngineControl] = {}
+        self._members: list[EngineAddress] = []
 
     def _prepare(self, version: int) -> None:
-        if self._group is None or list(self._members) != self.engines:
+        if self._group is None or self._members != self.engines:
             # One that left may be dead: nothing more can be done in this group.
             self._abandon()
             self._meet()
@@ -53,12 +54,13 @@ class DistributedPublisher(WeightPublisher):
         own = os.environ.get(NODE_ADDRESS_VARIABLE) or os.environ.get("MASTER_ADDR") or host_ip()
         host = LOOPBACK if loopback else own
         reservation = PortReservation(host)
-        self._members = dict(self.controls)
+        self._members = self.engines
         world_size = 1 + sum(engine.num_gpus for engine in self.engines)
         calls: dict[str, Any] = {}
         offset = 1
-        for engine, control in self.controls.items():
-            calls[engine.url] = lambda control=control, offset=offset: control.init_weights_update_group(
+        for engine in self.engines:
+            calls[engine.url] = functools.partial(
+                self.control(engine).init_weights_update_group,
                 master_address=host,
                 master_port=reservation.port,
                 rank_offset=offset,
@@ -87,13 +89,13 @@ class DistributedPublisher(WeightPublisher):
         remaining = max(1.0, self._deadline - time.monotonic())
         calls: dict[str, Any] = {
             engine.url: functools.partial(
-                control.update_weights_from_distributed,
+                self.control(engine).update_weights_from_distributed,
                 names=[name for name, _ in ordered],
                 dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in ordered],
                 shapes=[list(tensor.shape) for _, tensor in ordered],
                 group_name=self._group_name,
             )
-            for engine, control in self.controls.items()
+            for engine in self.engines
         }
         # In a thread as well: NCCL's first collective of a group does not return before every engine is in it too, not
         # even an asynchronous one; and this thread goes on to the trainers' next gather. No engine has a part in that,
@@ -129,19 +131,17 @@ class DistributedPublisher(WeightPublisher):
         group, self._group = self._group, None
         if group is not None:
 
-            def leave(*, still_pushed_to: bool) -> Wait:
+            def leave(engines: Sequence[EngineAddress]) -> Wait:
+                controls = {engine.url: engine.control(_LEAVE_TIMEOUT_S) for engine in engines}
                 calls = {
-                    engine.url: functools.partial(
-                        control.destroy_weights_update_group, self._group_name, _LEAVE_TIMEOUT_S
-                    )
-                    for engine, control in self._members.items()
-                    if (engine in self.engines) == still_pushed_to
+                    url: functools.partial(control.destroy_weights_update_group, self._group_name)
+                    for url, control in controls.items()
                 }
                 return start_all(calls, _CLOSE_S, "leave", settle=True)
 
-            leave(still_pushed_to=False)  # not waited for: they may be dead
+            leave([each for each in self._members if each not in self.engines])  # not waited for: they may be dead
             with contextlib.suppress(EngineError):
-                leave(still_pushed_to=True)()
+                leave([each for each in self._members if each in self.engines])()
         return group
 
 

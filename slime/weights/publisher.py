@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,13 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.sglang.client import EngineControl, EngineError
+from slime.weights.agreement import Agreement, OtherRankError
 from slime.weights.engines import EngineAddress, start_all
 from slime.weights.equality import EqualityCheck
 from slime.weights.hf_directory import NamedTensors
 
+_AGREE_S = 30.0
+"""What ranks wait for each other beyond the deadline, by which the calls of engines have ended."""
 Wait = Callable[[], object]
 """Waits for what was begun, and raises what went wrong in it."""
 
@@ -48,15 +51,17 @@ class _Update:
 
 
 class WeightPublisher:
-    """Brings the trainer's weights to every engine. Every training rank has one; rank 0's talks to the engines.
+    """Brings the trainer's weights to every engine. Every training rank has one; rank 0's has the engines pause, take
+    the version and go on.
 
     Each publication names the engines that it is for. They may be others than the last time: a transport opens what it
     has to those that joined, which get everything like the others, and gives up what it has to those that left, which
     may be dead.
 
-    A transport overrides `_open`, `_close`, `_stage` (collective, every rank) and `_deliver` (rank 0). At most one
-    delivery is under way: it begins when the one before has ended, and goes on while the next bucket is gathered and
-    staged. So `_stage` must not write what the latest delivery reads; what earlier ones have read is free.
+    A transport overrides `_open`, `_close`, `_stage` (collective, every rank) and `_deliver` (each rank that sends).
+    Of each sender's deliveries at most one is under way: it begins when the one before has ended, and goes on while the
+    next bucket is gathered and staged. So `_stage` must not write what the latest delivery reads; what earlier ones
+    have read is free.
     """
 
     pauses_for_buckets = True
@@ -76,8 +81,9 @@ class WeightPublisher:
         self.engines: list[EngineAddress] = []
         """Those of the present or the latest publication."""
         self.timeout: float = args.weight_update_timeout
-        self.controls: dict[EngineAddress, EngineControl] = {}
-        """Of these, on rank 0."""
+        self._controls: dict[EngineAddress, EngineControl] = {}
+        self._agreement: Agreement | None = None
+        """Where there are other ranks."""
         self._version = -1
         self._deadline = 0.0
 
@@ -107,46 +113,35 @@ class WeightPublisher:
             ``paused_seconds`` without generation, ``bytes`` to each rank of an engine.
 
         Raises:
-            ValueError: a version that does not grow; engines that the transport does not reach.
-            EngineError: it names engine, phase and version; on the ranks that took part in what failed, which is
-                rank 0 unless the buckets could not be made. The engines' weights are then undefined.
+            ValueError: a version that does not grow.
+            EngineError: it names engine, phase and version; on every rank, whichever of them failed, with the same
+                words: on those that only heard of it an OtherRankError. Only ranks that wait in a collective of the
+                buckets for one that has raised do not hear. The engines' weights are then undefined.
             torch.OutOfMemoryError: instead, where they do not fit into this rank's GPU.
         """
-        # The others do not know whether rank 0 has failed.
-        if self.rank == 0 and version <= self._version:
+        if version <= self._version:
             raise ValueError(f"weight version {version} does not grow: {self._version} was published before")
         start = time.monotonic()
         self._deadline = start + self.timeout
         self.engines = list(engines)
-        if self.rank == 0:
-            known = self.controls
-            self.controls = {each: known.get(each) or each.control(self.timeout) for each in engines}
-        self._open()
+        self._controls = {engine: control for engine, control in self._controls.items() if engine in engines}
         update = _Update(version)
-        failure = self._attempt(lambda: self._begin(update))
+        if self._agreement is None and trainer_world_size() > 1:
+            self._agreement = Agreement(self.rank, trainer_world_size())
+        if self._agreement is not None:
+            self._agreement.begin()
         try:
-            for bucket in buckets:
-                update.nbytes += sum(tensor.nbytes for _, tensor in bucket)
-                staged = self._stage(bucket)
-                # After any failure too: engines may still be reading what `_stage` writes next.
-                late = self._attempt(update.settle)
-                failure = failure or late or self._attempt(functools.partial(self._push, update, bucket, staged))
-                if whole is None:
-                    failure = failure or self._attempt(functools.partial(update.note, bucket))
-                del bucket, staged  # the next one is gathered in their place
-            late = self._attempt(update.settle)
-            for bucket in whole or ():
-                failure = failure or self._attempt(functools.partial(update.note, bucket))
-                del bucket
-            failure = failure or late or self._attempt(lambda: self._finish(update))
-            self._release()
+            failure = self._push(update, buckets, whole)
         except Exception as error:
-            failure = failure or error
+            failure = error
+            if self._agreement is not None:
+                self._agreement.tell(error)
         self._end(update, failure)
         if isinstance(failure, torch.OutOfMemoryError):
             raise failure  # the caller knows what has the memory
         if failure is not None:
-            raise EngineError(f"weight update to version {version} ({type(self).__name__}): {failure}") from failure
+            kind = OtherRankError if isinstance(failure, OtherRankError) else EngineError
+            raise kind(f"weight update to version {version} ({type(self).__name__}): {failure}") from failure
         self._version = version
         end = time.monotonic()
         paused = update.paused_at or start
@@ -155,6 +150,11 @@ class WeightPublisher:
     def close(self) -> None:
         """Leave the transport; may be called again, and with engines that are gone."""
         self._close()
+
+    @property
+    def _sends(self) -> bool:
+        """Whether this rank brings buckets to engines."""
+        return self.rank == 0
 
     def _open(self) -> None:
         """Prepare what ranks need among each other for `engines` (every rank; collective), if it is not there yet."""
@@ -166,11 +166,11 @@ class WeightPublisher:
         """Before the first bucket (rank 0); here engines that joined are met."""
 
     def _stage(self, bucket: NamedTensors) -> Any:
-        """Make a bucket ready (every rank; may be collective); its result goes to `_deliver` on rank 0."""
+        """Make a bucket ready (every rank; may be collective); its result goes to `_deliver` on ranks that send."""
         return None
 
     def _deliver(self, bucket: NamedTensors, staged: Any) -> Wait | None:
-        """Begin to bring a bucket to every engine (rank 0).
+        """Begin to bring a bucket to the engines that this rank sends to (ranks that send).
 
         Returns:
             What waits for the end of it, which must not need the bucket's own tensors; None if nothing is left to do.
@@ -184,29 +184,76 @@ class WeightPublisher:
         """After the last bucket, with the engines paused, before the version is set (rank 0)."""
 
     def _release(self) -> None:
-        """After the last bucket (every rank; may be collective)."""
+        """When every rank's deliveries have ended (every rank)."""
 
     def _abandon(self) -> None:
-        """After a failure: drop what an engine may still be waiting in, or what is half written (rank 0)."""
+        """After a failure: drop what an engine may still wait in, or what is half written (rank 0; ranks that send)."""
 
-    def each_engine(
-        self, phase: str, call: Callable[[EngineControl], Any], timeout: float | None = None
-    ) -> dict[str, Any]:
+    def control(self, engine: EngineAddress) -> EngineControl:
+        """The client of one of `engines`."""
+        return self._controls.setdefault(engine, engine.control(self.timeout))
+
+    def each_engine(self, phase: str, call: Callable[[EngineControl], Any]) -> dict[str, Any]:
         """``call`` on all engines at the same time, within what is left of the deadline; results by URL."""
-        return self.start_each(phase, call, timeout)()
+        return self.start(phase, {each.url: functools.partial(call, self.control(each)) for each in self.engines})()
 
-    def start_each(
-        self, phase: str, call: Callable[[EngineControl], Any], timeout: float | None = None
-    ) -> Callable[[], dict[str, Any]]:
-        """Begin what `each_engine` does; what waits for it and returns the results."""
-        remaining = max(0.0, self._deadline - time.monotonic()) if timeout is None else timeout
-        calls = {engine.url: functools.partial(call, control) for engine, control in self.controls.items()}
+    def start(self, phase: str, calls: Mapping[str, Callable[[], Any]]) -> Callable[[], dict[str, Any]]:
+        """Begin calls, within what is left of the deadline; what waits for them and returns their results."""
         # Others may still be reading the buffer or the files that are given up after a failure.
-        return start_all(calls, remaining, phase, settle=True)
+        return start_all(calls, max(0.0, self._deadline - time.monotonic()), phase, settle=True)
 
-    def _attempt(self, step: Callable[[], None]) -> Exception | None:
-        """Take a step of rank 0; what it raised. Other ranks skip it, and must hear of a failure only at the end."""
-        if self.rank != 0:
+    def _push(
+        self, update: _Update, buckets: Iterable[NamedTensors], whole: Iterable[NamedTensors] | None
+    ) -> Exception | None:
+        """A publication, and what it failed in: the same on every rank, unless this one raises and leaves the others.
+
+        Rank 0 alone has the engines pause and go on, and gives them the version: a handful of calls a push, and one
+        place that knows all engines to have everything. So the others wait for it before their first bucket, and it for
+        them after their last one.
+        """
+        self._open()
+        failure = self._agree(self._attempt(lambda: self._begin(update), self.rank == 0))
+        late = self._drain(update, buckets, whole, failure)
+        if failure is None:
+            failure = self._agree(late)
+        self._release()
+        if failure is None:
+            failure = self._agree(self._attempt(lambda: self._finish(update), self.rank == 0))
+        return failure
+
+    def _drain(
+        self,
+        update: _Update,
+        buckets: Iterable[NamedTensors],
+        whole: Iterable[NamedTensors] | None,
+        failure: Exception | None,
+    ) -> Exception | None:
+        """Take every bucket, and deliver them as long as this rank knows of no failure; the first that it knows of."""
+        for bucket in buckets:
+            update.nbytes += sum(tensor.nbytes for _, tensor in bucket)
+            staged = self._stage(bucket)
+            # After any failure too: engines may still be reading what `_stage` writes next.
+            late = self._attempt(update.settle, self._sends)
+            deliver = functools.partial(self._begin_delivery, update, bucket, staged)
+            failure = failure or late or self._attempt(deliver, self._sends)
+            if whole is None:
+                failure = failure or self._attempt(functools.partial(update.note, bucket), self.rank == 0)
+            del bucket, staged, deliver  # the next one is gathered in their place
+        late = self._attempt(update.settle, self._sends)
+        for bucket in whole or ():
+            failure = failure or self._attempt(functools.partial(update.note, bucket), self.rank == 0)
+            del bucket
+        return failure or late
+
+    def _agree(self, failure: Exception | None) -> Exception | None:
+        """What any rank has failed in (collective)."""
+        if self._agreement is None:
+            return failure
+        return self._agreement.settle(failure, max(0.0, self._deadline - time.monotonic()) + _AGREE_S)
+
+    def _attempt(self, step: Callable[[], None], here: bool) -> Exception | None:
+        """Take a step where it is to be taken; what it raised, of which the other ranks hear when they next agree."""
+        if not here:
             return None
         try:
             step()
@@ -221,7 +268,7 @@ class WeightPublisher:
         if self.pauses_for_buckets:
             self._pause(update)
 
-    def _push(self, update: _Update, bucket: NamedTensors, staged: Any) -> None:
+    def _begin_delivery(self, update: _Update, bucket: NamedTensors, staged: Any) -> None:
         update.under_way = self._deliver(bucket, staged)
 
     def _pause(self, update: _Update) -> None:
@@ -251,12 +298,10 @@ class WeightPublisher:
         self.each_engine("continue", lambda control: control.continue_())
 
     def _end(self, update: _Update, failure: Exception | None) -> None:
-        if self.rank != 0:
-            return
-        self._attempt(update.settle)  # where the gather failed, engines are still reading the bucket before
+        self._attempt(update.settle, self._sends)  # where the gather failed, engines still read the bucket before
         if update.check is not None:
             update.check.discard()
-        if failure is not None:
+        if failure is not None and (self._sends or self.rank == 0):
             self._abandon()
 
 

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.backends.sglang.client import EngineControl
 from slime.utils import device
 from slime.weights.engines import EngineAddress
 from slime.weights.hf_directory import NamedTensors
@@ -119,12 +118,8 @@ def own_experts_do(args: Namespace, engines: Sequence[EngineAddress]) -> bool:
     if any(getattr(args, name, value) != value for name, value in placed.items()):
         return False
     # A rank of an engine computes with the experts that it counts itself among the first, second, ... to have.
-    placed_alike = (
-        rank * size // engine.num_gpus == slot // cut % size
-        for engine in engines
-        for rank, slot in enumerate(engine.slots)
-    )
-    return all(placed_alike)
+    pairs = [(rank * size // e.num_gpus, slot // cut % size) for e in engines for rank, slot in enumerate(e.slots)]
+    return all(theirs == ours for theirs, ours in pairs)
 
 
 class TensorPublisher(WeightPublisher):
@@ -132,11 +127,16 @@ class TensorPublisher(WeightPublisher):
 
     The buckets are the same on every rank, so each slot's rank hands out its own copy and no byte crosses devices. All
     of an engine's payloads go to its one address; of several nodes too, each of its ranks opens that of its own slot.
+    The ranks beside an engine form a group, in which the first one gathers the payloads and sends them, to that engine
+    alone. Ranks without an engine beside them gather buckets with the others, and have no other part.
     """
 
     def __init__(self, args: Namespace, rank: int) -> None:
         super().__init__(args, rank)
-        self._group: dist.ProcessGroup | None = None
+        self._groups: dict[range, dist.ProcessGroup] = {}
+        """By slots; kept when an engine leaves, for the next one there."""
+        self._beside: EngineAddress | None = None
+        """The engine that this rank is beside."""
         self._buffers: list[SharedBuffer | None] = [None, None]
         """Filled in turns: meanwhile engines may be loading from the other one."""
 
@@ -151,28 +151,35 @@ class TensorPublisher(WeightPublisher):
             )
         if len(set(slots)) < len(slots):
             raise ValueError(f"engines share slots: {', '.join(f'{e.url} has {e.slots}' for e in self.engines)}")
-        if world_size > 1 and self._group is None:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
+        for engine in self.engines:
+            # Other ranks as well: torch names a group by how many a process has been told of.
+            if engine.num_gpus > 1 and engine.slots not in self._groups:
+                limit = timedelta(seconds=self.timeout)
+                self._groups[engine.slots] = dist.new_group(list(engine.slots), backend="gloo", timeout=limit)
+        self._beside = next((engine for engine in self.engines if self.rank in engine.slots), None)
+
+    @property
+    def _sends(self) -> bool:
+        return self._beside is not None and self.rank == self._beside.first_slot
 
     def _close(self) -> None:
         self._buffers = [None, None]
-        if self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
-        self._group = None
+        groups, self._groups = self._groups, {}
+        for slots, group in groups.items():
+            if self.rank in slots and dist.is_initialized():
+                dist.destroy_process_group(group)
 
-    def _stage(self, bucket: NamedTensors) -> list[str | None]:
-        # Rank 0 comes here only after the engines have loaded the bucket before the last one: its buffer is free.
-        self._barrier()
-        payload = self._fill(bucket) if self._serves() else None
-        if self._group is None:
-            return [payload]
-        gathered: list[str | None] | None = [None] * dist.get_world_size(self._group) if self.rank == 0 else None
-        dist.gather_object(payload, gathered, dst=0, group=self._group)
+    def _stage(self, bucket: NamedTensors) -> list[str]:
+        if self._beside is None:
+            return []  # torch keeps memory of a GPU whose handle nobody opens
+        group = self._groups.get(self._beside.slots)
+        if group is None:
+            return [self._fill(bucket)]
+        # The sender comes here only after the engine has loaded the bucket before the last one: its buffers are free.
+        dist.barrier(group)
+        gathered = [""] * group.size() if self._sends else None
+        dist.gather_object(self._fill(bucket), gathered, dst=self._beside.first_slot, group=group)
         return gathered or []
-
-    def _serves(self) -> bool:
-        """Whether this rank's slot has an engine that lives: torch keeps memory of a GPU whose handle nobody opens."""
-        return any(self.rank in engine.slots for engine in self.engines)
 
     def _fill(self, bucket: NamedTensors) -> str:
         layout, size = flat_layout(bucket)
@@ -187,21 +194,13 @@ class TensorPublisher(WeightPublisher):
         return serialize({"flattened_tensor": flat, "metadata": layout}, buffer.reduce)
 
     def _deliver(self, bucket: NamedTensors, staged: list[str]) -> Wait:
-        slots = {engine.url: engine.slots for engine in self.engines}
-
-        def push(control: EngineControl) -> None:
-            payloads = [staged[slot] for slot in slots[control.url]]
-            control.update_weights_from_tensor(payloads, leaves_draft=self.args.drafts_apart)
-
-        return self.start_each("push", push)
+        assert self._beside is not None
+        push = self.control(self._beside).update_weights_from_tensor
+        leaves_draft = self.args.drafts_apart
+        return self.start("push", {self._beside.url: functools.partial(push, staged, leaves_draft=leaves_draft)})
 
     def _release(self) -> None:
-        self._barrier()
         self._buffers = [None, None]
-
-    def _barrier(self) -> None:
-        if self._group is not None:
-            dist.barrier(self._group)
 
 
 def serialize(payload: dict[str, Any], reduce: Callable[[object], Any]) -> str:

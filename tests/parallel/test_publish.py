@@ -1,4 +1,4 @@
-"""Publishing from two training ranks to stand-ins for engines that note every call and open every payload."""
+"""Publishing from training ranks to stand-ins for engines that note every call and open every payload."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from slime.backends.sglang.client import EngineError
 from slime.utils.http_utils import PortReservation
 from slime.weights import EngineAddress, make_publisher, tensor
 from slime.weights.hf_directory import NamedTensors
+from tests.fake_control import addresses_of
 from tests.ranks import run_ranks
 
 NUM_GPUS = 0
 
-RANKS = 2
 _LOADING_S = 0.2
 Push = tuple[int, list[int]]
 """A seed, and the engines that are pushed to."""
@@ -111,10 +111,12 @@ def engines(request: pytest.FixtureRequest) -> Iterator[list[FakeEngine]]:
         engine.close()
 
 
-def run_rank(rank: int, port: int, addresses: list[EngineAddress], pushes: list[Push], results: str) -> None:
+def run_rank(
+    rank: int, port: int, ranks: int, addresses: list[EngineAddress], pushes: list[Push], results: str
+) -> None:
     """One training rank: publish as often as it is told; what that returned or raised, and how often it has made a
     buffer, goes into a file."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(ranks)}
     dist.init_process_group("gloo")
     args = argparse.Namespace(
         update_weight_transport="tensor",
@@ -146,14 +148,17 @@ def run_rank(rank: int, port: int, addresses: list[EngineAddress], pushes: list[
     dist.destroy_process_group()
 
 
-def publish(engines: list[FakeEngine], num_gpus: int, pushes: list[Push], tmp_path: Path) -> list[list[Any]]:
+def publish(
+    engines: list[FakeEngine], sizes: list[int], pushes: list[Push], tmp_path: Path, ranks: int = 2
+) -> list[list[Any]]:
     """What each rank has to say of each push."""
-    addresses = [EngineAddress(engine.url, num_gpus, first_slot=rank * num_gpus) for rank, engine in enumerate(engines)]
+    addresses = addresses_of(engines, sizes)
+    addresses = [EngineAddress(each.url, each.num_gpus, first_slot=each.first_slot) for each in addresses]
     reservation = PortReservation("127.0.0.1")
     reservation.release()
-    run_ranks(run_rank, (reservation.port, addresses, pushes, str(tmp_path)), RANKS)
+    run_ranks(run_rank, (reservation.port, ranks, addresses, pushes, str(tmp_path)), ranks)
     reservation.close()
-    return [json.loads((tmp_path / str(rank)).read_text()) for rank in range(RANKS)]
+    return [json.loads((tmp_path / str(rank)).read_text()) for rank in range(ranks)]
 
 
 def assert_received(engine: FakeEngine, seed: int, since: int = -4) -> None:
@@ -166,7 +171,7 @@ def assert_received(engine: FakeEngine, seed: int, since: int = -4) -> None:
 
 @pytest.mark.parametrize("engines", [[{}, {}]], indirect=True)
 def test_each_rank_serves_the_engine_beside_it(engines: list[FakeEngine], tmp_path: Path) -> None:
-    outcomes = publish(engines, 1, [(11, [0, 1]), (12, [0, 1])], tmp_path)
+    outcomes = publish(engines, [1, 1], [(11, [0, 1]), (12, [0, 1])], tmp_path)
     for engine in engines:
         assert (
             engine.calls
@@ -189,7 +194,7 @@ def test_each_rank_serves_the_engine_beside_it(engines: list[FakeEngine], tmp_pa
     "engines", [[{"openapi": ("/begin_weight_update", "/end_weight_update")}]], indirect=True, ids=["sessions"]
 )
 def test_one_engine_of_two_ranks_gets_a_payload_of_each(engines: list[FakeEngine], tmp_path: Path) -> None:
-    publish(engines, 2, [(5, [0])], tmp_path)
+    publish(engines, [2], [(5, [0])], tmp_path)
     (engine,) = engines
     assert engine.payload_counts == {2}
     assert engine.calls[:3] == ["pause_generation", "flush_cache", "begin_weight_update"]
@@ -199,7 +204,7 @@ def test_one_engine_of_two_ranks_gets_a_payload_of_each(engines: list[FakeEngine
 
 @pytest.mark.parametrize("engines", [[{}, {}]], indirect=True)
 def test_engines_join_and_leave_between_pushes(engines: list[FakeEngine], tmp_path: Path) -> None:
-    outcomes = publish(engines, 1, [(31, [0]), (32, [0, 1]), (33, [1]), (34, [0, 1])], tmp_path)
+    outcomes = publish(engines, [1, 1], [(31, [0]), (32, [0, 1]), (33, [1]), (34, [0, 1])], tmp_path)
     for engine, versions in zip(engines, (["1", "2", "4"], ["2", "3", "4"]), strict=True):
         assert engine.versions == versions
         assert engine.calls.count("update_weights_from_tensor") == 4 * 3
@@ -215,18 +220,19 @@ def test_engines_join_and_leave_between_pushes(engines: list[FakeEngine], tmp_pa
 
 
 @pytest.mark.parametrize("engines", [[{}, {"refuse_push": 2}]], indirect=True)
-def test_a_refusal_reaches_rank_0_and_engines_stay_paused_until_a_push_succeeds(
+def test_a_refusal_reaches_every_rank_and_engines_stay_paused_until_a_push_succeeds(
     engines: list[FakeEngine], tmp_path: Path
 ) -> None:
-    outcomes = publish(engines, 1, [(21, [0, 1]), (22, [0, 1])], tmp_path)
-    error, figures = outcomes[0]
-    assert error.startswith("weight update to version 1 (TensorPublisher): push: engine " + engines[1].url)
-    assert "no room" in error
-    assert figures["bytes"] > 0
-    failed_push = ["pause_generation", "flush_cache", *["update_weights_from_tensor"] * 2]
-    assert engines[0].calls[:4] == failed_push
-    first = engines[0].calls.index("continue_generation")
-    assert engines[0].calls[4:first].count("pause_generation") == 1, "nothing is generated by weights of two versions"
+    """Of ranks 0 and 1 beside an engine, 2 beside the one that refuses, and 3 beside none."""
+    outcomes = publish(engines, [2, 1], [(21, [0, 1]), (22, [0, 1])], tmp_path, ranks=4)
+    for error, figures in outcomes:
+        assert error.startswith("weight update to version 1 (TensorPublisher): push: engine " + engines[1].url)
+        assert "no room" in error
+        assert figures["bytes"] > 0
+    assert [engine.payload_counts for engine in engines] == [{2}, {1}]
+    assert engines[1].calls[:4] == ["pause_generation", "flush_cache", *["update_weights_from_tensor"] * 2]
     for engine in engines:
-        assert engine.version == "2"
+        first = engine.calls.index("continue_generation")
+        assert engine.calls[:first].count("pause_generation") == 2, "nothing is generated by weights of two versions"
+        assert engine.versions == ["2"]
         assert_received(engine, 22)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from argparse import Namespace
@@ -46,7 +47,13 @@ class Simple(WeightPublisher):
         self.staged.append(bucket[0][0])
 
     def _deliver(self, bucket: NamedTensors, staged: Any) -> Wait:
-        return self.start_each("push", lambda control: control.update_weights_from_tensor([bucket[0][0]]))
+        return self.start(
+            "push",
+            {
+                each.url: functools.partial(self.control(each).update_weights_from_tensor, [bucket[0][0]])
+                for each in self.engines
+            },
+        )
 
 
 @pytest.mark.parametrize("phase", ["pause", "update_weights_from_tensor", "set_weight_version", "continue_"])
@@ -89,9 +96,9 @@ def test_an_engine_that_joined_gets_everything_and_its_version_is_checked() -> N
 
 def test_engines_must_lie_beside_trainers_and_not_on_each_other() -> None:
     publisher = TensorPublisher(arguments(), 0)
-    with pytest.raises(ValueError, match=r"a training rank beside each engine rank.* an engine rank in slot 2,"):
+    with pytest.raises(EngineError, match=r"version 1 .* beside each engine rank.* an engine rank in slot 2,"):
         publisher.publish(1, BUCKETS, [EngineAddress("http://e1", 2, first_slot=1)])
-    with pytest.raises(ValueError, match=r"engines share slots: http://e0 has range\(0, 1\), http://e1 has"):
+    with pytest.raises(EngineError, match=r"engines share slots: http://e0 has range\(0, 1\), http://e1 has"):
         publisher.publish(1, BUCKETS, [EngineAddress("http://e0", 1), EngineAddress("http://e1", 1)])
 
 
@@ -204,7 +211,7 @@ class Member(Dying):
         if name == "init_weights_update_group":
             return lambda **group: self._notes.append((self.url, group["rank_offset"], group["world_size"]))
         if name == "destroy_weights_update_group":
-            return lambda name, timeout: self._left.append(self.url)
+            return lambda name: self._left.append(self.url)
         return super().__getattribute__(name)
 
 
@@ -252,7 +259,7 @@ def test_an_engine_that_left_is_not_waited_for(groups: list[Group]) -> None:
     class Hanging(Member):
         def __getattribute__(self, name: str) -> Any:
             if name == "destroy_weights_update_group":
-                return lambda name, timeout: ends.wait(60)
+                return lambda name: ends.wait(60)
             return super().__getattribute__(name)
 
     controls = [Member(0, [], []), Hanging(1, [], [])]

@@ -174,9 +174,9 @@ class EngineControl:
         }
         self._post("/update_weights_from_distributed", body)
 
-    def destroy_weights_update_group(self, group_name: str, timeout: float | None = None) -> None:
+    def destroy_weights_update_group(self, group_name: str) -> None:
         """Have the engine leave a collective group."""
-        self._post("/destroy_weights_update_group", {"group_name": group_name}, timeout=timeout)
+        self._post("/destroy_weights_update_group", {"group_name": group_name})
 
     def update_weights_from_disk(self, path: str, load_format: str | None = None) -> None:
         """Have the engine load a Hugging Face directory that it can read under this path.

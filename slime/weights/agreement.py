@@ -1,0 +1,85 @@
+"""What the training ranks of a push tell each other: whether one of them has failed."""
+
+from __future__ import annotations
+
+import itertools
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from slime.backends.sglang.client import EngineError
+
+_numbers = itertools.count()
+"""One of each that this process has made: the ranks make theirs in the same order."""
+
+
+class OtherRankError(EngineError):
+    """What another rank has failed in, in its words."""
+
+
+class Agreement:
+    """Has every training rank know what any of them failed in, a few times a push.
+
+    By way of the store at which the ranks have met, which costs each of them two short questions: a group of all would
+    have to be of gloo, in which each rank holds a connection to each other, or of NCCL, which holds memory of the GPU.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+        # A connection of its own: a question that waits holds up all others of its connection, such as NCCL's.
+        store = c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        self._store = dist.PrefixStore(f"slime-weights-{next(_numbers)}", store)
+        self._push, self._phase = 0, 0
+        self._told: tuple[list[str], list[str]] = [], []
+        """The keys of the push before and of this one."""
+
+    def begin(self) -> None:
+        """Go on with the next push, wherever this rank has left the one before."""
+        self._push, self._phase = self._push + 1, 0
+        for key in self._told[0]:  # nobody waits in the push before the last one any more
+            self._store.delete_key(key)
+        self._told = self._told[1], []
+
+    def tell(self, failure: Exception | None) -> None:
+        """Tell the others, and do not wait for them, which this rank will not meet again in this push."""
+        words = "" if failure is None else str(failure) or repr(failure)
+        self._set(self._rank, words)
+        if self._rank == 0 and failure is not None:
+            self._set(None, words)
+
+    def settle(self, failure: Exception | None, timeout: float) -> Exception | None:
+        """Wait until every rank has told (collective).
+
+        Args:
+            failure: this rank's.
+            timeout: seconds.
+
+        Returns:
+            This rank's failure, otherwise an OtherRankError with the words of the first that has one.
+
+        Raises:
+            EngineError: ranks have told nothing in time; it names them.
+        """
+        self.tell(failure)
+        everyone = range(self._world_size) if self._rank == 0 else [None]
+        keys = [self._key(rank) for rank in everyone]
+        try:
+            self._store.wait(keys, timedelta(seconds=timeout))
+        except RuntimeError as error:
+            missing = [str(rank or 0) for rank, key in zip(everyone, keys, strict=True) if not self._store.check([key])]
+            raise EngineError(f"no word within {timeout:.0f} s from training rank {', '.join(missing)}") from error
+        words = next(filter(None, self._store.multi_get(keys)), b"")
+        if self._rank == 0:
+            self._set(None, words.decode())
+        self._phase += 1
+        return failure or (OtherRankError(words.decode()) if words else None)
+
+    def _set(self, rank: int | None, words: str) -> None:
+        key = self._key(rank)
+        self._store.set(key, words)
+        self._told[1].append(key)
+
+    def _key(self, rank: int | None) -> str:
+        """Of what a rank tells, or of what all have told, in this phase of the push."""
+        return f"{self._push}/{self._phase}/{'all' if rank is None else rank}"
