@@ -122,7 +122,8 @@ def test_an_engine_leaves_in_the_midst_of_a_rollout_and_another_takes_its_slot(t
     line = async_flags(workspace, run_dir, num_rollout=4, **changes)
     run_driver_file(_REPLACES, workspace, line, "replaces")
     assert series(run_dir, "rollout/engines_alive") == [2, 1, 2, 2]
-    assert calls_of(run_dir, 1)[-2:] == ["/abort_request", "/flush_cache"], "what it had was cut, and has left"
+    asked = calls_of(run_dir, 1)[::-1]
+    assert asked.index("/abort_request") < asked.index("/continue_generation"), "what it had was cut"
     asked = calls_of(run_dir, 2)
     assert asked.index("/generate") > asked.index("/continue_generation") > asked.index("/update_weight_version")
     versions = set().union(*(versions_of(run_dir, rollout_id) for rollout_id in range(4)))
