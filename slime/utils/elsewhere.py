@@ -62,7 +62,7 @@ _ELSEWHERE = {
     "slime.utils.misc.group_by": "itertools.groupby over what is sorted by the same key",
     "slime.utils.misc.should_run_periodic_action": "compare (rollout_id + 1) % interval with 0",
     "slime.utils.ppo_utils": "slime.algorithms has the losses",
-    "slime.utils.processing_utils": "slime.data.rows.tokenizer has load_tokenizer",
+    "slime.utils.processing_utils": "slime.rollout.tokenizer has load_tokenizer",
     "slime.utils.timer": "perf/ in metrics.jsonl has the times of a run's parts, see docs/metrics.md",
     "slime.utils.types.MultimodalTypes": "images are not available yet in this version",
     "slime.utils.types.ParamInfo": "slime.models maps parameters to Hugging Face names, see docs/add_a_model.md",

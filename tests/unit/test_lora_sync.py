@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.sglang import client as client_module
 from slime.backends.sglang import cpu_stand_ins
 from slime.backends.sglang.client import ADAPTER, EngineError, GenerateClient
 from slime.backends.sglang.engine import Engine
@@ -21,6 +20,7 @@ from slime.fleet.spec import fleet_of
 from slime.models import qwen2
 from slime.models.adapters import completed
 from slime.utils.arguments import parse_args
+from slime.utils.http_client import Http
 from slime.weights import EngineAddress, make_publisher
 from slime.weights.adapter import AdapterPublisher
 from slime.weights.hf_directory import NamedTensors
@@ -198,7 +198,9 @@ def test_engines_are_started_for_the_adapters(directory: Path) -> None:
 def test_every_request_names_the_adapter(adapter: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[dict[str, Any]] = []
 
-    async def send(session: Any, method: str, url: str, payload: dict[str, Any], **_: Any) -> dict[str, Any]:
+    async def send(
+        http: Http, session: Any, method: str, url: str, payload: dict[str, Any], **_: Any
+    ) -> dict[str, Any]:
         sent.append(payload)
         return {}
 
@@ -207,7 +209,7 @@ def test_every_request_names_the_adapter(adapter: bool, monkeypatch: pytest.Monk
         await client.generate([1], {}, rid="a")
         await client.close()
 
-    monkeypatch.setattr(client_module, "send", send)
+    monkeypatch.setattr(Http, "send", send)
     asyncio.run(request())
     assert sent[0].get("lora_path") == (ADAPTER if adapter else None)
 
