@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.integration.harness import TrainProcess, assert_documented, series
+from tests.integration.harness import TrainProcess, assert_registered, series
 from tests.integration.test_families import MIMO
 from tests.integration.test_train import RUN_S, flags, make_workspace
 from tests.parallel import heads
@@ -58,7 +58,7 @@ def test_the_heads_learn_in_a_run(tmp_path: Path) -> None:
     losses = series(run_dir, "train/mtp_loss")
     assert len(losses) == 6
     assert losses[-1] < losses[0] - 0.5, losses
-    assert_documented(run_dir)
+    assert_registered(run_dir)
     before, after = (load_file(path / "model.safetensors") for path in (workspace / "model", run_dir / "hf_5"))
     assert after.keys() == before.keys()
     assert all(not torch.equal(tensor, before[name]) for name, tensor in after.items() if heads.MIMO in name)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from slime.data import Sample
-from tests.integration.harness import ROOT, TrainProcess, assert_documented, read_metrics, series
+from tests.integration.harness import ROOT, TrainProcess, assert_registered, read_metrics, series
 from tests.integration.replays import check_dumps, training
 
 NUM_GPUS = 0
@@ -141,7 +141,7 @@ def test_colocated_run_trains_and_agrees_with_the_engine(colocated: Path) -> Non
     assert [line.split(" | ")[0] for line in lines if " | eval/add " in line] == ["rollout 0/3", "rollout 3/3"]
     assert f"training starts from {colocated.parent / 'model'} (--ref-load)" in lines
     assert all("time" in line for line in read_metrics(colocated))
-    assert_documented(colocated)
+    assert_registered(colocated)
 
 
 def test_no_file_of_a_run_has_a_key_of_its_command_line(workspace: Path, colocated: Path) -> None:
@@ -221,7 +221,7 @@ def test_saved_rollouts_replay_to_the_same_steps_bit_for_bit(workspace: Path, co
         assert live.keys() == again.keys()
         assert all(torch.equal(live[name], again[name]) for name in live)
         check_dumps(run_dir / "details", colocated, rollout_id)
-    assert_documented(run_dir)
+    assert_registered(run_dir)
 
 
 @pytest.mark.full
@@ -309,7 +309,7 @@ def test_ppo_trains_both_models_and_a_resumed_run_equals_the_uninterrupted_one(w
     }
     assert all(norm > 0 for norm in series(whole, critic[1]))
     assert max(series(whole, "train/train_rollout_logprob_abs_diff")) < 1e-4
-    assert_documented(whole)
+    assert_registered(whole)
 
     resumed.mkdir()
     for source, directory in ((whole, resumed), (whole / "critic", resumed / "critic")):
@@ -357,7 +357,7 @@ def test_resume_with_a_buffer_of_partial_and_surplus_groups(workspace: Path) -> 
         parts = [figures[f"rollout/prompts_{part}"] for part in ("trained", "dropped", "buffered", "in_flight")]
         assert figures["rollout/prompts_read"] == sum(parts)
     assert max(series(run_dir, "rollout/partial_samples")) > 0
-    assert_documented(run_dir)
+    assert_registered(run_dir)
     assert sum(series(run_dir, "rollout/offpolicy_tokens_masked")) > 0
     for rollout_id in range(5):
         for fields in torch.load(run_dir / f"samples_{rollout_id}.pt", weights_only=False)["samples"]:

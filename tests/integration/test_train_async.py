@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slime.data import Sample
-from tests.integration.harness import TrainProcess, assert_documented, read_metrics, series
+from tests.integration.harness import TrainProcess, assert_registered, read_metrics, series
 from tests.integration.test_train import RUN_S, Value, flags, make_workspace
 from tests.integration.tiny import log_probs_of
 
@@ -147,7 +147,7 @@ def test_rollouts_are_generated_while_the_trainer_trains(finished: Path) -> None
     assert "was aborted" not in log, "a request came during a push, and was turned away"
     # The first rollout is that of the first weights; the trainer says so under --ci-test, too.
     assert series(finished, "train/train_rollout_logprob_abs_diff")[0] < 1e-4
-    assert_documented(finished)
+    assert_registered(finished)
 
 
 def check_interrupted(workspace: Path, finished: Path) -> None:
@@ -337,4 +337,4 @@ def test_rollouts_without_end_train_every_prompt_once_and_resume(workspace: Path
     staleness = max(series(run_dir, "rollout/weight_staleness_max"))
     assert 1 <= staleness <= 2, "a rollout is begun while the one before it is trained, and not too early"
     assert len(series(run_dir, "eval/add")) >= 2
-    assert_documented(run_dir)
+    assert_registered(run_dir)

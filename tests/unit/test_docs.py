@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from slime.rollout.base_types import flatten_samples
 from slime.rollout.tokenizer import load_tokenizer
 from slime.utils.types import Sample
 from tests import shipped
-from tests.documents import DOCS, example, examples, metric_names, missing_metrics
+from tests.documents import DOCS, example, examples
 from tests.fake_client import FakeClient, reply, rollout
 
 NUM_GPUS = 0
@@ -125,38 +124,3 @@ def test_chinese_pages_use_one_word_for_each_of_these() -> None:
     other = re.compile("演员|评论家|(?<!并)提示")  # actor, critic, prompt; "并提示" is a verb
     found = {page.name: words for page in pages if (words := other.findall(page.read_text()))}
     assert not found, "write actor, critic and prompt as they are in English"
-
-
-def test_both_languages_list_the_same_metrics() -> None:
-    names = metric_names()
-    assert names == metric_names("zh/metrics.md")
-    assert len(names) == len(set(names)) > 100
-
-
-def test_a_metric_that_is_not_listed_is_missed() -> None:
-    known = ["train/loss", "train/lr-pg_12", "eval/sums", "eval/sums-pass@8", "eval/sums/response_len/min"]
-    unknown = ["eval/sums-other", "eval/sums/other", "rollout/response_len/sum", "train/other", "trainXloss"]
-    assert missing_metrics([*known, "rollout/zero_std/count_-0.5", "rollout/zero_std/count_1e+06", *unknown]) == unknown
-
-
-def test_every_metric_that_the_source_names_is_listed() -> None:
-    """A run shows names that are put together of parts: `tests.integration.harness.assert_documented`."""
-    listed, missing = metric_names(), set()
-    for file in sorted((DOCS.parent / "slime").rglob("*.py")):
-        for name in missing_metrics(_metrics_in(file)):
-            known = re.compile(".*".join(map(re.escape, name.split("\0"))) + "(?:/.+)?")
-            if not any(map(known.fullmatch, listed)):
-                missing.add(name.replace("\0", "<...>"))
-    assert not missing, f"docs/metrics.md (and docs/zh/metrics.md) have no row for {', '.join(sorted(missing))}"
-
-
-def _metrics_in(file: Path) -> Iterator[str]:
-    """Its strings that look like metrics, with a NUL for what an f-string puts in."""
-    nodes = list(ast.walk(ast.parse(file.read_text())))
-    strings = [node.values for node in nodes if isinstance(node, ast.JoinedStr)]
-    within = {id(part) for parts in strings for part in parts}
-    strings += [[node] for node in nodes if isinstance(node, ast.Constant) and id(node) not in within]
-    for parts in strings:
-        text = "".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in parts)
-        if re.fullmatch(r"(train|rollout|eval|perf|passrate|multi_turn)/[\w/@\0-]+", text):
-            yield text
