@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import secrets
 import sys
 import time
@@ -15,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from slime.observability.lines import LineFile
 from slime.utils.command_line import strike_secrets
 from slime.utils.errors import BadInputError
 from slime.utils.redaction import redacted
@@ -119,28 +119,13 @@ class _JsonLines:
     """
 
     def __init__(self, path: Path) -> None:
-        self.place = "--run-dir", str(path)
-        with writing(*self.place):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # Without a buffer: what a full disk does not take must not be kept for the file's end.
-            self._file = path.open("ab+", buffering=0)
-            # A host that went down may have left half a line; the next one must not be appended to it.
-            if self._file.seek(0, os.SEEK_END) > 0:
-                self._file.seek(-1, os.SEEK_END)
-                if self._file.read(1) != b"\n":
-                    self._file.write(b"\n")
+        self._file = LineFile(path).open()
+        self.place = self._file.place
 
     def write(self, metrics: dict[str, float], step_key: str, step: int) -> None:
         line: dict[str, Any] = {step_key: step, "time": time.time()}
         line |= {name: _json_value(value) for name, value in metrics.items() if name not in line}
-        text, end = json.dumps(line, allow_nan=False).encode() + b"\n", self._file.seek(0, os.SEEK_END)
-        try:
-            written = self._file.write(text)
-            if written != len(text):  # the disk is full now; a further try gets the error
-                self._file.write(text[written:])
-        except OSError:
-            self._file.truncate(end)
-            raise
+        self._file.append(json.dumps(line, allow_nan=False).encode() + b"\n")
 
     def close(self) -> None:
         self._file.close()

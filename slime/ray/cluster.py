@@ -16,6 +16,7 @@ from typing import Any
 
 import ray
 
+from slime.observability import logs, trace
 from slime.ray import janitor, patches
 from slime.ray.places import check_places, temporary_directory
 from slime.ray.supervision import RunError
@@ -167,9 +168,11 @@ def worker_options(args: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**vars(args) | {"wandb_key": None})
 
 
-def enter_actor(args: argparse.Namespace) -> None:
-    """First call in every actor process: the driver's working directory, so that relative paths of hooks hold."""
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+def enter_actor(args: argparse.Namespace, role: str) -> None:
+    """First call in every actor process: its files, by its role, and the driver's directory, for hooks' own paths."""
+    logging.basicConfig(level=logging.WARNING, format=logs.FORMAT)
+    logs.begin(args, role)
+    trace.begin(args.run_dir, role)
     if os.path.isdir(args.launch_dir):
         os.chdir(args.launch_dir)
         if args.launch_dir not in sys.path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn, TextIO
 
 from slime.observability.progress import done_line
 from slime.options.values import shortened
@@ -22,6 +24,8 @@ from slime.utils.command_line import strike_secrets
 from slime.utils.errors import BadInputError
 from slime.utils.storage import StorageError
 
+logger = logging.getLogger(__name__)
+
 _terminated = threading.Event()
 """By SIGTERM. Kept here, as where Ray waits it makes a handler's SystemExit one with status 1, and of classes of
 KeyboardInterrupt the plain one."""
@@ -31,31 +35,39 @@ def run_driver(train: Callable[[argparse.Namespace], None], args: argparse.Names
     """Run a driver's loop, or only check it with ``--dry-run``; an error is one line and the process's exit status."""
     strike_secrets()
     try:
-        check_patches(args, lambda line: print(f"{program()}: warning: {line}", file=sys.stderr, flush=True))
+        check_patches(args, lambda line: say(f"{program()}: warning: {line}", sys.stderr))
         if args.dry_run:
             dry_run(args)
         else:
             check_remaining(args)
             train(args)
-            print(done_line(args), flush=True)
+            say(done_line(args))
     except NothingLeftError as over:
-        print(over, flush=True)
+        say(str(over))
     except RayDownError as error:
-        print(f"{program()}: error: {error}", file=sys.stderr, flush=True)
+        say(f"{program()}: error: {error}", sys.stderr)
         # At a usual end Ray's client would look for its head for a minute. The janitor ends what is left.
         os._exit(error.exit_status)
     except RunError as error:
         hint = "" if isinstance(error, InputError) else contract_hint(args, str(error))
-        print(f"{program()}: error: {shortened(str(error))}{hint}", file=sys.stderr)
-        sys.exit(error.exit_status)
+        _fail(f"{shortened(str(error))}{hint}", error.exit_status)
     except StorageError as error:
-        print(f"{program()}: error: {shortened(str(error))}", file=sys.stderr)
-        sys.exit(RunError.exit_status)
+        _fail(shortened(str(error)), RunError.exit_status)
     except BadInputError as error:
-        print(f"{program()}: error: {shortened(str(error))}", file=sys.stderr)
-        sys.exit(InputError.exit_status)
+        _fail(shortened(str(error)), InputError.exit_status)
     except KeyboardInterrupt as error:
         sys.exit(exit_status(error))
+
+
+def say(line: str, stream: TextIO | None = None) -> None:
+    """Print a line, on standard output unless told, and have it in the driver's log."""
+    print(line, file=stream, flush=True)
+    logger.info(line)
+
+
+def _fail(line: str, status: int) -> NoReturn:
+    say(f"{program()}: error: {line}", sys.stderr)
+    sys.exit(status)
 
 
 def program() -> str:

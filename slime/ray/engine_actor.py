@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import RayError
 
 from slime.backends.sglang.engine import End, Engine, EngineError, OtherNodes
+from slime.observability.trace import span
 from slime.ray.cluster import as_actor, enter_actor, serving_host
 
 _POLL_S = 0.1
@@ -62,7 +63,7 @@ class EngineActor:
     """One engine; ``start`` returns its address when it answers."""
 
     def __init__(self, plan: EnginePlan) -> None:
-        enter_actor(plan.args)
+        enter_actor(plan.args, f"{plan.name}_{plan.rank}_actor".replace(" ", "_"))
         self._args = plan.args
         self._engine = plan.on(0, _OtherActors(plan) if len(plan.nodes) > 1 else None)
         self._started: Future[None] = Future()
@@ -74,7 +75,8 @@ class EngineActor:
     def start(self) -> str:
         """Start the server, on every node of the engine; its URL once it is ready."""
         try:
-            self._engine.start()
+            with span("engine/start"):
+                self._engine.start()
         except BaseException as error:
             self._started.set_exception(error)
             raise
@@ -128,7 +130,7 @@ class NodeActor:
     """A further node of an engine: the server there. `EngineActor` owns it, and Ray ends it with its owner."""
 
     def __init__(self, plan: EnginePlan, node: int) -> None:
-        enter_actor(plan.args)
+        enter_actor(plan.args, f"{plan.name}_{plan.rank}_node_{node}_actor".replace(" ", "_"))
         self._engine = plan.on(node)
 
     @ray.method(concurrency_group="watch")

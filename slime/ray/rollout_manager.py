@@ -23,6 +23,8 @@ from slime.data.source.under_way import under_way
 from slime.fleet.membership import Membership
 from slime.fleet.routers import Routers
 from slime.fleet.spec import ModelSpec
+from slime.observability import logs
+from slime.observability.trace import span
 from slime.options.calls import parameters_of
 from slime.options.rollout import DEFAULT_ROLLOUT, generates_itself
 from slime.options.validate import check_schedule
@@ -74,7 +76,8 @@ class RolloutManager:
     """
 
     def __init__(self, args: argparse.Namespace, api_keys: tuple[str, str] | None) -> None:
-        enter_actor(args)
+        enter_actor(args, "rollout_manager")
+        logs.hide(api_keys or ())
         self._args = args
         self._runtime = RolloutRuntime(args)
         self._routers = Routers(args, api_keys, self._runtime)
@@ -133,7 +136,7 @@ class RolloutManager:
         A rollout function of the user's takes them by itself, and is never called for two rollouts at the same time.
         """
         if rollouts_overlap(self._args):
-            with under_way(rollout_id):
+            with under_way(rollout_id), span("rollout/draw", rollout=rollout_id):
                 self._drawn[rollout_id] = draw_first_groups(self._args, self._data_source)
         return self._num_cancels
 
@@ -148,22 +151,22 @@ class RolloutManager:
         Raises:
             CancelledRolloutError: `cancel` was called meanwhile.
         """
-        args = self._args
-        started = time.monotonic()
-        with under_way(rollout_id), self._generating(drawn, f"rollout {rollout_id}"):
+        args, generating = self._args, self._generating(drawn, f"rollout {rollout_id}")
+        with under_way(rollout_id), span("rollout/samples", rollout=rollout_id) as generated, generating:
             samples, metrics = self._samples(rollout_id)
-        generated = time.monotonic()
-        metrics.setdefault("perf/rollout_time", generated - started)
-        metrics |= sample_metrics(args, samples)
-        if logs_rollout(args, rollout_id, samples, metrics, generated - started):
-            metrics = {"perf/rollout_time": generated - started}
-        if args.save_debug_rollout_data:
-            save_samples(args, rollout_id, samples)
-        batches, batch_metrics = to_train_batches(args, samples, dp_size)
-        self._reward_log.check(args, rollout_id, samples, batches, batch_metrics)
-        self._made[rollout_id] = samples
-        references = [ray.put(batch) for batch in batches]
-        metrics["perf/convert_time"] = time.monotonic() - generated
+        metrics.setdefault("perf/rollout_time", generated.seconds)
+        with span("rollout/convert", rollout=rollout_id) as converted:
+            metrics |= sample_metrics(args, samples)
+            if logs_rollout(args, rollout_id, samples, metrics, generated.seconds):
+                metrics = {"perf/rollout_time": generated.seconds}
+            if args.save_debug_rollout_data:
+                save_samples(args, rollout_id, samples)
+            batches, batch_metrics = to_train_batches(args, samples, dp_size)
+            self._reward_log.check(args, rollout_id, samples, batches, batch_metrics)
+            self._made[rollout_id] = samples
+            with span("rollout/put"):
+                references = [ray.put(batch) for batch in batches]
+        metrics["perf/convert_time"] = converted.seconds
         return references, metrics | batch_metrics | self._routers.resends(rollout_id)
 
     def _samples(self, rollout_id: int) -> tuple[list[Sample], dict[str, Any]]:
@@ -241,16 +244,15 @@ class RolloutManager:
     @_in_runtime
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         """Score the engines' present weights on every evaluation dataset; what there is to log of it."""
-        started = time.monotonic()
-        args = self._args
+        args, named = self._args, _naming("--eval-function-path", self._args.eval_function_path)
         generating = self._generating(self._num_cancels, f"the evaluation of weight version {rollout_id}")
-        with _naming("--eval-function-path", args.eval_function_path), generating:
+        with span("rollout/evaluate", version=rollout_id) as timed, named, generating:
             wanted = accepted(self._evaluate, evaluation=True)
             output = evaluation_output(self._evaluate(args, rollout_id, self._data_source, **wanted))
         if args.save_debug_rollout_data:
             save_evaluation(args, rollout_id, output.data)
         extra = dict(output.metrics or {})
-        seconds = {"perf/eval_time": extra.pop("perf/eval_time", time.monotonic() - started)}
+        seconds = {"perf/eval_time": extra.pop("perf/eval_time", timed.seconds)}
         logged = logs_evaluation(args, rollout_id, output.data, extra | seconds)
         # Of functions of a user's own for both, only the user knows the form.
         if not logged or generates_itself(args.eval_function_path):

@@ -21,13 +21,15 @@ from slime.fleet.engines import START_ROUTER, Engines
 from slime.fleet.placement import Placement, core_shortage, place
 from slime.fleet.spec import Fleet, fleet_of
 from slime.fleet.train_group import TrainGroup
+from slime.observability import logs, trace
 from slime.observability.metrics import MetricsLogger
 from slime.observability.progress import step_line
+from slime.observability.trace import span
 from slime.options.checkpoint_rules import starting_point
 from slime.ray import janitor
 from slime.ray.claims import claim
 from slime.ray.cluster import connect, leaving_after, running_address
-from slime.ray.driver import exit_status, interrupt_on_sigterm, program
+from slime.ray.driver import exit_status, interrupt_on_sigterm, program, say
 from slime.ray.due import check_remaining, missing_exports, scores_start
 from slime.ray.places import place_warnings
 from slime.ray.rollout_manager import create_manager
@@ -84,6 +86,8 @@ class Run:
                 self._claims.append(claim(directory, places[directory]))
             with writing("--run-dir", args.run_dir):
                 Path(args.run_dir, "logs").mkdir(exist_ok=True)
+            logs.begin(args, "driver")
+            trace.begin(args.run_dir, "driver")
             self._metrics = MetricsLogger(args)
             self._janitor = connect(fleet_of(args).total)
             # Again: Ray has put its own in the place of ours.
@@ -99,8 +103,7 @@ class Run:
             self._stop()
             return
         seconds = _STOP_S + _SHUTDOWN_S
-        line = f"{program()}: interrupted: stopping engines and trainers (up to {seconds:.0f} s)"
-        print(line, file=sys.stderr, flush=True)
+        say(f"{program()}: interrupted: stopping engines and trainers (up to {seconds:.0f} s)", sys.stderr)
         with leaving_after(seconds, exit_status(error)):
             self._stop()
 
@@ -111,19 +114,20 @@ class Run:
             NothingLeftError: the run is over already.
         """
         args, began = self.args, time.monotonic()
-        print(f"run directory: {args.run_dir}; loading the data", flush=True)
+        say(f"run directory: {args.run_dir}; loading the data")
         if begins := starting_point(args):
-            print(begins, flush=True)
+            say(begins)
         # Hexadecimal: a key may end up behind a flag, and must not look like one.
         keys = None if args.no_api_keys else (secrets.token_hex(24), secrets.token_hex(24))
-        self._load_data(keys)
+        logs.hide(keys or ())
+        with span("driver/load_data"):
+            self._load_data(keys)
         fleet = fleet_of(args)
         self._placement = place(args, fleet)
         slots = sum(map(len, self._placement.engines))
-        print(
+        say(
             f"{args.num_rollout} rollouts; starting {fleet.trainers} training ranks and engines on {slots} slots "
-            "(logs in the run directory)",
-            flush=True,
+            "(logs in the run directory)"
         )
         self._engines = Engines(args, self._supervisor, keys)
         self._turns = self._make_turns(self._placement, fleet)
@@ -131,11 +135,12 @@ class Run:
         opened = self._manager.open_routers.remote(fleet.models) if fleet.engines else None
         if opened is not None:
             self._supervisor.expect("the rollout manager", opened, START_ROUTER)
-        self._start_together(self._placement, fleet)
+        with span("driver/start"):
+            self._start_together(self._placement, fleet)
         if opened is not None:
             self._engines.serve(self._manager, opened)
         going_on = f", going on after rollout {args.start_rollout_id}" if args.start_rollout_id else ""
-        print(f"started in {time.monotonic() - began:.0f} s{going_on}", flush=True)
+        say(f"started in {time.monotonic() - began:.0f} s{going_on}")
 
     def _load_data(self, keys: tuple[str, str] | None) -> None:
         args = self.args
@@ -144,7 +149,7 @@ class Run:
         loaded = {"the rollout manager": self._manager.load_data.remote()}
         (args.num_rollout,) = self._wait(loaded, LOAD_DATA, self._limit("data_load_timeout"))
         if left := check_remaining(args):  # again: --num-epoch has become a number of rollouts
-            print(left, flush=True)
+            say(left)
         self._warn(room_warnings(args))
         write_text("--run-dir", Path(args.run_dir, "config.yaml"), describe(args))
 
@@ -189,7 +194,7 @@ class Run:
             if self._trainers.restore(self._manager) and (missing := missing_exports(args, first)):
                 self._saver.export(self._trainers.actors, first - 1, missing, "export what is missing")
                 places = " and ".join(missing.values())
-                print(f"nothing is left to train; wrote {places}, missing after rollout {first}", flush=True)
+                say(f"nothing is left to train; wrote {places}, missing after rollout {first}")
         args.start_rollout_id = args.start_rollout_id or 0
         self._turns.trainers_started()
 
@@ -259,12 +264,14 @@ class Run:
         limit = self._limit("rollout_timeout", MARGIN_S)
         if self.args.asynchronous:  # an evaluation comes before it, and stale groups are generated again after it
             limit = Deadline(3 * self.args.rollout_timeout + MARGIN_S, limit.flag)
-        ((batches, metrics),) = self._wait({"the rollout manager": call}, phase, limit)
-        metrics["perf/wait_for_rollout_time"] = time.monotonic() - self._step_started
+        with span("driver/wait_for_rollout", rollout=rollout_id) as waiting:
+            ((batches, metrics),) = self._wait({"the rollout manager": call}, phase, limit)
+        metrics["perf/wait_for_rollout_time"] = waiting.seconds
         metrics["perf/rollout_ahead_time"] = self._step_started - begun
         handed = {"the rollout manager": self._manager.hand_over.remote(rollout_id)}
         # No quick answer where a user's data source takes its time over the next rollout's prompts.
-        (prompts,) = self._wait(handed, f"hand over {phase}, after the prompts that are being drawn", limit)
+        with span("driver/hand_over", rollout=rollout_id):
+            (prompts,) = self._wait(handed, f"hand over {phase}, after the prompts that are being drawn", limit)
         self._log(metrics | prompts | self._engines.metrics(), "rollout/step", rollout_id)
         return batches
 
@@ -287,11 +294,11 @@ class Run:
     def train(self, rollout_id: int, batches: list[ray.ObjectRef]) -> None:
         """Train on one rollout's batches, and log one line of metrics an optimizer step."""
         self._turns.to_trainers()
-        started = time.monotonic()
-        steps = self._trainers.train(rollout_id, batches, self._limit("train_timeout"))
+        with span("driver/train", rollout=rollout_id) as training:
+            steps = self._trainers.train(rollout_id, batches, self._limit("train_timeout"))
         if steps:
             # The call less what rank 0 did in it: batches on their way, and ranks that began later.
-            steps[-1]["perf/transfer_time"] = time.monotonic() - started - steps[-1]["perf/train_time"]
+            steps[-1]["perf/transfer_time"] = training.seconds - steps[-1]["perf/train_time"]
         for metrics in steps:
             self._log(metrics, "train/step", self._trainers.optimizer_steps)
             self._trainers.optimizer_steps += 1
@@ -306,7 +313,7 @@ class Run:
             answers: list[dict[str, float]] = self._trainers.call("publish", phase, limit, version, engines)
             return answers[0]
 
-        with self._turns.pushing():
+        with span("driver/push_weights", version=version), self._turns.pushing():
             metrics = self._engines.push(version, publish)
         self._supervisor.version = str(version)
         self._log(metrics | self._turns.figures(), "rollout/step", max(version - 1, 0))
@@ -330,16 +337,16 @@ class Run:
         if self._evaluation is None:
             return
         (call, version), self._evaluation = self._evaluation, None
-        started = time.monotonic()
         limit = self._limit("rollout_timeout", MARGIN_S)
-        (metrics,) = self._wait({"the rollout manager": call}, f"evaluation of weight version {version}", limit)
-        waited = {"perf/wait_for_eval_time": time.monotonic() - started}
+        with span("driver/wait_for_eval", version=version) as waiting:
+            (metrics,) = self._wait({"the rollout manager": call}, f"evaluation of weight version {version}", limit)
+        waited = {"perf/wait_for_eval_time": waiting.seconds}
         step = self._step
         self._log(metrics | waited, "eval/step", version)
         if self.args.asynchronous or version == self.args.start_rollout_id:
             # The step that it follows is over, or there was none: the line of another one is not the place for it.
             self._step = step | waited
-            print(step_line(version - 1, self.args.num_rollout, metrics), flush=True)
+            say(step_line(version - 1, self.args.num_rollout, metrics))
 
     def scores_its_start(self) -> bool:
         """Whether the weights that the run starts from are to be scored; not again those at which it is resumed."""
@@ -349,24 +356,24 @@ class Run:
         """Write a checkpoint, an HF directory and adapters, whichever is asked for."""
         if not self._trainers.actors or not (self.args.save or self.args.save_hf or self.args.save_lora):
             return
-        started = time.monotonic()
-        saved = {"the rollout manager": self._manager.state.remote(rollout_id)}
-        (state,) = self._wait(saved, "save the data source", self._saver.limit)
-        state = state | {"optimizer_steps": self._trainers.optimizer_steps}
-        self._saver.save(self._trainers.actors, rollout_id, state)
-        self._log({"perf/save_model_time": time.monotonic() - started}, "rollout/step", rollout_id)
+        with span("driver/save", rollout=rollout_id) as saving:
+            saved = {"the rollout manager": self._manager.state.remote(rollout_id)}
+            (state,) = self._wait(saved, "save the data source", self._saver.limit)
+            state = state | {"optimizer_steps": self._trainers.optimizer_steps}
+            self._saver.save(self._trainers.actors, rollout_id, state)
+        self._log({"perf/save_model_time": saving.seconds}, "rollout/step", rollout_id)
 
     def end_step(self, rollout_id: int) -> None:
         """Print the step's line."""
         seconds = time.monotonic() - self._step_started
         self._log({"perf/step_time": seconds}, "rollout/step", rollout_id)
-        print(step_line(rollout_id, self.args.num_rollout, self._step), flush=True)
+        say(step_line(rollout_id, self.args.num_rollout, self._step))
 
     # ---- helpers
 
     def _warn(self, warnings: Iterable[str | None]) -> None:
         for warning in filter(None, warnings):
-            print(f"{program()}: warning: {warning}", file=sys.stderr, flush=True)
+            say(f"{program()}: warning: {warning}", sys.stderr)
 
     def _limit(self, option: str, margin: float = 0.0) -> Deadline:
         return limit_of(self.args, option, margin)

@@ -40,7 +40,7 @@ class TrainActor:
     """One rank; every method but ``watch`` and ``serve_rendezvous`` is collective over all ranks."""
 
     def __init__(self, args: argparse.Namespace, rank: int, world_size: int, gpu: str | None) -> None:
-        enter_actor(args)
+        enter_actor(args, f"trainer_{rank}")
         forget_secrets()
         os.environ |= as_environment(args.train_env_vars)
         self._args = args
@@ -115,7 +115,7 @@ class TrainActor:
         own_experts = own_experts_do(self._args, engines)
         checks = own_experts and self._args.check_weight_update_equal
         try:
-            with self._trainer.pushing():
+            with self._trainer.pushing(version):
                 buckets = self._export(version, own_experts=own_experts)
                 whole = self._export(version, own_experts=False) if checks else None
                 figures = self._publisher.publish(version, buckets, engines, whole)

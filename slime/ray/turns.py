@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
+from slime.observability.trace import span
 from slime.utils.device import Memory
 
 
@@ -92,6 +92,7 @@ class Turns:
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        started, key = time.monotonic(), f"perf/{name}_time"
-        yield
-        self._figures[key] = self._figures.get(key, 0.0) + time.monotonic() - started
+        with span(f"driver/{name}") as timed:
+            yield
+        key = f"perf/{name}_time"
+        self._figures[key] = self._figures.get(key, 0.0) + timed.seconds

@@ -14,6 +14,7 @@ from slime.data import Group, Sample, Status
 from slime.data.rows.conversation import RowError
 from slime.data.source.numbers import numbers_kept
 from slime.data.source.prompts import as_prompts, count_dropped, draw_groups, put_back
+from slime.observability.trace import span
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.engine.abort import abort_requests
 from slime.rollout.engine.loop import cancel, in_own_thread
@@ -204,7 +205,7 @@ class Pool:
             return DynamicFilterOutput(keep=True)
         flag = "--dynamic-sampling-filter-path"
         samples = flatten_samples(results)
-        with numbers_kept(samples, f"{flag} {path}"):
+        with numbers_kept(samples, f"{flag} {path}"), span("rollout/filter", group=samples[0].group_index):
             verdict = await call_batch_hook(self._state, flag, path, self._args, samples)
         where = f"{flag} {path}: its answer"
         if isinstance(verdict, bool) or attribute_of(verdict, "ndim", None, where) == 0:  # a tensor's comparison

@@ -50,7 +50,7 @@ class Trainer(Protocol):
     def wake(self, *, weights_only: bool) -> Memory:
         """Undo `sleep`, or only for the actor's weights; what was in use before."""
 
-    def pushing(self) -> AbstractContextManager[None]:
+    def pushing(self, version: int) -> AbstractContextManager[object]:
         """What is around a push of `export_buckets`, so that its memory is told of."""
 
     def export_buckets(self, version: int, *, own_experts: bool = False) -> Iterator[NamedTensors]:

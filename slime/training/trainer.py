@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.data import TrainBatch
+from slime.observability.trace import span
 from slime.options.checkpoint import find_checkpoint
 from slime.training.checks import check_finite, check_step
 from slime.training.loss import hooks
@@ -97,7 +97,7 @@ class RolloutTrainer:
             TrainingError: a loss or gradient that is not finite, or a check that failed.
         """
         args, seconds = self.args, dict[str, float]()
-        with profiled(args, "train_overall", rollout_id), _timed(seconds, "perf/train_time"):
+        with profiled(args, "train_overall", rollout_id), span("train/rollout", rollout=rollout_id) as whole:
             packed = self._pack(batch, seconds)
             everything = [m for micro_batches in packed for m in micro_batches]
             if args.loss_type != "sft_loss":
@@ -114,13 +114,16 @@ class RolloutTrainer:
                     first = rollout_id == args.num_critic_only_steps
                     for i, micro_batches in enumerate(packed):
                         where = f"rollout {rollout_id}, step {i + 1} of {len(packed)}, {name}"
-                        reports = learner.forward_backward(micro_batches, loss, rollout_id, i)
+                        with span("train/forward_backward"):
+                            reports = learner.forward_backward(micro_batches, loss, rollout_id, i)
                         steps[i] |= self._step_metrics(where, micro_batches, reports)
-                        steps[i] |= learner.optimizer_step(where)
+                        with span("train/optimizer"):
+                            steps[i] |= learner.optimizer_step(where)
                         trained = steps[i].pop(_TRAINED_TOKENS)
                         check_step(args, where, steps[i], trained, is_first=first and i == 0)
         total = sum(metrics.pop("tokens") for metrics in steps)
         rate = total / seconds[f"perf/{name}_train_time"]
+        seconds["perf/train_time"] = whole.seconds
         steps[-1] |= seconds | {f"perf/{name}_train_tok_per_s": rate} | self._memory.peaks()
         return steps
 
@@ -193,8 +196,11 @@ class RolloutTrainer:
     @contextmanager
     def _span(self, seconds: dict[str, float], name: str) -> Iterator[None]:
         """Note the time of a phase of training, and its memory."""
-        with self._memory.phase(name), _timed(seconds, f"perf/{name}_time"):
+        device.finish()  # not what goes on beside: optimizer state that wakes during the first passes
+        with self._memory.phase(name) as timed:
             yield
+            device.finish()
+        seconds[f"perf/{name}_time"] = timed.seconds
 
     # ---- log-probs of older weights
 
@@ -275,9 +281,9 @@ class RolloutTrainer:
         """Put a set of the actor's weights into the model: ``"current"`` or ``"ref"``."""
         self._actor.weights.switch(name)
 
-    def pushing(self) -> AbstractContextManager[None]:
-        """What is around a push of `export_buckets`, so that its memory is told of."""
-        return self._memory.phase("push")
+    def pushing(self, version: int) -> AbstractContextManager[span]:
+        """What is around a push of `export_buckets`, so that its memory and time are told of."""
+        return self._memory.phase("push", version=version)
 
     def save(self, directory: str) -> None:
         """Write everything that the actor continues from into an existing empty directory."""
@@ -297,13 +303,3 @@ def _version_name(version: int) -> str:
 
 def _values(micro_batch: MicroBatch, output: Tensor) -> Tensor:
     return output[0, :, 0].float()
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    """Not of what goes on beside: optimizer state that wakes during the first passes."""
-    device.finish()
-    started = time.perf_counter()
-    yield
-    device.finish()
-    seconds[name] = time.perf_counter() - started

@@ -7,7 +7,7 @@ import re
 from types import ModuleType
 
 _BY_RM_TYPE = "await slime.rollout.rm_hub.async_rm(args, sample) grades by --rm-type"
-_NO_TRACES = "there are no traces yet; perf/ in metrics.jsonl has times, see docs/metrics.md"
+_TRACES = "slime.observability.trace.span writes spans into trace/ of the run's directory, see docs/traces.md"
 _GENERATE_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout, whose flags are in docs/rollout.md, does all of it"
 _EVALUATION = "generate_rollout(args, rollout_id, data_source, evaluation=True) scores all of args.eval_datasets"
 _HTTP = "slime.utils.http_utils.post and get open and close their client themselves"
@@ -16,8 +16,8 @@ _PORTS = "bind port 0 of a socket, and ask it for its number"
 _ELSEWHERE = {
     "slime.agent": "examples/multi_agent has several agents, slime.rollout.observation the turns of one",
     "slime.backends.megatron_utils": "a custom loss is given what it needs, see docs/algorithms.md",
-    "slime.observability.trace_utils": _NO_TRACES,
-    "slime.observability.trace_viewer": _NO_TRACES,
+    "slime.observability.trace_utils": _TRACES,
+    "slime.observability.trace_viewer": _TRACES,
     "slime.rollout.base_types.call_rollout_fn": "call the function; --rollout-function-path may name it",
     "slime.rollout.filter_hub.base_types.call_dynamic_filter": (
         "call the filter; it gives a bool or a DynamicFilterOutput"

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
@@ -87,9 +87,14 @@ def _redacted_text(name: str, text: str) -> str:
     words = text.split()
     if len(words) > 1 and words[0].startswith("--"):
         return text if redacted_words(words) == words else " ".join(map(str, redacted_words(words)))
-    text = _USER_OF_URL.sub(REDACTED, text)
-    for pair in (_PAIR_OF_URL, _PAIR):
-        text = pair.sub(_redacted_pair, text)
+    return _PAIR.sub(_redacted_pair, redacted_line(text))
+
+
+def redacted_line(text: str, secrets: Collection[str] = ()) -> str:
+    """A line of prose without ``secrets``, users of URLs, URLs' parameters that are named for one, and credentials."""
+    for secret in secrets:
+        text = text.replace(secret, REDACTED)
+    text = _PAIR_OF_URL.sub(_redacted_pair, _USER_OF_URL.sub(REDACTED, text))
     return _CREDENTIALS.sub(rf"\1{REDACTED}", text)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.sglang.client import EngineControl, EngineError
+from slime.observability.trace import span
 from slime.weights.agreement import Agreement, OtherRankError
 from slime.weights.engines import EngineAddress, start_all
 from slime.weights.equality import EqualityCheck
@@ -42,7 +43,8 @@ class _Update:
         """Wait for the delivery under way; a second time there is none."""
         wait, self.under_way = self.under_way, None
         if wait is not None:
-            wait()
+            with span("push/deliver"):
+                wait()
 
     def note(self, bucket: NamedTensors) -> None:
         """Keep a bucket for the check, if there is to be one."""
@@ -195,7 +197,8 @@ class WeightPublisher:
 
     def each_engine(self, phase: str, call: Callable[[EngineControl], Any]) -> dict[str, Any]:
         """``call`` on all engines at the same time, within what is left of the deadline; results by URL."""
-        return self.start(phase, {each.url: functools.partial(call, self.control(each)) for each in self.engines})()
+        with span("push/call", phase=phase):
+            return self.start(phase, {each.url: functools.partial(call, self.control(each)) for each in self.engines})()
 
     def start(self, phase: str, calls: Mapping[str, Callable[[], Any]]) -> Callable[[], dict[str, Any]]:
         """Begin calls, within what is left of the deadline; what waits for them and returns their results."""
@@ -229,9 +232,10 @@ class WeightPublisher:
         failure: Exception | None,
     ) -> Exception | None:
         """Take every bucket, and deliver them as long as this rank knows of no failure; the first that it knows of."""
-        for bucket in buckets:
+        for bucket in _gathered(buckets):
             update.nbytes += sum(tensor.nbytes for _, tensor in bucket)
-            staged = self._stage(bucket)
+            with span("push/stage"):
+                staged = self._stage(bucket)
             # After any failure too: engines may still be reading what `_stage` writes next.
             late = self._attempt(update.settle, self._sends)
             deliver = functools.partial(self._begin_delivery, update, bucket, staged)
@@ -303,6 +307,18 @@ class WeightPublisher:
             update.check.discard()
         if failure is not None and (self._sends or self.rank == 0):
             self._abandon()
+
+
+def _gathered(buckets: Iterable[NamedTensors]) -> Iterator[NamedTensors]:
+    """Each bucket as it comes from all ranks; it is let go of before the next one is gathered."""
+    iterator = iter(buckets)
+    while True:
+        with span("push/gather"):
+            bucket = next(iterator, None)
+        if bucket is None:
+            return
+        yield bucket
+        del bucket
 
 
 def trainer_world_size() -> int:

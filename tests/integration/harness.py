@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,9 +17,9 @@ from typing import Any
 
 import psutil
 
-from slime.observability.registry import unregistered
 from tests.proxy import RecordingProxy
 from tests.waiting import command_line
+from tools.website.registry import SPANS, unregistered
 
 ROOT = Path(__file__).resolve().parents[2]
 _PR_SET_CHILD_SUBREAPER = 36
@@ -147,6 +148,18 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 def series(run_dir: Path, key: str) -> list[float]:
     """The values of one metric, in order of writing."""
     return [line[key] for line in read_metrics(run_dir) if key in line]
+
+
+def read_traces(run_dir: Path) -> dict[str, list[dict[str, Any]]]:
+    """The spans of each process by its role; all of them stand in the registry, as those of such a process."""
+    known = {(span.role, span.name) for span in SPANS}
+    traces = {}
+    for path in sorted((run_dir / "trace").iterdir()):
+        lines = traces[path.stem] = [json.loads(line) for line in path.read_text().splitlines()]
+        role = re.sub(r"_\d+", "_<rank>", path.stem).replace("reward_engine", "engine")
+        assert {(role, line["name"]) for line in lines} <= known
+        assert all(line["role"] == path.stem and line["seconds"] >= 0 for line in lines)
+    return traces
 
 
 def assert_registered(run_dir: Path) -> None:

@@ -9,7 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from slime.data import Sample
-from tests.integration.harness import ROOT, TrainProcess, assert_registered, read_metrics, series
+from tests.integration.harness import ROOT, TrainProcess, assert_registered, read_metrics, read_traces, series
 from tests.integration.replays import check_dumps, training
 
 NUM_GPUS = 0
@@ -142,6 +144,38 @@ def test_colocated_run_trains_and_agrees_with_the_engine(colocated: Path) -> Non
     assert f"training starts from {colocated.parent / 'model'} (--ref-load)" in lines
     assert all("time" in line for line in read_metrics(colocated))
     assert_registered(colocated)
+
+
+def test_every_process_tells_where_its_time_goes(colocated: Path) -> None:
+    traces, rollouts = read_traces(colocated), range(_ROLLOUTS)
+    assert list(traces) == ["driver", "engine_0_actor", "rollout_manager", "trainer_0"]
+
+    def of(role: str, *names: str) -> list[dict[str, Any]]:
+        return [line for line in traces[role] if line["name"] in names]
+
+    assert [line["rollout"] for line in of("driver", "driver/train")] == list(rollouts)
+    assert [line["version"] for line in of("driver", "driver/push_weights")] == [0, 1, 2, 3]
+    samples = of("rollout_manager", "rollout/generating", "rollout/rewarding")
+    # Those of an evaluation are of no rollout.
+    counts = Counter((line.get("rollout"), line["version"]) for line in samples)
+    trained = {(i, i): 2 * 4 * 4 for i in rollouts}
+    assert counts == trained | {(None, 0): 2 * 12, (None, 3): 2 * 12}
+    assert [line["rollout"] for line in of("trainer_0", "train/optimizer")] == list(rollouts)
+    for metric, name in (("ref_log_probs", "train/ref_log_probs"), ("actor_train", "train/actor_train")):
+        seconds = [line["seconds"] for line in of("trainer_0", name)]
+        assert seconds == series(colocated, f"perf/{metric}_time"), name
+    assert not [line for lines in traces.values() for line in lines if "error" in line]
+
+
+def test_every_process_has_a_log(colocated: Path) -> None:
+    logs = colocated / "logs"
+    names = {path.stem for path in logs.iterdir()}
+    assert names == {"driver", "rollout_manager", "trainer_0", "engine_0", "engine_0_actor", "router"}
+    assert all("process" in (logs / f"{name}.log").read_text() for name in names - {"engine_0", "router"})
+    printed = [line for line in (colocated.parent / "colocated.log").read_text().splitlines() if " | " in line]
+    logged = (logs / "driver.log").read_text()
+    assert printed
+    assert all(line in logged for line in printed)
 
 
 def test_no_file_of_a_run_has_a_key_of_its_command_line(workspace: Path, colocated: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 import ray
 
 from slime.data import Group, Sample
+from slime.observability import logs, trace
 from slime.ray import rollout_manager
 from slime.ray.rollout_manager import RolloutManager, make_data_source
 from slime.rollout.engine import state as state_module
@@ -102,6 +103,8 @@ def make_manager(
         # What becomes of the samples is others' business.
         monkeypatch.setattr(rollout_manager, "to_train_batches", lambda args, samples, dp_size: ([samples], {}))
         monkeypatch.setattr(rollout_manager.RewardLog, "check", lambda *_: None)
+        monkeypatch.setattr(logs, "begin", lambda *_: None)
+        monkeypatch.setattr(trace, "begin", lambda *_: None)
         made = RolloutManager(args, None)
         made._data_source = make_data_source(args)
         return made

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import train
+from slime.observability import logs, trace
 from slime.options.sglang import ROUTER_POLICY
 from slime.ray.rollout_manager import RolloutManager, make_data_source, num_rollout
 from slime.utils import patching
@@ -163,6 +164,8 @@ def test_what_options_make_of_the_prompts_is_warned_of(
     assert len(warnings) == (expected is not None), warnings
     assert all(warning.startswith(f"warning: {expected}") for warning in warnings)
     caplog.clear()
+    monkeypatch.setattr(logs, "begin", lambda *_: None)
+    monkeypatch.setattr(trace, "begin", lambda *_: None)
     RolloutManager(parse_args(), None).load_data()
     logged = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert [f"warning: {message}" for message in logged] == warnings

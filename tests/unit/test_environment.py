@@ -17,6 +17,7 @@ from slime.backends.sglang.engine import Engine
 from slime.backends.sglang.router import Router
 from slime.fleet import train_group
 from slime.fleet.placement import Placement, Slot
+from slime.observability import logs, trace
 from slime.ray.cluster import actor_environment
 from slime.ray.train_actor import TrainActor
 from slime.utils.environment import bypass_proxies, proxy_of, server_environment
@@ -150,7 +151,9 @@ def test_a_trainer_has_the_secrets_that_it_is_given(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(train_group, "as_actor", lambda cls: Actor())
     slot = Slot(0, "node", None)
     wanted = {"OPENAI_API_KEY": "mine", "OMP_NUM_THREADS": 2}
-    args = Namespace(train_env_vars=wanted, wandb_key="s3cret", launch_dir="/nowhere")
+    args = Namespace(train_env_vars=wanted, wandb_key="s3cret", launch_dir="/nowhere", run_dir="/nowhere")
+    monkeypatch.setattr(logs, "begin", lambda *_: None)
+    monkeypatch.setattr(trace, "begin", lambda *_: None)
     monkeypatch.setattr(Placement, "options", lambda *_, **__: {})
     train_group.create_trainers(args, Placement([slot], train=[slot], engines=[]))
     variables, values = given

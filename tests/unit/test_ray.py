@@ -21,6 +21,7 @@ from slime.backends.sglang.client import EngineError
 from slime.data import Sample
 from slime.data.source.data_source import DataSource, RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.fleet.spec import fleet_of
+from slime.observability import logs, trace
 from slime.options.errors import OptionError
 from slime.ray import janitor, supervision
 from slime.ray.engine_actor import EngineActor, EngineNode, EnginePlan
@@ -126,6 +127,8 @@ def test_only_bad_input_before_the_start_has_status_2(error: Exception, phase: s
 
 
 def test_an_engine_that_does_not_start_ends_its_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "begin", lambda *_: None)
+    monkeypatch.setattr(trace, "begin", lambda *_: None)
     args = Namespace(launch_dir=os.getcwd(), run_dir=str(tmp_path))
     actor = EngineActor(EnginePlan(args, 0, None, [EngineNode({}, None)]))
 

@@ -17,6 +17,8 @@ from typing import Any, Protocol
 
 from slime.backends.sglang.client import GenerateClient
 from slime.data import Sample
+from slime.observability.trace import span
+from slime.rollout.engine.versions import versions
 from slime.rollout.runtime import RolloutRuntime, current, current_or_new
 from slime.utils.http_utils import RequestError, http_url
 from slime.utils.user_functions import setting
@@ -150,8 +152,11 @@ class RolloutState:
         key, doing = object(), _Doing(sample, what)
         self._doing[key] = doing
         try:
-            with setting(_doing, doing):
+            name, fields = what.replace(" ", "_"), {"sample": sample.index, "group": sample.group_index}
+            with setting(_doing, doing), span(f"rollout/{name}", **fields) as timed:
                 yield
+                if found := versions(sample):
+                    timed.fields["version"] = found[-1]
         finally:
             del self._doing[key]
 

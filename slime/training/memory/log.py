@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from slime.observability.trace import span
 from slime.utils import device
 from slime.utils.errors import SlimeError
 
@@ -33,8 +34,8 @@ class MemoryLog:
         self._phases: dict[str, device.Memory] = {}
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Note what the block takes.
+    def phase(self, name: str, **fields: int) -> Iterator[span]:
+        """Note what the block takes, in memory and, with ``fields``, time.
 
         Args:
             name: ``push`` and ``save`` have advice of their own.
@@ -44,7 +45,8 @@ class MemoryLog:
         """
         device.reset_peak()
         try:
-            yield
+            with span(f"train/{name}", **fields) as timed:
+                yield timed
         except torch.OutOfMemoryError as error:
             self._phases[f"{name} (did not fit)"] = device.memory()
             reason = str(error).splitlines()[0]
