@@ -7,7 +7,6 @@ installed version first: over newer code a patch would quietly undo it.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.metadata
 import logging
 import os
@@ -25,6 +24,8 @@ ALLOW_VARIABLE = "SLIME_ALLOW_UNTESTED_VERSIONS"
 
 Facts = TypeVar("Facts")
 """What decides which of a table's patches a process needs."""
+_told: set[str] = set()
+"""Names of patches of whose omission this process has told."""
 
 
 class UntestedVersionError(BadInputError):
@@ -90,7 +91,9 @@ def due(
                 f"{_untested(patch)}: install {patch.package}{patch.versions}, or do without the patch by {ALLOW_FLAG} "
                 f"({ALLOW_VARIABLE}=1 for programs without that flag)"
             )
-        _tell_once(warn, f"{_untested(patch)}: it is left out, as {ALLOW_FLAG} says")
+        if patch.name not in _told:
+            _told.add(patch.name)
+            warn(f"{_untested(patch)}: it is left out, as {ALLOW_FLAG} says")
 
 
 def apply(patches: Iterable[Patch[Facts]], facts: Facts) -> None:
@@ -116,11 +119,6 @@ def allow_untested_versions() -> None:
 def untested_versions_are_allowed() -> bool:
     """Whether `allow_untested_versions` was called, here or in a process that this one is of, or the user said so."""
     return os.environ.get(ALLOW_VARIABLE) == "1"
-
-
-@functools.cache
-def _tell_once(warn: Callable[[str], None], line: str) -> None:
-    warn(line)
 
 
 def _untested(patch: Patch[Any]) -> str:

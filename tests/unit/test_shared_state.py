@@ -16,6 +16,8 @@ CONTAINERS = {
     *("dict", "list", "set", "Counter", "OrderedDict", "defaultdict", "deque"),
     *("WeakKeyDictionary", "WeakSet", "WeakValueDictionary"),
 }
+OF_A_PROCESS = {"slime/utils/patching.py": ["_told"]}
+"""A patch changes modules of the process, whoever's rollouts run there, and is told of once."""
 CHANGES = {
     *("add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"),
 }
@@ -79,7 +81,7 @@ def files(*parts: str) -> list[Path]:
 
 def test_no_module_of_the_rollout_side_keeps_a_registry() -> None:
     found = {str(path.relative_to(ROOT)): registries(ast.parse(path.read_text())) for path in files(*PARTS)}
-    assert {path: names for path, names in found.items() if names} == {}
+    assert {path: names for path, names in found.items() if names} == OF_A_PROCESS
     assert len(found) > 60
 
 
