@@ -173,7 +173,7 @@ def test_declared_columns_are_built_from_samples(carried: Callable[..., list[Sam
 
 WRONG = {
     "no route, which every sample must have (1 of 4 lack it)": {"route": None},
-    "route has shape (1, 2, 3), and must have (": {"route": np.zeros((1, 2, 3), np.int16)},
+    "route has shape (8, 2, 3), and must have (": {"route": np.zeros((8, 2, 3), np.int16)},  # responses are shorter
     "route has values that int16 does not hold": {"route": "large"},
     "places is not made of numbers: it has entries of type <U4": {"place": "text"},
     "route is not made of numbers: it has entries of type object": {"route": [None]},
