@@ -9,7 +9,9 @@ from slime.options.rollout import FULLY_ASYNC_ROLLOUT, generates_itself
 from slime.options.schema import flag_named
 
 _MASKS = "mask_offpolicy_in_partial_rollout"
-_WITHOUT_BUFFER = ("slime.rollout.data_source.RolloutDataSource", "slime.data.RolloutDataSource")
+_WITHOUT_BUFFER = tuple(
+    f"slime.{module}.RolloutDataSource" for module in ("rollout.data_source", "data.source.data_source", "data")
+)
 
 
 def check_collection(args: Namespace, given: set[str]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from slime.rollout.engine.gate import Door, Gate, Line
 from slime.rollout.user.failure_log import FailureLog
-from slime.utils.http_client import Http
+from slime.utils.http_client import Http, allow_open_files
 from slime.utils.user_functions import TOLD, setting
 
 HOOK_THREADS = 64
@@ -76,6 +76,15 @@ class RolloutRuntime:
         self._loops: dict[asyncio.AbstractEventLoop, OfLoop] = {}
         """Clients refer to their loop, so that no weak reference to that would ever end."""
 
+    def own_process(self) -> None:
+        """Be the `current` one of all threads and event loops of the process that are in no other's `active`.
+
+        Those that a user's code begins by itself have no context of ours.
+        """
+        global _of_process
+        _of_process = self
+        self.http.own_process()
+
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Within the block, and in coroutines and hook threads that it starts, this one is `current`."""
@@ -97,28 +106,21 @@ class RolloutRuntime:
         """The engines of now."""
         return self._engines
 
-    def set_engines(self, urls: Sequence[str], admin_key: str | None, version: int | None = None) -> int:
+    def set_engines(self, urls: Sequence[str], admin_key: str | None) -> None:
         """Say which engines there are from now on; how many requests may be in flight follows from it.
 
         Requests under way stay, also at an engine that is left out.
 
         Args:
             urls: their addresses; empty where there is no one to tell of aborts.
-            version: of the membership, where one caller tells several processes; what is older than the present one
-                came late, and changes nothing. None for the next.
-
-        Returns:
-            The version that holds now.
         """
         with self._lock:
-            known = self._engines.version
-            if version is not None and version < known:
-                return known
-            self._engines = EngineSet(known + 1 if version is None else version, tuple(urls), admin_key)
-            for loop, its in self._loops.items():  # within the lock, so that the last change is the last they hear of
-                with contextlib.suppress(RuntimeError):  # it is closed
-                    loop.call_soon_threadsafe(its.gate.set_capacity, self.capacity)
-            return self._engines.version
+            self._engines = EngineSet(self._engines.version + 1, tuple(urls), admin_key)
+            loops = list(self._loops.items())
+        allow_open_files(self.capacity)
+        for loop, its in loops:
+            with contextlib.suppress(RuntimeError):  # it is closed
+                loop.call_soon_threadsafe(its.gate.set_capacity, self.capacity)
 
     @property
     def capacity(self) -> int:
@@ -149,14 +151,16 @@ class RolloutRuntime:
 
     async def resume(self, version: int | None = None) -> None:
         """Let requests go on, under weights of ``version`` where there are others now; who asked for it is told so."""
-        if version is not None:
-            self._version = version
-            for loop, listener in list(self._listeners):
-                if loop is asyncio.get_running_loop():
-                    await listener()
-                elif not loop.is_closed():
-                    asyncio.run_coroutine_threadsafe(listener(), loop)
-        self._door.open()
+        try:
+            if version is not None:
+                self._version = version
+                for loop, listener in list(self._listeners):
+                    if loop is asyncio.get_running_loop():
+                        await listener()
+                    elif not loop.is_closed():
+                        asyncio.run_coroutine_threadsafe(listener(), loop)
+        finally:
+            self._door.open()  # nobody else would
 
     @property
     def version(self) -> int:
@@ -175,11 +179,12 @@ class RolloutRuntime:
 
 
 _current: ContextVar[RolloutRuntime | None] = ContextVar("rollout_runtime", default=None)
+_of_process: RolloutRuntime | None = None
 
 
 def current() -> RolloutRuntime | None:
-    """The runtime in whose context this runs; None in threads that a user's code keeps of its own, and in scripts."""
-    return _current.get()
+    """The runtime in whose context this runs, else that of the process; None in scripts that have none."""
+    return _current.get() or _of_process
 
 
 @contextlib.contextmanager

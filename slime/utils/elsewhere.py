@@ -38,6 +38,7 @@ _ELSEWHERE = {
     "slime.rollout.rm_hub.deepscaler": _BY_RM_TYPE,
     "slime.rollout.rm_hub.f1": _BY_RM_TYPE,
     "slime.rollout.rm_hub.gpqa": _BY_RM_TYPE,
+    "slime.rollout.rm_hub.graders": "slime.rollout.reward.graders has them",
     "slime.rollout.sample_hooks": "write a hook of your own for --rollout-sample-hook-path, see docs/customize.md",
     "slime.rollout.sglang_rollout.abort": _GENERATE_ROLLOUT,
     "slime.rollout.sglang_rollout.eval_rollout": _EVALUATION,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
 import logging
@@ -10,7 +11,6 @@ import os
 import random
 import resource
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
@@ -89,12 +89,16 @@ class Http:
         self._api_keys: dict[str, str] = {}
         self._places: dict[str, Callable[[], AbstractAsyncContextManager[object]]] = {}
         self._examiners: dict[str, Callable[[str], Awaitable[str | None]]] = {}
-        self._sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
+        """Sessions refer to their loop, so that no weak reference to that would ever end."""
         self._lock = threading.Lock()
         self._sent: Counter[str] = Counter()
         self._resent: dict[str, Counter[str]] = {}
+
+    def own_process(self) -> None:
+        """Be that of `post` and `get` wherever in the process no other one is active."""
+        global _of_process
+        _of_process = self
 
     def active(self) -> AbstractContextManager[None]:
         """Within the block, and in coroutines and hook threads that it starts, `post` and `get` are this one's."""
@@ -236,6 +240,11 @@ class Http:
         loop = asyncio.get_running_loop()
         session = self._sessions.get(loop)
         if session is None or session.closed:
+            with self._lock:
+                ended = [self._sessions.pop(other) for other in list(self._sessions) if other.is_closed()]
+            for other in ended:  # as of a hook that calls `asyncio.run` for each sample
+                with contextlib.suppress(RuntimeError):  # a connection would tell its loop
+                    other.connector.close()  # type: ignore[union-attr]
             session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),
                 timeout=aiohttp.ClientTimeout(total=self._timeout),
@@ -246,11 +255,12 @@ class Http:
 
 
 _current: ContextVar[Http | None] = ContextVar("http_of_the_process", default=None)
+_of_process: Http | None = None
 
 
 def current_http() -> Http | None:
-    """The one that is active here; None in programs that a hook starts and in threads of its own."""
-    return _current.get()
+    """The one that is active here, else that of the process; None in programs that a hook starts."""
+    return _current.get() or _of_process
 
 
 def allow_open_files(connections: int | None = None) -> None:

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from slime.rollout import runtime as runtime_module
 from slime.rollout.engine import state
 from slime.rollout.runtime import RolloutRuntime
+from slime.utils import http_client
 from slime.utils.arguments import parse_args
 from tests.command_line import Fails, Parse, command, failure, write_model, write_rows
 from tests.fake_client import FakeClient
@@ -29,8 +31,10 @@ def log_level() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def runtime() -> Iterator[RolloutRuntime]:
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[RolloutRuntime]:
     """The test's own, and its context's; with the bounds of the options that the test makes last."""
+    for module in (runtime_module, http_client):  # a manager's, if the test makes one
+        monkeypatch.setattr(module, "_of_process", None)
     runtime = RolloutRuntime(Namespace(request_timeout=60.0, sglang_server_concurrency=8, num_engines=1))
     with runtime.active():
         yield runtime

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import multiprocessing
+import threading
 from argparse import Namespace
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -19,6 +20,7 @@ from slime.rollout.engine.loop import background_loop
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
 from slime.rollout.runtime import EngineSet, RolloutRuntime, current, pushed_version
 from slime.rollout.sglang_rollout import generate
+from slime.utils import http_utils
 from tests.fake_client import FakeClient, reply
 from tests.small_rollout import small_rollout
 
@@ -103,21 +105,19 @@ def test_engines_that_come_and_go_decide_how_many_requests_are_in_flight() -> No
     async def run() -> list[int]:
         gate, found = runtime.here().gate, []
 
-        async def set_to(*urls: str, version: int | None = None) -> None:
-            runtime.set_engines(urls, "key", version)
+        async def set_to(*urls: str) -> None:
+            runtime.set_engines(urls, "key")
             await asyncio.sleep(0)
             found.append(gate._capacity)
 
         await set_to("http://a")
-        await set_to("http://a", "http://b", "http://c", version=5)
-        await set_to("http://a", version=4)  # which came late
-        assert runtime.engines == EngineSet(5, ("http://a", "http://b", "http://c"), "key")
+        await set_to("http://a", "http://b", "http://c")
+        assert runtime.engines == EngineSet(2, ("http://a", "http://b", "http://c"), "key")
         await set_to("http://c")
-        assert runtime.engines.version == 6
         await set_to()
         return found
 
-    assert asyncio.run(run()) == [3, 9, 9, 3, 3]
+    assert asyncio.run(run()) == [3, 9, 3, 3]
 
 
 def test_whoever_waits_on_whatever_loop_goes_on(runtime: RolloutRuntime) -> None:
@@ -163,3 +163,57 @@ def test_a_call_outside_of_a_runtime_has_one_to_itself(
     assert [client.closed for client in clients] == [1]
     with pytest.raises(RuntimeError, match="needs a RolloutRuntime"):
         contextvars.Context().run(generate_rollout_fully_async, args, 0, None)
+
+
+def test_a_thread_of_the_users_finds_the_runtime_of_the_process(
+    runtime: RolloutRuntime, rollout_args: Callable[..., Namespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins with an empty context, as upstream's fully asynchronous worker does."""
+    client, found = FakeClient(), []
+    monkeypatch.setattr(state, "make_client", lambda *_: client)
+    args, samples = rollout_args(), [Sample(tokens=[1, 2]) for _ in range(2)]
+    runtime.own_process()
+
+    def work() -> None:
+        found.extend([current(), http_utils.current_http()])
+        for sample in samples:
+            asyncio.run(generate(args, sample, {"max_new_tokens": 4}))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(60)
+    assert found == [runtime, runtime.http]
+    assert [sample.status for sample in samples] == [Status.COMPLETED] * 2
+    assert client.closed == 2, "with each loop"
+
+
+def test_requests_go_on_whatever_a_listener_raises(runtime: RolloutRuntime) -> None:
+    async def fail() -> None:
+        raise ValueError("of a listener")
+
+    async def run() -> str:
+        with runtime.listening(fail):
+            await runtime.pause()
+            with pytest.raises(ValueError, match="of a listener"):
+                await runtime.resume(3)
+        async with runtime.acquire((0, 0)):
+            return "in"
+
+    assert asyncio.run(asyncio.wait_for(run(), 60)) == "in"
+
+
+def test_a_rollouts_client_is_not_used_on_another_loop(
+    rollout_args: Callable[..., Namespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of a plain function's `asyncio.run`, in a thread that has the rollout's context."""
+    clients: list[FakeClient] = []
+    monkeypatch.setattr(state, "make_client", lambda *_: clients.append(FakeClient()) or clients[-1])
+    args, sample = rollout_args(), Sample(tokens=[1, 2])
+
+    async def rollout() -> None:
+        async with state.rollout_state(args):
+            await asyncio.to_thread(lambda: asyncio.run(generate(args, sample, {"max_new_tokens": 4})))
+
+    asyncio.run(rollout())
+    assert [len(client.requests) for client in clients] == [0, 1]
+    assert [client.closed for client in clients] == [1, 1]

@@ -16,8 +16,13 @@ CONTAINERS = {
     *("dict", "list", "set", "Counter", "OrderedDict", "defaultdict", "deque"),
     *("WeakKeyDictionary", "WeakSet", "WeakValueDictionary"),
 }
-OF_A_PROCESS = {"slime/utils/patching.py": ["_told"]}
-"""A patch changes modules of the process, whoever's rollouts run there, and is told of once."""
+OF_A_PROCESS = {
+    "slime/rollout/runtime.py": ["_of_process"],
+    "slime/utils/http_client.py": ["_of_process"],
+    "slime/utils/patching.py": ["_told"],
+}
+"""Which runtime is the process's, for threads of users that have no context of ours; a patch changes modules of the
+process, whoever's rollouts run there, and is told of once."""
 CHANGES = {
     *("add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"),
 }

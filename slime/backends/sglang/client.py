@@ -291,7 +291,8 @@ class GenerateClient:
         Args:
             router_url: the router's address.
             api_key: the router's key.
-            max_connections: requests in flight at most; more wait here, not in the router.
+            max_connections: requests in flight at most; more wait here, not in the router. 0 where the caller bounds
+                them.
             request_timeout: seconds for one request as a whole, waiting for a connection included.
             retries: how often a request is sent again where another try may succeed (`Http.send`).
             adapter: whether the engines' adapter answers, and not the model without it.

@@ -26,7 +26,7 @@ from slime.utils.user_functions import naming
 
 logger = logging.getLogger(__name__)
 
-_WITH_BUFFER = "slime.data.source.data_source.RolloutDataSourceWithBuffer"
+_WITH_BUFFER = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
 
 
 class DataSource(abc.ABC):

@@ -20,6 +20,7 @@ from slime.data import Sample
 from slime.observability.trace import span
 from slime.rollout.engine.versions import versions
 from slime.rollout.runtime import RolloutRuntime, current, current_or_new
+from slime.utils.http_client import allow_open_files
 from slime.utils.http_utils import RequestError, http_url
 from slime.utils.user_functions import setting
 
@@ -197,6 +198,12 @@ def position(number: int) -> contextlib.AbstractContextManager[None]:
 _current: ContextVar[RolloutState | None] = ContextVar("rollout_state", default=None)
 
 
+def _state_here() -> RolloutState | None:
+    """Of the rollout under way in this task; none on an event loop of a hook's own, where its client is of no use."""
+    state = _current.get()
+    return state if state is not None and state.loop is asyncio.get_running_loop() else None
+
+
 def router_url(args: Namespace) -> str:
     """Address of the router.
 
@@ -211,10 +218,11 @@ def router_url(args: Namespace) -> str:
 
 def make_client(args: Namespace, runtime: RolloutRuntime) -> Generator:
     """A client of the router, with the limits that the flags set."""
+    allow_open_files(runtime.capacity)
     return GenerateClient(
         router_url(args),
         args.sglang_router_api_key,
-        max_connections=runtime.capacity,
+        max_connections=0,  # the runtime has a bound, which grows as engines join
         request_timeout=args.request_timeout,
         retries=_RETRIES,
         adapter=args.lora_sync == "adapter",
@@ -243,7 +251,7 @@ async def state_of_call(args: Namespace) -> AsyncIterator[RolloutState]:
     Calls outside of rollouts, such as those of a user's own rollout function, share a client for as long as their event
     loop: aiohttp's connections belong to the loop they were opened on. Outside of a runtime each has its own.
     """
-    if (state := _current.get()) is not None:
+    if (state := _state_here()) is not None:
         yield state
         return
     if (runtime := current()) is None:
@@ -266,8 +274,7 @@ async def rollout_state(args: Namespace, rank: int = 0) -> AsyncIterator[Rollout
     Args:
         rank: of a new one; smaller ranks are first in line for the bound on requests in flight.
     """
-    state = _current.get()
-    if state is not None:
+    if (state := _state_here()) is not None:
         yield state
         return
     _collect_garbage_rarely()
@@ -295,8 +302,7 @@ async def place_of_request() -> AsyncIterator[None]:
     Raises:
         RequestError: the rollout got enough samples while the request waited.
     """
-    state = _current.get()
-    if state is None or state.loop is not asyncio.get_running_loop():
+    if (state := _state_here()) is None:
         yield
         return
     was_ending = state.ending  # hooks of the whole batch send theirs then

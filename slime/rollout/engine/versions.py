@@ -26,7 +26,7 @@ def as_number(version: str) -> int:
 
 def versions(sample: Sample) -> list[int]:
     """Of the sample's segments, in order; without those that are no number."""
-    return [number for number in map(as_number, sample.weight_versions) if number != OLDER_THAN_ANY]
+    return [number for number in map(as_number, sample.weight_versions or ()) if number != OLDER_THAN_ANY]
 
 
 def staleness(sample: Sample, rollout_id: int) -> int | None:
