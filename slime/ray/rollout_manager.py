@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -45,8 +44,6 @@ from slime.rollout.user.hooks import accepted, logs_evaluation, logs_rollout, na
 from slime.utils.errors import BadInputError, CancelledRolloutError, DeadlineError, SlimeError
 from slime.utils.misc import attribute_of, load_function
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
@@ -55,17 +52,6 @@ _CANCEL_S = 60.0
 ROLLOUTS, EVALUATION, ROUTERS = "rollouts", "evaluation", "routers"
 """Ray's concurrency groups, threads of their own: a rollout under way keeps no other call from being answered."""
 _SOURCE_STATE, _SOURCE_CLASS = "data_source", "data_source_class"
-
-
-def _in_runtime(method: F) -> F:
-    """Users' functions that the method calls, and what these call of ours, find the process's runtime."""
-
-    @functools.wraps(method)
-    def call(self: RolloutManager, *args: Any, **kwargs: Any) -> Any:
-        with self._runtime.active():
-            return method(self, *args, **kwargs)
-
-    return cast(F, call)
 
 
 class RolloutManager:
@@ -80,6 +66,7 @@ class RolloutManager:
         logs.hide(api_keys or ())
         self._args = args
         self._runtime = RolloutRuntime(args)
+        self._runtime.own_process()
         self._routers = Routers(args, api_keys, self._runtime)
         self._data_source: Any = None
         self._drawn: dict[int, list[Group]] = {}
@@ -91,7 +78,6 @@ class RolloutManager:
         self._rollout = load_function(args.rollout_function_path, flag="--rollout-function-path")
         self._evaluate = load_function(args.eval_function_path, flag="--eval-function-path")
 
-    @_in_runtime
     def load_data(self) -> int:
         """Read the prompts, which recorded rollouts do without, and the evaluation's; how many rollouts the run has."""
         load_eval_prompts(self._args)
@@ -126,7 +112,6 @@ class RolloutManager:
             self._routers.check()
             time.sleep(_POLL_S)
 
-    @_in_runtime
     def draw(self, rollout_id: int) -> int:
         """Take the prompts of slime's own rollout from the data source; one call after the other, in their order.
 
@@ -141,7 +126,6 @@ class RolloutManager:
         return self._num_cancels
 
     @ray.method(concurrency_group=ROLLOUTS)
-    @_in_runtime
     def generate(self, rollout_id: int, dp_size: int, drawn: int) -> tuple[list[ray.ObjectRef], dict[str, float]]:
         """One rollout: a reference to one TrainBatch for each data-parallel rank, and the rollout's metrics.
 
@@ -151,21 +135,22 @@ class RolloutManager:
         Raises:
             CancelledRolloutError: `cancel` was called meanwhile.
         """
-        args, generating = self._args, self._generating(drawn, f"rollout {rollout_id}")
-        with under_way(rollout_id), span("rollout/samples", rollout=rollout_id) as generated, generating:
-            samples, metrics = self._samples(rollout_id)
-        metrics.setdefault("perf/rollout_time", generated.seconds)
-        with span("rollout/convert", rollout=rollout_id) as converted:
-            metrics |= sample_metrics(args, samples)
-            if logs_rollout(args, rollout_id, samples, metrics, generated.seconds):
-                metrics = {"perf/rollout_time": generated.seconds}
-            if args.save_debug_rollout_data:
-                save_samples(args, rollout_id, samples)
-            batches, batch_metrics = to_train_batches(args, samples, dp_size)
-            self._reward_log.check(args, rollout_id, samples, batches, batch_metrics)
+        args = self._args
+        with self._cancellable(drawn, f"rollout {rollout_id}"), under_way(rollout_id):
+            with span("rollout/samples", rollout=rollout_id) as generated, self._routers.working():
+                samples, metrics = self._samples(rollout_id)
             self._made[rollout_id] = samples
-            with span("rollout/put"):
-                references = [ray.put(batch) for batch in batches]
+            metrics.setdefault("perf/rollout_time", generated.seconds)
+            with span("rollout/convert", rollout=rollout_id) as converted:
+                metrics |= sample_metrics(args, samples)
+                if logs_rollout(args, rollout_id, samples, metrics, generated.seconds):
+                    metrics = {"perf/rollout_time": generated.seconds}
+                if args.save_debug_rollout_data:
+                    save_samples(args, rollout_id, samples)
+                batches, batch_metrics = to_train_batches(args, samples, dp_size)
+                self._reward_log.check(args, rollout_id, samples, batches, batch_metrics)
+                with span("rollout/put"):
+                    references = [ray.put(batch) for batch in batches]
         metrics["perf/convert_time"] = converted.seconds
         return references, metrics | batch_metrics | self._routers.resends(rollout_id)
 
@@ -187,18 +172,22 @@ class RolloutManager:
         return samples, metrics
 
     @contextlib.contextmanager
-    def _generating(self, num_cancels: int, what: str) -> Iterator[None]:
+    def _cancellable(self, num_cancels: int, what: str) -> Iterator[None]:
+        """Within, `cancel` waits for the call, which then raises whatever it has done by then."""
+
+        def check() -> None:
+            if num_cancels != self._num_cancels:
+                raise CancelledRolloutError(f"{what} was cancelled")
+
         call = object()
         self._under_way.add(call)
         try:
-            if num_cancels != self._num_cancels:
-                raise CancelledRolloutError(f"{what} was cancelled")
-            with self._routers.working():
-                yield
+            check()
+            yield
+            check()
         finally:
             self._under_way.discard(call)
 
-    @_in_runtime
     def cancel(self) -> None:
         """End rollouts and evaluations under way, whose calls raise CancelledRolloutError, and all requests at engines.
 
@@ -241,12 +230,11 @@ class RolloutManager:
         background_loop().run(change, timeout=timeout, what="holding requests during a weight update")
 
     @ray.method(concurrency_group=EVALUATION)
-    @_in_runtime
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         """Score the engines' present weights on every evaluation dataset; what there is to log of it."""
         args, named = self._args, _naming("--eval-function-path", self._args.eval_function_path)
-        generating = self._generating(self._num_cancels, f"the evaluation of weight version {rollout_id}")
-        with span("rollout/evaluate", version=rollout_id) as timed, named, generating:
+        call = self._cancellable(self._num_cancels, f"the evaluation of weight version {rollout_id}")
+        with span("rollout/evaluate", version=rollout_id) as timed, named, call, self._routers.working():
             wanted = accepted(self._evaluate, evaluation=True)
             output = evaluation_output(self._evaluate(args, rollout_id, self._data_source, **wanted))
         if args.save_debug_rollout_data:
@@ -261,12 +249,10 @@ class RolloutManager:
             return seconds
         return eval_metrics(output) | seconds
 
-    @_in_runtime
     def state(self, rollout_id: int) -> dict[str, Any]:
         """What a checkpoint needs of the data side; what a user's class has to `save` by itself lies beside it."""
         return source_state(self._data_source, rollout_id)
 
-    @_in_runtime
     def restore(self, rollout_id: int, state: dict[str, Any]) -> None:
         """The inverse of `state`."""
         restore_source(self._data_source, rollout_id, state)
