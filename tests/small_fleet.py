@@ -15,10 +15,12 @@ ACTOR = ModelSpec("actor", "to generate", "model", trained=True, tolerates_loss=
 REWARD = ModelSpec("reward", "for a reward model", "judge", trained=False, tolerates_loss=False)
 
 
-def entry(model: ModelSpec = ACTOR, count: int = 1, width: int = 1, per_node: int = 8) -> EngineSpec:
-    """Engines of one kind; those of the actor are beside trainers."""
+def entry(
+    model: ModelSpec = ACTOR, count: int = 1, width: int = 1, per_node: int = 8, *, beside: bool = True
+) -> EngineSpec:
+    """Engines of one kind; those of the actor are beside trainers, if any are."""
     flag = "--rollout-num-gpus" if model is ACTOR else "--rm-num-gpus"
-    return EngineSpec(model, count, width, per_node, flag, beside_trainers=model is ACTOR)
+    return EngineSpec(model, count, width, per_node, flag, beside_trainers=beside and model is ACTOR)
 
 
 def slot_options(kind: str, train: int, rollout: int, reward: int = 0, width: int = 1, **more: Any) -> Namespace:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +15,7 @@ from slime.fleet.membership import Member, Membership
 from slime.fleet.placement import Placement, Slot
 from slime.fleet.spec import EngineSpec, Fleet
 from slime.ray.cluster import actor_environment, as_actor, worker_options
+from slime.ray.driver import warn
 from slime.ray.engine_actor import EXAMINATION, EngineActor, EngineNode, EnginePlan
 from slime.ray.supervision import MARGIN_S, Deadline, RunError, Supervisor, limit_of
 from slime.weights import EngineAddress
@@ -46,12 +46,13 @@ class Engines:
         self._deaths: dict[str, tuple[str, str]] = {}
         """When one died, or was found to hang, and of what: phase, engine, status or question, the end of its log."""
         self._told: set[str] = set()
+        self._trains = False
 
     # ---- their lives
 
     def create(self, fleet: Fleet, placement: Placement) -> None:
         """Make the actors of all the fleet's engines, each on the first of its slots."""
-        self._placement = placement
+        self._placement, self._trains = placement, fleet.trainers > 0
         for spec, slots in zip(fleet.engines, placement.engines, strict=True):
             for first in range(0, len(slots), spec.width):
                 self._make(spec, slots[first : first + spec.width], serves=True)
@@ -83,8 +84,9 @@ class Engines:
         Args:
             opened: the manager's call that opens the routers.
         """
+        call = manager.serve.remote(self.membership, opened)
+        self._supervisor.wait({"the rollout manager": call}, START_ROUTER, self._start_limit())
         self._manager = manager
-        self._tell(START_ROUTER, opened)
 
     def add(self, model: str) -> str:
         """Start one more engine like the first of ``model``; its name.
@@ -92,18 +94,26 @@ class Engines:
         One of the trained model gets no request before `push` has brought it the weights; others have their own.
 
         Raises:
-            RunError: there is no such model, no slot is free, or it does not start.
+            RunError: there is no such model, its engines are beside trainers, which have all that they share, no slot
+                is free, or it does not start; the engines are then those of before.
         """
         specs = {member.spec.model.name: member.spec for member in reversed(self._members.values())}
         if model not in specs:
             raise RunError(f"add an engine: no model {model!r} is served, there are: {', '.join(specs) or 'none'}")
-        slots = self._placement.take(spec := specs[model], self._args.placement_timeout)
-        member = self._make(spec, slots, serves=False)
+        if (spec := specs[model]).beside_trainers:
+            raise RunError(f"add an engine: those of {model!r} are on the trainers' slots, and no other can join them")
+        member = self._make(spec, self._placement.take(spec, self._args.placement_timeout), serves=False)
         phase = f"start {member.name}"
-        urls = self._supervisor.wait({member.name: member.actor.start.remote()}, phase, self._start_limit())
-        if not urls:
-            raise RunError(f"{phase}: {self._deaths[member.name][1]}")
-        self.membership = self.membership.having(replace(member, url=urls[0], serves=not spec.model.trained))
+        try:
+            urls = self._supervisor.wait({member.name: member.actor.start.remote()}, phase, self._start_limit())
+        except RunError:
+            self._supervisor.forget(member.name)
+            self._leave_out(member)
+            raise
+        if not urls:  # its death was noticed
+            raise RunError(f"{phase}: {self._deaths.pop(member.name)[1]}")
+        waits = spec.model.trained and self._trains
+        self.membership = self.membership.having(replace(member, url=urls[0], serves=not waits))
         self._tell(phase)
         return member.name
 
@@ -120,10 +130,15 @@ class Engines:
         if not self.membership.serving(member.spec.model.name).keys() - {member.url}:
             raise RunError(f"remove {name}: no other engine serves the model {member.spec.model.name!r}")
         self.membership = self.membership.without(name)
+        self._supervisor.forget(name)  # first: it may die meanwhile
         self._tell(f"deregister {name}")
-        self._supervisor.forget(name)
         ray.wait([member.actor.leave.remote()], timeout=_LEAVE_S)
         self._free(member)
+
+    def _leave_out(self, member: Member) -> None:
+        if member.name in (other.name for other in self.membership.engines):
+            self.membership = self.membership.without(member.name)
+            self._free(member)
 
     def _free(self, member: Member) -> None:
         # It owns the server's supervisor, which ends what is left of the tree when its owner goes, and the actors of
@@ -183,7 +198,7 @@ class Engines:
     def _tell_of_skipped(self, version: int) -> None:
         for name, (when, _) in self._deaths.items():
             if name not in self._told:
-                _warn(f"push of version {version}: skipped {name}, which was lost at {when}")
+                warn(f"push of version {version}: skipped {name}, which was lost at {when}")
         self._told |= self._deaths.keys()
 
     def _address(self, member: Member) -> EngineAddress:
@@ -210,11 +225,16 @@ class Engines:
         member, model = self._members[name], self._members[name].spec.model
         lost = [other for other in self._deaths if self._members[other].spec.model == model]
         living = [other for other in self.membership.engines if other.spec.model == model and other.name != name]
-        if self._manager is None or not model.tolerates_loss or not (living or lost):
-            raise RunError(cause)
         lines = cause.splitlines()
         kept = [*lines[:_HEAD_LINES], *lines[_HEAD_LINES:][-_LOG_LINES:]]
-        self._deaths[name] = time.strftime(_TIME), "\n".join(kept)
+        death = time.strftime(_TIME), "\n".join(kept)
+        if self._manager is not None and member in self.membership.engines:  # without its address yet
+            self._deaths[name] = death  # `add`, which waits for it, says so
+            self._leave_out(member)
+            return
+        if self._manager is None or not model.tolerates_loss or not (living or lost):
+            raise RunError(cause)
+        self._deaths[name] = death
         self.membership = self.membership.without(name)
         lost = list(dict.fromkeys([*lost, name]))
         if not self.membership.serving(model.name):
@@ -223,7 +243,7 @@ class Engines:
         self._free(member)
         removed = self._manager.serve.remote(self.membership, None)
         self._supervisor.expect("the rollout manager", removed, f"deregister {name}")
-        _warn(
+        warn(
             f"{lines[0]}; going on with {len(living)} of {len(living) + len(lost)} engines, which get its "
             f"requests (log: {self._args.run_dir}/logs/{name.replace(' ', '_')}.log)"
         )
@@ -243,7 +263,3 @@ def create_engine(
         options.offload_rollout = placement.on_gpus
     plan = EnginePlan(options, rank, keys, nodes, spec.model.called("engine"))
     return as_actor(EngineActor, **{EXAMINATION: 1}).options(**nodes[0].options).remote(plan)
-
-
-def _warn(text: str) -> None:
-    print(f"{sys.argv[0].rsplit('/', 1)[-1]}: warning: {text}", file=sys.stderr, flush=True)

@@ -90,7 +90,7 @@ class Placement:
             RunError: the cluster has none that are free, or none where the run's servers may be.
         """
         for slots in self._left:
-            if len(slots) == spec.width:
+            if len(slots) == spec.width and not set(slots) & set(self.train):
                 self._left.remove(slots)
                 return slots
         slots = _reserve(spec.width, "GPU" if self.on_gpus else "CPU", timeout)

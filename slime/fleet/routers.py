@@ -38,6 +38,7 @@ class Routers:
         """URLs of engines that were left out before whoever says who is there knew."""
         self._examiners: list[Examiner] = []
         self._resend_log: ResendLog | None = None
+        self._version = 0
         self._changing = threading.Lock()
 
     def open(self, models: Sequence[ModelSpec]) -> None:
@@ -73,20 +74,26 @@ class Routers:
     def serve(self, membership: Membership) -> None:
         """Send requests to the engines of a membership that are to get some, and to no others; have in flight, and
         ended, what these have."""
-        deadline = time.monotonic() + self._args.engine_start_timeout
+        deadline, joined = time.monotonic() + self._args.engine_start_timeout, dict[str, list[str]]()
         with self._changing:
+            if membership.version < self._version:
+                return
+            self._version = membership.version
             self._hanging &= {url for model in self._routers for url in membership.serving(model)}
-            for model, router in self._routers.items():
+            for model in self._routers:
                 engines = membership.serving(model)
                 for url in self._engines[model].keys() - engines.keys():
                     self._leave_out(model, url)
-                joined = [url for url in engines if url not in self._engines[model].keys() | self._hanging]
-                bypass_proxies([urlsplit(url).hostname or "" for url in joined])
-                self._engines[model] |= {url: engines[url] for url in joined}
-                self._make_known()
-                for url in joined:
-                    router.add(url)
-                router.wait_registered(joined, timeout=max(0.0, deadline - time.monotonic()))
+                urls = [url for url in engines if url not in self._engines[model].keys() | self._hanging]
+                bypass_proxies([urlsplit(url).hostname or "" for url in urls])
+                self._engines[model] |= {url: engines[url] for url in urls}
+                joined |= {model: urls} if urls else {}
+            self._make_known()
+            for model, urls in joined.items():
+                for url in urls:
+                    self._routers[model].add(url)
+        for model, urls in joined.items():  # who finds that an engine hangs need not wait for that
+            self._routers[model].wait_registered(urls, timeout=max(0.0, deadline - time.monotonic()))
 
     def leave_out(self, model: str, url: str) -> None:
         """Send nothing more to an engine that hangs, and have fewer requests in flight."""

@@ -35,7 +35,7 @@ def run_driver(train: Callable[[argparse.Namespace], None], args: argparse.Names
     """Run a driver's loop, or only check it with ``--dry-run``; an error is one line and the process's exit status."""
     strike_secrets()
     try:
-        check_patches(args, lambda line: say(f"{program()}: warning: {line}", sys.stderr))
+        check_patches(args, warn)
         if args.dry_run:
             dry_run(args)
         else:
@@ -63,6 +63,11 @@ def say(line: str, stream: TextIO | None = None) -> None:
     """Print a line, on standard output unless told, and have it in the driver's log."""
     print(line, file=stream, flush=True)
     logger.info(line)
+
+
+def warn(line: str) -> None:
+    """Say it as a warning, on standard error."""
+    say(f"{program()}: warning: {line}", sys.stderr)
 
 
 def _fail(line: str, status: int) -> NoReturn:

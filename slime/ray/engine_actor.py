@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import RayError
 
 from slime.backends.sglang.engine import End, Engine, EngineError, OtherNodes
+from slime.observability import logs
 from slime.observability.trace import span
 from slime.ray.cluster import as_actor, enter_actor, serving_host
 
@@ -64,6 +65,7 @@ class EngineActor:
 
     def __init__(self, plan: EnginePlan) -> None:
         enter_actor(plan.args, f"{plan.name}_{plan.rank}_actor".replace(" ", "_"))
+        logs.hide(plan.api_keys or ())
         self._args = plan.args
         self._engine = plan.on(0, _OtherActors(plan) if len(plan.nodes) > 1 else None)
         self._started: Future[None] = Future()
@@ -117,9 +119,11 @@ class EngineActor:
 
     def leave(self) -> None:
         """Answer what runs with what it has so far, which others go on with, and `stop`."""
-        with contextlib.suppress(EngineError):
-            self._engine.control(self._args.weight_update_timeout).abort_all()
-        self.stop()
+        try:
+            with contextlib.suppress(EngineError):
+                self._engine.control(_ANSWER_S).abort_all()
+        finally:
+            self.stop()
 
     def stop(self) -> None:
         """End the server tree, on every node."""
@@ -131,6 +135,7 @@ class NodeActor:
 
     def __init__(self, plan: EnginePlan, node: int) -> None:
         enter_actor(plan.args, f"{plan.name}_{plan.rank}_node_{node}_actor".replace(" ", "_"))
+        logs.hide(plan.api_keys or ())
         self._engine = plan.on(node)
 
     @ray.method(concurrency_group="watch")

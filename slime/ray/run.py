@@ -29,7 +29,7 @@ from slime.options.checkpoint_rules import starting_point
 from slime.ray import janitor
 from slime.ray.claims import claim
 from slime.ray.cluster import connect, leaving_after, running_address
-from slime.ray.driver import exit_status, interrupt_on_sigterm, program, say
+from slime.ray.driver import exit_status, interrupt_on_sigterm, program, say, warn
 from slime.ray.due import check_remaining, missing_exports, scores_start
 from slime.ray.places import place_warnings
 from slime.ray.rollout_manager import create_manager
@@ -97,7 +97,7 @@ class Run:
             raise
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._ended_well, self._ray_is_down = error is None, isinstance(error, RayDownError)
         if not isinstance(error, (KeyboardInterrupt, SystemExit)):
             self._stop()
@@ -373,7 +373,7 @@ class Run:
 
     def _warn(self, warnings: Iterable[str | None]) -> None:
         for warning in filter(None, warnings):
-            say(f"{program()}: warning: {warning}", sys.stderr)
+            warn(warning)
 
     def _limit(self, option: str, margin: float = 0.0) -> Deadline:
         return limit_of(self.args, option, margin)

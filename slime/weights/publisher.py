@@ -5,6 +5,7 @@ While engines load a bucket, all ranks gather and convert the next one, and put 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from argparse import Namespace
@@ -137,7 +138,8 @@ class WeightPublisher:
         except Exception as error:
             failure = error
             if self._agreement is not None:
-                self._agreement.tell(error)
+                with contextlib.suppress(RuntimeError):  # rank 0, which serves the store, may be gone
+                    self._agreement.tell(error)
         self._end(update, failure)
         if isinstance(failure, torch.OutOfMemoryError):
             raise failure  # the caller knows what has the memory

@@ -103,18 +103,18 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[Actor]:
 class Cluster:
     """Engines that serve, of the trained model and of a reward model, a manager and a trainer."""
 
-    def __init__(self, serving: bool = True, count: int = 2, rewarders: int = 0) -> None:
+    def __init__(self, serving: bool = True, count: int = 2, rewarders: int = 0, beside: bool = True) -> None:
         self.supervisor = Supervisor()
         limits = {"rollout_health_check_timeout": 1.0, "engine_start_timeout": 5.0, "placement_timeout": 5.0}
         self.engines = Engines(Namespace(run_dir="run", **limits), self.supervisor)
         self.actors: list[Actor] = []
         self.manager, self.trainer = Actor(8), Actor(9)
-        entries = {entry(count=count): count, entry(REWARD, count=rewarders): rewarders}
+        entries = {entry(count=count, beside=beside): count, entry(REWARD, count=rewarders): rewarders}
         slots = [[Slot(10 * i + rank, "here", None) for rank in range(n)] for i, n in enumerate(entries.values())]
         self.placement = Placement([*slots[0], *slots[1]], [], slots)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fleet_engines, "create_engine", self.create)
-            self.engines.create(Fleet(0, tuple(entries)), self.placement)
+            self.engines.create(Fleet(1, tuple(entries)), self.placement)
         self.engines.started(self.supervisor.wait(self.engines.begin("start"), "start", _LIMIT))
         if serving:
             self.engines.serve(self.manager, None)
@@ -370,7 +370,7 @@ def test_an_engine_that_hangs_is_left_out_by_whoever_finds_it_first(routers: Any
 
 
 def test_an_engine_joins_with_the_next_push_and_leaves(killed: list[Actor], monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster, pushed = Cluster(rewarders=1), []
+    cluster, pushed = Cluster(rewarders=1, beside=False), []
 
     def publish(engines: list[EngineAddress]) -> dict[str, float]:
         assert "http://e2" not in cluster.serving()[-1], "no request before it has the weights"
@@ -399,7 +399,7 @@ def test_an_engine_joins_with_the_next_push_and_leaves(killed: list[Actor], monk
 
 
 def test_an_engine_of_another_model_serves_at_once() -> None:
-    cluster = Cluster(rewarders=1)
+    cluster = Cluster(rewarders=1, beside=False)
     cluster.actors[1].die()
     cluster.rollout()
     assert cluster.add("reward") == "reward engine 1", "on the slot of the one that died"
@@ -410,7 +410,7 @@ def test_an_engine_of_another_model_serves_at_once() -> None:
 
 
 def test_an_engine_that_does_not_start_leaves_the_run_as_it_was(killed: list[Actor]) -> None:
-    cluster = Cluster(count=3)
+    cluster = Cluster(count=3, beside=False)
     cluster.actors[2].die()
     cluster.rollout()
 
@@ -424,6 +424,63 @@ def test_an_engine_that_does_not_start_leaves_the_run_as_it_was(killed: list[Act
     assert cluster.engines.metrics() == {"rollout/engines_alive": 2}
     assert killed == cluster.actors[2:]
     assert cluster.add() == "engine 4", "the slot is free again"
+
+
+def test_an_engine_that_does_not_answer_in_time_leaves_the_run_as_it_was(killed: list[Actor]) -> None:
+    cluster = Cluster(rewarders=1, beside=False)
+    cluster.actors[1].die()
+    cluster.rollout()
+    for model in ("actor", "reward"):
+        with pytest.raises(RunError, match=r"start (engine 2|reward engine 1): "):
+            cluster.add(model, start=lambda: failure(EngineError("no answer")))
+        assert [member.name for member in cluster.engines.membership.engines] == ["engine 0", "reward engine 0"]
+    assert killed == cluster.actors[1:2] + cluster.actors[3:]
+    for actor in cluster.actors[3:]:
+        actor.die()
+    assert cluster.rollout() == ["samples"], "nobody watches those"
+
+
+def test_a_reward_engine_that_dies_before_it_serves_is_no_loss() -> None:
+    cluster = Cluster(rewarders=1, beside=False)
+    cluster.actors[1].die()
+    cluster.rollout()
+
+    def die() -> Exception:
+        cluster.actors[-1].die()
+        return failure(EngineError("refused"))
+
+    with pytest.raises(RunError, match=r"start reward engine 1: .*status 137"):
+        cluster.add("reward", start=die)
+    assert cluster.rollout() == ["samples"]
+    assert cluster.add("reward") == "reward engine 2"
+
+
+def test_an_engine_that_dies_while_it_leaves_frees_its_slots_once() -> None:
+    cluster = Cluster(count=3, beside=False)
+    told = cluster.manager.answers["serve"] = lambda: cluster.actors[1].die()
+    cluster.engines.remove("engine 1")
+    cluster.manager.answers.pop("serve")
+    assert cluster.rollout() == ["samples"]
+    assert told() is None
+    assert cluster.add() == "engine 3"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(placement, "_reserve", lambda count, resource, timeout: [Slot(99, "here", None)] * count)
+        cluster.add()
+    slots = [slot for member in cluster.engines.membership.engines for slot in member.slots]
+    assert len(set(slots)) == len(slots) == 4
+
+
+def test_none_joins_engines_beside_trainers() -> None:
+    with pytest.raises(RunError, match="add an engine: those of 'actor' are on the trainers' slots"):
+        Cluster().add()
+
+
+def test_what_the_manager_hears_late_changes_nothing(routers: Any) -> None:
+    first = Membership().having(*members("e0"))
+    later = first.having(*members("e1"))
+    routers.serve(later)
+    routers.serve(first)
+    assert routers._routers["actor"].calls == ["add http://e0", "add http://e1", "wait http://e0", "wait http://e1"]
 
 
 def test_the_death_of_the_only_engine_is_told_as_it_is() -> None:
