@@ -11,12 +11,18 @@ from slime.utils.storage import why_not_written, writing
 
 logger = logging.getLogger(__name__)
 
+_MOST_BYTES = 256 << 20
+
 
 class LineFile:
     """Lines are appended whole or not at all; what follows the last line feed is on its way, or lost with its host."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._opened, self._warned = path, False, False
+    def __init__(self, path: Path, *, turns: bool = False) -> None:
+        """
+        Args:
+            turns: of 256 MiB and more it becomes ``<path>.1``, in the place of the one before, and another is begun.
+        """
+        self._path, self._turns, self._opened, self._warned = path, turns, False, False
         self.place = "--run-dir", str(path)
 
     def open(self) -> LineFile:
@@ -37,6 +43,10 @@ class LineFile:
         if not self._opened:
             self.open()
         end = self._file.seek(0, os.SEEK_END)
+        if self._turns and end > _MOST_BYTES:
+            self.close()
+            self._path.replace(f"{self._path}.1")
+            return self.open().append(lines)
         try:
             written = self._file.write(lines)
             if written != len(lines):  # the disk is full now; a further try gets the error

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from contextvars import ContextVar, Token
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from slime.observability.lines import LineFile
@@ -23,7 +23,7 @@ from slime.observability.lines import LineFile
 _EVERY_S = 1.0
 """Written earlier is what ends with the span around it all."""
 _encode = json.JSONEncoder(default=str).encode
-_around: ContextVar[Mapping[str, Any]] = ContextVar("fields_of_spans_around", default=MappingProxyType({}))
+_around: ContextVar[Mapping[str, Any] | None] = ContextVar("fields_of_spans_around", default=None)
 
 
 class span:
@@ -35,10 +35,10 @@ class span:
 
     def __init__(self, name: str, /, **fields: Any) -> None:
         self._name, self._around = name, _around.get()
-        self.fields = {**self._around, **fields}
+        self.fields = {**(self._around or {}), **fields}
 
     def __enter__(self) -> span:
-        self._token: Token[Mapping[str, Any]] = _around.set(self.fields)
+        self._token: Token[Mapping[str, Any] | None] = _around.set(self.fields)
         self._start, self._began = time.time(), time.perf_counter()
         return self
 
@@ -49,7 +49,7 @@ class span:
         if _trace is not None:
             failed = {"error": kind.__name__} if kind else {}
             line = {"name": self._name, "start": self._start, "seconds": self.seconds, **failed, **self.fields}
-            _trace.add(line, is_last=not self._around)
+            _trace.add(line, is_last=self._around is None)
 
 
 class _Trace:
@@ -57,7 +57,7 @@ class _Trace:
 
     def __init__(self, run_dir: str, role: str) -> None:
         self._role = role
-        self._file = LineFile(Path(run_dir, "trace", f"{role}.jsonl"))
+        self._file = LineFile(Path(run_dir, "trace", f"{role}.jsonl"), turns=True)
         self._lines: list[dict[str, Any]] = []
         self._written = time.monotonic()
         self._writing = threading.Lock()

@@ -16,6 +16,7 @@ from torch.distributed import TCPStore
 
 from slime.backends.trainers import trainer_of
 from slime.data import TrainBatch
+from slime.observability import logs
 from slime.ray.cluster import enter_actor
 from slime.training import checkpoint_dirs
 from slime.training.protocol import Trainer
@@ -108,6 +109,7 @@ class TrainActor:
         from slime.weights.float8 import Float8Blocks
         from slime.weights.tensor import own_experts_do
 
+        logs.hide(key for engine in engines for key in (engine.generate_key, engine.admin_key))
         started = time.monotonic()  # with the agreement of the ranks on who has what, before engines pause
         if self._publisher is None:
             self._publisher = make_publisher(self._args, self._rank)

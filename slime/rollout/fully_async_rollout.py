@@ -14,6 +14,7 @@ from argparse import Namespace
 from typing import Any
 
 from slime.data import Sample
+from slime.observability.trace import span
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, flatten_samples
 from slime.rollout.batches.metrics import engine_metrics, speed_metrics
 from slime.rollout.collect import finish_batch, late
@@ -133,7 +134,7 @@ class Stream:
         self._telling = asyncio.ensure_future(self._tell())
 
     async def _generate(self) -> None:
-        with self._runtime.active(), self._runtime.listening(self._tell):
+        with self._runtime.active(), self._runtime.listening(self._tell), span("rollout/stream"):
             async with rollout_state(self._args) as state:
                 self._state, self._pool = state, Pool(self._args, self.source, state, rollout_id=0, forgives=True)
                 try:

@@ -97,6 +97,7 @@ class RolloutTrainer:
             TrainingError: a loss or gradient that is not finite, or a check that failed.
         """
         args, seconds = self.args, dict[str, float]()
+        device.finish()
         with profiled(args, "train_overall", rollout_id), span("train/rollout", rollout=rollout_id) as whole:
             packed = self._pack(batch, seconds)
             everything = [m for micro_batches in packed for m in micro_batches]

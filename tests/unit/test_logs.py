@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.observability import logs
+from slime.observability import lines, logs
 from slime.observability.lines import LineFile
 
 NUM_GPUS = 0
@@ -75,6 +75,34 @@ def test_a_request_of_a_users_client_is_no_line(shown: io.StringIO, begin: Calla
     logging.getLogger("httpx").info("HTTP Request: POST ...")
     ours.info("last")
     assert "HTTP" not in file.read_text()
+
+
+def test_a_logger_with_a_level_of_its_own_is_shown_as_before(shown: io.StringIO, begin: Callable[..., Path]) -> None:
+    begin()
+    users = logging.getLogger("a_users_module")
+    try:
+        users.setLevel(logging.INFO)
+        users.getChild("part").info("shown")
+    finally:
+        users.setLevel(logging.NOTSET)
+    users.info("not shown")
+    assert shown.getvalue() == "shown\n"
+
+
+def test_short_values_stay_and_nested_ones_go(shown: io.StringIO, begin: Callable[..., Path]) -> None:
+    file = begin(x_token=1, judge={"api_key": "sk-0123456789", "of": {"other_token": "sk-0123456789-longer"}})
+    ours.info("1 sk-0123456789-longer")
+    assert file.read_text().endswith("INFO 1 <redacted>\n")
+
+
+def test_a_large_file_makes_room_for_another(
+    shown: io.StringIO, begin: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = begin()
+    monkeypatch.setattr(lines, "_MOST_BYTES", 1)
+    for text in ("first", "second", "third"):
+        ours.info(text)
+    assert [path.read_text().split()[-1] for path in (Path(f"{file}.1"), file)] == ["second", "third"]
 
 
 def test_secrets_are_struck_out(

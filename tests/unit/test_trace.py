@@ -65,6 +65,14 @@ def test_spans_within_have_the_fields_of_those_around(run_dir: Path) -> None:
     assert fields == {"inner": (1, 2), "outer": (1, 1), "later": (None, None)}
 
 
+def test_a_span_within_one_without_fields_is_not_written_at_once(run_dir: Path) -> None:
+    with span("outer"):
+        with span("inner"):
+            pass
+        assert not (run_dir / "trace" / "driver.jsonl").exists()
+    assert len((run_dir / "trace" / "driver.jsonl").read_text().splitlines()) == 2
+
+
 def test_an_error_is_named_and_passes(run_dir: Path) -> None:
     with pytest.raises(KeyError), span("a"):
         raise KeyError("x")
