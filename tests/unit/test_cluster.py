@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from ray._private import services, worker
 from slime.fleet import placement
 from slime.fleet.placement import Slot, describe_placement
 from slime.ray import cluster
+from slime.ray.engine_actor import EngineActor, NodeActor
+from slime.ray.rollout_manager import RolloutManager
 from slime.ray.supervision import InputError, RunError
+from slime.ray.train_actor import TrainActor
 from tests.small_fleet import slot_options
 
 NUM_GPUS = 0
@@ -34,6 +38,28 @@ def test_switches_of_the_host_reach_workers_and_secrets_do_not(monkeypatch: pyte
     assert variables["NCCL_CUMEM_ENABLE"] == "0", "as in SGLang's servers"
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
     assert cluster.actor_environment()["env_vars"]["NCCL_CUMEM_ENABLE"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("actor", "watch", "expected"),
+    [
+        (
+            RolloutManager,
+            "watch",
+            {"rollouts": {"generate"}, "evaluation": {"evaluate"}, "routers": {"open_routers", "serve"}},
+        ),
+        (EngineActor, "watch", {"examination": {"examine"}}),
+        (NodeActor, "serve", {}),
+        (TrainActor, "watch", {}),
+    ],
+)
+def test_calls_that_take_long_have_threads_of_their_own(actor: type, watch: str, expected: dict[str, set[str]]) -> None:
+    """Ray looks for the group of a method beneath whatever wraps it: a decorator would lose it."""
+    groups: defaultdict[str, set[str]] = defaultdict(set)
+    made = cluster.as_actor(actor, **dict.fromkeys(expected, 1))
+    for name, group in made.__ray_metadata__.method_meta.concurrency_group_for_methods.items():
+        groups[group].add(name)
+    assert groups == expected | {"watch": {watch}}
 
 
 @pytest.mark.parametrize(("is_cuda", "expected"), [(False, 0), (True, None)])
