@@ -30,7 +30,7 @@ EVERY = [patch for table in patch_report.TABLES.values() for patch in table]
 @pytest.fixture(autouse=True)
 def nothing_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ALLOW_VARIABLE, "0")
-    patching._tell_once.cache_clear()
+    monkeypatch.setattr(patching, "_told", set())
 
 
 def record(done: list[str], name: str = "a_fix", versions: str = "==0.0.1") -> Patch[int]:
