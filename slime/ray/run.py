@@ -275,16 +275,6 @@ class Run:
         self._log(metrics | prompts | self._engines.metrics(), "rollout/step", rollout_id)
         return batches
 
-    def cancel_rollouts(self) -> None:
-        """End whatever is generated or evaluated; rollouts that were begun and not taken may be begun again, and have
-        the same prompts then."""
-        begun = [call for call, _ in (*self._rollouts.values(), *([self._evaluation] if self._evaluation else []))]
-        for call in begun:
-            self._supervisor.unexpect(call)
-        self._rollouts, self._evaluation = {}, None
-        cancelled = {"the rollout manager": self._manager.cancel.remote()}
-        self._wait(cancelled, "cancel rollouts", self._limit("rollout_timeout", MARGIN_S))
-
     def hold_requests(self, hold: bool, version: int | None = None) -> None:
         """Keep rollouts under way from sending requests, or let them go on under weights of ``version``."""
         phase = "hold requests during a weight update"

@@ -106,10 +106,6 @@ class Supervisor:
         """Fail every later `wait` when ``call``, whose answer is waited for at another time, fails."""
         self._background[call] = (who, phase)
 
-    def unexpect(self, call: ray.ObjectRef) -> None:
-        """Take `expect` back."""
-        self._background.pop(call, None)
-
     def wait(self, calls: Mapping[str, ray.ObjectRef], phase: str, limit: Deadline) -> list[Any]:
         """The answers of ``calls`` (who was asked -> reference), in their order, without those of the survived dead.
 

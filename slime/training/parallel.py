@@ -36,8 +36,6 @@ class Parallel:
     """Tensor parallel: each holds a part of every matrix."""
     pp: Ranks = Ranks()
     """Pipeline stages, in order."""
-    ep: Ranks = Ranks()
-    """Expert parallel: each holds experts of its own."""
 
     @property
     def is_last_stage(self) -> bool:

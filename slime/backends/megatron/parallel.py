@@ -68,7 +68,6 @@ def neighbours() -> Parallel:
         dp_cp=Ranks.of(parallel_state.get_data_parallel_group(with_context_parallel=True)),
         tp=Ranks.of(parallel_state.get_tensor_model_parallel_group()),
         pp=Ranks.of(parallel_state.get_pipeline_model_parallel_group()),
-        ep=Ranks.of(parallel_state.get_expert_model_parallel_group()),
     )
 
 
