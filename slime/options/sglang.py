@@ -36,6 +36,7 @@ KEYED_POLICIES = (CONSISTENT_HASHING, "manual")
 
 
 def _offer_consistent_hashing(parser: argparse.ArgumentParser) -> None:
+    """Lets one choose the policy `consistent_hashing`, which the router has and its parser does not offer."""
     for action in parser._actions:
         if action.dest == "policy" and action.choices and CONSISTENT_HASHING not in action.choices:
             action.choices = [*action.choices, CONSISTENT_HASHING]
@@ -43,10 +44,7 @@ def _offer_consistent_hashing(parser: argparse.ArgumentParser) -> None:
 
 ROUTER_POLICY: Patch[None] = Patch(
     "router_policy", ROUTER_PACKAGE, "==0.3.2", "routers, and what reads a router's flags",
-    "Lets one choose the policy `consistent_hashing`, which the router has and its parser does not offer.",
-    "sglang-router's parser offers it.",
-    wanted=lambda _: True,
-    apply=_offer_consistent_hashing,
+    "sglang-router's parser offers it.", _offer_consistent_hashing,
 )  # fmt: skip
 """One of the patches that `slime.backends.sglang.patches` lists: here, as that imports torch, and a router does not."""
 

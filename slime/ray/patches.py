@@ -27,10 +27,10 @@ class DriverFacts:
 
 @contextlib.contextmanager
 def _sessions_of_their_own() -> Iterator[None]:
-    """Keep the processes that ``ray.init`` starts out of our process group.
+    """Starts Ray's processes in sessions of their own: a SIGTERM to the driver's group would end them before it.
 
-    A SIGTERM to the whole group, as `timeout` and batch schedulers send it, would end Ray before us: its client then
-    waits a minute for the head, and ends this process. Its processes end with ours anyway.
+    `timeout` and batch schedulers send such a one. Ray's client then waits a minute for the head, and ends this
+    process. Its processes end with ours anyway.
     """
     popen = services.ConsolePopen
     services.ConsolePopen = functools.partial(popen, start_new_session=True)
@@ -41,7 +41,10 @@ def _sessions_of_their_own() -> Iterator[None]:
 
 
 def _leave_out_raylets_last_lines() -> None:
-    """Keep Ray's agent from printing 40 lines of its raylet's log when that has died: our own error says it in one."""
+    """Leaves out the 40 lines of its raylet's log that Ray prints when that has died.
+
+    Our own error says it in one.
+    """
     printing = worker.print_to_stdstream
 
     def print_others(data: dict[str, Any], *args: Any, **options: Any) -> None:
@@ -53,19 +56,13 @@ def _leave_out_raylets_last_lines() -> None:
 
 SESSIONS: Patch[DriverFacts] = Patch(
     "sessions_of_rays_own", "ray", _SEEN, _DRIVER,
-    "Starts Ray's processes in sessions of their own: a SIGTERM to the driver's group would end them before it.",
-    "Ray has an option for it.",
-    wanted=lambda driver: driver.starts_ray,
-    apply=_sessions_of_their_own,
+    "Ray has an option for it.", _sessions_of_their_own, lambda driver: driver.starts_ray,
 )  # fmt: skip
 """In force while Ray is started."""
 
 PRINTING: tuple[Patch[DriverFacts], ...] = (
     Patch(
         "raylets_last_lines", "ray", _SEEN, _DRIVER,
-        "Leaves out the 40 lines of its raylet's log that Ray prints when that has died.",
-        "Ray has an option for it.",
-        wanted=lambda driver: driver.starts_ray,
-        apply=_leave_out_raylets_last_lines,
+        "Ray has an option for it.", _leave_out_raylets_last_lines, lambda driver: driver.starts_ray,
     ),
 )  # fmt: skip

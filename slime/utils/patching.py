@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -44,13 +45,16 @@ class Patch(Generic[Facts]):
     """A PEP 440 specifier: the releases of it on which the patch was seen to be needed, and to work."""
     where: str
     """Which processes, on which hosts."""
-    what: str
-    """What it does, in one sentence."""
     goes: str
     """When it can go."""
-    wanted: Callable[[Facts], bool]
     apply: Callable[..., Any]
     """Carries it out; of one that lasts only for a block, it returns a context manager (see `within`)."""
+    wanted: Callable[[Facts], bool] = lambda _: True
+
+    @property
+    def what(self) -> str:
+        """What it does: how the docstring of ``apply`` begins."""
+        return " ".join((inspect.getdoc(self.apply) or "").partition("\n\n")[0].split())
 
     def installed(self) -> str | None:
         """The package's version in this environment, or None."""

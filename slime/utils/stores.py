@@ -37,17 +37,14 @@ def serve_store(host: str, port: int = 0, **options: Any) -> TCPStore:
 
 
 def serve_stores_where_they_are_reached() -> None:
-    """Have every group that this process opens by an address serve its store there, as `serve_store` does."""
+    """Has the store at which a group meets listen on the group's own address, not on all of the host."""
     if not hasattr(_rendezvous._create_c10d_store, "__wrapped__"):
         _rendezvous._create_c10d_store = _bound(_rendezvous._create_c10d_store)
 
 
 RENDEZVOUS: Patch[Any] = Patch(
     "rendezvous", "torch", ">=2.11.0,<=2.13.0", "every process of a server, and every training rank",
-    "Has the store at which a group meets listen on the group's own address, not on all of the host.",
-    "torch has an option for it.",
-    wanted=lambda _: True,
-    apply=serve_stores_where_they_are_reached,
+    "torch has an option for it.", serve_stores_where_they_are_reached,
 )  # fmt: skip
 
 

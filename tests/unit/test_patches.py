@@ -36,7 +36,7 @@ def nothing_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
 def record(done: list[str], name: str = "a_fix", versions: str = "==0.0.1") -> Patch[int]:
     """A patch of pytest's, wanted where the facts are a number above 0."""
     carry_out = partial(done.append, name)
-    return Patch(name, "pytest", versions, "here", "Does.", "Soon.", lambda facts: facts > 0, carry_out)
+    return Patch(name, "pytest", versions, "here", "Soon.", carry_out, lambda facts: facts > 0)
 
 
 def test_every_patch_has_a_name_of_its_own_and_says_all() -> None:
@@ -133,7 +133,7 @@ def test_a_patch_may_last_for_a_block(
 
     monkeypatch.setenv(ALLOW_VARIABLE, "1")
     versions = f"=={pytest.__version__}" if tested else "==0.0.1"
-    patch: Patch[int] = Patch("a_fix", "pytest", versions, "here", "Does.", "Soon.", lambda facts: facts > 0, scoped)
+    patch: Patch[int] = Patch("a_fix", "pytest", versions, "here", "Soon.", scoped, lambda facts: facts > 0)
     with within(patch, facts):
         assert done == expected[:1]
     assert done == expected

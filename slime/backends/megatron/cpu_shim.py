@@ -33,7 +33,7 @@ _FACTORIES = (
 
 
 def answer_cuda_calls_with_cpu() -> None:
-    """Device, stream and RNG functions: torch.cpu has them as no-ops.
+    """Has the device, stream and RNG functions of `torch.cuda` do what those of `torch.cpu` do.
 
     Each is a function object of its own: Dynamo refuses one function under two names.
     """
@@ -64,7 +64,7 @@ def answer_cuda_calls_with_cpu() -> None:
 
 
 def put_cuda_factories_on_cpu() -> None:
-    """A literal ``device="cuda"`` (schedules, gradient clipping, loss scale, MoE metrics)."""
+    """Has torch's factories take `device="cuda"`, which Megatron writes out, for the CPU."""
 
     def wrap(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @functools.wraps(factory)
@@ -82,7 +82,8 @@ def put_cuda_factories_on_cpu() -> None:
 
 
 def make_cuda_tensor_methods_work() -> None:
-    """``.cuda()``, and ``.type()`` that optimizers compare with ``'torch.cuda.FloatTensor'``."""
+    """Has `Tensor.cuda` return the tensor, and `Tensor.type` name a type of CUDA's, with which Megatron's optimizers
+    compare it."""
     real_type = torch.Tensor.type
 
     def type_(self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -95,7 +96,8 @@ def make_cuda_tensor_methods_work() -> None:
 
 
 def import_without_compiling() -> None:
-    """Megatron wraps helpers in ``torch.compile``: on a CPU seconds of Dynamo and a C++ compiler, for nothing."""
+    """Has `torch.compile` return functions as they are while Megatron is imported: seconds, and a C++ compiler, for
+    nothing."""
     compiler = torch.compile
     torch.compile = lambda fn, *_, **__: fn  # type: ignore[assignment]
     try:
@@ -105,7 +107,7 @@ def import_without_compiling() -> None:
 
 
 def use_cpu_generator() -> None:
-    """The RNG tracker takes its setter from torch.cuda's internals."""
+    """Has the RNG tracker set the state of torch's generator, not of CUDA's."""
     from megatron.core.tensor_parallel import random
 
     random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
@@ -114,7 +116,7 @@ def use_cpu_generator() -> None:
 
 
 def take_split_sizes_as_they_are() -> None:
-    """The all-to-all dispatcher makes its split sizes plain numbers only if they were on a GPU."""
+    """Has the all-to-all dispatcher of tokens make plain numbers of its split sizes, which are on no GPU."""
     from megatron.core.transformer.moe import token_dispatcher
 
     def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -124,9 +126,9 @@ def take_split_sizes_as_they_are() -> None:
 
 
 def exchange_uneven_parts() -> None:
-    """gloo gathers and scatters only parts of one size; experts under tensor parallelism have as many rows as tokens.
+    """Gathers and scatters parts of several sizes by broadcasts and reductions, as NCCL does.
 
-    NCCL does this by broadcasts and reductions too.
+    Experts under tensor parallelism have as many rows as tokens.
     """
     gather, scatter = dist.all_gather, dist.reduce_scatter
 

@@ -19,10 +19,11 @@ _OTHER_OPTIMIZERS = ("transformer_engine.pytorch.optimizers", "apex.optimizers",
 
 @contextlib.contextmanager
 def only_torchs_optimizers() -> Iterator[None]:
-    """Within, Megatron finds no optimizers of Transformer Engine and Apex, which it otherwise takes where they are.
+    """Hides the optimizers of Transformer Engine and Apex while Megatron is imported: they make their state late, and
+    name it otherwise in checkpoints.
 
-    Theirs make their state in the first step only, after memory for it was planned, and name it otherwise in
-    checkpoints: whether a package is there must not decide how a run trains, or who can resume it.
+    Late is after memory for it was planned. Whether a package is there must not decide how a run trains, or who can
+    resume it.
     """
     if importlib.util.find_spec("transformer_engine") is not None:
         try:
@@ -44,15 +45,16 @@ def only_torchs_optimizers() -> Iterator[None]:
 
 
 def use_torchs_product_in_routers() -> None:
-    """The MoE router multiplies by Transformer Engine where that is installed; where it is not, it reads a name
-    that the failed import never bound."""
+    """Has MoE routers multiply by torch, with Transformer Engine installed or not; without, they read a name that was
+    never bound."""
     from megatron.core.transformer.moe import moe_utils
 
     moe_utils.te_general_gemm = None
 
 
 def fix_latent_attention_without_transformer_engine() -> None:
-    """Multi-latent attention takes a mock for Transformer Engine and asks for instances of its classes: a TypeError."""
+    """Has multi-latent attention not ask for instances of Transformer Engine's classes where a mock stands for it: a
+    TypeError."""
     from megatron.core.transformer import multi_latent_attention
 
     if not isinstance(multi_latent_attention.TELinear, type):
@@ -60,7 +62,7 @@ def fix_latent_attention_without_transformer_engine() -> None:
 
 
 def fix_order_of_experts() -> None:
-    """A token's experts are added up in another order each time. Not by Transformer Engine's --moe-permute-fusion."""
+    """Adds up a token's experts in one order each time."""
     from megatron.core.transformer.moe import token_dispatcher
 
     from slime.backends.megatron import permutation
@@ -69,9 +71,10 @@ def fix_order_of_experts() -> None:
 
 
 def fix_distributed_optimizer_load() -> None:
-    """Loading the distributed optimizer of torch's AdamW: ``KeyError: 'step'``, and one step tensor for all parameters.
+    """Has the distributed optimizer load AdamW's state, with a step of its own for each parameter.
 
-    AdamW advances ``step`` in place once per parameter, so a shared one makes a resumed run silently wrong.
+    It is a ``KeyError: 'step'`` else. AdamW advances ``step`` in place once per parameter, so a shared one makes a
+    resumed run silently wrong.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -90,8 +93,9 @@ def fix_distributed_optimizer_load() -> None:
 
 
 def fix_checkpoints_of_padded_buckets() -> None:
-    """Optimizer state is put together without the padding at the end of buckets, and cut up at offsets that count it:
-    what follows a padded bucket is stored shifted; a tied embedding has a bucket of its own.
+    """Stores optimizer state behind a padded bucket where it belongs, not shifted by the padding.
+
+    A tied embedding has a bucket of its own.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -123,11 +127,10 @@ def offsets_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
 
 
 def collect_results_in_this_process() -> None:
-    """A save collects what its writers did by a queue, by default a multiprocessing.Manager's: a server process,
-    started anew from the main module (seconds), that outlives a killed trainer.
+    """Collects what a save's writers did in the rank itself, not in a server process, which takes seconds to start and
+    outlives a killed trainer.
 
-    Only saves in the background read the queue from another process. To be called before each save: what one that
-    failed left in the queue is not the next one's.
+    To be called before each save: what one that failed left in the queue is not the next one's.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 

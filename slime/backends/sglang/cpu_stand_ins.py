@@ -27,7 +27,10 @@ _torchvision_library: torch.library.Library | None = None
 
 
 def stand_in_for_absent_packages() -> None:
-    """Make ``import sglang`` work; a second call does nothing."""
+    """Stands in for `triton`, `torchvision` and `sgl_kernel`, which SGLang imports at its top and calls on GPUs only.
+
+    A second call does nothing.
+    """
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     if not any(isinstance(finder, _StandInFinder) for finder in sys.meta_path):
         absent = frozenset(name for name in _STAND_INS if importlib.util.find_spec(name) is None)
@@ -113,7 +116,8 @@ def _torchvision() -> Path | None:
 
 
 def declare_torchvision_operators() -> None:
-    """Declare what torchvision registers fakes for, where it cannot load it: a CUDA wheel beside a CPU build of torch.
+    """Declares operators that torchvision registers fakes for, where it is a wheel for CUDA beside a torch for CPUs and
+    cannot load them.
 
     Where it can, it declares the operators itself, and twice would end the process.
     """
@@ -134,12 +138,12 @@ def declare_torchvision_operators() -> None:
 
 
 def synchronize_nothing() -> None:
-    """Let ``/weights_checker`` call torch.cuda.synchronize, which raises in a CPU build."""
+    """Lets `/weights_checker` call `torch.cuda.synchronize`, which raises in a torch for CPUs."""
     torch.cuda.synchronize = _do_nothing
 
 
 def pin_nothing() -> None:
-    """Let LoRA layers ask for pinned memory, which raises in a CPU build."""
+    """Lets LoRA layers ask torch for pinned memory, which raises in a torch for CPUs."""
     setattr(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor)  # noqa: B010
     for name in ("tensor", "zeros"):
         setattr(torch, name, _without_pinning(getattr(torch, name)))
@@ -154,11 +158,11 @@ def _without_pinning(make: Any) -> Any:
 
 
 def allow_sampling_seeds() -> None:
-    """Let ``--enable-deterministic-inference`` (which ``sampling_seed`` needs) start on CPU.
+    """Lets `--enable-deterministic-inference`, which `sampling_seed` needs, start with torch_native attention, and
+    hashes seeds without Triton.
 
-    SGLang refuses it for the CPU attention backend and hashes the seed in a Triton kernel. The batch-invariant kernels
-    that it would switch on are Triton too; torch_native attends one sequence at a time and its results do not depend
-    on the batch.
+    The batch-invariant kernels that it would switch on are Triton too; torch_native attends one sequence at a time and
+    its results do not depend on the batch.
     """
     murmur: Any = importlib.import_module("sglang.kernels.ops.sampling.murmur_hash")
     batch_invariance: Any = importlib.import_module("sglang.srt.batch_invariant_ops")
@@ -169,10 +173,9 @@ def allow_sampling_seeds() -> None:
 
 
 def attend_to_latents() -> None:
-    """Let multi-latent attention attend to the latent vectors, as it does with the other deterministic backends.
+    """Lets torch_native attend to latent vectors, for whose keys and values it looks in a cache without them.
 
-    For prompts it would make keys and values of them, which torch_native then looks for in the cache, where the latents
-    are.
+    So multi-latent attention does with the other deterministic backends; here it makes keys and values for prompts.
     """
     package = "sglang.srt.models.deepseek_common"
     registry: Any = importlib.import_module(f"{package}.attention_backend_handler").AttentionBackendRegistry
@@ -183,7 +186,7 @@ def attend_to_latents() -> None:
 
 
 def leave_out_absent_experts() -> None:
-    """Let a rank compute with the experts that it has: -1 stands for the others among those chosen for a token."""
+    """Lets a rank compute with the experts that it has: -1 stands for the others among those chosen for a token."""
     native: Any = importlib.import_module("sglang.srt.layers.moe.fused_moe_native")
     forward = native.moe_forward_native
 

@@ -28,9 +28,9 @@ _CHILD_POLL_S = 0.2
 
 
 def strike_keys_from_answers() -> None:
-    """Strike a server's keys from what it tells of itself.
+    """Strikes keys from what a server tells of itself, as by `/server_info`.
 
-    /server_info above all, which the key for generation opens, would give the other one away.
+    The key for generation opens that, and it would give the other one away.
     """
     http_server: Any = importlib.import_module("sglang.srt.entrypoints.http_server")
     secrets, plain = server_secrets(), http_server.msgspec_to_builtins
@@ -46,10 +46,10 @@ def strike_keys_from_answers() -> None:
 
 
 def end_with_any_scheduler() -> None:
-    """Have the server of an engine's further node end when any of its schedulers does.
+    """Ends the server with any of its schedulers, for which it would wait one after the other.
 
-    SGLang waits there for one after the other: when one is killed, the others hang in collectives for minutes. After
-    that it goes on, without what it needs, to serve HTTP.
+    When one is killed, the others hang in collectives for minutes. After that the server of a further node goes on,
+    without what it needs, to serve HTTP.
     """
     engine: Any = importlib.import_module("sglang.srt.entrypoints.engine").Engine
     launch = engine._launch_scheduler_processes
@@ -72,10 +72,10 @@ def end_with_any_of(pids: Sequence[int]) -> None:
 
 
 def unload_adapters_at_once() -> None:
-    """Let ``/unload_lora_adapter`` not wait until no request uses the adapter.
+    """Has `/unload_lora_adapter` return though a request that was aborted is still counted as using the adapter.
 
-    A request that is aborted, or refused, after it was counted and before it was sent stays counted: the call would
-    never return, nor any later one. An adapter is only unloaded while generation is paused and the scheduler is idle.
+    One that is aborted, or refused, after it was counted and before it was sent stays counted: the call would never
+    return, nor any later one. An adapter is only unloaded while generation is paused and the scheduler is idle.
     """
     registry: Any = importlib.import_module("sglang.srt.lora.lora_registry").LoRARegistry
 
@@ -86,10 +86,10 @@ def unload_adapters_at_once() -> None:
 
 
 def keep_cache_scales() -> None:
-    """Let the scales of a float8 model's cached keys and values outlive sleep.
+    """Has the scales of cached keys and values outlive sleep, of which only buffers do.
 
-    SGLang makes them parameters, sets those that no checkpoint has to 1 after the first load, and brings only buffers
-    back after sleep. Zeros in their place fail the next load from disk, and latent attention divides by them.
+    SGLang makes them parameters, and sets those that no checkpoint has to 1 after the first load. Zeros in their place
+    fail the next load from disk, and latent attention divides by them.
     """
     updater: Any = importlib.import_module("sglang.srt.managers.scheduler_components.weight_updater")
 
@@ -107,7 +107,7 @@ def keep_cache_scales() -> None:
 
 
 def sleep_when_all_do() -> None:
-    """Let an engine say that it has given its memory back when its tensor-parallel ranks have.
+    """Has an engine say that its memory is given back when that of all its tensor-parallel ranks is.
 
     The first one answers, and SGLang waits for the others before the weights go, not after. slime's engines have no
     ranks but those.
@@ -124,11 +124,10 @@ def sleep_when_all_do() -> None:
 
 
 def route_by_present_weights(model_type: str) -> None:
-    """Let GLM's routers compute with the weights that they have now.
+    """Has routers compute with the weights that they have now, not with a copy of those of the first pass, which no
+    push reaches.
 
-    SGLang keeps a float32 copy from the first forward pass, on GPUs from the capture of CUDA graphs. An engine would
-    route for ever by the weights that it started with, whatever is pushed, and ``/weights_checker`` leaves the copy
-    out.
+    On GPUs the float32 copy is of the capture of CUDA graphs, and ``/weights_checker`` leaves it out.
 
     Args:
         model_type: one of `FLOAT32_ROUTERS`.
@@ -144,11 +143,10 @@ def _float32_logits(router: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 def find_experts_in_turn() -> None:
-    """Let models soon find where an expert's weight belongs.
+    """Begins to look for an expert's weight where the last one was found, not at the first expert.
 
     For each weight, SGLang goes through three entries for each of a layer's experts, to the one whose words are in the
-    weight's name: a quarter of the host time that loading what is pushed takes. Weights come in the order of experts,
-    so the entry is near the last one that was found.
+    weight's name: a quarter of the host time that loading what is pushed takes. Weights come in the order of experts.
     """
     layer: Any = importlib.import_module("sglang.srt.layers.moe.fused_moe_triton.layer")
     make = layer.FusedMoE.make_expert_params_mapping

@@ -6,10 +6,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,6 @@ from slime.utils import device, patching
 from slime.utils.patching import Patch
 from slime.utils.stores import RENDEZVOUS
 
-_SGLANG = "sglang"
-_SEEN = "==0.5.17"
-_CPU = "every process of a server, on hosts without CUDA"
 _EVERY = "every process of a server"
 _OWN = "the first process of a server"
 _LORA_FLAGS = frozenset({"--enable-lora", "--lora-paths"})
@@ -94,67 +92,60 @@ def _config(directory: str | None) -> dict[str, Any]:
     return json.loads(config.read_text()) if config is not None and config.is_file() else {}
 
 
-def _always(_: object) -> bool:
-    return True
+def _sglang(
+    name: str, where: str, goes: str, apply: Callable[..., Any], wanted: Callable[[ServerFacts], bool] = lambda _: True
+) -> Patch[ServerFacts]:
+    return Patch(name, "sglang", "==0.5.17", where, goes, apply, wanted)
+
+
+def _on_cpu(
+    name: str,
+    goes: str,
+    apply: Callable[..., Any],
+    of: str = "",
+    wanted: Callable[[ServerFacts], bool] = lambda _: True,
+) -> Patch[ServerFacts]:
+    """Of the servers on hosts without CUDA, or those ``of`` them that it is wanted by."""
+    return _sglang(name, f"{_EVERY}, on hosts without CUDA{of}", goes, apply, lambda s: not s.cuda and wanted(s))
 
 
 CPU_STAND_INS: tuple[Patch[ServerFacts], ...] = (
-    Patch(
-        "stand_ins", _SGLANG, _SEEN, _CPU,
-        "Stands in for `triton`, `torchvision` and `sgl_kernel`, which SGLang imports at its top and calls on "
-        "GPUs only.",
-        "SGLang guards these imports.",
-        wanted=lambda server: not server.cuda,
-        apply=cpu_stand_ins.stand_in_for_absent_packages,
-    ),
-    Patch(
-        "torchvision_operators", _SGLANG, _SEEN, _CPU + " that have torchvision",
-        "Declares operators that torchvision registers fakes for, where it is a wheel for CUDA beside a torch for CPUs "
-        "and cannot load them.",
+    _on_cpu("stand_ins", "SGLang guards these imports.", cpu_stand_ins.stand_in_for_absent_packages),
+    _on_cpu(
+        "torchvision_operators",
         "torchvision is installed from the same index as torch.",
-        wanted=lambda server: not server.cuda and server.torchvision,
-        apply=cpu_stand_ins.declare_torchvision_operators,
+        cpu_stand_ins.declare_torchvision_operators,
+        " that have torchvision",
+        lambda server: server.torchvision,
     ),
-    Patch(
-        "nothing_to_synchronize", _SGLANG, _SEEN, _CPU,
-        "Lets `/weights_checker` call `torch.cuda.synchronize`, which raises in a torch for CPUs.",
-        "`/weights_checker` does not call it there.",
-        wanted=lambda server: not server.cuda,
-        apply=cpu_stand_ins.synchronize_nothing,
-    ),
-    Patch(
-        "nothing_to_pin", _SGLANG, _SEEN, _CPU + ", with LoRA layers",
-        "Lets LoRA layers ask torch for pinned memory, which raises in a torch for CPUs.",
+    _on_cpu("nothing_to_synchronize", "`/weights_checker` does not call it there.", cpu_stand_ins.synchronize_nothing),
+    _on_cpu(
+        "nothing_to_pin",
         "LoRA layers ask whether there is any.",
-        wanted=lambda server: not server.cuda and server.lora,
-        apply=cpu_stand_ins.pin_nothing,
+        cpu_stand_ins.pin_nothing,
+        ", with LoRA layers",
+        lambda server: server.lora,
     ),
-    Patch(
-        "sampling_seeds", _SGLANG, _SEEN, _CPU,
-        "Lets `--enable-deterministic-inference`, which `sampling_seed` needs, start with torch_native attention, and "
-        "hashes seeds without Triton.",
-        "SGLang allows torch_native there.",
-        wanted=lambda server: not server.cuda,
-        apply=cpu_stand_ins.allow_sampling_seeds,
-    ),
-    Patch(
-        "latent_attention", _SGLANG, _SEEN, _CPU + ", with a model of multi-latent attention",
-        "Lets torch_native attend to latent vectors, for whose keys and values it looks in a cache without them.",
+    _on_cpu("sampling_seeds", "SGLang allows torch_native there.", cpu_stand_ins.allow_sampling_seeds),
+    _on_cpu(
+        "latent_attention",
         "SGLang's `AttentionBackendRegistry` knows torch_native.",
-        wanted=lambda server: not server.cuda and "kv_lora_rank" in server.model,
-        apply=cpu_stand_ins.attend_to_latents,
+        cpu_stand_ins.attend_to_latents,
+        ", with a model of multi-latent attention",
+        lambda server: "kv_lora_rank" in server.model,
     ),
-    Patch(
-        "absent_experts", _SGLANG, _SEEN, _CPU + ", whose ranks have experts of their own",
-        "Lets a rank compute with the experts that it has: -1 stands for the others among those chosen for a token.",
+    _on_cpu(
+        "absent_experts",
         "SGLang's `moe_forward_native` does not take -1 for a place in a list.",
-        wanted=lambda server: not server.cuda and server.splits_experts,
-        apply=cpu_stand_ins.leave_out_absent_experts,
+        cpu_stand_ins.leave_out_absent_experts,
+        ", whose ranks have experts of their own",
+        lambda server: server.splits_experts,
     ),
-)  # fmt: skip
+)
 
 
 def _register_configs() -> None:
+    """Has `AutoConfig` read the config of `mimo`, of which SGLang has the model's class."""
     # transformers asks for packages that `CPU_STAND_INS` stand in for.
     from slime.backends.sglang import configs
 
@@ -162,73 +153,68 @@ def _register_configs() -> None:
 
 
 def _routers_of(model_type: str) -> Patch[ServerFacts]:
-    return Patch(
-        f"{model_type}_routers", _SGLANG, _SEEN, f"{_EVERY} of a {model_type} model",
-        "Has routers compute with the weights that they have now, not with a copy of those of the first pass, which "
-        "no push reaches.",
+    route = functools.partial(fixes.route_by_present_weights, model_type)
+    return _sglang(
+        f"{model_type}_routers",
+        f"{_EVERY} of a {model_type} model",
         "SGLang's routers follow their weights.",
-        wanted=lambda server: server.model.get("model_type") == model_type,
-        apply=lambda: fixes.route_by_present_weights(model_type),
-    )  # fmt: skip
+        functools.update_wrapper(route, fixes.route_by_present_weights),
+        lambda server: server.model.get("model_type") == model_type,
+    )
 
 
 EVERY_PROCESS: tuple[Patch[ServerFacts], ...] = (
     *map(_routers_of, fixes.FLOAT32_ROUTERS),
-    Patch(
-        "experts_in_turn", _SGLANG, _SEEN, f"{_EVERY} of a model with experts",
-        "Begins to look for an expert's weight where the last one was found, not at the first expert.",
+    _sglang(
+        "experts_in_turn",
+        f"{_EVERY} of a model with experts",
         "SGLang looks names up.",
-        wanted=lambda server: not _EXPERT_COUNTS.isdisjoint(server.model),
-        apply=fixes.find_experts_in_turn,
+        fixes.find_experts_in_turn,
+        lambda server: not _EXPERT_COUNTS.isdisjoint(server.model),
     ),
-    Patch(
-        "sleep_together", _SGLANG, _SEEN, f"{_EVERY} that gives its GPU memory back while trainers train",
-        "Has an engine say that its memory is given back when that of all its tensor-parallel ranks is.",
+    _sglang(
+        "sleep_together",
+        f"{_EVERY} that gives its GPU memory back while trainers train",
         "SGLang waits for the ranks after the weights are gone, not before.",
-        wanted=lambda server: server.sleeps,
-        apply=fixes.sleep_when_all_do,
+        fixes.sleep_when_all_do,
+        lambda server: server.sleeps,
     ),
     RENDEZVOUS,
     Patch(
-        "model_configs", "transformers", "==5.12.1", f"{_EVERY} of a mimo model",
-        "Has `AutoConfig` read the config of `mimo`, of which SGLang has the model's class.",
+        "model_configs",
+        "transformers",
+        "==5.12.1",
+        f"{_EVERY} of a mimo model",
         "SGLang or transformers does.",
-        wanted=lambda server: server.model.get("model_type") == "mimo",
-        apply=_register_configs,
+        _register_configs,
+        lambda server: server.model.get("model_type") == "mimo",
     ),
-    Patch(
-        "cache_scales", _SGLANG, _SEEN, f"{_EVERY} that is pushed weights in float8",
-        "Has the scales of cached keys and values outlive sleep, of which only buffers do.",
+    _sglang(
+        "cache_scales",
+        f"{_EVERY} that is pushed weights in float8",
         "SGLang brings back every parameter.",
-        wanted=lambda server: server.float8,
-        apply=fixes.keep_cache_scales,
+        fixes.keep_cache_scales,
+        lambda server: server.float8,
     ),
-)  # fmt: skip
+)
 
 SERVER_PROCESS: tuple[Patch[ServerFacts], ...] = (
-    Patch(
-        "keys_in_answers", _SGLANG, _SEEN, _OWN,
-        "Strikes keys from what a server tells of itself, as by `/server_info`.",
-        "SGLang does.",
-        wanted=_always,
-        apply=fixes.strike_keys_from_answers,
-    ),
-    Patch(
-        "unloaded_adapters", _SGLANG, _SEEN, f"{_OWN} that is pushed adapters",
-        "Has `/unload_lora_adapter` return though a request that was aborted is still counted as using the adapter.",
+    _sglang("keys_in_answers", _OWN, "SGLang does.", fixes.strike_keys_from_answers),
+    _sglang(
+        "unloaded_adapters",
+        f"{_OWN} that is pushed adapters",
         "`TokenizerManager.generate_request` of SGLang releases the adapter of every request that it counts.",
-        wanted=lambda server: server.changes_adapters,
-        apply=fixes.unload_adapters_at_once,
+        fixes.unload_adapters_at_once,
+        lambda server: server.changes_adapters,
     ),
-    Patch(
-        "schedulers_of_further_nodes", _SGLANG, _SEEN, f"{_OWN} on each node but the first of an engine",
-        "Ends the server with any of its schedulers, for which it would wait one after the other.",
+    _sglang(
+        "schedulers_of_further_nodes",
+        f"{_OWN} on each node but the first of an engine",
         "SGLang's `SubprocessWatchdog` runs on every node.",
-        wanted=lambda server: server.further_node,
-        apply=fixes.end_with_any_scheduler,
+        fixes.end_with_any_scheduler,
+        lambda server: server.further_node,
     ),
-)  # fmt: skip
-
+)
 
 ROUTER = (ROUTER_POLICY,)
 
