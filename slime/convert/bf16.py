@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slime.convert.hf_files import Spec, check_config, warn_of_tensors
+from slime.convert.hf_files import Spec, warn_of_tensors
 from slime.convert.running import check_output, run_all, written_model
 from slime.utils.errors import BadInputError
 from slime.utils.hf_reader import HFWeights, kept_dtype, whole
@@ -15,17 +15,13 @@ def convert(source: Path, output: Path, *, shard_bytes: int, workers: int, force
 
     Args:
         source: a Hugging Face directory in float8 with scales.
-        output: the directory to write.
-        shard_bytes: size of one safetensors file.
-        workers: threads; each holds one tensor.
-        force: replace an existing output.
+        output, shard_bytes, workers, force: as of `fp8.convert`.
 
     Raises:
         BadInputError: there is nothing in float8, or no room for the output.
         ValueError: tensors that are quantized in another way.
     """
     check_output(output, [source], force=force)
-    check_config(source)
     with HFWeights(source) as weights:
         if not weights.is_quantized:
             raise BadInputError(f"{source} is not in float8: its config.json has no quantization_config")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from slime.convert.hf_files import Spec, check_config, stored_specs
+from slime.convert.hf_files import Spec, stored_specs
 from slime.convert.running import check_output, run_all, written_model
 from slime.convert.stored import METADATA, StoredTensors
 from slime.models import hf_config
@@ -47,17 +47,13 @@ def convert(source: Path, output: Path, origin: Path, *, shard_bytes: int, worke
 
     Args:
         source: the checkpoint, or a directory with it in ``model``.
-        output: the directory to write.
         origin: the Hugging Face directory that the model came from, whose tensors are looked for.
-        shard_bytes: size of one safetensors file.
-        workers: threads; each holds one stored tensor.
-        force: replace an existing output.
+        output, shard_bytes, workers, force: as of `fp8.convert`.
 
     Raises:
         BadInputError: the checkpoint does not hold the origin's tensors, or there is no room for the output.
     """
     check_output(output, [source, origin], force=force)
-    check_config(origin)
     stored = StoredTensors(find_checkpoint(source))
     wanted = stored_specs(origin)
     tied = bool(hf_config(origin).tie_word_embeddings)

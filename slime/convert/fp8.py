@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from slime.convert.hf_files import Spec, check_config, natural, specs_of_headers, warn_of_tensors
+from slime.convert.hf_files import Spec, natural, stored_specs, warn_of_tensors
 from slime.convert.running import check_output, run_all, written_model
 from slime.utils.block_scaled import FP8, SCALE_END, is_linear, num_blocks, quantise
 from slime.utils.errors import BadInputError
@@ -50,9 +50,8 @@ def convert(source: Path, output: Path, *, block: tuple[int, int], shard_bytes: 
         BadInputError: there is nothing to quantise, weights are not finite, or there is no room for the output.
     """
     check_output(output, [source], force=force)
-    check_config(source)
     headers = read_headers(source)
-    originals = specs_of_headers(source, headers)
+    originals = stored_specs(source, headers)
     if any(name.endswith(SCALE_END) or spec.dtype.itemsize == 1 for name, spec in originals.items()):
         raise BadInputError(f"{source} is quantised already")
     chosen = {name for name, spec in originals.items() if is_quantised(name, spec)}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from slime.options.export_rules import EXPORT_MARK
 from slime.utils.errors import BadInputError
 from slime.utils.hf_headers import Header, read_headers
 from slime.utils.hf_writer import INDEX_NAME, complete, file_name, write_index
-from slime.utils.json_file import read_object
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +72,9 @@ class Spec:
         return prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class _Place:
-    file: int
-    """Descriptor."""
+class _Place(NamedTuple):
+    file: str
+    descriptor: int
     offset: int
 
 
@@ -97,7 +95,6 @@ class HFOutput:
         self._directory, self._specs = directory, dict(specs)
         self._places: dict[str, _Place] = {}
         self._missing = set(specs)
-        self._file_of: dict[str, str] = {}
         self._files: list[int] = []
         shards = cut_into_shards(specs, shard_bytes)
         for number, names in enumerate(shards):
@@ -121,8 +118,7 @@ class HFOutput:
         start = 8 + len(text)
         os.truncate(descriptor, start + end)
         for name in names:
-            self._places[name] = _Place(descriptor, start + header[name]["data_offsets"][0])
-            self._file_of[name] = file
+            self._places[name] = _Place(file, descriptor, start + header[name]["data_offsets"][0])
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Put a tensor into its place."""
@@ -130,9 +126,9 @@ class HFOutput:
         assert Spec.of(tensor) == spec, f"{name} is {Spec.of(tensor)}, and was announced as {spec}"
         data: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
         try:
-            _write_at(place.file, memoryview(data), place.offset)
+            _write_at(place.descriptor, memoryview(data), place.offset)
         except OSError as error:  # which does not say where
-            raise OSError(error.errno, error.strerror, str(self._directory / self._file_of[name])) from error
+            raise OSError(error.errno, error.strerror, str(self._directory / place.file)) from error
         self._missing.discard(name)
 
     def finish(self, origin: Path, changes: Mapping[str, Any] | None = None) -> None:
@@ -140,35 +136,24 @@ class HFOutput:
 
         Args:
             origin: the Hugging Face directory of the same architecture that has them.
-            changes: entries of config.json to set; None removes one.
+            changes: entries of config.json to set.
         """
         assert not self._missing, f"never written: {sorted(self._missing)[:3]}"
         self.close()
         bytes_of: Counter[torch.dtype] = Counter()
         for spec in self._specs.values():
             bytes_of[spec.dtype] += spec.nbytes
-        if len(set(self._file_of.values())) > 1:
-            write_index(self._directory, self._file_of, bytes_of.total())
-        complete(self._directory, origin, bytes_of)
+        file_of = {name: place.file for name, place in self._places.items()}
+        if len(set(file_of.values())) > 1:
+            write_index(self._directory, file_of, bytes_of.total())
+        complete(self._directory, origin, bytes_of, changes)
         (self._directory / EXPORT_MARK).unlink(missing_ok=True)  # of the origin: this is no export of a run
-        _change_config(self._directory / "config.json", changes or {})
 
     def close(self) -> None:
         """Close the files, whole or not."""
         for descriptor in self._files:
             os.close(descriptor)
         self._files = []
-
-
-def check_config(directory: Path) -> None:
-    """Refuse a directory whose config.json is missing or damaged, before anything is made of its weights.
-
-    Raises:
-        BadInputError: it is.
-    """
-    if not (directory / "config.json").is_file():
-        raise BadInputError(f"{directory} is no Hugging Face directory: there is no config.json in it")
-    read_object(directory / "config.json")
 
 
 def warn_of_tensors(directory: Path, names: Iterable[str]) -> None:
@@ -207,21 +192,13 @@ def other_than_a_model(directory: Path, origins: Sequence[Path] = ()) -> str:
     return ""
 
 
-def stored_specs(directory: Path) -> dict[str, Spec]:
-    """The tensors of a Hugging Face directory, by the headers of its files.
+def stored_specs(directory: Path, headers: Mapping[str, Header] | None = None) -> dict[str, Spec]:
+    """The tensors of a Hugging Face directory, by the headers of its files, if these have been read already.
 
     Raises:
         BadInputError: as `read_headers`, or a tensor of a type that no model has.
     """
-    return specs_of_headers(directory, read_headers(directory))
-
-
-def specs_of_headers(directory: Path, headers: Mapping[str, Header]) -> dict[str, Spec]:
-    """The tensors that a directory's headers say.
-
-    Raises:
-        BadInputError: a tensor of a type that no model has.
-    """
+    headers = read_headers(directory) if headers is None else headers
     for name, header in headers.items():
         if header.dtype not in _DTYPE_OF:
             raise BadInputError(f"{directory / header.file}: {name} is of type {header.dtype}, which is not known here")
@@ -250,10 +227,3 @@ def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
     while data.nbytes:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written
-
-
-def _change_config(file: Path, changes: Mapping[str, Any]) -> None:
-    config = json.loads(file.read_text())
-    changed = {key: value for key, value in {**config, **changes}.items() if key not in changes or value is not None}
-    if changed != config:
-        file.write_text(json.dumps(changed, indent=2) + "\n")

@@ -74,6 +74,10 @@ class Part:
     stride: tuple[int, ...]
 
     @property
+    def index(self) -> MetadataIndex:
+        return MetadataIndex(self.key, torch.Size(self.offsets))
+
+    @property
     def chunk(self) -> ChunkStorageMetadata:
         """Where it is in the stored tensor; leading dimensions are those that count layers and experts."""
         leading = (1,) * (len(self.global_shape) - len(self.size))
@@ -131,7 +135,9 @@ def parts_of_model(args: Namespace) -> tuple[list[Part], list[ShardedObject], li
     # Fake parameters cannot be moved, and those of a model that is not computed with need not be.
     with FakeTensorMode(), mock.patch.object(torch.nn.Module, "to", lambda module, *args, **kwargs: module):
         chunks = build_model(args)
-        sources = _by_storage(chunks)
+        sources: _Sources = {}
+        for name, tensor in global_weights(chunks):
+            sources.setdefault(tensor.untyped_storage()._cdata, []).append((name, tensor))
         state = model_state(chunks)
         apply_factories(state)
     tensors: list[Part] = []
@@ -146,13 +152,6 @@ def parts_of_model(args: Namespace) -> tuple[list[Part], list[ShardedObject], li
 
 _Sources = dict[int, list[tuple[str, Tensor]]]
 """Memory of the fake model -> the parameters in it; the experts of a layer share theirs."""
-
-
-def _by_storage(chunks: list[Any]) -> _Sources:
-    sources: _Sources = {}
-    for name, tensor in global_weights(chunks):
-        sources.setdefault(tensor.untyped_storage()._cdata, []).append((name, tensor))
-    return sources
 
 
 def _parts(stored: ShardedTensor, sources: _Sources) -> Iterator[Part]:
@@ -218,7 +217,7 @@ class _Planner(dcp.DefaultSavePlanner):
         progress: Progress,
     ) -> None:
         super().__init__(flatten_state_dict=False)
-        self._parts = {_index(part): part for part in parts}
+        self._parts = {part.index: part for part in parts}
         self._objects = {MetadataIndex(each.unique_key): each for each in objects}
         self._dtypes, self._reader, self._progress = dtypes, reader, progress
 
@@ -241,10 +240,6 @@ class _Planner(dcp.DefaultSavePlanner):
         tensor = self._reader.read(part).to(self._dtypes[part.key])
         self._progress.add(tensor.nbytes)
         return tensor.view(part.chunk.sizes)
-
-
-def _index(part: Part) -> MetadataIndex:
-    return MetadataIndex(part.key, torch.Size(part.offsets))
 
 
 def convert(args: Namespace, save: Path) -> None:

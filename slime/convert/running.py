@@ -25,6 +25,7 @@ from slime.convert.hf_files import HFOutput, Spec, other_than_a_model
 from slime.options.schema import positive
 from slime.utils import aside
 from slime.utils.errors import BadInputError
+from slime.utils.json_file import read_object
 from slime.utils.storage import StorageError, writing
 
 logger = logging.getLogger(__name__)
@@ -148,11 +149,18 @@ def amount(count: int) -> str:
 def check_output(output: Path, sources: Sequence[Path], *, force: bool) -> None:
     """Refuse sources that are not there, and an output that is, or holds, one of them, or has something in it.
 
-    With ``force`` it may be a model, and nothing else.
+    With ``force`` it may be a model, and nothing else. The last of the sources is to be a Hugging Face directory.
 
     Raises:
         BadInputError: there is nothing to read, or it must not be written to.
     """
+    _check_output(output, sources, force)
+    if not (sources[-1] / "config.json").is_file():
+        raise BadInputError(f"{sources[-1]} is no Hugging Face directory: there is no config.json in it")
+    read_object(sources[-1] / "config.json")
+
+
+def _check_output(output: Path, sources: Sequence[Path], force: bool) -> None:
     for source in sources:
         if not source.is_dir():
             raise BadInputError(f"{source}: there is no such directory")
@@ -209,11 +217,10 @@ def written_model(
 
     Args:
         what: name of the conversion.
-        output: the directory to write.
         specs: every tensor; the block writes each once.
         shard_bytes: size of one safetensors file.
         origin: the Hugging Face directory whose config, tokenizer and generation settings it gets.
-        changes: entries of config.json to set; None removes one.
+        changes: entries of config.json to set.
 
     Raises:
         BadInputError: there is no room for it.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from slime.convert.dcp_to_hf import places
-from slime.convert.hf_files import Spec, check_config, stored_specs
-from slime.convert.running import Write, check_output, run_all, written_model
+from slime.convert.hf_files import Spec, stored_specs
+from slime.convert.running import check_output, run_all, written_model
 from slime.convert.stored import StoredTensors
 from slime.models import Family, Shape, family_of, hf_config, weight_shape
 from slime.models.family import ADAPTER_MARK, MODEL_PREFIXES, holds_heads
@@ -39,8 +39,6 @@ _FUSED_NORMS = {
     "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
 }
 """megatron-core may store norms under the names that Transformer Engine gives them, as a part of the layer after."""
-
-
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OF_THE_VOCABULARY = (_EMBEDDING, "output_layer.weight")
 """Whose rows may be padded."""
@@ -91,20 +89,17 @@ def convert(
 
     Args:
         source: a checkpoint, or a directory of them, of which the latest is taken.
-        output: the directory to write.
         origin: the Hugging Face directory that the model came from: its config, tokenizer and generation settings.
         vocab_size: rows of the embedding to keep; default as config.json says.
         add_missing: take what the checkpoint lacks from the origin.
-        shard_bytes: size of one safetensors file.
         workers: threads; each holds one parameter, or the experts of one stored piece.
-        force: replace an existing output.
+        output, shard_bytes, force: as of `fp8.convert`.
 
     Raises:
         BadInputError: the checkpoint does not hold the model that the origin's config.json describes, or there is no
             room for the output.
     """
     check_output(output, [source, origin], force=force)
-    check_config(origin)
     stored = StoredTensors(find_checkpoint(source))
     logger.info("reading %s", stored.directory)
     config = hf_config(origin)
@@ -127,7 +122,10 @@ def convert(
                     write(hf_name, part)
 
         run_all(tasks, do, workers)
-        _copy(origin, copied, write)
+        if copied:
+            with HFWeights(origin) as weights:
+                for name in copied:
+                    write(name, whole(weights[name]))
 
 
 def find_checkpoint(directory: Path) -> Path:
@@ -151,11 +149,7 @@ def find_checkpoint(directory: Path) -> Path:
 
 
 def _to_read(stored: StoredTensors, family: Family, shape: Shape, origin: Path) -> tuple[list[Task], list[str]]:
-    """All that is read of a checkpoint, and the model's Hugging Face tensors that it lacks.
-
-    Raises:
-        BadInputError: it holds other things than the model's parameters.
-    """
+    """All that is read of a checkpoint, and the model's Hugging Face tensors that it lacks."""
     if any(ADAPTER_MARK in key for key in stored):
         raise BadInputError(
             f"{stored.directory} holds low-rank adapters and no model: resume from it by --load of train.py with "
@@ -275,11 +269,7 @@ def specs_of(stored: StoredTensors, tasks: list[Task], family: Family, shape: Sh
 
 
 def _check_config(specs: Mapping[str, Spec], origin: Path, config: Any, shape: Shape) -> None:
-    """Compare with the model that transformers would make of config.json; the origin need not have weights.
-
-    Raises:
-        BadInputError: a tensor has another shape.
-    """
+    """Compare with the model that transformers would make of config.json; the origin need not have weights."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -307,14 +297,11 @@ def _taken_from_origin(
     add_missing: bool,
     carried: Mapping[str, Spec],
 ) -> dict[str, Spec]:
-    """The other tensors to copy from the origin, after checking those that come from the checkpoint against its.
-
-    Raises:
-        BadInputError: tensors have another shape than the origin's, or are missing.
-    """
+    """The other tensors to copy from the origin, after checking those that come from the checkpoint against its."""
     if missing and not add_missing:
         raise BadInputError(f"the checkpoint lacks {some(missing)}; {_ADD}")
-    originals = _original_specs(origin)
+    # Only its config and tokenizer are needed.
+    originals = stored_specs(origin) if any(origin.glob("*.safetensors")) else {}
     for name, spec in specs.items():
         original = originals.get(name, spec).shape
         if not _fits(spec.shape, original, shape):
@@ -335,20 +322,7 @@ def _taken_from_origin(
     return {name: originals[name] for name in lacking}
 
 
-def _original_specs(origin: Path) -> dict[str, Spec]:
-    """The tensors of the origin, as far as it has any: only its config and tokenizer are needed."""
-    return stored_specs(origin) if any(origin.glob("*.safetensors")) else {}
-
-
 def _carried(origin: Path, prefixes: tuple[str, ...]) -> dict[str, Spec]:
     """What the Megatron model goes without and a Hugging Face directory of the family has, if the origin has it."""
     with tensors_that_begin(origin, prefixes) as found:
         return {name: Spec(tuple(tensor.shape), kept_dtype(tensor)) for name, tensor in found.items()}
-
-
-def _copy(origin: Path, names: Collection[str], write: Write) -> None:
-    if not names:
-        return
-    with HFWeights(origin) as weights:
-        for name in names:
-            write(name, whole(weights[name]))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -61,7 +63,9 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
     path.chmod(mode)
 
 
-def complete(directory: Path, origin: Path, bytes_of: Counter[torch.dtype]) -> None:
+def complete(
+    directory: Path, origin: Path, bytes_of: Counter[torch.dtype], changes: Mapping[str, Any] | None = None
+) -> None:
     """Add to weights what else makes a model: the origin's config, tokenizer and generation settings.
 
     Args:
@@ -69,13 +73,21 @@ def complete(directory: Path, origin: Path, bytes_of: Counter[torch.dtype]) -> N
         origin: a Hugging Face directory of the same architecture.
         bytes_of: how much of the weights has which type; config.json names the most common. Of weights in float8 it
             stays as it is: it names the type of the others, and says how these were quantised.
+        changes: other entries of config.json to set.
     """
     for path in origin.iterdir():
         if path.is_file() and path.suffix in _ASSETS and not path.name.endswith(_INDEX_END):
             shutil.copyfile(path, directory / path.name)
+    file = directory / "config.json"
+    config = json.loads(file.read_text())
+    changed = {**config, **(changes or {})}
     if bytes_of and not any(dtype.is_floating_point and dtype.itemsize == 1 for dtype in bytes_of):
+        # The files hold what was trained, which need not be the origin's type and is not quantized.
         ((dtype, _),) = bytes_of.most_common(1)
-        _set_dtype(directory / "config.json", str(dtype).removeprefix("torch."))
+        changed["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+        changed.pop("quantization_config", None)
+    if changed != config:
+        file.write_text(json.dumps(changed, indent=2) + "\n")
 
 
 def write_index(directory: Path, file_of: dict[str, str], total_bytes: int) -> None:
@@ -92,13 +104,3 @@ def file_name(number: int, count: int) -> str:
 def _part(number: int) -> str:
     # The number of files, which is in their final names, is known at the end only.
     return f"part-{number:05d}.safetensors"
-
-
-def _set_dtype(config_file: Path, dtype: str) -> None:
-    """The files hold what was trained, which need not be the origin's type and is not quantized."""
-    config = json.loads(config_file.read_text())
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    changed = {**config, key: dtype}
-    changed.pop("quantization_config", None)
-    if changed != config:
-        config_file.write_text(json.dumps(changed, indent=2) + "\n")
