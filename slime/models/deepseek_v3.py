@@ -5,17 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slime.models.family import Family
-from slime.models.rows import (
-    EMBEDDING,
-    EXPERTS,
-    LATENT_ATTENTION,
-    MLP,
-    NORMS,
-    OUTPUT,
-    SHARED_EXPERTS,
-    SIGMOID_ROUTER,
-    next_token_heads,
-)
+from slime.models.rows import EMBEDDING, LATENT_ATTENTION, MLP, NORMS, OUTPUT, SIGMOID_EXPERTS, next_token_heads
 from slime.models.shape import latent_args, next_token_layers, sigmoid_moe_args
 
 
@@ -23,10 +13,10 @@ def _args(config: Any) -> dict[str, Any]:
     return {**latent_args(config), **sigmoid_moe_args(config)}
 
 
-_LAYER = (*NORMS, *LATENT_ATTENTION, *MLP, *EXPERTS, *SIGMOID_ROUTER, *SHARED_EXPERTS)
+_LAYER = NORMS + LATENT_ATTENTION + MLP + SIGMOID_EXPERTS
 FAMILY = Family(
     ("deepseek_v3", "kimi_k2"),
-    (*EMBEDDING, *_LAYER, *OUTPUT),
+    EMBEDDING + _LAYER + OUTPUT,
     _args,
     next_token_layers,
     next_token_heads(_LAYER),

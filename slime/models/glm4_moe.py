@@ -8,14 +8,12 @@ from slime.models.family import Family
 from slime.models.rows import (
     ATTENTION,
     EMBEDDING,
-    EXPERTS,
     MLP,
     NORMS,
     OUTPUT,
     QK_NORM,
     QKV_BIAS,
-    SHARED_EXPERTS,
-    SIGMOID_ROUTER,
+    SIGMOID_EXPERTS,
     next_token_heads,
 )
 from slime.models.shape import decoder_args, next_token_layers, sigmoid_moe_args
@@ -29,8 +27,5 @@ def _args(config: Any) -> dict[str, Any]:
     }
 
 
-_LAYER = (
-    *(*NORMS, *ATTENTION, *QKV_BIAS, *QK_NORM, *MLP),
-    *(*EXPERTS, *SIGMOID_ROUTER, *SHARED_EXPERTS),
-)
-FAMILY = Family(("glm4_moe",), (*EMBEDDING, *_LAYER, *OUTPUT), _args, next_token_layers, next_token_heads(_LAYER))
+_LAYER = NORMS + ATTENTION + QKV_BIAS + QK_NORM + MLP + SIGMOID_EXPERTS
+FAMILY = Family(("glm4_moe",), EMBEDDING + _LAYER + OUTPUT, _args, next_token_layers, next_token_heads(_LAYER))

@@ -4,19 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from slime.models.family import (
-    HEADS_PREFIX,
-    Heads,
-    Row,
-    Rule,
-    fused_gate_up,
-    gate_up,
-    qkv,
-    swapped_halves,
-    vocabulary,
-    whole,
-)
+from slime.models.family import HEADS_PREFIX, Heads, Row, fused_gate_up, gate_up, qkv, swapped_halves, vocabulary
 
 _LAYER = "decoder.layers.{}."
 _HF_LAYER = "model.layers.{}."
@@ -24,19 +14,9 @@ _HEAD = HEADS_PREFIX + "layers.{}."
 _EMBEDDING = "model.embed_tokens.weight"
 
 
-def _row(
-    megatron: str,
-    *hf: str,
-    rule: Rule = whole,
-    dim: int | None = None,
-    layers: str = "all",
-    when: str | None = None,
-    unless: str | None = None,
-    together: str | None = None,
-) -> Row:
-    """A row of every layer; names within the layer."""
-    sources = tuple(_HF_LAYER + name for name in hf)
-    return Row(_LAYER + megatron, sources, rule, dim, layers, when=when, unless=unless, together=together)
+def _row(megatron: str, *hf: str, **fields: Any) -> Row:
+    """A row of every layer, with other fields of `Row`; names within the layer."""
+    return Row(_LAYER + megatron, tuple(_HF_LAYER + name for name in hf), **fields)
 
 
 EMBEDDING = (Row("embedding.word_embeddings.weight", (_EMBEDDING,), vocabulary, dim=0),)
@@ -115,34 +95,26 @@ SANDWICH_NORMS = (
 )
 """On what attention and MLP add to their input, beside the norms before them."""
 
-SIGMOID_ROUTER = (
+_SHARED = {"layers": "moe", "when": "moe_shared_expert_intermediate_size"}
+SIGMOID_EXPERTS = (
+    *EXPERTS,
     _row(
         "mlp.router.expert_bias",
         "mlp.gate.e_score_correction_bias",
         layers="moe",
         when="moe_router_enable_expert_bias",
     ),
-)
-"""What a router has beside its weight where it scores by sigmoid and chooses by score plus bias."""
-
-SHARED_EXPERTS = (
     _row(
         "mlp.shared_experts.linear_fc1.weight",
         "mlp.shared_experts.gate_proj.weight",
         "mlp.shared_experts.up_proj.weight",
         rule=gate_up,
         dim=0,
-        layers="moe",
-        when="moe_shared_expert_intermediate_size",
+        **_SHARED,
     ),
-    _row(
-        "mlp.shared_experts.linear_fc2.weight",
-        "mlp.shared_experts.down_proj.weight",
-        dim=1,
-        layers="moe",
-        when="moe_shared_expert_intermediate_size",
-    ),
+    _row("mlp.shared_experts.linear_fc2.weight", "mlp.shared_experts.down_proj.weight", dim=1, **_SHARED),
 )
+"""Experts that a router scores by sigmoid and chooses by score plus bias, and those that every token goes through."""
 
 OUTPUT = (
     Row("decoder.final_layernorm.weight", ("model.norm.weight",)),
