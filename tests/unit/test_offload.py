@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slime.backends.megatron import offload
 from slime.backends.megatron.offload import HostState
-from slime.backends.megatron.optimizer import _allocate, _allocate_momentum, _fuse, _keep_groups, _moments
+from slime.backends.megatron.optimizer import _allocate, _fuse, _keep_groups, _moments
 
 NUM_GPUS = 0
 SHAPES = ((7, 9), (1,), (130,), (33, 5), (64,))
@@ -53,7 +53,7 @@ class Part(Namespace):
         self.host = None if settings is None else HostState(self, _moments(inner), **settings)  # type: ignore[arg-type]
         _fuse(inner)
         _keep_groups(inner)
-        _allocate(inner) if kind == "adam" else _allocate_momentum(inner)
+        _allocate(inner)
 
     def _copy_main_params_to_model_params(self) -> None:
         for model, main in zip(self.models, self.mains, strict=True):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.backends.megatron.optimizer import _allocate_momentum, _fuse, _keep_groups
+from slime.backends.megatron.optimizer import _allocate, _fuse, _keep_groups
 
 NUM_GPUS = 0
 SIZES = (1, 17, 4096)
@@ -105,7 +105,7 @@ def test_a_load_brings_state_and_no_group(kind: str) -> None:
 def test_momentum_that_begins_at_zero_is_that_of_the_first_step() -> None:
     start = parameters()
     allocated, other = make("sgd", start, True), make("sgd", start, True)
-    _allocate_momentum(allocated)
+    _allocate(allocated)
     assert all(not allocated.state[parameter]["momentum_buffer"].any() for parameter in all_of(allocated))
     for _ in range(3):
         step([allocated, other], parameters())
@@ -114,5 +114,5 @@ def test_momentum_that_begins_at_zero_is_that_of_the_first_step() -> None:
 
 def test_without_momentum_there_is_no_state() -> None:
     optimizer = torch.optim.SGD(parameters(), lr=RATE)
-    _allocate_momentum(optimizer)
+    _allocate(optimizer)
     assert not optimizer.state

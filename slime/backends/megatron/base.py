@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 from slime.backends.megatron.gather import Gatherer
 from slime.backends.megatron.weights_io import global_weights
 from slime.models import Family, Shape
-from slime.options import lora as options
 
 _ROWS = 1024
 """How many rows of a matrix are made wider at once."""
@@ -32,15 +30,6 @@ def note(chunks: Sequence[torch.nn.Module], family: Family, shape: Shape, source
 def described(chunks: Sequence[torch.nn.Module]) -> dict[str, str] | None:
     """What `note` has kept, the same on every rank; None of a model without adapters."""
     return cast("dict[str, str] | None", getattr(chunks[0], "base", None))
-
-
-def check_saved(directory: str | Path, saved: dict[str, str] | None, chunks: Sequence[torch.nn.Module]) -> None:
-    """Compare the base that a checkpoint's adapters were trained on with that of `note`.
-
-    Raises:
-        OptionError: they are not the same.
-    """
-    options.check_base(directory, saved, described(chunks))
 
 
 @torch.no_grad()

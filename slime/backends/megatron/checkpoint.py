@@ -27,6 +27,7 @@ from slime.backends.megatron.fit import check_torch_dist
 from slime.backends.megatron.model import has_heads
 from slime.backends.megatron.optimizer import parts_of
 from slime.models.family import VALUE_HEAD_KEY, holds_heads
+from slime.options.lora import check_adapters, check_base
 from slime.options.next_tokens import check_saved_heads
 from slime.utils import device
 from slime.utils.errors import BadInputError
@@ -67,10 +68,9 @@ def load_model(directory: str | Path, model_chunks: Sequence[Any]) -> None:
     _check_heads(directory, holds_heads(present), has_heads(model_chunks))
     check_torch_dist(directory, present, model_state(model_chunks), model_chunks)
     state = model_state(model_chunks)
-    for chunk_state in state.values():
-        for name in [name for name, tensor in chunk_state.items() if _is_value_head(tensor)]:
-            if VALUE_HEAD_KEY not in present:
-                del chunk_state[name]
+    for chunk_state in state.values() if VALUE_HEAD_KEY not in present else ():
+        for name in [n for n, tensor in chunk_state.items() if getattr(tensor, "key", None) == VALUE_HEAD_KEY]:
+            del chunk_state[name]
     _put_model(dist_checkpointing.load(state, str(directory)), model_chunks, strict=False)
 
 
@@ -90,8 +90,9 @@ def load_state(
             or those of another base, or heads on one side only; or of another model or optimizer.
     """
     saved = dist_checkpointing.load_common_state_dict(str(directory))
-    lora.check_saved(directory, saved.get("adapters"), model_chunks)
-    base.check_saved(directory, saved.get("base"), model_chunks)
+    modules_of = getattr(model_chunks[0], "modules_of", set)
+    check_adapters(directory, saved.get("adapters"), lora.described(model_chunks), modules_of)
+    check_base(directory, saved.get("base"), base.described(model_chunks))
     check_saved_heads(directory, bool(saved.get("heads")), has_heads(model_chunks))
     own = _kind(optimizer)
     if (kind := saved.get("optimizer_kind", own)) != own:
@@ -166,10 +167,6 @@ def _check_heads(directory: str | Path, found: bool, wanted: bool) -> None:
             f"{directory} has heads for further tokens, which are left out: saved models have those of "
             "--hf-checkpoint; --enable-mtp-training takes and trains them"
         )
-
-
-def _is_value_head(tensor: Any) -> bool:
-    return getattr(tensor, "key", None) == VALUE_HEAD_KEY
 
 
 def _put_model(loaded: dict[str, Any], model_chunks: Sequence[Any], strict: bool = True) -> None:

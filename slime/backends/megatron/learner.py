@@ -93,7 +93,6 @@ class MegatronLearner:
     # ---- device memory
 
     def sleep(self, *, keep_weights: bool) -> None:
-        """Give back the device memory of gradients and optimizer state, and of the weights unless they are to stay."""
         self._sleeping_gradients.sleep()
         self._sleeping_state.sleep()
         if not keep_weights:
@@ -104,7 +103,7 @@ class MegatronLearner:
             te.release_unused()
 
     def wake(self, *, weights_only: bool) -> None:
-        """Undo `sleep`, or only for the weights; gradients are undefined, as they are between steps."""
+        """As `Learner`; gradients are undefined, as they are between steps."""
         self._sleeping_weights.wake()
         if not weights_only:
             self._sleeping_gradients.wake()
@@ -119,7 +118,6 @@ class MegatronLearner:
                 yield tensor
 
     def save(self, directory: str) -> None:
-        """Write everything that training continues from into an existing empty directory."""
         device.rejoin()
         checkpoint.save_state(directory, self.model_chunks, self._optimizer, self._scheduler)
 
@@ -163,7 +161,6 @@ class MegatronLearner:
         return metrics
 
     def head_weight(self) -> torch.nn.Parameter:
-        """The output layer's weight [vocabulary / TP, h], on the last pipeline stage of an actor."""
         return head_weight(self.chunks[-1])
 
     def _loss_for_schedule(

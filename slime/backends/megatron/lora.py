@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -34,7 +33,7 @@ from torch.nn.functional import linear
 
 from slime.backends.megatron.experts import Groups, StackedLinear, grouped_linear
 from slime.backends.megatron.latent_attention import ReplicatedLinear
-from slime.backends.megatron.names import expert_name, global_namer, local_experts
+from slime.backends.megatron.model import expert_name, global_namer, local_experts
 from slime.models import Family, Shape
 from slime.models.adapters import row_sources, targeted_modules, targeted_sources
 from slime.models.family import ADAPTER_MARK, Row, fused_gate_up, gate_up
@@ -57,10 +56,6 @@ class LoraSettings:
     targets: tuple[str, ...]
     """Names of Hugging Face modules as PEFT takes them, or ``all-linear``."""
     seed: int
-
-    def described(self) -> dict[str, Any]:
-        """What a checkpoint says of them."""
-        return options.described(self.rank, self.alpha, self.targets)
 
     @property
     def scale(self) -> float:
@@ -131,7 +126,7 @@ def attach(chunks: Sequence[torch.nn.Module], family: Family, shape: Shape, sett
     """
     for chunk in chunks:
         chunk.requires_grad_(False)
-        chunk.adapted = settings.described()  # type: ignore[assignment]
+        chunk.adapted = options.described(settings.rank, settings.alpha, settings.targets)  # type: ignore[assignment]
         chunk.modules_of = partial(targeted_modules, family, shape)  # type: ignore[assignment]
         global_name = global_namer(chunk)
         for name, module in list(chunk.named_modules()):
@@ -154,15 +149,6 @@ def adapters(chunk: torch.nn.Module) -> Iterator[tuple[str, Adapter]]:
 def described(chunks: Sequence[torch.nn.Module]) -> dict[str, Any] | None:
     """The settings that `attach` was called with, the same on every rank; None if it was not."""
     return cast("dict[str, Any] | None", getattr(chunks[0], "adapted", None))
-
-
-def check_saved(directory: str | Path, saved: dict[str, Any] | None, chunks: Sequence[torch.nn.Module]) -> None:
-    """Compare what a checkpoint says of its adapters with those that `attach` made.
-
-    Raises:
-        OptionError: they are not the same.
-    """
-    options.check_adapters(directory, saved, described(chunks), getattr(chunks[0], "modules_of", set))
 
 
 def _add(module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:

@@ -1,10 +1,11 @@
-"""The Megatron model of one training rank: configuration, layer specification, pipeline chunks."""
+"""The Megatron model of one training rank: configuration, layer specification, pipeline chunks, names of weights."""
 
 from __future__ import annotations
 
 import functools
+import re
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -28,9 +29,8 @@ from slime.backends.megatron.attention import PackedAttention, packed_attention
 from slime.backends.megatron.experts import Experts
 from slime.backends.megatron.head import LanguageHead, ValueHead
 from slime.backends.megatron.latent_attention import LatentAttention
-from slime.backends.megatron.layer import SandwichLayer
 from slime.backends.megatron.model_hooks import provided_stage
-from slime.backends.megatron.norm import RMSNorm
+from slime.backends.megatron.norm import RMSNorm, SandwichLayer
 from slime.backends.megatron.rotary import Rotary
 from slime.options.megatron import config_kwargs
 from slime.utils import device
@@ -44,6 +44,8 @@ _WITHOUT_TRANSFORMER_ENGINE: dict[str, Any] = {
     "use_cpu_initialization": False,
 }
 """Settings that need kernels of Transformer Engine or Apex, at the value that does not (`slime.options.unheeded`)."""
+EXPERTS = ".mlp.experts."
+_LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 
 
 def transformer_config(args: Namespace) -> TransformerConfig:
@@ -116,6 +118,25 @@ def unwrap(module: torch.nn.Module) -> GPTModel:
     while not isinstance(inner, GPTModel):
         inner = inner.module
     return inner
+
+
+def global_namer(chunk: torch.nn.Module) -> Callable[[str], str]:
+    """What turns a name within a chunk into one whose layer number counts over all pipeline stages."""
+    layers = {name: module.layer_number - 1 for name, module in unwrap(chunk).decoder.layers.named_children()}
+    return lambda name: _LAYER.sub(lambda match: str(layers[match[0]]), name)
+
+
+def local_experts(chunk: torch.nn.Module) -> range:
+    """The numbers of this rank's experts; empty without experts."""
+    count = (unwrap(chunk).config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
+    first = count * parallel_state.get_expert_model_parallel_rank()
+    return range(first, first + count)
+
+
+def expert_name(name: str, expert: int) -> str:
+    """The name of one expert's part of what experts share; any other name as it is."""
+    before, experts, after = name.partition(EXPERTS)
+    return f"{before}{experts}{expert}.{after}" if experts else name
 
 
 def has_heads(chunks: Sequence[torch.nn.Module]) -> bool:

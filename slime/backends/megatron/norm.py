@@ -1,11 +1,13 @@
-"""RMSNorm of torch as a Megatron module, and kernels of our own for norms of heads."""
+"""RMSNorm of torch as a Megatron module, layers with more of them, and kernels of our own for norms of heads."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import torch
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
 from slime.utils import device
@@ -29,6 +31,39 @@ class RMSNorm(torch.nn.RMSNorm):
         if device.is_cuda() and x.size(-1) <= _NARROW and x.dim() > 2:
             return normalise(x, self.weight, cast(float, self.eps))
         return super().forward(x)
+
+
+class SandwichLayer(TransformerLayer):
+    """A layer that normalises what attention and MLP add to its input, too, as GLM-4's does.
+
+    The norms follow the two modules as hooks: within what selective recomputation of the MLP repeats, and after the sum
+    over tensor-parallel ranks, of which each then has all tokens, or with sequence parallelism its own.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: TransformerLayerSubmodules,
+        *args: Any,
+        post_self_attn_layernorm: bool,
+        post_mlp_layernorm: bool,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(config, submodules, *args, **kwargs)
+        if post_self_attn_layernorm:
+            self.post_self_attn_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+            self.self_attention.register_forward_hook(partial(_normalized, self.post_self_attn_layernorm))
+        if post_mlp_layernorm:
+            self.post_mlp_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+            self.mlp.register_forward_hook(partial(_normalized, self.post_mlp_layernorm))
+
+
+def _normalized(
+    norm: torch.nn.Module, module: torch.nn.Module, args: Any, output: tuple[Tensor, None]
+) -> tuple[Tensor, None]:
+    """For the output of attention or MLP and its bias, which these models do not have."""
+    hidden, bias = output
+    return norm(hidden), bias
 
 
 def normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:

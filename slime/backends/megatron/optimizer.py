@@ -52,23 +52,16 @@ def make_optimizer(args: Namespace, chunks: list[DistributedDataParallel]) -> Me
     for part in parts_of(optimizer):
         # Megatron-core calls it before a load, and has none for SGD.
         if part.init_state_fn is None:
-            part.init_state_fn = _no_state
+            part.init_state_fn = lambda *_: None
         if isinstance(part.optimizer, (torch.optim.Adam, torch.optim.SGD)):
             _fuse(part.optimizer)
             _keep_groups(part.optimizer)
-        if isinstance(part.optimizer, torch.optim.Adam):
             _allocate(part.optimizer)
-        if isinstance(part.optimizer, torch.optim.SGD):
-            _allocate_momentum(part.optimizer)
     return optimizer
 
 
 def _offload(args: Namespace, optimizer: MegatronOptimizer) -> None:
-    """Move what the optimizer alone has to host memory, before there are moments on the device.
-
-    Raises:
-        BadInputError: memory that cannot be pinned.
-    """
+    """Move what the optimizer alone has to host memory, before there are moments on the device."""
     settings = {"pin": args.pin_cpu_params, "overlap": args.overlap_cpu_optimizer_d2h_h2d}
     try:
         states = [
@@ -119,10 +112,6 @@ def gradient_buffers(chunks: list[DistributedDataParallel]) -> Iterator[Tensor]:
         yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
 
 
-def _no_state(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
-    """Create no optimizer state."""
-
-
 def _leave_rates_to_schedule(groups: list[dict[str, Any]], config: OptimizerConfig) -> None:
     """Leave in groups only the rates that ``--decoupled-lr`` and ``--decoupled-min-lr`` give them.
 
@@ -159,30 +148,23 @@ def _keep_groups(optimizer: torch.optim.Optimizer) -> None:
     optimizer.register_load_state_dict_pre_hook(with_own_groups)
 
 
-def _allocate(adam: torch.optim.Adam) -> None:
+def _allocate(optimizer: torch.optim.Adam | torch.optim.SGD) -> None:
     """Create the state that the first step would, which megatron-core 0.16 loads only where it was saved.
 
-    It saves the number of steps unless that is 0.
+    Of Adam it saves the number of steps unless that is 0. SGD's first step from zeros is that from nothing; without
+    momentum it has no state.
     """
 
     def with_steps(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         return {**state, "state": {key: {"step": torch.zeros(()), **own} for key, own in state["state"].items()}}
 
-    adam.register_load_state_dict_pre_hook(with_steps)
-    for group in adam.param_groups:
-        for parameter in (p for p in group["params"] if p not in adam.state):
-            adam.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter.data),
-                "exp_avg_sq": torch.zeros_like(parameter.data),
-            }
-
-
-def _allocate_momentum(sgd: torch.optim.SGD) -> None:
-    """The same for SGD, whose first step from zeros is that from nothing; without momentum it has no state."""
-    for group in sgd.param_groups:
-        for parameter in (p for p in group["params"] if group["momentum"] and p not in sgd.state):
-            sgd.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter.data)}
+    if counts := isinstance(optimizer, torch.optim.Adam):
+        optimizer.register_load_state_dict_pre_hook(with_steps)
+    moments = _moments(optimizer)
+    for parameter in [p for group in optimizer.param_groups for p in group["params"] if moments]:
+        if parameter not in optimizer.state:
+            step = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)} if counts else {}
+            optimizer.state[parameter] = step | {kind: torch.zeros_like(parameter.data) for kind in moments}
 
 
 def make_scheduler(args: Namespace, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +68,6 @@ class MegatronTrainer(RolloutTrainer):
     # ---- weights
 
     def export_buckets(self, version: int, *, own_experts: bool = False) -> Iterator[NamedTensors]:
-        """The actor, or its adapters alone, in Hugging Face's names; in buckets of ``--update-weight-buffer-size``.
-
-        Args:
-            version: what engines will call these weights.
-            own_experts: of the actor without the experts of other expert-parallel ranks.
-        """
         if self.args.keep_old_actor:
             self._keep_version(version)
         shape = self.shape if self.args.pushes_heads else replace(self.shape, next_token_heads=0)
@@ -82,19 +77,18 @@ class MegatronTrainer(RolloutTrainer):
         return weights_io.export_hf_buckets(*model, size, own_experts=own_experts, gatherers=self._gatherers)
 
     def save_hf(self, directory: str, rollout_id: int) -> None:
-        """Write the actor, as it is after a rollout, as a Hugging Face directory, complete or not at all; what is there
-        is replaced."""
-        unfinished = checkpoint_dirs.begin_directory(Path(directory))
-        with self._memory.phase("save"):
-            weights_io.save_hf(self.model_chunks, unfinished, self.args.hf_checkpoint)
-        checkpoint_dirs.commit_export(Path(directory), self.args, rollout_id)
+        write = partial(weights_io.save_hf, self.model_chunks, origin_hf_dir=self.args.hf_checkpoint)
+        self._save_export(Path(directory), rollout_id, write)
 
     def save_lora(self, directory: str, rollout_id: int) -> None:
-        """Write the actor's adapters in the same way, as PEFT reads them."""
-        unfinished = checkpoint_dirs.begin_directory(Path(directory))
+        write = partial(weights_io.save_adapters, self.model_chunks, self.family, self.shape, self.args)
+        self._save_export(Path(directory), rollout_id, write)
+
+    def _save_export(self, directory: Path, rollout_id: int, write: Callable[[Path], None]) -> None:
+        unfinished = checkpoint_dirs.begin_directory(directory)
         with self._memory.phase("save"):
-            weights_io.save_adapters(self.model_chunks, self.family, self.shape, self.args, unfinished)
-        checkpoint_dirs.commit_export(Path(directory), self.args, rollout_id)
+            write(unfinished)
+        checkpoint_dirs.commit_export(directory, self.args, rollout_id)
 
 
 def _make_critic(args: Namespace, source: str, resumed_rollout: int | None) -> MegatronLearner:

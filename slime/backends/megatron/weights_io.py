@@ -18,8 +18,7 @@ from slime.backends.megatron import lora
 from slime.backends.megatron.fit import built_shape, check_hf
 from slime.backends.megatron.gather import Gatherer
 from slime.backends.megatron.head import ValueHead
-from slime.backends.megatron.model import has_heads, unwrap
-from slime.backends.megatron.names import EXPERTS, expert_name, global_namer, local_experts
+from slime.backends.megatron.model import EXPERTS, expert_name, global_namer, has_heads, local_experts, unwrap
 from slime.models import Family, Shape, family_of, hf_config, weight_shape
 from slime.models.adapters import adapter_family, is_adapter_name, module_names, peft_config
 from slime.models.family import ADAPTER_MARK
@@ -169,7 +168,6 @@ def export_adapter_buckets(
 
 
 def _kept(gatherers: Gatherers | None, key: _Gathered, make: Callable[[], Gatherer]) -> Gatherer:
-    """The one of an earlier call, or else a new one, which is kept where there is something to keep it in."""
     gatherers = {} if gatherers is None else gatherers
     if key not in gatherers:
         gatherers[key] = make()
