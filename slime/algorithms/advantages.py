@@ -4,7 +4,9 @@
 wrote. Tokens with mask 0 are 0 in every result and are skipped over, not stepped through: the successor of a token is
 the next one with mask 1, and a terminal reward lands on the last. A response without any such token gives zeros.
 
-Results are float32, or float64 where ``rewards`` (`whiten`: ``x``) are, and carry no gradient of their own.
+The estimators take ``rewards``, float [R]; ``kl``, float [R, N], an estimate of KL(policy || reference) at each token,
+of which None counts as 0; and ``kl_coef``, its weight. Results are float32, or float64 where ``rewards`` (`whiten`:
+``x``) are, and carry no gradient of their own.
 """
 
 from __future__ import annotations
@@ -35,12 +37,6 @@ def group_relative(rewards: Tensor, mask: Tensor, kl: Tensor | None = None, kl_c
     RLOO (arXiv:2402.14740) and the baseline form of REINFORCE++ (arXiv:2501.03262). The KL penalty is subtracted for
     all of them alike.
 
-    Args:
-        rewards: float [R].
-        mask: [R, N].
-        kl: float [R, N], estimate of KL(policy || reference) at each token; None counts as 0.
-        kl_coef: its weight.
-
     Returns:
         [R, N].
     """
@@ -57,14 +53,8 @@ def reinforce_plus_plus(
     """Returns ``G_t = sum_k gamma^k rho_{t+k}`` of REINFORCE++ (arXiv:2501.03262), which are its advantages once
     whitened over the whole batch.
 
-    ``rho_t = -kl_coef * kl_t``, and the response's reward on top at its last token; t counts tokens with mask 1.
-
-    Args:
-        rewards: float [R].
-        mask: [R, N].
-        kl: float [R, N], or None for 0.
-        kl_coef: weight of the KL penalty.
-        gamma: discount a token.
+    ``rho_t = -kl_coef * kl_t``, and the response's reward on top at its last token; t counts tokens with mask 1, and
+    ``gamma`` is the discount of each.
 
     Returns:
         [R, N].
@@ -90,12 +80,7 @@ def gae(
     rho are the token rewards of `reinforce_plus_plus`, the value after the end is 0, t counts tokens with mask 1.
 
     Args:
-        rewards: float [R].
         values: float [R, N], the critic's estimate before each token.
-        mask: [R, N].
-        kl: float [R, N], or None for 0.
-        kl_coef: weight of the KL penalty.
-        gamma: discount a token.
         lambd: decay a token of how far errors of the values are carried back; 1 gives Monte Carlo returns.
 
     Returns:

@@ -103,15 +103,7 @@ def rejection_keep(
     with one token whose own ratio is below ``veto`` is dropped whole.
 
     Args:
-        old_log_probs: float, the trainer's.
-        rollout_log_probs: float, the engine's.
-        mask: 1 at tokens of the loss.
-        row_mean: mean over the response; called at level ``geometric`` only.
-        row_sum: sum over the response; called at level ``sequence`` only.
-        row_min: smallest value of the response; called with ``veto`` only.
-        level: what the ratio is of.
-        low: lower bound.
-        high: upper bound.
+        row_min: smallest value of the response; called with ``veto`` only. Those before it as of `correction`.
         veto: smallest ratio that any token of a response may have, above 0; None for no such bound.
 
     Returns:

@@ -78,10 +78,7 @@ def cispo_loss(
 
     Args:
         log_probs: float, with gradient.
-        log_ratio: same shape; its gradient is not used.
-        advantages: same shape.
-        eps_clip: lower clip range, and the upper one where ``eps_clip_high`` is None.
-        eps_clip_high: upper clip range.
+        log_ratio: its gradient is not used; the others as of `policy_loss`.
 
     Returns:
         The loss, and a bool tensor: where clipping changed the ratio.

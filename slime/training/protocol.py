@@ -42,7 +42,15 @@ class Trainer(Protocol):
         """Into how many batches a rollout is divided."""
 
     def train(self, rollout_id: int, batch: TrainBatch) -> list[dict[str, float]]:
-        """Train on this rank's part of one rollout; one dict of metrics an optimizer step, the same on every rank."""
+        """Train on this rank's part of one rollout.
+
+        Returns:
+            One dict of metrics an optimizer step, the same on every rank: ``train/*`` and ``rollout/*`` of the step,
+            and on the last also ``perf/*`` of the whole call, in seconds.
+
+        Raises:
+            TrainingError: a loss or gradient that is not finite, or a check that failed.
+        """
 
     def sleep(self, *, keep_weights: bool) -> None:
         """Give back the GPU's memory, but for the actor's weights if they are to stay."""
@@ -51,7 +59,7 @@ class Trainer(Protocol):
         """Undo `sleep`, or only for the actor's weights; what was in use before."""
 
     def pushing(self, version: int) -> AbstractContextManager[object]:
-        """What is around a push of `export_buckets`, so that its memory is told of."""
+        """What is around a push of `export_buckets`, so that its memory and time are told of."""
 
     def export_buckets(self, version: int, *, own_experts: bool = False) -> Iterator[NamedTensors]:
         """What engines get of the actor, in Hugging Face's names; in buckets of ``--update-weight-buffer-size``.

@@ -86,12 +86,12 @@ def postprocess(
             continue
         changed = torch.cat(response_rows(data, key, lengths, micro_batches[0].mask, where))
         if column.name != LOSS_MASK:
-            for m, part in _parts(micro_batches, changed):
+            for m, part in response_parts(micro_batches, changed):
                 _set_responses(m, column.name, part)
             continue
         if not ((changed == 0) | (changed == 1)).all():
             raise BadInputError(f"{where}: rollout_data[{key!r}] must be of 0 and 1")
-        for m, part in _parts(micro_batches, changed):
+        for m, part in response_parts(micro_batches, changed):
             m.set_mask(part)
     weigh(batch, micro_batches, group)
 
@@ -135,7 +135,8 @@ def _trained(
     )
 
 
-def _parts(micro_batches: list[MicroBatch], values: Tensor) -> zip[tuple[MicroBatch, Tensor]]:
+def response_parts(micro_batches: list[MicroBatch], values: Tensor) -> zip[tuple[MicroBatch, Tensor]]:
+    """Each micro-batch with its part of a vector of all response tokens."""
     sizes = [sum(m.response_lengths) for m in micro_batches]
     return zip(micro_batches, values.split(sizes), strict=True)
 

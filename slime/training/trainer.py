@@ -38,13 +38,12 @@ _TRAINED_TOKENS = "trained_tokens"
 
 
 class RolloutTrainer:
-    """What trainers of all backends share; every method is collective over all ranks.
+    """What trainers of all backends share of `slime.training.protocol.Trainer`.
 
     A backend's own joins the ranks, makes the learners, and adds how weights are exported and saved for others.
 
     Attributes:
         parallel: this rank's neighbours.
-        start_rollout_id, resumed_from, dp_rank, dp_size: as `slime.training.protocol.Trainer` has them.
     """
 
     _actor: Learner
@@ -61,14 +60,13 @@ class RolloutTrainer:
         self.start_rollout_id, self.resumed_from = 0, None
         if self._found is not None:
             self.start_rollout_id, self.resumed_from = self._found[1] + 1, str(self._found[0])
-        self._memory = MemoryLog()
+        self._memory, self._seconds = MemoryLog(), dict[str, float]()
         self._kept_versions: list[int] = []
         self._layout = PackLayout(parallel, device.current_device(), columns_of(args), args, describe)
 
     # ---- device memory
 
     def sleep(self, *, keep_weights: bool) -> None:
-        """Give back the GPU's memory, but for the actor's weights if they are to stay."""
         with self._memory.phase("sleep"):
             self._actor.sleep(keep_weights=keep_weights)
             if self._critic is not None:
@@ -76,7 +74,6 @@ class RolloutTrainer:
             device.release_unused()
 
     def wake(self, *, weights_only: bool) -> device.Memory:
-        """Undo `sleep`, or only for the actor's weights; what was in use before."""
         asleep = device.memory()
         with self._memory.phase("wake"):
             self._actor.wake(weights_only=weights_only)
@@ -87,29 +84,21 @@ class RolloutTrainer:
     # ---- training
 
     def train(self, rollout_id: int, batch: TrainBatch) -> list[dict[str, float]]:
-        """Train on this rank's part of one rollout.
-
-        Returns:
-            One dict of metrics an optimizer step, the same on every rank: ``train/*`` and ``rollout/*`` of the step,
-            and on the last also ``perf/*`` of the whole call, in seconds.
-
-        Raises:
-            TrainingError: a loss or gradient that is not finite, or a check that failed.
-        """
-        args, seconds = self.args, dict[str, float]()
+        args, seconds = self.args, self._seconds
+        seconds.clear()
         device.finish()
         with profiled(args, "train_overall", rollout_id), span("train/rollout", rollout=rollout_id) as whole:
-            packed = self._pack(batch, seconds)
+            packed = self._pack(batch)
             everything = [m for micro_batches in packed for m in micro_batches]
             if args.loss_type != "sft_loss":
-                self.compute_log_probs(rollout_id, everything, len(packed), seconds)
-                self.compute_advantages(batch, everything, seconds)
-            self._show(rollout_id, batch, packed, seconds)
+                self._compute_log_probs(rollout_id, everything, len(packed))
+                self._compute_advantages(batch, everything)
+            self._show(rollout_id, batch, packed, everything)
             steps: list[dict[str, float]] = [{} for _ in packed]
             for learner, loss, name in self._turns(rollout_id):
                 with (
                     profiled(args, f"train_{name}", rollout_id),
-                    self._span(seconds, f"{name}_train"),
+                    self._span(f"{name}_train"),
                     learner.gathering_parameters(),
                 ):
                     first = rollout_id == args.num_critic_only_steps
@@ -128,9 +117,9 @@ class RolloutTrainer:
         steps[-1] |= seconds | {f"perf/{name}_train_tok_per_s": rate} | self._memory.peaks()
         return steps
 
-    def _pack(self, batch: TrainBatch, seconds: dict[str, float]) -> list[list[MicroBatch]]:
+    def _pack(self, batch: TrainBatch) -> list[list[MicroBatch]]:
         """The micro-batches of every step."""
-        with self._span(seconds, "pack"):
+        with self._span("pack"):
             packed = [
                 [MicroBatch(batch, rows, step, self._layout) for rows in step.micro_batches] for step in batch.steps
             ]
@@ -138,39 +127,37 @@ class RolloutTrainer:
             weigh(batch, [m for micro_batches in packed for m in micro_batches], self.parallel.dp.group)
         return packed
 
-    def compute_log_probs(
-        self, rollout_id: int, everything: list[MicroBatch], steps: int, seconds: dict[str, float]
-    ) -> None:
+    def _compute_log_probs(self, rollout_id: int, everything: list[MicroBatch], steps: int) -> None:
         """Those of the reference and those before the first step, where anything needs them."""
         args, trains_actor = self.args, self._trains_actor(rollout_id)
         before_training = args.kl_coef != 0 or any(getattr(args, name) is not None for name in _READS_LOG_PROBS)
         with profiled(args, "train_log_probs", rollout_id):
             if args.needs_reference and (before_training or trains_actor):
-                with self._span(seconds, "ref_log_probs"):
+                with self._span("ref_log_probs"):
                     self._actor.compute_column(everything, "ref_log_probs", self._log_probs, REFERENCE)
             if before_training or (trains_actor and self._loss_needs_old_log_probs(steps)):
-                with self._span(seconds, "log_probs"):
+                with self._span("log_probs"):
                     self._compute_old_log_probs(rollout_id, everything)
 
-    def compute_advantages(self, batch: TrainBatch, everything: list[MicroBatch], seconds: dict[str, float]) -> None:
+    def _compute_advantages(self, batch: TrainBatch, everything: list[MicroBatch]) -> None:
         """Those of the actor, by the critic's values if there are any."""
         if self._critic is not None:
-            with self._span(seconds, "values"):
+            with self._span("values"):
                 self._critic.compute_column(everything, "values", _values)
         if not self.args.disable_compute_advantages_and_returns and self.parallel.is_last_stage:
-            with self._span(seconds, "advantages"):
+            with self._span("advantages"):
                 set_advantages(self.args, batch, everything, self.parallel.dp.group)
 
     def _show(
-        self, rollout_id: int, batch: TrainBatch, packed: list[list[MicroBatch]], seconds: dict[str, float]
+        self, rollout_id: int, batch: TrainBatch, packed: list[list[MicroBatch]], everything: list[MicroBatch]
     ) -> None:
         """Let a user's function change what is trained on, and whoever wants to debug it read it."""
-        args, everything = self.args, [m for micro_batches in packed for m in micro_batches]
+        args = self.args
         if args.rollout_data_postprocess_path is not None and self.parallel.is_last_stage:
-            with self._span(seconds, "postprocess"):
+            with self._span("postprocess"):
                 postprocess(args, rollout_id, batch, everything, self.parallel.dp.group)
         if args.save_debug_train_data is not None:
-            with self._span(seconds, "save_debug"):
+            with self._span("save_debug"):
                 save_train_data(args, rollout_id, packed, self.parallel.named())
         for micro_batch in everything:
             micro_batch.unload()
@@ -195,13 +182,13 @@ class RolloutTrainer:
         return metrics
 
     @contextmanager
-    def _span(self, seconds: dict[str, float], name: str) -> Iterator[None]:
+    def _span(self, name: str) -> Iterator[None]:
         """Note the time of a phase of training, and its memory."""
         device.finish()  # not what goes on beside: optimizer state that wakes during the first passes
         with self._memory.phase(name) as timed:
             yield
             device.finish()
-        seconds[f"perf/{name}_time"] = timed.seconds
+        self._seconds[f"perf/{name}_time"] = timed.seconds
 
     # ---- log-probs of older weights
 
@@ -278,21 +265,14 @@ class RolloutTrainer:
 
     # ---- weights
 
-    def use_weights(self, name: str) -> None:
-        """Put a set of the actor's weights into the model: ``"current"`` or ``"ref"``."""
-        self._actor.weights.switch(name)
-
     def pushing(self, version: int) -> AbstractContextManager[span]:
-        """What is around a push of `export_buckets`, so that its memory and time are told of."""
         return self._memory.phase("push", version=version)
 
     def save(self, directory: str) -> None:
-        """Write everything that the actor continues from into an existing empty directory."""
         with self._memory.phase("save"):
             self._actor.save(directory)
 
     def save_critic(self, directory: str) -> None:
-        """The same of the critic."""
         assert self._critic is not None
         with self._memory.phase("save"):
             self._critic.save(directory)

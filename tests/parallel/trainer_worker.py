@@ -322,9 +322,9 @@ class Rank:
         case = CASES["grpo"]
         self.train(trainer, case, 0, 1)
         after = gathering.weights(trainer)
-        trainer.use_weights("ref")
+        trainer._actor.weights.switch("ref")
         assert all(torch.equal(t, before[n]) for n, t in gathering.weights(trainer).items())
-        trainer.use_weights("current")
+        trainer._actor.weights.switch("current")
         assert all(torch.equal(t, after[n]) for n, t in gathering.weights(trainer).items())
         assert not all(torch.equal(t, before[n]) for n, t in after.items())
         target = self.work / "hf"

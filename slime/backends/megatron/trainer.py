@@ -5,7 +5,6 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,18 +76,18 @@ class MegatronTrainer(RolloutTrainer):
         return weights_io.export_hf_buckets(*model, size, own_experts=own_experts, gatherers=self._gatherers)
 
     def save_hf(self, directory: str, rollout_id: int) -> None:
-        write = partial(weights_io.save_hf, self.model_chunks, origin_hf_dir=self.args.hf_checkpoint)
-        self._save_export(Path(directory), rollout_id, write)
+        origin = self.args.hf_checkpoint
+        self._export(directory, rollout_id, lambda place: weights_io.save_hf(self.model_chunks, place, origin))
 
     def save_lora(self, directory: str, rollout_id: int) -> None:
-        write = partial(weights_io.save_adapters, self.model_chunks, self.family, self.shape, self.args)
-        self._save_export(Path(directory), rollout_id, write)
+        model = self.model_chunks, self.family, self.shape, self.args
+        self._export(directory, rollout_id, lambda place: weights_io.save_adapters(*model, place))
 
-    def _save_export(self, directory: Path, rollout_id: int, write: Callable[[Path], None]) -> None:
-        unfinished = checkpoint_dirs.begin_directory(directory)
+    def _export(self, directory: str, rollout_id: int, write: Callable[[Path], None]) -> None:
+        unfinished = checkpoint_dirs.begin_directory(Path(directory))
         with self._memory.phase("save"):
             write(unfinished)
-        checkpoint_dirs.commit_export(directory, self.args, rollout_id)
+        checkpoint_dirs.commit_export(Path(directory), self.args, rollout_id)
 
 
 def _make_critic(args: Namespace, source: str, resumed_rollout: int | None) -> MegatronLearner:

@@ -72,17 +72,13 @@ class _StandIn(types.ModuleType):
         return iter(())
 
 
-def _ceil_div(a: int, b: int) -> int:
-    return -(a // -b)
-
-
-def _next_power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length() if n > 0 else 1
-
-
 _CONTENTS: dict[str, dict[str, Any]] = {
     "torchvision": {"__version__": "0.28.0"},
-    "triton": {"__version__": "3.0.0", "cdiv": _ceil_div, "next_power_of_2": _next_power_of_2},
+    "triton": {
+        "__version__": "3.0.0",
+        "cdiv": lambda a, b: -(a // -b),
+        "next_power_of_2": lambda n: 1 << (n - 1).bit_length() if n > 0 else 1,
+    },
 }
 """What SGLang and transformers read of the stand-ins while they are imported."""
 

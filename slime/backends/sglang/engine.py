@@ -110,33 +110,25 @@ class Engine(Server):
         It imports, which takes a while, and then waits for `start`.
         """
         if self._num_nodes == 1:
-            self._join(self._meeting_point(), held=True)
+            self.join(self._meeting_point(), held=True)
 
-    def start(self) -> None:
-        """Start the engine, from its first node; returns when it is ready on all.
+    def _start(self) -> None:
+        for attempt in range(_PORT_TRIES):
+            try:
+                self._start_once()
+                return
+            except EngineError as error:
+                if attempt == _PORT_TRIES - 1 or not any(sign in str(error) for sign in _PORT_TAKEN):
+                    raise
+                # Its ports stay reserved until `stop`: another attempt must not find the same ones.
+                self._halt()
 
-        Raises:
-            EngineError: it died or was not ready within ``--engine-start-timeout``; with the last lines of its log.
+    def join(self, meeting: str | None, *, held: bool = False) -> None:
+        """Start the server of this node alone, to meet those of others at ``meeting``; returns at once.
+
+        Args:
+            held: it only imports until `start`.
         """
-        try:
-            for attempt in range(_PORT_TRIES):
-                try:
-                    self._start_once()
-                    return
-                except EngineError as error:
-                    if attempt == _PORT_TRIES - 1 or not any(sign in str(error) for sign in _PORT_TAKEN):
-                        raise
-                    # Its ports stay reserved until `stop`: another attempt must not find the same ones.
-                    self._halt()
-        except BaseException:
-            self.stop()
-            raise
-
-    def join(self, meeting: str | None) -> None:
-        """Start the server of this node alone, to meet those of others at ``meeting``; returns at once."""
-        self._join(meeting, held=False)
-
-    def _join(self, meeting: str | None, *, held: bool) -> None:
         serving, collective = self._reserve(), self._reserve()
         self.url = http_url(self._host, serving)
         command, environment = self._command(serving, collective, meeting), self._environment()
@@ -179,14 +171,11 @@ class Engine(Server):
         if self._process is not None and self._process.held:
             self._let_go()
         else:
-            self._join_with_others()
+            meeting = self._meeting_point()
+            self.join(meeting)
+            if self._others is not None and meeting is not None:
+                self._others.start(meeting)
         self._wait_until(self.control(timeout=5.0).health, "answered", self._args.engine_start_timeout)
-
-    def _join_with_others(self) -> None:
-        meeting = self._meeting_point()
-        self.join(meeting)
-        if self._others is not None and meeting is not None:
-            self._others.start(meeting)
 
     def _meeting_point(self) -> str | None:
         """Where the engine's processes meet, if SGLang is to be told."""

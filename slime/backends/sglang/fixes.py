@@ -15,6 +15,7 @@ from operator import length_hint
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
 
 from slime.backends.sglang.process import server_secrets
 from slime.utils.http_utils import redact
@@ -134,12 +135,7 @@ def route_by_present_weights(model_type: str) -> None:
     """
     module: Any = importlib.import_module(f"sglang.srt.models.{model_type}")
     router: Any = getattr(module, FLOAT32_ROUTERS[model_type])
-    router.forward = _float32_logits
-
-
-def _float32_logits(router: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """float32 [tokens, experts]."""
-    return torch.nn.functional.linear(hidden_states.float(), router.weight.float())
+    router.forward = lambda self, hidden_states: linear(hidden_states.float(), self.weight.float())
 
 
 def find_experts_in_turn() -> None:

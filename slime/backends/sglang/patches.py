@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.backends.sglang import cpu_stand_ins, fixes
-from slime.backends.sglang.process import FLOAT8_VARIABLE
+from slime.backends.sglang.process import FLOAT8_VARIABLE, last_value
 from slime.options.sglang import ROUTER_POLICY
 from slime.utils import device, patching
 from slime.utils.patching import Patch
@@ -54,13 +54,13 @@ class ServerFacts:
     def of_command(cls, flags: Sequence[str], environment: Mapping[str, str] = os.environ) -> ServerFacts:
         """Those of the server that runs on this host with these flags."""
         return cls(
-            model=_config(_last(flags, "--model-path")),
+            model=_config(last_value(flags, "--model-path")),
             lora=not _LORA_FLAGS.isdisjoint(flags),
             changes_adapters="--enable-lora" in flags,
             splits_experts=not _EXPERT_FLAGS.isdisjoint(flags),
             sleeps="--enable-memory-saver" in flags,
             float8=FLOAT8_VARIABLE in environment,
-            further_node=int(_last(flags, "--node-rank") or 0) > 0,
+            further_node=int(last_value(flags, "--node-rank") or 0) > 0,
         )
 
     @classmethod
@@ -78,12 +78,6 @@ class ServerFacts:
             sleeps=cuda and bool(sleeps),
             float8=args.pushes_float8,
         )
-
-
-def _last(flags: Sequence[str], name: str) -> str | None:
-    """The word after the last flag of this name."""
-    places = [place for place, flag in enumerate(flags) if flag == name]
-    return flags[places[-1] + 1] if places else None
 
 
 def _config(directory: str | None) -> dict[str, Any]:

@@ -8,7 +8,8 @@ import os
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
@@ -141,6 +142,11 @@ class ServerProcess:
             return ""
         with self._log_path.open(errors="replace") as log:
             return redact("".join(deque(log, maxlen=lines)), self._secrets)
+
+
+def last_value(flags: Sequence[str], name: str) -> str | None:
+    """What follows the last flag of this name, None where there is none."""
+    return dict(pairwise(flags)).get(name)
 
 
 def secret_flags() -> list[str]:

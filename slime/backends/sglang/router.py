@@ -7,14 +7,13 @@ import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Collection, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import requests
 
 from slime.backends.sglang.client import EngineError, NoAnswerError
-from slime.backends.sglang.process import ADMIN_KEY_VARIABLE, GENERATE_KEY_VARIABLE, ServerProcess
+from slime.backends.sglang.process import ADMIN_KEY_VARIABLE, GENERATE_KEY_VARIABLE, ServerProcess, last_value
 from slime.backends.sglang.server import Server
 from slime.utils.environment import server_environment
 from slime.utils.http_utils import LOOPBACK, http_url, redact
@@ -51,27 +50,15 @@ class Router(Server):
             name: what messages call it.
         """
         super().__init__(name, args, host, log_path)
-        self._key = api_keys[0] if api_keys else None
-        self._admin_key = api_keys[1] if api_keys else None
+        self._api_keys = api_keys
         self._metrics_url = ""
-
-    def start(self) -> None:
-        """Start the router; returns when it answers.
-
-        Raises:
-            EngineError: it died or did not answer in time; with the last lines of its log.
-        """
-        try:
-            self._start()
-        except BaseException:
-            self.stop()
-            raise
 
     def api_keys(self) -> dict[str, str]:
         """What opens it, by URL; none without keys. For `Http.add_api_keys`."""
-        if self._key is None or self._admin_key is None:
+        if self._api_keys is None:
             return {}
-        return {self.url: self._key} | {f"{self.url}{path}": self._admin_key for path in _CONTROL_PATHS}
+        generate, admin = self._api_keys
+        return {self.url: generate} | {f"{self.url}{path}": admin for path in _CONTROL_PATHS}
 
     def _start(self) -> None:
         port, metrics_port = self._reserve(), self._reserve()
@@ -91,15 +78,15 @@ class Router(Server):
         flags += self._args.router_cli
         self._metrics_url = _metrics_url(flags)
         env = server_environment()
-        if self._key is not None and self._admin_key is not None:
-            env |= {GENERATE_KEY_VARIABLE: self._key, ADMIN_KEY_VARIABLE: self._admin_key}
+        if self._api_keys is not None:
+            env[GENERATE_KEY_VARIABLE], env[ADMIN_KEY_VARIABLE] = self._api_keys
         command = [sys.executable, "-m", "slime.backends.sglang.launch_router", *flags]
-        self._launch(ServerProcess(command, env, self._log_path, secrets=self._secrets()))
+        self._launch(ServerProcess(command, env, self._log_path, secrets=self._api_keys or ()))
         self._wait_until(self._answers, "answered", self._args.engine_start_timeout)
 
     def add(self, url: str) -> None:
         """Register the engine at ``url``; the router takes it into use once it has answered (`wait_registered`)."""
-        self._call("POST", _WORKERS, {"url": url} | ({"api_key": self._key} if self._key else {}))
+        self._call("POST", _WORKERS, {"url": url} | ({"api_key": self._api_keys[0]} if self._api_keys else {}))
 
     def wait_registered(self, urls: list[str], timeout: float) -> None:
         """Wait until the router finds every engine healthy.
@@ -134,9 +121,6 @@ class Router(Server):
                 failed[_cause(status, named["error_code"])] += int(count)
         return failed
 
-    def _secrets(self) -> tuple[str, ...]:
-        return tuple(key for key in (self._key, self._admin_key) if key)
-
     def _answers(self) -> bool:
         try:
             self._workers()
@@ -159,7 +143,7 @@ class Router(Server):
         also_good: Collection[int] = (),
         timeout: float = _CALL_TIMEOUT_S,
     ) -> requests.Response:
-        headers = {"Authorization": f"Bearer {self._admin_key}"} if self._admin_key else {}
+        headers = {"Authorization": f"Bearer {self._api_keys[1]}"} if self._api_keys else {}
         with requests.Session() as session:
             session.trust_env = False
             try:
@@ -170,19 +154,15 @@ class Router(Server):
             except requests.RequestException as error:
                 raise EngineError(f"{self._name} at {self.url}: {method} {path}: {error}") from error
         if not reply.ok and reply.status_code not in also_good:
-            text = redact(reply.text[:500], self._secrets())
+            text = redact(reply.text[:500], self._api_keys or ())
             raise EngineError(f"{self._name} at {self.url}: {method} {path}: status {reply.status_code}: {text}")
         return reply
 
 
 def _metrics_url(flags: Sequence[str]) -> str:
     """Where the router's metrics are; of a flag that is given twice the later one counts."""
-    host, port = (_last(flags, name) for name in ("--prometheus-host", "--prometheus-port"))
+    host, port = (last_value(flags, name) or "" for name in ("--prometheus-host", "--prometheus-port"))
     return http_url({"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host), int(port)) + "/metrics"
-
-
-def _last(flags: Sequence[str], name: str) -> str:
-    return [value for flag, value in pairwise(flags) if flag == name][-1]
 
 
 def _cause(status: int, code: str) -> str:

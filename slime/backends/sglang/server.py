@@ -42,6 +42,21 @@ class Server:
         self._pulse: Pulse | None = None
         self.url = ""
 
+    def start(self) -> None:
+        """Start the server, an engine from its first node; returns when it answers, an engine's on all nodes.
+
+        Raises:
+            EngineError: it died, or did not answer within ``--engine-start-timeout``; with the last lines of its log.
+        """
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start(self) -> None:
+        raise NotImplementedError
+
     def poll(self) -> int | None:
         """The server's exit status; None while it runs."""
         return self._process.poll() if self._process else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from slime.algorithms.losses import kl_estimate
 from slime.data import TrainBatch
 from slime.data.columns import LOSS_MASK
 from slime.training.micro_batch import MicroBatch
-from slime.training.rollout_data import response_rows, rollout_data
+from slime.training.rollout_data import response_parts, response_rows, rollout_data
 from slime.utils.device import from_host
 from slime.utils.user_functions import call_user_function
 
@@ -84,7 +85,7 @@ def set_advantages(
     valid = from_host(torch.arange(int(lengths.max())) < lengths[:, None], device)
 
     def padded(name: str) -> Tensor:
-        return _pad(torch.cat([m.responses.gather(_column(m, name)) for m in micro_batches]), valid)
+        return _pad(torch.cat([m.responses.gather(cast(Tensor, m.get(name))) for m in micro_batches]), valid)
 
     kl = None
     if args.kl_coef != 0:
@@ -107,9 +108,9 @@ def set_advantages(
         if group is not None and group.size() > 1:
             dist.all_reduce(sums, group=group)
         advantages = whiten(advantages, inputs.mask, sums)
-    _put(micro_batches, "advantages", advantages, valid)
-    if returns is not None:
-        _put(micro_batches, "returns", returns, valid)
+    for name, values in (("advantages", advantages), ("returns", returns)):
+        for m, part in response_parts(micro_batches, values[valid]) if values is not None else ():
+            m.put(name, m.responses.scatter(part))
 
 
 def _custom(args: Namespace, micro_batches: list[MicroBatch], inputs: Padded) -> tuple[Tensor, Tensor | None]:
@@ -133,19 +134,6 @@ def _custom(args: Namespace, micro_batches: list[MicroBatch], inputs: Padded) ->
     return results[0], results[1]
 
 
-def _column(micro_batch: MicroBatch, name: str) -> Tensor:
-    values = micro_batch.get(name)
-    assert values is not None
-    return values
-
-
 def _pad(flat: Tensor, valid: Tensor) -> Tensor:
     """Response vectors as [R, N], 0 behind each response."""
     return flat.new_zeros(valid.shape).masked_scatter(valid, flat)
-
-
-def _put(micro_batches: list[MicroBatch], name: str, padded: Tensor, valid: Tensor) -> None:
-    flat = padded[valid]
-    parts = flat.split([sum(m.response_lengths) for m in micro_batches])
-    for micro_batch, part in zip(micro_batches, parts, strict=True):
-        micro_batch.put(name, micro_batch.responses.scatter(part))
