@@ -12,6 +12,7 @@ import numpy as np
 
 from slime.batching.dealing import deal_by_cost, deal_in_turn
 from slime.batching.packing import pack_by_cost, pack_by_tokens, pack_in_order, split_largest
+from slime.data import OptimizerStep, TrainBatch
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,31 @@ def build_schedule(
         dealt = _deal(packed, dp_size, row_costs)
         schedule.append(ScheduledStep(dealt, global_batch_size, int(mask_sums[rows].sum()), trained))
     return schedule
+
+
+def train_batches(columns: TrainBatch, schedule: list[ScheduledStep]) -> list[TrainBatch]:
+    """One batch a rank: its rows in the order in which its micro-batches use them, and its steps.
+
+    Args:
+        columns: every row of the rollout; its ``steps`` are ignored.
+        schedule: from `build_schedule` over the same rows; row indices are renumbered to the rank's own.
+    """
+    dp_size = len(schedule[0].micro_batches)
+    return [_of_rank(columns, schedule, rank) for rank in range(dp_size)]
+
+
+def _of_rank(columns: TrainBatch, schedule: list[ScheduledStep], rank: int) -> TrainBatch:
+    steps: list[OptimizerStep] = []
+    chosen: list[np.ndarray] = []
+    count = 0
+    for step in schedule:
+        own = []
+        for rows in step.micro_batches[rank]:
+            chosen.append(rows)
+            own.append(np.arange(count, count + len(rows), dtype=np.int64))
+            count += len(rows)
+        steps.append(OptimizerStep(own, step.num_rollouts, step.num_tokens, step.num_trained_rollouts))
+    return columns.take(np.concatenate(chosen), steps)
 
 
 def _rows_of_steps(rollouts: np.ndarray, global_batch_size: int) -> list[np.ndarray]:

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from slime.models import family_of, hf_config, weight_shape
-from slime.models.names import check_names
+from slime.models.family import check_names
 from slime.options.export_rules import EXPORT_MARK
 from slime.utils.errors import BadInputError
 from slime.utils.hf_headers import Header, read_headers
-from slime.utils.hf_writer import INDEX_NAME, complete, file_name, write_index
+from slime.utils.hf_writer import INDEX_NAME, complete, file_name
 
 logger = logging.getLogger(__name__)
 
@@ -144,9 +144,7 @@ class HFOutput:
         for spec in self._specs.values():
             bytes_of[spec.dtype] += spec.nbytes
         file_of = {name: place.file for name, place in self._places.items()}
-        if len(set(file_of.values())) > 1:
-            write_index(self._directory, file_of, bytes_of.total())
-        complete(self._directory, origin, bytes_of, changes)
+        complete(self._directory, origin, file_of, bytes_of, changes)
         (self._directory / EXPORT_MARK).unlink(missing_ok=True)  # of the origin: this is no export of a run
 
     def close(self) -> None:

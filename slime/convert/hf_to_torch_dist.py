@@ -46,7 +46,7 @@ from slime.backends.megatron.model import build_model  # noqa: E402
 from slime.backends.megatron.weights_io import global_weights  # noqa: E402
 from slime.convert.running import Progress, check_room  # noqa: E402
 from slime.models import Family, Shape, family_of, hf_config, weight_shape  # noqa: E402
-from slime.models.names import check_names  # noqa: E402
+from slime.models.family import check_names  # noqa: E402
 from slime.options.checkpoint import LATEST, RELEASE, is_release  # noqa: E402
 from slime.training.checkpoint_dirs import begin_directory, commit_directory  # noqa: E402
 from slime.utils import aside  # noqa: E402

@@ -7,9 +7,11 @@ exporting all follow from that list.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +26,7 @@ VALUE_HEAD_KEY = "value_head.weight"
 """A critic's head in checkpoints: not the language head's name, which an actor's checkpoint holds in another shape."""
 MODEL_PREFIXES = ("decoder.", "embedding.", OUTPUT_PREFIX, HEADS_PREFIX)
 """How keys of a model begin in checkpoints; others are of its optimizer."""
+_IGNORED_EXTRA = re.compile(r"\.rotary_emb\.inv_freq$")
 
 
 def holds_heads(keys: Iterable[str]) -> bool:
@@ -333,3 +336,21 @@ class Family:
 def _wrong_shape(name: str, names: Sequence[str], sources: Sequence[Source], local_shape: Sequence[int]) -> str:
     found = ", ".join(f"{n} {list(source.shape)}" for n, source in zip(names, sources, strict=True))
     return f"cannot make {name} {list(local_shape)} of {found}: the weights do not fit the shape in config.json"
+
+
+def check_names(
+    family: Family, shape: Shape, names: Iterable[str], directory: Path, carried: tuple[str, ...] = ()
+) -> None:
+    """Raise ValueError listing the tensors that a checkpoint lacks or has too many, but for what it may carry."""
+    found = set(names)
+    wanted = {source for name in family.parameters(shape) for source in family.sources(name, shape)}
+    extra = {name for name in found - wanted if not (_IGNORED_EXTRA.search(name) or name.startswith(carried))}
+    if shape.tied:
+        extra.discard("lm_head.weight")
+    problems = [
+        f"{title}: {', '.join(sorted(some)[:10])}{f' and {len(some) - 10} more' if len(some) > 10 else ''}"
+        for title, some in (("missing", wanted - found), ("unexpected", extra))
+        if some
+    ]
+    if problems:
+        raise ValueError(f"{directory}: weights do not fit config.json; {'; '.join(problems)}")

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.algorithms.weights import token_weights
+from slime.algorithms.losses import token_weights
 from slime.data import Column, OptimizerStep, Ragged, TrainBatch
 from slime.data.columns import LOSS_MASK, TOKENS
 from slime.training.media import load_media

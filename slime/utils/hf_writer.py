@@ -50,9 +50,7 @@ class HFWriter:
             file = file_name(number, count)
             (self._directory / _part(number)).rename(self._directory / file)
             file_of |= dict.fromkeys(names, file)
-        if count > 1:
-            write_index(self._directory, file_of, self._bytes_of.total())
-        complete(self._directory, self._origin, self._bytes_of)
+        complete(self._directory, self._origin, file_of, self._bytes_of)
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
@@ -64,17 +62,25 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
 
 
 def complete(
-    directory: Path, origin: Path, bytes_of: Counter[torch.dtype], changes: Mapping[str, Any] | None = None
+    directory: Path,
+    origin: Path,
+    file_of: Mapping[str, str],
+    bytes_of: Counter[torch.dtype],
+    changes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Add to weights what else makes a model: the origin's config, tokenizer and generation settings.
+    """Add to weights what else makes a model: an index, the origin's config, tokenizer and generation settings.
 
     Args:
         directory: where the weights are.
         origin: a Hugging Face directory of the same architecture.
+        file_of: which file holds which tensor.
         bytes_of: how much of the weights has which type; config.json names the most common. Of weights in float8 it
             stays as it is: it names the type of the others, and says how these were quantised.
         changes: other entries of config.json to set.
     """
+    if len(set(file_of.values())) > 1:
+        index = {"metadata": {"total_size": bytes_of.total()}, "weight_map": file_of}
+        (directory / INDEX_NAME).write_text(json.dumps(index, indent=2))
     for path in origin.iterdir():
         if path.is_file() and path.suffix in _ASSETS and not path.name.endswith(_INDEX_END):
             shutil.copyfile(path, directory / path.name)
@@ -88,12 +94,6 @@ def complete(
         changed.pop("quantization_config", None)
     if changed != config:
         file.write_text(json.dumps(changed, indent=2) + "\n")
-
-
-def write_index(directory: Path, file_of: dict[str, str], total_bytes: int) -> None:
-    """Write which file holds which tensor."""
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": file_of}
-    (directory / INDEX_NAME).write_text(json.dumps(index, indent=2))
 
 
 def file_name(number: int, count: int) -> str:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.models import Family, family_of, hf_config, shape_from_hf, weight_shape
 from slime.models.adapters import adapter_family, targeted_sources
-from slime.models.family import ADAPTER_MARK, MODEL_PREFIXES, VALUE_HEAD_KEY, Row, holds_heads
-from slime.models.names import check_names
+from slime.models.family import ADAPTER_MARK, MODEL_PREFIXES, VALUE_HEAD_KEY, Row, check_names, holds_heads
 from slime.options.checkpoint import LATEST, SavedModel, find_checkpoint, is_torch_dist, same_place
 from slime.options.errors import OptionError
 from slime.options.model import engines_read_weights, has_weights, trains_from_weights

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from slime.batching.columns import train_batches
-from slime.batching.schedule import build_schedule
+from slime.batching.schedule import build_schedule, train_batches
 from slime.data import Ragged, TrainBatch
 from tests.algorithm_options import algorithm_options
 from tests.parallel import tiny

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slime.backends.megatron.weights_io import write_hf
 from slime.models import family_of, hf_config, weight_shape
-from slime.models.names import check_names
+from slime.models.family import check_names
 from slime.utils.block_scaled import BlockScaled
 from slime.utils.errors import BadInputError
 from slime.utils.hf_reader import HFWeights

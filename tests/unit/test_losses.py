@@ -17,9 +17,9 @@ from slime.algorithms.losses import (
     opsm_keep,
     policy_loss,
     sequence_log_ratio,
+    token_weights,
     value_loss,
 )
-from slime.algorithms.weights import token_weights
 
 NUM_GPUS = 0
 

@@ -253,7 +253,7 @@ def _varlen() -> Callable[..., Tensor]:
         )
     # torch 2.11's takes as many keys as queries only; the operator beneath has grouped queries and a gradient.
     flash = torch.ops.aten._flash_attention_forward
-    return lambda *inputs: cast(Tensor, flash(*inputs[:-1], 0.0, True, False, scale=inputs[-1])[0])
+    return lambda *inputs: flash(*inputs[:-1], 0.0, True, False, scale=inputs[-1])[0]
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, AttentionPlan, float], Tensor]

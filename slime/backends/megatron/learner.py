@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Concatenate, Literal
+from typing import Any, Literal
 
 import torch
 from megatron.core import parallel_state
@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 
 _OF_TOKENS = dict.fromkeys(("probs", "routing_map", "reversed_local_input_permutation_mapping"))
 """What of Megatron's all-to-all dispatcher has a row for each token."""
-_Output = Callable[Concatenate[MicroBatch, Tensor, ...], Any]
-"""`_column_for_schedule` or `_loss_for_schedule` of a column or loss: Megatron's schedules call them each in a way."""
+_Output = Callable[..., Any]
+"""(micro-batch, output of the model, ...) -> column or loss: Megatron's schedules call each in a way of its own."""
 
 
 class MegatronLearner:
@@ -130,7 +130,9 @@ class MegatronLearner:
         """As `Learner`; a user's hook is called before it makes log-probs."""
         with self.weights.switched(weights):
             model_hooks.before_column(self.args, name, self.chunks)
-            results = self._pass(micro_batches, partial(_column_for_schedule, column_of), forward_only=True)
+            results = self._pass(
+                micro_batches, lambda m, output, non_loss_data: column_of(m, output), forward_only=True
+            )
         for micro_batch, column in zip(micro_batches, results, strict=bool(results)):
             micro_batch.put(name, column)
 
@@ -240,10 +242,6 @@ def _forward(
         **micro_batch.model_inputs,
     )
     return result, partial(output, micro_batch)
-
-
-def _column_for_schedule(column_of: ColumnOf, micro_batch: MicroBatch, output: Tensor, non_loss_data: bool) -> Tensor:
-    return column_of(micro_batch, output)
 
 
 def _finalize_gradients(model: list[Any], num_tokens: Any, **options: Any) -> None:

@@ -8,7 +8,7 @@ to count rows whose number is known.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from megatron.core.transformer.moe import moe_utils
@@ -37,10 +37,7 @@ def permute(
     """
     exact = isinstance(num_out_tokens, int) and num_out_tokens > 0
     if not exact or fused or drop_and_pad or probs is None:
-        return cast(
-            tuple[Tensor, Tensor | None, Tensor],
-            _megatron_permute(tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad),
-        )
+        return _megatron_permute(tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad)
     chosen = torch.nonzero_static(routing_map.t().reshape(-1), size=num_out_tokens)[:, 0]
     token_of_row: Any = chosen % len(tokens)
     # `unpermute` gets nothing else of what was found here.
@@ -61,12 +58,8 @@ def unpermute(
     """The sum of each token's rows: [rows, h] and what `permute` returned last -> [t, h]."""
     rows_of_token = getattr(sorted_indices, "rows_of_token", None)
     if rows_of_token is None or probs is not None:
-        return cast(
-            Tensor,
-            _megatron_unpermute(
-                permuted_tokens, sorted_indices, restore_shape, probs, routing_map, fused, drop_and_pad
-            ),
-        )
+        own = permuted_tokens, sorted_indices
+        return _megatron_unpermute(*own, restore_shape, probs, routing_map, fused, drop_and_pad)
     return to_tokens(permuted_tokens, sorted_indices, rows_of_token)
 
 
@@ -77,12 +70,12 @@ def to_rows(tokens: Tensor, token_of_row: Tensor, rows_of_token: Tensor) -> Tens
         token_of_row: int64 [rows]
         rows_of_token: int64 [t, k], in the order in which they are added up; -1 in the place of those that it lacks.
     """
-    return cast(Tensor, _ToRows.apply(tokens, token_of_row, rows_of_token))
+    return _ToRows.apply(tokens, token_of_row, rows_of_token)
 
 
 def to_tokens(rows: Tensor, token_of_row: Tensor, rows_of_token: Tensor) -> Tensor:
     """The sum of each token's rows, rounded once: [rows, h] -> [t, h]; the indices as for `to_rows`."""
-    return cast(Tensor, _ToTokens.apply(rows, token_of_row, rows_of_token))
+    return _ToTokens.apply(rows, token_of_row, rows_of_token)
 
 
 class _ToRows(torch.autograd.Function):

@@ -21,8 +21,7 @@ from slime.backends.megatron.head import ValueHead
 from slime.backends.megatron.model import EXPERTS, expert_name, global_namer, has_heads, local_experts, unwrap
 from slime.models import Family, Shape, family_of, hf_config, weight_shape
 from slime.models.adapters import adapter_family, is_adapter_name, module_names, peft_config
-from slime.models.family import ADAPTER_MARK
-from slime.models.names import check_names
+from slime.models.family import ADAPTER_MARK, check_names
 from slime.utils.errors import BadInputError
 from slime.utils.hf_reader import HFWeights, tensors_that_begin, whole
 from slime.utils.hf_writer import HFWriter, save_tensors

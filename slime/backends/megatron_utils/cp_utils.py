@@ -22,11 +22,7 @@ def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int, 
 
 
 def slice_log_prob_with_cp(log_prob: Tensor, total_length: int, response_length: int, *_: Any, **__: Any) -> Tensor:
-    """What a hook hands back of a response, [response_length]: all of it.
-
-    Raises:
-        ValueError: ``log_prob`` has another length.
-    """
+    """What a hook hands back of a response, [response_length]: all of it; raises as `all_gather_with_cp`."""
     return _whole(log_prob, response_length, "slice_log_prob_with_cp")
 
 

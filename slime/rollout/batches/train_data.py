@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from slime.algorithms.rewards import LARGEST_REWARD, normalize_rewards, overlong_penalty, rollout_rewards
-from slime.batching.columns import train_batches
 from slime.batching.flops import DecoderShape, LatentShape, forward_flops
-from slime.batching.schedule import build_schedule
+from slime.batching.schedule import build_schedule, train_batches
 from slime.data import ColumnError, Ragged, Sample, Status, TrainBatch
 from slime.data.columns import LOSS_MASK, TOKENS, Values, from_samples
 from slime.data.source.numbers import numbers_kept

@@ -1,6 +1,6 @@
 """What an optimizer step minimises, token by token, and the sums that its metrics are made of.
 
-A loss function gives one value a token; ``MicroBatch.weights`` does the whole reduction (`slime.algorithms.weights`):
+A loss function gives one value a token; ``MicroBatch.weights`` does the whole reduction (`token_weights`):
 the weighted sum over all tokens of all micro-batches and ranks is the loss, and that of anything else its mean.
 """
 
