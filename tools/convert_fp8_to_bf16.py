@@ -19,7 +19,7 @@ from slime.utils.installation import check_installation
 
 check_installation()
 
-from slime.convert import bf16, running  # noqa: E402
+from slime.convert import fp8, running  # noqa: E402
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit status 0 when the output is whole, 2 for bad input."""
     options = parse(argv)
     convert = partial(
-        bf16.convert,
+        fp8.convert_to_bf16,
         options.model_dir,
         options.save_dir,
         shard_bytes=options.chunk_size,

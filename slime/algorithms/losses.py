@@ -32,7 +32,7 @@ def policy_loss(
     With ``rho = exp(log_ratio)``: ``max(-rho * A, -clip(rho, 1 - eps_clip, 1 + eps_clip_high) * A)`` (PPO,
     arXiv:1707.06347, eq. 7; an upper range above the lower one is DAPO's clip-higher, arXiv:2503.14476, section 3.1).
     Where A < 0, ``eps_clip_c`` bounds the loss from above: ``min(-eps_clip_c * A, ...)`` (dual clip,
-    arXiv:1912.09729). On `sequence_log_ratio` it is GSPO's.
+    arXiv:1912.09729). Of the response's mean log ratio at each token it is GSPO's (arXiv:2507.18071, section 4).
 
     Args:
         log_ratio: float, with gradient.
@@ -56,14 +56,6 @@ def policy_loss(
     if eps_clip_c is not None:
         loss = torch.where(advantages < 0, torch.minimum(-eps_clip_c * advantages, loss), loss)
     return loss, at_bound > unclipped
-
-
-def sequence_log_ratio(log_ratio: Tensor, row_mean: Callable[[Tensor], Tensor]) -> Tensor:
-    """Log of GSPO's ratio of a token's response, ``(pi(y) / pi_old(y))^(1 / |y|)`` (arXiv:2507.18071, section 4).
-
-    Every token has the same one, and the gradient of each reaches all tokens of the response.
-    """
-    return row_mean(log_ratio)
 
 
 def cispo_loss(

@@ -78,7 +78,6 @@ def parse_model_args(description: str, argv: Sequence[str] | None = None) -> arg
 
 
 def _resolve(args: argparse.Namespace, given: set[str]) -> list[str]:
-    """Fill in the model's shape; returns warnings."""
     for flag, value in (("--hf-checkpoint", args.hf_checkpoint), ("--save", args.save)):
         if value is None:
             raise OptionError(f"{flag} is missing")

@@ -1,4 +1,5 @@
-"""Weights to 8 bit floating point with one scale a block, as DeepSeek publishes its models and SGLang reads them."""
+"""Weights to 8 bit floating point with one scale a block, as DeepSeek and Moonshot publish theirs and SGLang reads
+them; and back."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from slime.convert.running import check_output, run_all, written_model
 from slime.utils.block_scaled import FP8, SCALE_END, is_linear, num_blocks, quantise
 from slime.utils.errors import BadInputError
 from slime.utils.hf_headers import read_headers
-from slime.utils.hf_reader import opened
+from slime.utils.hf_reader import HFWeights, kept_dtype, opened, whole
 
 
 def is_quantised(name: str, spec: Spec) -> bool:
@@ -78,3 +79,25 @@ def convert(source: Path, output: Path, *, block: tuple[int, int], shard_bytes: 
             write(name + SCALE_END, scales)
 
         run_all(originals, do, workers)
+
+
+def convert_to_bf16(source: Path, output: Path, *, shard_bytes: int, workers: int, force: bool) -> None:
+    """Write a Hugging Face directory in bfloat16, with every float8 tensor multiplied out; others keep their types.
+
+    Args:
+        source: a Hugging Face directory in float8 with scales.
+        output, shard_bytes, workers, force: as of `convert`.
+
+    Raises:
+        BadInputError: there is nothing in float8, or no room for the output.
+        ValueError: tensors that are quantized in another way.
+    """
+    check_output(output, [source], force=force)
+    with HFWeights(source) as weights:
+        if not weights.is_quantized:
+            raise BadInputError(f"{source} is not in float8: its config.json has no quantization_config")
+        warn_of_tensors(source, weights)
+        # This opens every file too, so that threads only read.
+        specs = {name: Spec(tuple(weights[name].shape), kept_dtype(weights[name])) for name in weights}
+        with written_model("fp8 to bf16", output, specs, shard_bytes, source) as write:
+            run_all(specs, lambda name: write(name, whole(weights[name])), workers)

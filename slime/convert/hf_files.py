@@ -101,7 +101,6 @@ class HFOutput:
             self._begin_file(file_name(number, len(shards)), names)
 
     def _begin_file(self, file: str, names: list[str]) -> None:
-        """Write a header, and reserve what comes after it."""
         # The order of the safetensors library: the widest types first, so that all are aligned.
         names = sorted(names, key=lambda name: (-self._specs[name].dtype.itemsize, name))
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -181,8 +181,6 @@ def _parts(stored: ShardedTensor, sources: _Sources) -> Iterator[Part]:
 
 
 class _Reader:
-    """Reads parts from a Hugging Face directory."""
-
     def __init__(self, weights: HFWeights, family: Family, shape: Shape) -> None:
         self._weights, self._family, self._shape = weights, family, shape
         self._last: tuple[str, Tensor] | None = None

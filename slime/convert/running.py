@@ -218,9 +218,7 @@ def written_model(
     Args:
         what: name of the conversion.
         specs: every tensor; the block writes each once.
-        shard_bytes: size of one safetensors file.
-        origin: the Hugging Face directory whose config, tokenizer and generation settings it gets.
-        changes: entries of config.json to set.
+        origin, changes: as of `HFOutput.finish`.
 
     Raises:
         BadInputError: there is no room for it.

@@ -100,8 +100,6 @@ class StoredTensors:
 
 
 class _Into(DefaultLoadPlanner):
-    """Puts what is read into one tensor."""
-
     def __init__(self, target: Tensor) -> None:
         super().__init__()
         self._target = target

@@ -11,24 +11,12 @@ from typing import Any
 
 from slime.models import deepseek_v3, glm4, glm4_moe, glm4_moe_lite, llama, qwen2, qwen3, qwen3_moe
 from slime.models.family import Family, Shape
-from slime.models.shape import context_length, rule_shape
+from slime.models.shape import rule_shape
 
 FAMILIES = (
     *(llama.FAMILY, qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY),
     *(glm4.FAMILY, glm4_moe.FAMILY, glm4_moe_lite.FAMILY, deepseek_v3.FAMILY),
 )
-
-__all__ = [
-    "FAMILIES",
-    "Family",
-    "Shape",
-    "context_length",
-    "family_of",
-    "hf_config",
-    "shape_from_hf",
-    "trainable_heads",
-    "weight_shape",
-]
 
 
 def hf_config(directory: str | Path) -> Any:

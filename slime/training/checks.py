@@ -20,11 +20,7 @@ class TrainingError(SlimeError):
 
 
 def check_finite(args: Namespace, where: str, what: str, value: float) -> None:
-    """Raise TrainingError where a value of a step is not finite, unless ``--no-check-for-nan-in-loss-and-grad``.
-
-    Args:
-        where: rollout and step.
-    """
+    """Raise TrainingError where a value of a step is not finite, unless ``--no-check-for-nan-in-loss-and-grad``."""
     if args.check_for_nan_in_loss_and_grad and not math.isfinite(value):
         raise TrainingError(
             f"{where}: the {what} is {value}. Nothing was saved after it: look at the rollout's rewards and "
@@ -38,7 +34,6 @@ def check_step(
     """Check a step's metrics.
 
     Args:
-        where: rollout and step, for messages.
         trained_tokens: of all ranks; without any the means are 0, and say nothing.
         is_first: the actor's first step of all: on policy, and at the reference.
 
@@ -68,7 +63,6 @@ def check_step(
 
 
 def _ranges(args: Namespace, is_first: bool) -> dict[str, tuple[float, float, str]]:
-    """Metric -> its bounds, and how they read."""
     threshold = args.ci_train_rollout_logprob_abs_diff_threshold
     ranges = {
         "rollout/log_probs": (-math.inf, 0.0, "at most 0"),

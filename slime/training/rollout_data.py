@@ -62,10 +62,8 @@ def postprocess(
 ) -> None:
     """Let ``--rollout-data-postprocess-path`` change a rollout's per-token columns, which are then trained on.
 
-    Last pipeline stage only, where these columns are; collective over the data- and context-parallel ranks.
-
-    Args:
-        group: the data-parallel ranks, whose rows are in the same steps.
+    Last pipeline stage only, where these columns are; collective over the data- and context-parallel ranks, of which
+    ``group`` has the former.
 
     Raises:
         BadInputError: it changed a length, or what is for reading only.
@@ -182,9 +180,6 @@ def save_train_data(
 
     ``samples`` are the lists of `rollout_data`; each of ``steps`` has its denominators and, a list a micro-batch, the
     positions of its samples in these lists. Ranks before the last pipeline stage have no log-probs or advantages.
-
-    Args:
-        ranks: this one's, by what the file calls them.
     """
     steps, position = [], 0
     for micro_batches in packed:

@@ -118,7 +118,6 @@ class RolloutTrainer:
         return steps
 
     def _pack(self, batch: TrainBatch) -> list[list[MicroBatch]]:
-        """The micro-batches of every step."""
         with self._span("pack"):
             packed = [
                 [MicroBatch(batch, rows, step, self._layout) for rows in step.micro_batches] for step in batch.steps

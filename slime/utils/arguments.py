@@ -330,7 +330,8 @@ def take_shape(args: argparse.Namespace, given: set[str], warnings: list[str]) -
     Raises:
         OptionError: it cannot be read, or flags contradict it.
     """
-    from slime.models import context_length, hf_config, shape_from_hf, trainable_heads
+    from slime.models import hf_config, shape_from_hf, trainable_heads
+    from slime.models.shape import context_length
 
     take_rotary_factor(args, given)
     try:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from slime.models import FAMILIES, context_length, hf_config
+from slime.models import FAMILIES, hf_config
+from slime.models.shape import context_length
 from tests import shipped
 from tests.command_line import QWEN3
 from tests.lengthened import CONTEXTS

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slime.convert import bf16, dcp_to_hf, fp8, torch_dist_to_hf
+from slime.convert import dcp_to_hf, fp8, torch_dist_to_hf
 from slime.convert.hf_files import stored_specs
 from slime.convert.stored import StoredTensors
 from slime.options.checkpoint import LATEST, has_checkpoint
@@ -69,7 +69,7 @@ def test_there_and_back_from_float8(work: Path, tmp_path: Path) -> None:
     """Which gives the same as multiplying it out does, layers that are not trained included."""
     float8, output, copy = work / "origins" / FLOAT8, tmp_path / "hf", tmp_path / "copy"
     torch_dist_to_hf.convert(work / FLOAT8, output, float8, **SETTINGS)
-    bf16.convert(float8, copy, **SETTINGS)
+    fp8.convert_to_bf16(float8, copy, **SETTINGS)
     for file in ("model.safetensors", "config.json"):
         assert (output / file).read_bytes() == (copy / file).read_bytes()
     assert {spec.dtype for spec in stored_specs(output).values()} == {torch.bfloat16, torch.float32}

@@ -16,7 +16,6 @@ from slime.algorithms.losses import (
     kl_estimate,
     opsm_keep,
     policy_loss,
-    sequence_log_ratio,
     token_weights,
     value_loss,
 )
@@ -86,7 +85,7 @@ def test_gspo_is_the_clipped_loss_of_the_sequence_ratio() -> None:
     row, mask, row_mean = make_rows()
     log_ratio = (0.5 * torch.randn(len(row), dtype=torch.float64)).requires_grad_()
     advantages, weights = torch.randn(8, dtype=torch.float64)[row], torch.rand(len(row), dtype=torch.float64) * mask
-    loss, clipped = policy_loss(sequence_log_ratio(log_ratio, row_mean), advantages, eps_clip=0.1, eps_clip_high=0.2)
+    loss, clipped = policy_loss(row_mean(log_ratio), advantages, eps_clip=0.1, eps_clip_high=0.2)
     (loss * weights).sum().backward()
     assert log_ratio.grad is not None
     slope_of_row = [0.0] * 8
@@ -161,7 +160,7 @@ def test_on_policy_losses_are_exact(dtype: torch.dtype) -> None:
     assert lp.grad is not None
     assert torch.equal(lp.grad, -advantages)
     assert not clipped.any()
-    loss, clipped = policy_loss(sequence_log_ratio(log_ratio, row_mean), advantages, eps_clip=3e-4)
+    loss, clipped = policy_loss(row_mean(log_ratio), advantages, eps_clip=3e-4)
     assert torch.equal(loss, -advantages)
     assert not clipped.any()
     loss, clipped = cispo_loss(lp, log_ratio, advantages, eps_clip=0.2, eps_clip_high=0.28)
@@ -178,7 +177,7 @@ def test_masked_tokens_far_off_policy_add_nothing_and_stay_finite(size: float) -
     losses = [
         policy_loss(lp, advantages, eps_clip=0.2)[0],
         policy_loss(lp, advantages, eps_clip=0.2, eps_clip_c=3.0)[0],
-        policy_loss(sequence_log_ratio(lp, lambda x: x), advantages, eps_clip=0.2)[0],
+        policy_loss(lp, advantages, eps_clip=0.2)[0],
         cispo_loss(lp, lp, advantages, eps_clip=0.2)[0],
         value_loss(lp, zeros, advantages, value_clip=0.2)[0],
     ]

@@ -157,7 +157,6 @@ def _add(module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
 
 
 def _row_of(family: Family, name: str, module: torch.nn.Module) -> Row | None:
-    """The table's row of a module's weight; None where it has no weight or no row."""
     if not isinstance(getattr(module, "weight", None), Tensor):
         return None
     try:
@@ -196,11 +195,7 @@ def _initial(name: str, module: Any, inputs: int, sources: int, settings: LoraSe
 
 
 def _exchange(name: str, module: Any) -> Exchange:
-    """What carries ``x A^T``, of few numbers a token, between the ranks that share a layer.
-
-    Raises:
-        ValueError: a layer of another kind, or experts that tensor parallelism cuts.
-    """
+    """What carries ``x A^T``, of few numbers a token, between the ranks that share a layer."""
     if isinstance(module, StackedLinear):
         if parallel_state.get_expert_tensor_parallel_world_size() > 1:
             raise ValueError(f"adapters of {name}: experts must be whole; add --expert-tensor-parallel-size 1")

@@ -130,11 +130,7 @@ def embedding_at_hand(chunks: Sequence[Any]) -> Iterator[None]:
 
 
 def _embedding(first: Any, last: Any) -> Tensor | None:
-    """This tensor-parallel rank's rows of the vocabulary, on the last pipeline stage.
-
-    Args:
-        first, last: this rank's chunks.
-    """
+    """This tensor-parallel rank's rows of the vocabulary, on the last pipeline stage; of this rank's outer chunks."""
     is_last_stage = hasattr(last, "mtp")
     if last.share_embeddings_and_output_weights:
         return last.shared_embedding_or_output_weight().detach() if is_last_stage else None

@@ -82,7 +82,6 @@ def _offload(args: Namespace, optimizer: MegatronOptimizer) -> None:
 
 
 def _moments(inner: torch.optim.Optimizer) -> tuple[str, ...]:
-    """What the optimizer keeps of each of a parameter's elements."""
     if isinstance(inner, torch.optim.Adam):
         return ("exp_avg", "exp_avg_sq")
     return ("momentum_buffer",) if any(group["momentum"] for group in inner.param_groups) else ()

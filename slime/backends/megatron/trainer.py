@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,23 +47,18 @@ class MegatronTrainer(RolloutTrainer):
         found, source = self._found, args.ref_load or args.hf_checkpoint
         self._gatherers: weights_io.Gatherers = {}
         with self._memory.phase("start"):
-            self._actor = MegatronLearner(args, "actor", source, found[0] if found else None, self._adapt(source))
+            adapt = partial(self._adapt, source) if args.lora_rank is not None else None
+            self._actor = MegatronLearner(args, "actor", source, found[0] if found else None, adapt)
             self.model_chunks = self._actor.model_chunks
             self._critic = _make_critic(args, source, found[1] if found else None) if args.use_critic else None
 
-    def _adapt(self, source: str) -> Callable[[list[Any]], None] | None:
-        """What puts the adapters of the options on the actor, whose weights are from ``source``."""
+    def _adapt(self, source: str, chunks: list[Any]) -> None:
+        """Put the adapters of the options on the actor, whose weights are from ``source``."""
         args = self.args
-        if args.lora_rank is None:
-            return None
         settings = lora.LoraSettings(args.lora_rank, args.lora_alpha, tuple(args.lora_target_modules), args.seed)
         begins = f"random weights of --seed {args.seed} and the layout" if args.random_weights else source
-
-        def adapt(chunks: list[Any]) -> None:
-            base.note(chunks, self.family, self.shape, f"{begins} ({args.params_dtype})")
-            lora.attach(chunks, self.family, self.shape, settings)
-
-        return adapt
+        base.note(chunks, self.family, self.shape, f"{begins} ({args.params_dtype})")
+        lora.attach(chunks, self.family, self.shape, settings)
 
     # ---- weights
 

@@ -15,8 +15,6 @@ from slime.backends.sglang.server import End, Server
 from slime.utils.environment import server_environment
 from slime.utils.http_utils import host_port, http_url
 
-__all__ = ["End", "Engine", "EngineError", "OtherNodes"]
-
 _CPU_FLAGS = [
     *("--device", "cpu"),
     *("--attention-backend", "torch_native"),
@@ -86,15 +84,12 @@ class Engine(Server):
     ) -> None:
         """
         Args:
-            args: the run's options.
             rank: which engine of the run this is; it shifts the sampling seed.
             host: the address at which others reach the engine; it listens on no other.
             api_keys: (generate, admin), or None for an open server on loopback.
-            log_path: the server's log.
             cuda_devices: the GPUs it may use, as CUDA_VISIBLE_DEVICES names them; None without GPUs.
             name: what messages call it, before its rank.
             node: which of the engine's nodes this host is.
-            num_nodes: how many it has.
             others: on the first node of several, the servers of those after it.
         """
         on = f" node {node}" if num_nodes > 1 else ""
@@ -178,7 +173,6 @@ class Engine(Server):
         self._wait_until(self.control(timeout=5.0).health, "answered", self._args.engine_start_timeout)
 
     def _meeting_point(self) -> str | None:
-        """Where the engine's processes meet, if SGLang is to be told."""
         ports = _DP_ATTENTION_PORTS if "--enable-dp-attention" in self._args.sglang_cli else 1
         if self._num_nodes > 1:
             return host_port(self._host, self._reserve(ports))

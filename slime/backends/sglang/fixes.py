@@ -129,9 +129,6 @@ def route_by_present_weights(model_type: str) -> None:
     push reaches.
 
     On GPUs the float32 copy is of the capture of CUDA graphs, and ``/weights_checker`` leaves it out.
-
-    Args:
-        model_type: one of `FLOAT32_ROUTERS`.
     """
     module: Any = importlib.import_module(f"sglang.srt.models.{model_type}")
     router: Any = getattr(module, FLOAT32_ROUTERS[model_type])

@@ -13,11 +13,7 @@ _COPY = "serve a copy in bfloat16, which tools/convert_fp8_to_bf16.py makes"
 
 
 def refuse_other_layouts(server_args: Any) -> None:
-    """End with one line where pushed float8 weights would not be what the server computes with.
-
-    Args:
-        server_args: SGLang's.
-    """
+    """End with one line where pushed float8 weights would not be what the server of SGLang's args computes with."""
     problem = _problem(server_args)
     if problem is not None:
         raise SystemExit(f"--hf-checkpoint is in float8, and its weights are pushed: {problem}")

@@ -42,12 +42,9 @@ class Router(Server):
     ) -> None:
         """
         Args:
-            args: the run's options.
             host: the address at which others reach the router; it listens on no other.
             api_keys: (generate, admin) of the engines; the router asks for the first, which it shows to the engines,
                 and for the second where its own workers are concerned.
-            log_path: the router's log.
-            name: what messages call it.
         """
         super().__init__(name, args, host, log_path)
         self._api_keys = api_keys

@@ -146,7 +146,6 @@ class Server:
 
 
 def _told(status: int) -> str:
-    """How a server ended, by the exit status of its supervisor."""
     if status < 0:
         return f"is gone: the process that supervises it was ended by signal {-status}"
     by = f" (signal {status - 128})" if status > 128 else ""

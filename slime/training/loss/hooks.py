@@ -92,7 +92,6 @@ def custom_loss(
 
 
 def _described(batch: MicroBatch) -> dict[str, Any]:
-    """Lengths and masks of the micro-batch's samples, under upstream's names."""
     return {
         "total_lengths": batch.lengths,
         "response_lengths": batch.response_lengths,

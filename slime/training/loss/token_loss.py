@@ -88,7 +88,7 @@ def _surrogate(args: Namespace, batch: MicroBatch, log_probs: Tensor, log_ratio:
     if args.advantage_estimator == "cispo":
         return losses.cispo_loss(log_probs, log_ratio, batch.advantages, **clips)
     if args.advantage_estimator == "gspo":
-        log_ratio = losses.sequence_log_ratio(log_ratio, batch.row_mean)
+        log_ratio = batch.row_mean(log_ratio)
     return losses.policy_loss(log_ratio, batch.advantages, eps_clip_c=args.eps_clip_c, **clips)
 
 

@@ -18,14 +18,10 @@ REFERENCE = "ref"
 class WeightSets:
     """The model holds one set, named by ``current``; others wait in host memory, pinned where there is a GPU.
 
-    Where adapters are trained, the frozen parameters are the same in every set, and kept in none.
+    With ``only_trained``, as of adapters, frozen parameters are the same in every set, and kept in none.
     """
 
     def __init__(self, model_chunks: list[torch.nn.Module], current: str, *, only_trained: bool = False) -> None:
-        """
-        Args:
-            only_trained: frozen parameters are the same in every set.
-        """
         self._chunks = model_chunks
         self._only_trained = only_trained
         self._copies: dict[str, list[Tensor]] = {}
