@@ -70,7 +70,6 @@ def normalize_rewards(
         group_ids: int [rows], one id a prompt.
         rollout_ids: int [rows], rows with one id are parts of one rollout.
         divide_by_std: False subtracts the baseline only (Dr. GRPO, arXiv:2503.20783).
-        baseline: what is subtracted.
 
     Returns:
         float64 [rows].

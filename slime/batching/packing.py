@@ -51,7 +51,6 @@ def pack_by_cost(
         lengths: int [all rows].
         costs: float [all rows], positive.
         rows: int64, which of them to pack.
-        max_tokens: the cap.
         count: micro-batches to make, at most as many as rows.
         multiple: their number stays a multiple of it, as ``count`` is.
 

@@ -41,11 +41,10 @@ def convert(source: Path, output: Path, *, block: tuple[int, int], shard_bytes: 
 
     Args:
         source: a Hugging Face directory in 16 or 32 bit.
-        output: the directory to write.
         block: rows and columns that share a scale.
         shard_bytes: size of one safetensors file.
         workers: threads; each holds one tensor.
-        force: replace an existing output.
+        force: replace an existing ``output``.
 
     Raises:
         BadInputError: there is nothing to quantise, weights are not finite, or there is no room for the output.

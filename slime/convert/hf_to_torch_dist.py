@@ -243,9 +243,7 @@ class _Planner(dcp.DefaultSavePlanner):
 def convert(args: Namespace, save: Path) -> None:
     """Write ``SAVE/release``, which ``SAVE/latest_checkpointed_iteration.txt`` names; collective over all ranks.
 
-    Args:
-        args: of the model, as `slime.convert.arguments.parse_model_args` makes them.
-        save: the directory of checkpoints.
+    The model's ``args`` are of `slime.convert.arguments.parse_model_args`.
 
     Raises:
         ValueError: the weights do not fit config.json or the model of the flags.

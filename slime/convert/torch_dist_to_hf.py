@@ -110,7 +110,8 @@ def convert(
     tasks, missing = _to_read(stored, family, shape, origin)
     specs = specs_of(stored, tasks, family, shape)
     _check_config(specs, origin, config, shape)
-    copied = _carried(origin, family.untrained(config, shape))
+    with tensors_that_begin(origin, family.untrained(config, shape)) as carried:
+        copied = {name: Spec(tuple(tensor.shape), kept_dtype(tensor)) for name, tensor in carried.items()}
     copied |= _taken_from_origin(specs, origin, missing, shape, add_missing, copied)
     changes = {} if vocab_size in (None, config.vocab_size) else {"vocab_size": vocab_size}
     with written_model("torch_dist to hf", output, specs | copied, shard_bytes, origin, changes) as write:
@@ -320,9 +321,3 @@ def _taken_from_origin(
     if bad:
         raise BadInputError(f"--add-missing-from-origin-hf: {origin} does not have, or only quantised, {some(bad)}")
     return {name: originals[name] for name in lacking}
-
-
-def _carried(origin: Path, prefixes: tuple[str, ...]) -> dict[str, Spec]:
-    """What the Megatron model goes without and a Hugging Face directory of the family has, if the origin has it."""
-    with tensors_that_begin(origin, prefixes) as found:
-        return {name: Spec(tuple(tensor.shape), kept_dtype(tensor)) for name, tensor in found.items()}

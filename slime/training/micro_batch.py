@@ -219,11 +219,7 @@ class MicroBatch:
         return self._there(_MEAN_WEIGHTS)
 
     def set_mask(self, mask: Tensor) -> None:
-        """Train on other tokens; weights are then still those of the tokens before.
-
-        Args:
-            mask: 0 or 1 for each of the response tokens, in order.
-        """
+        """Train on other tokens, by 0 or 1 for each response token; weights are still those of the tokens before."""
         self.put(_COUNTS, torch.stack([row.sum() for row in mask.split(self.response_lengths)]))
         self.put(LOSS_MASK, self.responses.scatter(mask))
 
@@ -381,10 +377,7 @@ def known_columns(micro_batches: Sequence[MicroBatch], without: Container[str] =
     """What is known of every sample, under the names for users' functions, in lists with an entry a sample.
 
     Of columns with an entry a token that is a tensor with those of the sample's response, or of all its tokens, under
-    every layout. Collective over the context-parallel ranks.
-
-    Args:
-        without: names of columns to leave out.
+    every layout; columns ``without`` are left out. Collective over the context-parallel ranks.
     """
     data: dict[str, list[Any]] = {}
     for column in micro_batches[0].columns:

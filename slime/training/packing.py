@@ -82,11 +82,8 @@ class Stream:
         self.positions = (np.arange(self.total) - np.repeat(starts, self.padded))[self.local]
 
     def place(self, column: Column, values: Ragged, *, shift: int = 0) -> np.ndarray:
-        """A column's entries where they lie in this rank's part of the stream: [T, *trailing], padding elsewhere.
-
-        Args:
-            shift: how many positions earlier each entry is to lie.
-        """
+        """A column's entries where they lie in this rank's part of the stream, each ``shift`` positions earlier:
+        [T, *trailing], padding elsewhere."""
         full = np.full((self.total, *column.trailing), column.padding, dtype=column.packed_as or column.dtype)
         full[self.targets if column.span == "response" else self._sequences] = _values(values, self.rows)
         return (np.roll(full, -shift, axis=0) if shift else full)[self.local]

@@ -93,11 +93,8 @@ class Learner(Protocol):
     def compute_column(
         self, micro_batches: list[MicroBatch], name: str, column_of: ColumnOf, weights: str = CURRENT
     ) -> None:
-        """Set a column of every micro-batch to what a forward pass makes of it, on the last pipeline stage.
-
-        Args:
-            weights: the set to pass through.
-        """
+        """Set a column of every micro-batch to what a forward pass through the set ``weights`` makes of it, on the last
+        pipeline stage."""
 
     def forward_backward(
         self, micro_batches: list[MicroBatch], loss: LossOf, rollout_id: int, step_id: int
@@ -108,11 +105,8 @@ class Learner(Protocol):
     def optimizer_step(self, where: str) -> dict[str, float]:
         """One step by these gradients; its metrics, the same on every rank.
 
-        Args:
-            where: rollout and step, for errors.
-
         Raises:
-            TrainingError: a gradient that is not finite.
+            TrainingError: a gradient that is not finite; it begins with ``where``, rollout and step.
         """
 
     def gathering_parameters(self) -> AbstractContextManager[None]:

@@ -50,10 +50,7 @@ class RolloutTrainer:
     _critic: Learner | None
 
     def __init__(self, args: Namespace, parallel: Parallel, describe: Callable[[Sequence[int]], Any]) -> None:
-        """
-        Args:
-            describe: makes of the padded lengths of a stream's sequences what the backend's attention takes.
-        """
+        """``describe`` is `PackLayout.describe`."""
         self.args, self.parallel = args, parallel
         self.dp_rank, self.dp_size = parallel.dp.rank, parallel.dp.size
         self._found = find_checkpoint(args.load) if args.load else None

@@ -21,8 +21,7 @@ _BUCKET_BYTES = 64 * 2**20
 def note(chunks: Sequence[torch.nn.Module], family: Family, shape: Shape, source: str) -> None:
     """Keep with the model what a checkpoint of its adapters says of the base that it now holds; collective.
 
-    Args:
-        source: where the base is from, for errors.
+    ``source`` is where that is from, for errors.
     """
     chunks[0].base = {"source": source, "sha256": fingerprint(chunks, family, shape)}  # type: ignore[assignment]
 

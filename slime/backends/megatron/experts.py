@@ -111,11 +111,7 @@ def _kernel_takes(rows: Tensor, *widths: int) -> bool:
 
 
 class StackedLinear(torch.nn.Module):
-    """One matrix for every expert of this rank: ``weight`` [experts, outputs, inputs].
-
-    Args:
-        cut: dimension of ``weight`` that tensor parallelism cuts.
-    """
+    """One matrix for every expert of this rank: ``weight`` [experts, outputs, inputs], cut along dimension ``cut``."""
 
     def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype, cut: int) -> None:
         super().__init__()

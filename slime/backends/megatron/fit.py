@@ -31,12 +31,8 @@ _ADVICE = "drop the flags that contradict config.json, or train from random weig
 
 
 def built_shape(shape: Shape, built: Namespace | TransformerConfig) -> Shape:
-    """A shape with the numbers by which a model cuts its matrices, where flags made them others than config.json.
-
-    Args:
-        shape: of config.json.
-        built: what the model is, or will be, built of.
-    """
+    """The shape of config.json with the numbers by which a model, built of ``built``, cuts its matrices: flags may have
+    made them others."""
     return replace(
         shape,
         num_attention_heads=built.num_attention_heads,

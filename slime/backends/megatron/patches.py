@@ -22,16 +22,12 @@ _RANK = "every training rank"
 _CPU = _RANK + ", on hosts without CUDA"
 
 
-def _has_transformer_engine() -> bool:
-    return importlib.util.find_spec("transformer_engine") is not None
-
-
 @dataclass(frozen=True)
 class RankFacts:
     """What decides which patches a training rank needs."""
 
     cuda: bool = field(default_factory=lambda: device.is_cuda())
-    transformer_engine: bool = field(default_factory=_has_transformer_engine)
+    transformer_engine: bool = field(default_factory=lambda: importlib.util.find_spec("transformer_engine") is not None)
     """Whether it is installed."""
     saves: bool = True
     """Whether it writes checkpoints."""

@@ -50,10 +50,7 @@ def global_parameters(
     """(name, tensor) of this rank, with layer and expert numbers that count over all pipeline and expert ranks.
 
     The tensors share the memory of what ``pick`` takes of each parameter, by default of its value. A rank's experts are
-    one parameter: here each has its own name and its own part of it.
-
-    Args:
-        of_adapters: the parameters of adapters, in place of the model's own.
+    one parameter: here each has its own name and its own part of it. Adapters' are there alone, or not.
     """
     return _global(
         chunks,
@@ -212,8 +209,7 @@ def write_hf(
 ) -> None:
     """Write buckets of tensors, one safetensors file each, and what else makes a Hugging Face directory.
 
-    Args:
-        with_heads: heads for further tokens are among the buckets, and not taken from the origin.
+    Heads for further tokens are taken from the origin, unless the buckets are ``with_heads``.
     """
     writer = HFWriter(target, origin)
     for bucket in chain(buckets, _carried(origin, with_heads=with_heads)):

@@ -121,8 +121,7 @@ class Engine(Server):
     def join(self, meeting: str | None, *, held: bool = False) -> None:
         """Start the server of this node alone, to meet those of others at ``meeting``; returns at once.
 
-        Args:
-            held: it only imports until `start`.
+        One that is ``held`` only imports until `start`.
         """
         serving, collective = self._reserve(), self._reserve()
         self.url = http_url(self._host, serving)

@@ -214,9 +214,5 @@ ROUTER = (ROUTER_POLICY,)
 
 
 def install(server: ServerFacts | None = None) -> None:
-    """Make ``import sglang`` work on a host without CUDA; does nothing on one with.
-
-    Args:
-        server: what is known of the server that this process is of, if it is of one.
-    """
+    """Make ``import sglang`` work on a host without CUDA, in a process of this server; does nothing on one with."""
     patching.apply(CPU_STAND_INS, server or ServerFacts())

@@ -149,11 +149,7 @@ LOSSES = {"policy_loss": policy_loss, "sft_loss": sft_loss}
 
 
 def reduce_tokens(loss: TokenLoss, batch: MicroBatch, name: str = "train/loss") -> tuple[Tensor, dict[str, Tensor]]:
-    """The micro-batch's share of the loss, a scalar with gradient, and of the step's metrics, without.
-
-    Args:
-        name: of the loss among the metrics.
-    """
+    """The micro-batch's share of the loss, a scalar with gradient, and of the step's metrics, there as ``name``."""
     total = (loss.loss * batch.weights).sum() + sum(loss.reduced.values())
     report = {name: total.detach()} | {key: value.detach() for key, value in loss.reduced.items()}
     report |= {key: (value.detach() * batch.weights).sum() for key, value in loss.terms.items()}

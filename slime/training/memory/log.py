@@ -37,11 +37,9 @@ class MemoryLog:
     def phase(self, name: str, **fields: int) -> Iterator[span]:
         """Note what the block takes, in memory and, with ``fields``, time.
 
-        Args:
-            name: ``push`` and ``save`` have advice of their own.
-
         Raises:
-            DeviceMemoryError: in place of torch's error of memory that is used up.
+            DeviceMemoryError: in place of torch's error of memory that is used up; ``push`` and ``save`` have advice of
+                their own.
         """
         device.reset_peak()
         try:

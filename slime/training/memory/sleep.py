@@ -49,8 +49,7 @@ class SleepingTensors:
     def wake(self, *, beside: bool = False) -> None:
         """Take the memory again, with the values where they are kept.
 
-        Args:
-            beside: let the values come while other work goes on; whoever needs them calls `device.rejoin` first.
+        With ``beside`` they come while other work goes on; whoever needs them calls `device.rejoin` first.
         """
         for storage, nbytes in self._asleep:
             storage.resize_(nbytes)
