@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from argparse import Namespace
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from slime.options.calls import Call
+from slime.options.checkpoint import same_place
+from slime.options.errors import OptionError
+from slime.options.rollout import DEFAULT_ROLLOUT, SFT_ROLLOUT
+from slime.options.rules import Rule, check
 from slime.options.schema import LARGEST_SEED, option
 
 Level = Literal["token", "sequence", "geometric"]
+
+BASELINES = {
+    "grpo": "mean",
+    "gspo": "mean",
+    "cispo": "mean",
+    "rloo": "leave_one_out",
+    "reinforce_plus_plus_baseline": "mean",
+}
+"""Estimators that compare a response with the others to its prompt, and with what of them."""
+DIVIDED_BY_STD = ("grpo", "gspo", "cispo")
+WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+"""Estimators whose definition has the advantages whitened."""
 
 
 @dataclass
@@ -158,3 +176,139 @@ class CriticOptions:
         "model or latest checkpoint in it.",
     )
     critic_save: str | None = option(None, "Directory for checkpoints; default --save/critic.")
+
+
+RULES = (
+    Rule("kl_loss_coef>0", "has no effect without", "use_kl_loss"),
+    Rule("kl_loss_coef>0 kl_coef>0 entropy_coef!=0.0", "has no effect with", "loss_type=sft_loss", ": drop it"),
+    Rule("use_unbiased_kl", "has no effect without", "use_kl_loss"),
+    Rule("loss_constant_length", "and", "calculate_per_token_loss", " exclude each other"),
+    Rule("loss_type=custom_loss", "needs", "custom_loss_function_path"),
+    Rule("custom_loss_function_path", "has no effect without", "loss_type=custom_loss"),
+    Rule("disable_compute_advantages_and_returns", "leaves", "loss_type=policy_loss", " nothing to train"),
+    Rule(
+        "loss_type=custom_loss",
+        "trains no critic, whose values",
+        "advantage_estimator=ppo",
+        " needs: take another estimator, --custom-advantage-function-path, or --disable-compute-advantages-and-returns",
+        when="!custom_advantage_function_path !disable_compute_advantages_and_returns",
+    ),
+    Rule("eps_clip_c", "has no effect with", "advantage_estimator=cispo", ", which has no dual clip"),
+    Rule(
+        "custom_pg_loss_reducer_function_path use_rollout_logprobs use_tis use_rs use_opsm",
+        "has no effect without",
+        "loss_type=policy_loss",
+    ),
+    Rule(
+        "loss_constant_length",
+        "would divide KL and entropy, and not what",
+        "custom_pg_loss_reducer_function_path",
+        " makes of the policy loss: let the function divide, and drop the flag",
+    ),
+    Rule("overlong_penalty_factor!=1.0", "has no effect without", "overlong_buffer_len"),
+    Rule("overlong_buffer_len>0", "needs", "rollout_max_response_len", ", at which it ends"),
+    Rule("overlong_buffer_len", "is more than", "rollout_max_response_len"),
+    Rule("overlong_buffer_len>0", "has no effect with", "loss_type=sft_loss", ", which has no rewards: drop it"),
+    Rule(
+        "overlong_buffer_len>0",
+        "has no effect with",
+        "custom_reward_post_process_path custom_convert_samples_to_train_data_path",
+        ", which makes the rewards: drop one of them",
+    ),
+    Rule(
+        "n_samples_per_prompt=1",
+        "leaves",
+        f"advantage_estimator={'|'.join(BASELINES)}",
+        " nothing to compare a response with: use 2 or more, or --disable-rewards-normalization for rewards as they are",
+        when="loss_type!=sft_loss reward_baseline !debug_rollout_only "
+        "!custom_advantage_function_path !custom_reward_post_process_path",
+    ),
+    Rule(
+        f"advantage_estimator={'|'.join(WHITENED)}",
+        "is defined with whitened advantages: add",
+        "!normalize_advantages",
+        when="loss_type!=sft_loss !custom_advantage_function_path",
+    ),
+    Rule(
+        "use_rollout_logprobs",
+        "makes the engine's log-probs the behaviour policy's, which leaves",
+        "use_tis use_rs",
+        " nothing to do: drop one of them",
+    ),
+    *(
+        Rule(f"{field.name}!={field.default}", "has no effect without", f"use_{prefix}")
+        for field in fields(CorrectionOptions)
+        if (prefix := field.name.removeprefix("custom_").split("_")[0]) in ("tis", "rs", "opsm")
+    ),
+    Rule(
+        "tis_clip_low>0",
+        "has no effect with",
+        "tis_mode=truncate",
+        ", which has an upper bound alone: use --tis-mode clip for both",
+        when="!custom_tis_function_path",
+    ),
+    Rule("tis_clip_low", "is above", "tis_clip"),
+    Rule("rs_lower_bound", "is above", "rs_upper_bound"),
+    Rule(
+        "critic_lr critic_lr_warmup_iters critic_load critic_save num_critic_only_steps",
+        "has no effect: only --advantage-estimator ppo has a critic",
+        when="!use_critic",
+    ),
+)
+
+
+def derive_algorithm(args: Namespace) -> None:
+    """Fill in what an algorithm implies and refuse what does not go together.
+
+    Raises:
+        OptionError: naming the flags.
+    """
+    if args.eps_clip_high is None:
+        args.eps_clip_high = args.eps_clip
+    args.use_critic = args.loss_type == "policy_loss" and args.advantage_estimator == "ppo"
+    args.reward_baseline = None if args.disable_rewards_normalization else BASELINES.get(args.advantage_estimator)
+    args.reward_std = args.advantage_estimator in DIVIDED_BY_STD and not args.disable_grpo_std_normalization
+    args.needs_reference = args.loss_type != "sft_loss" and (args.use_kl_loss or args.kl_coef > 0)
+    args.critic_source = None
+    check(args, RULES)
+    if args.use_critic:
+        _derive_critic(args)
+    if args.loss_type == "sft_loss":
+        args.disable_compute_advantages_and_returns = True
+        if args.rollout_function_path == DEFAULT_ROLLOUT:
+            args.rollout_function_path = SFT_ROLLOUT
+
+
+def check_critic_only(args: Namespace) -> None:
+    """Refuse a run that ends before the actor trains; ``num_rollout`` may be None.
+
+    Raises:
+        OptionError: naming the flags.
+    """
+    if args.use_critic and args.num_rollout and args.num_critic_only_steps >= args.num_rollout:
+        raise OptionError(
+            f"--num-critic-only-steps {args.num_critic_only_steps} leaves none of {args.num_rollout} rollouts to the "
+            "actor"
+        )
+
+
+def _derive_critic(args: Namespace) -> None:
+    """Where the critic's checkpoints are: beside the actor's, never among them.
+
+    Sets ``critic_source``: the given ``--critic-load``, which a run starts from that does not resume. None where this
+    run saves its own there, to resume from: what is there without a checkpoint of the actor was left by a run that
+    ended between its first checkpoint's two parts.
+    """
+    check_critic_only(args)
+    given = args.critic_load
+    for name, base in (("critic_load", args.load), ("critic_save", args.save)):
+        path = getattr(args, name) or (base and os.path.join(base, "critic"))
+        setattr(args, name, path and os.path.abspath(os.path.expanduser(path)))
+    load, save = args.critic_load, args.critic_save
+    if same_place(save, args.save):
+        raise OptionError(f"--critic-save {save} is --save: actor and critic would overwrite each other")
+    if not given or (args.load is not None and same_place(load, save)):
+        return
+    if not os.path.isdir(load):
+        raise OptionError(f"--critic-load {load}: there is no such directory")
+    args.critic_source = load

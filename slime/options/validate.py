@@ -6,7 +6,7 @@ import os
 from argparse import Namespace
 from collections.abc import Iterator
 
-from slime.options.algorithm_rules import derive_algorithm
+from slime.options.algorithm import check_critic_only, derive_algorithm
 from slime.options.checkpoint import SavedModel
 from slime.options.checkpoint_rules import derive_checkpoints, load_release
 from slime.options.debug_rules import check_profile, derive_subsample, derive_templates
@@ -84,11 +84,7 @@ def check_schedule(args: Namespace) -> None:
     """
     if args.placement == "rollout_only":
         return
-    if args.use_critic and 0 < args.num_rollout <= args.num_critic_only_steps:
-        raise OptionError(
-            f"--num-critic-only-steps {args.num_critic_only_steps} leaves none of {args.num_rollout} rollouts to the "
-            "actor"
-        )
+    check_critic_only(args)
     warmup_and_decay_steps(args)
     if args.use_critic:
         warmup_and_decay_steps(critic_options(args))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.options.algorithm_rules import derive_algorithm
+from slime.options.algorithm import derive_algorithm
 from slime.options.eval_datasets import eval_datasets
 from slime.options.parser import StrictParser
 from slime.options.schema import add_options

@@ -159,7 +159,7 @@ def test_functions_in_a_bare_file(name: str, function: str, directory: Path) -> 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("--overlong-penalty-factor 2", "--overlong-penalty-factor 2 has no effect without --overlong-buffer-len"),
+        ("--overlong-penalty-factor 2", "--overlong-penalty-factor 2.0 has no effect without --overlong-buffer-len"),
         ("--overlong-buffer-len 9 --rollout-max-response-len 8",
          "--overlong-buffer-len 9 is more than --rollout-max-response-len 8"),
         ("--overlong-buffer-len 4 --loss-type sft_loss", "--overlong-buffer-len 4 has no effect with --loss-type sft"),
@@ -178,14 +178,14 @@ def test_functions_in_a_bare_file(name: str, function: str, directory: Path) -> 
         ("--loss-constant-length 5 --custom-pg-loss-reducer-function-path functions.py:run",
          "--loss-constant-length would divide KL and entropy, and not what --custom-pg-loss-reducer-function-path"),
         ("--rs-veto-threshold 1e-4", "--rs-veto-threshold has no effect without --use-rs"),
-        ("--use-rs --tis-mode mask --tis-clip 5", "--tis-mode has no effect without --use-tis"),
-        ("--use-tis --rs-level token", "--rs-level has no effect without --use-rs"),
-        ("--opsm-delta 0.01", "--opsm-delta has no effect without --use-opsm"),
+        ("--use-rs --tis-mode mask --tis-clip 5", "--tis-mode mask has no effect without --use-tis"),
+        ("--use-tis --rs-level token", "--rs-level token has no effect without --use-rs"),
+        ("--opsm-delta 0.01", "--opsm-delta 0.01 has no effect without --use-opsm"),
         *((f"{flag} 1.5", f"argument {flag}: must be at most 1, not 1.5")
           for flag in ("--gamma", "--lambd", "--eps-clip")),
-        ("--loss-type custom_loss", "--loss-type custom_loss and --custom-loss-function-path belong together"),
+        ("--loss-type custom_loss", "--loss-type custom_loss needs --custom-loss-function-path"),
         ("--custom-loss-function-path functions.py:run",
-         "--loss-type custom_loss and --custom-loss-function-path belong together"),
+         "--custom-loss-function-path has no effect without --loss-type custom_loss"),
         ("--disable-compute-advantages-and-returns",
          "--disable-compute-advantages-and-returns leaves --loss-type policy_loss nothing to train"),
         ("--custom-pg-loss-reducer-function-path functions.py:run --loss-type sft_loss",
@@ -222,7 +222,7 @@ def test_functions_in_a_bare_file(name: str, function: str, directory: Path) -> 
         *((f"--loss-type sft_loss --use-kl-loss {words}", f"{words} has no effect with --loss-type sft_loss: drop it")
           for words in ("--kl-loss-coef 0.1", "--kl-coef 0.1", "--entropy-coef 0.1")),
         ("--keep-old-actor", "--keep-old-actor is of train_async.py"),
-        (f"{PPO} --num-critic-only-steps 3", "--num-critic-only-steps 3 leaves none of --num-rollout 3 to the actor"),
+        (f"{PPO} --num-critic-only-steps 3", "--num-critic-only-steps 3 leaves none of 3 rollouts to the actor"),
         ("--eps-clip-c 1", "--eps-clip-c"),
         ("--rs-veto-threshold 0", "--rs-veto-threshold"),
         ("--loss-constant-length 0", "--loss-constant-length"),
