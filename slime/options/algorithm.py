@@ -179,8 +179,8 @@ class CriticOptions:
 
 
 RULES = (
-    Rule("kl_loss_coef>0", "has no effect without", "use_kl_loss"),
-    Rule("kl_loss_coef>0 kl_coef>0 entropy_coef!=0.0", "has no effect with", "loss_type=sft_loss", ": drop it"),
+    Rule("kl_loss_coef", "has no effect without", "use_kl_loss"),
+    Rule("kl_loss_coef kl_coef entropy_coef", "has no effect with", "loss_type=sft_loss", ": drop it"),
     Rule("use_unbiased_kl", "has no effect without", "use_kl_loss"),
     Rule("loss_constant_length", "and", "calculate_per_token_loss", " exclude each other"),
     Rule("loss_type=custom_loss", "needs", "custom_loss_function_path"),
@@ -206,11 +206,11 @@ RULES = (
         " makes of the policy loss: let the function divide, and drop the flag",
     ),
     Rule("overlong_penalty_factor!=1.0", "has no effect without", "overlong_buffer_len"),
-    Rule("overlong_buffer_len>0", "needs", "rollout_max_response_len", ", at which it ends"),
+    Rule("overlong_buffer_len", "needs", "rollout_max_response_len", ", at which it ends"),
     Rule("overlong_buffer_len", "is more than", "rollout_max_response_len"),
-    Rule("overlong_buffer_len>0", "has no effect with", "loss_type=sft_loss", ", which has no rewards: drop it"),
+    Rule("overlong_buffer_len", "has no effect with", "loss_type=sft_loss", ", which has no rewards: drop it"),
     Rule(
-        "overlong_buffer_len>0",
+        "overlong_buffer_len",
         "has no effect with",
         "custom_reward_post_process_path custom_convert_samples_to_train_data_path",
         ", which makes the rewards: drop one of them",
@@ -241,7 +241,7 @@ RULES = (
         if (prefix := field.name.removeprefix("custom_").split("_")[0]) in ("tis", "rs", "opsm")
     ),
     Rule(
-        "tis_clip_low>0",
+        "tis_clip_low",
         "has no effect with",
         "tis_mode=truncate",
         ", which has an upper bound alone: use --tis-mode clip for both",

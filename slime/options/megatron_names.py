@@ -223,10 +223,15 @@ FLAGS: tuple[Flag, ...] = (
 
 def flag_saying(name: str, value: Any) -> str:
     """The flag by which an attribute gets a value: of False, the switch that says so."""
-    if value is not False:
-        return flag_named(name)
-    switches = (flag.name for flag in FLAGS if flag.dest == name and flag.const is False)
-    return next(switches, flag_named(f"no_{name}"))
+    const = False if value is False else None
+    named = (flag.name for flag in FLAGS if flag.dest == name and flag.const is const)
+    return next(named, flag_named(f"no_{name}" if value is False else name))
+
+
+def shown_setting(name: str, value: Any) -> str:
+    """An attribute's value as words of a command line."""
+    words = [] if isinstance(value, bool) else value if isinstance(value, list) else [value]
+    return " ".join(map(str, (flag_saying(name, value), *words)))
 
 
 DEFAULTS: dict[str, Any] = {

@@ -1,7 +1,8 @@
 """Rules between options, as tables: of a row follow both the check and its one line, with values or in plain English.
 
-A row names options by terms: ``use_tis`` (set: not None, False, 0 or empty), ``!use_tis`` (not set), ``loss_type=a|b``,
-``loss_type!=a``, ``kl_coef>0``. Of several terms, divided by blanks, each counts alone.
+A row names options by terms: ``use_tis`` (set: not None, False, 0 or empty), ``!use_tis`` (not set), ``@use_tis``
+(given by the user, whatever its value), ``loss_type=a|b``, ``loss_type!=a``, ``kl_coef>0``. Of several terms, divided
+by blanks, each counts alone. Secrets are in no row, for values are shown.
 """
 
 from __future__ import annotations
@@ -10,18 +11,19 @@ import functools
 import operator
 import re
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from slime.options.errors import OptionError
-from slime.options.schema import flag_named
+from slime.options.megatron_names import flag_saying, shown_setting
 
-_TERM = re.compile(r"(!?)(\w+)(?:(!=|=|>)(.*))?")
+_TERM = re.compile(r"([!@]?)(\w+)(?:(!=|=|>)(.*))?")
 _NAMES = {
     "placement=colocate": "--colocate",
     "placement=rollout_only": "--debug-rollout-only",
     "placement=train_only": "--debug-train-only",
+    "precision=float32": "--fp32",
     "asynchronous": "train_async.py",
 }
 """Terms of what is no flag by itself."""
@@ -50,32 +52,32 @@ class Rule:
     when: str = ""
 
     def __str__(self) -> str:
-        options = " or ".join(_term(text).shown() for text in self.options.split())
-        only = " and ".join("no " * text.startswith("!") + _term(text).shown() for text in self.when.split())
-        return (f"With {only}: " if only else "") + self._sentence(options, None)
+        options, others, only = (map(_term, terms.split()) for terms in (self.options, self.others, self.when))
+        context = " and ".join("no " * (term.mark == "!") + term.described() for term in only)
+        sentence = self._sentence([o.described() for o in options], [o.described() for o in others])
+        return f"With {context}: {sentence}" if context else sentence
 
-    def broken(self, args: Namespace) -> Iterator[str]:
-        """The sentence of every option that breaks the rule."""
+    def broken(self, args: Namespace) -> str | None:
+        """The sentence that refuses options; None where the rule is kept."""
         if not all(_term(text).holds(args) for text in self.when.split()):
-            return
-        for text in self.options.split():
-            if self._refuses(text, args):
-                yield self._sentence(_term(text).shown(args, self.form in _COMPARED), args)
-
-    def _refuses(self, text: str, args: Namespace) -> bool:
+            return None
+        options, others = ([_term(text) for text in terms.split()] for terms in (self.options, self.others))
         if compare := _COMPARED.get(self.form):
-            values = getattr(args, text, None), getattr(args, self.others, None)
-            return None not in values and compare(*values)
-        held = [_term(other).holds(args) for other in self.others.split()]
-        return _term(text).holds(args) and (not held or any(held) != (self.form in _WITHOUT))
+            size = others[0].value(args)
+            wrong = [o for o in options if None not in (size, o.value(args)) and compare(o.value(args), size)]
+            shown, than = ([shown_setting(o.name, o.value(args)) for o in each] for each in (wrong, others))
+        else:
+            held = [other for other in others if other.holds(args)]
+            if others and bool(held) == (self.form in _WITHOUT):
+                return None
+            shown = [option.shown(args) for option in options if option.holds(args)]
+            than = [other.shown(args) for other in held[:1] or others]
+        return self._sentence(shown, than) if shown else None
 
-    def _sentence(self, options: str, args: Namespace | None) -> str:
-        terms = [_term(text) for text in self.others.split()]
-        if args is not None and self.form not in _WITHOUT and self.form not in _COMPARED:
-            terms = [term for term in terms if term.holds(args)][:1]
-        shown = [term.shown(args, self.form in _COMPARED) for term in terms]
-        others = " or ".join(filter(None, (", ".join(shown[:-1]), *shown[-1:])))
-        return " ".join(filter(None, (options, self.form, others))) + self.why
+    def _sentence(self, options: list[str], others: list[str]) -> str:
+        alternatives = " or ".join(filter(None, (", ".join(others[:-1]), *others[-1:])))
+        form = self.form if self.form.startswith((":", ",")) else f" {self.form}"
+        return f"{', '.join(options)}{form}{' ' * bool(others)}{alternatives}{self.why}"
 
 
 @dataclass(frozen=True)
@@ -83,38 +85,43 @@ class _Term:
     """One option in a state."""
 
     text: str
-    negated: bool
+    mark: str
     name: str
     sign: str
     values: list[str]
 
+    def value(self, args: Namespace) -> Any:
+        return getattr(args, self.name, None)
+
     def holds(self, args: Namespace) -> bool:
-        value = getattr(args, self.name, None)
+        value = self.value(args)
+        if self.mark == "@":
+            return self.name in getattr(args, "given_options", ())
         if self.sign == ">":
             return value is not None and value > float(self.values[0])
         if self.sign:
             return (str(value) in self.values) == (self.sign == "=")
-        return bool(value) != self.negated
+        return (any(value) if isinstance(value, list) else bool(value)) != (self.mark == "!")
 
-    def shown(self, args: Namespace | None = None, with_value: bool = False) -> str:
-        """The flag, and its value where the term, or the rule, is about it."""
-        flag = _NAMES.get(self.text) or flag_named(self.name)
-        if self.text in _NAMES or not (self.sign or (with_value and args)) or self.values == ["None"]:
+    def shown(self, args: Namespace) -> str:
+        """The flag with its value, unless that is a hook's path; in words where the term does not hold."""
+        if self.text in _NAMES or self.mark == "!" or self.name.endswith("_path") or not self.holds(args):
+            return self.described()
+        return shown_setting(self.name, self.value(args))
+
+    def described(self) -> str:
+        """What the term says, in words."""
+        flag = _NAMES.get(self.text) or flag_saying(self.name, True)
+        if self.text in _NAMES or self.values == ["None"]:
             return flag
-        if args is None:
-            means = {"=": "", "!=": "other than ", ">": "above "}[self.sign]
-            return f"{flag} {means}{' or '.join(self.values)}"
-        if self.sign == "=" and str(getattr(args, self.name, None)) not in self.values:  # what it would have to be
-            return f"{flag} {' or '.join(self.values)}"
-        value = getattr(args, self.name)
-        return " ".join(map(str, (flag, *(value if isinstance(value, list) else [value]))))
+        return flag + {"=": " ", "!=": " other than ", ">": " above ", "": ""}[self.sign] + " or ".join(self.values)
 
 
 @functools.cache
 def _term(text: str) -> _Term:
     found = _TERM.fullmatch(text)
     assert found is not None, text
-    return _Term(text, bool(found[1]), found[2], found[3] or "", (found[4] or "").split("|"))
+    return _Term(text, found[1], found[2], found[3] or "", found[4].split("|") if found[4] else [])
 
 
 def check(args: Namespace, *tables: tuple[Rule, ...]) -> None:
@@ -123,5 +130,5 @@ def check(args: Namespace, *tables: tuple[Rule, ...]) -> None:
     Raises:
         OptionError: with the sentence of every rule that is broken.
     """
-    if broken := [sentence for table in tables for rule in table for sentence in rule.broken(args)]:
+    if broken := [sentence for table in tables for rule in table if (sentence := rule.broken(args))]:
         raise OptionError("; ".join(broken))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slime.options.megatron_names import flag_saying
+from slime.options.megatron_names import shown_setting
 
 
 def _always(args: Namespace) -> bool:
@@ -165,12 +165,6 @@ def unheeded(args: Namespace, given: Mapping[str, Any]) -> list[str]:
         names = [name for name in row.names.split() if name in given]
         if names and row.when(args):
             does = row.does(args) if callable(row.does) else row.does
-            lines += [
-                f"{_shown(name, given[name])} means nothing here: {row.why}" for name in names if given[name] != does
-            ]
+            ignored = [shown_setting(name, given[name]) for name in names if given[name] != does]
+            lines += [f"{setting} means nothing here: {row.why}" for setting in ignored]
     return lines
-
-
-def _shown(name: str, value: Any) -> str:
-    words = [] if isinstance(value, bool) else value if isinstance(value, list) else [value]
-    return " ".join(map(str, (flag_saying(name, value), *words)))

@@ -6,7 +6,7 @@ import os
 from argparse import Namespace
 from collections.abc import Iterator
 
-from slime.options.algorithm import check_critic_only, derive_algorithm
+from slime.options.algorithm import derive_algorithm
 from slime.options.checkpoint import SavedModel
 from slime.options.checkpoint_rules import derive_checkpoints, load_release
 from slime.options.debug_rules import check_profile, derive_subsample, derive_templates
@@ -18,7 +18,6 @@ from slime.options.reward_rules import check_rewards, comes_before_reward, has_o
 from slime.options.rollout import DEFAULT_ROLLOUT, SFT_ROLLOUT, generates_itself
 from slime.options.schema import flag_named
 from slime.options.sglang import check_ranks
-from slime.options.training import critic_options, warmup_and_decay_steps
 
 ENGINE_KEEPS = 6
 """Tokens of a context that sglang 0.5.17 takes no prompt into: its scheduler aborts a prompt of context - 6 or more."""
@@ -74,20 +73,6 @@ def usable_context(args: Namespace) -> int:
     """Tokens that prompt and response may have together in an engine."""
     given, own = getattr(args, "sglang_context_length", None), int(args.model_context)
     return (own if given is None else min(given, own)) - ENGINE_KEEPS
-
-
-def check_schedule(args: Namespace) -> None:
-    """What ``--num-epoch`` leaves open until the prompts are counted and ``num_rollout`` is set.
-
-    Raises:
-        OptionError: a warm-up that is not shorter than the decay, or a run that ends before the actor trains.
-    """
-    if args.placement == "rollout_only":
-        return
-    check_critic_only(args)
-    warmup_and_decay_steps(args)
-    if args.use_critic:
-        warmup_and_decay_steps(critic_options(args))
 
 
 def _smallest(*lengths: int | None) -> int | None:

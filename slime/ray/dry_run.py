@@ -8,7 +8,7 @@ from slime.data.rows.dataset import data_warnings, dataset_of
 from slime.fleet.placement import describe_placement
 from slime.options.checkpoint_rules import starting_point
 from slime.options.errors import OptionError
-from slime.options.validate import check_schedule
+from slime.options.training import check_schedule
 from slime.ray.cluster import running_address
 from slime.ray.due import check_remaining
 from slime.ray.patch_report import lines as patches_of

@@ -26,7 +26,7 @@ from slime.observability import logs
 from slime.observability.trace import span
 from slime.options.calls import parameters_of
 from slime.options.rollout import DEFAULT_ROLLOUT, generates_itself
-from slime.options.validate import check_schedule
+from slime.options.training import check_schedule
 from slime.ray.cluster import actor_environment, as_actor, enter_actor
 from slime.rollout.base_types import train_output
 from slime.rollout.batches.debug_data import check_recorded, load_samples, save_evaluation, save_samples

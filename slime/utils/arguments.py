@@ -308,7 +308,7 @@ def _resolve(args: argparse.Namespace, values: Mapping[str, Any], asynchronous: 
     reasons.of(check_quantization, args)
     reasons.of(limit_prompts, args)
     if args.placement != "rollout_only":
-        reasons.of(check_training, args, given)
+        reasons.of(check_training, args)
         reasons.of(check_layout, args)
         warnings += reasons.of(unheeded, args, values) or []
         reasons.of(_check_lora, args, resumed)

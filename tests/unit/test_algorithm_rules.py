@@ -10,8 +10,7 @@ import pytest
 
 from slime.options.errors import OptionError
 from slime.options.schema import flag_named
-from slime.options.training import critic_options, warmup_and_decay_steps
-from slime.options.validate import check_schedule
+from slime.options.training import check_schedule, critic_options, warmup_and_decay_steps
 from slime.utils.arguments import parse_args
 from tests.command_line import command, failure, write_model, write_rows
 
@@ -172,12 +171,12 @@ def test_functions_in_a_bare_file(name: str, function: str, directory: Path) -> 
         ("--kl-coef 0.1", "--kl-coef 0.1 needs --ref-load"),
         ("--use-kl-loss", "--use-kl-loss needs --ref-load"),
         ("--loss-constant-length 5 --calculate-per-token-loss",
-         "--loss-constant-length and --calculate-per-token-loss exclude each other"),
+         "--loss-constant-length 5 and --calculate-per-token-loss exclude each other"),
         (f"--loss-type custom_loss --custom-loss-function-path functions.py:run {PPO}",
          "--loss-type custom_loss trains no critic, whose values --advantage-estimator ppo needs"),
         ("--loss-constant-length 5 --custom-pg-loss-reducer-function-path functions.py:run",
-         "--loss-constant-length would divide KL and entropy, and not what --custom-pg-loss-reducer-function-path"),
-        ("--rs-veto-threshold 1e-4", "--rs-veto-threshold has no effect without --use-rs"),
+         "--loss-constant-length 5 would divide KL and entropy, and not what --custom-pg-loss-reducer-function-path"),
+        ("--rs-veto-threshold 1e-4", "--rs-veto-threshold 0.0001 has no effect without --use-rs"),
         ("--use-rs --tis-mode mask --tis-clip 5", "--tis-mode mask has no effect without --use-tis"),
         ("--use-tis --rs-level token", "--rs-level token has no effect without --use-rs"),
         ("--opsm-delta 0.01", "--opsm-delta 0.01 has no effect without --use-opsm"),
@@ -206,17 +205,17 @@ def test_functions_in_a_bare_file(name: str, function: str, directory: Path) -> 
             "--tis-clip-low 0.9 has no effect with --tis-mode truncate, which has an upper bound alone",
         ),
         ("--use-rs --rs-lower-bound 3", "--rs-lower-bound 3.0 is above --rs-upper-bound 2.0"),
-        ("--critic-lr 1e-5", "--critic-lr has no effect: only --advantage-estimator ppo has a critic"),
-        ("--critic-lr-warmup-iters 2", "--critic-lr-warmup-iters has no effect: only --advantage-estimator ppo"),
-        ("--critic-load c", "--critic-load has no effect: only --advantage-estimator ppo"),
+        ("--critic-lr 1e-5", "--critic-lr 1e-05 has no effect: only --advantage-estimator ppo has a critic"),
+        ("--critic-lr-warmup-iters 2", "--critic-lr-warmup-iters 2 has no effect: only --advantage-estimator ppo"),
+        ("--critic-load c", "--critic-load c has no effect: only --advantage-estimator ppo"),
         (f"{PPO} --critic-load /no/such", "--critic-load /no/such: there is no such directory"),
         (f"{PPO} --critic-load new --critic-save new", "/new: there is no such directory"),
-        ("--critic-save c", "--critic-save has no effect: only --advantage-estimator ppo"),
-        ("--num-critic-only-steps 2", "--num-critic-only-steps has no effect: only --advantage-estimator ppo"),
+        ("--critic-save c", "--critic-save c has no effect: only --advantage-estimator ppo"),
+        ("--num-critic-only-steps 2", "--num-critic-only-steps 2 has no effect: only --advantage-estimator ppo"),
         (f"{PPO} --save ckpt --critic-save ./ckpt/", "is --save: actor and critic would overwrite each other"),
-        ("--lr-warmup-fraction 0.1 --lr-warmup-iters 3", "--lr-warmup-fraction and --lr-warmup-iters exclude"),
+        ("--lr-warmup-fraction 0.1 --lr-warmup-iters 3", "--lr-warmup-fraction 0.1 and --lr-warmup-iters 3 exclude"),
         (f"{PPO} --critic-lr 1e-8 --min-lr 1e-7", "--min-lr 1e-07 is above --critic-lr 1e-08"),
-        ("--advantage-estimator cispo --eps-clip-c 2", "--eps-clip-c has no effect with --advantage-estimator cispo"),
+        ("--advantage-estimator cispo --eps-clip-c 2", "--eps-clip-c 2.0 has no effect with --advantage-estimator cispo"),
         *((f"--loss-type sft_loss {flag}", f"{flag} has no effect without --loss-type policy_loss")
           for flag in ("--use-rollout-logprobs", "--use-tis", "--use-rs", "--use-opsm")),
         *((f"--loss-type sft_loss --use-kl-loss {words}", f"{words} has no effect with --loss-type sft_loss: drop it")

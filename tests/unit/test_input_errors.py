@@ -17,7 +17,7 @@ from slime.options.errors import OptionError
 from slime.options.model import _download, model_directory
 from slime.options.reward_rules import NEEDS_LABEL
 from slime.options.rollout import DEFAULT_ROLLOUT
-from slime.options.validate import check_schedule
+from slime.options.training import check_schedule
 from slime.rollout.reward.graders import GRADERS
 from slime.utils.arguments import parse_args
 from slime.utils.errors import BadInputError
