@@ -68,19 +68,17 @@ def check_layout(args: Namespace) -> None:
             f"--recompute-modules {' '.join(sorted(refused))}: megatron-core needs Transformer Engine for it, which is "
             "not used for that; core_attn, mlp, moe and shared_experts do without, as does --recompute-granularity full"
         )
-    given = args.virtual_pipeline_model_parallel_size
+    chunks: int | None = args.virtual_pipeline_model_parallel_size
     if args.pipeline_model_parallel_layout:
-        chunks = _written_chunks(args.pipeline_model_parallel_layout, pp, given)
-    elif args.decoder_first_pipeline_num_layers or args.decoder_last_pipeline_num_layers:
-        chunks = given
-    else:
-        chunks = _even_chunks(args, pp, given)
+        chunks = _written_chunks(args.pipeline_model_parallel_layout, pp, chunks)
+    elif not (args.decoder_first_pipeline_num_layers or args.decoder_last_pipeline_num_layers):
+        chunks = _even_chunks(args, pp, chunks)
     args.virtual_pipeline_model_parallel_size = None if chunks == 1 else chunks
 
 
 def _slots(args: Namespace, *sizes: str) -> int:
     """The product of sizes, of which the training slots are a multiple."""
-    product = prod(getattr(args, name) for name in sizes)
+    product: int = prod(getattr(args, name) for name in sizes)
     if args.world_size % product:
         shown = " x ".join(f"{flag_named(name)} {getattr(args, name)}" for name in sizes)
         raise OptionError(

@@ -31,66 +31,48 @@ class Flag:
     choices: tuple[Any, ...] | None = None
 
 
-def _switch(name: str, dest: str, help: str, const: Any = True, default: Any = False, field: str | None = None) -> Flag:
-    return Flag(name, dest, help, const=const, default=default, field=field)
+def _flag(name: str, help: str, convert: Callable[[str], Any] = str, dest: str = "", **kwargs: Any) -> Flag:
+    return Flag(name, dest or name[2:].replace("-", "_"), help, convert, **kwargs)
+
+
+def _switch(name: str, help: str, dest: str = "", const: Any = True, default: Any = False, **kwargs: Any) -> Flag:
+    return _flag(name, help, dest=dest, const=const, default=default, **kwargs)
 
 
 FLAGS: tuple[Flag, ...] = (
     # Shape. What is not given comes from config.json; what is given must agree with it.
-    Flag("--num-experts", "num_experts", "Experts of a mixture-of-experts layer.", int, field="num_moe_experts"),
-    Flag("--norm-epsilon", "norm_epsilon", "Epsilon of the norms.", float, default=1e-5, field="layernorm_epsilon"),
-    Flag("--max-position-embeddings", "max_position_embeddings", "Longest sequence of the model.", int),
-    Flag("--vocab-size", "vocab_size", "Vocabulary size before padding.", int),
-    Flag("--padded-vocab-size", "padded_vocab_size", "Vocabulary size of the trained model.", int),
-    Flag(
+    _flag("--num-experts", "Experts of a mixture-of-experts layer.", int, field="num_moe_experts"),
+    _flag("--norm-epsilon", "Epsilon of the norms.", float, default=1e-05, field="layernorm_epsilon"),
+    _flag("--max-position-embeddings", "Longest sequence of the model.", int),
+    _flag("--vocab-size", "Vocabulary size before padding.", int),
+    _flag("--padded-vocab-size", "Vocabulary size of the trained model.", int),
+    _flag(
         "--make-vocab-size-divisible-by",
-        "make_vocab_size_divisible_by",
         "The vocabulary is padded to a multiple of this times the tensor-parallel size.",
         int,
         default=128,
     ),
-    Flag(
-        "--position-embedding-type",
-        "position_embedding_type",
-        "Kind of position embedding.",
-        str,
-        default="rope",
-        choices=("rope", "yarn", "none"),
-    ),
+    _flag("--position-embedding-type", "Kind of position embedding.", default="rope", choices=("rope", "yarn", "none")),
     _switch(
         "--use-rotary-position-embeddings",
-        "position_embedding_type",
         "The same as --position-embedding-type rope.",
-        "rope",
-        "rope",
+        "position_embedding_type",
+        const="rope",
+        default="rope",
     ),
-    Flag(
-        "--rotary-seq-len-interpolation-factor",
-        "rotary_seq_len_interpolation_factor",
-        "Linear scaling of rotary positions.",
-        float,
-    ),
-    _switch("--use-rope-scaling", "use_rope_scaling", "Llama 3.1's scaling of rotary frequencies."),
-    Flag("--rope-scaling-factor", "rope_scaling_factor", "Its factor.", float, default=8.0),
-    _switch("--swiglu", "swiglu", "Gated MLP with SiLU."),
-    _switch("--disable-bias-linear", "add_bias_linear", "No biases in linear layers.", False, True),
-    _switch(
-        "--untie-embeddings-and-output-weights",
-        "untie_embeddings_and_output_weights",
-        "The output layer has weights of its own.",
-    ),
-    _switch("--group-query-attention", "group_query_attention", "Fewer key/value heads than query heads."),
-    _switch(
-        "--apply-layernorm-1p",
-        "apply_layernorm_1p",
-        "Norm weights are stored minus one.",
-        field="layernorm_zero_centered_gamma",
-    ),
-    _switch("--use-gated-attention", "attention_output_gate", "The same as --attention-output-gate."),
-    _switch("--post-self-attn-layernorm", "post_self_attn_layernorm", "A norm after attention (GLM-4)."),
-    _switch("--post-mlp-layernorm", "post_mlp_layernorm", "A norm after the MLP (GLM-4)."),
+    _flag("--rotary-seq-len-interpolation-factor", "Linear scaling of rotary positions.", float),
+    _switch("--use-rope-scaling", "Llama 3.1's scaling of rotary frequencies."),
+    _flag("--rope-scaling-factor", "Its factor.", float, default=8.0),
+    _switch("--swiglu", "Gated MLP with SiLU."),
+    _switch("--disable-bias-linear", "No biases in linear layers.", "add_bias_linear", const=False, default=True),
+    _switch("--untie-embeddings-and-output-weights", "The output layer has weights of its own."),
+    _switch("--group-query-attention", "Fewer key/value heads than query heads."),
+    _switch("--apply-layernorm-1p", "Norm weights are stored minus one.", field="layernorm_zero_centered_gamma"),
+    _switch("--use-gated-attention", "The same as --attention-output-gate.", "attention_output_gate"),
+    _switch("--post-self-attn-layernorm", "A norm after attention (GLM-4)."),
+    _switch("--post-mlp-layernorm", "A norm after the MLP (GLM-4)."),
     *(
-        Flag(flag_named(name), name, f"{help}: N, or a list such as [0]*3+[1]*89.", layer_pattern)
+        _flag(flag_named(name), f"{help}: N, or a list such as [0]*3+[1]*89.", layer_pattern)
         for name, help in (
             ("moe_layer_freq", "Which layers have experts"),
             ("linear_attention_freq", "Which layers have linear attention"),
@@ -98,127 +80,110 @@ FLAGS: tuple[Flag, ...] = (
         )
     ),
     # Names of layouts and switches that a field has under another name or the other way round.
-    Flag(
-        "--num-layers-per-virtual-pipeline-stage",
-        "num_layers_per_virtual_pipeline_stage",
-        "Layers of one chunk of the interleaved pipeline.",
-        int,
-    ),
-    Flag(
+    _flag("--num-layers-per-virtual-pipeline-stage", "Layers of one chunk of the interleaved pipeline.", int),
+    _flag(
         "--num-virtual-stages-per-pipeline-rank",
-        "virtual_pipeline_model_parallel_size",
         "Chunks of the interleaved pipeline per rank.",
         int,
+        dest="virtual_pipeline_model_parallel_size",
     ),
-    Flag(
+    _flag(
         "--decoder-first-pipeline-num-layers",
-        "decoder_first_pipeline_num_layers",
         "Layers of the first pipeline stage.",
         int,
         field="num_layers_in_first_pipeline_stage",
     ),
-    Flag(
+    _flag(
         "--decoder-last-pipeline-num-layers",
-        "decoder_last_pipeline_num_layers",
         "Layers of the last pipeline stage.",
         int,
         field="num_layers_in_last_pipeline_stage",
     ),
-    Flag(
+    _flag(
         "--microbatch-group-size-per-virtual-pipeline-stage",
-        "microbatch_group_size_per_virtual_pipeline_stage",
         "Micro-batches of one chunk before the next chunk.",
         int,
         field="microbatch_group_size_per_vp_stage",
     ),
-    Flag(
-        "--pipeline-model-parallel-layout",
-        "pipeline_model_parallel_layout",
-        "Layers of every pipeline stage, as in E|t*3|t*4|tL.",
-        str,
+    _flag("--pipeline-model-parallel-layout", "Layers of every pipeline stage, as in E|t*3|t*4|tL."),
+    _switch("--no-overlap-p2p-communication", "Do not overlap pipeline sends.", "overlap_p2p_comm", const=False),
+    _switch("--no-rope-fusion", "No fused rotary kernel.", "apply_rope_fusion", const=False),
+    _switch("--no-bias-swiglu-fusion", "No fused activation.", "bias_activation_fusion", const=False, default=True),
+    _switch("--no-bias-gelu-fusion", "No fused activation.", "bias_activation_fusion", const=False, default=True),
+    _switch("--no-initialization", "Leave weights uninitialised.", "perform_initialization", const=False, default=True),
+    _switch(
+        "--recompute-activations", "Recompute selectively.", "recompute_granularity", const="selective", default=None
     ),
-    _switch("--no-overlap-p2p-communication", "overlap_p2p_comm", "Do not overlap pipeline sends.", False, False),
-    _switch("--no-rope-fusion", "apply_rope_fusion", "No fused rotary kernel.", False),
-    _switch("--no-bias-swiglu-fusion", "bias_activation_fusion", "No fused activation.", False, True),
-    _switch("--no-bias-gelu-fusion", "bias_activation_fusion", "No fused activation.", False, True),
-    _switch("--no-initialization", "perform_initialization", "Leave weights uninitialised.", False, True),
-    _switch("--recompute-activations", "recompute_granularity", "Recompute selectively.", "selective", None),
-    Flag("--fp8-format", "fp8", "FP8 format.", str, choices=("e4m3", "hybrid")),
-    Flag("--fp4-format", "fp4", "FP4 format.", str, choices=("e2m1",)),
-    _switch("--enable-experimental", "enable_experimental", "Allow megatron-core's experimental features."),
-    _switch("--allgather-cp", "allgather_cp", "Context parallelism by gathering keys and values (DSA models only)."),
+    _flag("--fp8-format", "FP8 format.", dest="fp8", choices=("e4m3", "hybrid")),
+    _flag("--fp4-format", "FP4 format.", dest="fp4", choices=("e2m1",)),
+    _switch("--enable-experimental", "Allow megatron-core's experimental features."),
+    _switch("--allgather-cp", "Context parallelism by gathering keys and values (DSA models only)."),
     # Precision.
-    _switch("--bf16", "precision", "Train in bfloat16 with float32 main weights (default).", "bfloat16", "bfloat16"),
-    _switch("--fp16", "precision", "Train in float16.", "float16", "bfloat16"),
-    _switch("--fp32", "precision", "Train in float32.", "float32", "bfloat16"),
+    _switch(
+        "--bf16",
+        "Train in bfloat16 with float32 main weights (default).",
+        "precision",
+        const="bfloat16",
+        default="bfloat16",
+    ),
+    _switch("--fp16", "Train in float16.", "precision", const="float16", default="bfloat16"),
+    _switch("--fp32", "Train in float32.", "precision", const="float32", default="bfloat16"),
     _switch(
         "--accumulate-allreduce-grads-in-fp32",
-        "accumulate_allreduce_grads_in_fp32",
         "Accumulate and reduce gradients in float32.",
         field="grad_reduce_in_fp32",
     ),
     # Data parallelism.
     _switch(
         "--no-check-for-nan-in-loss-and-grad",
-        "check_for_nan_in_loss_and_grad",
         "Do not stop at NaN or infinite gradients.",
-        False,
-        True,
+        "check_for_nan_in_loss_and_grad",
+        const=False,
+        default=True,
         field="check_for_nan_in_grad",
     ),
-    Flag("--ddp-bucket-size", "ddp_bucket_size", "Parameters of one gradient bucket.", int, field="bucket_size"),
+    _flag("--ddp-bucket-size", "Parameters of one gradient bucket.", int, field="bucket_size"),
     # Learning-rate and weight-decay schedule; steps are optimizer steps.
-    Flag(
+    _flag(
         "--lr-decay-style",
-        "lr_decay_style",
         "Shape of the decay.",
-        str,
         default="linear",
         choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     ),
-    Flag("--lr-decay-iters", "lr_decay_iters", "Steps of the decay; default all steps of the run.", int),
-    Flag("--lr-warmup-iters", "lr_warmup_iters", "Steps of linear warm-up.", int, default=0),
-    Flag("--lr-warmup-fraction", "lr_warmup_fraction", "Warm-up as a part of the decay steps.", float),
-    Flag("--lr-warmup-init", "lr_warmup_init", "Learning rate at which the warm-up begins.", float, default=0.0),
-    Flag(
+    _flag("--lr-decay-iters", "Steps of the decay; default all steps of the run.", int),
+    _flag("--lr-warmup-iters", "Steps of linear warm-up.", int, default=0),
+    _flag("--lr-warmup-fraction", "Warm-up as a part of the decay steps.", float),
+    _flag("--lr-warmup-init", "Learning rate at which the warm-up begins.", float, default=0.0),
+    _flag(
         "--lr-wsd-decay-style",
-        "lr_wsd_decay_style",
         "Shape of the last part of a WSD schedule.",
-        str,
         default="exponential",
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
     ),
-    Flag("--lr-wsd-decay-iters", "lr_wsd_decay_iters", "Steps of the last part of a WSD schedule.", int),
-    Flag("--start-weight-decay", "start_weight_decay", "Weight decay of the first step.", float),
-    Flag("--end-weight-decay", "end_weight_decay", "Weight decay of the last step.", float),
-    Flag(
+    _flag("--lr-wsd-decay-iters", "Steps of the last part of a WSD schedule.", int),
+    _flag("--start-weight-decay", "Weight decay of the first step.", float),
+    _flag("--end-weight-decay", "Weight decay of the last step.", float),
+    _flag(
         "--weight-decay-incr-style",
-        "weight_decay_incr_style",
         "How weight decay goes from start to end.",
-        str,
         default="constant",
         choices=("constant", "linear", "cosine"),
     ),
     _switch(
         "--use-checkpoint-opt_param-scheduler",
-        "use_checkpoint_opt_param_scheduler",
         "On resume take the schedule from the checkpoint; default from the flags.",
     ),
     # Accepted, with the one value that has a meaning here.
-    _switch("--no-position-embedding", "add_position_embedding", "No learned position embedding.", False, False),
-    Flag(
+    _switch("--no-position-embedding", "No learned position embedding.", "add_position_embedding", const=False),
+    _flag(
         "--tokenizer-type",
-        "tokenizer_type",
         "The tokenizer is that of --hf-checkpoint.",
-        str,
         default="HuggingFaceTokenizer",
         choices=("HuggingFaceTokenizer",),
     ),
-    Flag("--seq-length", "seq_length", "Sequences have their own lengths; accepted for model scripts.", int),
-    Flag(
-        "--ckpt-format", "ckpt_format", "Format of checkpoints.", str, default="torch_dist", choices=("torch_dist",)
-    ),
-)  # fmt: skip
+    _flag("--seq-length", "Sequences have their own lengths; accepted for model scripts.", int),
+    _flag("--ckpt-format", "Format of checkpoints.", default="torch_dist", choices=("torch_dist",)),
+)
 
 
 def flag_saying(name: str, value: Any) -> str:

@@ -59,7 +59,7 @@ class Rule:
 
     def broken(self, args: Namespace) -> str | None:
         """The sentence that refuses options; None where the rule is kept."""
-        if not all(_term(text).holds(args) for text in self.when.split()):
+        if not hold(args, self.when):
             return None
         options, others = ([_term(text) for text in terms.split()] for terms in (self.options, self.others))
         if compare := _COMPARED.get(self.form):
@@ -122,6 +122,11 @@ def _term(text: str) -> _Term:
     found = _TERM.fullmatch(text)
     assert found is not None, text
     return _Term(text, found[1], found[2], found[3] or "", found[4].split("|") if found[4] else [])
+
+
+def hold(args: Namespace, terms: str) -> bool:
+    """Whether all of these terms hold."""
+    return all(_term(text).holds(args) for text in terms.split())
 
 
 def check(args: Namespace, *tables: tuple[Rule, ...]) -> None:
