@@ -6,8 +6,7 @@ from argparse import Namespace
 from dataclasses import fields
 from typing import Any
 
-from slime.options.algorithm import AlgorithmOptions, CorrectionOptions, CriticOptions
-from slime.options.algorithm import derive_algorithm
+from slime.options.algorithm import AlgorithmOptions, CorrectionOptions, CriticOptions, derive_algorithm
 from slime.options.asynchronous import AsyncOptions
 from slime.options.debug import DebugOptions
 from slime.options.hooks import HookOptions

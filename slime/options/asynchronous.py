@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from slime.options.errors import OptionError
-from slime.options.schema import flag_of, option
+from slime.options.rules import Rule
+from slime.options.schema import option
 
 
 @dataclass
@@ -33,30 +34,36 @@ class AsyncOptions:
     )
 
 
-def derive_async(args: Namespace, given: set[str], warnings: list[str]) -> None:
-    """Check what only one of the two drivers can do; needs ``args.asynchronous`` and ``args.placement``.
+RULES = (
+    Rule(
+        "@update_weights_interval @async_buffer_size @max_weight_staleness @keep_old_actor",
+        "is of train_async.py: train.py pushes weights after every rollout, and then generates the next one, so that "
+        "nothing is ever stale",
+        when="!asynchronous",
+    ),
+    Rule(
+        "placement=colocate",
+        ": train_async.py generates while it trains, so engines need slots of their own: drop it and give "
+        "--rollout-num-gpus, or use train.py",
+        when="asynchronous",
+    ),
+    Rule(
+        "placement=rollout_only",
+        ": without training there is nothing to overlap with; use train.py",
+        when="asynchronous",
+    ),
+    Rule("keep_old_actor", "has no effect with", "use_rollout_logprobs loss_type!=policy_loss", ": drop one of them"),
+)
+
+
+def check_staleness(args: Namespace, warnings: list[str]) -> None:
+    """Whether weights are pushed before samples are too old, and a loss corrects for their age.
 
     Raises:
         OptionError: naming the flags.
     """
     if not args.asynchronous:
-        for field in fields(AsyncOptions):
-            if field.name in given:
-                raise OptionError(
-                    f"{flag_of(field)} is of train_async.py: train.py pushes weights after every rollout, and then "
-                    "generates the next one, so that nothing is ever stale"
-                )
         return
-    if args.placement == "colocate":
-        raise OptionError(
-            "--colocate: train_async.py generates while it trains, so engines need slots of their own: drop it and "
-            "give --rollout-num-gpus, or use train.py"
-        )
-    if args.placement == "rollout_only":
-        raise OptionError("--debug-rollout-only: without training there is nothing to overlap with; use train.py")
-    if args.keep_old_actor and (args.use_rollout_logprobs or args.loss_type != "policy_loss"):
-        other = "--use-rollout-logprobs" if args.use_rollout_logprobs else f"--loss-type {args.loss_type}"
-        raise OptionError(f"--keep-old-actor has no effect with {other}: drop one of them")
     interval, staleness = args.update_weights_interval, args.max_weight_staleness
     if staleness < interval - 1:
         raise OptionError(

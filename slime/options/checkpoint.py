@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime.options.rules import Rule
 from slime.options.schema import option
 
 RUN_KEY = "distributed_optimizer"
@@ -129,3 +130,9 @@ class CheckpointOptions:
     run_dir: str | None = option(
         None, "Directory for config.yaml, metrics.jsonl and logs; default --save, else outputs/<time>."
     )
+
+
+RULES = (
+    Rule("save_interval", "needs", "save save_hf save_lora"),
+    Rule("use_kl_loss kl_coef", "needs", "ref_load lora_rank", when="needs_reference placement!=rollout_only"),
+)

@@ -92,17 +92,11 @@ def _run_directory(args: Namespace) -> None:
 
 
 def _paths(args: Namespace) -> None:
-    if args.save_interval is not None and not any((args.save, args.save_hf, args.save_lora)):
-        raise OptionError("--save-interval needs --save, --save-hf or --save-lora")
     for name in ("load", "save", "ref_load"):
         if getattr(args, name) is not None:
             setattr(args, name, os.path.abspath(os.path.expanduser(getattr(args, name))))
     if args.ref_load is not None and not os.path.isdir(args.ref_load):
         raise OptionError(f"--ref-load {args.ref_load}: there is no such directory")
-    has_reference = args.ref_load is not None or args.lora_rank is not None
-    if args.needs_reference and not has_reference and args.placement != "rollout_only":
-        flag = "--use-kl-loss" if args.use_kl_loss else f"--kl-coef {args.kl_coef}"
-        raise OptionError(f"{flag} needs --ref-load: a Hugging Face or torch_dist directory of the reference model")
 
 
 def _places(args: Namespace) -> None:

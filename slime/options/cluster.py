@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from slime.options.rules import Rule
 from slime.options.schema import option
 
 
@@ -93,3 +94,27 @@ class WeightUpdateOptions:
     check_weight_update_equal: bool = option(
         False, "After every push prove that engine and trainer agree byte by byte."
     )
+
+
+RULES = (
+    Rule("offload_train offload_rollout", "needs", "placement=colocate", ": nobody else wants that memory"),
+    Rule(
+        "update_weight_transport=distributed|nccl",
+        "needs separate slots, not",
+        "placement=colocate",
+        "; use tensor or disk",
+    ),
+    Rule(
+        "update_weight_transport=tensor",
+        "needs",
+        "placement=colocate",
+        "; use distributed or disk",
+        when="placement=disaggregate",
+    ),
+    Rule(
+        "custom_update_weight_post_write_path",
+        "needs",
+        "update_weight_transport=disk",
+        ": no other transport writes files",
+    ),
+)

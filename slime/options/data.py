@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.options.calls import Call
+from slime.options.rules import Rule
 from slime.options.schema import option
 
 
@@ -75,3 +76,15 @@ class BatchOptions:
     balance_by_flops: bool = option(
         False, "Make micro-batches of about the same amount of work, within --max-tokens-per-gpu."
     )
+
+
+RULES = (
+    Rule("use_dynamic_batch_size", "needs", "max_tokens_per_gpu"),
+    Rule("balance_by_flops", "needs", "use_dynamic_batch_size", ": other micro-batches are of a fixed size"),
+    Rule("disable_rollout_global_dataset", "and", "prompt_data", " contradict each other: drop one"),
+    Rule(
+        "num_epoch",
+        "counts the prompts of --prompt-data: give --num-rollout instead",
+        when="disable_rollout_global_dataset num_rollout=None",
+    ),
+)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from slime.options.rules import Rule
 from slime.options.schema import option
 
 
@@ -68,3 +69,11 @@ class DebugOptions:
         "model by its config.json alone; the first push makes them equal.",
     )
     allow_config_mismatch: bool = option(False, "Warn, instead of stopping, where flags contradict config.json.")
+
+
+RULES = (
+    Rule("debug_rollout_only", "and", "load_debug_rollout_data debug_train_only", " exclude each other"),
+    Rule("load_debug_rollout_data", "needs", "num_rollout!=None", ": there are no epochs of recorded rollouts"),
+    Rule("load_debug_rollout_data_subsample", "needs", "load_debug_rollout_data"),
+    Rule("profile_step_start", "is not before", "profile_step_end", when="profile_target"),
+)

@@ -31,14 +31,10 @@ _WIDTH = re.compile(r"([ 0]?>)?0?\d{0,2}d?")
 
 def derive_subsample(args: Namespace) -> None:
     """Of recorded rollouts, fewer groups in as many steps."""
-    if args.load_debug_rollout_data is not None and args.num_rollout is None:
-        raise OptionError("--load-debug-rollout-data needs --num-rollout: there are no epochs of recorded rollouts")
     share = args.load_debug_rollout_data_subsample
     if share is None:
         return
     flag = f"--load-debug-rollout-data-subsample {share}"
-    if args.load_debug_rollout_data is None:
-        raise OptionError(f"{flag} needs --load-debug-rollout-data")
     groups, steps = len(kept_groups(args.rollout_batch_size, share)), args.num_steps_per_rollout
     kept = groups * args.n_samples_per_prompt
     if kept % steps:
@@ -54,10 +50,6 @@ def check_profile(args: Namespace) -> None:
     targets = args.profile_target or []
     if "train_overall" in targets and len(targets) > 1:
         raise OptionError(f"--profile-target {' '.join(targets)}: train_overall has all of them")
-    if targets and args.profile_step_start >= args.profile_step_end:
-        raise OptionError(
-            f"--profile-step-start {args.profile_step_start} is not before --profile-step-end {args.profile_step_end}"
-        )
 
 
 def derive_templates(args: Namespace) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime.options.calls import Call
+from slime.options.rules import Rule
 from slime.options.schema import option
 
 
@@ -50,3 +51,9 @@ class EvalOptions:
         hook=("log_eval_rollout_data",),
         call=(Call("rollout_id, args, data, extra_metrics", "bool", may_be_async=True),),
     )
+
+
+RULES = (
+    Rule("eval_interval", "needs", "eval_prompt_data eval_config eval_function_path"),
+    Rule("eval_interval", "needs engines, and", "placement=train_only", " starts none", "!load_debug_rollout_data"),
+)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from slime.options.checkpoint import same_place
 from slime.options.errors import OptionError
+from slime.options.rules import Rule
 from slime.options.schema import flag_named, option
 
 _OURS = "slime.rollout."
@@ -49,21 +50,11 @@ class LoraOptions:
     )
 
 
-def derive_lora(args: Namespace) -> None:
-    """Fill in what was not given.
-
-    Raises:
-        OptionError: flags of adapters without ``--lora-rank``.
-    """
-    if args.lora_rank is None:
-        for name in ("lora_alpha", "lora_target_modules", "save_lora"):
-            if getattr(args, name) is not None:
-                raise OptionError(f"{flag_named(name)} needs --lora-rank")
-        if args.lora_sync != "merged":
-            raise OptionError(f"--lora-sync {args.lora_sync} needs --lora-rank")
-        return
-    args.lora_alpha = args.lora_alpha or 2.0 * args.lora_rank
-    args.lora_target_modules = args.lora_target_modules or ["all-linear"]
+RULES = (
+    Rule("lora_alpha lora_target_modules save_lora lora_sync!=merged", "needs", "lora_rank"),
+    Rule("moe_shared_expert_overlap", "cannot be used with", "lora_rank", ": drop it", "placement!=rollout_only"),
+    Rule("moe_router_bias_update_rate", "changes what", "lora_rank", " freezes: drop it", "placement!=rollout_only"),
+)
 
 
 def described(rank: int, alpha: float, targets: Sequence[str]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def _switch(name: str, help: str, dest: str = "", const: Any = True, default: An
 FLAGS: tuple[Flag, ...] = (
     # Shape. What is not given comes from config.json; what is given must agree with it.
     _flag("--num-experts", "Experts of a mixture-of-experts layer.", int, field="num_moe_experts"),
-    _flag("--norm-epsilon", "Epsilon of the norms.", float, default=1e-05, field="layernorm_epsilon"),
+    _flag("--norm-epsilon", "Epsilon of the norms.", float, default=1e-5, field="layernorm_epsilon"),
     _flag("--max-position-embeddings", "Longest sequence of the model.", int),
     _flag("--vocab-size", "Vocabulary size before padding.", int),
     _flag("--padded-vocab-size", "Vocabulary size of the trained model.", int),

@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Set
 from pathlib import Path
 
 from slime.options.checkpoint import same_place
 from slime.options.errors import OptionError
+from slime.options.rules import Rule
 
 FLAG = "--enable-mtp-training"
 _DRAFTS_BY_HEADS = ("EAGLE", "NEXTN")
 """SGLang's names of speculative decoding by a model's own heads."""
 _DRAFTS_BY_NO_MODEL = ("", "NGRAM")
+
+RULES = (
+    Rule("@mtp_loss_scaling_factor", "needs", "enable_mtp_training", ": no other loss has it"),
+    Rule(
+        "enable_mtp_training",
+        "cannot be used with",
+        "lora_rank",
+        ", which freezes the model and its heads: drop one",
+        when="placement!=rollout_only",
+    ),
+    Rule(
+        "enable_mtp_training",
+        "with --pipeline-model-parallel-size above 1 cannot be used with",
+        "overlap_param_gather",
+        ": heads would read an embedding that is not gathered yet: drop it",
+        when="placement!=rollout_only pipeline_model_parallel_size>1",
+    ),
+)
 
 
 def check_heads(args: Namespace, count: int, model_type: str, trainable: list[str]) -> None:
@@ -53,13 +71,12 @@ def check_saved_heads(directory: str | Path, saved: bool, own: bool) -> None:
         raise OptionError(f"{directory} was saved {how} {FLAG}, and its optimizer state can only be loaded {how} it")
 
 
-def check_heads_training(args: Namespace, given: Set[str], warnings: list[str]) -> None:
+def check_heads_training(args: Namespace, warnings: list[str]) -> None:
     """What a run that trains heads, or whose engines draft, cannot do beside it; sets ``args.pushes_heads``, and
     ``args.drafts_apart``: whether engines draft by a model of their own, not by heads of the one that is
     trained.
 
     Args:
-        given: the attributes that flags or YAML set.
         warnings: gets what the user may not expect.
 
     Raises:
@@ -74,17 +91,8 @@ def check_heads_training(args: Namespace, given: Set[str], warnings: list[str]) 
         args.drafts_apart = True
         named = f"--sglang-speculative-algorithm {algorithm}"
         _leave_alone(args, named if draft is None else f"--sglang-speculative-draft-model-path {draft}")
-    if "mtp_loss_scaling_factor" in given and not args.enable_mtp_training:
-        raise OptionError(f"--mtp-loss-scaling-factor needs {FLAG}: no other loss has it")
     if not args.enable_mtp_training or args.placement == "rollout_only":
         return
-    if args.lora_rank is not None:
-        raise OptionError(f"{FLAG} cannot be used with --lora-rank, which freezes the model and its heads: drop one")
-    if args.overlap_param_gather and args.pipeline_model_parallel_size > 1:
-        raise OptionError(
-            f"{FLAG} with --pipeline-model-parallel-size above 1 cannot be used with --overlap-param-gather: heads "
-            "would read an embedding that is not gathered yet: drop it"
-        )
     if not args.num_engines or not by_heads:
         return
     if args.drafts_apart:

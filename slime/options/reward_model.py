@@ -11,9 +11,22 @@ from typing import Any
 from slime.options.errors import OptionError
 from slime.options.model import has_weights, model_directory
 from slime.options.parser import StrictParser
+from slime.options.rules import Rule, check
 from slime.options.sglang import PassThrough, check_ranks, command_line
 
 _FLAG = "--rm-sglang-args"
+
+RULES = (
+    Rule("!rm_num_gpus", "is missing: the engines of --rm-model-path have slots of their own"),
+    Rule("rm_num_gpus", "is no multiple of", "rm_num_gpus_per_engine"),
+    Rule(
+        "rm_num_gpus_per_engine",
+        "is more than",
+        "num_gpus_per_node",
+        ": an engine of the reward model over several nodes is not available yet",
+    ),
+)
+"""Of a reward model that is served."""
 
 
 def derive_reward_model(args: Namespace, warnings: list[str]) -> None:
@@ -22,25 +35,10 @@ def derive_reward_model(args: Namespace, warnings: list[str]) -> None:
     Raises:
         OptionError: slots or flags without a model, or slots that make no whole number of engines.
     """
-    if args.rm_model_path is None:
-        for flag, value in (("--rm-num-gpus", args.rm_num_gpus), (_FLAG, args.rm_sglang_args)):
-            if value is not None:
-                raise OptionError(f"{flag} needs --rm-model-path")
     if args.rm_model_path is None or args.placement == "train_only":
         args.rm_num_gpus = 0
         return
-    if args.rm_num_gpus is None:
-        raise OptionError("--rm-num-gpus is missing: the engines of --rm-model-path have slots of their own")
-    per_engine = args.rm_num_gpus_per_engine
-    if args.rm_num_gpus % per_engine:
-        raise OptionError(
-            f"--rm-num-gpus {args.rm_num_gpus} must be a multiple of --rm-num-gpus-per-engine {per_engine}"
-        )
-    if per_engine > args.num_gpus_per_node:
-        raise OptionError(
-            f"--rm-num-gpus-per-engine {per_engine} is more than --num-gpus-per-node {args.num_gpus_per_node}: an "
-            "engine of the reward model over several nodes is not available yet"
-        )
+    check(args, RULES)
     if args.custom_rm_path is None:
         warnings.append("--rm-model-path serves a model that only your own code asks: is --custom-rm-path missing?")
 

@@ -6,11 +6,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from slime.options.calls import Call
+from slime.options.rules import Rule
 from slime.options.schema import LARGEST_SEED, option
 
 DEFAULT_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
 FULLY_ASYNC_ROLLOUT = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
+_WITHOUT_BUFFER = (
+    *("slime.rollout.data_source.RolloutDataSource", "slime.data.source.data_source.RolloutDataSource"),
+    "slime.data.RolloutDataSource",
+)
 REWARD_NAMES = ("reward_func", "custom_rm")
 """What a bare file of --custom-rm-path is searched for."""
 GROUP_REWARD_NAMES = ("batched_custom_rm", "reward_func")
@@ -28,6 +33,11 @@ GENERATE_CALLS = (
 def generates_itself(path: str | None) -> bool:
     """Whether a rollout or evaluation function is slime's, which generates and rewards as the options say."""
     return path is None or path.replace(":", ".") in (DEFAULT_ROLLOUT, FULLY_ASYNC_ROLLOUT)
+
+
+def _written(*paths: str) -> str:
+    """A term's values for functions, whose paths may have a colon before the name."""
+    return "|".join(f"{path}|{':'.join(path.rsplit('.', 1))}" for path in paths)
 
 
 @dataclass
@@ -158,3 +168,44 @@ class EngineOptions:
     """Engines: SGLang's own flags are under --help sglang and --help router."""
 
     sglang_server_concurrency: int = option(512, "Requests in flight per engine.", at_least=1)
+
+
+RULES = (
+    Rule("over_sampling_batch_size", "is less than", "rollout_batch_size"),
+    Rule(
+        "mask_offpolicy_in_partial_rollout",
+        "has no effect without",
+        "partial_rollout over_sampling_batch_size!=None",
+        " in train.py: all tokens are of the newest weights",
+        when="!asynchronous",
+    ),
+    Rule(
+        "partial_rollout buffer_filter_path",
+        "needs a buffer, which is not in",
+        f"data_source_path={_written(*_WITHOUT_BUFFER)}",
+    ),
+    Rule(
+        "@over_sampling_batch_size @dynamic_sampling_filter_path @partial_rollout @mask_offpolicy_in_partial_rollout",
+        "is for slime's own rollouts:",
+        f"rollout_function_path!={_written(DEFAULT_ROLLOUT, FULLY_ASYNC_ROLLOUT)}",
+        " would not heed it",
+    ),
+    Rule(
+        f"rollout_function_path={_written(FULLY_ASYNC_ROLLOUT)}",
+        "generates while the trainer trains: use train_async.py",
+        when="!asynchronous",
+    ),
+    Rule(
+        f"rollout_function_path={_written(FULLY_ASYNC_ROLLOUT)}",
+        "generates ahead: give --max-weight-staleness 1 or more",
+        when="asynchronous max_weight_staleness=0",
+    ),
+    Rule(
+        f"rollout_function_path={_written(FULLY_ASYNC_ROLLOUT)}",
+        "always has as many groups under way as --max-weight-staleness allows, and would not heed",
+        "over_sampling_batch_size",
+        ": drop it",
+    ),
+    Rule("rollout_top_k=0 eval_top_k=0", "must be -1 (all) or at least 1"),
+    Rule("rm_num_gpus rm_sglang_args!=None", "needs", "rm_model_path"),
+)

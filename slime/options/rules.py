@@ -31,6 +31,7 @@ _COMPARED: dict[str, Callable[[Any, Any], bool]] = {
     "is above": operator.gt,
     "is more than": operator.gt,
     "is less than": operator.lt,
+    "is not before": operator.ge,
     "is no multiple of": lambda amount, size: amount % size != 0,
 }
 _WITHOUT = ("needs", "has no effect without")
@@ -104,10 +105,12 @@ class _Term:
         return (any(value) if isinstance(value, list) else bool(value)) != (self.mark == "!")
 
     def shown(self, args: Namespace) -> str:
-        """The flag with its value, unless that is a hook's path; in words where the term does not hold."""
-        if self.text in _NAMES or self.mark == "!" or self.name.endswith("_path") or not self.holds(args):
+        """The flag with its value, of a path only where the term is about it; in words where the term does not hold."""
+        value = self.value(args)
+        is_long = isinstance(value, dict) or (self.name.endswith("_path") and not self.sign)
+        if self.text in _NAMES or self.mark == "!" or is_long or not self.holds(args):
             return self.described()
-        return shown_setting(self.name, self.value(args))
+        return shown_setting(self.name, value)
 
     def described(self) -> str:
         """What the term says, in words."""

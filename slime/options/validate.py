@@ -6,7 +6,10 @@ import os
 from argparse import Namespace
 from collections.abc import Iterator
 
+from slime.options import asynchronous, cluster, data, debug, eval, lora, next_tokens, rollout
+from slime.options import checkpoint as checkpoints
 from slime.options.algorithm import derive_algorithm
+from slime.options.asynchronous import check_staleness
 from slime.options.checkpoint import SavedModel
 from slime.options.checkpoint_rules import derive_checkpoints, load_release
 from slime.options.debug_rules import check_profile, derive_subsample, derive_templates
@@ -16,11 +19,19 @@ from slime.options.export_rules import check_exports
 from slime.options.reward_model import derive_reward_model
 from slime.options.reward_rules import check_rewards, comes_before_reward, has_own_source, rows_may_name_rewards
 from slime.options.rollout import DEFAULT_ROLLOUT, SFT_ROLLOUT, generates_itself
+from slime.options.rules import Rule, check
 from slime.options.schema import flag_named
 from slime.options.sglang import check_ranks
 
 ENGINE_KEEPS = 6
 """Tokens of a context that sglang 0.5.17 takes no prompt into: its scheduler aborts a prompt of context - 6 or more."""
+
+RULES = (
+    Rule("fp8 fp4", "is not available yet in this version"),
+    *(debug.RULES + cluster.RULES + rollout.RULES + asynchronous.RULES + data.RULES + eval.RULES),
+    *(lora.RULES + next_tokens.RULES + checkpoints.RULES),
+)
+"""What is known without the model's config."""
 
 
 def derive_all(args: Namespace, warnings: list[str], reasons: Reasons) -> SavedModel | None:
@@ -28,22 +39,30 @@ def derive_all(args: Namespace, warnings: list[str], reasons: Reasons) -> SavedM
 
     Returns what `derive_checkpoints` does.
     """
-    _precision(args)
-    _debug_modes(args)
+    args.params_dtype = args.precision
+    args.bf16 = args.precision == "bfloat16"
+    args.fp16 = args.precision == "float16"
+    # Megatron-LM's rule too: a sum of many bfloat16 gradients in bfloat16 loses the small ones.
+    args.accumulate_allreduce_grads_in_fp32 |= args.bf16
+    args.debug_train_only |= bool(args.load_debug_rollout_data)
+    sides = {"rollout_only": args.debug_rollout_only, "train_only": args.debug_train_only, "colocate": args.colocate}
+    args.placement = next((name for name, is_on in sides.items() if is_on), "disaggregate")
     load_release(args, warnings)
     if missing := list(_missing(args)):
         raise OptionError("; ".join(missing))
+    reasons.of(derive_algorithm, args)
+    reasons.of(check, args, RULES)
     reasons.of(_placement, args, warnings)
     reasons.of(_batches, args)
-    reasons.of(derive_algorithm, args)
     reasons.of(_data, args)
     reasons.of(_evaluation, args, warnings)
     reasons.of(_sampling, args, warnings)
     reasons.of(check_rewards, args)
     reasons.of(derive_reward_model, args, warnings)
     resumed: SavedModel | None = reasons.of(derive_checkpoints, args)
-    for rule in (derive_templates, check_exports, check_profile, _offload, _weight_update):
+    for rule in (derive_templates, check_exports, check_profile, _weight_update):
         reasons.of(rule, args)
+    reasons.of(check_staleness, args, warnings)
     return resumed
 
 
@@ -82,35 +101,6 @@ def _smallest(*lengths: int | None) -> int | None:
 
 def _less_one(context: int | None) -> int | None:
     return None if context is None else context - 1
-
-
-def _precision(args: Namespace) -> None:
-    args.params_dtype = args.precision
-    args.bf16 = args.precision == "bfloat16"
-    args.fp16 = args.precision == "float16"
-    # Megatron-LM's rule too: a sum of many bfloat16 gradients in bfloat16 loses the small ones.
-    args.accumulate_allreduce_grads_in_fp32 |= args.bf16
-    for flag, value in (("--fp8-format", args.fp8), ("--fp4-format", args.fp4)):
-        if value is not None:
-            raise OptionError(f"{flag} {value} is not available yet in this version")
-
-
-def _debug_modes(args: Namespace) -> None:
-    """``placement``: who trains and generates, and whether on the same slots."""
-    if args.load_debug_rollout_data:
-        args.debug_train_only = True
-    if args.debug_rollout_only and args.debug_train_only:
-        other = "--load-debug-rollout-data" if args.load_debug_rollout_data else "--debug-train-only"
-        raise OptionError(f"--debug-rollout-only and {other} exclude each other")
-    args.placement = (
-        "rollout_only"
-        if args.debug_rollout_only
-        else "train_only"
-        if args.debug_train_only
-        else "colocate"
-        if args.colocate
-        else "disaggregate"
-    )
 
 
 def _missing(args: Namespace) -> Iterator[str]:
@@ -196,10 +186,6 @@ def _batches(args: Namespace) -> None:
     args.global_batch_size = samples // args.num_steps_per_rollout
     derive_subsample(args)
     args.train_iters = None if args.num_rollout is None else args.num_rollout * args.num_steps_per_rollout
-    if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
-        raise OptionError("--use-dynamic-batch-size needs --max-tokens-per-gpu")
-    if args.balance_by_flops and not args.use_dynamic_batch_size:
-        raise OptionError("--balance-by-flops needs --use-dynamic-batch-size: other micro-batches are of a fixed size")
 
 
 def _data(args: Namespace) -> None:
@@ -217,13 +203,9 @@ def _evaluation(args: Namespace, warnings: list[str]) -> None:
     args.eval_datasets = eval_datasets(args)
     by_flag = [dataset for dataset in args.eval_datasets if dataset.source == PAIRS]
     args.eval_prompt_data = [word for dataset in by_flag for word in (dataset.name, dataset.path)]
-    if args.eval_interval is not None and not args.eval_datasets and args.eval_function_path is None:
-        raise OptionError(f"--eval-interval needs {PAIRS} or {CONFIG}")
     if args.eval_interval is not None and args.load_debug_rollout_data is not None:
         warnings.append(f"--eval-interval {args.eval_interval}: --load-debug-rollout-data starts no engine to evaluate")
         args.eval_interval = None
-    if args.eval_interval is not None and args.placement == "train_only":
-        raise OptionError("--eval-interval needs engines, and --debug-train-only starts none")
     if args.eval_interval is None and args.eval_datasets:
         flag = PAIRS if by_flag else CONFIG
         if args.num_rollout == 0:
@@ -236,9 +218,6 @@ def _evaluation(args: Namespace, warnings: list[str]) -> None:
 
 def _sampling(args: Namespace, warnings: list[str]) -> None:
     """Sampling parameters that engines refuse, or that trainers do not know of."""
-    for name in ("rollout_top_k", "eval_top_k"):
-        if getattr(args, name) == 0:
-            raise OptionError(f"{flag_named(name)} must be -1 (all) or at least 1, not 0")
     least, most = args.eval_min_new_tokens, args.eval_max_response_len or args.rollout_max_response_len
     if least is not None and most is not None and least > most:
         raise OptionError(f"--eval-min-new-tokens {least} is more than the {most} tokens of an evaluation's response")
@@ -252,28 +231,9 @@ def _sampling(args: Namespace, warnings: list[str]) -> None:
             )
 
 
-def _offload(args: Namespace) -> None:
-    """Memory changes hands where trainers and engines share slots, and only there."""
-    for name in ("offload_train", "offload_rollout"):
-        if getattr(args, name) and args.placement != "colocate":
-            raise OptionError(f"{flag_named(name)} needs --colocate: nobody else wants that memory")
-
-
 def _weight_update(args: Namespace) -> None:
     transport = {"nccl": "distributed"}.get(args.update_weight_transport, args.update_weight_transport)
-    shared = args.placement == "colocate"
-    args.update_weight_transport = transport or ("tensor" if shared else "distributed")
-    if transport == "distributed" and shared:
-        raise OptionError(
-            "--update-weight-transport distributed needs separate slots, not --colocate; use tensor or disk"
-        )
-    if transport == "tensor" and args.placement == "disaggregate":
-        raise OptionError("--update-weight-transport tensor needs --colocate; use distributed or disk")
-    if args.custom_update_weight_post_write_path is not None and args.update_weight_transport != "disk":
-        raise OptionError(
-            "--custom-update-weight-post-write-path needs --update-weight-transport disk: "
-            f"{args.update_weight_transport} writes no files"
-        )
+    args.update_weight_transport = transport or ("tensor" if args.placement == "colocate" else "distributed")
     if args.update_weight_transport == "disk":
         directory = args.update_weight_disk_dir or os.path.join(args.run_dir, "weights")
         args.update_weight_disk_dir = os.path.abspath(os.path.expanduser(directory))

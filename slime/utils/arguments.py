@@ -12,11 +12,10 @@ from typing import Any
 
 from slime.options import megatron, sglang
 from slime.options.algorithm import AlgorithmOptions, CorrectionOptions, CriticOptions
-from slime.options.asynchronous import AsyncOptions, derive_async
+from slime.options.asynchronous import AsyncOptions
 from slime.options.checkpoint import CheckpointOptions, SavedModel
 from slime.options.checkpoint_rules import check_saved_adapters
 from slime.options.cluster import ClusterOptions, DeadlineOptions, WeightUpdateOptions
-from slime.options.collection import check_collection
 from slime.options.data import BatchOptions, DataOptions
 from slime.options.debug import DebugOptions
 from slime.options.describe import describe_changed, describe_groups
@@ -26,7 +25,7 @@ from slime.options.help import MOST_USED, HelpAction
 from slime.options.hooks import HookOptions
 from slime.options.installed import InstalledFlagsError, start_reading
 from slime.options.layout import check_layout
-from slime.options.lora import LoraOptions, derive_lora, settle_lora_sync
+from slime.options.lora import LoraOptions, settle_lora_sync
 from slime.options.model import (
     apply_shape,
     check_engines,
@@ -289,12 +288,12 @@ def _resolve(args: argparse.Namespace, values: Mapping[str, Any], asynchronous: 
     args.sglang_router_ip = args.sglang_router_port = args.sglang_router_api_key = None  # known once the router runs
     args.sglang_model_routers = {}
     load_hooks(args, given, GROUPS)
-    derive_lora(args)
+    if args.lora_rank is not None:
+        args.lora_alpha = args.lora_alpha or 2.0 * args.lora_rank
+        args.lora_target_modules = args.lora_target_modules or ["all-linear"]
     args.asynchronous = asynchronous
     reasons = Reasons()
     resumed = derive_all(args, warnings, reasons)
-    reasons.of(derive_async, args, given, warnings)
-    reasons.of(check_collection, args, given)
     reasons.of(load_evaluation_hooks, args)
     reasons.of(check_evaluation_hook, args, given)
     reasons.of(_check_reward_names, args)
@@ -304,7 +303,7 @@ def _resolve(args: argparse.Namespace, values: Mapping[str, Any], asynchronous: 
     reasons.of(_find_model, args, is_local)
     reasons.of(find_reward_model, args)
     reasons.of(take_shape, args, given, warnings)
-    reasons.of(check_heads_training, args, given, warnings)
+    reasons.of(check_heads_training, args, warnings)
     reasons.of(check_quantization, args)
     reasons.of(limit_prompts, args)
     if args.placement != "rollout_only":
@@ -376,10 +375,6 @@ def _check_lora(args: argparse.Namespace, resumed: SavedModel | None) -> None:
             "--expert-tensor-parallel-size 1, or name layers of attention only"
         )
     args.lora_modules = adapters.last_names(adapters.module_names(family, shape, targets))
-    if args.moe_shared_expert_overlap:
-        raise OptionError("--moe-shared-expert-overlap cannot be used with --lora-rank: drop it")
-    if args.moe_router_bias_update_rate:
-        raise OptionError("--moe-router-bias-update-rate changes what --lora-rank freezes: drop it")
 
 
 def _check_weight_files(args: argparse.Namespace, resumed: SavedModel | None, *, downloaded: bool) -> None:

@@ -215,7 +215,7 @@ def test_functions_in_a_bare_file(name: str, function: str, directory: Path) -> 
         (f"{PPO} --save ckpt --critic-save ./ckpt/", "is --save: actor and critic would overwrite each other"),
         ("--lr-warmup-fraction 0.1 --lr-warmup-iters 3", "--lr-warmup-fraction 0.1 and --lr-warmup-iters 3 exclude"),
         (f"{PPO} --critic-lr 1e-8 --min-lr 1e-7", "--min-lr 1e-07 is above --critic-lr 1e-08"),
-        ("--advantage-estimator cispo --eps-clip-c 2", "--eps-clip-c 2.0 has no effect with --advantage-estimator cispo"),
+        ("--advantage-estimator cispo --eps-clip-c 2", "--eps-clip-c 2.0 has no effect with --advantage-estimator"),
         *((f"--loss-type sft_loss {flag}", f"{flag} has no effect without --loss-type policy_loss")
           for flag in ("--use-rollout-logprobs", "--use-tis", "--use-rs", "--use-opsm")),
         *((f"--loss-type sft_loss --use-kl-loss {words}", f"{words} has no effect with --loss-type sft_loss: drop it")

@@ -54,7 +54,7 @@ def test_engines_without_slots_are_not_advised_to_share(capsys: pytest.CaptureFi
     "words", ["--update-weights-interval 2", "--async-buffer-size 1", "--max-weight-staleness 0"], ids=str.split
 )
 def test_train_py_refuses_what_it_cannot_do(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert failure(capsys, words).startswith(f"{words.split()[0]} is of train_async.py: train.py pushes weights")
+    assert failure(capsys, words).startswith(f"{words} is of train_async.py: train.py pushes weights")
     assert failure(capsys, FULLY_ASYNC) == f"{FULLY_ASYNC} generates while the trainer trains: use train_async.py"
 
 
@@ -76,7 +76,7 @@ def test_a_push_is_due_before_samples_are_too_old(capsys: pytest.CaptureFixture[
         ("--max-weight-staleness -1", "must be at least 0"),
         (f"{FULLY_ASYNC} --max-weight-staleness 0", f"{FULLY_ASYNC} generates ahead: give --max-weight-staleness 1"),
         (f"{FULLY_ASYNC} --rm-type dapo", "--rm-type dapo: --reward-key is missing"),
-        (f"{FULLY_ASYNC} --over-sampling-batch-size 8", "would not heed --over-sampling-batch-size: drop it"),
+        (f"{FULLY_ASYNC} --over-sampling-batch-size 8", "would not heed --over-sampling-batch-size 8: drop it"),
     ],
 )
 def test_what_cannot_be(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:

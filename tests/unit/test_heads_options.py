@@ -78,7 +78,7 @@ def test_engines_that_draft_by_the_heads_are_given_them(directory: Path, capsys:
         (f"{TRAINS} --mtp-num-layers 2", "", "--mtp-num-layers is 2, config.json means 1"),
         (f"{TRAINS} --mtp-num-layers 0", "", "--mtp-num-layers is 0, config.json means 1"),
         ("--hf-checkpoint mimo --mtp-num-layers 2", "", "--mtp-num-layers is 2, config.json means 1"),
-        ("--mtp-loss-scaling-factor 0.1", "", "--mtp-loss-scaling-factor needs --enable-mtp-training"),
+        ("--mtp-loss-scaling-factor 0.1", "", "--mtp-loss-scaling-factor 0.1 needs --enable-mtp-training"),
         (f"{TRAINS} --mtp-num-layers 2 --allow-config-mismatch", "", "trains all 1 heads of config.json"),
         (f"{TRAINS} --lora-rank 4", "", "--enable-mtp-training cannot be used with --lora-rank"),
         (

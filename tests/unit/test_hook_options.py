@@ -72,7 +72,9 @@ def test_help_names_the_signature_that_is_checked() -> None:
 
 def test_a_hook_of_the_disk_transport(directory: Path, fails: Fails) -> None:
     (directory / "mine.py").write_text("def post_write(args, version_dir, rollout_engines): pass\n")
-    expected = "--custom-update-weight-post-write-path needs --update-weight-transport disk: tensor writes no files"
+    expected = (
+        "--custom-update-weight-post-write-path needs --update-weight-transport disk: no other transport writes files"
+    )
     assert fails(f"--custom-update-weight-post-write-path {directory}/mine.py") == expected
 
 
@@ -91,7 +93,7 @@ def test_dump_details_is_both_templates(directory: Path) -> None:
         ("--save-debug-train-data {step}", "only {rollout_id} and {rank} are filled in, and braces of its own are"),
         ("--save-debug-rollout-data {rollout_id}{rank}", "only {rollout_id} is filled in, and braces of its own are"),
         (REPLAY + "--save-debug-rollout-data d/{rollout_id}.pt", "--save-debug-rollout-data and --load-debug-rollout-"),
-        (REPLAY + "--num-epoch 1", "--load-debug-rollout-data needs --num-rollout: there are no epochs of recorded"),
+        (REPLAY + "--num-epoch 1", "{rollout_id}.pt needs --num-rollout: there are no epochs of recorded"),
         ("--load-debug-rollout-data-subsample 0.5", "--load-debug-rollout-data-subsample 0.5 needs --load-debug-"),
         (REPLAY + "--load-debug-rollout-data-subsample 0", "must be above 0, not 0"),
         (REPLAY + "--load-debug-rollout-data-subsample 1.5", "must be at most 1, not 1.5"),

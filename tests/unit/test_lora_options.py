@@ -40,9 +40,9 @@ def test_defaults_follow_from_the_rank_and_the_reference_is_free(directory: Path
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--lora-alpha 4", "--lora-alpha needs --lora-rank"),
-        ("--lora-target-modules q_proj", "--lora-target-modules needs --lora-rank"),
-        ("--save-lora adapters --save-interval 1", "--save-lora needs --lora-rank"),
+        ("--lora-alpha 4", "--lora-alpha 4.0 needs --lora-rank"),
+        ("--lora-target-modules q_proj", "--lora-target-modules q_proj needs --lora-rank"),
+        ("--save-lora adapters --save-interval 1", "--save-lora adapters needs --lora-rank"),
         ("--lora-rank 0", "argument --lora-rank: must be at least 1, not 0"),
         (
             "--lora-rank 8 --lora-target-modules q_proj query",
@@ -55,7 +55,7 @@ def test_defaults_follow_from_the_rank_and_the_reference_is_free(directory: Path
         ),
         (
             "--hf-checkpoint moe --lora-rank 8 --moe-router-bias-update-rate 0.001",
-            "--moe-router-bias-update-rate changes what --lora-rank freezes: drop it",
+            "--moe-router-bias-update-rate 0.001 changes what --lora-rank 8 freezes: drop it",
         ),
         (
             "--lora-rank 8 --hf-checkpoint latent --lora-target-modules q_proj",
