@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+import glob
+import os
+import re
+from argparse import Namespace
 from dataclasses import dataclass
+from string import Formatter
 from typing import Literal
 
+from slime.options.checkpoint import find_checkpoint, same_place
+from slime.options.errors import OptionError
 from slime.options.rules import Rule
-from slime.options.schema import option
+from slime.options.schema import flag_named, option
+
+_TEMPLATES: dict[str, tuple[str, ...]] = {
+    "save_hf": (),
+    "save_lora": (),
+    "load_debug_rollout_data": (),
+    "save_debug_rollout_data": ("rollout_id",),
+    "save_debug_train_data": ("rollout_id", "rank"),
+}
+"""Options that are paths with places for numbers, and which of these must be in them, since every file is kept."""
+_DUMPS = ("save_debug_rollout_data", "save_debug_train_data")
+_NUMBERS = {"rollout_id": r"(?:eval_)? *(\d+)", "rank": r" *\d+"}
+_WIDTH = re.compile(r"([ 0]?>)?0?\d{0,2}d?")
+"""How a number may be written: filled up with zeros or blanks in front."""
 
 
 def kept_groups(groups: int, share: float | None) -> list[int]:
@@ -77,3 +97,104 @@ RULES = (
     Rule("load_debug_rollout_data_subsample", "needs", "load_debug_rollout_data"),
     Rule("profile_step_start", "is not before", "profile_step_end", when="profile_target"),
 )
+
+
+def derive_subsample(args: Namespace) -> None:
+    """Of recorded rollouts, fewer groups in as many steps."""
+    share = args.load_debug_rollout_data_subsample
+    if share is None:
+        return
+    flag = f"--load-debug-rollout-data-subsample {share}"
+    groups, steps = len(kept_groups(args.rollout_batch_size, share)), args.num_steps_per_rollout
+    kept = groups * args.n_samples_per_prompt
+    if kept % steps:
+        raise OptionError(
+            f"{flag} keeps {groups} of --rollout-batch-size {args.rollout_batch_size} groups, whose {kept} samples are "
+            f"no multiple of the {steps} steps of a rollout (--num-steps-per-rollout, --global-batch-size)"
+        )
+    args.global_batch_size = kept // steps
+
+
+def check_profile(args: Namespace) -> None:
+    """Parts within each other cannot be recorded at once, and no rollouts are no recording."""
+    targets = args.profile_target or []
+    if "train_overall" in targets and len(targets) > 1:
+        raise OptionError(f"--profile-target {' '.join(targets)}: train_overall has all of them")
+
+
+def derive_templates(args: Namespace) -> None:
+    """Absolute paths with the places that they need, those of ``--dump-details`` too."""
+    if args.dump_details is not None:
+        directory = args.dump_details.replace("{", "{{").replace("}", "}}")
+        args.save_debug_rollout_data = args.save_debug_rollout_data or f"{directory}/rollout_data/{{rollout_id}}.pt"
+        args.save_debug_train_data = args.save_debug_train_data or f"{directory}/train_data/{{rollout_id}}_{{rank}}.pt"
+    for name, needed in _TEMPLATES.items():
+        template = getattr(args, name)
+        if template is None:
+            continue
+        there = _places(f"{flag_named(name)} {template}", template, tuple(dict.fromkeys(("rollout_id", *needed))))
+        missing = [place for place in needed if place not in there]
+        if missing:  # every file is kept: upstream's forms without these are taken, and get them at the end
+            stem, suffix = os.path.splitext(template)
+            template = stem + "".join(f"_{{{place}}}" for place in missing) + suffix
+        setattr(args, name, os.path.abspath(os.path.expanduser(template)))
+        _check_dumps(args, name)
+    if args.load_debug_rollout_data is not None and args.save_debug_rollout_data == args.load_debug_rollout_data:
+        raise OptionError(
+            "--save-debug-rollout-data and --load-debug-rollout-data are the same files: "
+            + args.load_debug_rollout_data
+        )
+
+
+def _places(where: str, template: str, known: tuple[str, ...]) -> set[str]:
+    """The places of a template that are filled in.
+
+    Raises:
+        OptionError: braces that are none, or a number written in a way that does not keep it whole, or that no name of
+            a file has room for.
+    """
+    names = " and ".join(f"{{{place}}}" for place in known)
+    verb = "is" if len(known) == 1 else "are"
+    only = f"{where}: only {names} {verb} filled in, and braces of its own are doubled"
+    try:
+        places = [(name, spec, how) for _, name, spec, how in Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise OptionError(f"{only}: {error}") from error
+    for name, spec, how in places:
+        if name not in known:
+            raise OptionError(f"{only}: {{{name}}}")
+        if how or not _WIDTH.fullmatch(spec or ""):
+            written = f"{{{name}{f'!{how}' if how else ''}{f':{spec}' if spec else ''}}}"
+            raise OptionError(f"{where}: {written}: write {{{name}}}, or {{{name}:06d}} for six digits, at most 99")
+    return {name for name, _, _ in places}
+
+
+def _check_dumps(args: Namespace, name: str) -> None:
+    """Refuse to write over dumps of another run; one that is resumed goes on with its own.
+
+    One that saves where it loads from, and ended before it had saved anything, begins anew by the same command.
+    """
+    if name not in _DUMPS or _goes_on(args):
+        return
+    template, first = getattr(args, name), args.start_rollout_id or 0
+    pieces = [(glob.escape(text), re.escape(text), field) for text, field, _, _ in Formatter().parse(template)]
+    taken = re.compile("".join(text + _NUMBERS.get(field or "", "") for _, text, field in pieces))
+    files = glob.glob("".join(text + ("*" if field else "") for text, _, field in pieces))
+    # The same number in every place, each in the form that it has there.
+    numbers = {file: set(map(int, found.groups())) for file in files if (found := taken.fullmatch(file))}
+    earlier = sorted(file for file, several in numbers.items() if len(several) == 1 and min(several) >= first)
+    if earlier:
+        given = "--dump-details" if args.dump_details and template.startswith(args.dump_details) else flag_named(name)
+        raise OptionError(
+            f"{given}: {earlier[0]} is there, {len(earlier)} of an earlier run that would be overwritten: name another "
+            "place, move them away, or resume that run by --load"
+        )
+
+
+def _goes_on(args: Namespace) -> bool:
+    """Whether a run is resumed, or is begun again where it was to be resumed from."""
+    if args.load is None:
+        return False
+    return find_checkpoint(args.load) is not None or (
+        os.path.isdir(os.path.expanduser(args.load)) and same_place(args.load, args.save)
+    )

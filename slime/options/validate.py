@@ -12,7 +12,7 @@ from slime.options.algorithm import derive_algorithm
 from slime.options.asynchronous import check_staleness
 from slime.options.checkpoint import SavedModel
 from slime.options.checkpoint_rules import derive_checkpoints, load_release
-from slime.options.debug_rules import check_profile, derive_subsample, derive_templates
+from slime.options.debug import check_profile, derive_subsample, derive_templates
 from slime.options.errors import OptionError, Reasons
 from slime.options.eval_datasets import CONFIG, PAIRS, data_file, eval_datasets
 from slime.options.export_rules import check_exports

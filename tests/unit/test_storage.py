@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from slime.observability.metrics import MetricsLogger
-from slime.options.debug_rules import derive_templates
+from slime.options.debug import derive_templates
 from slime.options.errors import OptionError
 from slime.ray import driver, room
 from slime.utils import aside, storage
