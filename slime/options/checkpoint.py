@@ -103,7 +103,7 @@ def saved_model(directory: Path) -> SavedModel:
 
     try:
         common = torch.load(directory / "common.pt", map_location="cpu", weights_only=True)
-    except OSError:  # `slime.utils.weight_check` says what is missing
+    except OSError:  # `slime.convert.weight_check` says what is missing
         return SavedModel(directory)
     except Exception:  # what torch did not write plainly fails in many ways
         return SavedModel(directory, of_a_run=False)

@@ -11,7 +11,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from slime.options.checkpoint import find_checkpoint, has_checkpoint, is_torch_dist
+from slime.options.checkpoint import find_checkpoint, is_torch_dist
 from slime.options.errors import OptionError
 from slime.options.megatron_names import flag_saying
 from slime.options.patterns import written_pattern
@@ -42,37 +42,6 @@ def model_directory(checkpoint: str, *, with_weights: bool, flag: str = "--hf-ch
     if not (directory / "config.json").is_file():
         raise OptionError(f"{flag} {checkpoint}: there is no config.json in it")
     return str(directory.resolve())
-
-
-def check_weights(args: Namespace) -> None:
-    """Refuse model directories without the weights that engines or trainers will load from them.
-
-    Raises:
-        OptionError: ``--hf-checkpoint`` or ``--ref-load`` holds none.
-    """
-    if args.random_weights:
-        return
-    trains = args.placement != "rollout_only"
-    source = args.ref_load if trains else None
-    if source is not None and not (has_weights(source) or has_checkpoint(source) or is_torch_dist(source)):
-        raise OptionError(f"--ref-load {source}: there are neither *.safetensors nor a checkpoint in it")
-    resumes = args.load is not None and has_checkpoint(args.load)
-    trainer_reads = source is None and trains_from_weights(args, resumes=resumes)
-    if (trainer_reads or engines_read_weights(args)) and not has_weights(args.hf_checkpoint):
-        raise OptionError(f"--hf-checkpoint {args.hf_checkpoint}: there are no *.safetensors in it")
-
-
-def trains_from_weights(args: Namespace, *, resumes: bool) -> bool:
-    """Whether trainers read the weights of ``--ref-load`` or ``--hf-checkpoint``; those of a run that is resumed do for
-    the reference, and for what adapters are added to."""
-    starts = not resumes or args.needs_reference or args.lora_rank is not None
-    return args.placement != "rollout_only" and not args.random_weights and starts
-
-
-def engines_read_weights(args: Namespace) -> bool:
-    """Whether engines start from the safetensors of ``--hf-checkpoint``."""
-    formats = ("auto", "safetensors")
-    return args.num_engines > 0 and not args.random_weights and getattr(args, "sglang_load_format", "auto") in formats
 
 
 def check_quantization(args: Namespace) -> None:
@@ -118,7 +87,7 @@ def _is_block_float8(quantization: dict[str, Any]) -> bool:
     return found == ("fp8", "dynamic", "e4m3") and isinstance(blocks, list) and len(blocks) == 2
 
 
-def has_weights(directory: str) -> bool:
+def has_weights(directory: str | Path) -> bool:
     """Whether there are weights in Hugging Face's format."""
     return any(Path(directory).glob("*.safetensors"))
 

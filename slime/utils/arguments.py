@@ -30,7 +30,6 @@ from slime.options.model import (
     apply_shape,
     check_engines,
     check_quantization,
-    check_weights,
     config_of_engines,
     model_directory,
     take_rotary_factor,
@@ -300,7 +299,9 @@ def _resolve(args: argparse.Namespace, values: Mapping[str, Any], asynchronous: 
     is_local = os.path.isdir(os.path.expanduser(args.hf_checkpoint))
     if not is_local:
         reasons.end()  # before anything is downloaded
-    reasons.of(_find_model, args, is_local)
+    with_weights = not args.dry_run
+    found = reasons.of(partial(model_directory, with_weights=with_weights), args.hf_checkpoint)
+    args.hf_checkpoint = found or args.hf_checkpoint
     reasons.of(find_reward_model, args)
     reasons.of(take_shape, args, given, warnings)
     reasons.of(check_heads_training, args, warnings)
@@ -313,14 +314,10 @@ def _resolve(args: argparse.Namespace, values: Mapping[str, Any], asynchronous: 
         reasons.of(_check_lora, args, resumed)
     reasons.of(settle_lora_sync, args, given, warnings)
     reasons.end()
-    _check_weight_files(args, resumed, downloaded=is_local or not args.dry_run)
+    from slime.convert.weight_check import check_weight_files  # which imports torch
+
+    check_weight_files(args, resumed, downloaded=is_local or not args.dry_run)
     return warnings
-
-
-def _find_model(args: argparse.Namespace, is_local: bool) -> None:
-    args.hf_checkpoint = model_directory(args.hf_checkpoint, with_weights=not args.dry_run)
-    if is_local or not args.dry_run:
-        check_weights(args)
 
 
 def take_shape(args: argparse.Namespace, given: set[str], warnings: list[str]) -> None:
@@ -375,12 +372,6 @@ def _check_lora(args: argparse.Namespace, resumed: SavedModel | None) -> None:
             "--expert-tensor-parallel-size 1, or name layers of attention only"
         )
     args.lora_modules = adapters.last_names(adapters.module_names(family, shape, targets))
-
-
-def _check_weight_files(args: argparse.Namespace, resumed: SavedModel | None, *, downloaded: bool) -> None:
-    from slime.utils.weight_check import check_weight_files
-
-    check_weight_files(args, resumed, downloaded=downloaded)
 
 
 def _check_reward_names(args: argparse.Namespace) -> None:

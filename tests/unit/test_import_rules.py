@@ -54,11 +54,13 @@ RULES = (
     Rule("slime.observability", ("slime.utils",)),
     Rule("slime.utils", ("slime.utils",)),
     Rule("slime.utils.types", ("slime.data",)),
-    Rule("slime.utils.arguments", ("slime.utils", "slime.options", "slime.models", "slime.rollout.reward")),
+    Rule(
+        "slime.utils.arguments",
+        ("slime.utils", "slime.options", "slime.models", "slime.rollout.reward", "slime.convert.weight_check"),
+    ),
     # The driver reads its command line before it joins a Ray, with which its submitter has left a part of it.
     Rule("slime.utils.job_flags", ("slime.utils",), lazily=("ray._raylet.GcsClient", "ray.exceptions.RayError")),
     Rule("slime.utils.hook_paths", ("slime.utils", "slime.options", "slime.data")),
-    Rule("slime.utils.weight_check", ("slime.utils", "slime.options", "slime.models", "slime.convert")),
     Rule("slime.utils.external_utils", ("slime.utils", "slime.options", "slime.backends.sglang.process")),
     Rule(
         "slime.rollout",

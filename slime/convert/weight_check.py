@@ -8,20 +8,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from slime.convert.stored import METADATA, StoredTensors
+from slime.convert.torch_dist_to_hf import locate_all, plan, specs_of, unused
 from slime.models import Family, family_of, hf_config, shape_from_hf, weight_shape
 from slime.models.adapters import adapter_family, targeted_sources
 from slime.models.family import ADAPTER_MARK, MODEL_PREFIXES, VALUE_HEAD_KEY, Row, check_names, holds_heads
-from slime.options.checkpoint import LATEST, SavedModel, find_checkpoint, is_torch_dist, same_place
+from slime.options.checkpoint import LATEST, SavedModel, find_checkpoint, has_checkpoint, is_torch_dist, same_place
 from slime.options.errors import OptionError
-from slime.options.model import engines_read_weights, has_weights, trains_from_weights
+from slime.options.model import has_weights
 from slime.utils.block_scaled import SCALE_END, block_sizes, num_blocks
 from slime.utils.errors import BadInputError, some
 from slime.utils.hf_headers import Header, read_engine_headers, read_headers
-
-if TYPE_CHECKING:
-    from slime.convert.stored import StoredTensors
 
 Headers = Mapping[str, Header]
 
@@ -50,20 +49,29 @@ def check_weight_files(args: Namespace, resumed: SavedModel | None, *, downloade
     Raises:
         OptionError: naming the flag, and the file or the tensor.
     """
-    starts = trains_from_weights(args, resumes=resumed is not None)
-    own, ref = Path(args.hf_checkpoint), args.ref_load
+    trains, own, ref = args.placement != "rollout_only", Path(args.hf_checkpoint), args.ref_load
+    # Those of a run that is resumed are read for the reference, and for what adapters are added to.
+    starts = trains and not args.random_weights
+    starts = starts and (resumed is None or args.needs_reference or args.lora_rank is not None)
+    serves = args.num_engines > 0 and not args.random_weights
+    serves = serves and getattr(args, "sglang_load_format", "auto") in ("auto", "safetensors")
+    if trains and ref is not None and not (has_weights(ref) or has_checkpoint(ref) or is_torch_dist(ref)):
+        raise OptionError(f"--ref-load {ref}: there are neither *.safetensors nor a checkpoint in it")
+    if downloaded and ((starts and ref is None) or serves) and not has_weights(own):
+        raise OptionError(f"--hf-checkpoint {own}: there are no *.safetensors in it")
     # What --load named is a checkpoint, even in the model's own directory.
     from_own = ref is None or (args.ref_load_flag != "--load" and same_place(ref, own))
     headers: Headers = {}
-    if downloaded and has_weights(args.hf_checkpoint):
+    if downloaded and has_weights(own):
         if starts and from_own:
             headers = _hf_weights("--hf-checkpoint", own, args, with_heads=args.enable_mtp_training)
-        elif engines_read_weights(args):
+        elif serves:
             with _named("--hf-checkpoint", own):
                 headers = read_engine_headers(own)
-    if args.placement == "rollout_only":
+    if not trains:
         return
-    model = _Model.of(args, headers)
+    config = hf_config(own)
+    model = _Model(config, family_of(config), headers)
     if starts and not from_own:
         _check_source(args.ref_load_flag, ref, args, model, with_heads=args.enable_mtp_training)
     if resumed is not None:
@@ -80,11 +88,6 @@ class _Model:
     family: Family
     headers: Headers
     """Of ``--hf-checkpoint``, as far as they were read."""
-
-    @classmethod
-    def of(cls, args: Namespace, headers: Headers) -> _Model:
-        config = hf_config(args.hf_checkpoint)
-        return cls(config, family_of(config), headers)
 
 
 @contextmanager
@@ -204,8 +207,6 @@ def _check_stored(flag: str, directory: Path, args: Namespace, model: _Model, *,
     Args:
         resumes: whether the run goes on from it: with ``--critic-load`` it must then be a critic's.
     """
-    from slime.convert.stored import METADATA, StoredTensors
-
     with _named(flag, directory):
         if not (directory / METADATA).is_file():
             if not any(directory.glob("*.distcp")):
@@ -232,8 +233,6 @@ def _check_stored(flag: str, directory: Path, args: Namespace, model: _Model, *,
 
 
 def _check_stored_model(stored: StoredTensors, args: Namespace, model: _Model, *, is_critic: bool) -> None:
-    from slime.convert.torch_dist_to_hf import locate_all, plan, specs_of, unused
-
     family, has_heads = model.family, holds_heads(stored)
     shape = weight_shape(model.config, with_heads=has_heads)
     located, missing = locate_all(stored, family, shape)
