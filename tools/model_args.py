@@ -24,7 +24,7 @@ from slime.utils.installation import check_installation
 check_installation()
 
 from slime.options import megatron  # noqa: E402
-from slime.options.installed import InstalledFlagsError, start_reading  # noqa: E402
+from slime.options.installed import InstalledFlagsError, PendingFlags  # noqa: E402
 from slime.options.model import contradictions, model_directory, take_rotary_factor  # noqa: E402
 from slime.options.parser import StrictParser  # noqa: E402
 from slime.options.patterns import written_pattern  # noqa: E402
@@ -166,7 +166,7 @@ def flags_of(file: Path) -> dict[str, Any]:
 def _megatron_flags() -> tuple[StrictParser, dict[str, Any]]:
     """The parser of the flags that a model script may have, and their defaults."""
     parser = StrictParser(prog=Path(sys.argv[0]).name)
-    with start_reading(megatron.PACKAGE, megatron.READER) as fields:
+    with PendingFlags(megatron.PACKAGE, megatron.READER) as fields:
         megatron.add_megatron_flags(parser, fields, set())
     return parser, parser.split_defaults()
 

@@ -12,7 +12,7 @@ from typing import Any
 from slime.options import megatron
 from slime.options.errors import OptionError
 from slime.options.help import HelpAction
-from slime.options.installed import InstalledFlagsError, start_reading
+from slime.options.installed import InstalledFlagsError, PendingFlags
 from slime.options.model import has_weights, model_directory
 from slime.options.parser import StrictParser
 from slime.options.schema import add_options, option
@@ -65,7 +65,7 @@ def parse_model_args(description: str, argv: Sequence[str] | None = None) -> arg
     add_options(parser, ConversionOptions)
     own = {action.dest for action in parser._actions}
     try:
-        with start_reading(megatron.PACKAGE, megatron.READER) as fields:
+        with PendingFlags(megatron.PACKAGE, megatron.READER) as fields:
             megatron.add_megatron_flags(parser, fields, own)
         defaults = parser.split_defaults()
         given = parser.parse_set(words)

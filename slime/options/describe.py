@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from argparse import Namespace
+from collections.abc import Iterable
 from typing import Any
 
 import yaml
@@ -30,31 +31,30 @@ def describe_groups(args: Namespace, groups: tuple[type, ...]) -> str:
     sections["derived"] = {name: values.pop(name) for name in DERIVED if name in values}
     for group in groups:
         sections[_title(group)] = {field.name: values.pop(field.name, None) for field in dataclasses.fields(group)}
-    sections["sglang"] = {name: values.pop(name) for name in PASSED_ON}
-    sections["megatron and others"] = {
-        name: value for name, value in values.items() if not name.startswith(("sglang_", "router_"))
-    }
-    return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=120)
+    return _text(sections | _others(values, values))
 
 
 def describe_changed(args: Namespace, groups: tuple[type, ...]) -> str:
     """YAML: of each group what is not its default, given or worked out; of Megatron and others what was given."""
     values = {name: _plain(value) for name, value in vars(args).items()}
-    sections: dict[str, dict[str, Any]] = {}
+    sections = {}
     for group in groups:
-        fields = dataclasses.fields(group)
-        names = {field.name for field in fields}
-        changed = {f.name: values[f.name] for f in fields if values.get(f.name) != _plain(f.default)}
-        sections[_title(group)] = changed
-        values = {name: value for name, value in values.items() if name not in names}
-    sections["sglang"] = {name: values[name] for name in PASSED_ON if values[name]}
-    sections["megatron and others"] = {
-        name: values[name]
-        for name in args.given_options
-        if name in values and not name.startswith(("sglang_", "router_"))
-    }
-    kept = {title: section for title, section in sections.items() if section}
-    return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True, width=120)
+        own = {field.name: (values.pop(field.name, None), _plain(field.default)) for field in dataclasses.fields(group)}
+        sections[_title(group)] = {name: value for name, (value, default) in own.items() if value != default}
+    sections |= _others(values, args.given_options)
+    sections["sglang"] = {name: value for name, value in sections["sglang"].items() if value}
+    return _text({title: section for title, section in sections.items() if section})
+
+
+def _others(values: dict[str, Any], names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """What was passed on, and of what no group declares the values of these names."""
+    passed = {name: values.pop(name) for name in PASSED_ON}
+    rest = {name: values[name] for name in names if name in values and not name.startswith(("sglang_", "router_"))}
+    return {"sglang": passed, "megatron and others": rest}
+
+
+def _text(sections: dict[str, dict[str, Any]]) -> str:
+    return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=120)
 
 
 def _title(group: type) -> str:

@@ -38,17 +38,13 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def start_reading(package: str, code: str) -> PendingFlags:
-    """Begin to read a package's flags, from the cache or by running ``code`` in a new Python process.
+class PendingFlags:
+    """A package's flags, read from the cache or by running ``code`` in a new Python process; `result` waits for them,
+    and leaving the ``with`` block ends a reading in progress.
 
     ``code`` gets a path as ``sys.argv[1]`` and writes a JSON list there. Several packages are read at the same time
     when all are started before the first result is asked for. A package that is not installed has no flags.
     """
-    return PendingFlags(package, code)
-
-
-class PendingFlags:
-    """Flags that are being read; `result` waits for them, and leaving the ``with`` block ends a reading in progress."""
 
     def __init__(self, package: str, code: str) -> None:
         self._package = package

@@ -10,20 +10,11 @@ from typing import Any, Literal
 
 from slime.options.checkpoint import same_place
 from slime.options.errors import OptionError
-from slime.options.rules import Rule
+from slime.options.rules import Rule, check
 from slime.options.schema import flag_named, option
 
 _OURS = "slime.rollout."
 _OWN_GENERATION = ("custom_generate_function_path", "rollout_function_path", "eval_function_path")
-_OTHER_WAYS = (
-    *("update_weight_transport", "update_weight_disk_dir", "update_weight_disk_keep_files"),
-    "custom_update_weight_post_write_path",
-)
-_OTHER_BASE = ("sglang_load_format", "sglang_custom_weight_loader", "sglang_torchao_config")
-_SET_BY_SLIME = {
-    *("sglang_enable_lora", "sglang_max_lora_rank", "sglang_lora_target_modules", "sglang_lora_paths"),
-    *("sglang_max_loras_per_batch", "sglang_max_loaded_loras"),
-}
 _MLP = frozenset({"gate_proj", "up_proj", "gate_up_proj", "down_proj"})
 
 
@@ -112,61 +103,77 @@ def check_base(directory: str | Path, saved: Mapping[str, str] | None, own: Mapp
         )
 
 
-def settle_lora_sync(args: Namespace, given: Set[str], warnings: list[str]) -> None:
-    """Refuse what an engine that is given adapters alone would not do, or do by other weights than the trainer's; with
-    ``--lora-sync auto`` push merged weights then. Where all weights are pushed, refuse an engine with adapters of its
-    own.
+_NOT = "cannot be used with --lora-sync adapter"
+ADAPTER_SYNC = (
+    Rule("placement=rollout_only", _NOT, why=": there is no trainer whose adapters engines could have"),
+    Rule("random_weights", _NOT, why=": engines have other random weights than the trainer"),
+    Rule(
+        "@update_weight_transport @update_weight_disk_dir update_weight_disk_keep_files "
+        "custom_update_weight_post_write_path",
+        _NOT,
+        why=": adapters go to every engine by HTTP: drop it",
+    ),
+    Rule(
+        "@sglang_enable_lora @sglang_max_lora_rank @sglang_lora_target_modules @sglang_lora_paths "
+        "@sglang_max_loras_per_batch @sglang_max_loaded_loras",
+        _NOT,
+        why=": slime sets it from --lora-rank and --lora-target-modules: drop it",
+    ),
+    Rule(
+        "sglang_load_format!=auto|safetensors|None sglang_custom_weight_loader sglang_torchao_config",
+        _NOT,
+        why=": engines would add adapters to other weights than the trainer's: drop it",
+    ),
+    Rule("sglang_speculative_algorithm!=None|NGRAM", _NOT, why=": SGLang has no adapters with it: drop it"),
+    Rule("sglang_tokenizer_worker_num>1", _NOT, why=": only one of them would know the adapters: drop it"),
+)
+"""What an engine that is given adapters alone would not do, or do by other weights than the trainer's."""
+
+MERGED_SYNC = (
+    Rule(
+        "sglang_enable_lora sglang_lora_paths",
+        ": SGLang does not find weights that are pushed to layers with adapters: drop it (--lora-rank with --lora-sync "
+        "adapter sets it by itself)",
+        when="lora_sync=merged placement=colocate|disaggregate",
+    ),
+)
+
+
+def settle_lora_sync(args: Namespace, warnings: list[str]) -> None:
+    """Refuse engines that would not serve what a push carries; with ``--lora-sync auto`` push merged weights then.
 
     Args:
         args: complete, with the model's shape. ``lora_sync`` becomes ``merged`` or ``adapter``.
-        given: the attributes that flags or YAML set.
         warnings: where the reason for merged weights goes.
 
     Raises:
         OptionError: naming both flags.
     """
-    obstacle = next(_against_adapter_sync(args, given), None) if args.lora_sync != "merged" else None
-    if obstacle is not None:
-        what, why = obstacle
-        if args.lora_sync == "adapter":
-            raise OptionError(f"{what} cannot be used with --lora-sync adapter: {why}; or use --lora-sync merged")
-        warnings.append(f"--lora-sync auto pushes merged weights: {what} cannot be used with adapters alone: {why}")
-        args.lora_sync = "merged"
-    if args.lora_sync == "merged":
-        for name in ("sglang_enable_lora", "sglang_lora_paths"):
-            if getattr(args, name, None) and args.placement in ("colocate", "disaggregate"):
-                raise OptionError(
-                    f"{flag_named(name)}: SGLang does not find weights that are pushed to layers with adapters: drop "
-                    "it (--lora-rank with --lora-sync adapter sets it by itself)"
-                )
-    else:
-        args.lora_sync = "adapter"
+    if args.lora_sync != "merged":
+        rows = (sentence for rule in ADAPTER_SYNC if (sentence := rule.broken(args)))
+        computed = (f"{what} {_NOT}: {why}" for what, why in _against_adapter_sync(args))
+        obstacle = next(rows, None) or next(computed, None)
+        if obstacle is not None and args.lora_sync == "adapter":
+            raise OptionError(f"{obstacle}; or use --lora-sync merged")
+        if obstacle is not None:
+            warnings.append(f"--lora-sync auto pushes merged weights: {obstacle}")
+        args.lora_sync = "adapter" if obstacle is None else "merged"
+    check(args, MERGED_SYNC)
 
 
-def _against_adapter_sync(args: Namespace, given: Set[str]) -> Iterator[tuple[str, str]]:
-    """(what the user has chosen, why it does not go together), the first way out included."""
-    if args.placement == "rollout_only":
-        yield "--debug-rollout-only", "there is no trainer whose adapters engines could have"
+def _against_adapter_sync(args: Namespace) -> Iterator[tuple[str, str]]:
+    """(what the user has chosen, why it does not go together, the first way out included)."""
     if args.ref_load is not None and not same_place(args.ref_load, args.hf_checkpoint):
         yield (
             f"{args.ref_load_flag} {args.ref_load}",
-            ("adapters would be added to engines' own weights, those of --hf-checkpoint: name these weights there"),
+            "adapters would be added to engines' own weights, those of --hf-checkpoint: name these weights there",
         )
-    if args.random_weights:
-        yield "--random-weights", "engines have other random weights than the trainer"
-    for name in _OTHER_WAYS:
-        if name in given and getattr(args, name) not in (None, False):
-            yield flag_named(name), "adapters go to every engine by HTTP: drop it"
-    for name in sorted(given & _SET_BY_SLIME):
-        yield flag_named(name), "slime sets it from --lora-rank and --lora-target-modules: drop it"
-    for name in _OTHER_BASE:
-        value = getattr(args, name, None)
-        if value and value not in ("auto", "safetensors"):
-            yield (
-                f"{flag_named(name)} {value}",
-                "engines would add adapters to other weights than the trainer's: drop it",
-            )
-    yield from _own_requests(args)
+    # A user's own requests name no adapter, and SGLang answers such ones by the model without it.
+    own = {flag_named(name): getattr(args, name) for name in _OWN_GENERATION}
+    own |= {f"{d}: custom_generate_function_path": d.custom_generate_function_path for d in args.eval_datasets}
+    for where, path in own.items():
+        if path is not None and not path.startswith(_OURS):
+            yield f"{where} {path}", "its own requests would be answered without adapters"
     if args.num_experts and not _MLP.isdisjoint(args.lora_modules):
         yield (
             f"--lora-target-modules {' '.join(args.lora_target_modules)}",
@@ -176,12 +183,6 @@ def _against_adapter_sync(args: Namespace, given: Set[str]) -> Iterator[tuple[st
         yield from _latent_layers(set(args.lora_modules), args.q_lora_rank)
     if args.pushes_float8:
         yield f"the float8 of --hf-checkpoint {args.hf_checkpoint}", "it is not known to be right there"
-    speculative = getattr(args, "sglang_speculative_algorithm", None)
-    if speculative not in (None, "NGRAM"):
-        yield f"--sglang-speculative-algorithm {speculative}", "SGLang has no adapters with it: drop it"
-    workers = getattr(args, "sglang_tokenizer_worker_num", None) or 1
-    if workers > 1:
-        yield f"--sglang-tokenizer-worker-num {workers}", "only one of them would know the adapters: drop it"
 
 
 def _latent_layers(modules: Set[str], q_lora_rank: int | None) -> Iterator[tuple[str, str]]:
@@ -196,16 +197,3 @@ def _latent_layers(modules: Set[str], q_lora_rank: int | None) -> Iterator[tuple
             yield f"--lora-target-modules {name}", "SGLang looks for it in a fused layer that this model lacks: drop it"
     elif len({"q_a_proj", "kv_a_proj_with_mqa"} & modules) == 1:
         yield "--lora-target-modules q_a_proj or kv_a_proj_with_mqa alone", "SGLang has one layer of both: name both"
-
-
-def _own_requests(args: Namespace) -> Iterator[tuple[str, str]]:
-    """A user's own requests name no adapter, and SGLang answers such ones by the model without it."""
-    why = "its own requests would be answered without adapters"
-    for name in _OWN_GENERATION:
-        path = getattr(args, name)
-        if path is not None and not path.startswith(_OURS):
-            yield f"{flag_named(name)} {path}", why
-    for dataset in args.eval_datasets:
-        path = dataset.custom_generate_function_path
-        if path is not None and not path.startswith(_OURS):
-            yield f"{dataset}: custom_generate_function_path {path}", why

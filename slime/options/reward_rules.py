@@ -54,32 +54,30 @@ def has_own_source(args: Namespace) -> bool:
 
 def check_rewards(args: Namespace) -> None:
     """A reward for whoever needs one, which entry of a dict reward counts, and answers to compare with."""
-    generates = generates_itself(args.rollout_function_path) and args.placement != "train_only"
-    if generates and args.custom_rm_path is None:
-        if args.custom_reward_post_process_path is None and args.custom_convert_samples_to_train_data_path is None:
-            _reward_key(args, "reward_key", args.rm_type, f"--rm-type {args.rm_type}")
-        if args.label_key is None and not comes_before_reward(args):
-            _need_no_label(args.rm_type, f"--label-key is missing: --rm-type {args.rm_type}")
-    _url_of_reward(args, args.rm_type, "--rm-type")
-    if args.eval_interval is not None and generates_itself(args.eval_function_path):
-        for dataset in args.eval_datasets:
-            _reward_of_dataset(args, dataset)
-
-
-def _reward_of_dataset(args: Namespace, dataset: EvalDataset) -> None:
-    """As `check_rewards`; a dataset's own reward comes first."""
-    if dataset.custom_rm_path is not None or (args.custom_rm_path is not None and dataset.rm_type is None):
+    own_reward = args.custom_rm_path is not None
+    if generates_itself(args.rollout_function_path) and args.placement != "train_only" and not own_reward:
+        _need(args.rm_type, f"--rm-type {args.rm_type}", unmet_rewards(args, labelled=comes_before_reward(args)))
+    _need(args.rm_type, f"--rm-type {args.rm_type}", _unmet_url(args))
+    if args.eval_interval is None or not generates_itself(args.eval_function_path):
         return
-    where, rm_type = reward_of_dataset(args, dataset)
-    own_code = dataset.custom_generate_function_path or args.custom_generate_function_path
-    if rm_type is None:
-        if own_code or args.rollout_sample_hook_path or rows_may_name_rewards(dataset.path, dataset.metadata_key):
-            return  # own code may set the reward: a sample without one is an error of its own
-        raise OptionError(f"--eval-interval needs --rm-type or --custom-rm-path: {dataset} has no reward")
-    _url_of_reward(args, rm_type, where)
-    _reward_key(args, "eval_reward_key", rm_type, f"{where} {rm_type}")
-    if dataset.label_key is None and own_code is None and not args.rollout_sample_hook_path:
-        _need_no_label(rm_type, f"--eval-label-key is missing: {where} {rm_type}")
+    for dataset in args.eval_datasets:
+        if dataset.custom_rm_path is not None or (own_reward and dataset.rm_type is None):
+            continue
+        where, rm_type = reward_of_dataset(args, dataset)
+        own_code = dataset.custom_generate_function_path or args.custom_generate_function_path
+        # Own code may set the reward or the label, and rows the reward: a sample without one is an error of its own.
+        own_code = own_code or args.rollout_sample_hook_path
+        if rm_type is not None:
+            unmet = unmet_rewards(args, dataset, labelled=bool(own_code))
+            _need(rm_type, f"{where} {rm_type}", unmet)
+        elif not own_code and not rows_may_name_rewards(dataset.path, dataset.metadata_key):
+            raise OptionError(f"--eval-interval needs --rm-type or --custom-rm-path: {dataset} has no reward")
+
+
+def _need(rm_type: str | None, where: str, unmet: tuple[tuple[str, str], ...]) -> None:
+    """Refuse a reward that lacks something."""
+    if problem := dict(unmet).get((rm_type or "").removeprefix("boxed_")):
+        raise OptionError(f"{where} {problem}")
 
 
 def reward_of_dataset(args: Namespace, dataset: EvalDataset) -> tuple[str, str | None]:
@@ -99,53 +97,38 @@ def reward_of_dataset(args: Namespace, dataset: EvalDataset) -> tuple[str, str |
     return where, override
 
 
-def _reward_key(args: Namespace, name: str, rm_type: str | None, where: str) -> None:
-    key, keys = getattr(args, name), " or ".join(DAPO_REWARDS)
-    if rm_type in ("dapo", "boxed_dapo") and key not in DAPO_REWARDS:
-        given = "is missing" if key is None else f"{key} is no number in its reward"
-        raise OptionError(f"{where}: {flag_named(name)} {given}, use {keys}")
-
-
-def _need_no_label(rm_type: str | None, problem: str) -> None:
-    """Graders that compare need a column of expected answers; a user's own code may set labels itself."""
-    if (rm_type or "").removeprefix("boxed_") in NEEDS_LABEL:
-        raise OptionError(f"{problem} compares responses with the expected answers")
-
-
-def unmet_rewards(args: Namespace, dataset: EvalDataset | None = None) -> tuple[tuple[str, str], ...]:
+def unmet_rewards(
+    args: Namespace, dataset: EvalDataset | None = None, *, labelled: bool = False
+) -> tuple[tuple[str, str], ...]:
     """Built-in rewards that no row may name, each with what it lacks, to follow its name.
 
     Args:
         dataset: whose rows; default those of the training prompts.
+        labelled: whether a user's own code may set labels.
     """
     if args.debug_train_only:  # nothing is judged
         return ()
     of = "" if dataset is None else "eval_"
     own_code = args.custom_reward_post_process_path or args.custom_convert_samples_to_train_data_path
     unmet: dict[str, str] = {}
-    if getattr(args, f"{of}reward_key") not in DAPO_REWARDS and (of or not own_code):
-        flag = flag_named(f"{of}reward_key")
-        unmet["dapo"] = f"answers with an object: {flag} must be {' or '.join(DAPO_REWARDS)}"
-    if (dataset or args).label_key is None:
+    key = getattr(args, f"{of}reward_key")
+    if key not in DAPO_REWARDS and (of or not own_code):
+        given = "" if key is None else f", not {key}"
+        flag, keys = flag_named(f"{of}reward_key"), " or ".join(DAPO_REWARDS)
+        unmet["dapo"] = f"answers with an object: {flag} must be {keys}{given}"
+    if (dataset or args).label_key is None and not labelled:
         problem = f"compares responses with the expected answers: {flag_named(f'{of}label_key')} is missing"
         unmet |= dict.fromkeys(NEEDS_LABEL, problem)
-    if problem := _url_problem(args.rm_url):
-        unmet["remote_rm"] = problem
-    return tuple(unmet.items())
+    return (*unmet.items(), *_unmet_url(args))
 
 
-def _url_of_reward(args: Namespace, rm_type: str | None, where: str) -> None:
-    if (rm_type or "").removeprefix("boxed_") == "remote_rm" and (problem := _url_problem(args.rm_url)):
-        raise OptionError(f"{where} {rm_type} {problem}")
-
-
-def _url_problem(url: str | None) -> str:
+def _unmet_url(args: Namespace) -> tuple[tuple[str, str], ...]:
     """Why nothing could be asked at ``--rm-url``; it is not shown, as a password may be in it."""
-    if not url:
-        return "needs --rm-url"
+    if not args.rm_url:
+        return (("remote_rm", "needs --rm-url"),)
     try:
-        parts = urlsplit(url)
+        parts = urlsplit(args.rm_url)
         good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:  # of a port that is none, or half an IPv6 address
         good = False
-    return "" if good else "needs an address in --rm-url, such as http://judge.example:8000/score"
+    return () if good else (("remote_rm", "needs an address in --rm-url, such as http://judge.example:8000/score"),)

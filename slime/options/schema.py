@@ -26,7 +26,6 @@ def option(
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
-    below: float | None = None,
     bare: str | None = None,
 ) -> Any:
     """A dataclass field that becomes a flag.
@@ -40,7 +39,6 @@ def option(
         at_least: smallest allowed value.
         above: bound that the value must exceed.
         at_most: largest allowed value.
-        below: bound that the value must not reach.
         bare: what the flag without a word means; of a field that is one of several words.
     """
     metadata = {
@@ -51,7 +49,6 @@ def option(
         "at_least": at_least,
         "above": above,
         "at_most": at_most,
-        "below": below,
         "bare": bare,
     }
     return dataclasses.field(default=default, metadata=metadata)

@@ -28,15 +28,12 @@ def problem_of(value: Any) -> str | None:
     if isinstance(value, float):
         return None if math.isfinite(value) else f"must be a finite number, not {value}"
     if isinstance(value, int):
-        return None if value.bit_length() < _BITS else f"must be an integer of {_BITS} bits, not {_digits(value)}"
+        bits = value.bit_length()
+        return None if bits < _BITS else f"must be an integer of {_BITS} bits, not one of {bits}"
     if isinstance(value, Mapping):
         value = [*value.keys(), *value.values()]
     problems = (problem_of(each) for each in value) if isinstance(value, (list, tuple, set)) else ()
     return next((problem for problem in problems if problem), None)
-
-
-def _digits(value: int) -> str:
-    return f"one of {value.bit_length()}"
 
 
 def json_value(text: str) -> Any:

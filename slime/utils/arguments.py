@@ -23,7 +23,7 @@ from slime.options.errors import OptionError, Reasons
 from slime.options.eval import EvalOptions
 from slime.options.help import MOST_USED, HelpAction
 from slime.options.hooks import HookOptions
-from slime.options.installed import InstalledFlagsError, start_reading
+from slime.options.installed import InstalledFlagsError, PendingFlags
 from slime.options.layout import check_layout
 from slime.options.lora import LoraOptions, settle_lora_sync
 from slime.options.model import (
@@ -169,9 +169,9 @@ def assemble(
     own = {action.dest for action in parser._actions}
     _add_hook_flags(parser, words, yaml_values)
     with (
-        start_reading(megatron.PACKAGE, megatron.READER) as fields,
-        start_reading(sglang.ENGINE_PACKAGE, sglang.ENGINE_READER) as server,
-        start_reading(sglang.ROUTER_PACKAGE, sglang.ROUTER_READER) as router,
+        PendingFlags(megatron.PACKAGE, megatron.READER) as fields,
+        PendingFlags(sglang.ENGINE_PACKAGE, sglang.ENGINE_READER) as server,
+        PendingFlags(sglang.ROUTER_PACKAGE, sglang.ROUTER_READER) as router,
     ):
         megatron.add_megatron_flags(parser, fields, own)
         sglang.add_engine_flags(parser, server)
@@ -312,7 +312,7 @@ def _resolve(args: argparse.Namespace, values: Mapping[str, Any], asynchronous: 
         reasons.of(check_layout, args)
         warnings += reasons.of(unheeded, args, values) or []
         reasons.of(_check_lora, args, resumed)
-    reasons.of(settle_lora_sync, args, given, warnings)
+    reasons.of(settle_lora_sync, args, warnings)
     reasons.end()
     from slime.convert.weight_check import check_weight_files  # which imports torch
 

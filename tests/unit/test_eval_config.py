@@ -170,7 +170,10 @@ def test_datasets_with_rewards_of_their_own_need_no_label_and_no_reward_flag(par
         ("datasets: {a: {path: aime.jsonl, input_key: ''}}", "a: input_key is empty: drop it, or write null"),
         ("datasets: {a: {path: aime.jsonl, min_new_tokens: 17}}", "min_new_tokens 17 is more than max_response_len 16"),
         ("datasets: {a: {path: aime.jsonl, rm_type: maths}}", "eval.yaml: a: rm_type maths: there are dapo"),
-        ("datasets: {a: {path: aime.jsonl, rm_type: dapo}}", "a: rm_type dapo: --eval-reward-key is missing"),
+        (
+            "datasets: {a: {path: aime.jsonl, rm_type: dapo}}",
+            "a: rm_type dapo answers with an object: --eval-reward-key",
+        ),
         *(
             (f"datasets: {{a: {{path: aime.jsonl, metadata_overrides: {{rm_type: {name}}}}}}}", f"rm_type {problem}")
             for name, problem in {
@@ -219,7 +222,7 @@ def test_a_file_that_is_missing_a_name_in_both_sources_and_no_interval(
     assert "--eval-config eval.yaml: names 'a', and so does --eval-prompt-data" in both
     (directory / "eval.yaml").write_text("datasets: {a: {path: aime.jsonl, rm_type: f1}}")
     no_label = failure(capsys, f"{FLAGS} --loss-type sft_loss --n-samples-per-prompt 1", "--label-key --rm-type")
-    assert "--eval-label-key is missing: --eval-config eval.yaml: a: rm_type f1 compares" in no_label
+    assert "--eval-config eval.yaml: a: rm_type f1 compares responses" in no_label
     parse_args(command("--eval-config eval.yaml"))
     assert "warning: --eval-config has no effect without --eval-interval" in capsys.readouterr().err
     nothing = failure(capsys, "--num-rollout 0 --eval-config eval.yaml", "--num-rollout")

@@ -87,9 +87,13 @@ def test_conversations_are_not_cut_but_their_evaluation_is(parse: Parse) -> None
 @pytest.mark.parametrize(
     ("words", "without", "expected"),
     [
-        ("--rm-type f1", "--label-key", "--label-key is missing: --rm-type f1 compares responses with the expected"),
-        ("--rm-type boxed_math", "--label-key", "--label-key is missing: --rm-type boxed_math compares"),
-        (f"{SFT} {EVAL}", "--label-key", "--eval-label-key is missing: --rm-type math compares"),
+        ("--rm-type f1", "--label-key", "--rm-type f1 compares responses with the expected answers: --label-key is"),
+        ("--rm-type boxed_math", "--label-key", "--rm-type boxed_math compares responses with the expected"),
+        (
+            f"{SFT} {EVAL}",
+            "--label-key",
+            "--rm-type math compares responses with the expected answers: --eval-label",
+        ),
         ("--sglang-dp-size 2", "", "--sglang-dp-size 2 needs --sglang-enable-dp-attention; copies of the whole model"),
         (
             "--sglang-pipeline-parallel-size 2",
@@ -97,10 +101,14 @@ def test_conversations_are_not_cut_but_their_evaluation_is(parse: Parse) -> None
             "--sglang-pp-size 2 cannot be used: an engine's --rollout-num-gpus-per",
         ),
         ("--sglang-context-length 7", "", "an engine's context of 7 tokens"),
-        ("--rm-type dapo", "", "--rm-type dapo: --reward-key is missing, use score or acc"),
-        ("--rm-type boxed_dapo --reward-key pred", "", "--reward-key pred is no number in its reward, use score or"),
-        (f"--rm-type dapo {SFT} {EVAL}", "", "--rm-type dapo: --eval-reward-key is missing"),
-        (f"--rm-type dapo {EVAL} --reward-key acc --eval-reward-key x", "", "--eval-reward-key x is no number"),
+        ("--rm-type dapo", "", "--rm-type dapo answers with an object: --reward-key must be score or acc"),
+        ("--rm-type boxed_dapo --reward-key pred", "", "object: --reward-key must be score or acc, not pred"),
+        (f"--rm-type dapo {SFT} {EVAL}", "", "--rm-type dapo answers with an object: --eval-reward-key must"),
+        (
+            f"--rm-type dapo {EVAL} --reward-key acc --eval-reward-key x",
+            "",
+            "must be score or acc, not x",
+        ),
         (f"{SFT} {EVAL}", "--rm-type", "--eval-interval needs --rm-type or --custom-rm-path"),
         ("--debug-train-only", "", "--debug-train-only starts no engine to generate with: give --load-debug-rollout"),
         ("--rollout-top-p 1.5", "", "argument --rollout-top-p: must be at most 1, not 1.5"),

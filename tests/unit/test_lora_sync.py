@@ -63,8 +63,8 @@ def test_merged_is_the_default(directory: Path) -> None:
         ("--debug-rollout-only", "--debug-rollout-only cannot be used with --lora-sync adapter: there is no trainer"),
         ("--ref-load other", "other cannot be used with --lora-sync adapter: adapters would be added to engines' own"),
         ("--random-weights", "--random-weights cannot be used with --lora-sync adapter: engines have other random"),
-        ("--update-weight-transport disk", "--update-weight-transport cannot be used with --lora-sync adapter"),
-        ("--update-weight-disk-dir d", "--update-weight-disk-dir cannot be used with --lora-sync adapter"),
+        ("--update-weight-transport disk", "--update-weight-transport disk cannot be used with --lora-sync adapter"),
+        ("--update-weight-disk-dir d", "--update-weight-disk-dir d cannot be used with --lora-sync adapter"),
         ("--update-weight-disk-keep-files", "--update-weight-disk-keep-files cannot be used with --lora-sync adapter"),
         (
             "--custom-generate-function-path own_requests.py",
@@ -87,8 +87,8 @@ def test_merged_is_the_default(directory: Path) -> None:
             "--sglang-custom-weight-loader x.y",
             "cannot be used with --lora-sync adapter: engines would add",
         ),
-        ("--sglang-max-lora-rank 4", "--sglang-max-lora-rank cannot be used with --lora-sync adapter: slime sets it"),
-        ("--sglang-lora-paths slime=model", "--sglang-lora-paths cannot be used with --lora-sync adapter"),
+        ("--sglang-max-lora-rank 4", "--sglang-max-lora-rank 4 cannot be used with --lora-sync adapter: slime sets it"),
+        ("--sglang-lora-paths slime=model", "--sglang-lora-paths slime=model cannot be used with --lora-sync adapter"),
         ("--hf-checkpoint moe", "all-linear cannot be used with --lora-sync adapter: of a model with experts"),
     ],
 )
@@ -116,7 +116,7 @@ def test_engines_with_other_adapters_cannot_take_weights(
     directory: Path, capsys: pytest.CaptureFixture[str], flags: str
 ) -> None:
     error = failure(capsys, f"--lora-rank 8 {flags}")
-    assert f"{flags.split()[0]}: SGLang does not find weights that are pushed to layers with adapters" in error
+    assert f"{flags}: SGLang does not find weights that are pushed to layers with adapters" in error
     parse_args(command(f"{flags} --debug-rollout-only"))
 
 
@@ -153,8 +153,11 @@ def test_engines_have_some_layers_of_latent_attention(
     [
         ("--hf-checkpoint moe --lora-target-modules q_proj o_proj", None),
         ("", None),
-        ("--hf-checkpoint moe", "--lora-target-modules all-linear cannot be used with adapters alone: of a model with"),
-        ("--update-weight-transport disk", "--update-weight-transport cannot be used with adapters alone"),
+        (
+            "--hf-checkpoint moe",
+            "--lora-target-modules all-linear cannot be used with --lora-sync adapter: of a",
+        ),
+        ("--update-weight-transport disk", "--update-weight-transport disk cannot be used with --lora-sync adapter"),
     ],
 )
 def test_auto_gives_engines_adapters_where_they_can_have_them(

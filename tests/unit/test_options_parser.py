@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from slime.options.help import MOST_USED
-from slime.options.installed import InstalledFlagsError, start_reading
+from slime.options.installed import InstalledFlagsError, PendingFlags
 from slime.options.parser import StrictParser, flag_values
 from slime.options.patterns import layer_pattern
 from slime.options.schema import add_options, option
@@ -293,42 +293,42 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_flags_are_read_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert start_reading("pytest", WRITES_ONE).result() == [{"flags": ["--x"]}]
+    assert PendingFlags("pytest", WRITES_ONE).result() == [{"flags": ["--x"]}]
     assert len(list(cache.rglob("pytest-*.json"))) == 1
     monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: pytest.fail("read again"))
-    assert start_reading("pytest", WRITES_ONE).result() == [{"flags": ["--x"]}]
+    assert PendingFlags("pytest", WRITES_ONE).result() == [{"flags": ["--x"]}]
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"a": 1}', "[]", '[{"no": "flags"}]', "[3]", "\x00"])
 def test_a_broken_cache_is_read_anew(cache: Path, content: str) -> None:
-    start_reading("pytest", WRITES_ONE).result()
+    PendingFlags("pytest", WRITES_ONE).result()
     (file,) = cache.rglob("pytest-*.json")
     file.write_text(content)
-    assert start_reading("pytest", WRITES_ONE).result() == [{"flags": ["--x"]}]
+    assert PendingFlags("pytest", WRITES_ONE).result() == [{"flags": ["--x"]}]
     assert json.loads(file.read_text()) == [{"flags": ["--x"]}]
 
 
 def test_parsing_works_where_no_cache_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert start_reading("pytest", WRITES_ONE).result() == [{"flags": ["--x"]}]
+    assert PendingFlags("pytest", WRITES_ONE).result() == [{"flags": ["--x"]}]
 
 
 def test_a_reading_that_is_left_ends(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with start_reading("pytest", "import time; time.sleep(600)") as pending:
+    with PendingFlags("pytest", "import time; time.sleep(600)") as pending:
         process = pending._process
     assert process is not None
     assert process.returncode is not None
     monkeypatch.setattr("slime.options.installed.READ_TIMEOUT", 0.2)
     with pytest.raises(InstalledFlagsError, match=r"reading the flags of pytest .* took more than"):
-        start_reading("pytest", "import time; time.sleep(599)").result()
+        PendingFlags("pytest", "import time; time.sleep(599)").result()
 
 
 def test_a_reading_that_is_left_does_not_wait_for_what_it_started(cache: Path, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     starts = "child = subprocess.Popen(['sleep', '100'])"
     tells = f"pathlib.Path({str(pid)!r}).write_text(str(child.pid))"
-    with start_reading("pytest", f"import pathlib, subprocess, time; {starts}; {tells}; time.sleep(600)"):
+    with PendingFlags("pytest", f"import pathlib, subprocess, time; {starts}; {tells}; time.sleep(600)"):
         wait_for(lambda: pid.exists() and pid.read_text(), "its program is started")
     child = psutil.Process(int(pid.read_text()))
     assert child.status() != psutil.STATUS_ZOMBIE
@@ -336,12 +336,12 @@ def test_a_reading_that_is_left_does_not_wait_for_what_it_started(cache: Path, t
 
 
 def test_a_package_that_is_not_installed_has_no_flags(cache: Path) -> None:
-    assert start_reading("no-such-package-here", "raise SystemExit(1)").result() == []
+    assert PendingFlags("no-such-package-here", "raise SystemExit(1)").result() == []
 
 
 def test_a_package_that_does_not_import_is_named(cache: Path) -> None:
     with pytest.raises(InstalledFlagsError, match=r"reading the flags of pytest .* failed: .*no_such_module"):
-        start_reading("pytest", "import no_such_module").result()
+        PendingFlags("pytest", "import no_such_module").result()
     assert not list(cache.rglob("*.json"))
 
 
