@@ -177,7 +177,7 @@ def test_datasets_with_rewards_of_their_own_need_no_label_and_no_reward_flag(par
         *(
             (f"datasets: {{a: {{path: aime.jsonl, metadata_overrides: {{rm_type: {name}}}}}}}", f"rm_type {problem}")
             for name, problem in {
-                "dapo": "dapo: --eval-reward-key is missing",
+                "dapo": "dapo answers with an object: --eval-reward-key",
                 "boxed_remote_rm": "boxed_remote_rm needs --rm-url",
                 "maths": "maths: there are dapo",
                 "3": "must be text, not 3",
