@@ -25,7 +25,7 @@ class FakeClient:
 
     def __init__(self, reply: Callable[..., Any] | None = None, seconds: float = 0.005) -> None:
         self.requests: list[tuple[list[int], dict[str, Any], Any]] = []
-        self.running = self.most_running = self.cancelled = self.closed = 0
+        self.running = self.most_running = self.cancelled = self.made = 0
         self._reply = reply
         self._seconds = seconds
 
@@ -48,8 +48,10 @@ class FakeClient:
         finally:
             self.running -= 1
 
-    async def close(self) -> None:
-        self.closed += 1
+    def make(self, *_: Any) -> FakeClient:
+        """Stands in for `slime.rollout.engine.state.make_client`, and counts."""
+        self.made += 1
+        return self
 
 
 def reply(text: str, finish: str = "stop", version: int = 1, **meta: Any) -> dict[str, Any]:

@@ -17,12 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.rollout.engine.gate import Door, Gate, Line
+from slime.rollout.engine.loop import HOOK_THREADS
 from slime.rollout.user.failure_log import FailureLog
 from slime.utils.http_client import Http, allow_open_files
 from slime.utils.user_functions import TOLD, setting
 
-HOOK_THREADS = 64
-"""Calls of plain functions of the user at the same time, on one event loop."""
 _FIRST_VERSION = 0
 
 
@@ -38,13 +37,11 @@ class EngineSet:
 
 @dataclass
 class OfLoop:
-    """What belongs to one event loop of the process: its places, waiting line, connections."""
+    """What belongs to one event loop of the process: its places and waiting line."""
 
     gate: Gate
     line: Line = field(default_factory=Line)
     hook_threads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(HOOK_THREADS))
-    clients: dict[object, Any] = field(default_factory=dict)
-    """Lent for calls outside of rollouts, by router (`slime.rollout.engine.state`)."""
     stream: Any = None
     """The groups under way without end of `slime.rollout.fully_async_rollout`."""
 
@@ -74,7 +71,7 @@ class RolloutRuntime:
         self._listeners: list[tuple[asyncio.AbstractEventLoop, Callable[[], Coroutine[Any, Any, None]]]] = []
         self._lock = threading.Lock()
         self._loops: dict[asyncio.AbstractEventLoop, OfLoop] = {}
-        """Clients refer to their loop, so that no weak reference to that would ever end."""
+        """Streams refer to their loop, so that no weak reference to that would ever end."""
 
     def own_process(self) -> None:
         """Be the `current` one of all threads and event loops of the process that are in no other's `active`.
@@ -187,14 +184,17 @@ def current() -> RolloutRuntime | None:
     return _current.get() or _of_process
 
 
-@contextlib.contextmanager
-def current_or_new(args: Namespace) -> Iterator[RolloutRuntime]:
+@contextlib.asynccontextmanager
+async def current_or_new(args: Namespace) -> AsyncIterator[RolloutRuntime]:
     """The current runtime; where there is none, one for the block, which then shares nothing with others."""
     if (runtime := current()) is not None:
         yield runtime
         return
     with (runtime := RolloutRuntime(args)).active():
-        yield runtime
+        try:
+            yield runtime
+        finally:
+            await runtime.http.close()
 
 
 def pushed_version() -> int:

@@ -12,13 +12,14 @@ import random
 import resource
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
+from aiohttp.payload import JsonBytesPayload
 
 from slime.utils.environment import proxy_of
 from slime.utils.errors import SlimeError
@@ -39,6 +40,7 @@ five times by itself, but may choose the same engine each time, until that is de
 _RETRIED_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
 _FIRST_BACKOFF_S = 0.25
 _LONGEST_BACKOFF_S = 4.0
+_CLOSE_S = 10.0
 _BODY_IN_ERROR = 500
 ROUTER_VARIABLES = {"actor": "SLIME_ROUTER_URL", "reward": "SLIME_REWARD_ROUTER_URL"}
 """Where processes that a hook starts find the router of each model."""
@@ -89,8 +91,10 @@ class Http:
         self._api_keys: dict[str, str] = {}
         self._places: dict[str, Callable[[], AbstractAsyncContextManager[object]]] = {}
         self._examiners: dict[str, Callable[[str], Awaitable[str | None]]] = {}
-        self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
-        """Sessions refer to their loop, so that no weak reference to that would ever end."""
+        self._sessions: dict[
+            asyncio.AbstractEventLoop, tuple[aiohttp.ClientSession, AsyncGenerator[aiohttp.ClientSession, None]]
+        ] = {}
+        """Each with who closes it. Sessions refer to their loop, so that no weak reference to that would ever end."""
         self._lock = threading.Lock()
         self._sent: Counter[str] = Counter()
         self._resent: dict[str, Counter[str]] = {}
@@ -151,17 +155,17 @@ class Http:
 
     async def send(
         self,
-        session: aiohttp.ClientSession,
         method: str,
         url: str,
         payload: Any = None,
         *,
         headers: Mapping[str, str] | None = None,
         retries: int,
+        dumps: Callable[[Any], bytes] = lambda payload: json.dumps(payload).encode(),
         loads: Callable[[str], Any] = json.loads,
         proxy: str | None = None,
     ) -> Any:
-        """Send one request, again with growing pauses where another try may succeed.
+        """Send one request by the event loop's session, again with growing pauses where another try may succeed.
 
         Tried again are connections that were refused or that broke off, be it in the middle of the reply, the statuses
         of `RETRIED_STATUSES`, what the router answers when the engine that had the request has died, and a request
@@ -172,6 +176,7 @@ class Http:
         are no HTTP.
 
         Args:
+            dumps: makes JSON of ``payload``; None sends no body.
             loads: parses the reply, or raises ValueError where it is no JSON.
             proxy: URL of the one that the request goes through.
 
@@ -181,20 +186,21 @@ class Http:
         Raises:
             RequestError: naming the URL, what came back and how often it was tried.
         """
-        pause = _FIRST_BACKOFF_S
+        session, pause = await self._session(), _FIRST_BACKOFF_S
         with self._lock:
             self._sent[origin_of(url)] += 1
         for attempt in range(retries + 1):
             status: int | None = None
+            body = None if payload is None else JsonBytesPayload(payload, dumps)
             try:
-                async with session.request(method, url, json=payload, headers=headers, proxy=proxy) as reply:
+                async with session.request(method, url, data=body, headers=headers, proxy=proxy) as reply:
                     status, text = reply.status, await reply.text()
                 if status < 400:
                     return _parse(text, loads)
                 problem, cause = f"status {status}: {text[:_BODY_IN_ERROR]}", f"status_{status}"
                 worth_retrying = status in RETRIED_STATUSES or (status == 500 and _error_code(text) in _LOST_ENGINE)
             except TimeoutError as error:
-                await self._examined(f"{method} {url}: no reply within {session.timeout.total:g} s", url, error)
+                await self._examined(f"{method} {url}: no reply within {self._timeout:g} s", url, error)
                 problem, worth_retrying, cause = "no reply of an engine that hangs", True, "hung_engine"
             except (*_RETRIED_ERRORS, aiohttp.ClientError) as error:
                 problem, worth_retrying = f"{type(error).__name__}: {error}", isinstance(error, _RETRIED_ERRORS)
@@ -222,36 +228,43 @@ class Http:
     async def request(
         self, method: str, url: str, payload: Any, *, retries: int, headers: Mapping[str, str] | None = None
     ) -> Any:
-        """One request with our key, by this process's session; as `post`, which see."""
+        """One request with our key, as `post`, which see."""
         place = self._places.get(origin_of(url), nullcontext) if method == "POST" else nullcontext
         async with place():
             is_own = origin_of(url) in (*self._api_keys, *self._places, *_routers())
             proxy = None if is_own else proxy_of(url)
             both = {**self.authorization(url), **(headers or {})}
-            return await self.send(self._session(), method, url, payload, headers=both, retries=retries, proxy=proxy)
+            return await self.send(method, url, payload, headers=both, retries=retries, proxy=proxy)
 
     async def close(self) -> None:
-        """Close the running event loop's connections."""
-        if (session := self._sessions.pop(asyncio.get_running_loop(), None)) is not None:
-            await session.close()
+        """Close the running event loop's connections; for one whose peer reads nothing 10 s are waited at most."""
+        if (found := self._sessions.pop(asyncio.get_running_loop(), None)) is not None:
+            await found[1].aclose()
 
-    def _session(self) -> aiohttp.ClientSession:
+    async def _session(self) -> aiohttp.ClientSession:
         # One session a loop: aiohttp's connections belong to the loop they were opened on.
         loop = asyncio.get_running_loop()
-        session = self._sessions.get(loop)
-        if session is None or session.closed:
+        if loop not in self._sessions:
             with self._lock:
-                ended = [self._sessions.pop(other) for other in list(self._sessions) if other.is_closed()]
-            for other in ended:  # as of a hook that calls `asyncio.run` for each sample
-                with contextlib.suppress(RuntimeError):  # a connection would tell its loop
-                    other.connector.close()  # type: ignore[union-attr]
-            session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
-                timeout=aiohttp.ClientTimeout(total=self._timeout),
-                trust_env=False,
-            )
-            self._sessions[loop] = session
-        return session
+                for ended in [other for other in self._sessions if other.is_closed()]:
+                    del self._sessions[ended]
+            lending = self._lend()
+            self._sessions[loop] = await anext(lending), lending
+        return self._sessions[loop][0]
+
+    async def _lend(self) -> AsyncGenerator[aiohttp.ClientSession, None]:
+        """A session that is closed when its loop is shut down, as `asyncio.run` ends the generators that are under way:
+        a hook may call it for each sample."""
+        session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=self._timeout),
+            trust_env=False,
+        )
+        try:
+            yield session
+        finally:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(session.close(), _CLOSE_S)
 
 
 _current: ContextVar[Http | None] = ContextVar("http_of_the_process", default=None)

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from slime.backends.sglang.client import EngineControl, EngineError, GenerateClient
 from slime.backends.sglang.engine import Engine
+from slime.utils.http_client import Http
 from slime.utils.http_utils import RequestError, get, post
 from tests.integration.tiny import KEYS, Service, engine_args, log_probs_of, processes_of
 from tests.waiting import command_line, wait_for, wait_for_ends
@@ -35,12 +36,13 @@ def generate_all(service: Service, prompts: list[list[int]], seeds: list[int]) -
     """All prompts at the same time, through the router."""
 
     async def run() -> list[dict[str, Any]]:
-        client = GenerateClient(service.router.url, KEYS[0], max_connections=64, request_timeout=120, retries=3)
+        http = Http(120.0)
+        client = GenerateClient(http, service.router.url, KEYS[0], retries=3)
         try:
             calls = [client.generate(p, SAMPLING | {"sampling_seed": s}) for p, s in zip(prompts, seeds, strict=True)]
             return await asyncio.gather(*calls)
         finally:
-            await client.close()
+            await http.close()
 
     return asyncio.run(run())
 

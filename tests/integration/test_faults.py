@@ -15,6 +15,7 @@ from aiohttp import web
 from slime.backends.sglang.client import EngineError, GenerateClient
 from slime.backends.sglang.router import Router
 from slime.data import Sample
+from slime.utils.http_client import Http
 from tests.integration import faulty_hooks
 from tests.integration.harness import TrainProcess, read_metrics, series
 from tests.integration.test_train import RUN_S, Value, flags, make_workspace
@@ -186,12 +187,12 @@ def test_requests_of_an_engine_that_dies_are_sent_to_the_other(tmp_path: Path) -
         (living, url), (doomed, doomed_url) = await serve(lives), await serve(dies)
         asked = {"rollout_health_check_interval": 60.0, "rollout_health_check_timeout": 1.0}
         router = Router(engine_args(tmp_path, tmp_path, **asked), "127.0.0.1", KEYS, tmp_path / "router.log")
-        client = None
+        http = Http(60.0)
         try:
             await asyncio.to_thread(router.start)
             await asyncio.to_thread(router.add, doomed_url)
             await asyncio.to_thread(router.wait_registered, [doomed_url], 60)
-            client = GenerateClient(router.url, KEYS[0], max_connections=64, request_timeout=60, retries=30)
+            client = GenerateClient(http, router.url, KEYS[0], retries=30)
             calls = [asyncio.ensure_future(client.generate([i] * 9, {"max_new_tokens": 3})) for i in range(40)]
             while not on_it or doomed.sites:  # until it has got requests, and is gone
                 await asyncio.sleep(0.1)
@@ -210,8 +211,7 @@ def test_requests_of_an_engine_that_dies_are_sent_to_the_other(tmp_path: Path) -
             with pytest.raises(EngineError, match=r"router at http://\S+ hangs: .*/liveness: no answer within 1 s"):
                 await asyncio.to_thread(router.examine, "being stopped")
         finally:
-            if client is not None:
-                await client.close()
+            await http.close()
             await asyncio.to_thread(router.stop)
             await living.cleanup()
             await doomed.cleanup()

@@ -24,7 +24,7 @@ from slime.rollout.base_types import flatten_samples
 from slime.rollout.batches.train_data import to_train_batches
 from slime.rollout.collect import finish_batch
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
-from slime.rollout.engine.state import RolloutState, make_client
+from slime.rollout.engine.state import RolloutState
 from slime.rollout.pool import Pool
 from slime.rollout.runtime import current
 from slime.rollout.sampling import train_sampling_params
@@ -182,7 +182,7 @@ def check_verdicts(subject: Subject) -> None:
 def _state(args: Namespace) -> RolloutState:
     runtime = current()
     assert runtime is not None
-    return RolloutState(runtime, make_client(args, runtime), 0)
+    return RolloutState(args, runtime, rank=0)
 
 
 async def _finish(args: Namespace, groups: list[Any], all_done: list[Any]) -> None:

@@ -38,9 +38,9 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[RolloutRuntime]:
     runtime = RolloutRuntime(Namespace(request_timeout=60.0, sglang_server_concurrency=8, num_engines=1))
     with runtime.active():
         yield runtime
-    for loop, session in list(runtime.http._sessions.items()):
+    for loop in list(runtime.http._sessions):
         if loop.is_running():  # that of rollouts, which outlives the test
-            asyncio.run_coroutine_threadsafe(session.close(), loop).result(60)
+            asyncio.run_coroutine_threadsafe(runtime.http.close(), loop).result(60)
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeClient], FakeClient]:
     """Lets rollouts take a client in place of their own."""
 
     def use_client(client: FakeClient) -> FakeClient:
-        monkeypatch.setattr(state, "make_client", lambda *_: client)
+        monkeypatch.setattr(state, "make_client", client.make)
         return client
 
     return use_client

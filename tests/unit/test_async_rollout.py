@@ -40,9 +40,6 @@ class ScriptedClient:
         await asyncio.sleep(0)
         return self._answer(input_ids, sampling_params)
 
-    async def close(self) -> None:
-        pass
-
 
 def reply(tokens: list[int], finish: str = "stop", version: int = 0) -> dict[str, Any]:
     meta = {

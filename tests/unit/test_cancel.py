@@ -45,9 +45,6 @@ class Client:
             raise
         return reply([1, 2])
 
-    async def close(self) -> None:
-        pass
-
 
 class Own:
     """A data source of a user's own."""

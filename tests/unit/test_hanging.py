@@ -361,11 +361,10 @@ def test_a_request_without_a_reply_is_sent_again_where_an_engine_hangs(
         async with serving(handler) as url:
             http = Http(0.5)
             http.examine_by(url, examine)
-            client = GenerateClient(url, None, max_connections=4, request_timeout=0.5, retries=3, http=http)
             try:
-                return await client.generate([1], {})
+                return await GenerateClient(http, url, None, retries=3).generate([1], {})
             finally:
-                await client.close()
+                await http.close()
 
     if verdict == "hangs":
         assert asyncio.run(scenario()) == {"text": "late"}

@@ -333,48 +333,41 @@ def test_post_works_on_one_event_loop_after_another() -> None:
     assert asyncio.run(scenario()) == asyncio.run(scenario()) == {"ok": 1}
 
 
-def test_generate_client_bounds_its_connections_and_its_time() -> None:
+def test_generate_client_sends_its_key_and_bounds_its_time() -> None:
     async def scenario() -> None:
-        running, most = 0, 0
-
         async def handler(request: web.Request) -> web.StreamResponse:
-            nonlocal running, most
-            running += 1
-            most = max(most, running)
             payload = await request.json()
             assert request.headers["Authorization"] == "Bearer k"
             assert payload["return_logprob"] is True
             await asyncio.sleep(payload["sampling_params"]["seconds"])
-            running -= 1
             return web.json_response({"echo": payload["input_ids"], "rid": payload.get("rid")})
 
         async with serving(handler) as url:
-            client = GenerateClient(url, "k", max_connections=3, request_timeout=60.0, retries=2)
+            client = GenerateClient(http(), url, "k", retries=2)
             replies = await asyncio.gather(*[client.generate([i], {"seconds": 0.05}, rid=str(i)) for i in range(9)])
             assert [reply["echo"] for reply in replies] == [[i] for i in range(9)]
             assert replies[4]["rid"] == "4"
-            assert most == 3
-            await client.close()
-            client = GenerateClient(url, "k", max_connections=3, request_timeout=0.5, retries=2)
+            hasty = Http(0.5)
             with pytest.raises(RequestError, match=r"no reply within 0\.5 s \(--request-timeout\)"):
-                await client.generate([1], {"seconds": 60})
-            await client.close()
+                await GenerateClient(hasty, url, "k", retries=2).generate([1], {"seconds": 60})
+            await hasty.close()
 
     asyncio.run(scenario())
 
 
-def test_generate_client_is_closed_while_nobody_reads_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime.backends.sglang.client._CLOSE_S", 0.2)
+def test_a_session_is_closed_while_nobody_reads_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slime.utils.http_client._CLOSE_S", 0.2)
 
     async def scenario() -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
             url = f"http://127.0.0.1:{server.getsockname()[1]}"
-            client = GenerateClient(url, None, max_connections=1, request_timeout=600.0, retries=0)
+            http = Http(600.0)
+            client = GenerateClient(http, url, None, retries=0)
             request = asyncio.create_task(client.generate(list(range(4_000_000)), {}))
             connection, _ = await asyncio.to_thread(server.accept)
             with connection:
                 await asyncio.to_thread(connection.recv, 1 << 16)
-                await asyncio.wait_for(client.close(), 60)
+                await asyncio.wait_for(http.close(), 60)
                 request.cancel()
                 await asyncio.wait([request], timeout=60)
                 assert request.done()
@@ -424,9 +417,7 @@ def test_requests_and_replies_that_strict_json_does_not_know() -> None:
     async def scenario() -> None:
         handler, seen = answers((200, '{"text": "x", "meta_info": {"log_prob": NaN}}'))
         async with serving(handler) as url:
-            client = GenerateClient(url, None, max_connections=1, request_timeout=60, retries=0)
-            reply = await client.generate([1, 2], {"logit_bias": {7: -1.5}})
-            await client.close()
+            reply = await GenerateClient(http(), url, None, retries=0).generate([1, 2], {"logit_bias": {7: -1.5}})
         assert reply["text"] == "x"
         assert math.isnan(reply["meta_info"]["log_prob"])
         assert seen[0]["body"]["sampling_params"] == {"logit_bias": {"7": -1.5}}
@@ -437,11 +428,11 @@ def test_requests_and_replies_that_strict_json_does_not_know() -> None:
 OPEN_FILES = """
 import asyncio, resource, sys
 from slime.backends.sglang.client import GenerateClient
-from slime.utils.http_client import allow_open_files
+from slime.utils.http_client import Http, allow_open_files
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1])))
 async def main():
-    client = GenerateClient("http://127.0.0.1:9", None, max_connections=1000, request_timeout=60, retries=0)
-    client._open_session()
+    client = GenerateClient(Http(60.0), "http://127.0.0.1:9", None, retries=0)
+    allow_open_files(1000)
     print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     taken = []
     try:

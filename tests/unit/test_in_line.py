@@ -71,11 +71,12 @@ def test_a_deadline_runs_only_for_the_first_in_line() -> None:
     asyncio.run(scenario())
 
 
-def test_what_is_shown_of_a_sample_with_several_requests(runtime: RolloutRuntime) -> None:
+def test_what_is_shown_of_a_sample_with_several_requests(make_args: Args, use: Use, runtime: RolloutRuntime) -> None:
     """However they get their places: that one has none, while one has none, and then what the sample does."""
+    use(FakeClient())
 
     async def scenario() -> None:
-        state = RolloutState(runtime, FakeClient(), rank=0)
+        state = RolloutState(make_args(), runtime, rank=0)
         with state.doing(Sample(index=5), "generating"):
             doing = next(iter(state._doing.values()))
             first, second = doing.in_line("waiting for a place"), doing.in_line("waiting for a place")

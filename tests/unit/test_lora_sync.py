@@ -201,16 +201,13 @@ def test_engines_are_started_for_the_adapters(directory: Path) -> None:
 def test_every_request_names_the_adapter(adapter: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[dict[str, Any]] = []
 
-    async def send(
-        http: Http, session: Any, method: str, url: str, payload: dict[str, Any], **_: Any
-    ) -> dict[str, Any]:
+    async def send(http: Http, method: str, url: str, payload: dict[str, Any], **_: Any) -> dict[str, Any]:
         sent.append(payload)
         return {}
 
     async def request() -> None:
-        client = GenerateClient("http://r", None, 1, 1.0, 0, adapter=adapter)
+        client = GenerateClient(Http(), "http://r", None, 0, adapter=adapter)
         await client.generate([1], {}, rid="a")
-        await client.close()
 
     monkeypatch.setattr(Http, "send", send)
     asyncio.run(request())

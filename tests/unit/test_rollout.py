@@ -57,7 +57,7 @@ def test_order_tokens_and_rewards(make_args: Args, use: Callable[..., FakeClient
         assert output.metrics is not None
         assert output.metrics["rollout/prefix_cache_hit_rate"] == pytest.approx(0.4)
         assert output.metrics["perf/tokens_per_gpu_per_sec"] > 0
-    assert client.closed == 2
+    assert client.made == 2
 
 
 def test_what_engines_draft_is_counted(make_args: Args, use: Callable[..., FakeClient]) -> None:
@@ -174,7 +174,7 @@ def test_messages_of_an_own_data_source_are_rendered(rollout_args: Args, use: Ca
 def test_generate_outside_of_a_rollout(rollout_args: Args, use: Callable[..., FakeClient]) -> None:
     client = use(FakeClient())
     sample = asyncio.run(generate(rollout_args(), Sample(prompt="abc"), {"max_new_tokens": 8}))
-    assert (sample.response, client.closed) == ("3", 1)
+    assert (sample.response, client.made) == ("3", 1)
 
 
 def test_calls_outside_of_a_rollout_open_one_session(rollout_args: Args, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +245,7 @@ def test_failed_request_cancels_the_rest_and_the_next_rollout_works(
     with pytest.raises(RequestError, match="status 401: no key"):
         rollout(args)
     assert time.monotonic() - started < 100
-    assert (client.running, client.cancelled, client.closed) == (0, 7, 1)
+    assert (client.running, client.cancelled, client.made) == (0, 7, 1)
     use(FakeClient())
     assert len(rollout(args).samples) == 4
 
@@ -266,7 +266,7 @@ def test_deadline_says_what_it_waited_for(make_args: Args, use: Callable[..., Fa
     )
     with pytest.raises(TimeoutError, match=message):
         rollout(args, 3)
-    assert (client.running, client.cancelled, client.closed) == (0, 3, 1)
+    assert (client.running, client.cancelled, client.made) == (0, 3, 1)
 
 
 def test_called_from_a_running_loop(make_args: Args, use: Callable[..., FakeClient]) -> None:

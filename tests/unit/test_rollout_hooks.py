@@ -42,7 +42,7 @@ def test_custom_generate(make_args: Args, use: Callable[..., FakeClient], tmp_pa
         assert sample.loss_mask.count(0) == 2
         sample.check()
     assert client.most_running <= 8
-    assert client.closed == 1, "the hook's requests use the rollout's own client"
+    assert client.made == 1, "the hook's requests use the rollout's own client"
 
 
 def test_custom_generate_fan_out_and_evaluation(

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import aiohttp
 import orjson
 import requests
 
 from slime.utils.errors import SlimeError
-from slime.utils.http_client import Http, RequestError, allow_open_files
+from slime.utils.http_client import Http, RequestError
 from slime.utils.http_utils import redact
 
 __all__ = ["ADAPTER", "EngineControl", "EngineError", "GenerateClient", "RequestError"]
@@ -22,7 +19,6 @@ __all__ = ["ADAPTER", "EngineControl", "EngineError", "GenerateClient", "Request
 ADAPTER = "slime"
 """What engines call the adapter of ``--lora-sync adapter``."""
 _CONNECT_TIMEOUT_S = 10.0
-_CLOSE_S = 10.0
 _FLUSH_POLL_S = 0.1
 _ABORT_S = 0.5
 _ABORT_POLL_S = 0.01
@@ -275,37 +271,22 @@ class EngineControl:
 
 
 class GenerateClient:
-    """Generation requests through the router, on one event loop."""
+    """Generation requests through the router."""
 
     def __init__(
-        self,
-        router_url: str,
-        api_key: str | None,
-        max_connections: int,
-        request_timeout: float,
-        retries: int,
-        adapter: bool = False,
-        http: Http | None = None,
+        self, http: Http, router_url: str, api_key: str | None, retries: int, *, adapter: bool = False
     ) -> None:
         """
         Args:
-            router_url: the router's address.
-            api_key: the router's key.
-            max_connections: requests in flight at most; more wait here, not in the router. 0 where the caller bounds
-                them.
-            request_timeout: seconds for one request as a whole, waiting for a connection included.
+            http: sends them, each within its time limit, and counts them.
             retries: how often a request is sent again where another try may succeed (`Http.send`).
             adapter: whether the engines' adapter answers, and not the model without it.
-            http: counts the requests, and knows who examines an engine that does not answer.
         """
-        self._fields = {"lora_path": ADAPTER} if adapter else {}
+        self._http = http
         self._url = f"{router_url}/generate"
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._max_connections = max_connections
-        self._timeout = request_timeout
-        self._http = http or Http(request_timeout)
         self._retries = retries
-        self._session: aiohttp.ClientSession | None = None
+        self._fields = {"lora_path": ADAPTER} if adapter else {}
 
     async def generate(
         self,
@@ -336,33 +317,13 @@ class GenerateClient:
             **self._fields,
             **fields,
         }
-        session, all_headers = self._open_session(), {**self._headers, **(headers or {})}
+        all_headers = {**self._headers, **(headers or {})}
         reply = await self._http.send(
-            session, "POST", self._url, payload, headers=all_headers, retries=self._retries, loads=_loads
+            "POST", self._url, payload, headers=all_headers, retries=self._retries, dumps=_dumps, loads=_loads
         )
         if not isinstance(reply, dict):
             raise RequestError(f"POST {self._url}: the reply is no JSON object: {str(reply)[:200]}")
         return reply
-
-    async def close(self) -> None:
-        """Close the connections, also under a request; for one whose peer reads nothing 10 s are waited at most."""
-        if self._session is not None:
-            session, self._session = self._session, None
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(session.close(), _CLOSE_S)
-
-    def _open_session(self) -> aiohttp.ClientSession:
-        # Opened by the first request: a session belongs to the loop that runs when it is made.
-        if self._session is None:
-            allow_open_files(self._max_connections)
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=self._max_connections),
-                timeout=aiohttp.ClientTimeout(total=self._timeout),
-                trust_env=False,
-                cookie_jar=aiohttp.DummyCookieJar(),
-                json_serialize_bytes=_dumps,
-            )
-        return self._session
 
 
 def _dumps(payload: Any) -> bytes:

@@ -17,7 +17,8 @@ from slime.utils.errors import CancelledRolloutError, DeadlineError
 
 T = TypeVar("T")
 
-_HOOK_THREADS = 64
+HOOK_THREADS = 64
+"""Calls of plain functions of the user at the same time, on one event loop."""
 _CANCEL_S = 10.0
 _GRACE_S = 45.0
 """More than a filter, then groups, then connections take together to end, and less than who calls us grants."""
@@ -31,7 +32,7 @@ class BackgroundLoop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(_HOOK_THREADS, "hook"))
+        self._loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(HOOK_THREADS, "hook"))
         self._tasks: set[asyncio.Task[Any]] = set()
         """What `cancel` ends."""
         self._thread = threading.Thread(target=self._run, name="rollout-loop", daemon=True)

@@ -10,10 +10,9 @@ import time
 import uuid
 from argparse import Namespace
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 from slime.backends.sglang.client import GenerateClient
 from slime.data import Sample
@@ -29,23 +28,6 @@ _RETRIES = 30
 _GARBAGE_THRESHOLDS = (100_000, 20, 10)
 """Of `gc`, in place of (700, 10, 10). Ten thousand requests in flight are more than a million objects that stay, and
 looking through them again and again took a third of a rollout's processor time. A request leaves no cycles behind."""
-
-
-class Generator(Protocol):
-    """The client's side that a rollout uses."""
-
-    async def generate(
-        self,
-        input_ids: list[int],
-        sampling_params: dict[str, Any],
-        *,
-        headers: dict[str, str] | None = None,
-        rid: str | None = None,
-    ) -> dict[str, Any]:
-        """One reply of SGLang's ``/generate``."""
-
-    async def close(self) -> None:
-        """Close the connections."""
 
 
 @dataclass
@@ -102,9 +84,11 @@ def seconds_in_line() -> float:
 class RolloutState:
     """Shared by all samples of one call of a rollout function."""
 
-    def __init__(self, runtime: RolloutRuntime, client: Generator, rank: int) -> None:
+    def __init__(self, args: Namespace, runtime: RolloutRuntime, rank: int) -> None:
+        if 0 < gc.get_threshold()[0] < _GARBAGE_THRESHOLDS[0]:
+            gc.set_threshold(*_GARBAGE_THRESHOLDS)
         self.runtime = runtime
-        self.client = client
+        self.client = make_client(args, runtime)
         self.loop = asyncio.get_running_loop()
         self._rank = rank
         self.num_samples = 0
@@ -216,55 +200,22 @@ def router_url(args: Namespace) -> str:
     return http_url(host, int(port))
 
 
-def make_client(args: Namespace, runtime: RolloutRuntime) -> Generator:
-    """A client of the router, with the limits that the flags set."""
+def make_client(args: Namespace, runtime: RolloutRuntime) -> GenerateClient:
+    """A client of the router."""
     allow_open_files(runtime.capacity)
-    return GenerateClient(
-        router_url(args),
-        args.sglang_router_api_key,
-        max_connections=0,  # the runtime has a bound, which grows as engines join
-        request_timeout=args.request_timeout,
-        retries=_RETRIES,
-        adapter=args.lora_sync == "adapter",
-        http=runtime.http,
-    )
-
-
-def _collect_garbage_rarely() -> None:
-    if 0 < gc.get_threshold()[0] < _GARBAGE_THRESHOLDS[0]:
-        gc.set_threshold(*_GARBAGE_THRESHOLDS)
-
-
-async def _lend_client(args: Namespace, runtime: RolloutRuntime) -> AsyncGenerator[Generator, None]:
-    """A client that is closed when its loop is shut down, as `asyncio.run` ends the generators that are under way."""
-    client = make_client(args, runtime)
-    try:
-        yield client
-    finally:
-        await client.close()
+    adapter = args.lora_sync == "adapter"
+    return GenerateClient(runtime.http, router_url(args), args.sglang_router_api_key, _RETRIES, adapter=adapter)
 
 
 @contextlib.asynccontextmanager
 async def state_of_call(args: Namespace) -> AsyncIterator[RolloutState]:
-    """The state of the rollout under way in this task; outside of one, a new one for a single call.
-
-    Calls outside of rollouts, such as those of a user's own rollout function, share a client for as long as their event
-    loop: aiohttp's connections belong to the loop they were opened on. Outside of a runtime each has its own.
-    """
-    if (state := _state_here()) is not None:
+    """The state of the rollout under way in this task; outside of one, as in a user's own rollout function, a new one
+    for a single call."""
+    if _state_here() is None and (runtime := current()) is not None:
+        yield RolloutState(args, runtime, rank=0)
+        return
+    async with rollout_state(args) as state:
         yield state
-        return
-    if (runtime := current()) is None:
-        async with rollout_state(args) as state:
-            yield state
-        return
-    _collect_garbage_rarely()
-    clients = runtime.here().clients
-    router = (args.sglang_router_ip, args.sglang_router_port, args.sglang_router_api_key)
-    if router not in clients:
-        lending = _lend_client(args, runtime)
-        clients[router] = (await anext(lending), lending)
-    yield RolloutState(runtime, clients[router][0], rank=0)
 
 
 @contextlib.asynccontextmanager
@@ -277,14 +228,9 @@ async def rollout_state(args: Namespace, rank: int = 0) -> AsyncIterator[Rollout
     if (state := _state_here()) is not None:
         yield state
         return
-    _collect_garbage_rarely()
-    with current_or_new(args) as runtime:
-        state = RolloutState(runtime, make_client(args, runtime), rank)
-        try:
-            with setting(_current, state):
-                yield state
-        finally:
-            await state.client.close()
+    async with current_or_new(args) as runtime:
+        with setting(_current, state := RolloutState(args, runtime, rank)):
+            yield state
 
 
 def is_ending() -> bool:
