@@ -103,7 +103,7 @@ def test_a_grader_outlives_the_thread_that_first_asked_for_it() -> None:
     verdicts: list[bool] = []
     try:
         for _ in range(2):
-            asking = threading.Thread(target=lambda: verdicts.append(pool.equal_now(r"\sqrt{8}", r"2\sqrt{2}")))
+            asking = threading.Thread(target=lambda: verdicts.append(pool.equal(r"\sqrt{8}", r"2\sqrt{2}").result()))
             asking.start()
             asking.join()
             task = Path(f"/proc/self/task/{asking.native_id}")

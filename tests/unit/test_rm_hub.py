@@ -18,7 +18,8 @@ import pytest
 from slime.data import Sample
 from slime.rollout.reward import algebra, equality
 from slime.rollout.reward.algebra import AlgebraPool
-from slime.rollout.reward.answers import last_boxed, quick_equal
+from slime.rollout.reward.answers import last_boxed
+from slime.rollout.reward.equality import quick_equal
 from slime.rollout.rm_hub import async_rm
 from slime.rollout.user.hooks import HookError
 from slime.utils import http_utils
@@ -90,11 +91,8 @@ def test_quick_equal(answer: str, label: str, verdict: bool | None) -> None:
 
 
 def test_algebra_in_a_process(pool: AlgebraPool) -> None:
-    async def verdicts() -> list[bool]:
-        pairs = [("x+1", "1+x"), (r"\sqrt{8}", r"2\sqrt{2}"), ("(x-1)^2", "x^2-2x+1"), ("x+1", "x+2"), ("}{", "x")]
-        return [await pool.equal(*pair) for pair in pairs]
-
-    assert asyncio.run(verdicts()) == [True, True, True, False, False]
+    pairs = [("x+1", "1+x"), (r"\sqrt{8}", r"2\sqrt{2}"), ("(x-1)^2", "x^2-2x+1"), ("x+1", "x+2"), ("}{", "x")]
+    assert [pool.equal(*pair).result() for pair in pairs] == [True, True, True, False, False]
 
 
 def test_endless_algebra_is_killed_and_stalls_nothing(pool: AlgebraPool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,11 +108,11 @@ def test_endless_algebra_is_killed_and_stalls_nothing(pool: AlgebraPool, monkeyp
         ticking = asyncio.create_task(tick())
         with monkeypatch.context() as patch:
             patch.setattr(pool, "_seconds", 3.0)
-            endless = await pool.equal("x+10^{10^{10^{9}}}", "7+x")
+            endless = await asyncio.wrap_future(pool.equal("x+10^{10^{10^{9}}}", "7+x"))
         ticking.cancel()
-        return endless, ticks, await pool.equal("x+1", "1+x")
+        return endless, ticks, await asyncio.wrap_future(pool.equal("x+1", "1+x"))
 
-    assert asyncio.run(pool.equal("x+1", "1+x"))  # the process is up: what follows measures grading
+    assert pool.equal("x+1", "1+x").result(60)  # the process is up: what follows measures grading
     first = pool._workers[0]._process
     assert first is not None
     started = time.monotonic()
@@ -380,13 +378,13 @@ def test_a_worker_that_does_not_start_names_what_it_needs(monkeypatch: pytest.Mo
     pool = AlgebraPool(1)
     monkeypatch.setattr(algebra.sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match=r"did not get ready .*: is math-verify installed\?"):
-        asyncio.run(pool.equal("x+1", "1+x"))
+        pool.equal("x+1", "1+x").result(60)
     pool.close()
 
 
 def test_pool_leaves_no_process_behind() -> None:
     pool = AlgebraPool(1)
-    assert asyncio.run(pool.equal("x+1", "1+x"))
+    assert pool.equal("x+1", "1+x").result(60)
     process = pool._workers[0]._process
     assert process is not None
     pool.close()

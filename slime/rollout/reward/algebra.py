@@ -8,11 +8,11 @@ import functools
 import json
 import logging
 import os
-import queue
 import select
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from slime.rollout.reward.equality import quick_equal
 from slime.utils.environment import server_environment
@@ -29,13 +29,13 @@ _MAX_WORKERS = 8
 async def answers_equal(answer: str, label: str) -> bool:
     """Whether ``answer`` and ``label`` have the same value; algebra that takes over 10 s counts as no."""
     verdict = quick_equal(answer, label)
-    return await algebra_pool().equal(answer, label) if verdict is None else verdict
+    return await asyncio.wrap_future(algebra_pool().equal(answer, label)) if verdict is None else verdict
 
 
 def answers_equal_now(answer: str, label: str) -> bool:
     """As `answers_equal`, for a thread that may wait."""
     verdict = quick_equal(answer, label)
-    return algebra_pool().equal_now(answer, label) if verdict is None else verdict
+    return algebra_pool().equal(answer, label).result() if verdict is None else verdict
 
 
 class _Worker:
@@ -45,10 +45,7 @@ class _Worker:
         self._process: subprocess.Popen[str] | None = None
 
     def equal(self, answer: str, label: str, seconds: float) -> bool:
-        if self._process is None:
-            self._start()
-        process = self._process
-        assert process is not None
+        process = self._process or self._start()
         assert process.stdin is not None
         try:
             process.stdin.write(json.dumps({"answer": answer, "label": label}) + "\n")
@@ -56,7 +53,7 @@ class _Worker:
         except BrokenPipeError:
             reply = ""
         else:
-            reply = self._line(seconds)
+            reply = _line(process, seconds)
         if not reply:
             logger.warning(
                 "comparing %.60r with %.60r failed or took over %g s: counted as unequal", answer, label, seconds
@@ -64,25 +61,19 @@ class _Worker:
             self.stop()
         return reply.strip() == "true"
 
-    def _start(self) -> None:
+    def _start(self) -> subprocess.Popen[str]:
         command = [sys.executable, "-W", "ignore", "-m", "slime.rollout.reward.grade_worker"]
         env = {**server_environment(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        self._process = subprocess.Popen(
+        process = self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, close_fds=True
         )
-        if not self._line(_START_S):
-            status = self._process.poll()
+        if not _line(process, _START_S):
+            status = process.poll()
             self.stop()
             raise RuntimeError(
                 f"{' '.join(command)} did not get ready (exit status {status}): is math-verify installed?"
             )
-
-    def _line(self, seconds: float) -> str:
-        assert self._process is not None
-        stdout = self._process.stdout
-        assert stdout is not None
-        ready, _, _ = select.select([stdout], [], [], seconds)
-        return stdout.readline() if ready else ""
+        return process
 
     def stop(self) -> None:
         process, self._process = self._process, None
@@ -90,36 +81,28 @@ class _Worker:
             end_child(process, _END_S)
 
 
+def _line(process: subprocess.Popen[str], seconds: float) -> str:
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], seconds)
+    return process.stdout.readline() if ready else ""
+
+
 class AlgebraPool:
-    """Workers, each driven by a thread of its own while it grades."""
+    """Threads that grade, each with a worker of its own, which dies with the thread that started it."""
 
     def __init__(self, size: int, seconds: float = _GRADE_S) -> None:
         self._seconds = seconds
-        self._workers = [_Worker() for _ in range(size)]
-        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        for worker in self._workers:
-            self._idle.put(worker)
-        self._threads = ThreadPoolExecutor(size, thread_name_prefix="grade")
+        self._workers: list[_Worker] = []
+        self._own = threading.local()
+        self._threads = ThreadPoolExecutor(size, "grade", self._begin_thread)
 
-    async def equal(self, answer: str, label: str) -> bool:
-        """Whether the two have the same value.
+    def _begin_thread(self) -> None:
+        self._own.worker = _Worker()
+        self._workers.append(self._own.worker)
 
-        Raises:
-            RuntimeError: no worker process could be started.
-        """
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._grade, answer, label)
-
-    def equal_now(self, answer: str, label: str) -> bool:
-        """As `equal`, for a thread that may wait."""
-        return self._threads.submit(self._grade, answer, label).result()
-
-    def _grade(self, answer: str, label: str) -> bool:
-        # In a thread of the pool, as a worker dies with the thread that started it.
-        worker = self._idle.get()
-        try:
-            return worker.equal(answer, label, self._seconds)
-        finally:
-            self._idle.put(worker)
+    def equal(self, answer: str, label: str) -> Future[bool]:
+        """Whether the two have the same value; a RuntimeError where no worker process could be started."""
+        return self._threads.submit(lambda: self._own.worker.equal(answer, label, self._seconds))
 
     def close(self) -> None:
         """End all processes."""

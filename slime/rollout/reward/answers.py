@@ -6,18 +6,6 @@ import math
 import re
 from typing import Any
 
-from slime.rollout.reward.equality import quick_equal
-
-__all__ = [
-    "accepted_labels",
-    "after_reasoning",
-    "empty_label_problem",
-    "label_problem",
-    "label_text",
-    "last_boxed",
-    "quick_equal",
-]
-
 _EXACT = 2.0**53
 """Below it a float is one integer."""
 _BOXES = re.compile(

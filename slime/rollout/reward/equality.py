@@ -13,6 +13,7 @@ from slime.rollout.reward.units import Unit, is_number, singular, split_unit, to
 Algebra = Callable[[str, str], bool]
 """Says of two expressions in LaTeX, without units and lists, whether they are equal."""
 
+_List = tuple[str, list[str]]
 _INTEGER = re.compile(r"[+-]?\d+$")
 _LONGEST = 2000
 """Letters of an answer that is looked into; longer ones only equal themselves."""
@@ -109,7 +110,7 @@ def _same(left: str, right: str, algebra: Algebra, depth: int) -> bool:
         return _same(left_value, right_value, algebra, depth + 1)
     lists = _items(left), _items(right)
     if lists[0] or lists[1]:
-        return _same_lists(left, right, *lists, algebra, depth)
+        return _same_lists(left, right, lists, algebra, depth)
     return _same_quantities(left, right, algebra)
 
 
@@ -133,7 +134,7 @@ def _named(text: str) -> tuple[str, str]:
 # --- lists, tuples, sets, intervals, matrices
 
 
-def _items(text: str) -> tuple[str, list[str]] | None:
+def _items(text: str) -> _List | None:
     """The brackets and the items of a list, or None: "{}" of a set, "" of a bare list, "2x2" of a matrix."""
     if match := _MATRIX.match(text):
         rows = [[cell.strip() for cell in row.split("&")] for row in match[2].split("\\cr") if row.strip()]
@@ -192,28 +193,17 @@ def _signs(text: str) -> list[str]:
     return [f"{before}+{after}" if before.strip() else after, f"{before}-{after}"]
 
 
-def _same_lists(
-    left: str,
-    right: str,
-    left_list: tuple[str, list[str]] | None,
-    right_list: tuple[str, list[str]] | None,
-    algebra: Algebra,
-    depth: int,
-) -> bool:
+def _same_lists(left: str, right: str, lists: tuple[_List | None, _List | None], algebra: Algebra, depth: int) -> bool:
+    left_list, right_list = lists
     if left_list is None or right_list is None:
         brackets, items = left_list or right_list or ("", [])
         if brackets == "{}" and len(items) == 1:
-            other = right if right_list is None else left
-            return (
-                _same(items[0], other, algebra, depth + 1) if left_list else _same(other, items[0], algebra, depth + 1)
-            )
-        other = right if right_list is None else left
-        return bool(_RELATION.search(other)) and _by_algebra(left, right, algebra)
+            pair = (items[0], right) if left_list else (left, items[0])
+            return _same(*pair, algebra, depth + 1)
+        return bool(_RELATION.search(right if left_list else left)) and _by_algebra(left, right, algebra)
     (left_kind, lefts), (right_kind, rights) = left_list, right_list
-    if (
-        any(kind == "" and all(map(_ORDER.search, items)) for kind, items in (left_list, right_list))
-        and left_kind != right_kind
-    ):
+    is_order = any(kind == "" and all(map(_ORDER.search, items)) for kind, items in (left_list, right_list))
+    if is_order and left_kind != right_kind:
         return _by_algebra(left, right, algebra)
     if max(len(lefts), len(rights)) > _MOST_ITEMS:
         return False

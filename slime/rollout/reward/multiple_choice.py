@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import string
 import unicodedata
 from argparse import Namespace
+from string import ascii_uppercase
 from typing import Any
 
 from slime.data import Sample
@@ -53,11 +53,10 @@ _DENIED = (
 """Not the one that is wrong."""
 _STATED = re.compile(rf"(?:{_BEFORE}){_OPENING}{_LETTER}{_DENIED}|{_LETTER}{_CLOSING}\s*(?:{_BEHIND})")
 _STANDALONE = re.compile(_ALONE)
-_ANY = rf"(?:{_BRACKETED}|(?<![{_LATIN}])[A-Z](?![{_LATIN}]))"
-_JOINED = r"\s*(?:[,/&\u3001]\s*(?:and\b|or\b)?|\band\b|\bor\b|\u548c|\u6216\u8005?|\u3068|\u304b)\s*"
-_SEVERAL = re.compile(rf"{_ANY}(?:{_JOINED}{_ANY})+(?!\s+is\b)")
-"""Choices side by side: who names them has not chosen one."""
 _ONE = rf"(?:\([A-Za-z]\)|\[[A-Za-z]\]|(?<![{_LATIN}])[A-Z](?![{_LATIN}]))"
+_JOINED = r"\s*(?:[,/&\u3001]\s*(?:and\b|or\b)?|\band\b|\bor\b|\u548c|\u6216\u8005?|\u3068|\u304b)\s*"
+_SEVERAL = re.compile(rf"{_ONE}(?:{_JOINED}{_ONE})+(?!\s+is\b)")
+"""Choices side by side: who names them has not chosen one."""
 _FEW = rf"{_ONE}(?:(?:,\s*{_ONE}){{0,8}},?\s*(?:and|or|nor)\s+{_ONE}(?!\s+is\b))?"
 _WRONG = (
     r"\s+(?:(?:all|both|each|clearly|also|therefore|thus|hence|simply|obviously|certainly|the|an|a)\s+){0,2}"
@@ -108,7 +107,8 @@ async def gpqa_reward(args: Namespace, sample: Sample, response: str) -> float:
         chosen = _chosen_letter(affirmed, choices, right)
         if chosen is not None or right in denied:
             return float(chosen == right)
-    return float(text is not None and _contains(solution, text))
+    words = _plain(text or "")
+    return float(words != "" and re.search(rf"(?<!\w){re.escape(words)}(?!\w)", _plain(solution)) is not None)
 
 
 def choices_problem(choices: Any) -> str | None:
@@ -118,17 +118,13 @@ def choices_problem(choices: Any) -> str | None:
     return f"is a {type(choices).__name__}, not a list or an object of choices"
 
 
-def _letters(count: int) -> str:
-    return string.ascii_uppercase[:count]
-
-
 def _choices(given: Any) -> dict[str, str]:
     """Letter -> text, of a list in order or of a mapping."""
     if not given:
         return {}
     if isinstance(given, dict):
         return {str(letter).strip().upper(): str(text) for letter, text in given.items()}
-    return dict(zip(_letters(len(given)), map(str, given), strict=False))
+    return dict(zip(ascii_uppercase, map(str, given), strict=False))
 
 
 def _right_answer(sample: Sample, choices: dict[str, str]) -> tuple[str | None, str | None]:
@@ -175,28 +171,19 @@ def _without_denied(text: str) -> tuple[str, set[str]]:
 
 
 def _chosen_letter(text: str, choices: dict[str, str], right: str) -> str | None:
-    known = {*(choices or _letters(_MOST)), right}
+    known = {*(choices or ascii_uppercase[:_MOST]), right}
 
     def unless_several(match: re.Match[str]) -> str:
-        named = {
-            letter.upper()
-            for letter in re.sub(r"\b(?:and|or)\b", "", match[0])
-            if letter.isascii() and letter.isalpha()
-        }
+        named = {letter.upper() for letter in re.findall("[A-Za-z]", re.sub(r"\b(?:and|or)\b", "", match[0]))}
         return " " if len(named & known) > 1 else match[0]
 
     text = _SEVERAL.sub(unless_several, _PRONOUN.sub(" ", text))
     for pattern, searched, count in ((_STATED, text, _MOST), (_STANDALONE, _ARTICLE.sub(" ", text), _COMMON)):
         found = [next(filter(None, match.groups())).upper() for match in pattern.finditer(searched)]
-        valid = [letter for letter in found if letter in (choices or _letters(count)) or letter == right]
+        valid = [letter for letter in found if letter in (choices or ascii_uppercase[:count]) or letter == right]
         if valid:
             return valid[-1]
     return None
-
-
-def _contains(text: str, answer: str) -> bool:
-    pattern = rf"(?<!\w){re.escape(_plain(answer))}(?!\w)"
-    return bool(_plain(answer)) and re.search(pattern, _plain(text)) is not None
 
 
 def _plain(text: str) -> str:

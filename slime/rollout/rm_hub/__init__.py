@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from slime.data import Sample
@@ -64,25 +65,20 @@ async def batched_async_rm(args: Namespace, samples: Sequence[Sample], **kwargs:
     Raises:
         HookError: and the others of `async_rm`; the first failure cancels what is still running.
     """
-    by_path: dict[str, list[int]] = {}
-    flags: dict[str, str] = {}
-    jobs, places = [], []
-    for place, sample in enumerate(samples):
-        hook = hook_of(args, sample)
+    hooks = [hook_of(args, sample) for sample in samples]
+    together: dict[object, list[int]] = {}
+    for place, hook in enumerate(hooks):
+        together.setdefault(place if hook is None else hook[0], []).append(place)
+
+    async def judge(places: list[int]) -> list[Reward]:
+        judged, hook = [samples[place] for place in places], hooks[places[0]]
         if hook is None:
-            jobs.append(_built_in_list(args, sample))
-            places.append([place])
-        else:
-            by_path.setdefault(hook[0], []).append(place)
-            flags.setdefault(*hook)
-    for path, members in by_path.items():
-        jobs.append(custom_rewards(args, [samples[place] for place in members], path, flags[path], kwargs))
-        places.append(members)
-    rewards: list[Reward] = [None] * len(samples)
-    for members, found in zip(places, await run_all(jobs), strict=True):
-        for place, reward in zip(members, found, strict=True):
-            rewards[place] = reward
-    return rewards
+            return [await _built_in(args, judged[0])]
+        return await custom_rewards(args, judged, *hook, kwargs)
+
+    rewards = chain(*await run_all([judge(places) for places in together.values()]))
+    by_place = dict(zip(chain(*together.values()), rewards, strict=True))
+    return [by_place[place] for place in range(len(samples))]
 
 
 async def remote_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Reward:
@@ -106,10 +102,6 @@ def judge_of(args: Namespace, sample: Sample) -> str:
 
 def _rm_type(args: Namespace, sample: Sample) -> str | None:
     return sample.metadata.get("rm_type") or args.rm_type
-
-
-async def _built_in_list(args: Namespace, sample: Sample) -> list[Reward]:
-    return [await _built_in(args, sample)]
 
 
 async def _built_in(args: Namespace, sample: Sample) -> Reward:
