@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Self
 
 from slime.data import media
 
@@ -30,7 +30,19 @@ def _finish_status(finish_reason: Any, otherwise: Status) -> Status:
 
 
 @dataclass
-class SpecInfo:
+class _Counters:
+    def to_dict(self) -> dict[str, int]:
+        """The counters by name."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, int]) -> Self:
+        """The inverse of `to_dict`."""
+        return cls(**data)
+
+
+@dataclass
+class SpecInfo(_Counters):
     """Speculative-decoding counters of one sample, summed over its requests."""
 
     spec_accept_token_num: int = 0
@@ -55,18 +67,9 @@ class SpecInfo:
         self.spec_verify_ct += _count(meta_info, "spec_verify_ct")
         self.completion_token_num += _count(meta_info, "completion_tokens")
 
-    def to_dict(self) -> dict[str, int]:
-        """The counters by name."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, int]) -> SpecInfo:
-        """The inverse of `to_dict`."""
-        return cls(**data)
-
 
 @dataclass
-class PrefixCacheInfo:
+class PrefixCacheInfo(_Counters):
     """Prefix-cache counters of one sample, summed over its requests."""
 
     cached_tokens: int = 0
@@ -81,15 +84,6 @@ class PrefixCacheInfo:
         """Count one reply by the engine's ``meta_info``."""
         self.cached_tokens += _count(meta_info, "cached_tokens")
         self.total_prompt_tokens += _count(meta_info, "prompt_tokens")
-
-    def to_dict(self) -> dict[str, int]:
-        """The counters by name."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, int]) -> PrefixCacheInfo:
-        """The inverse of `to_dict`."""
-        return cls(**data)
 
 
 def _count(meta_info: Mapping[str, Any], *names: str) -> int:

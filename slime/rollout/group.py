@@ -126,13 +126,17 @@ class GroupRun:
         sample = self.results[position]
         if position not in self._generated:
             assert isinstance(sample, Sample)
-            params = _params_of_member(self._params, position) if seeded else dict(self._params)
+            params = dict(self._params)
+            if seeded and (seed := params.get("sampling_seed")) is not None:
+                params["sampling_seed"] = request_seed(seed, position)
             with state.doing(sample, "generating"):
                 await self._generate(state, position, sample, params)
         if not self.args.group_rm:
             parts = flatten_samples(self.results[position])
             with state.doing(parts[0], "rewarding"):
-                await self._reward_all(state, [part for part in parts if _wants_reward(part)])
+                jobs = [self._reward(state, part) for part in parts if _wants_reward(part)]
+                # Most samples are one part, which needs no task of its own.
+                await (jobs[0] if len(jobs) == 1 else run_all(jobs))
         state.num_samples_done += 1
 
     async def _generate(self, state: RolloutState, position: int, sample: Sample, params: dict[str, Any]) -> None:
@@ -143,10 +147,12 @@ class GroupRun:
         async def attempt(number: int) -> Sample | list[Sample]:
             failure = sample.failure
             given = self._as_it_was(position) if number else sample
+            result: Sample | list[Sample]
             if path is None:
                 result = await self._show(await generate(self.args, given, params))
             else:
-                result = await self._show(await self._custom(state, position, path, given, params))
+                made = await self._custom(state, position, path, given, params)
+                result = [await self._show(part) for part in made] if isinstance(made, list) else await self._show(made)
             for part in flatten_samples(result):
                 part.failure = part.failure or failure
                 if part.reward is not None:
@@ -209,16 +215,10 @@ class GroupRun:
             "with a request that a weight update has interrupted"
         )
 
-    async def _show(self, result: Sample | list[Sample]) -> Sample | list[Sample]:
-        """Give every sample that was generated to the hooks of ``--rollout-sample-hook-path``."""
-        paths = self.args.rollout_sample_hook_path or []
-        if isinstance(result, Sample):
-            return await self._show_one(result, paths)
-        return [await self._show_one(part, paths) for part in result]
-
-    async def _show_one(self, sample: Sample, paths: list[str]) -> Sample:
+    async def _show(self, sample: Sample) -> Sample:
+        """Give a sample that was generated to the hooks of ``--rollout-sample-hook-path``."""
         flag = "--rollout-sample-hook-path"
-        for path in paths:
+        for path in self.args.rollout_sample_hook_path or []:
             function = load_function(path, flag=flag, default_names=("sample_hook", "rollout_sample_hook"))
             known = accepted(function, rollout_id=current_rollout(), evaluation=self._evaluation)
             limit = self._limit(f"{flag} {path} with sample {sample.index}")
@@ -233,12 +233,6 @@ class GroupRun:
     def _limit(self, what: str) -> Limit | None:
         seconds = self.args.generate_timeout
         return None if seconds is None else Limit(seconds, "--generate-timeout", what)
-
-    async def _reward_all(self, state: RolloutState, parts: list[Sample]) -> None:
-        if len(parts) == 1:
-            await self._reward(state, parts[0])  # most samples are one part, which needs no task of its own
-        else:
-            await run_all([self._reward(state, part) for part in parts])
 
     async def _reward(self, state: RolloutState, sample: Sample) -> None:
         async def attempt(number: int) -> Sample:
@@ -285,12 +279,8 @@ class GroupRun:
             value = sample.get_reward_value(Namespace(reward_key=key))
         except (ValueError, TypeError, OverflowError) as error:
             # Of a judge that gives numbers too it is an odd answer; else the key is missing, which no try can mend.
-            odd = (
-                args.on_sample_error == "drop"
-                or judge in self._judges_of_numbers
-                or not isinstance(sample.reward, dict)
-            )
-            raise (HookError if odd or key is not None else SettingError)(str(error)) from error
+            is_odd = judge in self._judges_of_numbers or not isinstance(sample.reward, dict) or key is not None
+            raise (HookError if is_odd or args.on_sample_error == "drop" else SettingError)(str(error)) from error
         if not isinstance(sample.reward, dict):
             self._judges_of_numbers.add(judge)
         if not abs(value) <= LARGEST_REWARD:
@@ -357,11 +347,6 @@ def _is_of_sample(error: Exception, what: str) -> bool:
     return isinstance(error, (HookError, DeadlineError, RowError, NoReplyError)) or (
         isinstance(error, RequestError) and error.status in _REFUSED
     )
-
-
-def _params_of_member(params: dict[str, Any], position: int) -> dict[str, Any]:
-    seed = params.get("sampling_seed")
-    return dict(params) if seed is None else params | {"sampling_seed": request_seed(seed, position)}
 
 
 def _checked(result: Any, numbers: Numbers, where: str) -> Sample | list[Sample]:

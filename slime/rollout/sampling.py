@@ -8,41 +8,25 @@ from typing import Any
 
 from slime.options.eval_datasets import EvalDataset
 
+_PARAMS = ("temperature", "top_p", "top_k", "stop", "stop_token_ids", "skip_special_tokens")
+_FIXED = {"spaces_between_special_tokens": False}
 _SEED_BITS = 53
 """JSON readers that hold numbers as doubles keep such a seed exact."""
 
 
 def train_sampling_params(args: Namespace) -> dict[str, Any]:
     """SGLang's ``sampling_params`` for training rollouts."""
-    return {
-        "temperature": args.rollout_temperature,
-        "top_p": args.rollout_top_p,
-        "top_k": args.rollout_top_k,
-        "max_new_tokens": args.rollout_max_response_len,
-        "stop": args.rollout_stop,
-        "stop_token_ids": args.rollout_stop_token_ids,
-        "skip_special_tokens": args.rollout_skip_special_tokens,
-        # The text must show the tokens that were trained on, the stop string included.
-        "no_stop_trim": True,
-        "spaces_between_special_tokens": False,
-    }
+    # The text must show the tokens that were trained on, the stop string included.
+    own = {"max_new_tokens": args.rollout_max_response_len, "no_stop_trim": True}
+    return {name: getattr(args, f"rollout_{name}") for name in _PARAMS} | own | _FIXED
 
 
 def eval_sampling_params(dataset: EvalDataset) -> dict[str, Any]:
     """SGLang's ``sampling_params`` for an evaluation dataset; temperature 0 is greedy."""
-    params = {
-        "temperature": dataset.temperature,
-        "top_p": dataset.top_p,
-        "top_k": dataset.top_k,
-        "max_new_tokens": dataset.max_response_len,
-        "stop": dataset.stop,
-        "stop_token_ids": dataset.stop_token_ids,
-        "skip_special_tokens": dataset.skip_special_tokens,
-        "no_stop_trim": dataset.no_stop_trim,
-        "spaces_between_special_tokens": False,
-    }
-    further = {"min_new_tokens": dataset.min_new_tokens, "repetition_penalty": dataset.repetition_penalty}
-    return params | {name: value for name, value in further.items() if value is not None}
+    params = {name: getattr(dataset, name) for name in (*_PARAMS, "no_stop_trim")}
+    further = {name: getattr(dataset, name) for name in ("min_new_tokens", "repetition_penalty")}
+    params |= {name: value for name, value in further.items() if value is not None}
+    return params | {"max_new_tokens": dataset.max_response_len} | _FIXED
 
 
 def request_seed(*parts: int | str) -> int:

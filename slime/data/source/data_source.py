@@ -85,7 +85,8 @@ class RolloutDataSource(DataSource):
         """Groups that nobody had handed out: copies, and others of a user's code."""
         self._epoch = 0
         self._cursor = 0
-        self._num_groups = 0
+        self.num_read = 0
+        """Groups made of the data, in the whole run."""
         self._num_samples = 0
         self._order = self._shuffled(0)
         self._in_flight: dict[int | None, list[tuple[int | None, bytes]]] = {}
@@ -141,8 +142,8 @@ class RolloutDataSource(DataSource):
         lacked = any(sample.group_index is None for sample in group)
         if lacked:
             for sample in group:
-                sample.group_index = self._num_groups
-            self._num_groups += 1
+                sample.group_index = self.num_read
+            self.num_read += 1
         for sample in group:
             if sample.index is None:
                 sample.index = self._num_samples
@@ -167,10 +168,10 @@ class RolloutDataSource(DataSource):
         prompt = pickle.dumps(self._next_prompt())
         group: Group = [pickle.loads(prompt) for _ in range(self.args.n_samples_per_prompt)]
         for sample in group:
-            sample.group_index = self._num_groups
+            sample.group_index = self.num_read
             sample.index = sample.rollout_id = self._num_samples
             self._num_samples += 1
-        self._num_groups += 1
+        self.num_read += 1
         return group
 
     def _next_prompt(self) -> Sample:
@@ -199,11 +200,6 @@ class RolloutDataSource(DataSource):
         with self.lock:
             in_flight = [pickle.loads(group) for entries in self._in_flight.values() for _, group in entries]
             self._in_flight, self._again = {}, [*in_flight, *self._again]
-
-    @property
-    def num_read(self) -> int:
-        """Groups made of the data, in the whole run."""
-        return self._num_groups
 
     def get_buffer_length(self) -> int:
         """Number of groups that wait here to be handed out before new prompts."""
@@ -252,7 +248,7 @@ class RolloutDataSource(DataSource):
         return {
             "epoch": self._epoch,
             "cursor": self._cursor,
-            "num_groups": self._num_groups,
+            "num_groups": self.num_read,
             "num_samples": self._num_samples,
             "num_added": self.num_added,
             "num_trained": self.num_trained,
@@ -286,7 +282,7 @@ class RolloutDataSource(DataSource):
             if line is not None:
                 logger.warning(line)
         self._epoch, self._cursor = state["epoch"], cursor
-        self._num_groups, self._num_samples = state["num_groups"], state["num_samples"]
+        self.num_read, self._num_samples = state["num_groups"], state["num_samples"]
         self.num_added = state["num_added"]
         self.num_trained, self.num_dropped = state["num_trained"], Counter(state["num_dropped"])
         self.metadata = dict(state.get("metadata", {}))

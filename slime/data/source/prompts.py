@@ -10,6 +10,7 @@ from typing import Any
 
 from slime.data import Group, Sample
 from slime.data.sample import begun_anew
+from slime.data.source.buffer_choice import is_group
 from slime.data.source.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.utils.errors import BadInputError, SlimeError
 from slime.utils.user_functions import naming
@@ -52,7 +53,7 @@ def as_groups(args: Namespace, drawn: Any) -> list[Group]:
     if all(isinstance(entry, Sample) for entry in drawn):
         return _grouped(args, drawn)
     for entry in drawn:
-        if not isinstance(entry, list) or not entry or not all(isinstance(sample, Sample) for sample in entry):
+        if not is_group(entry):
             raise BadInputError(
                 f"--data-source-path {args.data_source_path}: a group must be a non-empty list of Sample, not "
                 f"{entry!r:.120}"

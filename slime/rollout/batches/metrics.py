@@ -60,14 +60,13 @@ def length_stats(samples: Sequence[Sample], prefix: str, *, effective: bool = Fa
     lengths = np.array([s.effective_response_length if effective else s.response_length for s in samples])
     if effective:
         lengths = lengths[lengths > 0]
-    if not len(lengths):
-        return {}
-    return {
-        f"{prefix}/mean": float(lengths.mean()),
-        f"{prefix}/median": float(np.median(lengths)),
-        f"{prefix}/max": float(lengths.max()),
-        f"{prefix}/min": float(lengths.min()),
-    }
+    return summary(lengths, prefix) if len(lengths) else {}
+
+
+def summary(values: np.ndarray, prefix: str) -> dict[str, float]:
+    """Mean, median, maximum and minimum of values, of which there are some."""
+    figures = {"mean": values.mean(), "median": np.median(values), "max": values.max(), "min": values.min()}
+    return {f"{prefix}/{name}": float(value) for name, value in figures.items()}
 
 
 def speed_metrics(args: Namespace, samples: Sequence[Sample], seconds: float) -> dict[str, float]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from slime.algorithms.rewards import rollout_rewards
 from slime.data import Sample
-from slime.rollout.batches.metrics import length_stats
+from slime.rollout.batches.metrics import length_stats, summary
 
 _PASSED = 1
 
@@ -86,10 +86,8 @@ def _reward(args: Namespace, sample: Sample) -> float | None:
 
 
 def _turn_stats(samples: list[Sample]) -> dict[str, float]:
-    turns = np.array([num_turns(sample) for sample in samples])
-    stats = {"mean": turns.mean(), "median": np.median(turns), "max": turns.max(), "min": turns.min()}
     return (
-        {f"multi_turn/turns/{name}": float(value) for name, value in stats.items()}
+        summary(np.array([num_turns(sample) for sample in samples]), "multi_turn/turns")
         | length_stats(samples, "multi_turn/response_len")
         | length_stats(samples, "multi_turn/response_len_without_tools", effective=True)
     )

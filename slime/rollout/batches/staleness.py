@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from slime.data import Group, Sample
+from slime.data import Sample
+from slime.data.sample import begun_anew
 from slime.data.source.data_source import RolloutDataSource
-from slime.data.source.prompts import as_prompts, count_dropped, draw_groups
+from slime.data.source.prompts import count_dropped, draw_groups
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.engine.versions import as_number, staleness, versions
 from slime.rollout.sglang_rollout import generate_groups
@@ -29,7 +30,8 @@ def renew_stale(
     """
     too_old = [s for s in samples if (staleness(s, rollout_id) or 0) > args.max_weight_staleness]
     stale = {sample.group_index for sample in too_old}
-    anew = _prompts(source, stale)
+    handed_out = map(source.as_handed_out, stale) if isinstance(source, RolloutDataSource) else ()
+    anew = [begun_anew(group) for group in handed_out if group is not None]
     known = {group[0].group_index for group in anew}
     for unknown in stale - known:
         count_dropped(source, [sample for sample in samples if sample.group_index == unknown], "stale")
@@ -44,14 +46,6 @@ def renew_stale(
     kept = [sample for sample in samples if sample.group_index not in stale]
     renewed = generate_groups(args, rollout_id, source, anew, wanted=len(anew))
     return kept + flatten_samples(renewed.samples), counts
-
-
-def _prompts(source: Any, group_indices: set[int | None]) -> list[Group]:
-    """The groups that the data source has in flight, without responses."""
-    if not isinstance(source, RolloutDataSource):
-        return []
-    groups = [group for index in group_indices if (group := source.as_handed_out(index)) is not None]
-    return [as_prompts(source, group) for group in groups]
 
 
 def staleness_metrics(rollout_id: int, samples: list[Sample]) -> dict[str, float]:

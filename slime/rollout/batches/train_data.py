@@ -6,6 +6,7 @@ import dataclasses
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -200,25 +201,14 @@ def decoder_shape(args: Namespace) -> DecoderShape:
     moe_layers, every = 0, args.moe_layer_freq
     if args.num_experts:
         moe_layers = sum(every) if isinstance(every, list) else -(-args.num_layers // every)
-    return DecoderShape(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        ffn_hidden_size=args.ffn_hidden_size,
-        num_attention_heads=args.num_attention_heads,
-        num_query_groups=args.num_query_groups,
-        kv_channels=args.kv_channels or 0,
-        vocab_size=args.vocab_size,
-        num_moe_layers=moe_layers,
-        num_experts=args.num_experts or 0,
-        moe_router_topk=args.moe_router_topk,
-        moe_ffn_hidden_size=args.moe_ffn_hidden_size or args.ffn_hidden_size,
-        moe_shared_expert_intermediate_size=args.moe_shared_expert_intermediate_size or 0,
-        latent=_latent_shape(args) if args.multi_latent_attention else None,
-    )
-
-
-def _latent_shape(args: Namespace) -> LatentShape:
-    return LatentShape(**{field.name: getattr(args, field.name) for field in dataclasses.fields(LatentShape)})
+    own = {"num_moe_layers": moe_layers, "latent": None}
+    names = [field.name for field in dataclasses.fields(DecoderShape) if field.name not in own]
+    sizes: dict[str, Any] = {name: getattr(args, name) or 0 for name in names} | own
+    sizes["moe_ffn_hidden_size"] = sizes["moe_ffn_hidden_size"] or args.ffn_hidden_size
+    if args.multi_latent_attention:
+        latent = {field.name: getattr(args, field.name) for field in dataclasses.fields(LatentShape)}
+        sizes["latent"] = LatentShape(**latent)
+    return DecoderShape(**sizes)
 
 
 def _name(position: int, sample: Sample) -> str:
