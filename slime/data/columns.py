@@ -40,10 +40,6 @@ class ColumnError(ValueError):
     """A sample's values are not those that a column is declared with; one line."""
 
 
-def _always(args: Namespace) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class Column:
     """What one quantity is, and where it comes from and goes to.
@@ -67,7 +63,7 @@ class Column:
     rollout (`slime.rollout.batches.train_data`); trainer: it comes of a pass through a model."""
     attribute: str | None = None
     """Of a sample's own: the attribute of `Sample` that holds it, where that is not `Sample.columns`."""
-    wanted: Callable[[Namespace], bool] = _always
+    wanted: Callable[[Namespace], bool] = lambda args: True
     """Whether a run with these options has it."""
     needed: bool = True
     """Whether a sample without it is an error; a column that no sample has is left out otherwise."""
@@ -93,18 +89,6 @@ class Column:
         return self.upstream or self.name
 
 
-def _reads_metadata(args: Namespace) -> bool:
-    return any(getattr(args, name) is not None for name in _METADATA_READERS)
-
-
-def _is_rl(args: Namespace) -> bool:
-    return args.loss_type != "sft_loss"
-
-
-def _keeps_versions(args: Namespace) -> bool:
-    return bool(args.keep_old_actor)
-
-
 COLUMNS: tuple[Column, ...] = (
     Column(TOKENS, np.int32, "sequence", attribute="tokens", packed_as=np.int64),
     Column(
@@ -126,7 +110,7 @@ COLUMNS: tuple[Column, ...] = (
         np.float32,
         "response",
         made_by="rollout",
-        wanted=_is_rl,
+        wanted=lambda args: args.loss_type != "sft_loss",
         changeable=True,
     ),
     # Which weights made each token, -1 for tokens of no engine.
@@ -135,12 +119,18 @@ COLUMNS: tuple[Column, ...] = (
         np.int32,
         "response",
         made_by="rollout",
-        wanted=_keeps_versions,
+        wanted=lambda args: bool(args.keep_old_actor),
         padding=-1,
         packed_as=np.int64,
         shown=False,
     ),
-    Column(METADATA, np.object_, "row", made_by="rollout", wanted=_reads_metadata),
+    Column(
+        METADATA,
+        np.object_,
+        "row",
+        made_by="rollout",
+        wanted=lambda args: any(getattr(args, name) is not None for name in _METADATA_READERS),
+    ),
     # Under the behaviour policy, and under the reference model.
     Column("old_log_probs", np.float32, "response", made_by="trainer", upstream="log_probs", changeable=True),
     Column("ref_log_probs", np.float32, "response", made_by="trainer", changeable=True),
@@ -206,7 +196,10 @@ def from_samples(column: Column, samples: Sequence[Any], called: Callable[[int],
     Raises:
         ColumnError: a sample has none though others do, or has values of another shape or kind than declared.
     """
-    given = [_carried(column, sample) for sample in samples]
+    if column.attribute is None:
+        given = [sample.columns.get(column.name) for sample in samples]
+    else:
+        given = [getattr(sample, column.attribute) for sample in samples]
     missing = [position for position, value in enumerate(given) if value is None]
     if len(missing) == len(samples) and not column.needed:
         return None
@@ -226,12 +219,6 @@ def from_samples(column: Column, samples: Sequence[Any], called: Callable[[int],
         references[:] = rows
         return references
     return Ragged.from_rows(rows, column.dtype, column.trailing)
-
-
-def _carried(column: Column, sample: Any) -> Any:
-    if column.attribute is not None:
-        return getattr(sample, column.attribute)
-    return sample.columns.get(column.name)
 
 
 def _checked(column: Column, value: Any, sample: Any, called: str) -> Any:

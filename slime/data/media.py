@@ -11,7 +11,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +64,6 @@ class MediaRef:
 
     def __str__(self) -> str:
         return f"{self.kind} {self.sha256[:12] if callable(self.where) else self.where}"
-
-    def at(self, where: str | Callable[[], bytes]) -> MediaRef:
-        """The same item in another place."""
-        return replace(self, where=where)
 
 
 def refer(path: str | Path, kind: str = "image") -> MediaRef:

@@ -23,12 +23,6 @@ class Status(Enum):
 _STATUS_OF_FINISH = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 
 
-def _finish_status(finish_reason: Any, otherwise: Status) -> Status:
-    """By SGLang's ``{"type": "stop"}``, or by the plain string of OpenAI's interface."""
-    kind = finish_reason.get("type") if isinstance(finish_reason, Mapping) else finish_reason
-    return _STATUS_OF_FINISH.get(str(kind), otherwise)
-
-
 @dataclass
 class _Counters:
     def to_dict(self) -> dict[str, int]:
@@ -216,7 +210,9 @@ class Sample:
             raise ValueError(f"{len(new)} trainable tokens need as many log-probs, got {got}")
         # All that may fail comes before anything grows.
         info = {} if meta_info is None else dict(meta_info)
-        status = _finish_status(info.get("finish_reason"), self.status) if update_terminal_info else self.status
+        reason = info.get("finish_reason")  # SGLang's object, or the plain string of OpenAI's interface
+        kind = reason.get("type") if isinstance(reason, Mapping) else reason
+        status = _STATUS_OF_FINISH.get(str(kind), self.status) if update_terminal_info else self.status
         version = None if info.get("weight_version") is None else str(info["weight_version"])
         spec_info, prefix_cache_info = replace(self.spec_info), replace(self.prefix_cache_info)
         spec_info.add(info)

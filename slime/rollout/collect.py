@@ -9,7 +9,6 @@ from typing import Any
 
 from slime.data import Group
 from slime.data.source.data_source import RolloutDataSource
-from slime.data.source.numbers import numbers_kept
 from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
 from slime.rollout.batches.metrics import engine_metrics, speed_metrics
 from slime.rollout.engine.state import RolloutState, rollout_state
@@ -73,9 +72,7 @@ async def finish_batch(
     ``--rollout-all-samples-process-path`` sees all groups that were finished, filtered ones too.
     """
     if (path := args.rollout_sample_filter_path) is not None:
-        with numbers_kept(flatten_samples(groups), f"--rollout-sample-filter-path {path}"):
-            await call_batch_hook(state, "--rollout-sample-filter-path", path, args, groups)
+        await call_batch_hook(state, "--rollout-sample-filter-path", path, groups, args, groups)
     if (path := args.rollout_all_samples_process_path) is not None:
-        # Some of all that are done are trained by later rollouts.
-        with numbers_kept(flatten_samples([*groups, *all_done]), f"--rollout-all-samples-process-path {path}"):
-            await call_batch_hook(state, "--rollout-all-samples-process-path", path, args, all_done, source)
+        flag, seen = "--rollout-all-samples-process-path", [*groups, *all_done]  # later rollouts train some of these
+        await call_batch_hook(state, flag, path, seen, args, all_done, source)

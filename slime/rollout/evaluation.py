@@ -20,7 +20,7 @@ from slime.options.reward_rules import unmet_rewards
 from slime.options.rollout import generates_itself
 from slime.rollout.base_types import RolloutFnEvalOutput, flatten_samples
 from slime.rollout.batches.metrics import length_stats
-from slime.rollout.batches.sample_stats import by_response, pass_rates
+from slime.rollout.batches.sample_stats import by_response, pass_rates, reward_or_none
 from slime.rollout.engine.gate import FIRST
 from slime.rollout.engine.loop import run_all
 from slime.rollout.engine.state import rollout_state
@@ -148,18 +148,12 @@ def _jobs(args: Namespace, dataset: EvalDataset, groups: list[Group]) -> Iterato
 
 
 def _result(args: Namespace, groups: list[Any]) -> dict[str, Any]:
-    samples = flatten_samples(groups)
+    samples, key = flatten_samples(groups), Namespace(reward_key=args.eval_reward_key)
     return {
-        "rewards": [_reward(args, sample) for sample in samples],
+        "rewards": [reward_or_none(key, sample) for sample in samples],
         "truncated": [sample.status is Status.TRUNCATED for sample in samples],
         "samples": samples,
     }
-
-
-def _reward(args: Namespace, sample: Sample) -> float | None:
-    if sample.reward is None:
-        return None
-    return sample.get_reward_value(Namespace(reward_key=args.eval_reward_key))
 
 
 def evaluation_output(returned: Any) -> RolloutFnEvalOutput:

@@ -38,10 +38,14 @@ _MANY_DROPPED = 32
 """Groups in a row; a filter that keeps one in five on average drops as many by chance once in some 1000 times."""
 
 
-async def call_batch_hook(state: RolloutState, flag: str, path: str, *values: Any) -> Any:
-    """What the user's function of a whole group or batch gives; the rollout's deadline names it while it runs."""
+async def call_batch_hook(state: RolloutState, flag: str, path: str, samples: list[Any], *values: Any) -> Any:
+    """What the user's function of a whole group or batch gives; the rollout's deadline names it while it runs.
+
+    Args:
+        samples: those that it sees, however deeply nested.
+    """
     where = f"{flag} {path}"
-    with state.busy(f"waiting for {where}"):
+    with state.busy(f"waiting for {where}"), numbers_kept(flatten_samples(samples), where):
         return await call_hook(load_function(path, flag=flag), where, *values)
 
 
@@ -205,8 +209,8 @@ class Pool:
             return DynamicFilterOutput(keep=True)
         flag = "--dynamic-sampling-filter-path"
         samples = flatten_samples(results)
-        with numbers_kept(samples, f"{flag} {path}"), span("rollout/filter", group=samples[0].group_index):
-            verdict = await call_batch_hook(self._state, flag, path, self._args, samples)
+        with span("rollout/filter", group=samples[0].group_index):
+            verdict = await call_batch_hook(self._state, flag, path, samples, self._args, samples)
         where = f"{flag} {path}: its answer"
         if isinstance(verdict, bool) or attribute_of(verdict, "ndim", None, where) == 0:  # a tensor's comparison
             return DynamicFilterOutput(keep=bool(verdict))

@@ -49,23 +49,20 @@ class OfLoop:
 class RolloutRuntime:
     """The requests of one process: how they are sent, how many at a time, to which engines, under which weights.
 
-    `set_engines`, `pause`, `resume` and `version` take and give plain values, so that an actor which owns one can offer
-    them to others under these names. They may be called from any thread or event loop of the process.
+    Its methods may be called from any thread or event loop of the process. Of the options it keeps none.
     """
 
     def __init__(self, args: Namespace) -> None:
-        """
-        Args:
-            args: the run's options; read here and not kept.
-        """
         self.http = Http(args.request_timeout)
         self.failures = FailureLog()
         self.judges_of_numbers: set[str] = set()
         """Who has given a reward that is no dict."""
         self.told: set[tuple[str, ...]] = set()
         """What was warned of, and is not again (`is_first`)."""
-        self._version = _FIRST_VERSION
-        self._engines = EngineSet(0, (), None)
+        self.version = _FIRST_VERSION
+        """The newest weights at the engines, where the driver tells: that of train_async.py does."""
+        self.engines = EngineSet(0, (), None)
+        """Those of now; `set_engines` changes them."""
         self._per_engine, self._num_planned = args.sglang_server_concurrency, args.num_engines
         self._door = Door()
         self._listeners: list[tuple[asyncio.AbstractEventLoop, Callable[[], Coroutine[Any, Any, None]]]] = []
@@ -74,10 +71,7 @@ class RolloutRuntime:
         """Streams refer to their loop, so that no weak reference to that would ever end."""
 
     def own_process(self) -> None:
-        """Be the `current` one of all threads and event loops of the process that are in no other's `active`.
-
-        Those that a user's code begins by itself have no context of ours.
-        """
+        """Be the `current` one also of threads that a user's code begins, which have no context of ours."""
         global _of_process
         _of_process = self
         self.http.own_process()
@@ -98,11 +92,6 @@ class RolloutRuntime:
                 self._loops[loop] = OfLoop(Gate(self.capacity))
             return self._loops[loop]
 
-    @property
-    def engines(self) -> EngineSet:
-        """The engines of now."""
-        return self._engines
-
     def set_engines(self, urls: Sequence[str], admin_key: str | None) -> None:
         """Say which engines there are from now on; how many requests may be in flight follows from it.
 
@@ -112,7 +101,7 @@ class RolloutRuntime:
             urls: their addresses; empty where there is no one to tell of aborts.
         """
         with self._lock:
-            self._engines = EngineSet(self._engines.version + 1, tuple(urls), admin_key)
+            self.engines = EngineSet(self.engines.version + 1, tuple(urls), admin_key)
             loops = list(self._loops.items())
         allow_open_files(self.capacity)
         for loop, its in loops:
@@ -122,7 +111,7 @@ class RolloutRuntime:
     @property
     def capacity(self) -> int:
         """Requests in flight over all engines, on each event loop; of as many as the options plan, until they start."""
-        count = len(self._engines.urls) if self._engines.version else self._num_planned
+        count = len(self.engines.urls) if self.engines.version else self._num_planned
         return int(self._per_engine * max(1, count))
 
     @contextlib.asynccontextmanager
@@ -150,7 +139,7 @@ class RolloutRuntime:
         """Let requests go on, under weights of ``version`` where there are others now; who asked for it is told so."""
         try:
             if version is not None:
-                self._version = version
+                self.version = version
                 for loop, listener in list(self._listeners):
                     if loop is asyncio.get_running_loop():
                         await listener()
@@ -158,11 +147,6 @@ class RolloutRuntime:
                         asyncio.run_coroutine_threadsafe(listener(), loop)
         finally:
             self._door.open()  # nobody else would
-
-    @property
-    def version(self) -> int:
-        """The newest weights at the engines, where the driver tells: that of train_async.py does."""
-        return self._version
 
     @contextlib.contextmanager
     def listening(self, listener: Callable[[], Coroutine[Any, Any, None]]) -> Iterator[None]:

@@ -125,7 +125,7 @@ def test_function_in_a_thread_that_was_given_up_cannot_finish_a_sample_that_fail
 def test_each_call_of_a_generate_function_has_its_own_parameters_and_versions(
     make_args: Args, use: Use, tmp_path: Path, runtime: RolloutRuntime
 ) -> None:
-    runtime._version = 4
+    runtime.version = 4
     use(FakeClient())
     hook = hook_file(
         tmp_path,

@@ -394,7 +394,7 @@ def test_control_errors_name_engine_call_and_answer_without_keys() -> None:
             control = EngineControl(url, None, None, timeout=0.2)
             with pytest.raises(EngineError, match=rf"engine {url}: POST /continue_generation: no answer within"):
                 await asyncio.to_thread(control.continue_)
-            assert not await asyncio.to_thread(control.health, 0.2)
+            assert not await asyncio.to_thread(control.health)
 
     asyncio.run(scenario())
 

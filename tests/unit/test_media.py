@@ -8,6 +8,7 @@ import os
 import pickle
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -62,12 +63,12 @@ def test_what_is_no_longer_there_is_named(change: str, tmp_path: Path) -> None:
 
 def test_bytes_may_be_anywhere_else(tmp_path: Path) -> None:
     reference = keep(BYTES, tmp_path)
-    elsewhere = reference.at(functools.partial(bytes, BYTES))
+    elsewhere = replace(reference, where=functools.partial(bytes, BYTES))
     assert elsewhere == reference
     assert elsewhere.load() == BYTES
     with pytest.raises(MediaError, match=r"^sample 4: image \w{12}: its bytes are in no file, and would not outlive"):
         Sample(index=4, multimodal_inputs={"image": [elsewhere]}).to_dict()
-    gone = reference.at(functools.partial({}.__getitem__, "x"))
+    gone = replace(reference, where=functools.partial({}.__getitem__, "x"))
     with pytest.raises(MediaError, match=r"image \w{12}: getting its bytes raised KeyError\('x'\)"):
         gone.load()
 
@@ -133,7 +134,9 @@ def test_they_are_loaded_when_a_pass_comes_to_them_and_then_let_go(tmp_path: Pat
         loaded.append(number)
         return BYTES[:number]
 
-    references = [keep(BYTES[:number], tmp_path).at(functools.partial(get, number)) for number in range(1, 5)]
+    references = [
+        replace(keep(BYTES[:number], tmp_path), where=functools.partial(get, number)) for number in range(1, 5)
+    ]
     batch = batch_of([(reference,) for reference in references])
     micro_batches = micro_batches_of(batch, Column("pictures", np.object_, "media", load=sizes))
     assert loaded == []
@@ -152,7 +155,7 @@ def test_members_of_a_group_have_theirs_loaded_once(tmp_path: Path) -> None:
         loaded.append(1)
         return BYTES
 
-    reference = keep(BYTES, tmp_path).at(get)
+    reference = replace(keep(BYTES, tmp_path), where=get)
     batch = batch_of([(reference,), (reference, reference)])
     layout = pack_layout(columns=with_declared([Column("pictures", np.object_, "media", load=sizes)]))
     both = MicroBatch(batch, np.arange(2), OptimizerStep([], 2, 4, 2), layout)

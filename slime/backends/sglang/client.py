@@ -50,10 +50,10 @@ class EngineControl:
         self.timeout = timeout
         self._capabilities: frozenset[str] | None = None
 
-    def health(self, timeout: float = 5.0) -> bool:
+    def health(self) -> bool:
         """Whether the server answers its health check; False too where nothing listens."""
         try:
-            return self._request("GET", "/health", key=self._generate_key, timeout=timeout).ok
+            return self._request("GET", "/health", key=self._generate_key).ok
         except EngineError:
             return False
 
@@ -85,9 +85,9 @@ class EngineControl:
         while not self._request("POST", "/flush_cache", {}).ok and time.monotonic() < deadline:
             time.sleep(_ABORT_POLL_S)
 
-    def continue_(self, timeout: float | None = None) -> None:
+    def continue_(self) -> None:
         """Generate again after `pause`."""
-        self._post("/continue_generation", {}, timeout=timeout)
+        self._post("/continue_generation", {})
 
     def flush_cache(self) -> None:
         """Forget every cached key and value; waits while requests that `pause` aborted are still leaving.
@@ -230,8 +230,8 @@ class EngineControl:
             raise self._refusal("GET", path, reply)
         return reply.json()
 
-    def _post(self, path: str, body: dict[str, Any], timeout: float | None = None, key: str | None = None) -> Any:
-        reply = self._request("POST", path, body, timeout=timeout, key=key)
+    def _post(self, path: str, body: dict[str, Any], key: str | None = None) -> Any:
+        reply = self._request("POST", path, body, key=key)
         if not reply.ok:
             raise self._refusal("POST", path, reply)
         try:
@@ -239,11 +239,8 @@ class EngineControl:
         except ValueError:
             return reply.text
 
-    def _request(
-        self, method: str, path: str, body: Any = None, *, key: str | None = None, timeout: float | None = None
-    ) -> requests.Response:
+    def _request(self, method: str, path: str, body: Any = None, *, key: str | None = None) -> requests.Response:
         key = key or self._admin_key or self._generate_key
-        timeout = self.timeout if timeout is None else timeout
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         if body is not None:
             headers["Content-Type"] = "application/json"
@@ -257,10 +254,11 @@ class EngineControl:
                     self.url + path,
                     data=None if body is None else orjson.dumps(body),  # json takes seconds over adapters
                     headers=headers,
-                    timeout=(min(_CONNECT_TIMEOUT_S, timeout), timeout),
+                    timeout=(min(_CONNECT_TIMEOUT_S, self.timeout), self.timeout),
                 )
             except requests.Timeout as error:
-                raise NoAnswerError(f"engine {self.url}: {method} {path}: no answer within {timeout:.0f} s") from error
+                problem = f"no answer within {self.timeout:.0f} s"
+                raise NoAnswerError(f"engine {self.url}: {method} {path}: {problem}") from error
             except requests.RequestException as error:
                 raise EngineError(f"engine {self.url}: {method} {path}: {error}") from error
 

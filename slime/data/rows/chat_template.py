@@ -79,7 +79,8 @@ class ChatTemplate:
         """
         with _refusing():
             written = json.dumps([messages, tools, self._kwargs], ensure_ascii=False, default=str)
-        left, right = _unused_characters(written + self._source)
+        used = {*written, *self._source}
+        left, right = itertools.islice((chr(code) for code in _PRIVATE if chr(code) not in used), 2)
         numbers = {id(message): number for number, message in enumerate(messages)}
 
         def mark(kind: str, loop: int, message: Any = None) -> str:
@@ -313,11 +314,6 @@ def _mark(at: nodes.Node, kind: Literal["begin", "end", "open", "close"], number
     if at.environment is not None:
         output.set_environment(at.environment)
     return output
-
-
-def _unused_characters(text: str) -> list[str]:
-    used = set(text)
-    return list(itertools.islice((chr(code) for code in _PRIVATE if chr(code) not in used), 2))
 
 
 def _located(marked: str, left: str, right: str) -> Marked:

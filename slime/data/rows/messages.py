@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from numbers import Number
 from typing import Any
@@ -43,7 +44,9 @@ def messages_of_json(prompt: Any, what: str) -> Any:
     try:
         value, problem = parse_json(prompt), None
     except JsonError as error:
-        value, problem = _lenient(prompt), f"cannot be read: {error}"
+        value, problem = None, f"cannot be read: {error}"
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(prompt)
     if not isinstance(value, list) or not value:
         return prompt
     if not all(isinstance(entry, dict) and isinstance(entry.get("role"), str) for entry in value):
@@ -52,14 +55,6 @@ def messages_of_json(prompt: Any, what: str) -> Any:
     if problem is not None:
         raise RowError(f"{what} is JSON text of messages, which {problem}")
     return value
-
-
-def _lenient(text: str) -> Any:
-    """What Python reads of a text that `parse_json` refuses; None where it does not either."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
 
 
 def without_arrow_nulls(value: Any) -> Any:

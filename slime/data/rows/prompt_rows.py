@@ -12,7 +12,7 @@ import numpy as np
 
 from slime.data.rows.conversation import ConversationEncoder, Encoded, render, with_answer
 from slime.data.rows.messages import RowError, as_text, check_messages, messages_of_json, without_arrow_nulls
-from slime.data.rows.reading import RawRow, Row, RowFile
+from slime.data.rows.reading import RawRow, RowFile, value_of
 from slime.data.rows.tokenizer import load_tokenizer
 from slime.data.rows.values import JsonError, parse_json, value_problem
 from slime.options.reward_rules import NEEDS_LABEL
@@ -135,13 +135,15 @@ class RowEncoder:
         found = Encoding()
         parsed = []
         for raw in raw_rows:
-            row = self._file.parsed(raw)
-            found.columns.update(row.value or ())
+            value, problem = value_of(raw)
+            found.columns.update(value or ())
             digest = _NO_PROMPT
             try:
-                prompt = _raw_prompt(row, self._spec)
+                if value is None:
+                    raise RowError(problem)
+                prompt = _raw_prompt(value, self._spec)
                 digest = _digest(prompt)
-                parsed.append(_parse(raw.number, row, prompt, self._spec, self._tokenizer, self._file.is_parquet))
+                parsed.append(_parse(raw.number, value, prompt, self._spec, self._tokenizer, self._file.is_parquet))
             except RowError as error:
                 found.bad.append((raw.number, str(error)))
             found.digests.append(digest)
@@ -211,11 +213,8 @@ def _tokenising(function: Any, *arguments: Any) -> Any:
         raise RowError(f"the tokenizer fails: {type(error).__name__}: {error}"[:300]) from error
 
 
-def _raw_prompt(row: Row, spec: PromptSpec) -> Any:
-    """The value at ``--input-key``; a number is text."""
-    if row.value is None:
-        raise RowError(row.problem)
-    prompt = _take(row.value, spec.input_key, "--input-key")
+def _raw_prompt(row: dict[str, Any], spec: PromptSpec) -> Any:
+    prompt = _take(row, spec.input_key, "--input-key")
     _check_value(prompt, spec.input_key, "--input-key")
     return as_text(prompt)
 
@@ -226,14 +225,13 @@ def _digest(prompt: Any) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=len(_NO_PROMPT)).digest()
 
 
-def _parse(number: int, row: Row, prompt: Any, spec: PromptSpec, tokenizer: Any, arrow: bool) -> PromptRow:
-    assert row.value is not None
-    prompt = without_arrow_nulls(prompt) if arrow else prompt
-    label = None if spec.label_key is None else _take(row.value, spec.label_key, "--label-key")
-    label = without_arrow_nulls(label) if arrow else label
+def _parse(number: int, row: dict[str, Any], prompt: Any, spec: PromptSpec, tokenizer: Any, arrow: bool) -> PromptRow:
+    label = None if spec.label_key is None else _take(row, spec.label_key, "--label-key")
+    if arrow:
+        prompt, label = without_arrow_nulls(prompt), without_arrow_nulls(label)
     if label is None and spec.label_key is not None and spec.trained_turns is None:
         raise RowError(f"{spec.label_key!r} (--label-key) is null")
-    metadata = _metadata(row.value, spec, arrow)
+    metadata = _metadata(row, spec, arrow)
     _check_reward(label, metadata, spec)
     _check_value(label, spec.label_key, "--label-key")
     prompt = _prompt(prompt, metadata.get("tools"), spec, tokenizer)
@@ -282,10 +280,7 @@ def _check_reward(label: Any, metadata: dict[str, Any], spec: PromptSpec) -> Non
     rm_type = str(rm_type).removeprefix("boxed_")
     if rm_type == "gpqa" and (problem := choices_problem(metadata.get("choices"))) is not None:
         raise RowError(f"'choices' in {spec.metadata_key!r} (--metadata-key) {problem}")
-    problem = None
-    if rm_type in NEEDS_LABEL:
-        problem = label_problem(label) or empty_label_problem(label)
-    if problem is not None:
+    if rm_type in NEEDS_LABEL and (problem := label_problem(label) or empty_label_problem(label)) is not None:
         raise RowError(f"{spec.label_key!r} (--label-key) {problem}")
 
 

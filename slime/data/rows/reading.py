@@ -27,16 +27,6 @@ _OTHER_FILES = {
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    """One row of a file: its value, or what is wrong with it."""
-
-    where: str
-    """File and line (JSONL) or row (parquet), counted from 1."""
-    value: dict[str, Any] | None
-    problem: str | None = None
-
-
 class RawRow(NamedTuple):
     """One row as a file has it: a line of JSONL, the values of a row of parquet, or what is wrong with it."""
 
@@ -75,14 +65,6 @@ class RowFile:
             yield from _parquet(self, keys) if self.is_parquet else _json_lines(self)
         except OSError as error:
             raise BadInputError(f"{self.path} cannot be read: {_one_line(error)}") from error
-
-    def parsed(self, raw: RawRow) -> Row:
-        """The value of a raw row."""
-        value: Any = raw.content
-        problem = raw.problem
-        if isinstance(value, bytes):
-            value, problem = _json_value(value)
-        return Row(self.where(raw.number), value, problem)
 
 
 def split_slice(path: str) -> tuple[Path, slice]:
@@ -158,8 +140,12 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, line
 
 
+def value_of(row: RawRow) -> tuple[dict[str, Any] | None, str | None]:
+    """The value of a row, or what is wrong with it."""
+    return _json_value(row.content) if isinstance(row.content, bytes) else (row.content, row.problem)
+
+
 def _json_value(line: bytes) -> tuple[dict[str, Any] | None, str | None]:
-    """The object of a line, or what is wrong with it."""
     if b"\0" in line:
         return None, "not JSON: it has NUL bytes, as files have that were not written to their end"
     try:

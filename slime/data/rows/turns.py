@@ -141,7 +141,8 @@ class _Finder:
         fixed = others[0].partition(_OTHER[0])[0]
         if opening and fixed.endswith(opening) and piece.startswith(fixed):
             return len(fixed)  # the template opens the conversation within its first message
-        shared = _shared_length(opening, piece, *others)
+        columns = zip(opening, piece, *others, strict=False)
+        shared = sum(1 for _ in itertools.takewhile(lambda column: len({*column}) == 1, columns))
         for tag in _TAG.finditer(opening):
             if tag.start() < shared < tag.end():
                 shared = tag.start()
@@ -211,7 +212,3 @@ class _Finder:
 
 def _saying(which: int) -> dict[str, Any]:
     return {"role": "assistant", "content": _CONTENTS[which]}
-
-
-def _shared_length(*texts: str) -> int:
-    return sum(1 for _ in itertools.takewhile(lambda column: len({*column}) == 1, zip(*texts, strict=False)))

@@ -22,14 +22,16 @@ def sample_metrics(args: Namespace, samples: list[Sample]) -> dict[str, float]:
     if not samples:
         return metrics
     if args.log_passrate:
-        rates = pass_rates(by_response(samples, [_reward(args, sample) for sample in samples]))
+        rates = pass_rates(by_response(samples, [reward_or_none(args, sample) for sample in samples]))
         metrics |= {f"passrate/pass@{k}": rate for k, rate in rates.items()}
     if args.log_multi_turn:
         metrics |= _turn_stats(samples)
     if args.log_reward_category:
         metrics |= _category_shares(samples, args.log_reward_category)
     if args.log_correct_samples:
-        metrics |= _correct_stats([sample for sample in samples if _reward(args, sample) == _PASSED], len(samples))
+        metrics |= _correct_stats(
+            [sample for sample in samples if reward_or_none(args, sample) == _PASSED], len(samples)
+        )
     return metrics
 
 
@@ -81,7 +83,8 @@ def num_turns(sample: Sample) -> int:
     return int(np.count_nonzero(np.diff(np.asarray(sample.loss_mask, dtype=np.int8), prepend=np.int8(0)) == 1))
 
 
-def _reward(args: Namespace, sample: Sample) -> float | None:
+def reward_or_none(args: Namespace, sample: Sample) -> float | None:
+    """`Sample.get_reward_value`; None without a reward."""
     return None if sample.reward is None else sample.get_reward_value(args)
 
 

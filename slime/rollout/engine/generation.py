@@ -71,11 +71,15 @@ async def _generate(args: Namespace, state: RolloutState, sample: Sample, sampli
                 break
             headers = _routing_headers(args, sample)
             reply = await state.client.generate(sample.tokens, params, headers=headers, rid=rid)
-        _append(args, sample, reply)
+        meta = reply["meta_info"]
+        # [[log-prob, token id, ...], ...]: taken together, so that no log-prob can belong to another token.
+        pairs = meta.get("output_token_logprobs") or []
+        tokens, log_probs = [pair[1] for pair in pairs], [pair[0] for pair in pairs]
+        sample.append_response_tokens(args, tokens=tokens, log_probs=log_probs, meta_info=meta, text=reply.get("text"))
         segments += 1
         if sample.status is not Status.ABORTED or state.ending:
             break
-        before_this, version = version, reply["meta_info"].get("weight_version")
+        before_this, version = version, meta.get("weight_version")
         fruitless = 0 if len(sample.tokens) > before else fruitless + 1 if version == before_this else 1
     else:
         raise RequestError(f"sample {sample.index}: the engine aborted its request {_MAX_ABORTS} times")
@@ -149,16 +153,3 @@ def _routing_headers(args: Namespace, sample: Sample) -> dict[str, str] | None:
         return None
     sample.session_id = sample.session_id or uuid.uuid4().hex
     return {"X-SMG-Routing-Key": sample.session_id}
-
-
-def _append(args: Namespace, sample: Sample, reply: dict[str, Any]) -> None:
-    meta = reply["meta_info"]
-    # [[log-prob, token id, ...], ...]: taken together, so that no log-prob can belong to another token.
-    pairs = meta.get("output_token_logprobs") or []
-    sample.append_response_tokens(
-        args,
-        tokens=[pair[1] for pair in pairs],
-        log_probs=[pair[0] for pair in pairs],
-        meta_info=meta,
-        text=reply.get("text"),
-    )

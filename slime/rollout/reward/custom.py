@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
@@ -37,10 +37,13 @@ async def custom_rewards(
     """
     where = f"{flag} {path}"
     function = load_function(path, flag=flag, default_names=GROUP_REWARD_NAMES if args.group_rm else REWARD_NAMES)
-    if takes_list(function, where):
-        what = f"samples {_indices(samples)} by {where}"
-        given = list(samples)
-        answer = await call_hook(function, where, args, given, limit=limit_of(args, what), **kwargs)
+    try:
+        takes_list = form_of(function, REWARD_CALLS, where) is MANY
+    except CallError as error:  # of a path in the data, which is not looked at with the flags
+        raise HookError(str(error)) from None
+    if takes_list:
+        limit = limit_of(args, f"samples {_indices(samples)} by {where}")
+        answer = await call_hook(function, where, args, list(samples), limit=limit, **kwargs)
         return _checked_list(answer, len(samples), where)
 
     async def one(sample: Sample) -> Reward:
@@ -49,18 +52,6 @@ async def custom_rewards(
         return _checked(answer, f"{where} must return")
 
     return await run_all([one(sample) for sample in samples])
-
-
-def takes_list(function: Callable[..., Any], where: str) -> bool:
-    """Whether a user's function is of the list form, by the names of its parameters.
-
-    Raises:
-        HookError: it has neither of the forms.
-    """
-    try:
-        return form_of(function, REWARD_CALLS, where) is MANY
-    except CallError as error:  # of a path in the data, which is not looked at with the flags
-        raise HookError(str(error)) from None
 
 
 def _checked_list(answer: Any, count: int, where: str) -> list[Reward]:

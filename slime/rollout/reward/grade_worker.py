@@ -42,11 +42,8 @@ def by_algebra(answer: str, label: str) -> bool:
     left, right = _parsed(answer), _parsed(label)
     if left is None or right is None:
         return False
-    verdict = _same_numbers(left, right)
-    return _verified(left, right) if verdict is None else verdict
-
-
-def _verified(left: Any, right: Any) -> bool:
+    if (verdict := _same_numbers(left, right)) is not None:
+        return verdict
     from math_verify import verify
 
     return bool(verify(right, left, timeout_seconds=None, allow_set_relation_comp=True))

@@ -73,7 +73,8 @@ async def call_hook(
         call = functools.partial(function, *args, **kwargs)
         if inspect.iscoroutinefunction(function):
             return await within(limit, _named(where, call))
-        async with _threads():
+        runtime = current()  # outside of one no bound is known
+        async with contextlib.nullcontext() if runtime is None else runtime.here().hook_threads:
             result = await within(limit, _named(where, functools.partial(_in_thread, call)))
         return await within(limit, _named(where, lambda: result)) if inspect.isawaitable(result) else result
 
@@ -167,11 +168,6 @@ async def _in_thread(call: Callable[[], T]) -> T:
 
     threading.Thread(target=run, name="hook", daemon=True).start()
     return await answer
-
-
-def _threads() -> contextlib.AbstractAsyncContextManager[Any]:
-    """One of the threads that plain functions may have at a time; no bound is known outside of a runtime."""
-    return contextlib.nullcontext() if (runtime := current()) is None else runtime.here().hook_threads
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:
