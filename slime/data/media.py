@@ -121,19 +121,19 @@ def to_plain(value: Any) -> Any:
         if callable(value.where):
             raise MediaError(f"{value}: its bytes are in no file, and would not outlive the run: `keep` them")
         return {_MARK: value.sha256, "size": value.size, "kind": value.kind, "where": value.where}
-    if isinstance(value, dict):
-        return {key: to_plain(item) for key, item in value.items()}
-    if type(value) not in (list, tuple) or all(type(item) in _ATOMS for item in value):
-        return value
-    return type(value)(to_plain(item) for item in value)
+    return _with_items(value, to_plain)
 
 
 def from_plain(value: Any) -> Any:
     """The inverse of `to_plain`."""
+    if isinstance(value, dict) and _MARK in value:
+        return MediaRef(value[_MARK], value["size"], value["kind"], value["where"])
+    return _with_items(value, from_plain)
+
+
+def _with_items(value: Any, changed: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):
-        if _MARK in value:
-            return MediaRef(value[_MARK], value["size"], value["kind"], value["where"])
-        return {key: from_plain(item) for key, item in value.items()}
+        return {key: changed(item) for key, item in value.items()}
     if type(value) not in (list, tuple) or all(type(item) in _ATOMS for item in value):
         return value
-    return type(value)(from_plain(item) for item in value)
+    return type(value)(changed(item) for item in value)

@@ -218,7 +218,7 @@ class Sample:
         spec_info.add(info)
         prefix_cache_info.add(info)
         said = self.response + (text or "")
-        self._check_lengths(len(new))
+        self.check(len(new))
         start = self.response_length
         self._grow("tokens", new, before=0)
         self._grow("loss_mask", [int(trainable)] * len(new), before=1)
@@ -262,12 +262,8 @@ class Sample:
             made[start : start + length] = [str(version)] * length
         return made[: self.response_length]
 
-    def check(self) -> None:
-        """Raise ValueError where lengths contradict each other."""
-        self._check_lengths(0)
-
-    def _check_lengths(self, more: int) -> None:
-        """`check`, once as many tokens as `append_response_tokens` is about to append are there."""
+    def check(self, more: int = 0) -> None:
+        """Raise ValueError where lengths contradict each other, once ``more`` response tokens are there."""
         length, tokens = self.response_length + more, len(self.tokens) + more
         if length > tokens:
             raise ValueError(f"sample {self.index}: response_length {length} > {tokens} tokens")

@@ -30,10 +30,7 @@ class RolloutFnEvalOutput:
 
 
 def train_output(returned: Any) -> RolloutFnTrainOutput:
-    """What a rollout function returned, with its samples as one flat list; they alone may stand for it.
-
-    Raises:
-        TypeError: as of `flatten_samples`.
-    """
+    """What a rollout function returned, with its samples as one flat list (`flatten_samples`); they alone may stand for
+    it."""
     output = returned if isinstance(returned, RolloutFnTrainOutput) else RolloutFnTrainOutput(samples=returned)
     return RolloutFnTrainOutput(flatten_samples(output.samples), output.metrics)

@@ -36,10 +36,8 @@ _load_cached = functools.lru_cache(maxsize=64)(load_prompts)
 
 def eval_prompt_spec(args: Namespace, dataset: EvalDataset) -> PromptSpec:
     """Where an evaluation dataset's prompts are."""
-    own_code = (
-        (dataset.custom_generate_function_path or args.custom_generate_function_path) is not None
-        or not generates_itself(args.eval_function_path)
-    )  # fmt: skip
+    own_function = dataset.custom_generate_function_path or args.custom_generate_function_path
+    own_code = own_function is not None or not generates_itself(args.eval_function_path)
     hook = dataset.custom_rm_path or (args.custom_rm_path if dataset.rm_type is None else None)
     named = dataset.rm_type or (dataset.metadata_overrides or {}).get("rm_type")
     return PromptSpec(
@@ -63,13 +61,8 @@ def eval_prompt_spec(args: Namespace, dataset: EvalDataset) -> PromptSpec:
 
 
 def load_eval_prompts(args: Namespace) -> dict[str, PromptDataset]:
-    """Read the evaluation datasets that the run will need; the prompts of each, by its name.
-
-    An ``--eval-function-path`` that is not ours reads its files itself.
-
-    Raises:
-        BadInputError: a file or row that cannot be read.
-    """
+    """Read the evaluation datasets that the run will need; the prompts of each, by its name. An
+    ``--eval-function-path`` that is not ours reads its files itself. Raises as `load_prompts` does."""
     if args.eval_interval is None or not generates_itself(args.eval_function_path):
         return {}
     return {dataset.name: _load_cached(eval_prompt_spec(args, dataset)) for dataset in args.eval_datasets}

@@ -57,9 +57,9 @@ async def generate_and_rm(
     """
     async with state_of_call(args) as state:
         if isinstance(sample_or_group, Sample):
-            run = GroupRun(args, [sample_or_group], sampling_params, evaluation)
-            return (await run.run(state, seeded=False))[0]
-        return await GroupRun(args, sample_or_group, sampling_params, evaluation).run(state)
+            run = GroupRun(args, state, [sample_or_group], sampling_params, evaluation)
+            return (await run.run(seeded=False))[0]
+        return await GroupRun(args, state, sample_or_group, sampling_params, evaluation).run()
 
 
 generate_and_rm_group = generate_and_rm
@@ -70,30 +70,25 @@ class GroupRun:
     """A group, and what has become of each of its samples so far."""
 
     def __init__(
-        self, args: Namespace, group: Group, sampling_params: dict[str, Any], evaluation: bool = False
+        self, args: Namespace, state: RolloutState, group: Group, params: dict[str, Any], evaluation: bool = False
     ) -> None:
         self.args = args
+        self._state = state
         self.results: list[Sample | list[Sample]] = list(group)
         """In the order of the group; a list where a custom generate function cut a sample into several."""
-        self._params = sampling_params
+        self._params = params
         self._evaluation = evaluation
         self._generated = {position for position, sample in enumerate(group) if sample.status in _FINISHED}
         """Positions of samples that need no more than a reward."""
-        self._judges_of_numbers: set[str] = set()
         self._numbers = [numbers_of(sample) for sample in group]
         self._untouched: dict[int, bytes] = {}
         """By position, samples as they were: those that a user's function gets, and those that go on."""
 
-    async def run(self, state: RolloutState, *, seeded: bool = True) -> list[Sample | list[Sample]]:
-        """Generate and reward all samples; raises as `generate_and_rm` does.
-
-        Args:
-            seeded: whether each sample's seed is derived from the group's.
-        """
-        self._judges_of_numbers = state.runtime.judges_of_numbers
-        await run_all([self._member(state, position, seeded) for position in range(len(self.results))])
+    async def run(self, *, seeded: bool = True) -> list[Sample | list[Sample]]:
+        """Generate and reward all samples, by seeds of their own if ``seeded``; raises as `generate_and_rm` does."""
+        await run_all([self._member(position, seeded) for position in range(len(self.results))])
         if self.args.group_rm:
-            await self._reward_group(state)
+            await self._reward_group()
         return self.results
 
     def unfinished(self) -> Group:
@@ -122,24 +117,24 @@ class GroupRun:
         sample.reset_response()
         return [sample]
 
-    async def _member(self, state: RolloutState, position: int, seeded: bool) -> None:
+    async def _member(self, position: int, seeded: bool) -> None:
         sample = self.results[position]
         if position not in self._generated:
             assert isinstance(sample, Sample)
             params = dict(self._params)
             if seeded and (seed := params.get("sampling_seed")) is not None:
                 params["sampling_seed"] = request_seed(seed, position)
-            with state.doing(sample, "generating"):
-                await self._generate(state, position, sample, params)
+            with self._state.doing(sample, "generating"):
+                await self._generate(position, sample, params)
         if not self.args.group_rm:
             parts = flatten_samples(self.results[position])
-            with state.doing(parts[0], "rewarding"):
-                jobs = [self._reward(state, part) for part in parts if _wants_reward(part)]
+            with self._state.doing(parts[0], "rewarding"):
+                jobs = [self._reward(part) for part in parts if _wants_reward(part)]
                 # Most samples are one part, which needs no task of its own.
                 await (jobs[0] if len(jobs) == 1 else run_all(jobs))
-        state.num_samples_done += 1
+        self._state.num_samples_done += 1
 
-    async def _generate(self, state: RolloutState, position: int, sample: Sample, params: dict[str, Any]) -> None:
+    async def _generate(self, position: int, sample: Sample, params: dict[str, Any]) -> None:
         path = sample.generate_function_path or self.args.custom_generate_function_path
         if path is not None or sample.response_length or self.args.rollout_sample_hook_path:
             self._untouched[position] = _pickled(sample)
@@ -151,19 +146,20 @@ class GroupRun:
             if path is None:
                 result = await self._show(await generate(self.args, given, params))
             else:
-                made = await self._custom(state, position, path, given, params)
+                made = await self._custom(position, path, given, params)
                 result = [await self._show(part) for part in made] if isinstance(made, list) else await self._show(made)
             for part in flatten_samples(result):
                 part.failure = part.failure or failure
                 if part.reward is not None:
                     self._with_reward(part, part.reward, f"the generation by {path or 'a sample hook'}")
                 # A filter may leave such samples out by itself: `Pool` looks at what it keeps.
-                judged_later = self._evaluation or state.ending or self.args.dynamic_sampling_filter_path is not None
+                is_over = self._evaluation or self._state.ending
+                judged_later = is_over or self.args.dynamic_sampling_filter_path is not None
                 if not judged_later and (problem := untrainable(self.args, part)):
                     raise RowError(problem)
             return result
 
-        result = await _tried(self.args, state, sample, "generate", attempt)
+        result = await self._tried(sample, "generate", attempt)
         if result is not None:
             self.results[position] = result
             self._generated.add(position)
@@ -182,9 +178,7 @@ class GroupRun:
             sample.reset_response()
         return sample
 
-    async def _custom(
-        self, state: RolloutState, position: int, path: str, sample: Sample, params: dict[str, Any]
-    ) -> Sample | list[Sample]:
+    async def _custom(self, position: int, path: str, sample: Sample, params: dict[str, Any]) -> Sample | list[Sample]:
         """Call a user's generate function; one with a parameter ``samples`` is given a list of the one sample.
 
         One that reports an aborted request, by the status of a sample, is called again with a new copy of the sample:
@@ -208,7 +202,7 @@ class GroupRun:
             if self.args.asynchronous or self.args.mask_offpolicy_in_partial_rollout:
                 for part in flatten_samples(result):
                     note_version(part, version)  # when it was called: the oldest that it can be
-            if state.ending or all(part.status is not Status.ABORTED for part in flatten_samples(result)):
+            if self._state.ending or all(part.status is not Status.ABORTED for part in flatten_samples(result)):
                 return result
         raise HookError(
             f"{flag} {path} returned sample {sample.index} as aborted {_MAX_ABORTS} times; slime's `generate` goes on "
@@ -234,15 +228,15 @@ class GroupRun:
         seconds = self.args.generate_timeout
         return None if seconds is None else Limit(seconds, "--generate-timeout", what)
 
-    async def _reward(self, state: RolloutState, sample: Sample) -> None:
+    async def _reward(self, sample: Sample) -> None:
         async def attempt(number: int) -> Sample:
             judge = judge_of(self.args, sample)
             with naming("the reward", passes=SlimeError), numbers_kept([sample], judge):
                 return self._with_reward(sample, await async_rm(self.args, sample), judge)
 
-        await _tried(self.args, state, sample, "reward", attempt)
+        await self._tried(sample, "reward", attempt)
 
-    async def _reward_group(self, state: RolloutState) -> None:
+    async def _reward_group(self) -> None:
         samples = flatten_samples(self.results)
         is_cut = any(sample.status in (Status.ABORTED, Status.FAILED) for sample in samples)
         if is_cut or not any(map(_wants_reward, samples)):
@@ -255,8 +249,26 @@ class GroupRun:
             pairs = [(s, reward) for s, reward in zip(samples, rewards, strict=True) if _wants_reward(s)]
             return [self._with_reward(sample, reward, judge_of(self.args, sample)) for sample, reward in pairs]
 
-        with state.doing(samples[0], "rewarding its group"):
-            await _tried(self.args, state, samples[0], "reward", attempt)
+        with self._state.doing(samples[0], "rewarding its group"):
+            await self._tried(samples[0], "reward", attempt)
+
+    async def _tried(self, sample: Sample, what: str, attempt: Callable[[int], Awaitable[T]]) -> T | None:
+        """What the first successful attempt gives, called with the number of those that failed before it; None where
+        the sample has failed for good, which its status then says."""
+        how, state = self.args.on_sample_error, self._state
+        tries = _TRIES if how == "retry" else 1
+        for number in range(tries):
+            try:
+                return await attempt(number)
+            except SlimeError as error:
+                if how == "stop" or state.ending or not _is_of_sample(error, what):
+                    raise
+                reason = f"{what}_timeout" if isinstance(error, (DeadlineError, NoReplyError)) else f"{what}_error"
+                state.failures[reason] += 1
+                sample.failure = f"{reason}: {error}"
+                state.runtime.failures.warn(f"sample {sample.index}, try {number + 1} of {tries}", reason, error)
+        sample.status, sample.reward = Status.FAILED, None
+        return None
 
     def _with_reward(self, sample: Sample, reward: Any, judge: str) -> Sample:
         if reward is None and not self._evaluation:
@@ -279,10 +291,12 @@ class GroupRun:
             value = sample.get_reward_value(Namespace(reward_key=key))
         except (ValueError, TypeError, OverflowError) as error:
             # Of a judge that gives numbers too it is an odd answer; else the key is missing, which no try can mend.
-            is_odd = judge in self._judges_of_numbers or not isinstance(sample.reward, dict) or key is not None
+            is_odd = (
+                judge in self._state.runtime.judges_of_numbers or not isinstance(sample.reward, dict) or key is not None
+            )
             raise (HookError if is_odd or args.on_sample_error == "drop" else SettingError)(str(error)) from error
         if not isinstance(sample.reward, dict):
-            self._judges_of_numbers.add(judge)
+            self._state.runtime.judges_of_numbers.add(judge)
         if not abs(value) <= LARGEST_REWARD:
             raise HookError(
                 f"sample {sample.index}: its reward is {value:g}, which no advantage can be made of: {judge} must give "
@@ -313,29 +327,6 @@ def _pickled(sample: Sample) -> bytes:
 
 def _wants_reward(sample: Sample) -> bool:
     return sample.reward is None and sample.status not in (Status.ABORTED, Status.FAILED)
-
-
-async def _tried(
-    args: Namespace, state: RolloutState, sample: Sample, what: str, attempt: Callable[[int], Awaitable[T]]
-) -> T | None:
-    """What the first successful attempt gives, which is called with the number of those that failed before it.
-
-    Returns:
-        None where the sample has failed for good, which its status then says.
-    """
-    tries = _TRIES if args.on_sample_error == "retry" else 1
-    for number in range(tries):
-        try:
-            return await attempt(number)
-        except SlimeError as error:
-            if args.on_sample_error == "stop" or state.ending or not _is_of_sample(error, what):
-                raise
-            reason = f"{what}_timeout" if isinstance(error, (DeadlineError, NoReplyError)) else f"{what}_error"
-            state.failures[reason] += 1
-            sample.failure = f"{reason}: {error}"
-            state.runtime.failures.warn(f"sample {sample.index}, try {number + 1} of {tries}", reason, error)
-    sample.status, sample.reward = Status.FAILED, None
-    return None
 
 
 def _is_of_sample(error: Exception, what: str) -> bool:

@@ -98,11 +98,10 @@ class Pool:
         params = train_sampling_params(self._args)
         for group in groups:
             self._state.num_samples += len(group)
-            run = GroupRun(
-                self._args, group, seeded(self._args, params, "rollout", self._rollout_id, group[0].group_index)
-            )
+            seeds = seeded(self._args, params, "rollout", self._rollout_id, group[0].group_index)
+            run = GroupRun(self._args, self._state, group, seeds)
             with position(self._num_begun):
-                task = asyncio.create_task(run.run(self._state))
+                task = asyncio.create_task(run.run())
             self._running[task] = self._num_begun, run
             task.add_done_callback(self._done.put_nowait)
             self._num_begun += 1

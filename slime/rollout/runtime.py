@@ -93,13 +93,8 @@ class RolloutRuntime:
             return self._loops[loop]
 
     def set_engines(self, urls: Sequence[str], admin_key: str | None) -> None:
-        """Say which engines there are from now on; how many requests may be in flight follows from it.
-
-        Requests under way stay, also at an engine that is left out.
-
-        Args:
-            urls: their addresses; empty where there is no one to tell of aborts.
-        """
+        """Say which engines there are from now on, none where there is no one to tell of aborts; how many requests may
+        be in flight follows from it. Requests under way stay, also at an engine that is left out."""
         with self._lock:
             self.engines = EngineSet(self.engines.version + 1, tuple(urls), admin_key)
             loops = list(self._loops.items())
@@ -116,11 +111,8 @@ class RolloutRuntime:
 
     @contextlib.asynccontextmanager
     async def acquire(self, rank: tuple[int, int], held: Callable[[], object] = lambda: None) -> AsyncIterator[None]:
-        """A place among the requests in flight, by rank (`Gate`), and not before requests may be sent (`pause`).
-
-        Args:
-            held: called once there is a place.
-        """
+        """A place among the requests in flight, by rank (`Gate`), of which ``held`` is told, and not before requests
+        may be sent (`pause`)."""
         async with self.here().gate.passing(rank):
             held()
             await self._door.passing()

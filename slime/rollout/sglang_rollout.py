@@ -50,24 +50,15 @@ def generate_rollout(
 
 
 def draw_first_groups(args: Namespace, data_source: Any) -> list[Group]:
-    """The groups that the next rollout begins with.
-
-    Raises:
-        BadInputError: as of `draw_groups`.
-    """
+    """The groups that the next rollout begins with."""
     return draw_groups(args, data_source, args.over_sampling_batch_size or args.rollout_batch_size)
 
 
 def generate_groups(
     args: Namespace, rollout_id: int, data_source: Any, groups: list[Group], wanted: int | None = None
 ) -> RolloutFnTrainOutput:
-    """Generate and reward ``groups``, and others of ``data_source`` if need be, until ``wanted`` of them are kept.
-
-    Args:
-        wanted: default ``--rollout-batch-size``.
-
-    Raises as `generate_rollout` does.
-    """
+    """Generate and reward ``groups``, and others of ``data_source`` if need be, until ``wanted`` of them are kept;
+    default: ``--rollout-batch-size``. Raises as `generate_rollout` does."""
     rollout = collect(args, rollout_id, data_source, groups, wanted or args.rollout_batch_size)
     what = f"rollout {rollout_id} (--rollout-timeout)"
     return background_loop().run(rollout, timeout=args.rollout_timeout, what=what, keeps_it=True)

@@ -92,8 +92,8 @@ def test_half_a_discussion_is_begun_anew(make_args: Args, use: Use) -> None:
         async with rollout_state(args) as state:
             client = use(Agents(args))
             state.client = client
-            group = GroupRun(args, [question], train_sampling_params(args))
-            task = asyncio.create_task(group.run(state))
+            group = GroupRun(args, state, [question], train_sampling_params(args))
+            task = asyncio.create_task(group.run())
             while len(client.requests) < 4:
                 await asyncio.sleep(0)
             state.ending = True

@@ -196,8 +196,6 @@ def load_prompts(spec: PromptSpec) -> PromptDataset:
 
 @dataclass
 class _Progress:
-    """How far a file is read."""
-
     spec: PromptSpec
     file: RowFile
     num_read: int = 0
@@ -205,7 +203,6 @@ class _Progress:
     _told: float = field(default_factory=time.monotonic)
 
     def add(self, row: RawRow) -> int:
-        """Count a row; its bytes."""
         size = len(row.content if isinstance(row.content, bytes) else repr(row.content))
         self.num_read += 1
         self.num_bytes += size

@@ -239,7 +239,6 @@ def _parse(number: int, row: dict[str, Any], prompt: Any, spec: PromptSpec, toke
 
 
 def _check_value(value: Any, key: str | None, flag: str) -> None:
-    """Raise RowError for a value that no sample can carry."""
     if (problem := value_problem(value)) is not None:
         raise RowError(f"{key!r} ({flag}) {problem}")
 

@@ -120,7 +120,6 @@ class _Worker:
         return answer
 
     def stop(self) -> None:
-        """End the process."""
         end_child(self._process, _END_S)
 
 

@@ -72,8 +72,6 @@ def _piece(whole: Marked, number: int) -> tuple[int, int]:
 
 
 class _Finder:
-    """Finds turns in one conversation."""
-
     def __init__(self, template: ChatTemplate, messages: Messages, tools: Any, whole: Marked) -> None:
         self._template, self._messages, self._tools, self._whole = template, messages, tools, whole
         self._others: dict[int, Marked | None] = {}
@@ -167,7 +165,6 @@ class _Finder:
 
     @functools.cached_property
     def _without_calls(self) -> Marked | None:
-        """The conversation without tool calls."""
         silent = [
             {"content": ""} | {key: value for key, value in message.items() if key != "tool_calls"}
             for message in self._messages

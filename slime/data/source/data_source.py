@@ -165,7 +165,11 @@ class RolloutDataSource(DataSource):
 
     def _next_group(self) -> Group:
         # Copies that share nothing; far faster than deepcopy for long token lists.
-        prompt = pickle.dumps(self._next_prompt())
+        if self._cursor == len(self._order):
+            self._epoch, self._cursor = self._epoch + 1, 0
+            self._order = self._shuffled(self._epoch)
+        prompt = pickle.dumps(self.dataset[int(self._order[self._cursor])])
+        self._cursor += 1
         group: Group = [pickle.loads(prompt) for _ in range(self.args.n_samples_per_prompt)]
         for sample in group:
             sample.group_index = self.num_read
@@ -174,21 +178,8 @@ class RolloutDataSource(DataSource):
         self.num_read += 1
         return group
 
-    def _next_prompt(self) -> Sample:
-        if self._cursor == len(self._order):
-            self._epoch += 1
-            self._cursor = 0
-            self._order = self._shuffled(self._epoch)
-        row = int(self._order[self._cursor])
-        self._cursor += 1
-        return self.dataset[row]
-
     def add_samples(self, samples: list[Group]) -> None:
-        """Refused: this source has no buffer.
-
-        Raises:
-            RuntimeError: ``samples`` is not empty.
-        """
+        """Refused, by a RuntimeError: this source has no buffer."""
         if samples:
             raise RuntimeError(
                 f"{type(self).__name__} has no buffer to take {len(samples)} groups back into; use "
@@ -322,8 +313,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         """Groups of the buffer, as `buffer_filter` chooses them, then new ones.
 
         Raises:
-            BadInputError: it returned no list, more than it was asked for, a group twice or one that is not of the
-                buffer, or left what it chose in the buffer; the buffer is as it was.
+            BadInputError: it may not choose so (`Choice.settle`); the buffer is as it was.
             HookError: it raised; the buffer is as it was.
         """
         with self.lock:
@@ -353,11 +343,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         return choice.chosen
 
     def add_samples(self, samples: list[Group]) -> None:
-        """Append groups; each is a non-empty list of samples, of whatever number.
-
-        Raises:
-            TypeError: an element is something else.
-        """
+        """Append groups, non-empty lists of samples of whatever number; TypeError for anything else."""
         for group in samples:
             if not is_group(group):
                 raise TypeError(f"add_samples takes non-empty lists of Sample, got {group!r:.120}")
@@ -380,11 +366,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
             return super().state_dict() | {"buffer": _as_dicts(self.buffer)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken.
-
-        Raises:
-            BadInputError: as of `RolloutDataSource.load_state_dict`, or the state is that of a class without a buffer.
-        """
+        """`RolloutDataSource.load_state_dict`; the state of a class without a buffer is refused too."""
         if "buffer" not in state:
             had = f"the checkpoint's data source had no buffer, {type(self).__name__} has one"
             raise BadInputError(f"{had}: resume with the --data-source-path it was made with")

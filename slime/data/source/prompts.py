@@ -72,7 +72,6 @@ def _grouped(args: Namespace, samples: Sequence[Sample]) -> list[Group]:
 
 
 def _number(group: Group) -> None:
-    """Give a group and its samples the numbers that they lack."""
     if any(sample.group_index is None for sample in group):
         number = next(_numbers)
         for sample in group:

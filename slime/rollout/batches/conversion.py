@@ -120,7 +120,6 @@ def _origins(indices: list[Any], samples: list[Sample], where: str) -> list[int]
 
 
 def _sample(row: dict[str, Any], origin: Sample, where: str) -> Sample:
-    """One row under the names of a sample."""
     length, mask, log_probs = row["response_lengths"], row["loss_masks"], row.get("rollout_log_probs")
     if row["tokens"] is None or not isinstance(length, int):
         raise BadInputError(f"{where}: tokens must be a list and response_lengths an int, not {length!r}")

@@ -216,11 +216,7 @@ def _name(position: int, sample: Sample) -> str:
 
 
 def check_response(sample: Sample, name: str) -> None:
-    """Refuse what cannot be trained.
-
-    Raises:
-        ValueError: no response, or no prompt before it; its message begins with ``name``.
-    """
+    """Raise ValueError, which begins with ``name``, where there is no response, or no prompt before it."""
     if sample.response_length < 1:
         raise ValueError(f"{name}: empty response; a rollout must replace or leave out such a sample")
     if sample.response_length >= len(sample.tokens):
@@ -294,11 +290,7 @@ def _metadata(samples: list[Sample]) -> np.ndarray:
 
 
 def _weight_versions(samples: list[Sample]) -> Ragged:
-    """The version of each response token, -1 of those that no engine made.
-
-    Raises:
-        ValueError: a trained token has none, as where a hook filled the sample by hand.
-    """
+    """The version of each response token, -1 of those that no engine made: a hook may have filled it by hand."""
     rows = []
     for position, sample in enumerate(samples):
         made = [OLDER_THAN_ANY if v is None else as_number(v) for v in sample.token_versions()]

@@ -31,7 +31,6 @@ async def abort_requests(runtime: RolloutRuntime, rids: Iterable[str] | None) ->
 
 
 async def _abort(http: Http, url: str, key: str | None, bodies: list[dict[str, object]]) -> None:
-    """Give one engine all of them."""
     headers, places = {"Authorization": f"Bearer {key}"} if key else {}, asyncio.Semaphore(_AT_A_TIME)
 
     async def send(body: dict[str, object]) -> None:

@@ -103,8 +103,6 @@ def _give(turn: asyncio.Future[None]) -> None:
 
 
 class _Clock:
-    """What is left of a deadline, on the running event loop."""
-
     def __init__(self, rank: int, seconds: float | None, limit: asyncio.Timeout) -> None:
         self.rank = rank
         self._left, self._limit = seconds, limit
@@ -112,7 +110,6 @@ class _Clock:
         """When it began to run, unless it stands."""
 
     def run(self, runs: bool) -> None:
-        """Run on, or stand still."""
         if self._left is None or self._limit.expired() or runs == (self._since is not None):
             return
         now = asyncio.get_running_loop().time()

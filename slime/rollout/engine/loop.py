@@ -25,10 +25,8 @@ _GRACE_S = 45.0
 
 
 class BackgroundLoop:
-    """One event loop in a daemon thread.
-
-    It outlives a rollout, because users' modules keep sessions, locks and semaphores that belong to one loop.
-    """
+    """One event loop in a daemon thread, which outlives a rollout: users' modules keep sessions, locks and semaphores
+    that belong to one loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -78,11 +76,9 @@ class BackgroundLoop:
     def run(self, coroutine: Coroutine[Any, Any, T], *, timeout: float, what: str, keeps_it: bool = False) -> T:
         """Run ``coroutine`` to its end and return its result.
 
-        The coroutine keeps ``timeout`` itself; this only notices, a little later, that it could not because something
-        blocks the loop.
-
         Args:
-            timeout: seconds.
+            timeout: seconds, which the coroutine keeps itself; this only notices, a little later, that it could not
+                because something blocks the loop.
             what: what is being done, for the error message.
             keeps_it: the coroutine's deadline stands still at times (`in_line`), so that only a loop that is blocked
                 is too late.

@@ -32,10 +32,9 @@ looking through them again and again took a third of a rollout's processor time.
 
 @dataclass
 class _Doing:
-    """What a sample waits for, and since when."""
-
     sample: Sample
     what: str
+    """What it waits for, and since when."""
     since: float = field(default_factory=time.monotonic)
 
     _waits: dict[object, tuple[str, float]] = field(default_factory=dict)
@@ -67,7 +66,6 @@ class _Doing:
         return min(self._waits.values(), key=lambda wait: wait[1], default=(self.what, self.since))
 
     def seconds_in_line(self) -> float:
-        """How long its requests have waited for a place so far."""
         now = asyncio.get_running_loop().time()
         return self._was_in_line + (now - self._in_line_since if self._waits else 0.0)
 
@@ -220,11 +218,8 @@ async def state_of_call(args: Namespace) -> AsyncIterator[RolloutState]:
 
 @contextlib.asynccontextmanager
 async def rollout_state(args: Namespace, rank: int = 0) -> AsyncIterator[RolloutState]:
-    """The state of the rollout under way in this task; outside of one, a new one that ends with the block.
-
-    Args:
-        rank: of a new one; smaller ranks are first in line for the bound on requests in flight.
-    """
+    """The state of the rollout under way in this task; outside of one, a new one that ends with the block, of ``rank``:
+    smaller ones are first in line for the bound on requests in flight."""
     if (state := _state_here()) is not None:
         yield state
         return

@@ -17,10 +17,8 @@ OLDER_THAN_ANY = -1
 
 
 def as_number(version: str) -> int:
-    """A version of a segment; `OLDER_THAN_ANY` of one that is no number.
-
-    A hook may write such a one, and an engine says "default" until weights have been pushed to it.
-    """
+    """A version of a segment; `OLDER_THAN_ANY` of one that is no number: a hook's, or "default", which an engine says
+    until weights have been pushed to it."""
     return int(version) if str(version).isdecimal() else OLDER_THAN_ANY
 
 
@@ -30,22 +28,14 @@ def versions(sample: Sample) -> list[int]:
 
 
 def staleness(sample: Sample, rollout_id: int) -> int | None:
-    """``rollout_id`` less the oldest version, of a sample that this rollout trains on; None where it has no versions.
-
-    Rollout k is trained by weights of version k.
-    """
+    """``rollout_id`` less the oldest version; None where the sample has none. Rollout k trains weights of version k."""
     found = versions(sample)
     return rollout_id - min(found) if found else None
 
 
 def newest_version(args: Namespace, rollout_id: int | None = None) -> int:
-    """The newest weights at the engines while a rollout is collected; its tokens of older ones are off-policy.
-
-    The driver of train_async.py tells of its pushes. That of train.py pushes version k before rollout k.
-
-    Args:
-        rollout_id: default the one under way.
-    """
+    """The newest weights at the engines while a rollout, by default the one under way, is collected: tokens of older
+    ones are off-policy. The driver of train_async.py tells of its pushes; train.py pushes k before rollout k."""
     rollout_id = current_rollout() if rollout_id is None else rollout_id
     return pushed_version() if args.asynchronous or rollout_id is None else rollout_id
 
@@ -68,14 +58,12 @@ def mask_older_tokens(samples: Iterable[Sample], version: int) -> int:
     A token whose weights are not known, as where a hook wrote the versions by hand, counts as made by the sample's
     oldest. A version that is no number is older than any; in a sample that has no other, nothing is masked.
     """
-    return sum(_mask_older(sample, version) for sample in samples)
-
-
-def _mask_older(sample: Sample, version: int) -> int:
-    oldest = min(map(as_number, sample.weight_versions), default=version)
-    if oldest >= version or not versions(sample):
-        return 0
-    before = [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
-    made = (oldest if by is None else as_number(by) for by in sample.token_versions())
-    sample.loss_mask = [0 if by < version else mask for by, mask in zip(made, before, strict=True)]
-    return sum(before) - sum(sample.loss_mask)
+    masked = 0
+    for sample in samples:
+        oldest = min(map(as_number, sample.weight_versions), default=version)
+        if oldest < version and versions(sample):
+            before = [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
+            made = (oldest if by is None else as_number(by) for by in sample.token_versions())
+            sample.loss_mask = [0 if by < version else mask for by, mask in zip(made, before, strict=True)]
+            masked += sum(before) - sum(sample.loss_mask)
+    return masked

@@ -115,7 +115,6 @@ def _same(left: str, right: str, algebra: Algebra, depth: int) -> bool:
 
 
 def _unwrapped(text: str) -> str:
-    """Without brackets around one expression."""
     text = text.strip()
     brackets, inner = _brackets(text)
     return inner if brackets == "()" and len(_split(inner)) == 1 else text
@@ -320,7 +319,6 @@ def _same_time(left: str, right: str) -> bool:
 
 
 def _hours(hour: int, half: str) -> set[int]:
-    """Which of the day it may be."""
     morning = hour % 12
     if half:
         return {morning + 12 * (half == "p")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import string
@@ -36,12 +37,6 @@ _CLOSED_ANSWERS = ("yes", "no", "noanswer")
 
 
 def _labels(sample: Sample, name: str) -> list[str]:
-    """The accepted answers: the label, or each of a list of labels, that is not empty.
-
-    Raises:
-        BadInputError: there is no label.
-        SettingError: it is none, as an object is, or NaN.
-    """
     if sample.label is None:
         raise BadInputError(f"rm_type {name} needs a label, sample {sample.index} has none: is --label-key set?")
     if problem := label_problem(sample.label):
@@ -49,16 +44,17 @@ def _labels(sample: Sample, name: str) -> list[str]:
     return accepted_labels(sample.label)
 
 
-async def _any_equal(answer: str, labels: list[str]) -> bool:
-    for label in labels:
-        if await answers_equal(answer, label):
+async def _is_right(sample: Sample, name: str, readings: list[str]) -> bool:
+    """Whether an answer, by any of its readings, equals any label."""
+    for reading, label in itertools.product(readings, _labels(sample, name)):
+        if await answers_equal(reading, label):
             return True
     return False
 
 
 async def _grade_boxed(sample: Sample, response: str, name: str) -> float:
-    answer, labels = last_boxed(response), _labels(sample, name)
-    return float(answer is not None and await _any_equal(answer, labels))
+    answer = last_boxed(response)
+    return float(await _is_right(sample, name, [] if answer is None else [answer]))
 
 
 async def math_reward(args: Namespace, sample: Sample, response: str) -> float:
@@ -68,13 +64,7 @@ async def math_reward(args: Namespace, sample: Sample, response: str) -> float:
 
 async def deepscaler_reward(args: Namespace, sample: Sample, response: str) -> float:
     """As ``math``, on what follows the reasoning (``</think>`` or ``###Response``); 0 where neither is there."""
-    if "</think>" in response:
-        solution = after_reasoning(response)
-    elif "###Response" in response:
-        solution = response.partition("###Response")[2]
-    else:
-        _labels(sample, "deepscaler")
-        return 0.0
+    solution = after_reasoning(response) if "</think>" in response else response.partition("###Response")[2]
     return await _grade_boxed(sample, solution, "deepscaler")
 
 
@@ -112,9 +102,7 @@ def shown_answer(answer: str | None) -> str:
 
 
 async def _dapo_score(sample: Sample, answer: str | None) -> dict[str, Any]:
-    labels, correct = _labels(sample, "dapo"), False
-    for reading in dapo_readings(answer):
-        correct = correct or await _any_equal(reading, labels)
+    correct = await _is_right(sample, "dapo", dapo_readings(answer))
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": shown_answer(answer)}
 
 

@@ -128,7 +128,6 @@ def _choices(given: Any) -> dict[str, str]:
 
 
 def _right_answer(sample: Sample, choices: dict[str, str]) -> tuple[str | None, str | None]:
-    """Its letter and its text, as far as they are known."""
     letter, label = sample.metadata.get("correct_letter"), sample.label
     if letter is None and (label is None or label == [] or str(label).strip() == ""):
         raise BadInputError(

@@ -83,7 +83,6 @@ def _one(samples: Sequence[Sample]) -> str:
 
 
 def _where(args: Namespace, rollout_id: int) -> str:
-    """How all of them can be read."""
     saved = args.save_debug_rollout_data
     place = "DIR" if saved is None else shlex.quote(saved.format(rollout_id=rollout_id))
     first = "add --save-debug-rollout-data 'DIR/{rollout_id}.pt', then: " if saved is None else ""

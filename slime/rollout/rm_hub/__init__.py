@@ -60,10 +60,8 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Reward:
 async def batched_async_rm(args: Namespace, samples: Sequence[Sample], **kwargs: Any) -> list[Reward]:
     """The rewards of several samples, in their order; each is judged as by `async_rm`, all at the same time.
 
-    A user's function that takes a list gets in one call all those samples that it judges.
-
-    Raises:
-        HookError: and the others of `async_rm`; the first failure cancels what is still running.
+    A user's function that takes a list gets in one call all those samples that it judges. The first failure cancels
+    what is still running.
     """
     hooks = [hook_of(args, sample) for sample in samples]
     together: dict[object, list[int]] = {}
@@ -82,11 +80,7 @@ async def batched_async_rm(args: Namespace, samples: Sequence[Sample], **kwargs:
 
 
 async def remote_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Reward:
-    """Upstream's name for ``--rm-type remote_rm``: what the server at ``--rm-url`` answers.
-
-    Raises:
-        BadInputError, RequestError: as `remote_reward`.
-    """
+    """Upstream's name for ``--rm-type remote_rm`` (`remote_reward`)."""
     reply: Reward = await remote_reward(args, sample, response_without_special_tokens(args, sample))
     return reply
 
