@@ -143,11 +143,8 @@ COLUMNS: tuple[Column, ...] = (
 
 
 def with_declared(declared: Iterable[Column]) -> tuple[Column, ...]:
-    """slime's own columns, and further ones.
-
-    Raises:
-        ColumnError: two have one name or one keyword of the model, or one says what cannot be.
-    """
+    """slime's own columns, and further ones; ColumnError where two have one name or one keyword of the model, or one
+    says what cannot be."""
     columns = (*COLUMNS, *declared)
     taken = dict.fromkeys(_TAKEN, "something else of that name")
     keywords: set[str | None] = set()

@@ -45,11 +45,7 @@ class MediaRef:
         return hash((self.sha256, self.kind))
 
     def load(self) -> bytes:
-        """The bytes.
-
-        Raises:
-            MediaError: the file cannot be read, or has changed since it was referred to.
-        """
+        """The bytes; MediaError where the file cannot be read, or has changed since it was referred to."""
         try:
             data = self.where() if callable(self.where) else Path(self.where).read_bytes()
         except OSError as error:
@@ -67,11 +63,8 @@ class MediaRef:
 
 
 def refer(path: str | Path, kind: str = "image") -> MediaRef:
-    """A reference to a file, which is read once for its hash and stays where it is.
-
-    Raises:
-        MediaError: it cannot be read.
-    """
+    """A reference to a file, which is read once for its hash and stays where it is; MediaError where it cannot be
+    read."""
     file, digest, size = Path(os.path.abspath(path)), hashlib.sha256(), 0
     try:
         with open(file, "rb") as stream:
@@ -112,11 +105,8 @@ def are_references(value: Any) -> bool:
 
 
 def to_plain(value: Any) -> Any:
-    """References within lists, tuples and dicts as dicts of text and numbers; other values as they are.
-
-    Raises:
-        MediaError: the bytes are not in a file, which alone outlives a run.
-    """
+    """References within lists, tuples and dicts as dicts of text and numbers; other values as they are. MediaError
+    where the bytes are not in a file, which alone outlives a run."""
     if isinstance(value, MediaRef):
         if callable(value.where):
             raise MediaError(f"{value}: its bytes are in no file, and would not outlive the run: `keep` them")

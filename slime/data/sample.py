@@ -324,11 +324,7 @@ def begun_anew(group: Group) -> Group:
 
 
 def flatten_samples(samples: Sample | Iterable[Any]) -> list[Sample]:
-    """Groups, however deeply nested, as one flat list in order.
-
-    Raises:
-        TypeError: something else is among them.
-    """
+    """Groups, however deeply nested, as one flat list in order; TypeError where something else is among them."""
     if isinstance(samples, Sample):
         return [samples]
     if isinstance(samples, str | Mapping) or not isinstance(samples, Iterable):

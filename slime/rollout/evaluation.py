@@ -150,12 +150,8 @@ def _result(args: Namespace, groups: list[Any]) -> dict[str, Any]:
 
 
 def evaluation_output(returned: Any) -> RolloutFnEvalOutput:
-    """What an evaluation function returned, in its form; its data alone may stand for it.
-
-    Raises:
-        TypeError: it is something else.
-        ValueError: a dataset has not as many samples as rewards.
-    """
+    """What an evaluation function returned, in its form; its data alone may stand for it. TypeError where it is
+    something else, ValueError where a dataset has not as many samples as rewards."""
     output = returned if isinstance(returned, RolloutFnEvalOutput) else RolloutFnEvalOutput(data=returned)
     if not isinstance(output.data, Mapping):
         form = 'RolloutFnEvalOutput(data={name: {"rewards": [...], "samples": [...]}})'

@@ -157,11 +157,9 @@ class Stream:
             await self._tell()
 
     def _limit(self) -> int:
-        """How many groups may be outstanding.
-
-        A group that is begun now has the weights that were pushed last and is taken by rollout ``_next`` or, behind as
-        many others as a rollout has, by the one after it; ``--max-weight-staleness`` says by which at the latest.
-        """
+        """How many groups may be outstanding: one that is begun now has the weights that were pushed last and is taken
+        by rollout ``_next`` or, behind as many others as a rollout has, by the one after it; ``--max-weight-staleness``
+        says by which at the latest."""
         version = max(self._runtime.version, self._version)
         rollouts = version + self._args.max_weight_staleness - self._next + 1
         return self._args.rollout_batch_size * min(rollouts, self._args.num_rollout - self._next)

@@ -39,11 +39,8 @@ _MANY_DROPPED = 32
 
 
 async def call_batch_hook(state: RolloutState, flag: str, path: str, samples: list[Any], *values: Any) -> Any:
-    """What the user's function of a whole group or batch gives; the rollout's deadline names it while it runs.
-
-    Args:
-        samples: those that it sees, however deeply nested.
-    """
+    """What the user's function of a whole group or batch, which sees ``samples``, however deeply nested, gives; the
+    rollout's deadline names it while it runs."""
     where = f"{flag} {path}"
     with state.busy(f"waiting for {where}"), numbers_kept(flatten_samples(samples), where):
         return await call_hook(load_function(path, flag=flag), where, *values)
@@ -55,11 +52,8 @@ class Pool:
     def __init__(
         self, args: Namespace, source: Any, state: RolloutState, rollout_id: int, *, forgives: bool = False
     ) -> None:
-        """
-        Args:
-            rollout_id: what the seeds of a deterministic engine depend on.
-            forgives: a group that crashes goes back to the data source; else its exception is `advance`'s.
-        """
+        """Seeds of a deterministic engine depend on ``rollout_id``. With ``forgives`` a group that crashes goes back to
+        the data source; else its exception is `advance`'s."""
         self._forgives = forgives
         self._args = args
         self._source = source

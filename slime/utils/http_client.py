@@ -82,10 +82,7 @@ class Http:
     """How requests of one process are sent: keys, limits and counts, each by the origin of the server."""
 
     def __init__(self, request_timeout: float | None = None) -> None:
-        """
-        Args:
-            request_timeout: seconds of ``--request-timeout``, for a `post` as a whole; None where no flag is known.
-        """
+        """A `post` as a whole may take the seconds of ``--request-timeout``, which are None where no flag is known."""
         self._timeout = _TIMEOUT_S if request_timeout is None else request_timeout
         self._flag = "" if request_timeout is None else " (--request-timeout)"
         self._api_keys: dict[str, str] = {}
@@ -109,11 +106,8 @@ class Http:
         return setting(_current, self)
 
     def add_api_keys(self, keys: Mapping[str, str]) -> None:
-        """Send these bearer tokens with every later request to their origins.
-
-        Args:
-            keys: by origin; one with a path of one word (``/workers``) is only for what is there and below.
-        """
+        """Send these bearer tokens with every later request to their origins, by which they are; one with a path of one
+        word (``/workers``) is only for what is there and below."""
         self._api_keys |= keys
 
     def limit_posts(self, url: str, place: Callable[[], AbstractAsyncContextManager[object]]) -> None:

@@ -58,14 +58,8 @@ class EngineControl:
             return False
 
     def ask(self, path: str, *, succeeds: bool = False) -> None:
-        """Ask whether the server answers at all.
-
-        Args:
-            succeeds: whether only a success is an answer.
-
-        Raises:
-            EngineError: it does not, within the client's timeout; it names the question.
-        """
+        """Raise EngineError, which names the question, where the server does not answer within the client's timeout,
+        or, with ``succeeds``, answers by an error."""
         reply = self._request("GET", path, key=self._generate_key)
         if succeeds and not reply.ok:
             raise EngineError(f"engine {self.url}: GET {path}: status {reply.status_code}")
@@ -90,11 +84,8 @@ class EngineControl:
         self._post("/continue_generation", {})
 
     def flush_cache(self) -> None:
-        """Forget every cached key and value; waits while requests that `pause` aborted are still leaving.
-
-        Raises:
-            EngineError: the engine refused until the deadline.
-        """
+        """Forget every cached key and value; waits while requests that `pause` aborted are still leaving, until the
+        deadline."""
         deadline = time.monotonic() + self.timeout
         while True:
             reply = self._request("POST", "/flush_cache", {})
@@ -112,11 +103,7 @@ class EngineControl:
         self._post("/release_memory_occupation", {})
 
     def resume_memory(self, tags: Sequence[str]) -> None:
-        """Take memory again, its content undefined.
-
-        Args:
-            tags: of ``weights``, ``kv_cache`` and ``cuda_graph``.
-        """
+        """Take memory of ``tags`` (``weights``, ``kv_cache``, ``cuda_graph``) again, its content undefined."""
         self._post("/resume_memory_occupation", {"tags": list(tags)})
 
     def weight_version(self) -> str:
@@ -133,12 +120,8 @@ class EngineControl:
         return [rank["checksums"] for rank in reply["ranks"]]
 
     def update_weights_from_tensor(self, payloads: Sequence[str], *, leaves_draft: bool = False) -> None:
-        """Load one flattened bucket.
-
-        Args:
-            payloads: one base64 pickle for each rank of the engine.
-            leaves_draft: whether a model that the engine drafts by does not take it as well.
-        """
+        """Load one flattened bucket, a base64 pickle for each rank of the engine, also into a model that the engine
+        drafts by, unless ``leaves_draft``."""
         body = {"serialized_named_tensors": list(payloads), "load_format": "flattened_bucket", "flush_cache": False}
         self._post("/update_weights_from_tensor", body | ({"disable_draft_model": True} if leaves_draft else {}))
 
@@ -175,11 +158,8 @@ class EngineControl:
         self._post("/destroy_weights_update_group", {"group_name": group_name})
 
     def update_weights_from_disk(self, path: str, load_format: str | None = None) -> None:
-        """Have the engine load a Hugging Face directory that it can read under this path.
-
-        Args:
-            load_format: as of SGLang's ``--load-format``; None is the one that the engine started with.
-        """
+        """Have the engine load a Hugging Face directory that it can read under this path, in the format that it started
+        with or another ``load_format`` of SGLang's ``--load-format``."""
         body = {"model_path": path, "flush_cache": False, "load_format": load_format}
         self._post("/update_weights_from_disk", body)
 

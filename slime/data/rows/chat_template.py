@@ -60,11 +60,7 @@ class ChatTemplate:
     # Rendering
 
     def text(self, messages: Messages, tools: Any = None, *, generation_prompt: bool = False) -> str:
-        """The rendering of messages that `prepared` gave.
-
-        Raises:
-            RowError: the template refuses the conversation.
-        """
+        """The rendering of messages that `prepared` gave; RowError where the template refuses the conversation."""
         with _refusing():
             rendered: str = self._tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=generation_prompt, **self._kwargs
@@ -72,11 +68,7 @@ class ChatTemplate:
             return rendered
 
     def marked(self, messages: Messages, tools: Any = None, *, generation_prompt: bool = False) -> Marked:
-        """`text`, and where in it each message is: the template writes marks as it begins a message.
-
-        Raises:
-            RowError: the template refuses the conversation.
-        """
+        """`text`, and where in it each message is: the template writes marks as it begins a message."""
         with _refusing():
             written = json.dumps([messages, tools, self._kwargs], ensure_ascii=False, default=str)
         used = {*written, *self._source}
@@ -251,11 +243,8 @@ def _template(tokenizer: Any, source: str, kwargs: str) -> ChatTemplate:
 
 
 def chat_template(tokenizer: Any, tools: Any, kwargs: str) -> ChatTemplate:
-    """The template of a tokenizer, which may have another one for conversations with tools.
-
-    Raises:
-        RowError: it has none.
-    """
+    """The template of a tokenizer, which may have another one for conversations with tools; RowError where it has
+    none."""
     try:
         source = tokenizer.get_chat_template(None, tools)
     except ValueError as error:

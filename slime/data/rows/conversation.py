@@ -17,10 +17,7 @@ from slime.utils.errors import BadInputError
 
 
 def render(tokenizer: Any, messages: Messages, tools: Any, kwargs: str, *, generation_prompt: bool = True) -> str:
-    """The text of a conversation by the tokenizer's chat template.
-
-    Args:
-        kwargs: further arguments of the template, a JSON object.
+    """The text of a conversation by the tokenizer's chat template, with further arguments ``kwargs``, a JSON object.
 
     Raises:
         RowError: the template refuses the conversation, or a message has what no template takes.
@@ -32,10 +29,8 @@ def render(tokenizer: Any, messages: Messages, tools: Any, kwargs: str, *, gener
 def with_answer(prompt: str | Messages, label: Any) -> Messages:
     """The conversation of a prompt: a string is the user's message, and the label what the assistant has not said.
 
-    JSON text of messages is read before, by `messages_of_json`.
-
-    Raises:
-        RowError: the label would be said, and is no plain value.
+    JSON text of messages is read before, by `messages_of_json`. A label that would be said must be a plain value, else
+    RowError.
     """
     messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if label is not None and not any(message.get("role") == "assistant" for message in messages):
@@ -73,10 +68,8 @@ class ConversationEncoder:
     """Encodes conversations by a tokenizer and its chat template."""
 
     def __init__(self, checkpoint: str, chat_template_kwargs: str = "{}", last_only: bool = False) -> None:
-        """
-        Raises:
-            BadInputError: the tokenizer has no chat template, or cannot tell which characters a token stands for.
-        """
+        """Raises BadInputError where the tokenizer has no chat template, or does not tell which characters a token
+        is."""
         self._tokenizer = load_tokenizer(checkpoint)
         self._kwargs = chat_template_kwargs
         self._last_only = last_only

@@ -34,11 +34,8 @@ def as_text(value: Any) -> Any:
 
 
 def messages_of_json(prompt: Any, what: str) -> Any:
-    """The messages of a prompt that is JSON text of a list of messages; anything else as it is.
-
-    Raises:
-        RowError: its messages have what no sample can carry, or an object names a key twice.
-    """
+    """The messages of a prompt that is JSON text of a list of messages; anything else as it is. RowError where its
+    messages have what no sample can carry, or an object names a key twice."""
     if not isinstance(prompt, str) or not prompt.lstrip().startswith("["):
         return prompt
     try:
@@ -58,10 +55,8 @@ def messages_of_json(prompt: Any, what: str) -> Any:
 
 
 def without_arrow_nulls(value: Any) -> Any:
-    """A value of a parquet file without the nulls that Arrow puts into structs.
-
-    Arrow gives all structs of a column the same keys: what one row lacks is null there. Nulls in lists stay.
-    """
+    """A value of a parquet file without the nulls that Arrow puts into structs, to give all of a column the same keys;
+    nulls in lists stay."""
     if isinstance(value, dict):
         return {key: without_arrow_nulls(entry) for key, entry in value.items() if entry is not None}
     if isinstance(value, list):
@@ -71,10 +66,7 @@ def without_arrow_nulls(value: Any) -> Any:
 
 def content_text(message: dict[str, Any], where: str) -> str | None:
     """What a message says: a text, a number, or parts of text, one after the other; None beside tool calls alone.
-
-    Raises:
-        RowError: it says nothing, or has something else than text.
-    """
+    RowError where it says nothing, or has something else than text."""
     content = as_text(message.get("content"))
     if isinstance(content, list):
         return "".join(
@@ -98,12 +90,10 @@ def _text_of_part(part: Any, where: str) -> str:
 
 
 def with_arguments(calls: Any, where: str, *, as_json: bool) -> list[Any]:
-    """Tool calls whose arguments are objects, or JSON text where ``as_json``; rows may have them either way.
+    """Tool calls whose arguments are objects, or JSON text where ``as_json``; rows may have them either way. RowError
+    where the calls are no list of objects, or the arguments of one no object.
 
     SGLang's server parses the arguments of earlier calls likewise before it renders them.
-
-    Raises:
-        RowError: the calls are no list of objects, or the arguments of one no object.
     """
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise RowError(f"'tool_calls' of {where} is not a list of objects: {calls!r:.80}")

@@ -68,11 +68,8 @@ class RowFile:
 
 
 def split_slice(path: str) -> tuple[Path, slice]:
-    """``"data.jsonl@[10:-5]"`` as ``(Path("data.jsonl"), slice(10, -5))``; without a slice, all rows.
-
-    Raises:
-        BadInputError: what follows ``@[`` is no slice of two integers.
-    """
+    """``"data.jsonl@[10:-5]"`` as ``(Path("data.jsonl"), slice(10, -5))``; without a slice, all rows. BadInputError
+    where what follows ``@[`` is no slice of two integers."""
     match = _SLICE.search(path)
     if match is None:
         if "@[" in path:
@@ -83,11 +80,8 @@ def split_slice(path: str) -> tuple[Path, slice]:
 
 
 def open_rows(path: str) -> RowFile:
-    """The file of ``path``, which may end in a slice.
-
-    Raises:
-        BadInputError: no such file, an unknown suffix, or plainly another kind of file.
-    """
+    """The file of ``path``, which may end in a slice. BadInputError where there is none, its suffix is unknown, or it
+    is plainly another kind of file."""
     file, bounds = split_slice(path)
     try:
         found, is_directory = file.is_file(), file.is_dir()

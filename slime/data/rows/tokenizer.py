@@ -12,11 +12,7 @@ from slime.utils.errors import BadInputError
 
 @functools.lru_cache(maxsize=8)
 def load_tokenizer(checkpoint: str) -> Any:
-    """The tokenizer of a Hugging Face directory.
-
-    Raises:
-        BadInputError: the directory holds none that loads.
-    """
+    """The tokenizer of a Hugging Face directory; BadInputError where it holds none that loads."""
     from transformers import AutoTokenizer
 
     try:

@@ -15,11 +15,8 @@ class JsonError(ValueError):
 
 
 def parse_json(text: str) -> Any:
-    """What a JSON text holds.
-
-    Raises:
-        JsonError: it is no JSON, names a key twice, is nested too deeply, or has a number too long to be read.
-    """
+    """What a JSON text holds; JsonError where it is no JSON, names a key twice, is nested too deeply, or has a number
+    too long to be read."""
     try:
         return _DECODER.decode(text)
     except JsonError:

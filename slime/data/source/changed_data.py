@@ -22,14 +22,8 @@ def changed_data(then: dict[str, Any], now: dict[str, Any]) -> str | None:
 
 
 def cursor_over(then: dict[str, Any], now: dict[str, Any], *, restart: bool) -> tuple[int, str | None]:
-    """Where in its epoch a run goes on, and a warning if its data changed.
-
-    Args:
-        restart: begin the epoch anew where they changed.
-
-    Raises:
-        BadInputError: the position lies beyond the data.
-    """
+    """Where in its epoch a run goes on, and a warning if its data changed, where ``restart`` begins the epoch anew.
+    BadInputError where the position lies beyond the data."""
     cursor, changed = then["cursor"], changed_data(then, now)
     if changed is None:
         return cursor, None
@@ -47,12 +41,9 @@ def cursor_over(then: dict[str, Any], now: dict[str, Any], *, restart: bool) -> 
 
 
 def changed_group_size(then: dict[str, Any], waiting: int, size: int) -> str | None:
-    """A warning if groups that wait in a checkpoint were made with another ``--n-samples-per-prompt``.
+    """A warning if groups that wait in a checkpoint were made with another ``--n-samples-per-prompt`` than ``size``.
 
-    Args:
-        then: the state, which has no such size where an earlier version wrote it.
-        waiting: how many groups wait.
-        size: the flag's value now.
+    The state ``then`` has no such size where an earlier version wrote it.
     """
     former = then.get("n_samples_per_prompt", size)
     if former == size or not waiting:

@@ -254,10 +254,7 @@ class RolloutDataSource(DataSource):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken; other rows, shuffle or sizes of groups than then are warned of.
-
-        Raises:
-            BadInputError: the position lies beyond the data, or the state has a buffer, which would be lost.
-        """
+        BadInputError where the position lies beyond the data, or the state has a buffer, which would be lost."""
         if state.get("buffer"):
             raise BadInputError(
                 f"the checkpoint has {len(state['buffer'])} groups in its buffer, and {type(self).__name__} has none: "

@@ -20,13 +20,10 @@ _numbers = itertools.count(1 << 40)
 
 
 def draw_groups(args: Namespace, data_source: Any, num_groups: int) -> list[Group]:
-    """The next groups of a data source.
+    """The next groups of a data source; BadInputError where it gave another number of them, or something else.
 
     A user's source may give groups, or a flat list of samples: those of one ``group_index`` are then a group, and
     samples without one are prompts, each to be answered ``--n-samples-per-prompt`` times.
-
-    Raises:
-        BadInputError: the data source gave another number of groups, or something else.
     """
     with naming(f"--data-source-path {args.data_source_path}", passes=SlimeError):
         drawn = data_source.get_samples(num_groups)

@@ -53,11 +53,8 @@ def save_evaluation(args: Namespace, rollout_id: int, data: dict[str, Any]) -> N
 
 
 def check_recorded(args: Namespace) -> None:
-    """See that the rollouts of a replay are there; of a resumed one the last, whatever it goes on after.
-
-    Raises:
-        BadInputError: a file is missing.
-    """
+    """Raise BadInputError unless the rollouts of a replay are there; of a resumed one the last, whatever it goes on
+    after."""
     last = args.num_rollout - 1
     first = last if args.load is not None else args.start_rollout_id or 0
     for rollout_id in range(max(first, 0), args.num_rollout):
@@ -70,11 +67,8 @@ def check_recorded(args: Namespace) -> None:
 
 
 def load_samples(args: Namespace, rollout_id: int) -> list[Sample]:
-    """What ``--load-debug-rollout-data`` has of a rollout; of each of its groups all samples, or none.
-
-    Raises:
-        BadInputError: no such file, or no samples in it.
-    """
+    """What ``--load-debug-rollout-data`` has of a rollout, of each of its groups all samples or none; BadInputError
+    where it has none."""
     flag = "--load-debug-rollout-data"
     path = Path(args.load_debug_rollout_data.format(rollout_id=rollout_id))
     content = load_plain(path, f"{flag}, rollout {rollout_id}")

@@ -187,11 +187,7 @@ def _state_here() -> RolloutState | None:
 
 
 def router_url(args: Namespace) -> str:
-    """Address of the router.
-
-    Raises:
-        ValueError: there is none yet.
-    """
+    """Address of the router; ValueError where there is none yet."""
     host, port = args.sglang_router_ip, args.sglang_router_port
     if not host or not port:
         raise ValueError("no router is running: args.sglang_router_ip and args.sglang_router_port are not set")
@@ -236,12 +232,10 @@ def is_ending() -> bool:
 
 @contextlib.asynccontextmanager
 async def place_of_request() -> AsyncIterator[None]:
-    """The place of a request that a user's code sends by itself, where it is part of a rollout of slime's.
+    """The place of a request that a user's code sends by itself, where it is part of a rollout of slime's; RequestError
+    where the rollout got enough samples while the request waited.
 
     One of an event loop of its own, as of a plain function in a thread, has none.
-
-    Raises:
-        RequestError: the rollout got enough samples while the request waited.
     """
     if (state := _state_here()) is None:
         yield

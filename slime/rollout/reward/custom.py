@@ -31,9 +31,7 @@ async def custom_rewards(
 ) -> list[Reward]:
     """The rewards of ``samples`` by one function: in one call where it takes a list, else in one each, all at once.
 
-    Raises:
-        HookError: its parameters, its answer, or what it raised.
-        DeadlineError: a call took longer than ``--reward-timeout``.
+    Raises HookError for its parameters, its answer or what it raised, DeadlineError past ``--reward-timeout``.
     """
     where = f"{flag} {path}"
     function = load_function(path, flag=flag, default_names=GROUP_REWARD_NAMES if args.group_rm else REWARD_NAMES)

@@ -137,12 +137,8 @@ async def random_reward(args: Namespace, sample: Sample, response: str) -> float
 
 
 async def remote_reward(args: Namespace, sample: Sample, response: str) -> Any:
-    """What the server at ``--rm-url`` answers to ``{"prompt", "response", "label"}``: a number or an object.
-
-    Raises:
-        ValueError: ``--rm-url`` is missing, or the answer is something else.
-        RequestError: the request failed for good.
-    """
+    """What the server at ``--rm-url`` answers to ``{"prompt", "response", "label"}``: a number or an object, else
+    BadInputError; RequestError where the request failed for good."""
     from slime.utils.http_utils import RequestError, post
 
     if not args.rm_url:

@@ -100,11 +100,8 @@ _OPEN = {"(": ")", "{": "}"}
 
 
 def exact_value(text: str) -> Fraction | None:
-    """The value of rational arithmetic, as ``-\\frac{1}{2^{98}}`` or ``3 \\cdot 10^8``; None for anything else.
-
-    Raises:
-        ArithmeticError: it has none, or one that is too large to write down.
-    """
+    """The value of rational arithmetic, as ``-\\frac{1}{2^{98}}`` or ``3 \\cdot 10^8``; None for anything else,
+    ArithmeticError where it has none, or one that is too large to write down."""
     try:
         return _Arithmetic(text).value()
     except _NotExact:

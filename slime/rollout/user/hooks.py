@@ -184,12 +184,8 @@ def accepted(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
 def logs_rollout(
     args: Namespace, rollout_id: int, samples: list[Sample], extra_metrics: dict[str, Any], seconds: float
 ) -> bool:
-    """Whether ``--custom-rollout-log-function-path`` has logged a rollout; False where there is none.
-
-    Raises:
-        HookError: it failed; the message names flag and path.
-        DeadlineError: it took longer than ``--rollout-timeout``.
-    """
+    """Whether ``--custom-rollout-log-function-path`` has logged a rollout; False where there is none. HookError where
+    it failed, DeadlineError past ``--rollout-timeout``."""
     flag = "--custom-rollout-log-function-path"
     with numbers_kept(samples, f"{flag} {args.custom_rollout_log_function_path}"):
         return _log(args, flag, rollout_id, args, samples, extra_metrics, seconds)
