@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import concurrent.futures
 import contextlib
 import contextvars
@@ -20,6 +21,7 @@ T = TypeVar("T")
 HOOK_THREADS = 64
 """Calls of plain functions of the user at the same time, on one event loop."""
 _CANCEL_S = 10.0
+_EXIT_S = 2.0
 _GRACE_S = 45.0
 """More than a filter, then groups, then connections take together to end, and less than who calls us grants."""
 
@@ -35,6 +37,12 @@ class BackgroundLoop:
         """What `cancel` ends."""
         self._thread = threading.Thread(target=self._run, name="rollout-loop", daemon=True)
         self._thread.start()
+        atexit.register(self._close_connections)
+
+    def _close_connections(self) -> None:
+        """End the generators that lend them (`Http`), as `asyncio.run` does: at exit each would say that it is open."""
+        with contextlib.suppress(concurrent.futures.TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._loop.shutdown_asyncgens(), self._loop).result(_EXIT_S)
 
     def _run(self) -> None:
         while True:
