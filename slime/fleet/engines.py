@@ -36,8 +36,9 @@ class Engines:
     The slots of an engine that died are free. Its requests are tried again by whoever sent them.
     """
 
-    def __init__(self, args: argparse.Namespace, supervisor: Supervisor, keys: Keys = None) -> None:
-        self._args, self._supervisor, self._keys = args, supervisor, keys
+    def __init__(self, args: argparse.Namespace, supervisor: Supervisor) -> None:
+        self._args, self._supervisor = args, supervisor
+        self._keys: Keys = None
         self.membership = Membership()
         self._placement = Placement([], [], [])
         self._manager: Any = None
@@ -45,22 +46,33 @@ class Engines:
         """All that there were, by name."""
         self._deaths: dict[str, tuple[str, str]] = {}
         """When one died, or was found to hang, and of what: phase, engine, status or question, the end of its log."""
-        self._told: set[str] = set()
+        self._skipped: list[str] = []
+        """Who died, as the next push says."""
         self._trains = False
 
     # ---- their lives
 
-    def create(self, fleet: Fleet, placement: Placement) -> None:
+    def create(self, fleet: Fleet, placement: Placement, keys: Keys = None) -> None:
         """Make the actors of all the fleet's engines, each on the first of its slots."""
-        self._placement, self._trains = placement, fleet.trainers > 0
+        self._placement, self._trains, self._keys = placement, fleet.trainers > 0, keys
         for spec, slots in zip(fleet.engines, placement.engines, strict=True):
             for first in range(0, len(slots), spec.width):
                 self._make(spec, slots[first : first + spec.width], serves=True)
 
     def _make(self, spec: EngineSpec, slots: list[Slot], *, serves: bool) -> Member:
+        """The actor is on the first of the slots; it makes those of the engine's other nodes."""
         rank = sum(other.spec.model == spec.model for other in self._members.values())
-        name = f"{spec.model.called('engine')} {rank}"
-        actor = create_engine(self._args, spec, rank, self._placement, slots, self._keys)
+        nodes, where = [], {"runtime_env": actor_environment(self._placement.interface())}
+        for first in range(0, spec.width, spec.on_node):
+            part = slots[first : first + spec.on_node]
+            options = {**where, **self._placement.options(part[0], trains=False)}
+            nodes.append(EngineNode(options, [slot.gpu for slot in part if slot.gpu is not None] or None))
+        its_args = spec.options(worker_options(self._args))
+        if its_args.offload_rollout is None:
+            its_args.offload_rollout = self._placement.on_gpus
+        plan = EnginePlan(its_args, rank, self._keys, nodes, spec.model.called("engine"))
+        actor = as_actor(EngineActor, **{EXAMINATION: 1}).options(**nodes[0].options).remote(plan)
+        name = f"{plan.name} {rank}"
         member = self._members[name] = Member(name, spec, "", actor, tuple(slots), serves)
         self.membership = self.membership.having(member)
         self._supervisor.watch(name, actor, functools.partial(self._go_on_without, name))
@@ -84,8 +96,7 @@ class Engines:
         Args:
             opened: the manager's call that opens the routers.
         """
-        call = manager.serve.remote(self.membership, opened)
-        self._supervisor.wait({"the rollout manager": call}, START_ROUTER, self._start_limit())
+        self._tell(manager, START_ROUTER, opened)
         self._manager = manager
 
     def add(self, model: str) -> str:
@@ -103,9 +114,9 @@ class Engines:
         if (spec := specs[model]).beside_trainers:
             raise RunError(f"add an engine: those of {model!r} are on the trainers' slots, and no other can join them")
         member = self._make(spec, self._placement.take(spec, self._args.placement_timeout), serves=False)
-        phase = f"start {member.name}"
+        phase, limit = f"start {member.name}", limit_of(self._args, "engine_start_timeout", MARGIN_S)
         try:
-            urls = self._supervisor.wait({member.name: member.actor.start.remote()}, phase, self._start_limit())
+            urls = self._supervisor.wait({member.name: member.actor.start.remote()}, phase, limit)
         except RunError:
             self._supervisor.forget(member.name)
             self._leave_out(member)
@@ -114,7 +125,7 @@ class Engines:
             raise RunError(f"{phase}: {self._deaths.pop(member.name)[1]}")
         waits = spec.model.trained and self._trains
         self.membership = self.membership.having(replace(member, url=urls[0], serves=not waits))
-        self._tell(phase)
+        self._tell(self._manager, phase)
         return member.name
 
     def remove(self, name: str) -> None:
@@ -131,7 +142,7 @@ class Engines:
             raise RunError(f"remove {name}: no other engine serves the model {member.spec.model.name!r}")
         self.membership = self.membership.without(name)
         self._supervisor.forget(name)  # first: it may die meanwhile
-        self._tell(f"deregister {name}")
+        self._tell(self._manager, f"deregister {name}")
         ray.wait([member.actor.leave.remote()], timeout=_LEAVE_S)
         self._free(member)
 
@@ -180,7 +191,8 @@ class Engines:
         """
         while True:
             before = self.membership
-            self._tell_of_skipped(version)
+            while self._skipped:
+                warn(f"push of version {version}: skipped {self._skipped.pop(0)}")
             try:
                 figures = publish([self._address(member) for member in before.trained])
                 break
@@ -192,14 +204,8 @@ class Engines:
         joined = [replace(member, serves=True) for member in self.membership.trained if not member.serves]
         if joined:
             self.membership = self.membership.having(*joined)
-            self._tell(f"register {' and '.join(member.name for member in joined)}")
+            self._tell(self._manager, f"register {' and '.join(member.name for member in joined)}")
         return figures
-
-    def _tell_of_skipped(self, version: int) -> None:
-        for name, (when, _) in self._deaths.items():
-            if name not in self._told:
-                warn(f"push of version {version}: skipped {name}, which was lost at {when}")
-        self._told |= self._deaths.keys()
 
     def _address(self, member: Member) -> EngineAddress:
         generate_key, admin_key = self._keys or (None, None)
@@ -213,53 +219,34 @@ class Engines:
         calls = {m.name: m.actor.examine.remote(because, paused=True) for m in self.membership.trained}
         self._supervisor.wait(calls, "examine the engines", limit)
 
-    def _tell(self, phase: str, opened: ray.ObjectRef | None = None) -> None:
-        """Have the manager know who is there."""
-        call = self._manager.serve.remote(self.membership, opened)
-        self._supervisor.wait({"the rollout manager": call}, phase, self._start_limit())
-
-    def _start_limit(self) -> Deadline:
-        return limit_of(self._args, "engine_start_timeout", MARGIN_S)
+    def _tell(self, manager: Any, phase: str, opened: ray.ObjectRef | None = None) -> None:
+        calls = {"the rollout manager": manager.serve.remote(self.membership, opened)}
+        self._supervisor.wait(calls, phase, limit_of(self._args, "engine_start_timeout", MARGIN_S))
 
     def _go_on_without(self, name: str, phase: str, cause: str) -> None:
         member, model = self._members[name], self._members[name].spec.model
-        lost = [other for other in self._deaths if self._members[other].spec.model == model]
-        living = [other for other in self.membership.engines if other.spec.model == model and other.name != name]
         lines = cause.splitlines()
         kept = [*lines[:_HEAD_LINES], *lines[_HEAD_LINES:][-_LOG_LINES:]]
-        death = time.strftime(_TIME), "\n".join(kept)
+        when = time.strftime(_TIME)
+        self._deaths[name] = when, "\n".join(kept)
         if self._manager is not None and member in self.membership.engines:  # without its address yet
-            self._deaths[name] = death  # `add`, which waits for it, says so
-            self._leave_out(member)
+            self._leave_out(member)  # `add`, which waits for it, says so
             return
-        if self._manager is None or not model.tolerates_loss or not (living or lost):
+        lost = [other for other in self._deaths if self._members[other].spec.model == model]
+        living = [other for other in self.membership.engines if other.spec.model == model and other.name != name]
+        if self._manager is None or not model.tolerates_loss or (lost == [name] and not living):
             raise RunError(cause)
-        self._deaths[name] = death
         self.membership = self.membership.without(name)
-        lost = list(dict.fromkeys([*lost, name]))
         if not self.membership.serving(model.name):
             causes = [f"{each} was lost at {': '.join(self._deaths[each])}" for each in lost]
-            raise RunError("\n".join([f"{phase}: no engine is left, {' and '.join(lost)} were lost", *causes]))
+            waiting = f" (without weights yet: {', '.join(other.name for other in living)})" if living else ""
+            first = f"{phase}: no engine is left{waiting}, {' and '.join(lost)} were lost"
+            raise RunError("\n".join([first, *causes]))
         self._free(member)
+        self._skipped.append(f"{name}, which was lost at {when}")
         removed = self._manager.serve.remote(self.membership, None)
         self._supervisor.expect("the rollout manager", removed, f"deregister {name}")
         warn(
             f"{lines[0]}; going on with {len(living)} of {len(living) + len(lost)} engines, which get its "
             f"requests (log: {self._args.run_dir}/logs/{name.replace(' ', '_')}.log)"
         )
-
-
-def create_engine(
-    args: argparse.Namespace, spec: EngineSpec, rank: int, placement: Placement, slots: list[Slot], keys: Keys
-) -> Any:
-    """The actor of one engine, on the first of its slots; it makes those of the engine's other nodes."""
-    nodes = []
-    for first in range(0, spec.width, spec.on_node):
-        part = slots[first : first + spec.on_node]
-        where = {"runtime_env": actor_environment(placement.interface()), **placement.options(part[0], trains=False)}
-        nodes.append(EngineNode(where, [slot.gpu for slot in part if slot.gpu is not None] or None))
-    options = spec.options(worker_options(args))
-    if options.offload_rollout is None:
-        options.offload_rollout = placement.on_gpus
-    plan = EnginePlan(options, rank, keys, nodes, spec.model.called("engine"))
-    return as_actor(EngineActor, **{EXAMINATION: 1}).options(**nodes[0].options).remote(plan)

@@ -36,6 +36,8 @@ class Routers:
         """The actors of those that get requests, by model and URL."""
         self._hanging: set[str] = set()
         """URLs of engines that were left out before whoever says who is there knew."""
+        self._joining: dict[str, list[str]] = {}
+        """URLs of the engines that joined last, by model: those that the router is waited for to find healthy."""
         self._examiners: list[Examiner] = []
         self._resend_log: ResendLog | None = None
         self._version = 0
@@ -88,11 +90,13 @@ class Routers:
                 bypass_proxies([urlsplit(url).hostname or "" for url in urls])
                 self._engines[model] |= {url: engines[url] for url in urls}
                 joined |= {model: urls} if urls else {}
+            self._joining |= joined
             self._make_known()
             for model, urls in joined.items():
                 for url in urls:
                     self._routers[model].add(url)
-        for model, urls in joined.items():  # who finds that an engine hangs need not wait for that
+        # Who finds that an engine hangs, or has died, need not wait for that, and ends it.
+        for model, urls in joined.items():
             self._routers[model].wait_registered(urls, timeout=max(0.0, deadline - time.monotonic()))
 
     def leave_out(self, model: str, url: str) -> None:
@@ -107,6 +111,8 @@ class Routers:
         self._routers[model].remove(url)
         # Last: where the router fails, the next who finds out tries again.
         del self._engines[model][url]
+        if url in self._joining.get(model, ()):
+            self._joining[model].remove(url)
 
     def _make_known(self) -> None:
         """To whoever ends requests, and to the bound on those in flight."""

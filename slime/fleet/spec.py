@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 from slime.rollout.model_urls import ACTOR, REWARD
 
@@ -54,8 +54,6 @@ class EngineSpec:
     """What sets the number of slots: ``--rollout-num-gpus``."""
     beside_trainers: bool = False
     """Whether its slots are the trainers', from the first on, who get its engines' memory while they train."""
-    worker: Literal["regular", "prefill", "decode"] = "regular"
-    """What the router uses them for."""
 
     @property
     def slots(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from typing import Any
 
 import ray
@@ -15,6 +16,7 @@ from slime.utils.environment import as_environment
 from slime.utils.redaction import is_secret
 
 _CONTROL = Deadline(60.0)
+_LEAVE_S = 20.0
 
 
 class TrainGroup:
@@ -32,9 +34,19 @@ class TrainGroup:
 
     def create(self, placement: Placement) -> None:
         """Make the actors, each on its slot."""
-        self.actors = create_trainers(self._args, placement)
-        for name, actor in self._named().items():
-            self._supervisor.watch(name, actor)
+        # torch and megatron-core warn of their own deprecations, many lines a rank; no code of users runs there.
+        variables = {"PYTHONWARNINGS": "ignore", **placement.interface()}
+        if getattr(self._args, "sglang_enable_symm_mem", False):
+            variables["NCCL_CUMEM_ENABLE"] = "1"  # as in those engines, whatever the host says
+        # Ray shows that environment to everyone who may ask it: what is named for a secret is set by the rank itself.
+        wanted = as_environment(self._args.train_env_vars)
+        variables |= {name: value for name, value in wanted.items() if not is_secret(name, value)}
+        environment, its_args = actor_environment(variables), worker_options(self._args)
+        for rank, slot in enumerate(placement.train):
+            options = {"runtime_env": environment, **placement.options(slot, trains=True)}
+            actor = as_actor(TrainActor).options(**options).remote(its_args, rank, len(placement.train), slot.gpu)
+            self.actors.append(actor)
+            self._supervisor.watch(f"trainer {rank}", actor)
 
     def start(self, num_rollout: int, *, on_one_host: bool) -> int:
         """Build the models and load their weights; the first rollout to train on.
@@ -46,9 +58,9 @@ class TrainGroup:
         limit = limit_of(self._args, "checkpoint_timeout")
         served = {"trainer 0": self.actors[0].serve_rendezvous.remote(on_one_host)}
         (master,) = self._supervisor.wait(served, START_TRAINERS, limit)
-        answers = self.call("start", START_TRAINERS, limit, master, num_rollout)
+        answers = self.call(START_TRAINERS, "start", limit, master, num_rollout)
         self._first, self.dp_size, self._state = answers[0]
-        self._dp_ranks = self.call("dp_rank", START_TRAINERS, _CONTROL)
+        self._dp_ranks = self.call(START_TRAINERS, "dp_rank", _CONTROL)
         return self._first
 
     def restore(self, manager: Any) -> bool:
@@ -63,41 +75,29 @@ class TrainGroup:
 
     def kill(self) -> None:
         """End all, whatever they are doing, so that others can be made in their place."""
-        for name, actor in self._named().items():
-            self._supervisor.forget(name)
+        for rank in range(len(self.actors)):
+            self._supervisor.forget(f"trainer {rank}")
+        if calls := [actor.stop.remote() for actor in self.actors]:
+            # Those that still answer have engines leave the group that they push in.
+            ray.wait(calls, num_returns=len(calls), timeout=_LEAVE_S)
+        for actor in self.actors:
             ray.kill(actor)
         self.actors = []
 
-    def call(self, method: str, phase: str, limit: Deadline, *values: Any) -> list[Any]:
+    def call(self, phase: str, method: str, limit: Deadline, *values: Any) -> list[Any]:
         """Call a method of every rank; the answers, by rank."""
-        calls = {name: getattr(actor, method).remote(*values) for name, actor in self._named().items()}
+        return self.call_each(phase, method, limit, [values] * len(self.actors))
+
+    def call_each(self, phase: str, method: str, limit: Deadline, values: Iterable[tuple[Any, ...]]) -> list[Any]:
+        """The same with values of its own for each rank."""
+        calls = {
+            f"trainer {rank}": getattr(actor, method).remote(*its_values)
+            for rank, (actor, its_values) in enumerate(zip(self.actors, values, strict=False))
+        }
         return self._supervisor.wait(calls, phase, limit)
 
     def train(self, rollout_id: int, batches: list[ray.ObjectRef], limit: Deadline) -> list[dict[str, float]]:
         """Train on a rollout, of which each data-parallel rank has a batch; rank 0's metrics, one dict a step."""
-        calls = {
-            name: actor.train.remote(rollout_id, batches[dp_rank])
-            for (name, actor), dp_rank in zip(self._named().items(), self._dp_ranks, strict=False)
-        }
-        answers = self._supervisor.wait(calls, f"train on rollout {rollout_id}", limit)
+        values = ((rollout_id, batches[rank]) for rank in self._dp_ranks)
+        answers = self.call_each(f"train on rollout {rollout_id}", "train", limit, values)
         return answers[0] if answers else []
-
-    def _named(self) -> dict[str, Any]:
-        return {f"trainer {rank}": actor for rank, actor in enumerate(self.actors)}
-
-
-def create_trainers(args: argparse.Namespace, placement: Placement) -> list[Any]:
-    """One actor a training rank."""
-    # torch and megatron-core warn of their own deprecations, many lines a rank; no code of users runs there.
-    variables = {"PYTHONWARNINGS": "ignore", **placement.interface()}
-    if getattr(args, "sglang_enable_symm_mem", False):
-        variables["NCCL_CUMEM_ENABLE"] = "1"  # as in those engines, whatever the host says
-    # Ray shows that environment to everyone who may ask it: what is named for a secret is set by the rank itself.
-    wanted = as_environment(args.train_env_vars)
-    variables |= {name: value for name, value in wanted.items() if not is_secret(name, value)}
-    environment = actor_environment(variables)
-    its_args, actors = worker_options(args), []
-    for rank, slot in enumerate(placement.train):
-        options = {"runtime_env": environment, **placement.options(slot, trains=True)}
-        actors.append(as_actor(TrainActor).options(**options).remote(its_args, rank, len(placement.train), slot.gpu))
-    return actors

@@ -229,11 +229,19 @@ class RolloutManager:
         change = self._runtime.pause() if hold else self._runtime.resume(version)
         background_loop().run(change, timeout=timeout, what="holding requests during a weight update")
 
+    def num_cancels(self) -> int:
+        """How often `cancel` was called before, for `evaluate`."""
+        return self._num_cancels
+
     @ray.method(concurrency_group=EVALUATION)
-    def evaluate(self, rollout_id: int) -> dict[str, float]:
-        """Score the engines' present weights on every evaluation dataset; what there is to log of it."""
+    def evaluate(self, rollout_id: int, num_cancels: int) -> dict[str, float]:
+        """Score the engines' present weights on every evaluation dataset; what there is to log of it.
+
+        Args:
+            num_cancels: the answer of `num_cancels`, which Ray so waits for: it may be cancelled before it begins.
+        """
         args, named = self._args, _naming("--eval-function-path", self._args.eval_function_path)
-        call = self._cancellable(self._num_cancels, f"the evaluation of weight version {rollout_id}")
+        call = self._cancellable(num_cancels, f"the evaluation of weight version {rollout_id}")
         with span("rollout/evaluate", version=rollout_id) as timed, named, call, self._routers.working():
             wanted = accepted(self._evaluate, evaluation=True)
             output = evaluation_output(self._evaluate(args, rollout_id, self._data_source, **wanted))
@@ -267,7 +275,8 @@ def create_manager(args: argparse.Namespace, api_keys: tuple[str, str] | None) -
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options = {"num_cpus": 0, "runtime_env": actor_environment(), "scheduling_strategy": here}
     overlap = args.async_buffer_size + 2 if args.asynchronous and rollouts_overlap(args) else 1
-    threads = {ROLLOUTS: overlap, EVALUATION: 1, ROUTERS: 1}
+    # Of routers two: while one waits for a router to find an engine healthy, the other takes that away if it dies.
+    threads = {ROLLOUTS: overlap, EVALUATION: 1, ROUTERS: 2}
     return as_actor(RolloutManager, **threads).options(**options).remote(args, api_keys)
 
 

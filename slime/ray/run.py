@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 
 from slime.fleet.engines import START_ROUTER, Engines
 from slime.fleet.placement import Placement, core_shortage, place
-from slime.fleet.spec import Fleet, fleet_of
+from slime.fleet.spec import fleet_of
 from slime.fleet.train_group import TrainGroup
 from slime.observability import logs, trace
 from slime.observability.metrics import MetricsLogger
@@ -37,7 +37,6 @@ from slime.ray.room import room_warnings
 from slime.ray.saving import Saver
 from slime.ray.supervision import LOAD_DATA, MARGIN_S, Deadline, RayDownError, Supervisor, limit_of
 from slime.ray.turns import Turns
-from slime.rollout.model_urls import ACTOR
 from slime.utils.arguments import describe
 from slime.utils.storage import write_text, writing
 from slime.weights import EngineAddress
@@ -57,7 +56,8 @@ class Run:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self._supervisor = Supervisor()
-        self._engines = Engines(args, self._supervisor)
+        self.engines = Engines(args, self._supervisor)
+        """Once the run has started, `Engines.add` has one more, and `Engines.remove` ends one."""
         self._trainers = TrainGroup(args, self._supervisor)
         self._manager: Any = None
         self._placement: Placement | None = None
@@ -69,7 +69,7 @@ class Run:
         """Those under way or waiting, and when they were begun."""
         self._evaluation: tuple[ray.ObjectRef, int] | None = None
         """The one under way, and of which version."""
-        self._saver = Saver(args, self._wait)
+        self._saver = Saver(args, self._trainers)
         self._step: dict[str, float] = {}
         self._step_started = time.monotonic()
 
@@ -123,22 +123,28 @@ class Run:
         with span("driver/load_data"):
             self._load_data(keys)
         fleet = fleet_of(args)
-        self._placement = place(args, fleet)
-        slots = sum(map(len, self._placement.engines))
+        placement = self._placement = place(args, fleet)
+        slots = sum(map(len, placement.engines))
         say(
             f"{args.num_rollout} rollouts; starting {fleet.trainers} training ranks and engines on {slots} slots "
             "(logs in the run directory)"
         )
-        self._engines = Engines(args, self._supervisor, keys)
-        self._turns = self._make_turns(self._placement, fleet)
+        shared = placement.on_gpus and any(spec.beside_trainers for spec in fleet.engines)
+        offloads = {
+            name: shared if getattr(args, name) is None else getattr(args, name)
+            for name in ("offload_train", "offload_rollout")
+        }
+        limit = limit_of(args, "weight_update_timeout", MARGIN_S)
+        self._turns = Turns(self._trainers, self.engines, limit, **offloads)
         # Not waited for: a router imports for many seconds, while engines and trainers start.
         opened = self._manager.open_routers.remote(fleet.models) if fleet.engines else None
         if opened is not None:
             self._supervisor.expect("the rollout manager", opened, START_ROUTER)
         with span("driver/start"):
-            self._start_together(self._placement, fleet)
+            self.engines.create(fleet, placement, keys)
+            self._start_together(placement, shared)
         if opened is not None:
-            self._engines.serve(self._manager, opened)
+            self.engines.serve(self._manager, opened)
         going_on = f", going on after rollout {args.start_rollout_id}" if args.start_rollout_id else ""
         say(f"started in {time.monotonic() - began:.0f} s{going_on}")
 
@@ -146,43 +152,26 @@ class Run:
         args = self.args
         self._manager = create_manager(args, keys)
         self._supervisor.watch("the rollout manager", self._manager)
-        loaded = {"the rollout manager": self._manager.load_data.remote()}
-        (args.num_rollout,) = self._wait(loaded, LOAD_DATA, self._limit("data_load_timeout"))
+        limit = limit_of(args, "data_load_timeout")
+        args.num_rollout = self._answer(self._manager.load_data.remote(), LOAD_DATA, limit)
         if left := check_remaining(args):  # again: --num-epoch has become a number of rollouts
             say(left)
         self._warn(room_warnings(args))
         write_text("--run-dir", Path(args.run_dir, "config.yaml"), describe(args))
 
-    def _make_turns(self, placement: Placement, fleet: Fleet) -> Turns:
-        args, limit = self.args, self._limit("weight_update_timeout", MARGIN_S)
-        default = placement.on_gpus and any(spec.beside_trainers for spec in fleet.engines)
-
-        def trainers(phase: str, method: str, *values: Any) -> list[Any]:
-            return self._trainers.call(method, phase, limit, *values)
-
-        def engines(phase: str, method: str, *values: Any) -> list[Any]:
-            return self._engines.call(phase, method, limit, *values)
-
-        offloads = {
-            name: default if getattr(args, name) is None else getattr(args, name)
-            for name in ("offload_train", "offload_rollout")
-        }
-        return Turns(trainers, engines, **offloads)
-
-    def _start_together(self, placement: Placement, fleet: Fleet) -> None:
-        """Start engines and trainers; returns when both are ready."""
-        self._engines.create(fleet, placement)
-        if placement.on_gpus and any(spec.beside_trainers for spec in fleet.engines):
+    def _start_together(self, placement: Placement, shared: bool) -> None:
+        """Start engines and trainers, which may share GPUs; returns when both are ready."""
+        if shared:
             # One after the other: an engine takes a share of the GPU memory that it finds free.
-            for name, prepared in self._engines.begin("prepare").items():
+            for name, prepared in self.engines.begin("prepare").items():
                 self._supervisor.expect(name, prepared, "prepare engines")
             self._start_trainers(placement)
-            starts = self._engines.begin("start")
+            starts = self.engines.begin("start")
         else:
-            starts = self._engines.begin("start")
+            starts = self.engines.begin("start")
             self._start_trainers(placement)
-        limit = self._limit("engine_start_timeout", MARGIN_S)
-        self._engines.started(self._supervisor.wait(starts, "start engines", limit))
+        limit = limit_of(self.args, "engine_start_timeout", MARGIN_S)
+        self.engines.started(self._supervisor.wait(starts, "start engines", limit))
 
     def _start_trainers(self, placement: Placement) -> None:
         args = self.args
@@ -192,29 +181,11 @@ class Run:
             if args.start_rollout_id is None:
                 args.start_rollout_id = first
             if self._trainers.restore(self._manager) and (missing := missing_exports(args, first)):
-                self._saver.export(self._trainers.actors, first - 1, missing, "export what is missing")
+                self._saver.export(first - 1, missing, "export what is missing")
                 places = " and ".join(missing.values())
                 say(f"nothing is left to train; wrote {places}, missing after rollout {first}")
         args.start_rollout_id = args.start_rollout_id or 0
         self._turns.trainers_started()
-
-    def add_engine(self, model: str = ACTOR) -> str:
-        """Have one more engine of a model; its name, for `remove_engine`.
-
-        One of the trained model gets its first request after the next `push_weights`, which brings it the weights.
-
-        Raises:
-            RunError: no slot is free for it, or it does not start; without it the run may go on.
-        """
-        return self._engines.add(model)
-
-    def remove_engine(self, name: str) -> None:
-        """End an engine; requests that it has go on at others, and its slots are free.
-
-        Raises:
-            RunError: there is no such engine, or no other one serves its model.
-        """
-        self._engines.remove(name)
 
     def _stop(self) -> None:
         """Orderly where it works, by force where it does not; supervisors and the janitor see to the rest."""
@@ -234,7 +205,7 @@ class Run:
 
     def _stop_actors(self) -> None:
         others = [actor for actor in (*self._trainers.actors, self._manager) if actor is not None]
-        calls = [actor.stop.remote() for actor in others] + list(self._engines.begin("stop").values())
+        calls = [actor.stop.remote() for actor in others] + list(self.engines.begin("stop").values())
         if calls:
             with contextlib.suppress(RayError):
                 ray.wait(calls, num_returns=len(calls), timeout=_STOP_S)
@@ -261,31 +232,31 @@ class Run:
         self._step, self._step_started = {}, time.monotonic()
         call, begun = self._rollouts.pop(rollout_id)
         phase = f"rollout {rollout_id}"
-        limit = self._limit("rollout_timeout", MARGIN_S)
+        limit = limit_of(self.args, "rollout_timeout", MARGIN_S)
         if self.args.asynchronous:  # an evaluation comes before it, and stale groups are generated again after it
             limit = Deadline(3 * self.args.rollout_timeout + MARGIN_S, limit.flag)
         with span("driver/wait_for_rollout", rollout=rollout_id) as waiting:
-            ((batches, metrics),) = self._wait({"the rollout manager": call}, phase, limit)
+            batches, metrics = self._answer(call, phase, limit)
         metrics["perf/wait_for_rollout_time"] = waiting.seconds
         metrics["perf/rollout_ahead_time"] = self._step_started - begun
-        handed = {"the rollout manager": self._manager.hand_over.remote(rollout_id)}
+        handed = self._manager.hand_over.remote(rollout_id)
         # No quick answer where a user's data source takes its time over the next rollout's prompts.
         with span("driver/hand_over", rollout=rollout_id):
-            (prompts,) = self._wait(handed, f"hand over {phase}, after the prompts that are being drawn", limit)
-        self._log(metrics | prompts | self._engines.metrics(), "rollout/step", rollout_id)
+            prompts = self._answer(handed, f"hand over {phase}, after the prompts that are being drawn", limit)
+        self._log(metrics | prompts | self.engines.metrics(), "rollout/step", rollout_id)
         return batches
 
     def hold_requests(self, hold: bool, version: int | None = None) -> None:
         """Keep rollouts under way from sending requests, or let them go on under weights of ``version``."""
-        phase = "hold requests during a weight update"
-        held = {"the rollout manager": self._manager.hold_requests.remote(hold, version)}
-        self._wait(held, phase, self._limit("weight_update_timeout", MARGIN_S))
+        held = self._manager.hold_requests.remote(hold, version)
+        limit = limit_of(self.args, "weight_update_timeout", MARGIN_S)
+        self._answer(held, "hold requests during a weight update", limit)
 
     def train(self, rollout_id: int, batches: list[ray.ObjectRef]) -> None:
         """Train on one rollout's batches, and log one line of metrics an optimizer step."""
         self._turns.to_trainers()
         with span("driver/train", rollout=rollout_id) as training:
-            steps = self._trainers.train(rollout_id, batches, self._limit("train_timeout"))
+            steps = self._trainers.train(rollout_id, batches, limit_of(self.args, "train_timeout"))
         if steps:
             # The call less what rank 0 did in it: batches on their way, and ranks that began later.
             steps[-1]["perf/transfer_time"] = training.seconds - steps[-1]["perf/train_time"]
@@ -295,16 +266,17 @@ class Run:
 
     def push_weights(self, version: int) -> None:
         """Give every engine the trainers' weights; ``version`` is the number of rollouts they were trained on."""
-        if not (self._engines.membership.trained and self._trainers.actors):
+        if not (self.engines.membership.trained and self._trainers.actors):
             return
-        phase, limit = f"push weights of version {version}", self._limit("weight_update_timeout", MARGIN_S)
+        limit = limit_of(self.args, "weight_update_timeout", MARGIN_S)
 
         def publish(engines: list[EngineAddress]) -> dict[str, float]:
-            answers: list[dict[str, float]] = self._trainers.call("publish", phase, limit, version, engines)
-            return answers[0]
+            phase = f"push weights of version {version}"
+            figures: dict[str, float] = self._trainers.call(phase, "publish", limit, version, engines)[0]
+            return figures
 
         with span("driver/push_weights", version=version), self._turns.pushing():
-            metrics = self._engines.push(version, publish)
+            metrics = self.engines.push(version, publish)
         self._supervisor.version = str(version)
         self._log(metrics | self._turns.figures(), "rollout/step", max(version - 1, 0))
 
@@ -318,7 +290,7 @@ class Run:
 
         The engines must keep these weights until `finish_evaluation`.
         """
-        call = self._manager.evaluate.remote(version)
+        call = self._manager.evaluate.remote(version, self._manager.num_cancels.remote())
         self._supervisor.expect("the rollout manager", call, f"evaluation of weight version {version}")
         self._evaluation = call, version
 
@@ -327,9 +299,9 @@ class Run:
         if self._evaluation is None:
             return
         (call, version), self._evaluation = self._evaluation, None
-        limit = self._limit("rollout_timeout", MARGIN_S)
+        limit = limit_of(self.args, "rollout_timeout", MARGIN_S)
         with span("driver/wait_for_eval", version=version) as waiting:
-            (metrics,) = self._wait({"the rollout manager": call}, f"evaluation of weight version {version}", limit)
+            metrics = self._answer(call, f"evaluation of weight version {version}", limit)
         waited = {"perf/wait_for_eval_time": waiting.seconds}
         step = self._step
         self._log(metrics | waited, "eval/step", version)
@@ -347,10 +319,8 @@ class Run:
         if not self._trainers.actors or not (self.args.save or self.args.save_hf or self.args.save_lora):
             return
         with span("driver/save", rollout=rollout_id) as saving:
-            saved = {"the rollout manager": self._manager.state.remote(rollout_id)}
-            (state,) = self._wait(saved, "save the data source", self._saver.limit)
-            state = state | {"optimizer_steps": self._trainers.optimizer_steps}
-            self._saver.save(self._trainers.actors, rollout_id, state)
+            state = self._answer(self._manager.state.remote(rollout_id), "save the data source", self._saver.limit)
+            self._saver.save(rollout_id, state | {"optimizer_steps": self._trainers.optimizer_steps})
         self._log({"perf/save_model_time": saving.seconds}, "rollout/step", rollout_id)
 
     def end_step(self, rollout_id: int) -> None:
@@ -365,11 +335,9 @@ class Run:
         for warning in filter(None, warnings):
             warn(warning)
 
-    def _limit(self, option: str, margin: float = 0.0) -> Deadline:
-        return limit_of(self.args, option, margin)
-
-    def _wait(self, calls: dict[str, ray.ObjectRef], phase: str, limit: Deadline) -> list[Any]:
-        return self._supervisor.wait(calls, phase, limit)
+    def _answer(self, call: ray.ObjectRef, phase: str, limit: Deadline) -> Any:
+        """The rollout manager's."""
+        return self._supervisor.wait({"the rollout manager": call}, phase, limit)[0]
 
     def _log(self, metrics: dict[str, float], step_key: str, step: int) -> None:
         assert self._metrics is not None

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import ray
-
+from slime.fleet.train_group import TrainGroup
 from slime.options.checkpoint import checkpoint_directory
 from slime.options.export_rules import exports_after
 from slime.ray.supervision import Deadline, limit_of
 from slime.utils import aside
 
-Wait = Callable[[dict[str, ray.ObjectRef], str, Deadline], list[Any]]
-"""As `Supervisor.wait`."""
-
 
 class Saver:
     """Has trainers write, and knows what they have not finished."""
 
-    def __init__(self, args: argparse.Namespace, wait: Wait) -> None:
-        self._args, self._wait = args, wait
+    def __init__(self, args: argparse.Namespace, trainers: TrainGroup) -> None:
+        self._args, self._trainers = args, trainers
         self._unfinished: list[Path] = []
 
     @property
@@ -31,32 +27,21 @@ class Saver:
         """Of whatever is saved."""
         return limit_of(self._args, "checkpoint_timeout")
 
-    def save(self, trainers: Sequence[Any], rollout_id: int, state: dict[str, Any]) -> None:
+    def save(self, rollout_id: int, state: dict[str, Any]) -> None:
         """Write what is asked for after a rollout; ``state`` is what a resumed run needs besides the trainers' own."""
-        phase = f"save after rollout {rollout_id}"
-        if self._args.save:
-            self._checkpoint(trainers, rollout_id, state, phase)
-        self.export(trainers, rollout_id, exports_after(self._args, rollout_id), phase)
+        args, phase = self._args, f"save after rollout {rollout_id}"
+        if args.save:
+            saves = (args.save, args.critic_save if args.use_critic else None)
+            values = [(rollout_id, None if rank else state) for rank in range(len(self._trainers.actors))]
+            with self._staging([checkpoint_directory(each, rollout_id) for each in saves if each]):
+                self._trainers.call_each(phase, "save", self.limit, values)
+        self.export(rollout_id, exports_after(args, rollout_id), phase)
 
-    def _checkpoint(self, trainers: Sequence[Any], rollout_id: int, state: dict[str, Any], phase: str) -> None:
-        args = self._args
-        calls = {
-            f"trainer {rank}": actor.save.remote(rollout_id, state if rank == 0 else None)
-            for rank, actor in enumerate(trainers)
-        }
-        saves = (args.save, args.critic_save if args.use_critic else None)
-        with self._staging([checkpoint_directory(each, rollout_id) for each in saves if each]):
-            self._wait(calls, phase, self.limit)
-
-    def export(self, trainers: Sequence[Any], rollout_id: int, places: dict[str, str], phase: str) -> None:
+    def export(self, rollout_id: int, places: dict[str, str], phase: str) -> None:
         """Write the directories of ``places``, by the trainers' method that does."""
         for method, directory in places.items():
-            calls = {
-                f"trainer {rank}": getattr(actor, method).remote(directory, rollout_id)
-                for rank, actor in enumerate(trainers)
-            }
             with self._staging([Path(directory)]):
-                self._wait(calls, phase, self.limit)
+                self._trainers.call(phase, method, self.limit, directory, rollout_id)
 
     def clean_up(self) -> list[str]:
         """Remove what is unfinished, now that no trainer writes there: it would keep a full disk full.

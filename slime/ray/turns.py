@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import Literal
 
+from slime.fleet.engines import Engines
+from slime.fleet.train_group import TrainGroup
 from slime.observability.trace import span
+from slime.ray.supervision import Deadline
 from slime.utils.device import Memory
-
-
-class Call(Protocol):
-    """Calls a method of all trainers, or of all engines, in a phase that errors name; their answers."""
-
-    def __call__(self, phase: str, method: str, /, *values: Any) -> list[Any]: ...
 
 
 class Turns:
@@ -23,13 +20,16 @@ class Turns:
     push; the trainers' weights go when the engines have them, and only then the engines' cache comes back.
     """
 
-    def __init__(self, trainers: Call, engines: Call, *, offload_train: bool, offload_rollout: bool) -> None:
+    def __init__(
+        self, trainers: TrainGroup, engines: Engines, limit: Deadline, *, offload_train: bool, offload_rollout: bool
+    ) -> None:
         """
         Args:
+            limit: of each call.
             offload_train: whether trainers give their memory back.
             offload_rollout: whether engines do.
         """
-        self._trainers, self._engines = trainers, engines
+        self._trainers, self._engines, self._limit = trainers, engines, limit
         self._offload_train, self._offload_rollout = offload_train, offload_rollout
         self._awake: Literal["trainers", "engines"] = "trainers"
         self._figures: dict[str, float] = {}
@@ -52,7 +52,7 @@ class Turns:
         self._release_engines()
         if self._offload_train:
             with self._timed("wake_trainers"):
-                asleep = self._trainers("wake the trainers", "wake", False)
+                asleep = self._trainers.call("wake the trainers", "wake", self._limit, False)
             fullest = max(asleep, key=lambda memory: memory.used, default=Memory())
             if self._offload_rollout and fullest.used:
                 self._figures["perf/asleep_gib"] = fullest.used / 2**30
@@ -66,7 +66,7 @@ class Turns:
             # The first push: nobody has trained yet.
             self._release_engines()
             if self._offload_train:
-                self._trainers("wake the trainers' weights", "wake", True)
+                self._trainers.call("wake the trainers' weights", "wake", self._limit, True)
         else:
             self._sleep_trainers(keep_weights=True)
         self._resume_engines(["weights"])
@@ -78,17 +78,17 @@ class Turns:
     def _sleep_trainers(self, *, keep_weights: bool) -> None:
         if self._offload_train:
             with self._timed("sleep_trainers"):
-                self._trainers("put the trainers to sleep", "sleep", keep_weights)
+                self._trainers.call("put the trainers to sleep", "sleep", self._limit, keep_weights)
 
     def _release_engines(self) -> None:
         if self._offload_rollout:
             with self._timed("release_engines"):
-                self._engines("put the engines to sleep", "release_memory")
+                self._engines.call("put the engines to sleep", "release_memory", self._limit)
 
     def _resume_engines(self, tags: list[str]) -> None:
         if self._offload_rollout:
             with self._timed("resume_engines"):
-                self._engines(f"wake the engines' {' and '.join(tags)}", "resume_memory", tags)
+                self._engines.call(f"wake the engines' {' and '.join(tags)}", "resume_memory", self._limit, tags)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

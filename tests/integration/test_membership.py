@@ -36,9 +36,9 @@ def train(args):
             batches = run.generate(rollout_id)
             run.train(rollout_id, batches)
             if rollout_id == 0:
-                joined = run.add_engine()
+                joined = run.engines.add("actor")
             if rollout_id == 1:
-                run.remove_engine(joined)
+                run.engines.remove(joined)
             run.push_weights(version=rollout_id + 1)
             run.end_step(rollout_id)
 
@@ -62,9 +62,9 @@ def train(args):
             batches = rollouts.next(rollout_id)
             run.train(rollout_id, batches)
             if rollout_id == 0:
-                run.remove_engine("engine 1")
+                run.engines.remove("engine 1")
             if rollout_id == 1:
-                assert run.add_engine() == "engine 2"
+                assert run.engines.add("actor") == "engine 2"
             rollouts.push_weights(version=rollout_id + 1)
             run.end_step(rollout_id)
 

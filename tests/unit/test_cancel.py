@@ -186,8 +186,20 @@ def test_an_evaluation_ends_too(
 
     manager = make_manager(eval_interval=1)
     manager._args.eval_datasets = [EvalDataset(name="sums", path=manager._args.prompt_data, input_key="prompt")]
-    under_way = threads.submit(manager.evaluate, 3)
+    under_way = threads.submit(manager.evaluate, 3, manager.num_cancels())
     assert client.asked.wait(_WAIT_S)
     manager.cancel()
     with pytest.raises(CancelledRolloutError, match="the evaluation of weight version 3"):
         under_way.result(_WAIT_S)
+
+
+def test_an_evaluation_that_waits_for_its_turn_is_cancelled_too(
+    make_manager: Callable[..., RolloutManager], aborted: list[None]
+) -> None:
+    manager, evaluated = make_manager(eval_interval=1), list[int]()
+    manager._evaluate = lambda args, rollout_id, source, evaluation: evaluated.append(rollout_id)
+    asked_for = manager.num_cancels()
+    manager.cancel()
+    with pytest.raises(CancelledRolloutError, match="the evaluation of weight version 3 was cancelled"):
+        manager.evaluate(3, asked_for)
+    assert not evaluated

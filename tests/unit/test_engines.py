@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from slime.fleet.membership import Member, Membership
 from slime.fleet.placement import Placement, Slot
 from slime.fleet.routers import Routers
 from slime.fleet.spec import Fleet
+from slime.ray import rollout_manager
+from slime.ray.engine_actor import EnginePlan
 from slime.ray.supervision import Deadline, RunError, Supervisor
 from slime.rollout.engine.loop import background_loop
 from slime.rollout.runtime import RolloutRuntime
@@ -100,20 +103,30 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[Actor]:
     return killed
 
 
+@dataclass
+class ActorClass:
+    """In the place of Ray's class of engines."""
+
+    remote: Callable[[EnginePlan], Actor]
+
+    def options(self, **options: Any) -> ActorClass:
+        return self
+
+
 class Cluster:
     """Engines that serve, of the trained model and of a reward model, a manager and a trainer."""
 
     def __init__(self, serving: bool = True, count: int = 2, rewarders: int = 0, beside: bool = True) -> None:
         self.supervisor = Supervisor()
         limits = {"rollout_health_check_timeout": 1.0, "engine_start_timeout": 5.0, "placement_timeout": 5.0}
-        self.engines = Engines(Namespace(run_dir="run", **limits), self.supervisor)
+        self.engines = Engines(Namespace(run_dir="run", offload_rollout=None, **limits), self.supervisor)
         self.actors: list[Actor] = []
         self.manager, self.trainer = Actor(8), Actor(9)
         entries = {entry(count=count, beside=beside): count, entry(REWARD, count=rewarders): rewarders}
         slots = [[Slot(10 * i + rank, "here", None) for rank in range(n)] for i, n in enumerate(entries.values())]
         self.placement = Placement([*slots[0], *slots[1]], [], slots)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fleet_engines, "create_engine", self.create)
+            patch.setattr(fleet_engines, "as_actor", lambda cls, **threads: ActorClass(self.create))
             self.engines.create(Fleet(1, tuple(entries)), self.placement)
         self.engines.started(self.supervisor.wait(self.engines.begin("start"), "start", _LIMIT))
         if serving:
@@ -121,21 +134,21 @@ class Cluster:
         self.supervisor.watch("the rollout manager", self.manager)
         self.supervisor.watch("trainer 0", self.trainer)
 
-    def create(self, args: Namespace, spec: Any, rank: int, placement: Placement, slots: list[Slot], _: None) -> Actor:
-        name = spec.model.called("engine").replace("reward engine", "r").replace("engine", "e")
-        self.actors.append(Actor(rank, start=f"http://{name}{rank}", sleep=rank))
+    def create(self, plan: EnginePlan) -> Actor:
+        name = plan.name.replace("reward engine", "r").replace("engine", "e")
+        self.actors.append(Actor(plan.rank, start=f"http://{name}{plan.rank}", sleep=plan.rank))
         return self.actors[-1]
 
     def add(self, model: str = "actor", start: Any = None) -> str:
         """One more, whose start gives ``start`` if given."""
 
-        def create(*values: Any) -> Actor:
-            actor = self.create(*values)
+        def create(plan: EnginePlan) -> Actor:
+            actor = self.create(plan)
             actor.answers["start"] = start or actor.answers["start"]
             return actor
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fleet_engines, "create_engine", create)
+            patch.setattr(fleet_engines, "as_actor", lambda cls, **threads: ActorClass(create))
             return self.engines.add(model)
 
     def serving(self) -> list[list[str]]:
@@ -301,7 +314,7 @@ class FakeRouter:
         self.calls: list[str] = []
         self.refuses = False
 
-    def add(self, url: str, worker: str = "regular") -> None:
+    def add(self, url: str) -> None:
         self.calls.append(f"add {url}")
 
     def wait_registered(self, urls: list[str], timeout: float) -> None:
@@ -468,6 +481,48 @@ def test_an_engine_that_dies_while_it_leaves_frees_its_slots_once() -> None:
         cluster.add()
     slots = [slot for member in cluster.engines.membership.engines for slot in member.slots]
     assert len(set(slots)) == len(slots) == 4
+
+
+def test_one_that_waits_for_weights_is_none_to_go_on_with_and_named() -> None:
+    cluster = Cluster(beside=False)
+    cluster.actors[0].die()
+    cluster.rollout()
+    assert cluster.add() == "engine 2"
+    cluster.actors[1].die()
+    expected = r"^rollout 3: no engine is left \(without weights yet: engine 2\), engine 0 and engine 1 were lost\n"
+    with pytest.raises(RunError, match=expected):
+        cluster.rollout()
+
+
+def test_one_that_dies_while_it_is_registered_is_not_waited_for(
+    routers: Any, runtime: RolloutRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined = Membership().having(*members("e0", "e1"))
+    waited: list[list[str]] = []
+
+    def wait_registered(urls: list[str], timeout: float) -> None:
+        assert urls == ["http://e0", "http://e1"]
+        routers.serve(joined.without("e1"))  # another thread's
+        waited.append(urls)
+
+    monkeypatch.setattr(routers._routers["actor"], "wait_registered", wait_registered)
+    routers.serve(joined)
+    assert waited == [["http://e0"]]
+    assert routers._routers["actor"].calls == ["add http://e0", "add http://e1", "remove http://e1"]
+    assert runtime.engines.urls == ("http://e0",)
+
+
+def test_who_says_that_an_engine_is_gone_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: dict[str, int] = {}
+
+    def as_actor(cls: type, **groups: int) -> Any:
+        threads.update(groups)
+        return Namespace(options=lambda **_: Namespace(remote=lambda *_: None))
+
+    monkeypatch.setattr(rollout_manager, "as_actor", as_actor)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: Namespace(get_node_id=lambda: "00" * 28))
+    rollout_manager.create_manager(Namespace(asynchronous=False), None)
+    assert threads[rollout_manager.ROUTERS] == 2
 
 
 def test_none_joins_engines_beside_trainers() -> None:

@@ -17,8 +17,10 @@ from slime.backends.sglang.engine import Engine
 from slime.backends.sglang.router import Router
 from slime.fleet import train_group
 from slime.fleet.placement import Placement, Slot
+from slime.fleet.train_group import TrainGroup
 from slime.observability import logs, trace
 from slime.ray.cluster import actor_environment
+from slime.ray.supervision import Supervisor
 from slime.ray.train_actor import TrainActor
 from slime.utils.environment import bypass_proxies, proxy_of, server_environment
 from slime.utils.http_utils import RequestError, post
@@ -155,7 +157,8 @@ def test_a_trainer_has_the_secrets_that_it_is_given(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(logs, "begin", lambda *_: None)
     monkeypatch.setattr(trace, "begin", lambda *_: None)
     monkeypatch.setattr(Placement, "options", lambda *_, **__: {})
-    train_group.create_trainers(args, Placement([slot], train=[slot], engines=[]))
+    monkeypatch.setattr(Supervisor, "watch", lambda *_: None)
+    TrainGroup(args, Supervisor()).create(Placement([slot], train=[slot], engines=[]))
     variables, values = given
     assert variables["OMP_NUM_THREADS"] == "2"
     assert not set(SECRETS) & set(variables)

@@ -102,7 +102,7 @@ def test_what_the_manager_then_hands_on_of_an_evaluation(
     manager = bare_manager(rollout_args(**{EVAL: str(hooks)}), runtime, evaluate=evaluate)
     manager._args.custom_eval_rollout_log_function_path += ":log_eval_rollout_data"
     manager._args.answer = answer
-    metrics = manager.evaluate(5)
+    metrics = manager.evaluate(5, 0)
     assert metrics.pop("perf/eval_time") >= 0
     assert metrics.get("eval/sums") == (None if answer else 0.5)
     assert bool(metrics) != answer
@@ -119,7 +119,7 @@ def test_the_manager_saves_the_samples_of_evaluations(
         return {name: {"rewards": [1.0] * 4, "samples": made} for name in ("sums", "words")} | {"none": {"rewards": []}}
 
     args = rollout_args(save_debug_rollout_data=str(tmp_path / "x" / "{rollout_id:03d}.pt"))
-    bare_manager(args, runtime, evaluate=evaluate).evaluate(5)
+    bare_manager(args, runtime, evaluate=evaluate).evaluate(5, 0)
     rollout = read_rollout(tmp_path / "x" / "eval_005.pt")
     assert rollout.rollout_id == "eval_5"
     assert [sample.group_index for sample in rollout.samples] == [0, 0, 1, 1, 2, 2, 3, 3]

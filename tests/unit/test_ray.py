@@ -28,7 +28,7 @@ from slime.ray.engine_actor import EngineActor, EngineNode, EnginePlan
 from slime.ray.rollout_manager import restore_source, source_state
 from slime.ray.run import Run
 from slime.ray.saving import Saver
-from slime.ray.supervision import LOAD_DATA, Deadline, InputError, RunError, Supervisor
+from slime.ray.supervision import LOAD_DATA, Deadline, InputError, RunError, Supervisor, limit_of
 from slime.rollout.user.hooks import HookError
 from slime.utils.environment import as_environment
 from slime.utils.errors import BadInputError, DeadlineError
@@ -53,7 +53,7 @@ def test_a_deadline_names_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "wait", lambda refs, **options: ([], refs))
     expected = r"load data: no answer within 0 s \(--data-load-timeout\) from the rollout manager"
     with pytest.raises(RunError, match=expected):
-        made._wait({"the rollout manager": object()}, LOAD_DATA, made._limit("data_load_timeout"))
+        made._answer(object(), LOAD_DATA, limit_of(made.args, "data_load_timeout"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, None])
@@ -209,11 +209,11 @@ class Answers:
     """Stands in for the manager and for waiting: the manager's answer is there at once."""
 
     def __init__(self, answer: Any) -> None:
-        self.evaluate = self
+        self.evaluate = self.num_cancels = self
         self._answer = answer
         self.waited: list[tuple[str, Deadline]] = []
 
-    def remote(self, version: int) -> Any:
+    def remote(self, *values: Any) -> Any:
         return self._answer
 
     def expect(self, who: str, call: Any, phase: str) -> None:
@@ -318,7 +318,8 @@ def test_only_rank_0_is_sent_the_data_sides_state() -> None:
 
     trainers, manager = [Actor(), Actor()], Actor()
     made = Run(Namespace(save="somewhere", use_critic=False, save_hf=None, save_lora=None, checkpoint_timeout=1234.0))
-    made._supervisor = supervisor = Answers(None)  # type: ignore[assignment]
+    supervisor = Answers(None)
+    made._supervisor = made._trainers._supervisor = supervisor  # type: ignore[assignment]
     made._metrics = Namespace(log=lambda *values: None)  # type: ignore[assignment]
     made._trainers.actors, made._manager = trainers, manager
     made.save(7)
@@ -343,7 +344,8 @@ def test_a_disk_that_fails_again_at_the_end_neither_hides_the_error_nor_keeps_th
             raise RunError("save after rollout 7: the disk fails")
         return [{}]
 
-    monkeypatch.setattr(made, "_supervisor", Namespace(wait=wait))
+    for owner in (made, made._trainers):
+        monkeypatch.setattr(owner, "_supervisor", Namespace(wait=wait))
     monkeypatch.setattr(made, "_stop_actors", lambda: None)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.setattr(f"{Saver.__module__}.checkpoint_directory", lambda *_: Stale(tmp_path / "iter_0000007"))

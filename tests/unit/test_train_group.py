@@ -56,12 +56,25 @@ def test_trainers_start_go_on_train_and_end_together(monkeypatch: pytest.MonkeyP
         Rank(serve_rendezvous=("host", 7), start=(3, 2, {"optimizer_steps": 12}), dp_rank=0, train=[{"loss": 1.0}]),
         Rank(start=(3, 2, None), dp_rank=1, train=[]),
     ]
-    watcher, manager, killed = Watcher(), Rank(), []
-    monkeypatch.setattr(train_group, "create_trainers", lambda args, placement: ranks)
+    watcher, manager, killed = Watcher(), Rank(), list[Any]()
+    waited: list[tuple[Any, ...]] = []
+
+    class Actor:
+        def options(self, **options: Any) -> Actor:
+            return self
+
+        def remote(self, args: Namespace, rank: int, world_size: int, gpu: str | None) -> Rank:
+            assert (world_size, gpu) == (2, None)
+            return ranks[rank]
+
+    monkeypatch.setattr(train_group, "as_actor", lambda cls: Actor())
+    monkeypatch.setattr(ray, "wait", lambda refs, *, num_returns, timeout: waited.append((refs, num_returns, timeout)))
     monkeypatch.setattr(ray, "kill", killed.append)
-    group = TrainGroup(Namespace(checkpoint_timeout=9.0), watcher)  # type: ignore[arg-type]
+    slots = [Slot(0, "here", None), Slot(1, "here", None)]
+    group = TrainGroup(Namespace(checkpoint_timeout=9.0, train_env_vars=None), watcher)  # type: ignore[arg-type]
     assert group.call("sleep", "sleep", _LIMIT, True) == [], "a run without trainers"
-    group.create(Placement([], [], []))
+    group.kill()
+    group.create(Placement(slots, slots, []))
     assert group.start(8, on_one_host=True) == 3
     assert [rank.calls for rank in ranks] == [
         [("serve_rendezvous", True), ("start", ("host", 7), 8), ("dp_rank",)],
@@ -76,6 +89,8 @@ def test_trainers_start_go_on_train_and_end_together(monkeypatch: pytest.MonkeyP
     assert watcher.phases[-1] == "train on rollout 3"
     assert watcher.watched == ["trainer 0", "trainer 1"]
     group.kill()
+    assert [rank.calls[-1] for rank in ranks] == [("stop",), ("stop",)], "engines leave the group of a push"
+    assert waited == [([None, None], 2, 20.0)]
     assert (killed, watcher.watched, group.actors) == (ranks, [], [])
 
 

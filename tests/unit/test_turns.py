@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
+from slime.ray.supervision import Deadline
 from slime.ray.turns import Turns
 from slime.utils.device import Memory
 
 NUM_GPUS = 0
+
+
+LIMIT = Deadline(9.0, "--weight-update-timeout")
 
 
 class Sides:
@@ -16,16 +21,20 @@ class Sides:
     def __init__(self, *asleep: Memory) -> None:
         self.asleep, self.calls = list(asleep), list[tuple[Any, ...]]()
 
-    def trainers(self, phase: str, method: str, *values: Any) -> list[Any]:
+    def trainers(self, phase: str, method: str, limit: Deadline, *values: Any) -> list[Any]:
+        assert limit == LIMIT
         self.calls.append(("trainers", method, *values))
         return self.asleep if method == "wake" else [None] * len(self.asleep)
 
-    def engines(self, phase: str, method: str, *values: Any) -> list[Any]:
+    def engines(self, phase: str, method: str, limit: Deadline, *values: Any) -> list[Any]:
+        assert limit == LIMIT
         self.calls.append(("engines", method, *values))
         return [None]
 
     def turns(self, *, offload_train: bool = True, offload_rollout: bool = True) -> Turns:
-        return Turns(self.trainers, self.engines, offload_train=offload_train, offload_rollout=offload_rollout)
+        trainers: Any = Namespace(call=self.trainers)
+        engines: Any = Namespace(call=self.engines)
+        return Turns(trainers, engines, LIMIT, offload_train=offload_train, offload_rollout=offload_rollout)
 
 
 def test_never_more_than_both_sides_weights_are_there_together() -> None:
