@@ -99,15 +99,15 @@ def beside() -> Iterator[None]:
     if not is_cuda():
         yield
         return
-    _side_stream().wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(_side_stream()):
+    _stream("beside").wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(_stream("beside")):
         yield
 
 
 def rejoin() -> None:
     """Work that is queued from here on waits for that of `beside`."""
     if is_cuda():
-        torch.cuda.current_stream().wait_stream(_side_stream())
+        torch.cuda.current_stream().wait_stream(_stream("beside"))
 
 
 @contextlib.contextmanager
@@ -120,7 +120,7 @@ def apart(where: torch.device) -> Iterator[None]:
     if where.type != "cuda":
         yield
         return
-    stream = _stream_apart(where)
+    stream = _stream("apart", where)
     with torch.cuda.stream(stream):
         yield
         stream.synchronize()
@@ -164,12 +164,7 @@ def in_turns(
 
 
 @functools.cache
-def _side_stream() -> torch.cuda.Stream:
-    return torch.cuda.Stream()
-
-
-@functools.cache
-def _stream_apart(where: torch.device) -> torch.cuda.Stream:
+def _stream(use: str, where: torch.device | None = None) -> torch.cuda.Stream:
     return torch.cuda.Stream(where)
 
 

@@ -26,11 +26,6 @@ _BYPASS = ("no_proxy", "NO_PROXY")
 _PORTS = {"http": 80, "https": 443}
 
 
-def is_proxy(name: str) -> bool:
-    """Whether a variable names a proxy, in lower or upper case."""
-    return _PROXY.fullmatch(name) is not None
-
-
 def server_environment(needs: Collection[str] = ()) -> dict[str, str]:
     """This process's environment for a program that runs no code of users and asks nobody outside the run.
 
@@ -42,7 +37,7 @@ def server_environment(needs: Collection[str] = ()) -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if not is_proxy(name) and (name in needs or not is_secret(name, value))
+        if not _PROXY.fullmatch(name) and (name in needs or not is_secret(name, value))
     }
 
 

@@ -48,11 +48,6 @@ def load_hooks(args: Namespace, given: set[str], groups: tuple[type, ...]) -> No
 
 
 def _note_columns(args: Namespace, path: str, where: str) -> None:
-    """Note that the module of a function declares columns.
-
-    Raises:
-        OptionError: it declares what is none, or one that is there already.
-    """
     from slime.data import Column, ColumnError
     from slime.data.columns import COLUMNS
 
@@ -63,9 +58,10 @@ def _note_columns(args: Namespace, path: str, where: str) -> None:
     # A module may have something else of that name, or slime's own table.
     if declared is COLUMNS or not isinstance(declared, (tuple, list)):
         return
-    if not any(isinstance(column, Column) for column in declared):
+    are_columns = [isinstance(column, Column) for column in declared]
+    if not any(are_columns):
         return
-    if not all(isinstance(column, Column) for column in declared):
+    if not all(are_columns):
         raise OptionError(f"{where}: {_DECLARED} of its module has Columns and other things")
     args.column_modules = [*args.column_modules, source]
     try:
@@ -75,11 +71,7 @@ def _note_columns(args: Namespace, path: str, where: str) -> None:
 
 
 def _check_model_inputs(args: Namespace) -> None:
-    """slime's own models take tokens alone.
-
-    Raises:
-        OptionError: a column is for the model, and the model is slime's.
-    """
+    """slime's own models take tokens alone."""
     inputs = [c.name for c in columns_of(args) if c.model_input is not None or c.load is not None]
     if inputs and args.custom_model_provider_path is None:
         raise OptionError(f"column {inputs[0]} is for the model's forward call: add --custom-model-provider-path")
@@ -93,7 +85,6 @@ def columns_of(args: Namespace) -> tuple[Column, ...]:
 
 
 def _with_hooks(dataset: EvalDataset) -> EvalDataset:
-    """The same for an evaluation dataset's own functions."""
     paths: dict[str, Any] = {}
     for field in hook_fields((EvalDataset,)):
         path = getattr(dataset, field.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -11,7 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -98,29 +99,25 @@ def _import_by_name(name: str) -> ModuleType:
         if not isinstance(cause, ModuleNotFoundError) or not f"{name}.".startswith(f"{cause.name}."):
             raise
         missing = str(cause.name)
-        hint = elsewhere(cause) or _near(missing, _sibling_modules(missing))
+        hint = elsewhere(cause) or _near(missing, lambda: _sibling_modules(missing))
         raise BadInputError(f"there is no module {missing!r}{hint}") from cause
 
 
 def _sibling_modules(name: str) -> list[str]:
-    """Names of the modules beside ``name`` in its package, where that package is imported."""
     parent, _, _ = name.rpartition(".")
-    package = sys.modules.get(parent)
-    with contextlib.suppress(Exception):  # of packages in archives, and of what stands in a package's place
-        files = [file for place in getattr(package, "__path__", []) for file in Path(place).iterdir()]
-        return [f"{parent}.{file.stem}" for file in files if file.suffix in ("", ".py")]
-    return []
+    places = getattr(sys.modules.get(parent), "__path__", [])
+    files = [file for place in places for file in Path(place).iterdir()]
+    return [f"{parent}.{file.stem}" for file in files if file.suffix in ("", ".py")]
 
 
 def _public_names(target: Any) -> list[str]:
-    """Names of a module's or object's attributes, for a hint."""
-    with contextlib.suppress(Exception):  # a __dir__ of its own
-        return [name for name in dir(target) if not name.startswith("_")]
-    return []
+    return [name for name in dir(target) if not name.startswith("_")]
 
 
-def _near(name: str, candidates: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(candidates), n=3, cutoff=0.5)
+def _near(name: str, candidates: Callable[[], Iterable[str]]) -> str:
+    close = []
+    with contextlib.suppress(Exception):  # of a __dir__ of its own, of packages in archives, of what is in their place
+        close = difflib.get_close_matches(name, list(candidates()), n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
@@ -166,7 +163,7 @@ def find_function(path: str, *, flag: str | None = None, default_names: Sequence
     for part in name.split("."):
         holder, target = target, attribute_of(target, part, _ABSENT, where)
         if target is _ABSENT:
-            hint = hint_for(f"{source}.{part}") or _near(part, _public_names(holder))
+            hint = hint_for(f"{source}.{part}") or _near(part, functools.partial(_public_names, holder))
             raise BadInputError(f"{where}: {source} has no {part!r}{hint}")
     if not callable(target):
         raise BadInputError(f"{where}: {name!r} is a {type(target).__name__}, not a function or class")

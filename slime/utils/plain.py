@@ -60,7 +60,10 @@ def _plain(value: Any, place: str, strange: dict[str, str]) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().clone()
     if isinstance(value, np.ndarray):
-        return _plain_array(value, place, strange)
+        try:
+            return {_ARRAY: torch.from_numpy(value.copy())}
+        except (TypeError, ValueError):  # strings, objects, another byte order
+            return _plain(value.tolist(), place, strange)
     if isinstance(value, Mapping):
         return {_plain(k, f"{place} key", strange): _plain(v, f"{place}[{k!r}]", strange) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -80,13 +83,6 @@ def _plain(value: Any, place: str, strange: dict[str, str]) -> Any:
         return float(value)
     strange.setdefault(type(value).__name__, place)
     return repr(value)[:_SHOWN]
-
-
-def _plain_array(array: np.ndarray, place: str, strange: dict[str, str]) -> Any:
-    try:
-        return {_ARRAY: torch.from_numpy(array.copy())}
-    except (TypeError, ValueError):  # strings, objects, another byte order
-        return _plain(array.tolist(), place, strange)
 
 
 def _restored(value: Any) -> Any:

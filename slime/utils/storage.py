@@ -108,7 +108,8 @@ def why_not_written(error: BaseException, flag: str, path: str | Path) -> str | 
         number = _probe(directory)
         if number is None:
             full = ", as the disk is most likely full" if shutil.disk_usage(directory).free < _LITTLE else ""
-            what = f"torch could not write a file there{full} ({_first_line(error)})"
+            first_line = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            what = f"torch could not write a file there{full} ({first_line})"
             return f"{flag} {path}: {what}; {free_space(place)}"
     cause, to_do = _CAUSES[number], _TO_DO.get(number, _NAME_ANOTHER)
     at = f" ({where})" if where and where != str(place) else ""
@@ -216,7 +217,3 @@ def _probe(directory: Path) -> int | None:
     except OSError as error:
         return error.errno if error.errno in _CAUSES else None
     return None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

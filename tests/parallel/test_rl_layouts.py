@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from slime.training.checks import rounding
 from slime.utils import device
-from slime.utils.rounding import rounding
 from tests.parallel import plain, rollouts, tiny
 from tests.parallel.cases import OPTIMIZERS, RL_CASES, RL_OPTIONS, steps_of
 from tests.parallel.conftest import torchrun

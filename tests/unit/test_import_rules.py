@@ -59,7 +59,7 @@ RULES = (
         ("slime.utils", "slime.options", "slime.models", "slime.rollout.reward", "slime.convert.weight_check"),
     ),
     # The driver reads its command line before it joins a Ray, with which its submitter has left a part of it.
-    Rule("slime.utils.job_flags", ("slime.utils",), lazily=("ray._raylet.GcsClient", "ray.exceptions.RayError")),
+    Rule("slime.utils.command_line", ("slime.utils",), lazily=("ray._raylet.GcsClient", "ray.exceptions.RayError")),
     Rule("slime.utils.hook_paths", ("slime.utils", "slime.options", "slime.data")),
     Rule("slime.utils.external_utils", ("slime.utils", "slime.options", "slime.backends.sglang.process")),
     Rule(

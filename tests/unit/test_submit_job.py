@@ -20,10 +20,9 @@ import psutil
 import pytest
 import ray
 
-from slime.utils import job_flags
-from slime.utils.command_line import given_words
+from slime.utils import command_line
+from slime.utils.command_line import JOB_VARIABLE, given_words
 from slime.utils.errors import BadInputError
-from slime.utils.job_flags import JOB_VARIABLE
 from tests import shipped
 from tests.proxy import RecordingProxy
 from tools import submit_job
@@ -387,7 +386,7 @@ def test_no_secret_is_part_of_a_job_nor_stays_in_its_submitters_command_line(
     (content,) = server.kept.values()
     assert b"s3cret" not in content[:15], "which Ray logs where it cannot keep it"
 
-    monkeypatch.setattr(job_flags, "_take", lambda place: server.kept.pop(place, None))
+    monkeypatch.setattr(command_line, "_take", lambda place: server.kept.pop(place, None))
     monkeypatch.setenv(JOB_VARIABLE, variables[JOB_VARIABLE])
     monkeypatch.setattr(sys, "argv", shlex.split(given["entrypoint"])[2:])
     assert given_words() == ["-h", "--lr", "1", *secret, *words[:2], words[-1]]

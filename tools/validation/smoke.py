@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from slime.utils.rounding import rounding
+from slime.training.checks import rounding
 from tools.validation.launches import Run
 from tools.validation.report import Check, Item, Status, checked
 from tools.validation.setting import LORA, Setting

@@ -7,6 +7,7 @@ Importing it imports neither torch nor Ray. docs/launch.md has an example.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -20,40 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from slime.utils.environment import as_environment
-from slime.utils.errors import BadInputError, CommandError, SlimeError
+from slime.utils.errors import BadInputError, SlimeError
+from slime.utils.errors import CommandError as CommandError
 from slime.utils.external_utils import downloads, jobs, own_ray
-from slime.utils.external_utils.conversions import convert_checkpoint, fp8_cast_bf16, model_script
+from slime.utils.external_utils.conversions import convert_checkpoint as convert_checkpoint
+from slime.utils.external_utils.conversions import fp8_cast_bf16 as fp8_cast_bf16
+from slime.utils.external_utils.conversions import model_script
 from slime.utils.external_utils.downloads import datasets_dir, models_dir
-from slime.utils.external_utils.jobs import JobError
+from slime.utils.external_utils.jobs import JobError as JobError
 from slime.utils.external_utils.own_ray import Ray
-from slime.utils.external_utils.typer_utils import dataclass_cli
+from slime.utils.external_utils.typer_utils import dataclass_cli as dataclass_cli
 from slime.utils.misc import exec_command
 from slime.utils.redaction import redacted_command
-
-__all__ = [
-    "GENERATION_HARDWARE",
-    "NUM_GPUS_OF_HARDWARE",
-    "CommandError",
-    "ExecuteTrainConfig",
-    "JobError",
-    "check_has_nvlink",
-    "convert_checkpoint",
-    "create_run_id",
-    "dataclass_cli",
-    "datasets_dir",
-    "download_model",
-    "exec_command",
-    "execute_train",
-    "fp8_cast_bf16",
-    "get_bool_env_var",
-    "get_default_wandb_args",
-    "get_env_enable_infinite_run",
-    "hf_download_dataset",
-    "models_dir",
-    "repo_base_dir",
-    "rsync_simple",
-    "save_to_temp_file",
-]
 
 repo_base_dir = own_ray.REPOSITORY
 NUM_GPUS_OF_HARDWARE = {"H100": 8, "H200": 8, "GB200": 4, "GB300": 4}
@@ -124,28 +103,22 @@ def execute_train(
             if status:
                 raise SlimeError(f"a dry run ended with status {status}: {said}")
             return None
-        if ray := _running_ray():
-            return _submit(ray, program, own | _runtime_env(variables), before_ray_job_submit)
-        node = own_ray.this_node(config.num_nodes)
+        running = _running_ray()
+        node = own_ray.this_node(1 if running else config.num_nodes)
         if node.rank > 0:
             own_ray.join_head(num_gpus_per_node, node)
             return None
-        with own_ray.own_ray(num_gpus_per_node, node) as ray:
-            return _submit(ray, program, own | _runtime_env(variables), before_ray_job_submit)
-
-
-def _submit(
-    ray: Ray, program: str, variables: Mapping[str, str], before_ray_job_submit: Callable[[], object] | None
-) -> str | None:
-    if before_ray_job_submit is not None:
-        before_ray_job_submit()
-    launch = redacted_command(program.splitlines()[-1])
-    if not get_bool_env_var("SLIME_SCRIPT_ENABLE_RAY_SUBMIT", "1"):
-        print(f"execute_train: not submitted to {ray.address}, which stays until Ctrl-C: {launch}", flush=True)
-        ray.wait()
-        return None
-    print(f"EXEC: {launch}", flush=True)
-    return jobs.run_job(program, ray, variables)
+        with contextlib.nullcontext(running) if running else own_ray.own_ray(num_gpus_per_node, node) as ray:
+            variables = own | _runtime_env(variables)
+            if before_ray_job_submit is not None:
+                before_ray_job_submit()
+            launch = redacted_command(program.splitlines()[-1])
+            if not get_bool_env_var("SLIME_SCRIPT_ENABLE_RAY_SUBMIT", "1"):
+                print(f"execute_train: not submitted to {ray.address}, which stays until Ctrl-C: {launch}", flush=True)
+                ray.wait()
+                return None
+            print(f"EXEC: {launch}", flush=True)
+            return jobs.run_job(program, ray, variables)
 
 
 def _program(train_args: str, model_type: str | None, train_script: str) -> str:
@@ -206,7 +179,7 @@ def download_model(full_name: str, source: str = "hf") -> str:
     Raises:
         SlimeError: it is not there, and could not be downloaded.
     """
-    return _download("model", full_name, models_dir(), source)
+    return downloads.download("model", full_name, models_dir(), source)
 
 
 def hf_download_dataset(full_name: str, source: str = "hf") -> str:
@@ -214,16 +187,7 @@ def hf_download_dataset(full_name: str, source: str = "hf") -> str:
 
     Args, Raises: as of `download_model`.
     """
-    return _download("dataset", full_name, datasets_dir(), source)
-
-
-def _download(kind: str, full_name: str, below: str, source: str) -> str:
-    name = full_name.rpartition("/")[2]
-    if not name:
-        raise BadInputError(f"{kind} {full_name!r}: a name on a hub is ORG/NAME")
-    directory = Path(below, name).absolute()
-    downloads.download(kind, full_name, directory, source)
-    return str(directory)
+    return downloads.download("dataset", full_name, datasets_dir(), source)
 
 
 def rsync_simple(path_src: str, path_dst: str) -> None:

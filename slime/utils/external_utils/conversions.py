@@ -52,7 +52,12 @@ def convert_checkpoint(
     words += ["--hf-checkpoint", shlex.quote(hf_checkpoint or f"{models_dir()}/{model_name}")]
     # What is there and is no whole checkpoint is replaced, if an earlier conversion wrote it, and refused otherwise.
     words += ["--save", shlex.quote(str(target)), "--force", extra_args]
-    ranks = ["--nproc-per-node", str(num_gpus_per_node), *(_node_flags() if multinode else ["--standalone"])]
+    meeting = ["--standalone"]
+    if multinode:
+        node = this_node()
+        meeting = ["--master-addr", shlex.quote(node.head), "--master-port", str(_PORT)]
+        meeting += ["--nnodes", str(node.count), "--node-rank", str(node.rank)]
+    ranks = ["--nproc-per-node", str(num_gpus_per_node), *meeting]
     torchrun = [shlex.quote(sys.executable), "-m", "torch.distributed.run", *ranks]
     path = f"PYTHONPATH={shlex.quote(str(REPOSITORY))}${{PYTHONPATH:+:$PYTHONPATH}}"
     command = f"{shape}{path} {' '.join([*torchrun, *words]).rstrip()}"
@@ -76,12 +81,6 @@ def _is_converted(target: Path) -> bool:
     except (FileNotFoundError, ValueError):
         return False
     return found is not None and is_torch_dist(found[0])
-
-
-def _node_flags() -> list[str]:
-    node = this_node()
-    words = ["--master-addr", shlex.quote(node.head), "--master-port", str(_PORT)]
-    return [*words, "--nnodes", str(node.count), "--node-rank", str(node.rank)]
 
 
 def fp8_cast_bf16(path_src: str, path_dst: str) -> None:

@@ -57,29 +57,36 @@ def datasets_dir() -> str:
     return os.environ.get("SLIME_DATASETS_DIR") or "/root/datasets"
 
 
-def download(kind: str, name: str, directory: Path, source: str) -> None:
-    """Have ``directory`` hold a model or data set; nothing is done where it is there and whole.
+def download(kind: str, name: str, below: str, source: str) -> str:
+    """Have a model or data set in a directory below ``below``; nothing is done where it is there and whole.
 
-    An interrupted download goes on where it ended; until it is whole it is in ``.NAME.tmp`` beside ``directory``.
+    An interrupted download goes on where it ended; until it is whole it is in ``.NAME.tmp`` beside the directory.
 
     Args:
         kind: ``model`` or ``dataset``.
         name: as on the hub, ``Qwen/Qwen3-4B``.
         source: ``hf`` or ``modelscope``.
 
+    Returns:
+        The directory.
+
     Raises:
-        BadInputError: there is no such hub, or no program to download from it.
+        BadInputError: no such name or hub, or no program to download from it.
         SlimeError: it could not be downloaded, or is not whole.
     """
+    own_name = name.rpartition("/")[2]
+    if not own_name:
+        raise BadInputError(f"{kind} {name!r}: a name on a hub is ORG/NAME")
+    directory = Path(below, own_name).absolute()
     if source not in _HUBS:
         raise BadInputError(f"{kind} {name}: source must be one of {', '.join(_HUBS)}, not {source!r}")
     hub = _HUBS[source]
     if not missing_of(kind, directory):  # before the lock, for which a place that can only be read has no room
         print(f"{kind} {name}: {directory} is there", flush=True)
-        return
+        return str(directory)
     with one_at_a_time(directory):
         if not (missing := missing_of(kind, directory)):
-            return
+            return str(directory)
         # What somebody else began there goes on there; it may be a mount point, which cannot be replaced.
         began_there = directory.is_dir() and any(directory.iterdir())
         if began_there:
@@ -97,6 +104,7 @@ def download(kind: str, name: str, directory: Path, source: str) -> None:
             with contextlib.suppress(OSError):  # it is not there, or there is something in it
                 directory.rmdir()
             target.rename(directory)
+    return str(directory)
 
 
 def missing_of(kind: str, directory: Path) -> str:

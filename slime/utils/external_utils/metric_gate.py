@@ -18,11 +18,12 @@ import json
 import math
 import os
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slime.utils import aside
 from slime.utils.errors import BadInputError
 from slime.utils.json_file import read_object
 
@@ -65,16 +66,14 @@ class Corridor:
         """The least and the largest value that it allows."""
         low, high = [self.at_least], [self.at_most]
         if baseline is not None:
-            low += [_away(baseline, -1, self.below), _away(baseline, -abs(baseline), self.below_ratio)]
-            high += [_away(baseline, 1, self.above), _away(baseline, abs(baseline), self.above_ratio)]
+            own = (1.0, self.below, self.above), (abs(baseline), self.below_ratio, self.above_ratio)
+            for unit, below, above in own:
+                low.append(None if below is None else baseline - unit * below)
+                high.append(None if above is None else baseline + unit * above)
         return (
             max((value for value in low if value is not None), default=-math.inf),
             min((value for value in high if value is not None), default=math.inf),
         )
-
-
-def _away(baseline: float, unit: float, distance: float | None) -> float | None:
-    return None if distance is None else baseline + unit * distance
 
 
 @dataclass
@@ -125,7 +124,6 @@ def check_metrics(test_file: str | Path, run_dir: str | Path, corridors: Sequenc
 
 
 def _judge(corridor: Corridor, step: int, value: float | None, baseline: Seen | None, card: str) -> tuple[str, bool]:
-    """A line on one value, and whether it may be as it is."""
     what = f"{corridor.metric} at {'the last step' if step == -1 else f'step {step}'}"
     if value is None:
         return f"{what}: missing", False
@@ -191,9 +189,7 @@ def write_baselines(file: Path, baselines: Mapping[str, Seen]) -> None:
     """Write baselines, sorted, so that a change of one is a change of its lines."""
     text = json.dumps({key: asdict(baselines[key]) for key in baselines}, indent=1, sort_keys=True)
     file.parent.mkdir(parents=True, exist_ok=True)
-    staging = file.with_name(f"{file.name}.new")
-    staging.write_text(text + "\n")
-    staging.replace(file)
+    aside.write_file(file, lambda unfinished: unfinished.write_text(text + "\n"))
 
 
 def _by_step(file: Path) -> dict[str, dict[int, float]]:
@@ -211,15 +207,9 @@ def _by_step(file: Path) -> dict[str, dict[int, float]]:
         axis = next((name for name in _AXES if name in entry), None)
         if axis is None:
             continue
-        for metric, value in _numbers(entry.items()):
-            found.setdefault(metric, {})[entry[axis]] = value
+        for metric, value in entry.items():
+            found.setdefault(metric, {})[entry[axis]] = float(value)  # strings too, of what is not finite
     return found
-
-
-def _numbers(items: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, float]]:
-    """With the strings that metrics.jsonl has for what is not finite."""
-    for name, value in items:
-        yield name, float(value)
 
 
 def _value(by_step: Mapping[int, float], step: int) -> float | None:

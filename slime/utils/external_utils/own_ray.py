@@ -26,7 +26,7 @@ LAUNCH = REPOSITORY / "scripts" / "launch.sh"
 EXTERNAL = "SLIME_SCRIPT_EXTERNAL_RAY"
 JOB_SERVER_PORT = 8265
 """Where a Ray has its job server unless told otherwise."""
-_JOIN_PORT = 6379
+_JOIN_PORT = "6379"
 _PORTS = {
     "--port": "SLIME_SCRIPT_RAY_PORT",
     "--dashboard-port": "SLIME_SCRIPT_RAY_DASHBOARD_PORT",
@@ -34,7 +34,6 @@ _PORTS = {
     "--ray-client-server-port": "SLIME_SCRIPT_RAY_CLIENT_PORT",
 }
 """The ports of ``ray start`` that are the same for every Ray of a host, and variables by which one is asked for."""
-_DIRECTORY = "SLIME_SCRIPT_RAY_TEMP_DIR"
 _SOCKET_BYTES = 107
 """The longest path of a Unix socket on Linux."""
 _BELOW = len("/slime_ray_12345678/session_2025-01-01_00-00-00_000000_1234567/sockets/dash_MetricsHead")
@@ -53,7 +52,7 @@ _DEFAULTS = {
 }
 """Of the environment of a Ray, unless ours says otherwise."""
 _START_S, _GRACE_S, _POLL_S = 240.0, 60.0, 0.2
-_NOT_INHERITED = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
+_WITH_TOKEN = '_use_token; exec "$@"'
 
 
 @dataclass(frozen=True)
@@ -133,9 +132,8 @@ def own_ray(slots: int, node: Node) -> Iterator[Ray]:
         # Workers take any free port: the range that they have by default is the same for every Ray of the host.
         command += ["--min-worker-port", "0", "--max-worker-port", "0", *slot_flags(slots)]
         command += [word for flag, port in ports.items() for word in (flag, str(port))]
-        environment = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
         guard_ray_token()
-        process = ServerProcess(command, _DEFAULTS | environment, directory / "ray.log", grace=_GRACE_S)
+        process = ServerProcess(command, _DEFAULTS | _environment(), directory / "ray.log", grace=_GRACE_S)
         try:
             process.start()
             server, agent = ports["--dashboard-port"], ports["--dashboard-agent-listen-port"]
@@ -159,12 +157,15 @@ def join_head(slots: int, node: Node) -> None:
 
     nodes = {"NUM_NODES": str(node.count), "NODE_RANK": str(node.rank), "MASTER_ADDR": node.head}
     words = f"{os.environ.get('RAY_START_ARGS', '')} {' '.join(slot_flags(slots))}"
-    nodes |= {"RAY_PORT": _port_to_join(), "RAY_START_ARGS": words, "PYTHON": sys.executable}
+    nodes |= {
+        "RAY_PORT": os.environ.get(_PORTS["--port"]) or _JOIN_PORT,
+        "RAY_START_ARGS": words,
+        "PYTHON": sys.executable,
+    }
     directory = _new_directory()
     process = ServerProcess(bash("launch train.py"), os.environ | nodes, directory / "ray.log", grace=_GRACE_S)
-    print(
-        f"execute_train: node {node.rank} of {node.count} joins {node.head}; its log is {directory}/ray.log", flush=True
-    )
+    here = f"node {node.rank} of {node.count}"
+    print(f"execute_train: {here} joins {node.head}; its log is {directory}/ray.log", flush=True)
     try:
         process.start()
         Ray("", directory, process).wait()
@@ -182,11 +183,12 @@ def bash(program: str, *words: str) -> list[str]:
 def stop_job(ray: Ray, job: str) -> None:
     """Have a job end, and wait for it; one that has ended, or was never taken, is left alone."""
     words = [*_ray("job"), "stop", "--address", ray.address, job]
-    environment = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
     with contextlib.suppress(subprocess.TimeoutExpired):  # Ray itself is ended next, if it is ours
-        subprocess.run(
-            bash('_use_token; exec "$@"', *words), env=environment, capture_output=True, timeout=_GRACE_S + 30
-        )
+        subprocess.run(bash(_WITH_TOKEN, *words), env=_environment(), capture_output=True, timeout=_GRACE_S + 30)
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")}
 
 
 def slot_flags(slots: int) -> tuple[str, ...]:
@@ -214,10 +216,6 @@ def _ray(command: str) -> list[str]:
     return [sys.executable, "-m", "ray.scripts.scripts", command]
 
 
-def _port_to_join() -> str:
-    return os.environ.get(_PORTS["--port"]) or str(_JOIN_PORT)
-
-
 def _reserve(node: Node, held: contextlib.ExitStack) -> dict[str, int]:
     """Ports for the flags of `_PORTS`, which no other run takes until ``held`` is closed.
 
@@ -228,7 +226,7 @@ def _reserve(node: Node, held: contextlib.ExitStack) -> dict[str, int]:
 
     wanted = {flag: os.environ.get(variable, "") for flag, variable in _PORTS.items()}
     if node.count > 1:
-        wanted["--port"] = _port_to_join()
+        wanted["--port"] = wanted["--port"] or _JOIN_PORT
     reservations: dict[str, PortReservation] = {}
     # Those that have to be certain ones come first: any other flag might get these.
     for flag in sorted(_PORTS, key=lambda flag: not wanted[flag]):
@@ -252,8 +250,8 @@ def _reserve(node: Node, held: contextlib.ExitStack) -> dict[str, int]:
 
 
 def _directory(held: contextlib.ExitStack) -> Path:
-    """Where the Ray writes; of one that is made for it only logs are left when ``held`` is closed."""
-    if given := os.environ.get(_DIRECTORY):
+    """Of one that is made for the Ray only logs are left when ``held`` is closed."""
+    if given := os.environ.get("SLIME_SCRIPT_RAY_TEMP_DIR"):
         directory = Path(given).absolute()
         directory.mkdir(parents=True, exist_ok=True)
         return directory
@@ -275,11 +273,7 @@ def _keep_logs(directory: Path) -> None:
 
 
 def _wait_until_ready(process: ServerProcess, directory: Path, places: Sequence[tuple[str, int]]) -> None:
-    """Until all ``places`` take connections; the agent's, the last part of a Ray, is among them.
-
-    Raises:
-        SlimeError: the process has ended, or took longer than `_START_S`.
-    """
+    """Until all ``places`` take connections; the agent's, the last part of a Ray, is among them."""
     deadline = time.monotonic() + _START_S
     while not all(map(_listens, places)):
         ended = process.poll()
@@ -302,10 +296,8 @@ def _wait_for_nodes(node: Node, port: int) -> None:
         return
     words = [sys.executable, str(REPOSITORY / "tools" / "wait_for_nodes.py"), str(node.count)]
     words += ["--timeout", os.environ.get("NODES_TIMEOUT", "600")]
-    waited = subprocess.run(
-        bash('_use_token; exec "$@"', *words), env=os.environ | {"RAY_ADDRESS": f"{node.head}:{port}"}
-    )
-    if waited.returncode:
+    there = {"RAY_ADDRESS": f"{node.head}:{port}"}
+    if subprocess.run(bash(_WITH_TOKEN, *words), env=os.environ | there).returncode:
         raise SlimeError(f"not all of {node.count} nodes have joined the Ray at {node.head}:{port}")
 
 
