@@ -79,22 +79,16 @@ class Engines:
         return member
 
     def started(self, urls: list[str]) -> None:
-        """Note the addresses at which all answer, in the order of `begin`.
-
-        Raises:
-            RunError: several have the same.
-        """
+        """Note the addresses at which all answer, in the order of `begin`; RunError if several have the same."""
         if len(set(urls)) < len(urls):
             raise RunError(f"start engines: several have the same address: {', '.join(sorted(urls))}")
         members = zip(self.membership.engines, urls, strict=True)
         self.membership = self.membership.having(*(replace(member, url=url) for member, url in members))
 
     def serve(self, manager: Any, opened: ray.ObjectRef | None) -> None:
-        """Have the rollout manager send them requests. From now on go on without one that dies where its model
-        tolerates that, as long as it has another.
+        """Have the rollout manager send them requests, when ``opened``, its call that opens the routers, has returned.
 
-        Args:
-            opened: the manager's call that opens the routers.
+        From now on go on without one that dies where its model tolerates that, as long as it has another.
         """
         self._tell(manager, START_ROUTER, opened)
         self._manager = manager
@@ -129,11 +123,7 @@ class Engines:
         return member.name
 
     def remove(self, name: str) -> None:
-        """End the engine of this name; its running requests go on at others, and its slots are free.
-
-        Raises:
-            RunError: there is none, or no other serves its model.
-        """
+        """End an engine, whose requests go on at others; RunError if there is none, or no other serves its model."""
         named = {member.name: member for member in self.membership.engines}
         if name not in named:
             raise RunError(f"remove {name}: there is no such engine, there are: {', '.join(named)}")

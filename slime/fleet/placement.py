@@ -81,13 +81,10 @@ class Placement:
         return self.slots.index(slot) if slot in self.slots else len(self.slots)
 
     def take(self, spec: EngineSpec, timeout: float) -> list[Slot]:
-        """Slots for one more engine: those of one that left, else more of the cluster's.
-
-        Args:
-            timeout: seconds to wait for the cluster.
+        """Slots for one more engine: those of one that left, or of the cluster's that are free in ``timeout`` seconds.
 
         Raises:
-            RunError: the cluster has none that are free, or none where the run's servers may be.
+            RunError: it has none, or none where the run's servers may be.
         """
         for slots in self._left:
             if len(slots) == spec.width and not set(slots) & set(self.train):

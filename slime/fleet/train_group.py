@@ -49,12 +49,7 @@ class TrainGroup:
             self._supervisor.watch(f"trainer {rank}", actor)
 
     def start(self, num_rollout: int, *, on_one_host: bool) -> int:
-        """Build the models and load their weights; the first rollout to train on.
-
-        Args:
-            num_rollout: of the whole run.
-            on_one_host: whether no other host needs to reach where the ranks meet.
-        """
+        """Build the models for a run of ``num_rollout``; the first rollout. Ranks ``on_one_host`` meet on loopback."""
         limit = limit_of(self._args, "checkpoint_timeout")
         served = {"trainer 0": self.actors[0].serve_rendezvous.remote(on_one_host)}
         (master,) = self._supervisor.wait(served, START_TRAINERS, limit)

@@ -21,8 +21,10 @@ def ray_failure() -> str | None:
     node = worker._global_node
     for kind, process in node.dead_processes() if node is not None else ():
         if kind in _DAEMONS:
+            status = process.returncode
+            how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
             return (
-                f"Ray's {_DAEMONS[kind]} on this host, process {process.pid}, {_ended(process.returncode)}, and the "
+                f"Ray's {_DAEMONS[kind]} on this host, process {process.pid}, {how}, and the "
                 f"run cannot go on without it{memory_hint()}; Ray's logs: {node.get_logs_dir_path()}"
             )
     return None
@@ -47,10 +49,6 @@ def memory_hint() -> str:
     """Words on what this host's kernel has ended for want of memory since the start; empty where it ended nothing."""
     killed = _killed_for_memory() - _BEFORE
     return f" (the kernel has ended {killed} processes of this host for want of memory meanwhile)" if killed > 0 else ""
-
-
-def _ended(status: int) -> str:
-    return f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
 
 
 def _killed_for_memory() -> int:

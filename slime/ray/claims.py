@@ -15,12 +15,9 @@ _LONGEST = 1000
 
 
 def claim(directory: str | Path, flag: str) -> int:
-    """Make the directory if need be, and keep other runs from writing there until the returned descriptor is closed.
+    """Make the directory that ``flag`` names, and keep other runs from it until the returned descriptor is closed.
 
     On a file system without locks it keeps nobody.
-
-    Args:
-        flag: which names the directory.
 
     Raises:
         InputError: another run has it, which; or nothing can be written there.

@@ -67,11 +67,10 @@ def connect(slots: int) -> int:
     if not device.is_cuda():
         # Ray counts GPUs by the driver's library; a torch without CUDA cannot use them.
         local |= {"object_store_memory": _OBJECT_STORE_WITHOUT_GPU, "num_gpus": 0}
-    driver = patches.DriverFacts(starts_ray=True)
-    patching.apply(patches.PRINTING, driver)
+    patching.apply(patches.PRINTING, True)
     owner_end = janitor.start()
     try:
-        with patching.within(patches.SESSIONS, driver):
+        with patching.within(patches.SESSIONS, True):
             _init(address="local", **local, **quiet)
     except Exception as error:  # Ray has no type for it
         text = " ".join(str(error).split())
@@ -117,11 +116,7 @@ def leaving_after(seconds: float, status: int) -> Iterator[None]:
 
 
 def _ask(address: str) -> None:
-    """Have the Ray at ``address`` answer: ``ray.init`` itself waits without end where nothing does.
-
-    Raises:
-        RunError: there is none that lets us in.
-    """
+    """Raise RunError where no Ray lets us in: ``ray.init`` itself waits without end where nothing answers."""
     if "://" in address:
         raise RunError(
             f"RAY_ADDRESS={address}: a Ray is joined from one of its hosts, by the HOST:PORT that `ray start` printed; "
@@ -185,9 +180,5 @@ def serving_host(api_keys: tuple[str, str] | None) -> str:
 
 
 def as_actor(cls: type, **threads: int) -> Any:
-    """``cls`` as a Ray actor whose ``watch`` has a thread of its own and so never waits for another method.
-
-    Args:
-        threads: of further concurrency groups of its methods; the methods of no group have one thread together.
-    """
+    """``cls`` as a Ray actor whose ``watch``, and each group of ``threads``, waits for none of its other methods."""
     return ray.remote(concurrency_groups={"watch": 1, **threads})(cls)

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, TextIO
+from typing import TextIO
 
 from slime.observability.progress import done_line
 from slime.options.values import shortened
@@ -19,7 +19,7 @@ from slime.ray.contract_hint import contract_hint
 from slime.ray.dry_run import dry_run
 from slime.ray.due import NothingLeftError, check_remaining
 from slime.ray.patch_report import check as check_patches
-from slime.ray.supervision import InputError, RayDownError, RunError
+from slime.ray.supervision import RayDownError, RunError
 from slime.utils.command_line import strike_secrets
 from slime.utils.errors import BadInputError
 from slime.utils.storage import StorageError
@@ -48,13 +48,10 @@ def run_driver(train: Callable[[argparse.Namespace], None], args: argparse.Names
         say(f"{program()}: error: {error}", sys.stderr)
         # At a usual end Ray's client would look for its head for a minute. The janitor ends what is left.
         os._exit(error.exit_status)
-    except RunError as error:
-        hint = "" if isinstance(error, InputError) else contract_hint(args, str(error))
-        _fail(f"{shortened(str(error))}{hint}", error.exit_status)
-    except StorageError as error:
-        _fail(shortened(str(error)), RunError.exit_status)
-    except BadInputError as error:
-        _fail(shortened(str(error)), InputError.exit_status)
+    except (RunError, StorageError, BadInputError) as error:
+        hint = contract_hint(args, str(error)) if type(error) is RunError else ""
+        say(f"{program()}: error: {shortened(str(error))}{hint}", sys.stderr)
+        sys.exit(error.exit_status)
     except KeyboardInterrupt as error:
         sys.exit(exit_status(error))
 
@@ -68,11 +65,6 @@ def say(line: str, stream: TextIO | None = None) -> None:
 def warn(line: str) -> None:
     """Say it as a warning, on standard error."""
     say(f"{program()}: warning: {line}", sys.stderr)
-
-
-def _fail(line: str, status: int) -> NoReturn:
-    say(f"{program()}: error: {line}", sys.stderr)
-    sys.exit(status)
 
 
 def program() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 
 from slime.data.rows.dataset import data_warnings, dataset_of
 from slime.fleet.placement import describe_placement
@@ -22,16 +23,9 @@ from slime.utils.arguments import describe
 from slime.utils.errors import BadInputError, SlimeError
 from slime.utils.misc import attribute_of
 
-_OK = "ok: the run can start"
-
 
 def dry_run(args: argparse.Namespace) -> None:
-    """Check everything that can be checked without starting anything, and print what would run.
-
-    Raises:
-        InputError: a data file or row that cannot be read.
-        NothingLeftError: the run is over already.
-    """
+    """Check all that can be checked without starting anything, and print what would run; raises as a start does."""
     # First: below the lines of the configuration an error would not be found.
     found = _check(args)
     full = args.dry_run == "full"
@@ -40,39 +34,35 @@ def dry_run(args: argparse.Namespace) -> None:
     print(describe(args, changed=not full))
     print(describe_placement(args))
     print(*patches_of(args), sep="\n")
-    for warning in args.option_warnings:  # again: those lines have driven them from the screen
-        print(f"warning: {warning}")
-    print(*found, _OK, sep="\n")
+    # Again: those lines have driven them from the screen.
+    print(*_as_warnings(args.option_warnings), *found, "ok: the run can start", sep="\n")
 
 
 def _check(args: argparse.Namespace) -> list[str]:
-    """What there is to say of checkpoints and data, in lines; the number of rollouts becomes known.
-
-    Raises as `dry_run` does.
-    """
+    """What there is to say of checkpoints and data, in lines; the number of rollouts becomes known."""
     try:
         evaluations = load_eval_prompts(args)
-        data = _check_recorded(args) if args.load_debug_rollout_data else _check_prompts(args)
+        if args.load_debug_rollout_data:
+            data = [check_remaining(args)]
+            check_recorded(args)
+        else:
+            data = _check_prompts(args)
     except (BadInputError, OptionError) as error:
         raise InputError(f"{LOAD_DATA}: {' '.join(str(error).split())}") from None
     except SlimeError as error:
         raise RunError(f"{LOAD_DATA}: {error}") from None
-    host = [] if running_address() else _check_host()
+    host: list[str] = []
+    if not running_address():
+        check_places()
+        host = place_warnings()
     sizes = [f"evaluation: {name}, {len(prompts)} prompts" for name, prompts in evaluations.items()]
-    warnings = [f"warning: {warning}" for prompts in evaluations.values() for warning in prompts.warnings]
-    return [line for line in (starting_point(args), *sizes, *warnings, *data, *host) if line]
+    warnings = [warning for prompts in evaluations.values() for warning in prompts.warnings]
+    found = [starting_point(args), *sizes, *_as_warnings(warnings), *data, *_as_warnings(host)]
+    return [line for line in found if line]
 
 
-def _check_host() -> list[str]:
-    """Whether a local Ray could start here, and what is short; raises InputError."""
-    check_places()
-    return [f"warning: {warning}" for warning in place_warnings()]
-
-
-def _check_recorded(args: argparse.Namespace) -> list[str]:
-    left = check_remaining(args)
-    check_recorded(args)
-    return [left]
+def _as_warnings(lines: Iterable[str]) -> list[str]:
+    return [f"warning: {line}" for line in lines]
 
 
 def _check_prompts(args: argparse.Namespace) -> list[str]:
@@ -85,7 +75,7 @@ def _check_prompts(args: argparse.Namespace) -> list[str]:
     counted = "prompts" if prompts is None else f"{prompts} prompts ({bad} bad, {too_long} too long left out)"
     data = f"data: {counted}, {args.num_rollout} rollouts"
     left = check_remaining(args)
-    room = [f"warning: {warning}" for warning in room_warnings(args)]
+    room = room_warnings(args)
     dataset = dataset_of(source)
     read = [] if dataset is None else dataset.warnings
-    return [data, *(f"warning: {warning}" for warning in (*read, *data_warnings(args, source))), *room, left]
+    return [data, *_as_warnings([*read, *data_warnings(args, source), *room]), left]

@@ -43,15 +43,17 @@ class EnginePlan:
     nodes: list[EngineNode]
     name: str = "engine"
 
-    def on(self, node: int, others: OtherNodes | None = None) -> Engine:
-        """The part on this host, which is that node of the engine."""
-        log = f"{self.name.replace(' ', '_')}_{self.rank}" + (f"_node_{node}" if node else "")
+    def enter(self, node: int, others: OtherNodes | None = None) -> Engine:
+        """First call in each of its actors, on that node of the engine: the part of it there."""
+        role = f"{self.name} {self.rank}".replace(" ", "_") + (f"_node_{node}" if node else "")
+        enter_actor(self.args, f"{role}_actor")
+        logs.hide(self.api_keys or ())
         return Engine(
             self.args,
             rank=self.rank,
             host=serving_host(self.api_keys),
             api_keys=self.api_keys,
-            log_path=f"{self.args.run_dir}/logs/{log}.log",
+            log_path=f"{self.args.run_dir}/logs/{role}.log",
             cuda_devices=self.nodes[node].gpus,
             name=self.name,
             node=node,
@@ -64,10 +66,8 @@ class EngineActor:
     """One engine; ``start`` returns its address when it answers."""
 
     def __init__(self, plan: EnginePlan) -> None:
-        enter_actor(plan.args, f"{plan.name}_{plan.rank}_actor".replace(" ", "_"))
-        logs.hide(plan.api_keys or ())
         self._args = plan.args
-        self._engine = plan.on(0, _OtherActors(plan) if len(plan.nodes) > 1 else None)
+        self._engine = plan.enter(0, _OtherActors(plan) if len(plan.nodes) > 1 else None)
         self._started: Future[None] = Future()
 
     def prepare(self) -> None:
@@ -96,12 +96,7 @@ class EngineActor:
 
     @ray.method(concurrency_group=EXAMINATION)
     def examine(self, because: str, *, paused: bool) -> None:
-        """Raise EngineError, as `watch` then does as well, if the engine does not answer now.
-
-        Args:
-            because: what went wrong, for the message.
-            paused: whether it may be paused, and generates nothing.
-        """
+        """Raise EngineError, ``because`` of what, if it does not answer; one that is ``paused`` need not generate."""
         if paused:
             self._engine.examine_control(because)
         else:
@@ -134,9 +129,7 @@ class NodeActor:
     """A further node of an engine: the server there. `EngineActor` owns it, and Ray ends it with its owner."""
 
     def __init__(self, plan: EnginePlan, node: int) -> None:
-        enter_actor(plan.args, f"{plan.name}_{plan.rank}_node_{node}_actor".replace(" ", "_"))
-        logs.hide(plan.api_keys or ())
-        self._engine = plan.on(node)
+        self._engine = plan.enter(node)
 
     @ray.method(concurrency_group="watch")
     def serve(self, meeting: str) -> End:
@@ -152,8 +145,6 @@ class NodeActor:
 
 
 class _OtherActors:
-    """The further nodes of an engine, each with a `NodeActor`."""
-
     def __init__(self, plan: EnginePlan) -> None:
         self._plan = plan
         self._actors: list[Any] = []

@@ -56,11 +56,7 @@ class Examiner:
                 self._working -= 1
 
     def forbid(self) -> None:
-        """Examine nothing until `allow`: engines that are paused generate nothing. Waits for what is under way.
-
-        Raises:
-            DeadlineError: that has not ended in time.
-        """
+        """Examine nothing until `allow`, as engines pause; DeadlineError if an examination under way does not end."""
         if not self._forbidden and not self._turn.acquire(timeout=self._limit):
             raise DeadlineError(
                 f"an examination of the engines has not ended within {self._limit:.0f} s "

@@ -29,14 +29,7 @@ _POLL_S = 0.2
 
 
 def start(grace: float = _GRACE_S) -> int:
-    """Mark this process's later children, and start a janitor for it.
-
-    Args:
-        grace: seconds that these have to end by themselves when this process has gone.
-
-    Returns:
-        The descriptor to give to `dismiss`.
-    """
+    """Mark this process's later children, and start a janitor that leaves them ``grace`` seconds; for `dismiss`."""
     environment = dict(os.environ)
     before = _began(processes.below([os.getpid()], processes.running().values()))
     spared = ",".join(f"{pid}:{started}" for pid, started in before.items())

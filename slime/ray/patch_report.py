@@ -30,10 +30,8 @@ TABLES: dict[str, tuple[Patch[Any], ...]] = {
 def check(args: argparse.Namespace, warn: Callable[[str], None]) -> None:
     """Compare the packages that are installed on this host with what the run's patches are for.
 
-    Packages that are not here may be on the hosts that need them: each process looks at its own again.
-
-    Args:
-        warn: gets a line for each patch that is left out, with ``--allow-untested-versions``.
+    Packages that are not here may be on the hosts that need them: each process looks at its own again. With
+    ``--allow-untested-versions``, ``warn`` gets a line for each patch that is left out.
 
     Raises:
         UntestedVersionError: one is of a release that a patch is not for.
@@ -60,21 +58,15 @@ def lines(args: argparse.Namespace) -> list[str]:
 
 def _uses(args: argparse.Namespace) -> Iterator[tuple[Iterable[Patch[Any]], Any]]:
     """Tables, and the facts of a process of the run that carries them out."""
-    yield _DRIVER, ray.DriverFacts(starts_ray=running_address() is None)
-    servers = list(_servers(args))
-    for server in servers:
+    yield _DRIVER, running_address() is None
+    engines = fleet_of(args).engines
+    for spec in engines:
+        server = sglang.ServerFacts.of_run(spec.options(args))
         yield _SERVERS, server
-    if servers:
+        if spec.width > spec.per_node:
+            yield _SERVERS, replace(server, further_node=True)
+    if engines:
         yield sglang.ROUTER, None
     if args.placement != "rollout_only":
         yield (RENDEZVOUS,), None
         yield _RANKS, megatron.RankFacts.of_run(args)
-
-
-def _servers(args: argparse.Namespace) -> Iterator[sglang.ServerFacts]:
-    """One of each kind that the run has: of each model's engines, of first nodes and further."""
-    for spec in fleet_of(args).engines:
-        server = sglang.ServerFacts.of_run(spec.options(args))
-        yield server
-        if spec.width > spec.per_node:
-            yield replace(server, further_node=True)

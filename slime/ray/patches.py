@@ -1,11 +1,13 @@
-"""What is changed, from outside, of Ray as it is released, in the driver: a record each."""
+"""What is changed, from outside, of Ray as it is released, in the driver: a record each.
+
+What decides which of them a driver needs is whether it starts a Ray, and does not join a running one.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from ray._private import services, worker
@@ -15,14 +17,6 @@ from slime.utils.patching import Patch
 _SEEN = "==2.60.0"
 _DRIVER = "the driver, where it starts a Ray of its own"
 _RAYLETS_END = "Raylet is terminated."
-
-
-@dataclass(frozen=True)
-class DriverFacts:
-    """What decides which patches a driver needs."""
-
-    starts_ray: bool
-    """Whether it starts a Ray, and does not join a running one."""
 
 
 @contextlib.contextmanager
@@ -54,15 +48,15 @@ def _leave_out_raylets_last_lines() -> None:
     worker.print_to_stdstream = print_others
 
 
-SESSIONS: Patch[DriverFacts] = Patch(
+SESSIONS: Patch[bool] = Patch(
     "sessions_of_rays_own", "ray", _SEEN, _DRIVER,
-    "Ray has an option for it.", _sessions_of_their_own, lambda driver: driver.starts_ray,
+    "Ray has an option for it.", _sessions_of_their_own, lambda starts_ray: starts_ray,
 )  # fmt: skip
 """In force while Ray is started."""
 
-PRINTING: tuple[Patch[DriverFacts], ...] = (
+PRINTING: tuple[Patch[bool], ...] = (
     Patch(
         "raylets_last_lines", "ray", _SEEN, _DRIVER,
-        "Ray has an option for it.", _leave_out_raylets_last_lines, lambda driver: driver.starts_ray,
+        "Ray has an option for it.", _leave_out_raylets_last_lines, lambda starts_ray: starts_ray,
     ),
 )  # fmt: skip

@@ -22,11 +22,7 @@ that many share can often only be read, and other libraries then take a temporar
 
 
 def check_places() -> None:
-    """Refuse a host on which a local Ray could not start, with what to set.
-
-    Raises:
-        InputError: HOME or the temporary directory cannot be written to, or has too long a name.
-    """
+    """Raise InputError, with what to set, where HOME or the temporary directory does not do for a local Ray."""
     variable, temporary = temporary_directory()
     given = f"{variable}={temporary}"
     path, added = os.path.abspath(temporary), len(_RAYS_SHARE.format(pid=os.getpid()))

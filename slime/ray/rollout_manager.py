@@ -98,11 +98,7 @@ class RolloutManager:
 
     @ray.method(concurrency_group=ROUTERS)
     def serve(self, membership: Membership, opened: None) -> None:
-        """Send requests to the engines that are there now.
-
-        Args:
-            opened: the answer of `open_routers`, which Ray so waits for.
-        """
+        """Send requests to the engines that are there now; Ray waits for ``opened``, the answer of `open_routers`."""
         self._routers.serve(membership)
 
     @ray.method(concurrency_group="watch")
@@ -113,10 +109,7 @@ class RolloutManager:
             time.sleep(_POLL_S)
 
     def draw(self, rollout_id: int) -> int:
-        """Take the prompts of slime's own rollout from the data source; one call after the other, in their order.
-
-        Returns:
-            How often `cancel` was called before, for `generate`.
+        """Take the prompts of slime's own rollout from the data source, in order; how often `cancel` was called.
 
         A rollout function of the user's takes them by itself, and is never called for two rollouts at the same time.
         """
@@ -129,11 +122,7 @@ class RolloutManager:
     def generate(self, rollout_id: int, dp_size: int, drawn: int) -> tuple[list[ray.ObjectRef], dict[str, float]]:
         """One rollout: a reference to one TrainBatch for each data-parallel rank, and the rollout's metrics.
 
-        Args:
-            drawn: the answer of `draw`, which Ray so waits for.
-
-        Raises:
-            CancelledRolloutError: `cancel` was called meanwhile.
+        Ray waits for ``drawn``, the answer of `draw`; CancelledRolloutError if `cancel` was called meanwhile.
         """
         args = self._args
         with self._cancellable(drawn, f"rollout {rollout_id}"), under_way(rollout_id):
@@ -230,16 +219,12 @@ class RolloutManager:
         background_loop().run(change, timeout=timeout, what="holding requests during a weight update")
 
     def num_cancels(self) -> int:
-        """How often `cancel` was called before, for `evaluate`."""
+        """How often `cancel` was called so far."""
         return self._num_cancels
 
     @ray.method(concurrency_group=EVALUATION)
     def evaluate(self, rollout_id: int, num_cancels: int) -> dict[str, float]:
-        """Score the engines' present weights on every evaluation dataset; what there is to log of it.
-
-        Args:
-            num_cancels: the answer of `num_cancels`, which Ray so waits for: it may be cancelled before it begins.
-        """
+        """Score the engines' weights on every evaluation dataset, unless cancelled after `num_cancels`; its metrics."""
         args, named = self._args, _naming("--eval-function-path", self._args.eval_function_path)
         call = self._cancellable(num_cancels, f"the evaluation of weight version {rollout_id}")
         with span("rollout/evaluate", version=rollout_id) as timed, named, call, self._routers.working():
@@ -325,11 +310,7 @@ def source_state(source: Any, rollout_id: int) -> dict[str, Any]:
 
 
 def restore_source(source: Any, rollout_id: int, state: dict[str, Any]) -> None:
-    """The inverse of `source_state`.
-
-    Raises:
-        BadInputError: the state is that of a class of another kind.
-    """
+    """The inverse of `source_state`; BadInputError if the state is that of a class of another kind."""
     if source is None:
         return
     if isinstance(source, RolloutDataSource) != (_SOURCE_STATE in state):
@@ -354,11 +335,7 @@ def _class_name(source: Any) -> str:
 
 
 def num_rollout(args: argparse.Namespace, data_source: Any) -> int:
-    """``--num-rollout``, or what ``--num-epoch`` makes of the number of prompts; a last, partial batch wraps.
-
-    Raises:
-        BadInputError: the data source does not know how many there are.
-    """
+    """``--num-rollout``, or what ``--num-epoch`` makes of the prompts, with a last, partial batch; or BadInputError."""
     if args.num_rollout is not None:
         return args.num_rollout
     prompts = num_prompts(args, data_source)

@@ -108,11 +108,7 @@ class Run:
             self._stop()
 
     def start(self) -> None:
-        """Start data source, engines, router and trainers, in parallel where they do not need each other.
-
-        Raises:
-            NothingLeftError: the run is over already.
-        """
+        """Start data, engines, router and trainers, in parallel where they can; NothingLeftError if the run is over."""
         args, began = self.args, time.monotonic()
         say(f"run directory: {args.run_dir}; loading the data")
         if begins := starting_point(args):

@@ -42,8 +42,6 @@ _FRAMES = 3
 class RunError(SlimeError):
     """The run cannot go on; the message says who failed, in which phase, and why."""
 
-    exit_status = 1
-
 
 class RayDownError(RunError):
     """Our own local Ray has died: nothing that it runs can be called any more."""
@@ -157,18 +155,17 @@ class Supervisor:
             raise self._failure(error, who, phase)
 
     def _failure(self, error: RayError | None, who: str, phase: str) -> RunError:
+        if error is None:
+            return RunError(f"{phase}: {who} ended its watch without a failure")
+        version = f"(weight version {self.version})"
         if isinstance(error, RayTaskError):
             is_input = phase in _READS_INPUT and isinstance(error.cause, (BadInputError, OptionError))
             kind = InputError if is_input else RunError
-            return kind(f"{phase}: {who} failed (weight version {self.version}): {_reason(error)}")
+            return kind(f"{phase}: {who} failed {version}: {_reason(error)}")
+        _check_ray(phase, _PATIENCE_S)
         if isinstance(error, (RayActorError, OutOfMemoryError)):
-            _check_ray(phase, _PATIENCE_S)
-            return RunError(f"{phase}: {why_it_died(error, who)} (weight version {self.version})")
-        if error is not None:
-            _check_ray(phase, _PATIENCE_S)
-            text = " ".join(str(error).split())
-            return RunError(f"{phase}: Ray could not run {who} (weight version {self.version}): {text}")
-        return RunError(f"{phase}: {who} ended its watch without a failure")
+            return RunError(f"{phase}: {why_it_died(error, who)} {version}")
+        return RunError(f"{phase}: Ray could not run {who} {version}: {' '.join(str(error).split())}")
 
 
 def _ready(refs: list[ray.ObjectRef], seconds: float) -> list[ray.ObjectRef]:

@@ -57,11 +57,7 @@ class TrainActor:
         threading.Event().wait()
 
     def serve_rendezvous(self, on_one_host: bool) -> tuple[str, int]:
-        """Serve, on rank 0, the store at which all ranks meet; its host and port, which the kernel has chosen.
-
-        Args:
-            on_one_host: whether all ranks are on this host, so that no other needs to reach it.
-        """
+        """Serve, on rank 0, the store at which all ranks meet, on loopback if ``on_one_host``; its host and port."""
         host = LOOPBACK if on_one_host else ray.util.get_node_ip_address()
         self._store = serve_store(host, wait_for_workers=False)
         return host, self._store.port

@@ -23,12 +23,7 @@ class Turns:
     def __init__(
         self, trainers: TrainGroup, engines: Engines, limit: Deadline, *, offload_train: bool, offload_rollout: bool
     ) -> None:
-        """
-        Args:
-            limit: of each call.
-            offload_train: whether trainers give their memory back.
-            offload_rollout: whether engines do.
-        """
+        """``limit`` is of each call, ``offload_*`` whether that side gives its memory back."""
         self._trainers, self._engines, self._limit = trainers, engines, limit
         self._offload_train, self._offload_rollout = offload_train, offload_rollout
         self._awake: Literal["trainers", "engines"] = "trainers"

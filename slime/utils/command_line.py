@@ -42,11 +42,7 @@ def strike_secrets() -> None:
 
 
 def given_words() -> list[str]:
-    """This process's command line, with the flags that were left out of it where it is a job's: the first time.
-
-    Raises:
-        BadInputError: those have been taken before or forgotten, or Ray does not answer.
-    """
+    """This command line with, once, what was left out of it if it is a job's; BadInputError if Ray has that no more."""
     place = os.environ.pop(JOB_VARIABLE, "")
     if not place:
         return sys.argv[1:]
@@ -60,11 +56,7 @@ def given_words() -> list[str]:
 
 
 def package(words: Sequence[str]) -> tuple[str, str, bytes]:
-    """How words are left with a Ray, which forgets them after 10 minutes.
-
-    Returns:
-        The value of `JOB_VARIABLE`, for `given_words`; the path of the Ray's job server, and the bytes to PUT.
-    """
+    """The value of `JOB_VARIABLE`, a path of a Ray's job server and bytes to PUT: it keeps words for 10 minutes."""
     name = f"slime_{secrets.token_hex(16)}"
     return f"{_PROTOCOL}://{name}", f"/api/packages/{_PROTOCOL}/{name}", json.dumps([_FIRST, *words]).encode()
 

@@ -29,10 +29,7 @@ _PORTS = {"http": 80, "https": 443}
 def server_environment(needs: Collection[str] = ()) -> dict[str, str]:
     """This process's environment for a program that runs no code of users and asks nobody outside the run.
 
-    It is without proxies, and without variables whose names call them secrets, such as WANDB_API_KEY and HF_TOKEN.
-
-    Args:
-        needs: names of secrets that the program does need.
+    It is without proxies, and without secrets such as WANDB_API_KEY and HF_TOKEN, by their names, but for ``needs``.
     """
     return {
         name: value

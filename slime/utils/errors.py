@@ -11,9 +11,14 @@ _SHOWN = 3
 class SlimeError(Exception):
     """Base class: the message alone tells a user what failed, where, and with which flag to help it."""
 
+    exit_status = 1
+    """Of a program that it ends."""
+
 
 class BadInputError(SlimeError, ValueError):
     """Something that was given to us, a file, a row, a flag or what a hook returned, cannot be used."""
+
+    exit_status = 2
 
 
 class SettingError(BadInputError):

@@ -94,10 +94,7 @@ class PortReservation:
     """
 
     def __init__(self, host: str, count: int = 1, port: int | None = None) -> None:
-        """Reserve ``count`` ports, the first of which is ``port``, for a server on ``host``.
-
-        Args:
-            port: the first, where no others will do.
+        """Reserve ``count`` ports for a server on ``host``, the first of which is ``port`` where no others will do.
 
         Raises:
             OSError: no ports are free, or ``host`` is not an address of this machine.

@@ -14,13 +14,10 @@ _NEEDED = ("numpy", "torch", "transformers", "ray", "yaml")
 
 
 def check_installation(program: str | None = None) -> None:
-    """End the program, with one line, where it runs in a python that slime is not installed for.
+    """End ``program``, the running one, with one line, where it runs in a python that slime is not installed for.
 
     From then on Ctrl-C that nobody handles, such as one while the program imports, is one line and status 130; of
     several ranks, the first says it.
-
-    Args:
-        program: what the line begins with; by default the running program.
     """
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _one_line_if_interrupted

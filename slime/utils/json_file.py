@@ -10,12 +10,7 @@ from slime.utils.errors import BadInputError
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The object that a file holds.
-
-    Raises:
-        BadInputError: it holds no JSON, or something else than an object.
-        OSError: it cannot be read.
-    """
+    """The object that a file holds; BadInputError if it holds something else, OSError if it cannot be read."""
     try:
         found = json.loads(file.read_bytes())
     except ValueError as error:  # of JSON, or of UTF-8; neither names the file

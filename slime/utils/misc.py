@@ -29,11 +29,7 @@ _ABSENT = object()
 
 @contextlib.contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Within the block a user's module or object may run code of its own: what that raises becomes one line.
-
-    Raises:
-        BadInputError: it raised; the message is ``what`` and the error.
-    """
+    """Within the block a user's code may run: what that raises becomes a BadInputError of one line, after ``what``."""
     try:
         yield
     except KeyboardInterrupt:
@@ -63,11 +59,7 @@ def split_function_path(path: str) -> tuple[str, str | None]:
 
 
 def load_module(source: str) -> ModuleType:
-    """Import ``pkg.mod`` or ``path/to/file.py`` once per process, a file by its real path.
-
-    Raises:
-        ValueError: there is no such module or file, or importing it failed; the message says which.
-    """
+    """Import ``pkg.mod`` or ``path/to/file.py`` once per process, a file by its real path; ValueError if that fails."""
     if not source.endswith(".py"):
         return _import_by_name(source)
     file = Path(os.path.realpath(os.path.expanduser(source)))
@@ -122,11 +114,7 @@ def _near(name: str, candidates: Callable[[], Iterable[str]]) -> str:
 
 
 def attribute_of(target: Any, name: str, default: Any, where: str) -> Any:
-    """An attribute of a user's module or object, or ``default`` where it has none.
-
-    Raises:
-        BadInputError: its own ``__getattr__`` or property raised; the message begins with ``where``.
-    """
+    """An attribute of what is a user's, or ``default``; BadInputError, after ``where``, if asking for it raised."""
     with refusing(f"{where}: asking it for {name!r} raised"):
         return getattr(target, name, default)
 
@@ -173,11 +161,8 @@ def find_function(path: str, *, flag: str | None = None, default_names: Sequence
 def exec_command(cmd: str, capture_output: bool = False) -> str | None:
     """Run ``cmd`` by ``bash -c``, and print it first, as ``EXEC: ...``, without its secrets.
 
-    Args:
-        capture_output: keep what it prints, instead of letting it through.
-
     Returns:
-        With ``capture_output`` its standard output, else None.
+        With ``capture_output`` its standard output, which is then not let through; else None.
 
     Raises:
         CommandError: its status is not 0. It is a `subprocess.CalledProcessError` too.

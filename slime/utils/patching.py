@@ -76,10 +76,7 @@ def due(
 ) -> Iterator[Patch[Facts]]:
     """The patches that a process with these facts carries out.
 
-    Where untested versions are allowed, those of other releases are left out, and each told of once a process.
-
-    Args:
-        warn: gets a line for each patch that is left out.
+    Where untested versions are allowed, those of other releases are left out, and ``warn`` told of each once a process.
 
     Raises:
         UntestedVersionError: an installed release is none of those that a wanted patch was made for.

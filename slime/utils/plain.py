@@ -21,10 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def save_plain(path: Path, content: dict[str, Any], flag: str) -> None:
-    """Write a file that `load_plain` reads back, complete or not at all; what cannot be written becomes its text.
-
-    Args:
-        flag: which asked for the file, for the warning about such values.
+    """Write the file that ``flag`` asks for, whole or not at all, for `load_plain`; what is not plain as its text.
 
     Raises:
         StorageError: the file cannot be written.
@@ -39,11 +36,7 @@ def save_plain(path: Path, content: dict[str, Any], flag: str) -> None:
 
 
 def load_plain(path: Path, flag: str) -> Any:
-    """What a file of `save_plain` holds; reading it runs no code.
-
-    Raises:
-        BadInputError: there is no such file, or it is none of `save_plain`.
-    """
+    """What a file of `save_plain` holds; reading it runs no code. BadInputError if it is none, or is not there."""
     if not path.is_file():
         raise BadInputError(f"{flag}: there is no file {path}")
     try:

@@ -73,11 +73,7 @@ def is_marked(pid: int, mark: str) -> bool:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when its parent's thread that started it ends.
-
-    Args:
-        parent: the id that the parent had: a process whose parent has gone before this call ends at once.
-    """
+    """Have the kernel kill this process when its parent's thread that started it ends; now, if ``parent`` has gone."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if parent is not None and os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)

@@ -58,11 +58,8 @@ class StorageError(SlimeError):
 def writing(flag: str, path: str | Path, *, note: str = "") -> Iterator[None]:
     """Within the block something is written below ``path``, which ``flag`` names.
 
-    Args:
-        note: what else to say where that fails: what is still whole.
-
     Raises:
-        StorageError: it could not be written. Errors that have other reasons pass.
+        StorageError: it could not be written; with ``note``, what is still whole. Errors that have other reasons pass.
     """
     try:
         yield
@@ -75,11 +72,7 @@ def writing(flag: str, path: str | Path, *, note: str = "") -> Iterator[None]:
 
 
 def write_text(flag: str, path: Path, text: str) -> None:
-    """Write a file that is whole or as it was before, and the directories above it.
-
-    Raises:
-        StorageError: it could not be written.
-    """
+    """Write a file that is whole or as it was before, and the directories above it; StorageError if that fails."""
     with writing(flag, path):
         path.parent.mkdir(parents=True, exist_ok=True)
         aside.write_file(path, lambda unfinished: unfinished.write_text(text))

@@ -21,11 +21,7 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def naming(where: str, passes: type[Exception] = HookError) -> Iterator[None]:
-    """Within the block a user's code runs: what it raises becomes a HookError with flag, path and traceback.
-
-    Args:
-        passes: errors that say enough by themselves.
-    """
+    """Within, a user's code runs: what it raises, but ``passes``, is a HookError with flag, path and traceback."""
     try:
         yield
     except (passes, DeadlineError, SettingError):

@@ -16,7 +16,6 @@ import pytest
 from slime.backends.megatron.patches import RankFacts
 from slime.backends.sglang.patches import CPU_STAND_INS, EVERY_PROCESS, SERVER_PROCESS, ServerFacts
 from slime.ray import patch_report
-from slime.ray.patches import DriverFacts
 from slime.utils import device, patching
 from slime.utils.patching import ALLOW_VARIABLE, Patch, UntestedVersionError, apply, within
 from slime.utils.stores import RENDEZVOUS
@@ -191,4 +190,4 @@ def test_what_ranks_get(rank: RankFacts, left_out: set[str]) -> None:
 
 @pytest.mark.parametrize("starts_ray", [False, True])
 def test_what_drivers_get(starts_ray: bool) -> None:
-    assert {patch.wanted(DriverFacts(starts_ray)) for patch in patch_report.TABLES["The driver"]} == {starts_ray}
+    assert {patch.wanted(starts_ray) for patch in patch_report.TABLES["The driver"]} == {starts_ray}

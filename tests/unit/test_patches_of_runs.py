@@ -17,7 +17,6 @@ from slime.options.cluster import ClusterOptions
 from slime.options.schema import flag_named
 from slime.ray import patch_report
 from slime.ray.cluster import actor_environment
-from slime.ray.patches import DriverFacts
 from slime.utils import device, patching
 from slime.utils.environment import server_environment
 from slime.utils.patching import ALLOW_FLAG, ALLOW_VARIABLE, Patch, UntestedVersionError, apply
@@ -123,7 +122,7 @@ def test_what_is_left_out_is_told_once_and_listed(parse: Parse, caplog: pytest.L
         ["sessions_of_rays_own"],
         ["raylets_last_lines"],
     ]
-    apply(patch_report.ray.PRINTING, DriverFacts(True))  # as later in the same process
+    apply(patch_report.ray.PRINTING, True)  # as later in the same process
     assert caplog.messages == []
     (line,) = [line for line in patch_report.lines(args) if line.startswith("  ray")]
     driver = "the driver, where it starts a Ray of its own"

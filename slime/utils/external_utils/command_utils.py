@@ -171,10 +171,7 @@ def _parse_variables(text: str) -> dict[str, str]:
 
 
 def download_model(full_name: str, source: str = "hf") -> str:
-    """Have ``ORG/NAME`` of a hub in `models_dir`, where it may be already; the directory.
-
-    Args:
-        source: ``hf`` or ``modelscope``.
+    """Have ``ORG/NAME`` of a hub, ``hf`` or ``modelscope``, in `models_dir`, where it may be already; the directory.
 
     Raises:
         SlimeError: it is not there, and could not be downloaded.
@@ -183,19 +180,12 @@ def download_model(full_name: str, source: str = "hf") -> str:
 
 
 def hf_download_dataset(full_name: str, source: str = "hf") -> str:
-    """Have ``ORG/NAME`` of a hub in `datasets_dir`, where it may be already; the directory.
-
-    Args, Raises: as of `download_model`.
-    """
+    """As `download_model`, of a data set and in `datasets_dir`."""
     return downloads.download("dataset", full_name, datasets_dir(), source)
 
 
 def rsync_simple(path_src: str, path_dst: str) -> None:
-    """Copy what is in one directory into another.
-
-    Raises:
-        CommandError: it failed.
-    """
+    """Copy what is in one directory into another; CommandError if that fails."""
     source, target = (os.path.expanduser(path).rstrip("/") for path in (path_src, path_dst))
     exec_command(f"{shlex.join(['mkdir', '-p', target])} && {shlex.join(['rsync', '-a', f'{source}/', target])}")
 
@@ -228,11 +218,7 @@ def create_run_id() -> str:
 
 
 def get_bool_env_var(name: str, default: str = "false") -> bool:
-    """A variable that is ``true`` or ``1``, ``false`` or ``0``; an empty one is as one that is not set.
-
-    Raises:
-        BadInputError: it is something else.
-    """
+    """A variable that is true or 1, false or 0; an empty one is as one that is not set, all else a BadInputError."""
     value = (os.environ.get(name) or default).lower()
     if value not in ("true", "1", "false", "0"):
         raise BadInputError(f"{name}={os.environ.get(name)} must be one of true, 1, false, 0")

@@ -84,11 +84,7 @@ def _is_converted(target: Path) -> bool:
 
 
 def fp8_cast_bf16(path_src: str, path_dst: str) -> None:
-    """Have a bfloat16 copy of a float8 model at ``path_dst``, which is kept where it is whole.
-
-    Raises:
-        CommandError: the conversion failed; nothing half-written is left in its place.
-    """
+    """Have a bfloat16 copy of a float8 model at ``path_dst``, which is whole or absent; CommandError if that fails."""
     target = Path(path_dst).absolute()
     tool = [sys.executable, str(REPOSITORY / "tools" / "convert_fp8_to_bf16.py")]
     if not missing_of("model", target):
@@ -100,11 +96,7 @@ def fp8_cast_bf16(path_src: str, path_dst: str) -> None:
 
 
 def model_script(model_type: str) -> Path:
-    """The file that holds a model's shape, which a shell sources.
-
-    Raises:
-        BadInputError: there is none of that name.
-    """
+    """The file that holds a model's shape, which a shell sources; BadInputError if there is none of that name."""
     script = REPOSITORY / "scripts" / "models" / f"{model_type}.sh"
     if not script.is_file():
         near = difflib.get_close_matches(model_type, [path.stem for path in script.parent.glob("*.sh")])

@@ -58,7 +58,7 @@ def datasets_dir() -> str:
 
 
 def download(kind: str, name: str, below: str, source: str) -> str:
-    """Have a model or data set in a directory below ``below``; nothing is done where it is there and whole.
+    """Have a model or data set in a directory below ``below``, whole; the directory. One that is whole is kept.
 
     An interrupted download goes on where it ended; until it is whole it is in ``.NAME.tmp`` beside the directory.
 
@@ -66,9 +66,6 @@ def download(kind: str, name: str, below: str, source: str) -> str:
         kind: ``model`` or ``dataset``.
         name: as on the hub, ``Qwen/Qwen3-4B``.
         source: ``hf`` or ``modelscope``.
-
-    Returns:
-        The directory.
 
     Raises:
         BadInputError: no such name or hub, or no program to download from it.

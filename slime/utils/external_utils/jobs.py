@@ -30,27 +30,16 @@ class JobError(SlimeError):
     """A job did not succeed; the message says why, and where its log is."""
 
     def __init__(self, message: str, status: str) -> None:
-        """
-        Args:
-            status: FAILED or STOPPED as Ray has it; UNKNOWN of a job that was not taken, or was lost sight of.
-        """
+        """``status``: FAILED or STOPPED as Ray has it, UNKNOWN of a job that was not taken, or was lost sight of."""
         super().__init__(message)
         self.status = status
 
 
 def run_job(program: str, ray: Ray, variables: Mapping[str, str]) -> str:
-    """Run a program for bash whose ``launch`` submits to ``ray``, print the job's log, and wait for its end.
+    """Run a program for bash whose ``launch`` submits to ``ray``, print the job's log, and wait for its end, SUCCEEDED.
 
-    Where this process leaves before that, by Ctrl-C for one, the job is stopped.
-
-    Args:
-        variables: for the program, besides this process's environment.
-
-    Returns:
-        SUCCEEDED.
-
-    Raises:
-        JobError: it ended otherwise, or was not taken.
+    Where this process leaves before that, by Ctrl-C for one, the job is stopped. The program has our environment, and
+    ``variables``. JobError if it ended otherwise, or was not taken.
     """
     job = f"raysubmit_{secrets.token_hex(8)}"
     log = ray.log_of(job)

@@ -156,11 +156,7 @@ def baselines_file(test_file: str | Path) -> Path:
 
 
 def read_baselines(file: Path) -> dict[str, Seen]:
-    """Baselines by `baseline_key`; none where there is no file yet.
-
-    Raises:
-        BadInputError: the file is damaged.
-    """
+    """Baselines by `baseline_key`, none where there is no file yet; BadInputError if it is damaged."""
     if not file.exists():
         return {}
     try:
@@ -170,11 +166,7 @@ def read_baselines(file: Path) -> dict[str, Seen]:
 
 
 def read_seen(run_dir: Path) -> tuple[str, Seen]:
-    """What `check_metrics` kept of a run, and the baseline's key.
-
-    Raises:
-        BadInputError: it kept nothing, or the file is damaged.
-    """
+    """What `check_metrics` kept of a run, and the baseline's key; BadInputError if that is missing or damaged."""
     file = run_dir / SEEN
     if not file.exists():
         raise BadInputError(f"{file} is missing: a test's check_metrics writes it at the end of its run")

@@ -148,11 +148,7 @@ def own_ray(slots: int, node: Node) -> Iterator[Ray]:
 
 
 def join_head(slots: int, node: Node) -> None:
-    """Have this host be a further node of the Ray that the first node starts, until that ends.
-
-    Raises:
-        SlimeError: there was none to be joined in time.
-    """
+    """Have this host be a further node of the first node's Ray until that ends; SlimeError if there was none."""
     from slime.backends.sglang.process import ServerProcess
 
     nodes = {"NUM_NODES": str(node.count), "NODE_RANK": str(node.rank), "MASTER_ADDR": node.head}
@@ -217,11 +213,7 @@ def _ray(command: str) -> list[str]:
 
 
 def _reserve(node: Node, held: contextlib.ExitStack) -> dict[str, int]:
-    """Ports for the flags of `_PORTS`, which no other run takes until ``held`` is closed.
-
-    Raises:
-        BadInputError: one that it has to be is taken, or the node's address is none of this host.
-    """
+    """Ports for the flags of `_PORTS`, which no other run takes until ``held`` is closed; or BadInputError."""
     from slime.utils.http_utils import PortReservation
 
     wanted = {flag: os.environ.get(variable, "") for flag, variable in _PORTS.items()}
