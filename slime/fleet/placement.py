@@ -51,11 +51,6 @@ class Placement:
         return any(slot.gpu is not None for slot in self.slots)
 
     @property
-    def trains_on_one_host(self) -> bool:
-        """Whether all trainers are on one host."""
-        return len({slot.host for slot in self.train}) == 1
-
-    @property
     def on_one_host(self) -> bool:
         """Whether trainers and engines are on one host."""
         return len({slot.host for slot in self.slots}) == 1
@@ -227,8 +222,6 @@ def _check_loopback(slots: list[Slot], here: str) -> None:
 
 
 def _probe(group: PlacementGroup, count: int, with_gpu: bool, timeout: float) -> list[Slot]:
-    """Ask each bundle where it is, and sort by host address and GPU."""
-
     def report() -> tuple[str, str | None]:
         return ray.util.get_node_ip_address(), str(ray.get_gpu_ids()[0]) if with_gpu else None
 
@@ -248,7 +241,6 @@ def _probe(group: PlacementGroup, count: int, with_gpu: bool, timeout: float) ->
 
 
 def _logical_order(slot: Slot) -> tuple[list[int], str, int, str]:
-    """By host address, then by GPU number, or by id where GPUs are named so."""
     address = [int(part) if part.isdigit() else -1 for part in slot.host.split(".")]
     gpu = slot.gpu or ""
     return address, slot.host, int(gpu) if gpu.isdigit() else -1, gpu

@@ -41,6 +41,7 @@ class TrainGroup:
         # Ray shows that environment to everyone who may ask it: what is named for a secret is set by the rank itself.
         wanted = as_environment(self._args.train_env_vars)
         variables |= {name: value for name, value in wanted.items() if not is_secret(name, value)}
+        self._on_one_host = len({slot.host for slot in placement.train}) == 1
         environment, its_args = actor_environment(variables), worker_options(self._args)
         for rank, slot in enumerate(placement.train):
             options = {"runtime_env": environment, **placement.options(slot, trains=True)}
@@ -48,10 +49,10 @@ class TrainGroup:
             self.actors.append(actor)
             self._supervisor.watch(f"trainer {rank}", actor)
 
-    def start(self, num_rollout: int, *, on_one_host: bool) -> int:
-        """Build the models for a run of ``num_rollout``; the first rollout. Ranks ``on_one_host`` meet on loopback."""
+    def start(self, num_rollout: int) -> int:
+        """Build the models and load their weights; the first to train on of the run's ``num_rollout`` rollouts."""
         limit = limit_of(self._args, "checkpoint_timeout")
-        served = {"trainer 0": self.actors[0].serve_rendezvous.remote(on_one_host)}
+        served = {"trainer 0": self.actors[0].serve_rendezvous.remote(self._on_one_host)}
         (master,) = self._supervisor.wait(served, START_TRAINERS, limit)
         answers = self.call(START_TRAINERS, "start", limit, master, num_rollout)
         self._first, self.dp_size, self._state = answers[0]

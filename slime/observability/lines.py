@@ -18,10 +18,7 @@ class LineFile:
     """Lines are appended whole or not at all; what follows the last line feed is on its way, or lost with its host."""
 
     def __init__(self, path: Path, *, turns: bool = False) -> None:
-        """
-        Args:
-            turns: of 256 MiB and more it becomes ``<path>.1``, in the place of the one before, and another is begun.
-        """
+        """``turns``: of 256 MiB and more it becomes ``<path>.1``, in the place of that one, and another is begun."""
         self._path, self._turns, self._opened, self._warned = path, turns, False, False
         self.place = "--run-dir", str(path)
 

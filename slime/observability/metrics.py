@@ -36,11 +36,7 @@ class MetricsLogger:
     """Gives every line of metrics to all sinks that the options ask for; owned by the driver process."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        """
-        Raises:
-            BadInputError: Weights & Biases does not take the run.
-            StorageError: a file or directory cannot be made.
-        """
+        """BadInputError if Weights & Biases does not take the run, StorageError if a file cannot be made."""
         self._lost: Counter[tuple[str, str]] = Counter()
         """Lines that a sink could not write, by its place."""
         self._sinks: list[_Sink] = [_JsonLines(_lines(args))]
@@ -179,6 +175,8 @@ class _Wandb:
         if args.wandb_key:
             # Unlike wandb.login, this leaves the key out of ~/.netrc.
             settings["api_key"] = args.wandb_key
+        plain = (str, int, float, bool, type(None), list, tuple, dict)
+        config = {name: v if isinstance(v, plain) else str(v) for name, v in redacted(vars(args)).items()}
         try:
             self._run = wandb.init(
                 project=args.wandb_project or "slime",
@@ -189,7 +187,7 @@ class _Wandb:
                 resume="allow" if args.wandb_run_id else None,
                 dir=str(directory),
                 mode=args.wandb_mode,
-                config=_run_config(args),
+                config=config,
                 settings=wandb.Settings(**settings),
             )
         except wandb.errors.Error as error:
@@ -213,9 +211,3 @@ class _Wandb:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def _run_config(args: argparse.Namespace) -> dict[str, Any]:
-    """The options that describe the run, without secrets."""
-    plain = (str, int, float, bool, type(None), list, tuple, dict)
-    return {name: value if isinstance(value, plain) else str(value) for name, value in redacted(vars(args)).items()}

@@ -53,8 +53,6 @@ class span:
 
 
 class _Trace:
-    """The lines of one process that are not written yet, and its file."""
-
     def __init__(self, run_dir: str, role: str) -> None:
         self._role = role
         self._file = LineFile(Path(run_dir, "trace", f"{role}.jsonl"), turns=True)

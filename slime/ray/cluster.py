@@ -40,8 +40,7 @@ _ANSWER_S = 60.0
 def connect(slots: int) -> int:
     """Join the Ray of RAY_ADDRESS, or start a local one with room for ``slots`` slots, which ends with this process.
 
-    Returns:
-        The descriptor that the janitor of this process watches, to be given to `janitor.dismiss` at the run's end.
+    It returns what `janitor.dismiss` takes at the run's end.
 
     Raises:
         RunError: the running Ray could not be joined, or a local one not be started.

@@ -13,9 +13,8 @@ from slime.options.training import check_schedule
 from slime.ray.cluster import running_address
 from slime.ray.due import check_remaining
 from slime.ray.patch_report import lines as patches_of
-from slime.ray.places import check_places, place_warnings
+from slime.ray.places import check_places, place_warnings, room_warnings
 from slime.ray.rollout_manager import make_data_source, num_prompts, num_rollout
-from slime.ray.room import room_warnings
 from slime.ray.supervision import LOAD_DATA, InputError, RunError
 from slime.rollout.batches.debug_data import check_recorded
 from slime.rollout.evaluation import load_eval_prompts

@@ -50,12 +50,9 @@ def missing_exports(args: argparse.Namespace, start: int) -> dict[str, str]:
 
 
 def check_remaining(args: argparse.Namespace) -> str:
-    """Find out that a run is over before anything is started for it.
+    """Find out that a run is over before anything is started for it; a line on what is left, if it is no rollout.
 
     A run that only evaluates (``--num-rollout 0``) is never over, nor is one whose number of rollouts is not known yet.
-
-    Returns:
-        A line that says what is left of a run that has no rollout left; empty where there are some.
 
     Raises:
         NothingLeftError: the checkpoint in ``--load``, or ``--start-rollout-id``, is after the last rollout, the

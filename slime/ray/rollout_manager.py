@@ -181,9 +181,7 @@ class RolloutManager:
         """End rollouts and evaluations under way, whose calls raise CancelledRolloutError, and all requests at engines.
 
         Prompts that no trainer has taken are handed out again, in their order, as if a run had been resumed.
-
-        Raises:
-            DeadlineError: a user's function goes on all the same.
+        DeadlineError if a user's function goes on all the same.
         """
         self._num_cancels += 1
         deadline = time.monotonic() + _CANCEL_S

@@ -31,9 +31,8 @@ from slime.ray.claims import claim
 from slime.ray.cluster import connect, leaving_after, running_address
 from slime.ray.driver import exit_status, interrupt_on_sigterm, program, say, warn
 from slime.ray.due import check_remaining, missing_exports, scores_start
-from slime.ray.places import place_warnings
+from slime.ray.places import place_warnings, room_warnings
 from slime.ray.rollout_manager import create_manager
-from slime.ray.room import room_warnings
 from slime.ray.saving import Saver
 from slime.ray.supervision import LOAD_DATA, MARGIN_S, Deadline, RayDownError, Supervisor, limit_of
 from slime.ray.turns import Turns
@@ -173,7 +172,7 @@ class Run:
         args = self.args
         if placement.train:
             self._trainers.create(placement)
-            first = self._trainers.start(args.num_rollout, on_one_host=placement.trains_on_one_host)
+            first = self._trainers.start(args.num_rollout)
             if args.start_rollout_id is None:
                 args.start_rollout_id = first
             if self._trainers.restore(self._manager) and (missing := missing_exports(args, first)):

@@ -77,7 +77,7 @@ def proxy_of(url: str) -> str | None:
     """
     parts, proxies = urlsplit(url), getproxies()
     host, port = (parts.hostname or "").rstrip("."), parts.port or _PORTS.get(parts.scheme)
-    address = _address(host)
+    address = address_of(host)
     if host == "localhost" or (address and address.is_loopback):
         return None
     if any(_is_for(entry, host, address, port) for entry in _exceptions()):
@@ -88,14 +88,14 @@ def proxy_of(url: str) -> str | None:
 
 
 def _exceptions() -> list[str]:
-    """The entries of ``no_proxy``, in lower and upper case of its name."""
     return [entry for name in _BYPASS for entry in re.split(r"[,\s]+", os.environ.get(name, "")) if entry]
 
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-def _address(host: str) -> _Address | None:
+def address_of(host: str) -> _Address | None:
+    """The IP address that a host is written as, in brackets or not; None of a name."""
     try:
         address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
     except ValueError:
@@ -112,12 +112,12 @@ def _is_for(entry: str, host: str, address: _Address | None, port: int | None) -
             return address is not None and address in ipaddress.ip_network(entry, strict=False)
         except ValueError:
             return False
-    own = _address(entry)
+    own = address_of(entry)
     if own is None and (found := re.fullmatch(r"(.+):(\d+)", entry)):
         if int(found[2]) != port:
             return False
         entry = found[1]
-        own = _address(entry)
+        own = address_of(entry)
     if own is not None or address is not None:
         return own == address
     domain = entry.lower().removeprefix("*").strip(".")

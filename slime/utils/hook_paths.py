@@ -24,11 +24,7 @@ _DECLARED = "COLUMNS"
 
 
 def load_hooks(args: Namespace, given: set[str], groups: tuple[type, ...]) -> None:
-    """Load the given function paths of these groups' options, and make them what workers can load.
-
-    Raises:
-        OptionError: one does not load, or cannot be called as its flag's function is.
-    """
+    """Load the given function paths of these groups' options, and make them what workers can load; or OptionError."""
     args.column_modules = []
     for field in hook_fields(groups):
         value = getattr(args, field.name)
@@ -84,16 +80,6 @@ def columns_of(args: Namespace) -> tuple[Column, ...]:
     return with_declared(column for source in args.column_modules for column in getattr(load_module(source), _DECLARED))
 
 
-def _with_hooks(dataset: EvalDataset) -> EvalDataset:
-    paths: dict[str, Any] = {}
-    for field in hook_fields((EvalDataset,)):
-        path = getattr(dataset, field.name)
-        if path is not None:
-            where, names, calls = f"{dataset}: {field.name}", field.metadata["hook"], field.metadata["call"]
-            paths[field.name] = _loaded(path, where, names, calls)
-    return dataclasses.replace(dataset, **paths)
-
-
 def _loaded(path: str, where: str, names: Sequence[str], calls: tuple[Call, ...]) -> str:
     """The path of a function that loads; a file's is absolute and names the function, since workers run elsewhere."""
     try:
@@ -109,7 +95,15 @@ def _loaded(path: str, where: str, names: Sequence[str], calls: tuple[Call, ...]
 
 def load_evaluation_hooks(args: Namespace) -> None:
     """As `load_hooks`, for the functions of evaluation datasets."""
-    args.eval_datasets = [_with_hooks(dataset) for dataset in args.eval_datasets]
+    datasets = []
+    for dataset in args.eval_datasets:
+        paths: dict[str, Any] = {}
+        for field in hook_fields((EvalDataset,)):
+            path, where = getattr(dataset, field.name), f"{dataset}: {field.name}"
+            if path is not None:
+                paths[field.name] = _loaded(path, where, field.metadata["hook"], field.metadata["call"])
+        datasets.append(dataclasses.replace(dataset, **paths))
+    args.eval_datasets = datasets
 
 
 def check_evaluation_hook(args: Namespace, given: set[str]) -> None:

@@ -87,7 +87,7 @@ def due(
         if patch.is_tested():
             yield patch
             continue
-        if not untested_versions_are_allowed():
+        if os.environ.get(ALLOW_VARIABLE) != "1":
             raise UntestedVersionError(
                 f"{_untested(patch)}: install {patch.package}{patch.versions}, or do without the patch by {ALLOW_FLAG} "
                 f"({ALLOW_VARIABLE}=1 for programs without that flag)"
@@ -115,11 +115,6 @@ def within(patch: Patch[Facts], facts: Facts) -> Iterator[None]:
 def allow_untested_versions() -> None:
     """Have this process, and those that get its environment, do without the patches for other releases."""
     os.environ[ALLOW_VARIABLE] = "1"
-
-
-def untested_versions_are_allowed() -> bool:
-    """Whether `allow_untested_versions` was called, here or in a process that this one is of, or the user said so."""
-    return os.environ.get(ALLOW_VARIABLE) == "1"
 
 
 def _untested(patch: Patch[Any]) -> str:

@@ -68,12 +68,9 @@ def _plain(value: Any, place: str, strange: dict[str, str]) -> Any:
         return {_plain(item, f"{place} item", strange) for item in value}
     if isinstance(value, np.generic):
         return value.item()
-    if isinstance(value, str):  # an enumeration's, as the numbers below may be
-        return str.__str__(value)
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value)
+    for kind, plain in ((str, str.__str__), (int, int), (float, float)):
+        if isinstance(value, kind):  # an enumeration's
+            return plain(value)
     strange.setdefault(type(value).__name__, place)
     return repr(value)[:_SHOWN]
 

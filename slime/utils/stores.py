@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-import ipaddress
 import os
 import socket
 from typing import Any
 
 from torch.distributed import TCPStore
 
+from slime.utils.environment import address_of
 from slime.utils.patching import Patch
 
 _rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # torch.distributed has a function so named
@@ -70,8 +70,6 @@ def _is_this_host_to_itself(name: str) -> bool:
         return False
 
 
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
+def _is_loopback(host: str) -> bool:
+    address = address_of(host)
+    return address is not None and address.is_loopback

@@ -42,7 +42,6 @@ def naming(where: str, passes: type[Exception] = HookError) -> Iterator[None]:
 
 
 def _is_being_cancelled() -> bool:
-    """Whether somebody cancels the running task; False where there is no event loop."""
     try:
         task = asyncio.current_task()
     except RuntimeError:

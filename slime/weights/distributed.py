@@ -21,7 +21,7 @@ from slime.backends.sglang.client import EngineError
 from slime.utils import device
 from slime.utils.http_utils import LOOPBACK, PortReservation, host_ip, host_port
 from slime.utils.stores import NODE_ADDRESS_VARIABLE
-from slime.weights.engines import EngineAddress, call_all, start_all
+from slime.weights.engines import EngineAddress, start_all
 from slime.weights.hf_directory import NamedTensors
 from slime.weights.publisher import Wait, WeightPublisher
 
@@ -76,7 +76,7 @@ class DistributedPublisher(WeightPublisher):
         reservation.release()
         remaining = max(1.0, self._deadline - time.monotonic())
         try:
-            self._group = call_all(calls, remaining, "joining the weight update group")["training rank 0"]
+            self._group = start_all(calls, remaining, "joining the weight update group")()["training rank 0"]
         finally:
             reservation.close()
 

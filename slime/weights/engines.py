@@ -36,13 +36,6 @@ class EngineAddress:
         return EngineControl(self.url, self.admin_key, self.generate_key, timeout)
 
 
-def call_all(
-    calls: Mapping[str, Callable[[], _T]], timeout: float, phase: str, *, settle: bool = False
-) -> dict[str, _T]:
-    """`start_all`, and what it returns called at once."""
-    return start_all(calls, timeout, phase, settle=settle)()
-
-
 def start_all(
     calls: Mapping[str, Callable[[], _T]], timeout: float, phase: str, *, settle: bool = False
 ) -> Callable[[], dict[str, _T]]:

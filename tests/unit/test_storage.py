@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from slime.observability.metrics import MetricsLogger
 from slime.options.debug import derive_templates
 from slime.options.errors import OptionError
-from slime.ray import driver, room
+from slime.ray import driver, places
 from slime.utils import aside, storage
 from slime.utils.hf_writer import HFWriter
 from slime.utils.plain import save_plain
@@ -350,20 +350,20 @@ def room_args(tmp_path: Path, **changes: Any) -> Namespace:
 def test_checkpoints_that_will_not_fit_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args, nbytes = room_args(tmp_path), 20005 * (2 + 3 * 4)
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(room.shutil, "disk_usage", lambda path: usage._replace(free=4 * nbytes - 1))
-    (warning,) = room.room_warnings(args)  # after rollouts 3, 6, 9 and the last
+    monkeypatch.setattr(places.shutil, "disk_usage", lambda path: usage._replace(free=4 * nbytes - 1))
+    (warning,) = places.room_warnings(args)  # after rollouts 3, 6, 9 and the last
     assert warning.startswith(
         f"--save {tmp_path}/saves/x: the run will save 4 of about 274 KiB each, and 1.07 MiB are "
     )
     args.start_rollout_id = 3
-    assert room.room_warnings(args) == []
+    assert places.room_warnings(args) == []
     args.save_hf, args.save = str(tmp_path / "hf"), None
-    assert room.room_warnings(args) == [], "one place, written over and over"
+    assert places.room_warnings(args) == [], "one place, written over and over"
     args.save_hf, args.start_rollout_id = str(tmp_path / "hf_{rollout_id}"), 0
-    monkeypatch.setattr(room.shutil, "disk_usage", lambda path: usage._replace(free=4 * 20005 * 2 - 1))
-    assert len(room.room_warnings(args)) == 1
+    monkeypatch.setattr(places.shutil, "disk_usage", lambda path: usage._replace(free=4 * 20005 * 2 - 1))
+    assert len(places.room_warnings(args)) == 1
     args.random_weights = True
-    assert room.room_warnings(args) == []
+    assert places.room_warnings(args) == []
 
 
 @pytest.mark.parametrize(
@@ -372,4 +372,4 @@ def test_checkpoints_that_will_not_fit_are_warned_of(tmp_path: Path, monkeypatch
 )
 def test_size_of_a_checkpoint(dtype: str, optimizer: str, momentum: float, each: int) -> None:
     args = Namespace(params_dtype=dtype, optimizer=optimizer, sgd_momentum=momentum)
-    assert room.checkpoint_bytes(args, 10) == 10 * each
+    assert places.checkpoint_bytes(args, 10) == 10 * each

@@ -137,4 +137,3 @@ def test_gloo_listens_on_loopback_where_the_run_has_one_host(
     given_to_workers = placement.interface()
     assert given_to_workers.get("GLOO_SOCKET_IFNAME") == expected
     assert given_to_workers.get(NODE_ADDRESS_VARIABLE) == ("127.0.0.1" if expected else None)
-    assert placement.trains_on_one_host

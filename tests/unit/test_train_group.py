@@ -51,7 +51,8 @@ class Watcher:
         return list(calls.values())
 
 
-def test_trainers_start_go_on_train_and_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("other_host", ["here", "there"])
+def test_trainers_start_go_on_train_and_end_together(other_host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = [
         Rank(serve_rendezvous=("host", 7), start=(3, 2, {"optimizer_steps": 12}), dp_rank=0, train=[{"loss": 1.0}]),
         Rank(start=(3, 2, None), dp_rank=1, train=[]),
@@ -70,14 +71,14 @@ def test_trainers_start_go_on_train_and_end_together(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(train_group, "as_actor", lambda cls: Actor())
     monkeypatch.setattr(ray, "wait", lambda refs, *, num_returns, timeout: waited.append((refs, num_returns, timeout)))
     monkeypatch.setattr(ray, "kill", killed.append)
-    slots = [Slot(0, "here", None), Slot(1, "here", None)]
+    slots = [Slot(0, "here", None), Slot(1, other_host, None)]
     group = TrainGroup(Namespace(checkpoint_timeout=9.0, train_env_vars=None), watcher)  # type: ignore[arg-type]
     assert group.call("sleep", "sleep", _LIMIT, True) == [], "a run without trainers"
     group.kill()
-    group.create(Placement(slots, slots, []))
-    assert group.start(8, on_one_host=True) == 3
+    group.create(Placement([*slots, Slot(2, "elsewhere", None)], slots, []))
+    assert group.start(8) == 3
     assert [rank.calls for rank in ranks] == [
-        [("serve_rendezvous", True), ("start", ("host", 7), 8), ("dp_rank",)],
+        [("serve_rendezvous", other_host == "here"), ("start", ("host", 7), 8), ("dp_rank",)],
         [("start", ("host", 7), 8), ("dp_rank",)],
     ]
     assert group.restore(manager)

@@ -17,7 +17,7 @@ from slime.utils.hf_writer import NamedTensors
 from slime.utils.stores import NODE_ADDRESS_VARIABLE
 from slime.weights import distributed
 from slime.weights.distributed import DistributedPublisher
-from slime.weights.engines import EngineAddress, call_all
+from slime.weights.engines import EngineAddress, start_all
 from slime.weights.publisher import Wait, WeightPublisher
 from slime.weights.tensor import TensorPublisher
 from tests.fake_control import Dying, FakeControl, addresses_of
@@ -113,13 +113,13 @@ def test_others_are_waited_for_before_what_they_read_is_given_up() -> None:
         raise EngineError("connection reset")
 
     with pytest.raises(EngineError, match="push: connection reset"):
-        call_all({"slow": slow, "dies": dies}, 100, "push", settle=True)
+        start_all({"slow": slow, "dies": dies}, 100, "push", settle=True)()
     assert ended == ["slow"]
     started = time.monotonic()
     with pytest.raises(EngineError, match="push: connection reset"):
-        call_all({"hangs": lambda: time.sleep(200), "dies": dies}, 5, "push", settle=True)
+        start_all({"hangs": lambda: time.sleep(200), "dies": dies}, 5, "push", settle=True)()
     with pytest.raises(EngineError, match="push: connection reset"):
-        call_all({"hangs": lambda: time.sleep(200), "dies": dies}, 200, "push")
+        start_all({"hangs": lambda: time.sleep(200), "dies": dies}, 200, "push")()
     assert time.monotonic() - started < 100
 
 
