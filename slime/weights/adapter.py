@@ -11,8 +11,8 @@ import torch
 from slime.backends.sglang.client import EngineControl
 from slime.models import family_of, hf_config
 from slime.models.adapters import completed, peft_config
+from slime.utils.hf_writer import NamedTensors
 from slime.weights.equality import digest
-from slime.weights.hf_directory import NamedTensors
 from slime.weights.publisher import WeightPublisher
 from slime.weights.tensor import flat_layout, serialize
 

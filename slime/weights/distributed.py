@@ -19,10 +19,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from slime.backends.sglang.client import EngineError
 from slime.utils import device
+from slime.utils.hf_writer import NamedTensors
 from slime.utils.http_utils import LOOPBACK, PortReservation, host_ip, host_port
 from slime.utils.stores import NODE_ADDRESS_VARIABLE
 from slime.weights.engines import EngineAddress, start_all
-from slime.weights.hf_directory import NamedTensors
 from slime.weights.publisher import Wait, WeightPublisher
 
 _LEAVE_TIMEOUT_S, _CLOSE_S = 5.0, 6.0
@@ -121,7 +121,7 @@ class DistributedPublisher(WeightPublisher):
             group.abort()
             threading.Thread(target=dist.destroy_process_group, args=(group,), daemon=True).start()
 
-    def _close(self) -> None:
+    def close(self) -> None:
         group = self._leave()
         if group is not None:
             dist.destroy_process_group(group)

@@ -1,4 +1,4 @@
-"""Hugging Face weight directories: written bucket by bucket and renamed into place; names and tensors of one."""
+"""Hugging Face weight directories: written bucket by bucket and renamed into place; the tensors of one."""
 
 from __future__ import annotations
 
@@ -15,16 +15,6 @@ from safetensors import safe_open
 from slime.utils import aside
 from slime.utils.hf_writer import HFWriter, NamedTensors
 from slime.utils.storage import writing
-
-__all__ = [
-    "HFDirectoryWriter",
-    "NamedTensors",
-    "load_format",
-    "stored_names",
-    "stored_tensors",
-    "weights_directory",
-    "weights_flag",
-]
 
 
 class HFDirectoryWriter(HFWriter):
@@ -92,12 +82,3 @@ def stored_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, framework="pt") as stored:
             yield from ((name, stored.get_tensor(name)) for name in sorted(stored.keys()))
-
-
-def stored_names(directory: Path) -> set[str]:
-    """The tensor names of a directory's safetensors files."""
-    names: set[str] = set()
-    for path in directory.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as stored:
-            names.update(stored.keys())
-    return names

@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from slime.backends.sglang.client import EngineControl, EngineError
 from slime.observability.trace import span
+from slime.utils.hf_writer import NamedTensors
 from slime.weights.agreement import Agreement, OtherRankError
 from slime.weights.engines import EngineAddress, start_all
 from slime.weights.equality import EqualityCheck
-from slime.weights.hf_directory import NamedTensors
 
 _AGREE_S = 30.0
 """What ranks wait for each other beyond the deadline, by which the calls of engines have ended."""
@@ -61,7 +61,7 @@ class WeightPublisher:
     has to those that joined, which get everything like the others, and gives up what it has to those that left, which
     may be dead.
 
-    A transport overrides `_open`, `_close`, `_stage` (collective, every rank) and `_deliver` (each rank that sends).
+    A transport overrides `_open`, `close`, `_stage` (collective, every rank) and `_deliver` (each rank that sends).
     Of each sender's deliveries at most one is under way: it begins when the one before has ended, and goes on while the
     next bucket is gathered and staged. So `_stage` must not write what the latest delivery reads; what earlier ones
     have read is free.
@@ -152,8 +152,7 @@ class WeightPublisher:
         return {"paused_seconds": end - paused, "bytes": float(update.nbytes)}
 
     def close(self) -> None:
-        """Leave the transport; may be called again, and with engines that are gone."""
-        self._close()
+        """Leave the transport: undo `_open` and `_prepare`. May be called again, and with engines that are gone."""
 
     @property
     def _sends(self) -> bool:
@@ -162,9 +161,6 @@ class WeightPublisher:
 
     def _open(self) -> None:
         """Prepare what ranks need among each other for `engines` (every rank; collective), if it is not there yet."""
-
-    def _close(self) -> None:
-        """Undo `_open` and `_prepare`; must not raise for engines that are gone."""
 
     def _prepare(self, version: int) -> None:
         """Before the first bucket (rank 0); here engines that joined are met."""

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.utils import device
+from slime.utils.hf_writer import NamedTensors
 from slime.weights.engines import EngineAddress
-from slime.weights.hf_directory import NamedTensors
 from slime.weights.publisher import Wait, WeightPublisher, trainer_world_size
 
 _ALIGNMENT = 16
@@ -162,7 +162,7 @@ class TensorPublisher(WeightPublisher):
     def _sends(self) -> bool:
         return self._beside is not None and self.rank == self._beside.first_slot
 
-    def _close(self) -> None:
+    def close(self) -> None:
         self._buffers = [None, None]
         groups, self._groups = self._groups, {}
         for slots, group in groups.items():

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from slime.backends.sglang.client import ADAPTER, EngineError
 from slime.backends.sglang.engine import Engine
+from slime.utils.hf_writer import NamedTensors
 from slime.weights import EngineAddress, make_publisher
 from slime.weights.adapter import AdapterPublisher
-from slime.weights.hf_directory import NamedTensors
 from tests.integration.test_families import write_model
 from tests.integration.tiny import KEYS, Service, engine_args, log_probs_of
 

@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM
 
 from slime.backends.sglang.client import EngineError
 from slime.backends.sglang.engine import End, Engine
+from slime.utils.hf_writer import NamedTensors
 from slime.weights import EngineAddress, make_publisher
-from slime.weights.hf_directory import NamedTensors
 from slime.weights.publisher import WeightPublisher
 from tests.fake_control import FakeAddress
 from tests.integration.tiny import KEYS, Service, log_probs_of, processes_of, random_weights

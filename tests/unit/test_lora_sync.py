@@ -20,10 +20,10 @@ from slime.fleet.spec import fleet_of
 from slime.models import qwen2
 from slime.models.adapters import completed
 from slime.utils.arguments import parse_args
+from slime.utils.hf_writer import NamedTensors
 from slime.utils.http_client import Http
 from slime.weights import EngineAddress, make_publisher
 from slime.weights.adapter import AdapterPublisher
-from slime.weights.hf_directory import NamedTensors
 from tests.command_line import LATENT, QWEN3, command, failure, write_checkpoint, write_model, write_rows
 from tests.fake_control import addresses_of
 from tests.unit.test_input_errors import MOE

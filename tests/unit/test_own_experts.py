@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from slime.utils.hf_writer import NamedTensors
 from slime.weights import EngineAddress
-from slime.weights.hf_directory import NamedTensors
 from slime.weights.tensor import TensorPublisher, own_experts_do
 from tests.fake_control import Dying, FakeControl, addresses_of
 
