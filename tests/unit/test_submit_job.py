@@ -24,10 +24,12 @@ from slime.utils import command_line
 from slime.utils.command_line import JOB_VARIABLE, given_words
 from slime.utils.errors import BadInputError
 from tests import shipped
+from tests.forked import forked
 from tests.proxy import RecordingProxy
 from tools import submit_job
 
 NUM_GPUS = 0
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 VERSION = json.dumps({"version": "4", "ray_version": ray.__version__, "ray_commit": ""})
 CUT, SILENT, NO_HTTP = 0, -1, -2
@@ -132,20 +134,24 @@ def server() -> Iterator[_Server]:
         thread.join(60)
 
 
-def words_of(*flags: str) -> list[str]:
-    return [sys.executable, str(shipped.ROOT / "tools/submit_job.py"), *flags, "--", "echo", "--a b"]
-
-
 def environment_of(server: _Server, **variables: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     return kept | variables | {"RAY_ADDRESS": server.address}
 
 
+def run(server: _Server, words: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    """What comes of a command line, in a process that is forked; Ray reads RAY_AUTH_MODE as it is imported."""
+    environment = environment_of(server, **variables)
+    if "RAY_AUTH_MODE" in variables:
+        command = [sys.executable, str(shipped.ROOT / "tools/submit_job.py"), *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    return forked(lambda: submit_job.main(words), environment)
+
+
 def submit(server: _Server, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """What comes of a job."""
     proxy = RecordingProxy()
-    environment = environment_of(server, **variables, **proxy.variables)
-    ran = subprocess.run(words_of(*flags), capture_output=True, text=True, timeout=300, env=environment)
+    ran = run(server, [*flags, "--", "echo", "--a b"], **variables, **proxy.variables)
     assert proxy.close() == [], "what is submitted may hold keys"
     return ran
 
@@ -342,9 +348,8 @@ def test_a_lost_log_is_not_a_lost_job(server: _Server, log_status: int, info: An
 @pytest.mark.parametrize("words", [["--wandb-key", "s3cret"], ["--wandb-key=s3cret"]])
 @pytest.mark.parametrize("variables", [{"A": "1"}, None])
 def test_a_key_is_no_part_of_a_job(server: _Server, words: list[str], variables: dict[str, str] | None) -> None:
-    command = [sys.executable, str(shipped.ROOT / "tools/submit_job.py"), "--runtime-env-json"]
-    command += [json.dumps({"env_vars": variables}), "--", "train.py", "--use-wandb", *words, "--lr", "1"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment_of(server))
+    runtime_env = json.dumps({"env_vars": variables})
+    ran = run(server, ["--runtime-env-json", runtime_env, "--", "train.py", "--use-wandb", *words, "--lr", "1"])
     given = server.given or {}
     (place,) = server.kept
     assert given["entrypoint"] == "train.py --use-wandb --lr 1"
@@ -408,18 +413,15 @@ def test_no_secret_is_part_of_a_job_nor_stays_in_its_submitters_command_line(
 def test_a_key_of_the_environment_goes_with_a_job_that_uses_it(
     server: _Server, words: list[str], variables: dict[str, str], is_taken: bool
 ) -> None:
-    command = [sys.executable, str(shipped.ROOT / "tools/submit_job.py"), "--", "train.py", *words]
     runtime = {"WANDB_API_KEY": "s3cret", "RUNTIME_ENV_JSON": json.dumps({"env_vars": variables})}
-    environment = environment_of(server, **runtime)
-    subprocess.run(command, check=True, capture_output=True, timeout=300, env=environment)
+    assert run(server, ["--", "train.py", *words], **runtime).returncode == 0
     assert "s3cret" not in json.dumps(server.given)
     assert [json.loads(kept)[1:] for kept in server.kept.values()] == [["--wandb-key", "s3cret"]] * is_taken
 
 
 def test_secrets_that_a_ray_does_not_keep_are_one_line_and_no_job(server: _Server) -> None:
     server.put = 500, "Traceback\nRuntimeError: Failed to store package in the GCS."
-    command = [sys.executable, str(shipped.ROOT / "tools/submit_job.py"), "--", "train.py", "--wandb-key", "s3cret"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment_of(server))
+    ran = run(server, ["--", "train.py", "--wandb-key", "s3cret"])
     assert (ran.returncode, ran.stdout, server.given) == (1, "", None)
     (line,) = ran.stderr.splitlines()
     assert ": PUT /api/packages/gcs/slime_" in line
@@ -490,7 +492,7 @@ def test_a_server_that_has_gone_while_a_log_is_silent_is_one_line(
 def test_an_interrupt_leaves_the_job_and_says_so(server: _Server) -> None:
     server.logged.clear()
     process = subprocess.Popen(
-        words_of(),
+        [sys.executable, str(shipped.ROOT / "tools/submit_job.py"), "--", "echo", "--a b"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
