@@ -1,4 +1,4 @@
-"""Tiny models, made once a session, and the launcher of `worker.py`."""
+"""Tiny models, made once a session, and the launchers of this directory's workers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.multiprocessing.spawn import ProcessException
 
 from slime.utils import device
 from tests.parallel import tiny
+from tests.ranks import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 600.0
@@ -44,9 +46,20 @@ def run_layout(tmp_path: Path, models: Callable[[str], Path]) -> Run:
 
 def layout_errors(ranks: int, layout: dict[str, Any], models: list[Path], work: Path) -> dict[str, list[float]]:
     """The largest errors of logits and gradients over all ranks, by the name of each model's directory."""
-    torchrun(ranks, "worker.py", json.dumps(layout), work, *models, log=work / "log")
+    run_worker(ranks, "worker.py", json.dumps(layout), work, *models, log=work / "log")
     reports = [json.loads((work / f"rank{rank}.json").read_text()) for rank in range(ranks)]
     return {kind: [max(errors) for errors in zip(*(r[kind] for r in reports), strict=True)] for kind in reports[0]}
+
+
+def run_worker(ranks: int, worker: str, *arguments: str | Path, log: Path, timeout: float = TIMEOUT) -> None:
+    """As `torchrun`, which it uses on GPUs; elsewhere the ranks are forked, which saves each one's imports."""
+    if device.is_cuda():
+        torchrun(ranks, worker, *arguments, log=log, timeout=timeout)
+        return
+    try:
+        run_program(Path(__file__).parent / worker, list(map(str, arguments)), ranks, log, timeout)
+    except ProcessException as error:
+        raise AssertionError(f"{worker}: {error}\n{log.read_text()[-6000:]}") from None
 
 
 def torchrun(ranks: int, worker: str | Path, *arguments: str | Path, log: Path, timeout: float = TIMEOUT) -> None:

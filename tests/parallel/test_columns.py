@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.parallel import tiny
-from tests.parallel.conftest import torchrun
+from tests.parallel.conftest import run_worker
 
 NUM_GPUS = 0
 
@@ -33,6 +33,6 @@ def test_declared_columns_reach_the_model(layout: str, tmp_path: Path) -> None:
     model = tmp_path / "qwen3"
     tiny.model("qwen3").save_pretrained(model)
     ranks, sizes = LAYOUTS[layout]
-    torchrun(ranks, "columns_worker.py", model, tmp_path, json.dumps(sizes), log=tmp_path / "log")
+    run_worker(ranks, "columns_worker.py", model, tmp_path, json.dumps(sizes), log=tmp_path / "log")
     reports = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(ranks)]
     assert all(report["tokens"] > 500 for report in reports), reports

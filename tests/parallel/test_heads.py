@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from slime.convert import torch_dist_to_hf
 from slime.convert.stored import StoredTensors
 from tests.parallel import heads, rollouts
-from tests.parallel.conftest import torchrun
+from tests.parallel.conftest import run_worker
 from tests.ranks import run_ranks
 
 NUM_GPUS = 0
@@ -55,7 +55,7 @@ def test_heads(ranks: int, layout: dict[str, Any], kind: str, tmp_path: Path) ->
     logits, losses = plain.train(args, rollouts.columns(0))
     wanted = {name: tensor for name, tensor in plain.gradients().items() if not name.endswith(BIASES)}
     save_file({name: tensor.contiguous() for name, tensor in logits.items()}, tmp_path / "plain.safetensors")
-    torchrun(ranks, "heads_worker.py", kind, model_dir, tmp_path, json.dumps(layout), log=tmp_path / "log")
+    run_worker(ranks, "heads_worker.py", kind, model_dir, tmp_path, json.dumps(layout), log=tmp_path / "log")
     reports = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(ranks)]
     assert sum(report["compared"] for report in reports) > 100
     for report in reports:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from tests.parallel import lora_reference, plain, rollouts, tiny
 from tests.parallel.cases import CASES as RUNS
-from tests.parallel.conftest import torchrun
+from tests.parallel.conftest import run_worker
 from tests.parallel.outcome import metric_error
 from tests.parallel.test_trainer import check_reload, check_resume, metrics_of
 
@@ -67,7 +67,7 @@ def test_layout(
     for kind in kinds:
         paths += [models(kind), tmp_path / kind]
         lora_reference.save(kind, models(kind), tmp_path / kind, targets)
-    torchrun(ranks, "lora_worker.py", json.dumps(layout), tmp_path, ",".join(targets), *paths, log=tmp_path / "log")
+    run_worker(ranks, "lora_worker.py", json.dumps(layout), tmp_path, ",".join(targets), *paths, log=tmp_path / "log")
     for rank in range(ranks):
         for kind, report in json.loads((tmp_path / f"rank{rank}.json").read_text()).items():
             assert report["adapters"] == 0.0, kind
@@ -99,7 +99,7 @@ def test_steps_are_those_of_peft_and_adamw(
 ) -> None:
     """GRPO with a KL to the model without adapters, gradients clipped by their norm, on and off policy."""
     model, case = models(kind), RUNS[run]
-    torchrun(ranks, "trainer_worker.py", model, tmp_path, tmp_path, json.dumps(layout), run, log=tmp_path / "log")
+    run_worker(ranks, "trainer_worker.py", model, tmp_path, tmp_path, json.dumps(layout), run, log=tmp_path / "log")
     first, last = (load_file(tmp_path / f"{name}.safetensors") for name in (f"{run}_first", run))
     args = rollouts.arguments(model, **case.options)
     wanted = plain.train(args, model, [(case.rows(i), case.steps) for i in range(case.rollouts)], adapters=first)
@@ -132,7 +132,7 @@ def test_adapters_go_on_in_another_layout(tmp_path: Path, kind: str) -> None:
     for results, (ranks, layout, case) in runs.items():
         results.mkdir()
         options = json.dumps({**adapters, **layout})
-        torchrun(ranks, "trainer_worker.py", model, results, saved, options, case, log=results / "log")
+        run_worker(ranks, "trainer_worker.py", model, results, saved, options, case, log=results / "log")
         if case == "reload_other":
             check_reload(results, saved)
     check_resume(saved, "resumed", exactly=True)

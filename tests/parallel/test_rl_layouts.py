@@ -19,7 +19,7 @@ from slime.training.checks import rounding
 from slime.utils import device
 from tests.parallel import plain, rollouts, tiny
 from tests.parallel.cases import OPTIMIZERS, RL_CASES, RL_OPTIONS, steps_of
-from tests.parallel.conftest import torchrun
+from tests.parallel.conftest import run_worker
 from tests.parallel.outcome import Difference, Outcome, compare
 
 NUM_GPUS = 0
@@ -122,7 +122,7 @@ class Runs:
                 self._make(kind)
             spec |= {"name": name, "layout": layout, "jobs": list(jobs)}
             started = time.perf_counter()
-            torchrun(ranks, "rl_worker.py", self.work, json.dumps(spec), log=self.work / f"{name}.log", timeout=1800)
+            run_worker(ranks, "rl_worker.py", self.work, json.dumps(spec), log=self.work / f"{name}.log", timeout=1800)
             print(f"{name}: {time.perf_counter() - started:.0f} s")
         return json.loads(report.read_text())
 

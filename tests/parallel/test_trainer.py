@@ -21,7 +21,7 @@ from slime.rollout.batches.train_data import reward_metrics, rollout_metrics
 from slime.weights.hf_directory import stored_tensors
 from tests.parallel import plain, rollouts, tiny
 from tests.parallel.cases import CASES
-from tests.parallel.conftest import torchrun
+from tests.parallel.conftest import run_worker
 from tests.parallel.outcome import CRITIC, Outcome, metric_error
 
 NUM_GPUS = 0
@@ -106,7 +106,7 @@ def run(layout: str, model_dir: Path, work: Path) -> Path:
     if "reload_other" in cases:
         run("distopt", model_dir, work)
     arguments: list[str | Path] = [model_dir, results, work / "distopt", json.dumps(options), *cases]
-    torchrun(ranks, "trainer_worker.py", *arguments, log=results / "log")
+    run_worker(ranks, "trainer_worker.py", *arguments, log=results / "log")
     (results / "done").touch()
     return results
 
@@ -191,7 +191,7 @@ def test_experts_go_on_in_another_layout(kind: str, cut: dict[str, Any], tmp_pat
         results.mkdir()
         layout = {"expert_model_parallel_size": ranks, "use_distributed_optimizer": True, **(cut if ranks == 2 else {})}
         options = json.dumps(layout | {"moe_router_bias_update_rate": BIAS_STEP})
-        torchrun(ranks, "trainer_worker.py", model, results, saved, options, case, log=results / "log")
+        run_worker(ranks, "trainer_worker.py", model, results, saved, options, case, log=results / "log")
     check_resume(saved, "resumed", exactly=True)
     check_reload(other, saved)
     before, after = load_file(model / "model.safetensors"), load_file(saved / "resumed.safetensors")
@@ -253,7 +253,7 @@ def test_another_layout_goes_on(reload: str, tmp_path: Path) -> None:
     tiny.model(kind).save_pretrained(model)
     for results, (ranks, options), case in ((saved, saver, "resume"), (other, reader, "reload_other")):
         results.mkdir()
-        torchrun(ranks, "trainer_worker.py", model, results, saved, json.dumps(options), case, log=results / "log")
+        run_worker(ranks, "trainer_worker.py", model, results, saved, json.dumps(options), case, log=results / "log")
     check_resume(saved, "resumed", exactly=True)
     check_reload(other, saved)
     check_converted(saved, model, tmp_path / "hf")

@@ -65,7 +65,17 @@ def check(words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     return out
 
 
-@pytest.mark.parametrize("name", MODELS)
+def sourced_by(script: str) -> list[str]:
+    """The models of a run's script."""
+    return re.findall(r"scripts/models/(.+)\.sh", (SCRIPTS / script).read_text())
+
+
+SOURCED = {model for script in RUNS for model in sourced_by(script)}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name in SOURCED)) for name in MODELS]
+)  # in CI those of runs pass with them
 def test_model_scripts_pass_dry_run(name: str, files: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     expand = 'source "$1"; printf "%s\\n" "${MODEL_ARGS[@]}" "${CKPT_ARGS[@]}"'
     command = ["bash", "-euc", expand, "bash", str(shipped.SCRIPTS / f"{name}.sh")]
@@ -78,7 +88,7 @@ def test_model_scripts_pass_dry_run(name: str, files: Path, capsys: pytest.Captu
 def test_run_scripts_pass_dry_run(
     script: str, files: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sourced = re.findall(r"scripts/models/(.+)\.sh", (SCRIPTS / script).read_text())
+    sourced = sourced_by(script)
     model = checkpoint(files, sourced[0] if sourced else MODEL_OF[script])
     output = tmp_path / "output"
     (output / "data").mkdir(parents=True)
@@ -102,11 +112,13 @@ def test_run_scripts_pass_dry_run(
     assert "slot 0: training rank 0" in check(words[1:], capsys, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["qwen3-235B-A22B", "deepseek-r1", "kimi-k2-Instruct"])
+@pytest.mark.parametrize(
+    "name", ["qwen3-235B-A22B", *(pytest.param(n, marks=pytest.mark.full) for n in ("deepseek-r1", "kimi-k2-Instruct"))]
+)
 def test_several_nodes_may_have_other_than_eight_gpus(
     name: str, files: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    (model,) = re.findall(r"scripts/models/(.+)\.sh", (SCRIPTS / f"run-{name}.sh").read_text())
+    (model,) = sourced_by(f"run-{name}.sh")
     variables = {"HF_CHECKPOINT": str(checkpoint(files, model)), "SAVE_DIR": str(tmp_path / "output")}
     variables |= {data: str(files / "prompts.jsonl") for data in ("PROMPT_DATA", "EVAL_DATA")}
     _, (eight,) = run(f"run-{name}.sh", files, tmp_path / "eight", DRY_RUN="1", **variables)

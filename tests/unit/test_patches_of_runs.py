@@ -187,7 +187,7 @@ def test_each_process_of_a_server_looks_at_its_own_packages(allow: str, status: 
     assert status == 0 or len(ran.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize(("allow", "status"), [("0", 2), ("1", 0)])
+@pytest.mark.parametrize(("allow", "status"), [("0", 2), pytest.param("1", 0, marks=pytest.mark.full)])
 def test_a_program_without_the_flag_heeds_the_variable(
     allow: str, status: int, models: Callable[[str], Path], tmp_path: Path
 ) -> None:

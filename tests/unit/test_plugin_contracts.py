@@ -397,10 +397,10 @@ BAD = {
 }
 
 
-_IN_FULL = [pytest.param(name, marks=pytest.mark.full) for name in ("rollout", "path_loading")]
+_IN_FULL = [pytest.param(name, marks=pytest.mark.full) for name in ("rollout", "path_loading", "runtime_hook")]
 
 
-@pytest.mark.parametrize("name", ["generate", "runtime_hook", *_IN_FULL])
+@pytest.mark.parametrize("name", ["generate", *_IN_FULL])
 def test_each_file_is_a_program(name: str, tmp_path: Path) -> None:
     """Run from a user's own directory, without pytest's words in what it prints."""
     (tmp_path / "good.py").write_text(
