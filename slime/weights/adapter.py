@@ -34,9 +34,6 @@ class AdapterPublisher(WeightPublisher):
         self._payload = ""
         self._checksums: dict[str, str] | None = None
 
-    def _prepare(self, version: int) -> None:
-        self._tensors = {}
-
     def _deliver(self, bucket: NamedTensors, staged: Any) -> None:
         # The bucket's memory is used again for the next one.
         self._tensors |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in bucket}

@@ -10,7 +10,7 @@ from typing import Any
 
 from slime.utils.hf_writer import NamedTensors
 from slime.utils.user_functions import call_user_function
-from slime.weights.hf_directory import HFDirectoryWriter, load_format, weights_directory, weights_flag
+from slime.weights.hf_directory import HFDirectoryWriter, load_format
 from slime.weights.publisher import WeightPublisher
 
 
@@ -24,14 +24,12 @@ class DiskPublisher(WeightPublisher):
 
     def __init__(self, args: Namespace, rank: int) -> None:
         super().__init__(args, rank)
-        self._root = weights_directory(args)
         self._writer: HFDirectoryWriter | None = None
-        self._written = self._root
+        self._written: Path | None = None
         self._previous: Path | None = None
 
     def _prepare(self, version: int) -> None:
-        template, flag = Path(self.args.hf_checkpoint), weights_flag(self.args)
-        self._writer = HFDirectoryWriter(self._root / f"weight_v{version:06d}", template, flag)
+        self._writer = HFDirectoryWriter(self.args, f"weight_v{version:06d}")
 
     def _deliver(self, bucket: NamedTensors, staged: Any) -> None:
         # Not beside the next gather: engines do not wait for it, what they have goes on meanwhile.

@@ -16,7 +16,7 @@ from slime.models import family_of, hf_config
 from slime.utils.errors import some
 from slime.utils.hf_headers import read_headers
 from slime.utils.hf_writer import NamedTensors
-from slime.weights.hf_directory import HFDirectoryWriter, load_format, stored_tensors, weights_directory, weights_flag
+from slime.weights.hf_directory import HFDirectoryWriter, load_format, stored_tensors, weights_directory
 
 
 class EqualityCheck:
@@ -34,7 +34,7 @@ class EqualityCheck:
         self._template = Path(args.hf_checkpoint)
         self._load_format = load_format(args)
         self._parent = weights_directory(args)
-        self._writer = HFDirectoryWriter(self._parent / f"check_v{version:06d}", self._template, weights_flag(args))
+        self._writer = HFDirectoryWriter(args, f"check_v{version:06d}")
         self._digests: dict[str, str] = {}
 
     def add(self, bucket: NamedTensors) -> None:

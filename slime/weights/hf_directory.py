@@ -20,18 +20,14 @@ from slime.utils.storage import writing
 class HFDirectoryWriter(HFWriter):
     """A `HFWriter` that writes aside; `commit` renames its directory into place."""
 
-    def __init__(self, directory: Path, template: Path, flag: str) -> None:
-        """
-        Args:
-            directory: where it shall be; replaced if it is there.
-            template: a Hugging Face directory whose other files (config, tokenizer) are copied.
-            flag: which names the place, for errors: every method raises StorageError where it cannot be written.
-        """
-        self._final = directory
-        self._flag = flag
+    def __init__(self, args: Namespace, name: str) -> None:
+        """In `weights_directory`, where one of the name is replaced; its other files (config, tokenizer) are those of
+        ``--hf-checkpoint``. Every method raises StorageError where it cannot be written."""
+        self._final = weights_directory(args) / name
+        self._flag = "--update-weight-disk-dir" if args.update_weight_disk_dir else "--run-dir"
         self._committed = False
-        with writing(flag, directory):
-            super().__init__(aside.begin_directory(directory), template)
+        with writing(self._flag, self._final):
+            super().__init__(aside.begin_directory(self._final), Path(args.hf_checkpoint))
 
     def add(self, bucket: NamedTensors) -> None:
         """Write one bucket, as `HFWriter.add` does."""
@@ -70,11 +66,6 @@ def weights_directory(args: Namespace) -> Path:
         return run_dir / "weights"
     whose = hashlib.sha256(f"{socket.gethostname()}:{run_dir}".encode()).hexdigest()[:8]
     return Path(args.update_weight_disk_dir, f"{run_dir.name}-{whose}").absolute()
-
-
-def weights_flag(args: Namespace) -> str:
-    """Which flag names `weights_directory`."""
-    return "--update-weight-disk-dir" if args.update_weight_disk_dir else "--run-dir"
 
 
 def stored_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:

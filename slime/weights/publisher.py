@@ -74,11 +74,7 @@ class WeightPublisher:
     """Whether the engines themselves compare what they get with the trainer's digests."""
 
     def __init__(self, args: Namespace, rank: int) -> None:
-        """
-        Args:
-            args: the run's options.
-            rank: this process's rank among the trainers.
-        """
+        """``rank`` is this process's among the trainers."""
         self.args = args
         self.rank = rank
         self.engines: list[EngineAddress] = []

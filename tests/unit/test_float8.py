@@ -129,7 +129,8 @@ def test_what_is_written_for_engines_is_a_checkpoint_in_float8(origins: Path, tm
     origin = origins / "qwen3_moe_fp8"
     blocks, weights = Float8Blocks.of(origin), trained(origins / "qwen3_moe")
     assert blocks is not None
-    writer = HFDirectoryWriter(tmp_path / "version", origin, "--run-dir")
+    args = Namespace(run_dir=str(tmp_path), update_weight_disk_dir=None, hf_checkpoint=str(origin))
+    writer = HFDirectoryWriter(args, "version")
     for bucket in blocks.quantised(in_buckets(weights, 20_000)):
         writer.add(bucket)
     directory = writer.commit()

@@ -178,14 +178,16 @@ def test_no_file_is_left_half_written(tmp_path: Path) -> None:
 
 
 def test_weights_on_disk_name_their_flag(tmp_path: Path) -> None:
-    writer = HFDirectoryWriter(tmp_path / "weight_v1", tmp_path, "--update-weight-disk-dir")
+    args = Namespace(run_dir=str(tmp_path / "run"), update_weight_disk_dir=str(tmp_path), hf_checkpoint=str(tmp_path))
+    writer = HFDirectoryWriter(args, "weight_v1")
     with pytest.raises(StorageError, match=r"^--update-weight-disk-dir .*weight_v1: a file would"), no_file_above(99):
         writer.add([("a", TENSORS["a"])])
     writer.discard()
-    assert not list(tmp_path.iterdir())
-    (tmp_path / "file").touch()
+    assert not list(tmp_path.rglob("weight_v1*"))
+    (tmp_path / "run").touch()
+    args.update_weight_disk_dir = None
     with pytest.raises(StorageError, match=r"^--run-dir .*is in the place of one"):
-        HFDirectoryWriter(tmp_path / "file" / "x", tmp_path, "--run-dir")
+        HFDirectoryWriter(args, "x")
 
 
 def test_a_directory_has_a_name_that_leaves_room_for_what_is_written_beside_it(tmp_path: Path) -> None:

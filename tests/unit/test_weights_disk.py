@@ -168,7 +168,7 @@ def test_a_users_function_sees_the_version_before_the_engines_pause(
     control.update_weights_from_disk = lambda path, load_format: order.append(path)  # type: ignore[attr-defined]
     publisher.args.custom_update_weight_post_write_path = f"{tmp_path}/mine.py:f"
     publisher.publish(1, [views_of_one_buffer()], engines)
-    directory = str(publisher._root / "weight_v000001")
+    directory = str(weights_directory(publisher.args) / "weight_v000001")
     assert order == [(directory, engines), "pause", directory]
     flag = "--custom-update-weight-post-write-path"
     publisher.args.custom_update_weight_post_write_path = f"{tmp_path}/mine.py:fails"
@@ -189,7 +189,8 @@ def test_runs_that_share_a_directory_leave_each_others_versions_alone(
             each.publish(version, [views_of_one_buffer()], engines)
     assert versions(tmp_path) == ["weight_v000002"] * 2
     assert (tmp_path / "versions" / "weight_v000000").is_dir()
-    assert weights_directory(ours) == publisher._root, "a resumed run writes where it wrote before"
+    resumed = weights_directory(ours) / "weight_v000002"
+    assert resumed == publisher._previous, "a resumed run writes where it wrote before"
 
 
 def test_an_engine_that_joined_reads_the_next_version_too(

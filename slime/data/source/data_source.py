@@ -232,25 +232,22 @@ class RolloutDataSource(DataSource):
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides what comes next, and where the prompts went, as plain values."""
         with self.lock:
-            return self._state()
-
-    def _state(self) -> dict[str, Any]:
-        handed_out = [pickle.loads(group) for entries in self._in_flight.values() for _, group in entries]
-        return {
-            "epoch": self._epoch,
-            "cursor": self._cursor,
-            "num_groups": self.num_read,
-            "num_samples": self._num_samples,
-            "num_added": self.num_added,
-            "num_trained": self.num_trained,
-            "num_dropped": dict(self.num_dropped),
-            "in_flight": _as_dicts([*handed_out, *self._again]),
-            "metadata": dict(self.metadata),
-            "num_prompts": len(self),
-            "prompts_digest": getattr(self.dataset, "digest", None),
-            "n_samples_per_prompt": int(self.args.n_samples_per_prompt),
-            "shuffle": [bool(self.args.rollout_shuffle), int(self.args.rollout_seed)],
-        }
+            handed_out = [pickle.loads(group) for entries in self._in_flight.values() for _, group in entries]
+            return {
+                "epoch": self._epoch,
+                "cursor": self._cursor,
+                "num_groups": self.num_read,
+                "num_samples": self._num_samples,
+                "num_added": self.num_added,
+                "num_trained": self.num_trained,
+                "num_dropped": dict(self.num_dropped),
+                "in_flight": _as_dicts([*handed_out, *self._again]),
+                "metadata": dict(self.metadata),
+                "num_prompts": len(self),
+                "prompts_digest": getattr(self.dataset, "digest", None),
+                "n_samples_per_prompt": int(self.args.n_samples_per_prompt),
+                "shuffle": [bool(self.args.rollout_shuffle), int(self.args.rollout_seed)],
+            }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken; other rows, shuffle or sizes of groups than then are warned of.
