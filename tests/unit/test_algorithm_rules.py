@@ -198,7 +198,7 @@ def test_functions_in_a_bare_file(name: str, function: str, directory: Path) -> 
          "reinforce_plus_plus_baseline is defined with whitened advantages: add --normalize-advantages"),
         ("--use-rollout-logprobs --use-tis", "which leaves --use-tis nothing to do: drop one of them"),
         ("--use-rollout-logprobs --use-rs", "which leaves --use-rs nothing to do: drop one of them"),
-        ("--custom-tis-function-path functions.py:run", "--custom-tis-function-path has no effect without --use-tis"),
+        ("--custom-tis-function-path functions.py:run", "functions.py:run has no effect without --use-tis"),
         ("--use-tis --tis-clip 0.5 --tis-clip-low 0.6", "--tis-clip-low 0.6 is above --tis-clip 0.5"),
         (
             "--use-tis --tis-mode truncate --tis-clip-low 0.9",

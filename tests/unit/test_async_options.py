@@ -75,7 +75,7 @@ def test_a_push_is_due_before_samples_are_too_old(capsys: pytest.CaptureFixture[
         ("--async-buffer-size -1", "must be at least 0"),
         ("--max-weight-staleness -1", "must be at least 0"),
         (f"{FULLY_ASYNC} --max-weight-staleness 0", f"{FULLY_ASYNC} generates ahead: give --max-weight-staleness 1"),
-        (f"{FULLY_ASYNC} --rm-type dapo", "--rm-type dapo: --reward-key is missing"),
+        (f"{FULLY_ASYNC} --rm-type dapo", "--rm-type dapo answers with an object: --reward-key must be score or acc"),
         (f"{FULLY_ASYNC} --over-sampling-batch-size 8", "would not heed --over-sampling-batch-size 8: drop it"),
     ],
 )
