@@ -55,6 +55,7 @@ selection=(-m "not full")
 if $full; then
     directories+=(tests/gpu)
     selection=()
+    export SLIME_TEST_TORCHRUN=1 # ranks are programs of their own, not forks of one
 fi
 files=()
 for directory in "${directories[@]}"; do

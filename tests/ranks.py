@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.multiprocessing as mp
 
 from slime.utils import device
@@ -26,15 +27,25 @@ _KILLED_S = 10.0
 """How long a killed process may take to be gone."""
 
 
-def run_ranks(function: Callable[..., None], arguments: tuple[Any, ...], ranks: int, timeout: float = TIMEOUT) -> None:
+def run_ranks(
+    function: Callable[..., None],
+    arguments: tuple[Any, ...],
+    ranks: int,
+    timeout: float = TIMEOUT,
+    *,
+    forks: bool = True,
+) -> None:
     """Call ``function(rank, *arguments)`` in one new process a rank; none of them is left afterwards.
+
+    Args:
+        forks: False gives each rank an interpreter of its own, with its own order of sets and nothing imported.
 
     Raises:
         ProcessRaisedException: a rank raised; the message is its traceback.
         AssertionError: ranks were still running after ``timeout`` seconds; it names them.
     """
     # A fork of a process that has asked for GPUs cannot use them.
-    method = "spawn" if device.is_cuda() else "forkserver"
+    method = "forkserver" if forks and not device.is_cuda() else "spawn"
     multiprocessing.set_forkserver_preload(["tests.preloaded"])
     context: Any = mp.start_processes(function, arguments, nprocs=ranks, join=False, start_method=method)
     deadline = time.monotonic() + timeout
@@ -70,4 +81,5 @@ def _run_program(rank: int, path: str, words: list[str], variables: dict[str, st
         for number in (1, 2):
             os.dup2(printed.fileno(), number)
     sys.argv = [path, *words]
+    torch.set_num_threads(1)  # OMP_NUM_THREADS comes too late for a torch that was loaded before
     runpy.run_path(path, run_name="__main__")

@@ -51,11 +51,11 @@ def check_weight_files(args: Namespace, resumed: SavedModel | None, *, downloade
     """
     trains, own, ref = args.placement != "rollout_only", Path(args.hf_checkpoint), args.ref_load
     # Those of a run that is resumed are read for the reference, and for what adapters are added to.
-    starts = trains and not args.random_weights
-    starts = starts and (resumed is None or args.needs_reference or args.lora_rank is not None)
+    reads = trains and not args.random_weights
+    starts = reads and (resumed is None or args.needs_reference or args.lora_rank is not None)
     serves = args.num_engines > 0 and not args.random_weights
     serves = serves and getattr(args, "sglang_load_format", "auto") in ("auto", "safetensors")
-    if trains and ref is not None and not (has_weights(ref) or has_checkpoint(ref) or is_torch_dist(ref)):
+    if reads and ref is not None and not (has_weights(ref) or has_checkpoint(ref) or is_torch_dist(ref)):
         raise OptionError(f"--ref-load {ref}: there are neither *.safetensors nor a checkpoint in it")
     if downloaded and ((starts and ref is None) or serves) and not has_weights(own):
         raise OptionError(f"--hf-checkpoint {own}: there are no *.safetensors in it")

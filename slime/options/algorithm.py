@@ -219,7 +219,8 @@ RULES = (
         "n_samples_per_prompt=1",
         "leaves",
         f"advantage_estimator={'|'.join(BASELINES)}",
-        " nothing to compare a response with: use 2 or more, or --disable-rewards-normalization",
+        " nothing to compare a response with: use 2 or more, or --disable-rewards-normalization for "
+        "rewards as they are",
         when="loss_type!=sft_loss reward_baseline !debug_rollout_only "
         "!custom_advantage_function_path !custom_reward_post_process_path",
     ),

@@ -134,5 +134,11 @@ class CheckpointOptions:
 
 RULES = (
     Rule("save_interval", "needs", "save save_hf save_lora"),
-    Rule("use_kl_loss kl_coef", "needs", "ref_load lora_rank", when="needs_reference placement!=rollout_only"),
+    Rule(
+        "use_kl_loss kl_coef",
+        "needs",
+        "ref_load lora_rank",
+        ": weights to stay close to",
+        when="needs_reference placement!=rollout_only",
+    ),
 )

@@ -22,12 +22,7 @@ RULES = (
         "tensor_model_parallel_size>1", "needs", "sequence_parallel", ", as the model has experts", when="num_experts"
     ),
     Rule("moe_ffn_hidden_size", "is no multiple of", "expert_tensor_parallel_size", when="num_experts"),
-    Rule(
-        "moe_shared_expert_intermediate_size",
-        "is no multiple of",
-        "tensor_model_parallel_size",
-        when="num_experts",
-    ),
+    Rule("moe_shared_expert_intermediate_size", "is no multiple of", "tensor_model_parallel_size", when="num_experts"),
     Rule("recompute_granularity=full", "needs", "recompute_method"),
     Rule("recompute_granularity=full", "needs", "recompute_num_layers"),
     Rule("num_layers_per_virtual_pipeline_stage", "and", "virtual_pipeline_model_parallel_size", " exclude each other"),

@@ -116,7 +116,7 @@ class _Term:
         """What the term says, in words."""
         flag = _NAMES.get(self.text) or flag_saying(self.name, True)
         if self.text in _NAMES or self.values == ["None"]:
-            return flag
+            return f"no {flag}" if self.sign == "=" and self.values == ["None"] else flag
         return flag + {"=": " ", "!=": " other than ", ">": " above ", "": ""}[self.sign] + " or ".join(self.values)
 
 

@@ -50,10 +50,7 @@ RULES = (
     ),
     Rule("optimizer!=adam|sgd", ": there are adam and sgd"),
     Rule(
-        "optimizer!=adam",
-        "cannot be distributed: drop",
-        "use_distributed_optimizer",
-        when="@use_distributed_optimizer",
+        "optimizer!=adam", "cannot be distributed: drop", "use_distributed_optimizer", when="@use_distributed_optimizer"
     ),
     Rule("lr_warmup_fraction!=None", "and", "lr_warmup_iters", " exclude each other"),
     Rule("min_lr lr_warmup_init", "is above", "lr"),

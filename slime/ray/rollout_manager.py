@@ -40,9 +40,10 @@ from slime.rollout.evaluation import eval_metrics, evaluation_output, load_eval_
 from slime.rollout.reward.reward_log import RewardLog
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.sglang_rollout import draw_first_groups, generate_groups
-from slime.rollout.user.hooks import accepted, logs_evaluation, logs_rollout, naming
+from slime.rollout.user.hooks import accepted, logs_evaluation, logs_rollout
 from slime.utils.errors import BadInputError, CancelledRolloutError, DeadlineError, SlimeError
 from slime.utils.misc import attribute_of, load_function
+from slime.utils.user_functions import naming
 
 logger = logging.getLogger(__name__)
 

@@ -22,10 +22,11 @@ from slime.rollout.engine.state import RolloutState, state_of_call
 from slime.rollout.engine.versions import newest_version, note_version
 from slime.rollout.rm_hub import async_rm, batched_async_rm, judge_of
 from slime.rollout.sampling import request_seed
-from slime.rollout.user.hooks import HookError, Limit, accepted, call_hook, naming
-from slime.utils.errors import DeadlineError, SettingError, SlimeError
+from slime.rollout.user.hooks import Limit, accepted, call_hook
+from slime.utils.errors import DeadlineError, HookError, SettingError, SlimeError
 from slime.utils.http_client import NoReplyError, RequestError
 from slime.utils.misc import load_function
+from slime.utils.user_functions import naming
 
 T = TypeVar("T")
 

@@ -24,8 +24,8 @@ from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.group import GroupRun, untrainable
 from slime.rollout.sampling import seeded, train_sampling_params
 from slime.rollout.user.failure_log import told_again
-from slime.rollout.user.hooks import HookError, call_hook
-from slime.utils.errors import SettingError
+from slime.rollout.user.hooks import call_hook
+from slime.utils.errors import HookError, SettingError
 from slime.utils.misc import attribute_of, load_function
 
 logger = logging.getLogger(__name__)
@@ -92,8 +92,8 @@ class Pool:
         params = train_sampling_params(self._args)
         for group in groups:
             self._state.num_samples += len(group)
-            seeds = seeded(self._args, params, "rollout", self._rollout_id, group[0].group_index)
-            run = GroupRun(self._args, self._state, group, seeds)
+            params_of = seeded(self._args, params, "rollout", self._rollout_id, group[0].group_index)
+            run = GroupRun(self._args, self._state, group, params_of)
             with position(self._num_begun):
                 task = asyncio.create_task(run.run())
             self._running[task] = self._num_begun, run

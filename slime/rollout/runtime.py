@@ -69,6 +69,7 @@ class RolloutRuntime:
         self._lock = threading.Lock()
         self._loops: dict[asyncio.AbstractEventLoop, OfLoop] = {}
         """Streams refer to their loop, so that no weak reference to that would ever end."""
+        allow_open_files(self.capacity)
 
     def own_process(self) -> None:
         """Be the `current` one also of threads that a user's code begins, which have no context of ours."""

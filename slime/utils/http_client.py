@@ -232,25 +232,33 @@ class Http:
 
     async def close(self) -> None:
         """Close the running event loop's connections; for one whose peer reads nothing 10 s are waited at most."""
-        if (found := self._sessions.pop(asyncio.get_running_loop(), None)) is not None:
+        with self._lock:
+            found = self._sessions.pop(asyncio.get_running_loop(), None)
+        if found is not None:
             await found[1].aclose()
 
     async def _session(self) -> aiohttp.ClientSession:
         # One session a loop: aiohttp's connections belong to the loop they were opened on.
         loop = asyncio.get_running_loop()
-        if loop not in self._sessions:
+        found = self._sessions.get(loop)
+        if found is None or found[0].closed:
+            lending = self._lend()
+            found = await anext(lending), lending  # no other task runs meanwhile: it waits for nothing
             with self._lock:
                 for ended in [other for other in self._sessions if other.is_closed()]:
-                    del self._sessions[ended]
-            lending = self._lend()
-            self._sessions[loop] = await anext(lending), lending
-        return self._sessions[loop][0]
+                    # Whoever closed it did not end its generators; an open session would complain of that.
+                    session, _ = self._sessions.pop(ended)
+                    with contextlib.suppress(RuntimeError, AttributeError):
+                        session.connector._close()  # type: ignore[union-attr]
+                self._sessions[loop] = found
+        return found[0]
 
     async def _lend(self) -> AsyncGenerator[aiohttp.ClientSession, None]:
         """A session that is closed when its loop is shut down, as `asyncio.run` ends the generators that are under way:
         a hook may call it for each sample."""
         session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
+            cookie_jar=aiohttp.DummyCookieJar(),  # a router's would bind all requests to one engine
             timeout=aiohttp.ClientTimeout(total=self._timeout),
             trust_env=False,
         )

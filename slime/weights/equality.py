@@ -14,7 +14,7 @@ import torch
 from slime.backends.sglang.client import EngineControl, EngineError
 from slime.models import family_of, hf_config
 from slime.utils.errors import some
-from slime.utils.hf_headers import read_headers
+from slime.utils.hf_headers import read_engine_headers
 from slime.utils.hf_writer import NamedTensors
 from slime.weights.hf_directory import HFDirectoryWriter, load_format, stored_tensors, weights_directory
 
@@ -79,7 +79,7 @@ def expected_names(hf_checkpoint: Path) -> set[str]:
     layer that is tied to the embedding."""
     config = hf_config(hf_checkpoint)
     carried = family_of(config).carried(config)
-    names = {name for name in read_headers(hf_checkpoint) if not name.startswith(carried)}
+    names = {name for name in read_engine_headers(hf_checkpoint) if not name.startswith(carried)}
     if config.tie_word_embeddings:
         names.discard("lm_head.weight")
     return names

@@ -97,7 +97,6 @@ def log_of_job(process: TrainProcess) -> str:
     return Path(path).read_text()
 
 
-@pytest.mark.full  # in CI test_registered has such a job, and the unit tests what is handed to it
 def test_a_job_runs_on_a_ray_of_its_own_and_nothing_is_left(place: Path) -> None:
     with started(place, "a", "exit", "0", "'b c'", model_type="qwen2.5-0.5B") as process:
         process.wait_until((place / "a.job").exists, RUN_S, "the job")

@@ -62,7 +62,7 @@ def _release(rank: int, work: str) -> None:
 
 
 def test_the_memory_of_all_ranks_is_gone_when_the_first_answers(tmp_path: Path) -> None:
-    run_ranks(_release, (str(tmp_path),), 2)
+    run_ranks(_release, (str(tmp_path),), 2, forks=False)
     of_sglang, mended = json.loads((tmp_path / "early.json").read_text())
     assert of_sglang > _SLOW_S, "SGLang waits for all ranks now: drop fixes.sleep_when_all_do"
     assert mended <= 0

@@ -19,7 +19,7 @@ from slime.rollout.engine import state as state_module
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.sglang_rollout import generate, generate_and_rm
 from slime.rollout.tokenizer import load_tokenizer
-from slime.rollout.user.hooks import HookError
+from slime.utils.errors import HookError
 from slime.utils.http_utils import RequestError
 
 NUM_GPUS = 0

@@ -16,7 +16,7 @@ from slime.data.source.under_way import under_way
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.rollout.sglang_rollout import generate_rollout
-from slime.rollout.user.hooks import HookError
+from slime.utils.errors import HookError
 from tests.fake_client import Engine, FakeClient, accounts, hook_file, indices, push, rollout
 
 NUM_GPUS = 0

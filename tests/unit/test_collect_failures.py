@@ -15,8 +15,7 @@ from slime.options.schema import flag_named
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.user.failure_log import FailureLog
-from slime.rollout.user.hooks import HookError
-from slime.utils.errors import SettingError
+from slime.utils.errors import HookError, SettingError
 from slime.utils.misc import load_function
 from tests.fake_client import Engine, FakeClient, accounts, hook_file, indices, rollout
 

@@ -247,7 +247,9 @@ async def main():
     url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
     payload = {"input_ids": [1], "rid": "abc"}
     async with aiohttp.ClientSession(headers={"Authorization": "secret"}) as session:
-        for options in ({"json": payload}, {"data": json.dumps(payload).encode()}):
+        text = json.dumps(payload).encode()
+        made = aiohttp.payload.JsonBytesPayload(payload, lambda value: json.dumps(value).encode())
+        for options in ({"json": payload}, {"data": text}, {"data": made}):
             async with session.post(f"{url}/generate", **options) as reply:
                 assert await reply.json() == payload
         async with session.post(f"{url}/workers", json={"api_key": "secret"}) as reply:
@@ -276,9 +278,9 @@ def test_requests_are_recorded_as_they_are_sent(tmp_path: Path) -> None:
     (file,) = recorder.glob("*.jsonl")
     assert "secret" not in file.read_text()
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [line["path"] for line in lines] == ["/generate", "/generate", "/v1/completions"]
+    assert [line["path"] for line in lines] == ["/generate", "/generate", "/generate", "/v1/completions"]
     assert all(line["body"] == {"input_ids": [1], "rid": "an id"} for line in lines)
-    assert all("authorization" in line["headers"] for line in lines[:2])
+    assert all("authorization" in line["headers"] for line in lines[:3])
 
 
 def test_a_table_has_a_line_for_each_quantity() -> None:

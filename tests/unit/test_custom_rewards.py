@@ -13,8 +13,7 @@ import pytest
 
 from slime.data import Sample
 from slime.rollout.rm_hub import async_rm, batched_async_rm
-from slime.rollout.user.hooks import HookError
-from slime.utils.errors import BadInputError
+from slime.utils.errors import BadInputError, HookError
 
 NUM_GPUS = 0
 

@@ -22,8 +22,7 @@ from slime.rollout.engine.loop import background_loop
 from slime.rollout.engine.versions import staleness
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
 from slime.rollout.runtime import current
-from slime.rollout.user.hooks import HookError
-from slime.utils.errors import SettingError
+from slime.utils.errors import HookError, SettingError
 from tests.fake_client import FakeClient, hook_file, push, reply
 from tests.waiting import skip, wait_for
 

@@ -81,6 +81,11 @@ def test_missing_and_unexpected_tensors_are_listed(model_dir: Path) -> None:
         check(names[:1], model_dir)
 
 
+def test_nothing_is_expected_of_a_model_that_has_a_config_alone(tmp_path: Path) -> None:
+    tiny.config("qwen3").save_pretrained(tmp_path)
+    assert expected_names(tmp_path) == set()
+
+
 def test_layers_that_are_not_trained_are_left_out_and_kept(tmp_path: Path) -> None:
     origin, target = tmp_path / "glm", tmp_path / "target"
     tiny.model("glm4_moe").save_pretrained(origin)

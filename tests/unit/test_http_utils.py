@@ -427,12 +427,14 @@ def test_requests_and_replies_that_strict_json_does_not_know() -> None:
 
 OPEN_FILES = """
 import asyncio, resource, sys
+from argparse import Namespace
 from slime.backends.sglang.client import GenerateClient
-from slime.utils.http_client import Http, allow_open_files
+from slime.rollout.runtime import RolloutRuntime
+from slime.utils.http_client import allow_open_files
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1])))
 async def main():
-    client = GenerateClient(Http(60.0), "http://127.0.0.1:9", None, retries=0)
-    allow_open_files(1000)
+    runtime = RolloutRuntime(Namespace(request_timeout=60.0, sglang_server_concurrency=500, num_engines=2))
+    client = GenerateClient(runtime.http, "http://127.0.0.1:9", None, retries=0)
     print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     taken = []
     try:

@@ -14,7 +14,7 @@ from slime.data import Sample, Status
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.group import generate_and_rm
-from slime.rollout.user.hooks import HookError
+from slime.utils.errors import HookError
 from tests.fake_client import FakeClient, accounts, hook_file, indices, rollout
 
 NUM_GPUS = 0

@@ -29,9 +29,8 @@ from slime.ray.rollout_manager import restore_source, source_state
 from slime.ray.run import Run
 from slime.ray.saving import Saver
 from slime.ray.supervision import LOAD_DATA, Deadline, InputError, RunError, Supervisor, limit_of
-from slime.rollout.user.hooks import HookError
 from slime.utils.environment import as_environment
-from slime.utils.errors import BadInputError, DeadlineError
+from slime.utils.errors import BadInputError, DeadlineError, HookError
 from tests.small_fleet import slot_options
 
 NUM_GPUS = 0

@@ -21,9 +21,8 @@ from slime.rollout.reward.algebra import AlgebraPool
 from slime.rollout.reward.answers import last_boxed
 from slime.rollout.reward.equality import quick_equal
 from slime.rollout.rm_hub import async_rm
-from slime.rollout.user.hooks import HookError
 from slime.utils import http_utils
-from slime.utils.errors import SettingError
+from slime.utils.errors import HookError, SettingError
 from slime.utils.http_utils import RequestError
 
 NUM_GPUS = 0

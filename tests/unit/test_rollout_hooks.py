@@ -15,8 +15,7 @@ from slime.rollout.base_types import flatten_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.engine.loop import background_loop
 from slime.rollout.sglang_rollout import generate_and_rm
-from slime.rollout.user.hooks import HookError
-from slime.utils.errors import BadInputError, DeadlineError
+from slime.utils.errors import BadInputError, DeadlineError, HookError
 from tests.fake_client import FakeClient, hook_file, indices, rollout
 from tests.waiting import wait_for
 

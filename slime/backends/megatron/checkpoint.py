@@ -13,11 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.utils import (
-    add_prefix_for_sharding,
-    extract_nonpersistent,
-    extract_sharded_base,
-)
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding, extract_nonpersistent, extract_sharded_base
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler

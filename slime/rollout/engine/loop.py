@@ -42,7 +42,11 @@ class BackgroundLoop:
     def _close_connections(self) -> None:
         """End the generators that lend them (`Http`), as `asyncio.run` does: at exit each would say that it is open."""
         with contextlib.suppress(concurrent.futures.TimeoutError):
-            asyncio.run_coroutine_threadsafe(self._loop.shutdown_asyncgens(), self._loop).result(_EXIT_S)
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(_EXIT_S)
+
+    async def _end(self) -> None:
+        await cancel([task for task in self._tasks if task is not asyncio.current_task()])
+        await self._loop.shutdown_asyncgens()
 
     def _run(self) -> None:
         while True:

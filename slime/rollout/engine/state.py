@@ -19,7 +19,6 @@ from slime.data import Sample
 from slime.observability.trace import span
 from slime.rollout.engine.versions import versions
 from slime.rollout.runtime import RolloutRuntime, current, current_or_new
-from slime.utils.http_client import allow_open_files
 from slime.utils.http_utils import RequestError, http_url
 from slime.utils.user_functions import setting
 
@@ -196,7 +195,6 @@ def router_url(args: Namespace) -> str:
 
 def make_client(args: Namespace, runtime: RolloutRuntime) -> GenerateClient:
     """A client of the router."""
-    allow_open_files(runtime.capacity)
     adapter = args.lora_sync == "adapter"
     return GenerateClient(runtime.http, router_url(args), args.sglang_router_api_key, _RETRIES, adapter=adapter)
 

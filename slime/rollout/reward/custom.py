@@ -11,7 +11,8 @@ from slime.data import Sample
 from slime.options.calls import CallError, form_of
 from slime.options.rollout import GROUP_REWARD_NAMES, REWARD_CALLS, REWARD_NAMES
 from slime.rollout.engine.loop import run_all
-from slime.rollout.user.hooks import HookError, Limit, call_hook
+from slime.rollout.user.hooks import Limit, call_hook
+from slime.utils.errors import HookError
 from slime.utils.misc import load_function
 
 Reward = float | dict[str, Any] | None

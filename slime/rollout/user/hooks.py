@@ -28,10 +28,6 @@ from slime.utils.errors import DeadlineError, HookError
 from slime.utils.misc import load_function
 from slime.utils.user_functions import is_first, naming
 
-__all__ = [
-    "HookError", "Limit", "accepted", "accepts", "call_hook", "logs_evaluation", "logs_rollout", "naming", "within"
-]  # fmt: skip
-
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)

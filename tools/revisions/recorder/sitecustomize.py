@@ -31,7 +31,9 @@ def _record(method: str, url: object, headers: Iterable[str], body: Any) -> None
     path = urlsplit(str(url)).path
     if method.upper() != "POST" or path not in _PATHS:
         return
-    if isinstance(body, bytes | str):
+    if hasattr(body, "decode"):  # bytes, or what aiohttp makes of an object: its form before it is sent
+        body = body.decode()
+    if isinstance(body, str):
         body = json.loads(body)
     if isinstance(body, dict):
         body = body | {name: "an id" for name in _IDS if body.get(name) is not None}
