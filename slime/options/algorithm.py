@@ -205,7 +205,11 @@ RULES = (
         "custom_pg_loss_reducer_function_path",
         " makes of the policy loss: let the function divide, and drop the flag",
     ),
-    Rule("overlong_penalty_factor!=1.0", "has no effect without", "overlong_buffer_len"),
+    Rule(
+        f"overlong_penalty_factor!={AlgorithmOptions.overlong_penalty_factor}",
+        "has no effect without",
+        "overlong_buffer_len",
+    ),
     Rule("overlong_buffer_len", "needs", "rollout_max_response_len", ", at which it ends"),
     Rule("overlong_buffer_len", "is more than", "rollout_max_response_len"),
     Rule("overlong_buffer_len", "has no effect with", "loss_type=sft_loss", ", which has no rewards: drop it"),

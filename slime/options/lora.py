@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from slime.options.checkpoint import same_place
 from slime.options.errors import OptionError
-from slime.options.rules import Rule, check
+from slime.options.rules import Rule, broken, check
 from slime.options.schema import flag_named, option
 
 _OURS = "slime.rollout."
@@ -150,9 +150,8 @@ def settle_lora_sync(args: Namespace, warnings: list[str]) -> None:
         OptionError: naming both flags.
     """
     if args.lora_sync != "merged":
-        rows = (sentence for rule in ADAPTER_SYNC if (sentence := rule.broken(args)))
         computed = (f"{what} {_NOT}: {why}" for what, why in _against_adapter_sync(args))
-        obstacle = next(rows, None) or next(computed, None)
+        obstacle = next(broken(args, ADAPTER_SYNC), None) or next(computed, None)
         if obstacle is not None and args.lora_sync == "adapter":
             raise OptionError(f"{obstacle}; or use --lora-sync merged")
         if obstacle is not None:

@@ -11,7 +11,7 @@ import functools
 import operator
 import re
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,8 +115,10 @@ class _Term:
     def described(self) -> str:
         """What the term says, in words."""
         flag = _NAMES.get(self.text) or flag_saying(self.name, True)
-        if self.text in _NAMES or self.values == ["None"]:
-            return f"no {flag}" if self.sign == "=" and self.values == ["None"] else flag
+        if self.values == ["None"]:
+            return f"no {flag}" if self.sign == "=" else flag
+        if self.text in _NAMES:
+            return flag
         return flag + {"=": " ", "!=": " other than ", ">": " above ", "": ""}[self.sign] + " or ".join(self.values)
 
 
@@ -133,10 +135,11 @@ def hold(args: Namespace, terms: str) -> bool:
 
 
 def check(args: Namespace, *tables: tuple[Rule, ...]) -> None:
-    """Hold the options against tables of rules.
+    """Hold the options against tables of rules; OptionError with the sentence of every rule that is broken."""
+    if sentences := [sentence for table in tables for sentence in broken(args, table)]:
+        raise OptionError("; ".join(sentences))
 
-    Raises:
-        OptionError: with the sentence of every rule that is broken.
-    """
-    if broken := [sentence for table in tables for rule in table if (sentence := rule.broken(args))]:
-        raise OptionError("; ".join(broken))
+
+def broken(args: Namespace, table: tuple[Rule, ...]) -> Iterator[str]:
+    """The sentence of every rule of a table that is broken."""
+    return filter(None, (rule.broken(args) for rule in table))
