@@ -205,10 +205,13 @@ def from_samples(column: Column, samples: Sequence[Any], called: Callable[[int],
             f"{called(missing[0])}: no {column.name_for_users}, which every sample must have "
             f"({len(missing)} of {len(samples)} lack it)"
         )
-    rows: list[Any] = [
-        _checked(column, value, sample, called(position))
-        for position, (value, sample) in enumerate(zip(given, samples, strict=True))
-    ]
+    rows: list[Any] = []
+    with np.errstate(all="ignore"):  # what a cast makes of other values is looked at
+        for position, (value, sample) in enumerate(zip(given, samples, strict=True)):
+            try:
+                rows.append(_checked(column, value, sample))
+            except ColumnError as error:
+                raise ColumnError(f"{called(position)}: {column.name_for_users} {error}") from error
     if column.span == "row":
         return np.stack(rows)
     if column.span == "media":
@@ -218,25 +221,23 @@ def from_samples(column: Column, samples: Sequence[Any], called: Callable[[int],
     return Ragged.from_rows(rows, column.dtype, column.trailing)
 
 
-def _checked(column: Column, value: Any, sample: Any, called: str) -> Any:
-    what = f"{called}: {column.name_for_users}"
+def _checked(column: Column, value: Any, sample: Any) -> Any:
     if column.span == "media":
         if not are_references(value):
-            raise ColumnError(f"{what} must be a list of slime.data.media.MediaRef")
+            raise ColumnError("must be a list of slime.data.media.MediaRef")
         return tuple(value)
     try:
         array = np.asarray(value)
         if array.dtype.kind not in "biufc":
             raise TypeError(f"it has entries of type {array.dtype}")
-        with np.errstate(all="ignore"):
-            cast = array.astype(column.dtype)
+        cast = array.astype(column.dtype, copy=False)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise ColumnError(f"{what} is not made of numbers: {error}") from error
+        raise ColumnError(f"is not made of numbers: {error}") from error
     entries = {"row": (), "response": (sample.response_length,), "sequence": (len(sample.tokens),)}[column.span]
     if cast.shape != (*entries, *column.trailing):
-        raise ColumnError(f"{what} has shape {cast.shape}, and must have {(*entries, *column.trailing)}")
-    if np.issubdtype(column.dtype, np.integer) and not (cast == array).all():
-        raise ColumnError(f"{what} has values that {np.dtype(column.dtype)} does not hold")
+        raise ColumnError(f"has shape {cast.shape}, and must have {(*entries, *column.trailing)}")
+    if cast is not array and np.issubdtype(column.dtype, np.integer) and not (cast == array).all():
+        raise ColumnError(f"has values that {np.dtype(column.dtype)} does not hold")
     return cast
 
 

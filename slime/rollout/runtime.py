@@ -114,10 +114,14 @@ class RolloutRuntime:
     async def acquire(self, rank: tuple[int, int], held: Callable[[], object] = lambda: None) -> AsyncIterator[None]:
         """A place among the requests in flight, by rank (`Gate`), of which ``held`` is told, and not before requests
         may be sent (`pause`)."""
-        async with self.here().gate.passing(rank):
+        gate = self.here().gate
+        await gate.enter(rank)
+        try:
             held()
             await self._door.passing()
             yield
+        finally:
+            gate.leave()
 
     async def pause(self) -> None:
         """Keep new requests of this process from the engines, as while weights are pushed; those under way go on.

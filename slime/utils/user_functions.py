@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from slime.utils.elsewhere import told
 from slime.utils.errors import DeadlineError, HookError, SettingError
@@ -83,14 +83,17 @@ TOLD: ContextVar[set[tuple[str, ...]] | None] = ContextVar("told_of_functions", 
 """Where `is_first` notes."""
 
 
-@contextlib.contextmanager
-def setting(variable: ContextVar[T], value: T) -> Iterator[None]:
+class setting(Generic[T]):
     """Within the block, and in coroutines and hook threads that it starts, ``variable`` has this value."""
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
+
+    def __init__(self, variable: ContextVar[T], value: T) -> None:
+        self._variable, self._value = variable, value
+
+    def __enter__(self) -> None:
+        self._token = self._variable.set(self._value)
+
+    def __exit__(self, *_: object) -> None:
+        self._variable.reset(self._token)
 
 
 def is_first(*what: str) -> bool:

@@ -30,16 +30,8 @@ class Gate:
         self._capacity = capacity
         self._admit()
 
-    @contextlib.asynccontextmanager
-    async def passing(self, rank: tuple[int, int]) -> AsyncIterator[None]:
-        """Wait for a place, and keep it until the end of the block."""
-        await self._enter(rank)
-        try:
-            yield
-        finally:
-            self._leave()
-
-    async def _enter(self, rank: tuple[int, int]) -> None:
+    async def enter(self, rank: tuple[int, int]) -> None:
+        """Wait for a place, which is kept until `leave`."""
         if self._inside < self._capacity:
             self._inside += 1
             return
@@ -50,10 +42,11 @@ class Gate:
         except asyncio.CancelledError:
             # It may have been given a place in the moment in which it was cancelled.
             if turn.done() and not turn.cancelled():
-                self._leave()
+                self.leave()
             raise
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Give one place to who is next."""
         self._inside -= 1
         self._admit()
 
