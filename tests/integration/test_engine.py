@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.client
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -12,6 +15,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -126,6 +130,17 @@ def test_nothing_goes_through_the_proxy_of_the_host(service: Service) -> None:
             given = process.environ()
             assert not [name for name in given if name.lower().endswith("_proxy") and name.lower() != "no_proxy"]
             assert not (secrets | more) & set(given)
+
+
+def test_a_connection_that_is_idle_between_two_rollouts_stays_open(service: Service) -> None:
+    """The router sends the next rollout's requests on those that it has."""
+    address = urlsplit(service.engine.url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=20)
+    with contextlib.closing(connection):
+        connection.request("GET", "/health")
+        connection.getresponse().read()
+        closed, _, _ = select.select([connection.sock], [], [], 7)  # SGLang's own limit is 5 s
+        assert not closed
 
 
 def test_post_of_a_hook_reaches_the_router_with_its_key(service: Service) -> None:

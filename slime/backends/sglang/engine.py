@@ -26,9 +26,10 @@ _CPU_FLAGS = [
 """What a server without GPUs needs: kernels that exist there, a bounded cache, and no core burnt while idle."""
 
 _SERVER_ENVIRONMENT = {
-    # /health then says that the server lives, without generating a token, which a paused engine cannot do. The router
-    # asks it all the time.
+    # /health, which the router asks, then says that the server lives without a token: a paused engine makes none.
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+    # After 5 idle s it would close the very connections on which the router just then sends a rollout's requests.
+    "SGLANG_TIMEOUT_KEEP_ALIVE": "600",
     # A server whose scheduler has died waits 65 s for core dumps before it ends, unless told not to make any.
     "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false",
     "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "false",

@@ -200,8 +200,7 @@ def make_client(args: Namespace, runtime: RolloutRuntime) -> GenerateClient:
 
 @contextlib.asynccontextmanager
 async def state_of_call(args: Namespace) -> AsyncIterator[RolloutState]:
-    """The state of the rollout under way in this task; outside of one, as in a user's own rollout function, a new one
-    for a single call."""
+    """The state of the rollout under way in this task; in a user's own rollout function a new one for a single call."""
     state = _state_here()
     if state is None and (runtime := current()) is not None:
         state = RolloutState(args, runtime, rank=0)
