@@ -5,14 +5,14 @@
 
 import argparse
 
-from slime.utils.installation import check_installation
+from slime.entry.installation import check_installation
 
 check_installation()
 
-from slime.ray.driver import run_driver  # noqa: E402
-from slime.ray.due import is_due  # noqa: E402
-from slime.ray.run import Run  # noqa: E402
-from slime.utils.arguments import parse_args  # noqa: E402
+from slime.driver.process import run_driver  # noqa: E402
+from slime.driver.run import Run  # noqa: E402
+from slime.driver.schedule import is_due  # noqa: E402
+from slime.entry.arguments import parse_args  # noqa: E402
 
 
 def main() -> None:

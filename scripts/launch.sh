@@ -63,7 +63,7 @@ _use_token() { # A Ray that is started where there is a token asks for it, and g
 
 _check_installation() { # before a Ray is started: train.py would say so only then
    PYTHONPATH=$SLIME_DIR${PYTHONPATH:+:$PYTHONPATH} "$PYTHON" -c \
-      'from slime.utils.installation import check_installation; check_installation("launch")' || exit 2
+      'from slime.entry.installation import check_installation; check_installation("launch")' || exit 2
 }
 
 _die() { printf 'launch: error: %s\n' "$*" >&2; exit 2; }

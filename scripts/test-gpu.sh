@@ -36,7 +36,7 @@ fi
 gpus=$(python3 - <<'CHECK'
 import os
 import sys
-from slime.utils.installation import check_installation
+from slime.entry.installation import check_installation
 check_installation("test-gpu")
 import torch
 if not torch.cuda.is_available():

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from slime.entry.arguments import parse_args
 from slime.models import family_of, hf_config, weight_shape
 from slime.options.checkpoint import LATEST, RUN_KEY
-from slime.utils.arguments import parse_args
 
 Parse = Callable[..., Namespace]
 Fails = Callable[..., str]

@@ -81,8 +81,8 @@ def push(version: int) -> None:
     """Have the rollouts' event loop know of new weights, as train_async.py's driver does."""
     runtime = current()
     assert runtime is not None
-    for step in (runtime.pause(), runtime.resume(version)):
-        background_loop().run(step, timeout=60, what="push")
+    runtime.pause_generation()
+    background_loop().run(runtime.resume_generation(version), timeout=60, what="push")
 
 
 def hook_file(tmp_path: Path, code: str) -> Path:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.backends.megatron.attention import packed_params
+from slime.backends.megatron.layers.attention import packed_params
 from slime.data import Column, OptimizerStep, Ragged, TrainBatch
 from slime.data.columns import COLUMNS
 from slime.training.micro_batch import MicroBatch

@@ -5,10 +5,10 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+from slime.driver.rollout_manager import RolloutManager
 from slime.fleet.routers import Routers
 from slime.fleet.spec import EngineSpec, ModelSpec
-from slime.ray.rollout_manager import RolloutManager
-from slime.rollout.reward.reward_log import RewardLog
+from slime.rollout.batches.reward_log import RewardLog
 from slime.rollout.runtime import RolloutRuntime
 
 ACTOR = ModelSpec("actor", "to generate", "model", trained=True, tolerates_loss=True)

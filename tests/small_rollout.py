@@ -8,8 +8,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from slime.entry.arguments import GROUPS
 from slime.options.rollout import DEFAULT_ROLLOUT
-from slime.utils.arguments import GROUPS
 
 CHATML = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"

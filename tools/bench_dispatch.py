@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.utils.installation import check_installation
+from slime.entry.installation import check_installation
 
 check_installation()
 
@@ -40,7 +40,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: 
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher  # noqa: E402
 
-from slime.backends.megatron.dispatch import OncePerRank  # noqa: E402
+from slime.backends.megatron.layers.dispatch import DedupDispatcher  # noqa: E402
 from slime.utils import device  # noqa: E402
 from tools.bench_experts import add_shape, parse_shape  # noqa: E402
 
@@ -81,7 +81,7 @@ def both(args: argparse.Namespace) -> dict[str, Any]:
     own = [dist.get_rank() * local + i for i in range(local)]
     return {
         "megatron-core": MoEAlltoAllTokenDispatcher(local, own, config, groups),
-        "once a rank": OncePerRank(config, groups),
+        "once a rank": DedupDispatcher(config, groups),
     }
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.utils.installation import check_installation
+from slime.entry.installation import check_installation
 
 check_installation()
 
@@ -41,7 +41,7 @@ from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.mlp import MLPSubmodules  # noqa: E402
 from megatron.core.transformer.moe.experts import SequentialMLP  # noqa: E402
 
-from slime.backends.megatron.experts import Experts  # noqa: E402
+from slime.backends.megatron.layers.experts import Experts  # noqa: E402
 from slime.utils import device  # noqa: E402
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.utils.installation import check_installation
+from slime.entry.installation import check_installation
 
 check_installation()
 
@@ -38,10 +38,11 @@ patches.install()
 
 from megatron.core import parallel_state  # noqa: E402
 
-from slime.backends.megatron import checkpoint, model, optimizer, parallel  # noqa: E402
+from slime.backends.megatron import model, optimizer, parallel  # noqa: E402
+from slime.backends.megatron.weights import checkpoint  # noqa: E402
+from slime.entry.arguments import parse_args  # noqa: E402
 from slime.training import checkpoint_dirs  # noqa: E402
 from slime.utils import device  # noqa: E402
-from slime.utils.arguments import parse_args  # noqa: E402
 from tools.benchmarks.report import make_model  # noqa: E402
 from tools.make_tiny_model import PUBLISHED  # noqa: E402
 
@@ -129,7 +130,7 @@ def measure(directory: Path, flags: list[str], options: argparse.Namespace) -> t
 def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The figures of every case, one after the other."""
     directory = make_model(options)
-    saved = str(checkpoint_dirs.begin_directory(options.scratch / "checkpoint"))
+    saved = str(checkpoint_dirs.staging_directory(options.scratch / "checkpoint"))
     wanted: list[Tensor] = []
     if not options.no_resume:
         half = Case(directory, [], options.steps)

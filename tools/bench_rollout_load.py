@@ -23,14 +23,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from slime.utils.installation import check_installation  # noqa: E402
+from slime.entry.installation import check_installation  # noqa: E402
 
 check_installation()
 
 import numpy as np  # noqa: E402
 
+from slime.entry.arguments import parse_args  # noqa: E402
 from slime.rollout.tokenizer import load_tokenizer  # noqa: E402
-from slime.utils.arguments import parse_args  # noqa: E402
 from tools import make_tiny_model  # noqa: E402
 from tools.benchmarks import load  # noqa: E402
 from tools.benchmarks.report import BenchError, Report  # noqa: E402

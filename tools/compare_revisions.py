@@ -26,11 +26,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from slime.utils.installation import check_installation  # noqa: E402
+from slime.entry.installation import check_installation  # noqa: E402
 
 check_installation()
 
-from slime.utils.storage import reported, writing  # noqa: E402
+from slime.files.storage import reported, writing  # noqa: E402
 from tools.revisions import comparing  # noqa: E402
 from tools.revisions.cases import CASES, MODELS, Case  # noqa: E402
 from tools.revisions.comparing import Finding  # noqa: E402

@@ -16,12 +16,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.utils.installation import check_installation
+from slime.entry.installation import check_installation
 
 check_installation()
 
 from slime.convert import fp8, running  # noqa: E402
-from slime.options.schema import positive  # noqa: E402
+from slime.options.flags.schema import positive  # noqa: E402
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

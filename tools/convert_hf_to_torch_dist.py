@@ -20,7 +20,7 @@ from pathlib import Path
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.utils.installation import check_installation
+from slime.entry.installation import check_installation
 
 check_installation()
 
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_model_args(__doc__ or "", argv)
 
     def convert() -> None:
-        from slime.convert import hf_to_torch_dist
+        from slime.backends.megatron import hf_to_torch_dist
 
         hf_to_torch_dist.check_target(Path(args.save), force=args.force)
         with hf_to_torch_dist.joined_ranks():

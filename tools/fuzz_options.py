@@ -25,16 +25,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.utils.installation import check_installation
+from slime.entry.installation import check_installation
 
 check_installation()
 
-from slime.options.eval_datasets import FIELDS  # noqa: E402
-from slime.options.parser import StrictParser  # noqa: E402
-from slime.options.schema import hook_fields  # noqa: E402
-from slime.options.unavailable import NOT_YET, REPLACED, WITHOUT_EFFECT  # noqa: E402
+from slime.entry.arguments import GROUPS, assemble  # noqa: E402
+from slime.options.checks.eval_datasets import FIELDS  # noqa: E402
+from slime.options.flags.parser import StrictParser  # noqa: E402
+from slime.options.flags.schema import hook_fields  # noqa: E402
+from slime.options.flags.unavailable import NOT_YET, REPLACED, WITHOUT_EFFECT  # noqa: E402
 from slime.rollout.tokenizer import load_tokenizer  # noqa: E402
-from slime.utils.arguments import GROUPS, assemble  # noqa: E402
 from tools import make_tiny_model  # noqa: E402
 from tools.fuzzing.forked_dry_runs import OK, Outcome, dry_run  # noqa: E402
 from tools.fuzzing.values import (  # noqa: E402

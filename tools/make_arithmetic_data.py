@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.utils.storage import reported, write_text
+from slime.files.storage import reported, write_text
 
 Pair = tuple[int, int]
 

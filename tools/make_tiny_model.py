@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.utils.installation import check_installation
+from slime.entry.installation import check_installation
 
 check_installation()
 
-from slime.options.schema import flag_named, positive  # noqa: E402
-from slime.utils import aside  # noqa: E402
-from slime.utils.storage import StorageError, writing  # noqa: E402
+from slime.files import atomic_io  # noqa: E402
+from slime.files.storage import StorageError, writing  # noqa: E402
+from slime.options.flags.schema import flag_named, positive  # noqa: E402
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -163,7 +163,7 @@ def write(options: argparse.Namespace) -> int:
     output = Path(options.output)
     if output.exists() and not output.is_dir():
         raise ValueError(f"{output} is no directory")
-    if reason := aside.why_not_replaced(output):
+    if reason := atomic_io.why_not_replaced(output):
         raise ValueError(reason)
     if output.is_dir() and any(output.iterdir()):
         if not options.overwrite:
@@ -174,7 +174,7 @@ def write(options: argparse.Namespace) -> int:
     tokenizer = make_tokenizer(options.vocab_size if options.like is None else _SMALLEST_VOCABULARY)
     config = make_config(options, tokenizer)
     model = make_model(config, options.arch, options.seed) if options.like is None else None
-    with writing("output", output), aside.written_directory(output.resolve()) as directory:
+    with writing("output", output), atomic_io.written_directory(output.resolve()) as directory:
         tokenizer.save_pretrained(directory)
         if model is None:
             config.architectures = [ARCHITECTURES[options.arch][1]]

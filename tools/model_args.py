@@ -19,15 +19,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.utils.installation import check_installation
+from slime.entry.installation import check_installation
 
 check_installation()
 
-from slime.options import megatron  # noqa: E402
-from slime.options.installed import InstalledFlagsError, PendingFlags  # noqa: E402
+from slime.options.flags import megatron  # noqa: E402
+from slime.options.flags.installed import InstalledFlagsError, PendingFlags  # noqa: E402
+from slime.options.flags.parser import StrictParser  # noqa: E402
+from slime.options.flags.patterns import written_pattern  # noqa: E402
 from slime.options.model import contradictions, model_directory, take_rotary_factor  # noqa: E402
-from slime.options.parser import StrictParser  # noqa: E402
-from slime.options.patterns import written_pattern  # noqa: E402
 
 GROUPS = {
     "size": ("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size"),

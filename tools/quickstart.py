@@ -22,7 +22,7 @@ from typing import IO, Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from slime.utils.storage import StorageError, write_text, writing  # noqa: E402
+from slime.files.storage import StorageError, write_text, writing  # noqa: E402
 
 _GAIN_NEEDED = 0.20
 _START_AT, _START_BELOW = 0.36, 0.60

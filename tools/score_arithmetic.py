@@ -15,7 +15,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.utils.installation import check_installation
+from slime.entry.installation import check_installation
 
 check_installation()
 

@@ -23,9 +23,10 @@ from urllib.parse import urlsplit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.utils.command_line import JOB_VARIABLE, apart, package, strike_secrets
+from slime.entry.installation import check_installation
+from slime.entry.job_flags import JOB_VARIABLE, package
+from slime.utils.command_line import apart, strike_secrets
 from slime.utils.environment import bypass_proxies
-from slime.utils.installation import check_installation
 from slime.utils.redaction import is_flag, is_secret
 
 check_installation()

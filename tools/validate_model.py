@@ -21,11 +21,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from slime.utils.installation import check_installation  # noqa: E402
+from slime.entry.installation import check_installation  # noqa: E402
 
 check_installation()
 
-from slime.utils.arguments import check_flags  # noqa: E402
+from slime.entry.arguments import check_flags  # noqa: E402
 from slime.utils.errors import BadInputError  # noqa: E402
 from tools.validation.climb import climb  # noqa: E402
 from tools.validation.levels import LEVELS  # noqa: E402

@@ -26,7 +26,7 @@ from urllib.parse import parse_qsl, urlsplit
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from slime.utils.installation import check_installation  # noqa: E402
+from slime.entry.installation import check_installation  # noqa: E402
 
 check_installation()
 

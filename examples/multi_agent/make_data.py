@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.multi_agent.rollout_with_multi_agents import rewriter_prompt, selector_prompt, solver_prompt
-from slime.utils.storage import reported, write_text
+from slime.files.storage import reported, write_text
 
 _NUM_DEMONSTRATIONS, _NUM_EVAL, _SOLVERS, _REWRITERS = 6000, 64, 3, 2
 _RIGHT = 0.6

@@ -14,8 +14,8 @@ from argparse import Namespace
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
+from slime.grading.graders import math_reward
 from slime.rollout.observation import response_text
-from slime.rollout.reward.graders import math_reward
 from slime.rollout.sampling import request_seed
 from slime.rollout.sglang_rollout import generate as generate_turn
 from slime.rollout.tokenizer import load_tokenizer

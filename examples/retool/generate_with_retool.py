@@ -17,9 +17,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from examples.retool.tool_sandbox import Limits, SandboxError, run_python
-from slime.options.schema import positive
+from slime.grading.graders import math_reward
+from slime.options.flags.schema import positive
 from slime.rollout.observation import append_observation, response_text
-from slime.rollout.reward.graders import math_reward
 from slime.rollout.sglang_rollout import generate as generate_turn
 from slime.utils.types import Sample
 

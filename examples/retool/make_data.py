@@ -16,7 +16,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from slime.utils.storage import reported, write_text
+from slime.files.storage import reported, write_text
 
 _NUM_DEMONSTRATIONS, _NUM_TRAIN, _NUM_EVAL = 8000, 400, 64
 _GUESSES = 1 / 3

@@ -16,9 +16,9 @@ from argparse import Namespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from slime.options.schema import positive
+from slime.grading.graders import f1_reward
+from slime.options.flags.schema import positive
 from slime.rollout.observation import append_observation, response_text
-from slime.rollout.reward.graders import f1_reward
 from slime.rollout.sglang_rollout import generate as generate_turn
 from slime.utils.http_utils import RequestError, post
 from slime.utils.types import Sample

@@ -17,7 +17,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from slime.utils.storage import reported, write_text
+from slime.files.storage import reported, write_text
 
 CITIES = ["Athens", "Berlin", "Cairo", "Delhi", "Essen", "Fargo", "Genoa", "Hanoi", "Izmir", "Jaffa", "Kyoto", "Lyon",
           "Milan", "Nice", "Oslo", "Paris", "Quito", "Rome", "Seoul", "Tunis"]  # fmt: skip

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slime.options import megatron
+from slime.options.checks.model_shape import take_shape
 from slime.options.errors import OptionError
-from slime.options.help import HelpAction
-from slime.options.installed import InstalledFlagsError, PendingFlags
+from slime.options.flags import megatron
+from slime.options.flags.help import HelpAction
+from slime.options.flags.installed import InstalledFlagsError, PendingFlags
+from slime.options.flags.parser import StrictParser
+from slime.options.flags.schema import add_options, option
 from slime.options.model import has_weights, model_directory
-from slime.options.parser import StrictParser
-from slime.options.schema import add_options, option
-from slime.utils.arguments import take_shape
 
 _ONE_RANK: dict[str, Any] = {
     **dict.fromkeys(("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"), 1),

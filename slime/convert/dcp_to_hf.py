@@ -14,7 +14,7 @@ from slime.convert.hf_files import Spec, stored_specs
 from slime.convert.running import check_output, run_all, written_model
 from slime.convert.stored import METADATA, StoredTensors
 from slime.models import hf_config
-from slime.utils.errors import BadInputError, some
+from slime.utils.errors import BadInputError, abbreviate
 
 _EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
 _FUSED = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "down_proj": ("down_proj", None)}
@@ -114,7 +114,9 @@ def assign(stored: Iterable[str], wanted: Mapping[str, Spec], optional: set[str]
         elif name not in optional:
             missing.append(name)
     if missing:
-        raise BadInputError(f"the checkpoint has no tensors for {some(missing)}; it has, for example, {some(keys)}")
+        raise BadInputError(
+            f"the checkpoint has no tensors for {abbreviate(missing)}; it has, for example, {abbreviate(keys)}"
+        )
     return parts
 
 

@@ -22,11 +22,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from slime.convert.hf_files import HFOutput, Spec, other_than_a_model
-from slime.options.schema import positive
-from slime.utils import aside
+from slime.files import atomic_io
+from slime.files.json_file import read_object
+from slime.files.storage import StorageError, writing
+from slime.options.flags.schema import positive
 from slime.utils.errors import BadInputError
-from slime.utils.json_file import read_object
-from slime.utils.storage import StorageError, writing
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ def _check_output(output: Path, sources: Sequence[Path], force: bool) -> None:
             raise BadInputError(f"{source}: there is no such directory")
         if output.resolve() == source.resolve() or output.resolve() in source.resolve().parents:
             raise BadInputError(f"{output} would replace {source}, which it is made from: name another output")
-    if reason := aside.why_not_replaced(output):
+    if reason := atomic_io.why_not_replaced(output):
         raise BadInputError(reason)
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
@@ -182,7 +182,7 @@ def check_room(output: Path, needed: int) -> None:
     Raises:
         BadInputError: there is no room for ``needed`` bytes.
     """
-    aside.discard_directory(output)
+    atomic_io.discard_directory(output)
     free = shutil.disk_usage(next(directory for directory in output.parents if directory.exists())).free
     if free < needed + _SPARE_BYTES:
         raise BadInputError(f"{output} needs {amount(needed)}, and {amount(free)} are free there")
@@ -198,10 +198,10 @@ def written_aside(output: Path, needed: int) -> Iterator[Path]:
         BadInputError: there is no room for ``needed`` bytes.
     """
     final = output.resolve()
-    with aside.removed_on_failure(final):
+    with atomic_io.removed_on_failure(final):
         check_room(final, needed)
-        yield aside.begin_directory(final)
-        aside.commit_directory(final)
+        yield atomic_io.staging_directory(final)
+        atomic_io.commit_directory(final)
 
 
 @contextlib.contextmanager

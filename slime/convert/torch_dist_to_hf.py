@@ -21,12 +21,12 @@ from slime.convert.dcp_to_hf import places
 from slime.convert.hf_files import Spec, stored_specs
 from slime.convert.running import check_output, run_all, written_model
 from slime.convert.stored import StoredTensors
+from slime.files.block_scaled import SCALE_END
+from slime.files.hf_reader import HFWeights, kept_dtype, tensors_that_begin, whole
 from slime.models import Family, Shape, family_of, hf_config, weight_shape
 from slime.models.family import ADAPTER_MARK, MODEL_PREFIXES, holds_heads
 from slime.options.checkpoint import LATEST, checkpoint_directory, has_checkpoint, is_torch_dist, latest_name
-from slime.utils.block_scaled import SCALE_END
-from slime.utils.errors import BadInputError, some
-from slime.utils.hf_reader import HFWeights, kept_dtype, tensors_that_begin, whole
+from slime.utils.errors import BadInputError, abbreviate
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,9 @@ def find_checkpoint(directory: Path) -> Path:
         raise BadInputError(f"{directory / LATEST} names {found.name}, and there is no whole checkpoint of that name")
     whole_ones = sorted(path.name for path in directory.glob("*") if is_torch_dist(path))
     if whole_ones:
-        raise BadInputError(f"{directory} has no {LATEST} that says which to take: name one in it: {some(whole_ones)}")
+        raise BadInputError(
+            f"{directory} has no {LATEST} that says which to take: name one in it: {abbreviate(whole_ones)}"
+        )
     raise BadInputError(f"{directory} is no torch_dist checkpoint (no metadata.json), and no directory of them")
 
 
@@ -159,8 +161,8 @@ def _to_read(stored: StoredTensors, family: Family, shape: Shape, origin: Path) 
     located, missing = locate_all(stored, family, shape)
     if left := list(unused(stored, located.values())):
         raise BadInputError(
-            f"{stored.directory} holds what the model of {origin / 'config.json'} has no place for: {some(left)}: is "
-            "it another model's?"
+            f"{stored.directory} holds what the model of {origin / 'config.json'} has no place for: "
+            f"{abbreviate(left)}: is it another model's?"
         )
     return list(plan(stored, located)), missing
 
@@ -300,7 +302,7 @@ def _taken_from_origin(
 ) -> dict[str, Spec]:
     """The other tensors to copy from the origin, after checking those that come from the checkpoint against its."""
     if missing and not add_missing:
-        raise BadInputError(f"the checkpoint lacks {some(missing)}; {_ADD}")
+        raise BadInputError(f"the checkpoint lacks {abbreviate(missing)}; {_ADD}")
     # Only its config and tokenizer are needed.
     originals = stored_specs(origin) if any(origin.glob("*.safetensors")) else {}
     for name, spec in specs.items():
@@ -315,9 +317,11 @@ def _taken_from_origin(
     lacking = [*missing, *(name for name in originals if name not in known and not name.endswith(derived))]
     if not add_missing:
         if lacking:
-            logger.warning("the checkpoint lacks, and the output will too: %s; %s", some(lacking), _ADD)
+            logger.warning("the checkpoint lacks, and the output will too: %s; %s", abbreviate(lacking), _ADD)
         return {}
     bad = [name for name in lacking if name not in originals or originals[name].dtype.itemsize == 1]
     if bad:
-        raise BadInputError(f"--add-missing-from-origin-hf: {origin} does not have, or only quantised, {some(bad)}")
+        raise BadInputError(
+            f"--add-missing-from-origin-hf: {origin} does not have, or only quantised, {abbreviate(bad)}"
+        )
     return {name: originals[name] for name in lacking}

@@ -12,15 +12,15 @@ from typing import Any
 
 from slime.convert.stored import METADATA, StoredTensors
 from slime.convert.torch_dist_to_hf import locate_all, plan, specs_of, unused
+from slime.files.block_scaled import SCALE_END, block_sizes, num_blocks
+from slime.files.hf_headers import Header, read_engine_headers, read_headers
 from slime.models import Family, family_of, hf_config, shape_from_hf, weight_shape
 from slime.models.adapters import adapter_family, targeted_sources
 from slime.models.family import ADAPTER_MARK, MODEL_PREFIXES, VALUE_HEAD_KEY, Row, check_names, holds_heads
 from slime.options.checkpoint import LATEST, SavedModel, find_checkpoint, has_checkpoint, is_torch_dist, same_place
 from slime.options.errors import OptionError
 from slime.options.model import has_weights
-from slime.utils.block_scaled import SCALE_END, block_sizes, num_blocks
-from slime.utils.errors import BadInputError, some
-from slime.utils.hf_headers import Header, read_engine_headers, read_headers
+from slime.utils.errors import BadInputError, abbreviate
 
 Headers = Mapping[str, Header]
 
@@ -193,7 +193,7 @@ def _check_same_model(flag: str, directory: Path, args: Namespace) -> None:
     for what, names in (("it has nothing for", wanted - found), ("there is no place for its", found - wanted)):
         if names:
             raise OptionError(
-                f"{flag} {directory} is another model's ({config.model_type}): {what} {some(names)} of "
+                f"{flag} {directory} is another model's ({config.model_type}): {what} {abbreviate(names)} of "
                 f"--hf-checkpoint {args.hf_checkpoint} ({own.model_type})"
             )
 
@@ -216,7 +216,7 @@ def _check_stored(flag: str, directory: Path, args: Namespace, model: _Model, *,
             raise BadInputError("there is no common.pt in it: copy the checkpoint again")
         stored = StoredTensors(directory)
         if lacking := stored.lacking_files():
-            raise BadInputError(f"files are missing or not whole: {some(lacking)}: copy the checkpoint again")
+            raise BadInputError(f"files are missing or not whole: {abbreviate(lacking)}: copy the checkpoint again")
         is_critic = VALUE_HEAD_KEY in stored and flag == _CRITIC
         if resumes and flag == _CRITIC and not is_critic:
             raise BadInputError(f"it has no {VALUE_HEAD_KEY}, as a critic's checkpoint has: is it the actor's?")
@@ -237,10 +237,10 @@ def _check_stored_model(stored: StoredTensors, args: Namespace, model: _Model, *
     shape = weight_shape(model.config, with_heads=has_heads)
     located, missing = locate_all(stored, family, shape)
     if missing := [name for name in missing if not (is_critic and name == _OUTPUT)]:
-        raise BadInputError(f"it lacks {some(missing)} of --hf-checkpoint {args.hf_checkpoint}: {_ANOTHER}")
+        raise BadInputError(f"it lacks {abbreviate(missing)} of --hf-checkpoint {args.hf_checkpoint}: {_ANOTHER}")
     if left := list(unused(stored, located.values())):
         raise BadInputError(
-            f"it holds what the model of --hf-checkpoint {args.hf_checkpoint} has no place for: {some(left)}: "
+            f"it holds what the model of --hf-checkpoint {args.hf_checkpoint} has no place for: {abbreviate(left)}: "
             f"{_ANOTHER}"
         )
     specs = specs_of(stored, list(plan(stored, located)), family, shape)
@@ -266,7 +266,7 @@ def _check_stored_adapters(stored: StoredTensors, args: Namespace, model: _Model
     for what, keys in (("lacks adapters", lacking), ("holds adapters that are not", left)):
         if keys:
             raise BadInputError(
-                f"it {what} of the model of --hf-checkpoint {args.hf_checkpoint}: {some(keys)}: {_ANOTHER}"
+                f"it {what} of the model of --hf-checkpoint {args.hf_checkpoint}: {abbreviate(keys)}: {_ANOTHER}"
             )
     for key, (row, sources) in rows.items():
         if any(source not in model.headers for source in sources):

@@ -1,7 +1,7 @@
 """The training columns: the one table of what is known of a rollout's samples, for each token or each sample.
 
-A column is declared here, or in the ``COLUMNS`` of a module that a flag names (`slime.utils.hook_paths`). What builds,
-schedules, ships, packs, cuts for context parallelism, dumps and shows columns goes by the declaration, and names none.
+A column is declared here, or in the ``COLUMNS`` of a module that a flag names (`checks.hook_paths`). What builds, schedules,
+ships, packs, cuts for context parallelism, dumps and shows columns goes by the declaration, and names none.
 """
 
 from __future__ import annotations

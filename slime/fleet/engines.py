@@ -14,8 +14,8 @@ import ray
 from slime.fleet.membership import Member, Membership
 from slime.fleet.placement import Placement, Slot
 from slime.fleet.spec import EngineSpec, Fleet
+from slime.observability.console import warn
 from slime.ray.cluster import actor_environment, as_actor, worker_options
-from slime.ray.driver import warn
 from slime.ray.engine_actor import EXAMINATION, EngineActor, EngineNode, EnginePlan
 from slime.ray.supervision import MARGIN_S, Deadline, RunError, Supervisor, limit_of
 from slime.weights import EngineAddress

@@ -207,11 +207,11 @@ def _none(config: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Heads:
-    """How the heads of a family predict further tokens (MTP): see `slime.backends.megatron.next_tokens`."""
+    """How the heads of a family predict further tokens (MTP): see `slime.backends.megatron.layers.mtp`."""
 
     rows: tuple[Row, ...]
     """Their projection reads the embedding before the hidden state, as megatron-core's does."""
-    blind_start: bool
+    mask_first_embedding: bool
     """Whether the first token of a sequence sees no embedding, as in the engines' class of the model."""
     copies: tuple[str, ...] = ()
     """How names within a head begin of what is a copy of the model's embedding and output layer: these stay carried."""

@@ -36,5 +36,5 @@ FAMILY = Family(
     EMBEDDING + _LAYER + OUTPUT,
     _args,
     _carried,
-    Heads(_HEADS, blind_start=True),
+    Heads(_HEADS, mask_first_embedding=True),
 )

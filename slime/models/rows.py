@@ -126,7 +126,7 @@ def next_token_heads(layer: tuple[Row, ...]) -> Heads:
     """Heads that are named as layers after the decoder's last, and have experts: DeepSeek-V3's kind."""
     names = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "final_layernorm": "shared_head.norm"}
     rows = head_rows(_HF_LAYER, names, layer, mlp="moe", layers="after")
-    return Heads(rows, blind_start=False, copies=("embed_tokens.", "shared_head.head."))
+    return Heads(rows, mask_first_embedding=False, copies=("embed_tokens.", "shared_head.head."))
 
 
 def head_rows(

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from slime.utils.storage import why_not_written, writing
+from slime.files.storage import why_not_written, writing
 
 logger = logging.getLogger(__name__)
 

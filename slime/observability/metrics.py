@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from slime.files.storage import why_not_written, writing
 from slime.observability.lines import LineFile
 from slime.utils.command_line import strike_secrets
 from slime.utils.errors import BadInputError
 from slime.utils.redaction import redacted
-from slime.utils.storage import why_not_written, writing
 
 _FINISH_S = 60
 

@@ -7,12 +7,12 @@ from argparse import Namespace
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from slime.options.calls import Call
 from slime.options.checkpoint import same_place
+from slime.options.checks.rules import Rule, check
 from slime.options.errors import OptionError
+from slime.options.flags.calls import Call
+from slime.options.flags.schema import LARGEST_SEED, option
 from slime.options.rollout import DEFAULT_ROLLOUT, SFT_ROLLOUT
-from slime.options.rules import Rule, check
-from slime.options.schema import LARGEST_SEED, option
 
 Level = Literal["token", "sequence", "geometric"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import dataclass
 
+from slime.options.checks.rules import Rule
 from slime.options.errors import OptionError
-from slime.options.rules import Rule
-from slime.options.schema import option
+from slime.options.flags.schema import option
 
 
 @dataclass

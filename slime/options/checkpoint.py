@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.options.rules import Rule
-from slime.options.schema import option
+from slime.options.checks.rules import Rule
+from slime.options.flags.schema import option
 
 RUN_KEY = "distributed_optimizer"
 """What the checkpoint of a run has in its ``common.pt``, and neither a conversion's nor one of Megatron-LM's own."""

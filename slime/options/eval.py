@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime.options.calls import Call
-from slime.options.rules import Rule
-from slime.options.schema import option
+from slime.options.checks.rules import Rule
+from slime.options.flags.calls import Call
+from slime.options.flags.schema import option
 
 
 @dataclass

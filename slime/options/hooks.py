@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime.options.calls import Call
-from slime.options.schema import option
+from slime.options.flags.calls import Call
+from slime.options.flags.schema import option
 
 
 @dataclass

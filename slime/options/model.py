@@ -13,9 +13,9 @@ from typing import Any
 
 from slime.options.checkpoint import find_checkpoint, is_torch_dist
 from slime.options.errors import OptionError
-from slime.options.megatron_names import flag_saying
-from slime.options.patterns import written_pattern
-from slime.options.values import json_value
+from slime.options.flags.megatron_names import flag_saying
+from slime.options.flags.patterns import written_pattern
+from slime.options.flags.values import json_value
 
 _OVERRIDES = "--sglang-json-model-override-args"
 OTHER_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "*.h5", "*.onnx"]

@@ -8,17 +8,17 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
+from slime.options.checks.rules import Rule, check
 from slime.options.errors import OptionError
+from slime.options.flags.parser import StrictParser
+from slime.options.flags.sglang import PassThrough, check_ranks, command_line
 from slime.options.model import has_weights, model_directory
-from slime.options.parser import StrictParser
-from slime.options.rules import Rule, check
-from slime.options.sglang import PassThrough, check_ranks, command_line
 
 _FLAG = "--rm-sglang-args"
 
 RULES = (
     Rule("!rm_num_gpus", "is missing: the engines of --rm-model-path have slots of their own"),
-    Rule("rm_num_gpus", "is no multiple of", "rm_num_gpus_per_engine"),
+    Rule("rm_num_gpus", "is not a multiple of", "rm_num_gpus_per_engine"),
     Rule(
         "rm_num_gpus_per_engine",
         "is more than",

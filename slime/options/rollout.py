@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from slime.options.calls import Call
-from slime.options.rules import Rule
-from slime.options.schema import LARGEST_SEED, option
+from slime.options.checks.rules import Rule
+from slime.options.flags.calls import Call
+from slime.options.flags.schema import LARGEST_SEED, option
 
 DEFAULT_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
 FULLY_ASYNC_ROLLOUT = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"

@@ -17,13 +17,13 @@ from typing import Any
 import ray
 
 from slime.observability import logs, trace
+from slime.processes.kernel import RUN_MARK, TITLES
 from slime.ray import janitor, patches
-from slime.ray.places import check_places, temporary_directory
+from slime.ray.directories import check_places, temporary_directory
 from slime.ray.supervision import RunError
 from slime.utils import device, patching
 from slime.utils.environment import bypass_proxies, guard_ray_token
 from slime.utils.http_utils import LOOPBACK, host_ip
-from slime.utils.processes import RUN_MARK, TITLES
 from slime.utils.redaction import is_secret
 
 _OBJECT_STORE_WITHOUT_GPU = 512 << 20

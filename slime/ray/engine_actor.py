@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from slime.backends.sglang.engine import End, Engine, EngineError, OtherNodes
+from slime.backends.sglang.engine import Engine, EngineError, ExitInfo, OtherNodes
 from slime.observability import logs
 from slime.observability.trace import span
 from slime.ray.cluster import as_actor, enter_actor, serving_host
@@ -132,7 +132,7 @@ class NodeActor:
         self._engine = plan.enter(node)
 
     @ray.method(concurrency_group="watch")
-    def serve(self, meeting: str) -> End:
+    def serve(self, meeting: str) -> ExitInfo:
         """Start the server, to meet the first node's at ``meeting``; its end, whenever that comes."""
         self._engine.join(meeting)
         while (end := self._engine.end()) is None:
@@ -149,7 +149,7 @@ class _OtherActors:
         self._plan = plan
         self._actors: list[Any] = []
         self._serving: dict[ray.ObjectRef, int] = {}
-        self._ended: list[End] = []
+        self._ended: list[ExitInfo] = []
 
     def start(self, meeting: str) -> None:
         for node, place in enumerate(self._plan.nodes[1:], 1):
@@ -157,7 +157,7 @@ class _OtherActors:
             self._actors.append(actor)
             self._serving[actor.serve.remote(meeting)] = node
 
-    def ends(self) -> list[End]:
+    def ends(self) -> list[ExitInfo]:
         calls = list(self._serving)
         done = ray.wait(calls, num_returns=len(calls), timeout=0)[0] if calls else []
         for call in done:
@@ -166,7 +166,7 @@ class _OtherActors:
                 self._ended.append(ray.get(call, timeout=_ANSWER_S))
             except RayError as error:
                 name = f"{self._plan.name} {self._plan.rank} node {node}"
-                self._ended.append(End(time.time(), f"{name}: its actor failed: {error}"))
+                self._ended.append(ExitInfo(time.time(), f"{name}: its actor failed: {error}"))
         return self._ended
 
     def stop(self) -> None:

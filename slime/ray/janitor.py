@@ -19,8 +19,8 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 
-from slime.utils import processes
-from slime.utils.processes import RUN_MARK, TITLES, Process
+from slime.processes import kernel
+from slime.processes.kernel import RUN_MARK, TITLES, Process
 
 _LOOK_S = 2.0
 _GRACE_S = 10.0
@@ -31,7 +31,7 @@ _POLL_S = 0.2
 def start(grace: float = _GRACE_S) -> int:
     """Mark this process's later children, and start a janitor that leaves them ``grace`` seconds; for `dismiss`."""
     environment = dict(os.environ)
-    before = _began(processes.below([os.getpid()], processes.running().values()))
+    before = _began(kernel.below([os.getpid()], kernel.running().values()))
     spared = ",".join(f"{pid}:{started}" for pid, started in before.items())
     mark = secrets.token_hex(8)
     os.environ |= {**{name: os.environ.get(name, value) for name, value in TITLES.items()}, RUN_MARK: mark}
@@ -78,11 +78,11 @@ class Tree:
 
     def look(self) -> list[Process]:
         """What runs below the owner, has its mark or was found earlier; but for this process."""
-        everything = processes.running()
+        everything = kernel.running()
         spared = _still(self._spared, everything)
-        spared += processes.below([process.pid for process in spared], everything.values())
-        marked = [process for process in everything.values() if processes.is_marked(process.pid, self._mark)]
-        found = set(processes.below([self._owner], everything.values())) - set(spared)
+        spared += kernel.below([process.pid for process in spared], everything.values())
+        marked = [process for process in everything.values() if kernel.is_marked(process.pid, self._mark)]
+        found = set(kernel.below([self._owner], everything.values())) - set(spared)
         found |= {*marked, *_still(self._known, everything)}
         # What has lost its parent since is told by its id.
         self._spared, self._known = _began(set(spared) - set(marked)), _began(found)
@@ -113,7 +113,7 @@ def main() -> None:
     deadline = time.monotonic() + grace
     while tree.look() and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-    processes.kill_all(tree.look, _KILL_S)
+    kernel.kill_all(tree.look, _KILL_S)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from ray.exceptions import (
 
 from slime.backends.sglang.client import EngineError
 from slime.options.errors import OptionError
-from slime.options.schema import flag_named
+from slime.options.flags.schema import flag_named
 from slime.ray.causes import ray_failure, why_it_died
 from slime.utils.errors import BadInputError, SlimeError
 
@@ -31,8 +31,8 @@ START_TRAINERS = "start trainers"
 _READS_INPUT = (LOAD_DATA, RESTORE_DATA, START_TRAINERS)
 """Phases in which what the user gave is read for the first time."""
 _POLL_S = 1.0
-_BLAME_S = 5.0
-_BLAME_ENGINE_S = 20.0
+_GRACE_S = 5.0
+_ENGINE_GRACE_S = 20.0
 """How long after a call to it failed an engine may take to be dead: its server's tree has ten seconds to end."""
 _PATIENCE_S, _PATIENCE_POLL_S = 1.0, 0.1
 """How long after its workers a raylet's own end may be seen."""
@@ -53,7 +53,7 @@ class InputError(RunError):
     exit_status = 2
 
 
-_Survive = Callable[[str, str], None]
+_OnDeath = Callable[[str, str], None]
 MARGIN_S = 60.0
 """What a wait allows beyond the deadline of the call itself, whose own error says more."""
 
@@ -83,18 +83,18 @@ class Supervisor:
     """
 
     def __init__(self) -> None:
-        self._watches: dict[ray.ObjectRef, tuple[str, _Survive | None]] = {}
-        self._buried: set[str] = set()
+        self._watches: dict[ray.ObjectRef, tuple[str, _OnDeath | None]] = {}
+        self._dead: set[str] = set()
         self._background: dict[ray.ObjectRef, tuple[str, str]] = {}
         self.version = "none yet"
 
-    def watch(self, name: str, actor: Any, survive: _Survive | None = None) -> None:
+    def watch(self, name: str, actor: Any, on_death: _OnDeath | None = None) -> None:
         """Fail every later `wait` when ``actor`` or the process that it owns dies.
 
         Args:
-            survive: called instead, once, with the phase and the cause; it raises RunError if the run cannot go on.
+            on_death: called instead, once, with the phase and the cause; it raises RunError if the run cannot go on.
         """
-        self._watches[actor.watch.remote()] = name, survive
+        self._watches[actor.watch.remote()] = name, on_death
 
     def forget(self, name: str) -> None:
         """Take `watch` back, for one that is to be ended."""
@@ -110,10 +110,10 @@ class Supervisor:
         Raises:
             RunError: a call failed, of these or of those expected; a watched actor died; or the deadline passed.
         """
-        buried = len(self._buried)
+        dead_before = len(self._dead)
         deadline = time.monotonic() + limit.seconds
         names = {ref: who for who, ref in calls.items()}
-        pending = dict.fromkeys(ref for ref, who in names.items() if who not in self._buried)
+        pending = dict.fromkeys(ref for ref, who in names.items() if who not in self._dead)
         while pending:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -122,36 +122,36 @@ class Supervisor:
             others = [ref for ref in self._background if ref not in names]
             _check_ray(phase)
             for ref in _ready([*pending, *self._watches, *others], min(left, _POLL_S)):
-                known = len(self._buried)
+                known = len(self._dead)
                 if ref in self._watches:
-                    self._bury(ref, phase)
+                    self._mark_dead(ref, phase)
                 elif ref in pending or ref in self._background:
                     pending.pop(ref, None)
                     who, its_phase = self._background.pop(ref, (names.get(ref, ""), phase))
-                    if who not in self._buried and (error := _error_of(ref)):
-                        self._blame(error, who, its_phase, 0.0 if known > buried else _patience(error))
-                if len(self._buried) > known:  # their answers, and their ends, which blame has found, are none any more
-                    pending = dict.fromkeys(ref for ref in pending if names[ref] not in self._buried)
+                    if who not in self._dead and (error := _error_of(ref)):
+                        self._raise_root_cause(error, who, its_phase, 0.0 if known > dead_before else _grace_of(error))
+                if len(self._dead) > known:  # their answers, and their ends, which blame has found, are none any more
+                    pending = dict.fromkeys(ref for ref in pending if names[ref] not in self._dead)
                 if not pending:
                     break  # what else is ready is the next wait's
-        return [_get(ref) for ref, who in names.items() if who not in self._buried]
+        return [_get(ref) for ref, who in names.items() if who not in self._dead]
 
-    def _bury(self, watch: ray.ObjectRef, phase: str) -> None:
-        name, survive = self._watches[watch]
+    def _mark_dead(self, watch: ray.ObjectRef, phase: str) -> None:
+        name, on_death = self._watches[watch]
         failure = self._failure(_error_of(watch), name, phase)
-        if survive is None:
+        if on_death is None:
             raise failure
-        survive(phase, str(failure))
+        on_death(phase, str(failure))
         del self._watches[watch]
-        self._buried.add(name)
+        self._dead.add(name)
 
-    def _blame(self, error: RayError, who: str, phase: str, patience: float) -> None:
+    def _raise_root_cause(self, error: RayError, who: str, phase: str, grace: float) -> None:
         """Raise what a call failed of, unless that is the death of ``who``, which the run survives."""
         # A call often fails because somebody else died; the death explains more than the broken connection.
-        dead, _ = ray.wait(list(self._watches), num_returns=1, timeout=patience) if self._watches else ([], [])
+        dead, _ = ray.wait(list(self._watches), num_returns=1, timeout=grace) if self._watches else ([], [])
         for watch in dead:
-            self._bury(watch, phase)
-        if who not in self._buried:
+            self._mark_dead(watch, phase)
+        if who not in self._dead:
             raise self._failure(error, who, phase)
 
     def _failure(self, error: RayError | None, who: str, phase: str) -> RunError:
@@ -177,9 +177,9 @@ def _ready(refs: list[ray.ObjectRef], seconds: float) -> list[ray.ObjectRef]:
     return list(every) or list(first)
 
 
-def _check_ray(phase: str, patience: float = 0.0) -> None:
+def _check_ray(phase: str, grace: float = 0.0) -> None:
     """Raise RayDownError if our own Ray has died, or is about to be seen to have."""
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + grace
     while True:
         if why := ray_failure():
             raise RayDownError(f"{phase}: {why}")
@@ -188,8 +188,8 @@ def _check_ray(phase: str, patience: float = 0.0) -> None:
         time.sleep(_PATIENCE_POLL_S)
 
 
-def _patience(error: RayError) -> float:
-    return _BLAME_ENGINE_S if isinstance(getattr(error, "cause", None), EngineError) else _BLAME_S
+def _grace_of(error: RayError) -> float:
+    return _ENGINE_GRACE_S if isinstance(getattr(error, "cause", None), EngineError) else _GRACE_S
 
 
 def _error_of(ref: ray.ObjectRef) -> RayError | None:

@@ -16,6 +16,8 @@ from torch.distributed import TCPStore
 
 from slime.backends.trainers import trainer_of
 from slime.data import TrainBatch
+from slime.files.hf_writer import NamedTensors
+from slime.files.storage import writing
 from slime.observability import logs
 from slime.ray.cluster import enter_actor
 from slime.training import checkpoint_dirs
@@ -23,9 +25,7 @@ from slime.training.protocol import Trainer
 from slime.utils import device, patching
 from slime.utils.environment import as_environment, forget_secrets
 from slime.utils.errors import BadInputError
-from slime.utils.hf_writer import NamedTensors
 from slime.utils.http_utils import LOOPBACK
-from slime.utils.storage import writing
 from slime.utils.stores import NODE_ADDRESS_VARIABLE, RENDEZVOUS, serve_store
 from slime.weights import EngineAddress
 
@@ -103,14 +103,14 @@ class TrainActor:
         from slime.weights import make_publisher
         from slime.weights.agreement import OtherRankError
         from slime.weights.float8 import Float8Blocks
-        from slime.weights.tensor import own_experts_do
+        from slime.weights.tensor import can_push_local_experts
 
         logs.hide(key for engine in engines for key in (engine.generate_key, engine.admin_key))
         started = time.monotonic()  # with the agreement of the ranks on who has what, before engines pause
         if self._publisher is None:
             self._publisher = make_publisher(self._args, self._rank)
             self._float8 = Float8Blocks.of(Path(self._args.hf_checkpoint))
-        own_experts = own_experts_do(self._args, engines)
+        own_experts = can_push_local_experts(self._args, engines)
         checks = own_experts and self._args.check_weight_update_equal
         try:
             with self._trainer.pushing(version):

@@ -12,8 +12,8 @@ from slime.algorithms.rewards import LARGEST_REWARD
 from slime.data import Group, Sample, Status
 from slime.data.rows.conversation import RowError
 from slime.data.source.numbers import Numbers, numbers_kept, numbers_of, restore, same
-from slime.data.source.under_way import current_rollout
-from slime.options.calls import parameters_of
+from slime.data.source.rollout_context import current_rollout
+from slime.options.flags.calls import parameters_of
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.batches.train_data import check_response
 from slime.rollout.engine.generation import generate

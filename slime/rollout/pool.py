@@ -23,7 +23,7 @@ from slime.rollout.engine.versions import MASKED_TOKENS, mask_older_tokens, newe
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.group import GroupRun, untrainable
 from slime.rollout.sampling import seeded, train_sampling_params
-from slime.rollout.user.failure_log import told_again
+from slime.rollout.user.failure_log import should_log
 from slime.rollout.user.hooks import call_hook
 from slime.utils.errors import HookError, SettingError
 from slime.utils.misc import attribute_of, load_function
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _ABORT_S = 10.0
 _ABORT_POLL_S = 0.2
-_LAST_WORDS_S = 0.5
+_DRAIN_GRACE_S = 0.5
 """For a user's code to return what it has, once its requests are ended."""
 _MANY_DROPPED = 32
 """Groups in a row; a filter that keeps one in five on average drops as many by chance once in some 1000 times."""
@@ -177,7 +177,7 @@ class Pool:
     def _warn_of_filter(self) -> None:
         """Of a filter that keeps nothing more: until the rollout's deadline it would look like a run that hangs."""
         dropped = self._dropped_in_a_row.total()
-        if dropped < _MANY_DROPPED or not told_again(dropped):
+        if dropped < _MANY_DROPPED or not should_log(dropped):
             return
         reasons = ", ".join(f"{reason} {count}" for reason, count in self._dropped_in_a_row.most_common())
         logger.warning(
@@ -243,7 +243,7 @@ class Pool:
         self._state.ending = True
         if self._running:
             await self._end_requests()
-            await asyncio.wait(self._running, timeout=_LAST_WORDS_S)
+            await asyncio.wait(self._running, timeout=_DRAIN_GRACE_S)
         await cancel(list(self._running))
         left = [flatten_samples(results) for _, results in self.kept]
         left += [run.unfinished() for _, run in self._running.values()]

@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.rollout.engine.gate import Door, Gate, Line
+from slime.rollout.engine.gate import Gate, Line, PauseSwitch
 from slime.rollout.engine.loop import HOOK_THREADS
 from slime.rollout.user.failure_log import FailureLog
 from slime.utils.http_client import Http, allow_open_files
@@ -64,7 +64,7 @@ class RolloutRuntime:
         self.engines = EngineSet(0, (), None)
         """Those of now; `set_engines` changes them."""
         self._per_engine, self._num_planned = args.sglang_server_concurrency, args.num_engines
-        self._door = Door()
+        self._pause = PauseSwitch()
         self._listeners: list[tuple[asyncio.AbstractEventLoop, Callable[[], Coroutine[Any, Any, None]]]] = []
         self._lock = threading.Lock()
         self._loops: dict[asyncio.AbstractEventLoop, OfLoop] = {}
@@ -113,26 +113,26 @@ class RolloutRuntime:
     @contextlib.asynccontextmanager
     async def acquire(self, rank: tuple[int, int], held: Callable[[], object] = lambda: None) -> AsyncIterator[None]:
         """A place among the requests in flight, by rank (`Gate`), of which ``held`` is told, and not before requests
-        may be sent (`pause`)."""
+        may be sent (`pause_generation`)."""
         gate = self.here().gate
         await gate.enter(rank)
         try:
             held()
-            await self._door.passing()
+            await self._pause.wait_until_resumed()
             yield
         finally:
             gate.leave()
 
-    async def pause(self) -> None:
+    def pause_generation(self) -> None:
         """Keep new requests of this process from the engines, as while weights are pushed; those under way go on.
 
         Engines hold them back as well, but a request that reaches SGLang 0.5.17 while it waits for the running ones to
         leave is turned away in the end, and makes it wait for another second. They are held as long as a push takes,
         which has a deadline and whose failure ends the run.
         """
-        self._door.close()
+        self._pause.pause()
 
-    async def resume(self, version: int | None = None) -> None:
+    async def resume_generation(self, version: int | None = None) -> None:
         """Let requests go on, under weights of ``version`` where there are others now; who asked for it is told so."""
         try:
             if version is not None:
@@ -143,7 +143,7 @@ class RolloutRuntime:
                     elif not loop.is_closed():
                         asyncio.run_coroutine_threadsafe(listener(), loop)
         finally:
-            self._door.open()  # nobody else would
+            self._pause.resume()  # nobody else would
 
     @contextlib.contextmanager
     def listening(self, listener: Callable[[], Coroutine[Any, Any, None]]) -> Iterator[None]:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from slime.files import atomic_io
 from slime.options.checkpoint import LATEST, checkpoint_directory
-from slime.options.export_rules import mark_export
-from slime.utils import aside
+from slime.options.checks.export_rules import mark_export
 
 
 def begin_save(save_dir: str | Path, rollout_id: int) -> str:
@@ -22,7 +22,7 @@ def begin_save(save_dir: str | Path, rollout_id: int) -> str:
 
     With ``torch.distributed`` all ranks call it.
     """
-    return str(begin_directory(checkpoint_directory(save_dir, rollout_id)))
+    return str(staging_directory(checkpoint_directory(save_dir, rollout_id)))
 
 
 def commit_save(save_dir: str | Path, rollout_id: int) -> None:
@@ -32,30 +32,30 @@ def commit_save(save_dir: str | Path, rollout_id: int) -> None:
     """
     commit_directory(checkpoint_directory(save_dir, rollout_id))
     if _is_first_rank():
-        aside.write_file(Path(save_dir, LATEST), lambda path: path.write_text(str(rollout_id)))
+        atomic_io.write_file(Path(save_dir, LATEST), lambda path: path.write_text(str(rollout_id)))
     _barrier()
 
 
-def begin_directory(final: Path) -> Path:
-    """`aside.begin_directory`, where all ranks call it and see the same file system."""
+def staging_directory(final: Path) -> Path:
+    """`atomic_io.staging_directory`, where all ranks call it and see the same file system."""
     if _is_first_rank():
-        aside.begin_directory(final)
+        atomic_io.staging_directory(final)
     _barrier()
-    return aside.unfinished(final)
+    return atomic_io.unfinished(final)
 
 
 def commit_directory(final: Path) -> None:
-    """`aside.commit_directory`, where all ranks call it, each after its last write."""
+    """`atomic_io.commit_directory`, where all ranks call it, each after its last write."""
     _barrier()
     if _is_first_rank():
-        aside.commit_directory(final)
+        atomic_io.commit_directory(final)
     _barrier()
 
 
 def commit_export(final: Path, args: Namespace, rollout_id: int) -> None:
     """`commit_directory` of what the first rank wrote for others to load, with the mark of an export."""
     if _is_first_rank():
-        mark_export(aside.unfinished(final), args, rollout_id)
+        mark_export(atomic_io.unfinished(final), args, rollout_id)
     commit_directory(final)
 
 

@@ -6,7 +6,7 @@ import logging
 import math
 from argparse import Namespace
 
-from slime.options.schema import flag_named
+from slime.options.flags.schema import flag_named
 from slime.utils import device
 from slime.utils.errors import SlimeError
 

@@ -93,7 +93,7 @@ def zigzag_index(lengths: Sequence[int], cp_size: int, cp_rank: int) -> Tensor:
     """int64 [sum(lengths) / cp_size]: which tokens of the full packed stream a context-parallel rank holds, in order.
 
     Raises:
-        ValueError: a length that is no multiple of ``2 * cp_size``.
+        ValueError: a length that is not a multiple of ``2 * cp_size``.
     """
     parts, start = [], 0
     for length in lengths:

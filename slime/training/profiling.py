@@ -10,8 +10,8 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.profiler import profile
 
+from slime.files.storage import writing
 from slime.utils import device
-from slime.utils.storage import writing
 
 
 @contextmanager

@@ -9,10 +9,10 @@ from typing import Protocol
 from torch import Tensor
 
 from slime.data import TrainBatch
+from slime.files.hf_writer import NamedTensors
 from slime.training.memory.weight_sets import CURRENT, WeightSets
 from slime.training.micro_batch import MicroBatch
 from slime.utils.device import Memory
-from slime.utils.hf_writer import NamedTensors
 
 Report = dict[str, Tensor]
 """A micro-batch's share of a step's metrics, scalars without gradient (`slime.training.loss.token_loss`)."""

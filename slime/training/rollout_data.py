@@ -16,9 +16,9 @@ from torch import Tensor
 
 from slime.data import OptimizerStep, TrainBatch
 from slime.data.columns import LOSS_MASK, METADATA
+from slime.files.safe_dump import save_plain
 from slime.training.micro_batch import MicroBatch, known_columns
 from slime.utils.errors import BadInputError
-from slime.utils.plain import save_plain
 from slime.utils.user_functions import call_user_function
 
 

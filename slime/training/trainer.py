@@ -14,6 +14,7 @@ from torch import Tensor
 from slime.data import TrainBatch
 from slime.observability.trace import span
 from slime.options.checkpoint import find_checkpoint
+from slime.options.checks.hook_paths import columns_of
 from slime.training.checks import check_finite, check_step
 from slime.training.loss import hooks
 from slime.training.loss.advantages import set_advantages
@@ -29,7 +30,6 @@ from slime.training.profiling import profiled
 from slime.training.protocol import Learner, LossOf, Report
 from slime.training.rollout_data import postprocess, save_train_data, weigh
 from slime.utils import device
-from slime.utils.hook_paths import columns_of
 
 _READS_LOG_PROBS = ("custom_advantage_function_path", "rollout_data_postprocess_path", "save_debug_train_data")
 """Options whose readers want the log-probs before the first step, which otherwise may be its own."""
@@ -83,7 +83,7 @@ class RolloutTrainer:
     def train(self, rollout_id: int, batch: TrainBatch) -> list[dict[str, float]]:
         args, seconds = self.args, self._seconds
         seconds.clear()
-        device.finish()
+        device.synchronize_stream()
         with profiled(args, "train_overall", rollout_id), span("train/rollout", rollout=rollout_id) as whole:
             packed = self._pack(batch)
             everything = [m for micro_batches in packed for m in micro_batches]
@@ -92,7 +92,7 @@ class RolloutTrainer:
                 self._compute_advantages(batch, everything)
             self._show(rollout_id, batch, packed, everything)
             steps: list[dict[str, float]] = [{} for _ in packed]
-            for learner, loss, name in self._turns(rollout_id):
+            for learner, loss, name in self._training_order(rollout_id):
                 with (
                     profiled(args, f"train_{name}", rollout_id),
                     self._span(f"{name}_train"),
@@ -158,7 +158,7 @@ class RolloutTrainer:
         for micro_batch in everything:
             micro_batch.unload()
 
-    def _turns(self, rollout_id: int) -> Iterator[tuple[Learner, LossOf, str]]:
+    def _training_order(self, rollout_id: int) -> Iterator[tuple[Learner, LossOf, str]]:
         """Who learns from this rollout, by which loss: the critic, and after its own first rollouts the actor."""
         if self._critic is not None:
             yield self._critic, self._value_loss, "critic"
@@ -180,10 +180,10 @@ class RolloutTrainer:
     @contextmanager
     def _span(self, name: str) -> Iterator[None]:
         """Note the time of a phase of training, and its memory."""
-        device.finish()  # not what goes on beside: optimizer state that wakes during the first passes
+        device.synchronize_stream()  # not what goes on beside: optimizer state that wakes during the first passes
         with self._memory.phase(name) as timed:
             yield
-            device.finish()
+            device.synchronize_stream()
         self._seconds[f"perf/{name}_time"] = timed.seconds
 
     # ---- log-probs of older weights

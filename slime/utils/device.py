@@ -59,8 +59,8 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def finish() -> None:
-    """Wait for what was queued here; work of `beside` goes on."""
+def synchronize_stream() -> None:
+    """Wait for what was queued here; work of `side_stream` goes on."""
     if is_cuda():
         torch.cuda.current_stream().synchronize()
 
@@ -82,7 +82,8 @@ def to_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 def from_host(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
     """A tensor of pageable host memory on ``where``. Nothing waits: not the host for what is queued, nor the copy for
-    large ones that go on `beside`. The tensor may be changed at once: CUDA has read such memory when a call returns.
+    large ones that go on `side_stream`. The tensor may be changed at once: CUDA has read such memory when a call
+    returns.
     """
     if where.type != "cuda" or tensor.nbytes > _MANY_COMMANDS:
         return tensor.to(where)
@@ -94,24 +95,24 @@ def from_host(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def beside() -> Iterator[None]:
-    """Within: device work runs after what was queued before, and beside what is queued afterwards, until `rejoin`."""
+def side_stream() -> Iterator[None]:
+    """Within: device work runs after what was queued before, and beside what is queued later (`wait_side_stream`)."""
     if not is_cuda():
         yield
         return
-    _stream("beside").wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(_stream("beside")):
+    _stream("side").wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(_stream("side")):
         yield
 
 
-def rejoin() -> None:
-    """Work that is queued from here on waits for that of `beside`."""
+def wait_side_stream() -> None:
+    """Work that is queued from here on waits for that of `side_stream`."""
     if is_cuda():
-        torch.cuda.current_stream().wait_stream(_stream("beside"))
+        torch.cuda.current_stream().wait_stream(_stream("side"))
 
 
 @contextlib.contextmanager
-def apart(where: torch.device) -> Iterator[None]:
+def dedicated_stream(where: torch.device) -> Iterator[None]:
     """Within, in a thread of its own: device work that waits for none of other threads and is over at the end.
 
     A new thread's stream is the device's default one, the main thread's: whatever that queued next would wait for this
@@ -120,7 +121,7 @@ def apart(where: torch.device) -> Iterator[None]:
     if where.type != "cuda":
         yield
         return
-    stream = _stream("apart", where)
+    stream = _stream("dedicated", where)
     with torch.cuda.stream(stream):
         yield
         stream.synchronize()
@@ -143,7 +144,7 @@ def in_turns(
             load(i)
             work(i)
             store(i)
-        finish()
+        synchronize_stream()
         return
     current, loading, storing = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
     loading.wait_stream(current)
@@ -160,7 +161,7 @@ def in_turns(
             store(i)
             stored.append(storing.record_event())
     current.wait_stream(storing)
-    finish()
+    synchronize_stream()
 
 
 @functools.cache

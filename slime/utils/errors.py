@@ -54,7 +54,7 @@ class CommandError(SlimeError, subprocess.CalledProcessError):
         return self.message
 
 
-def some(names: Iterable[str]) -> str:
+def abbreviate(names: Iterable[str]) -> str:
     """The first few of many names, sorted, for a message."""
     several = sorted(names)
     shown = ", ".join(several[:_SHOWN])

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from slime.backends.sglang.client import EngineControl
+from slime.files.hf_writer import NamedTensors
 from slime.models import family_of, hf_config
 from slime.models.adapters import completed, peft_config
-from slime.utils.hf_writer import NamedTensors
 from slime.weights.equality import digest
 from slime.weights.publisher import WeightPublisher
 from slime.weights.tensor import flat_layout, serialize

@@ -8,7 +8,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from slime.utils.hf_writer import NamedTensors
+from slime.files.hf_writer import NamedTensors
 from slime.utils.user_functions import call_user_function
 from slime.weights.hf_directory import HFDirectoryWriter, load_format
 from slime.weights.publisher import WeightPublisher

@@ -18,15 +18,15 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from slime.backends.sglang.client import EngineError
+from slime.files.hf_writer import NamedTensors
 from slime.utils import device
-from slime.utils.hf_writer import NamedTensors
 from slime.utils.http_utils import LOOPBACK, PortReservation, host_ip, host_port
 from slime.utils.stores import NODE_ADDRESS_VARIABLE
 from slime.weights.engines import EngineAddress, start_all
 from slime.weights.publisher import Wait, WeightPublisher
 
 _LEAVE_TIMEOUT_S, _CLOSE_S = 5.0, 6.0
-_BLAME_S = 3.0
+_GRACE_S = 3.0
 _group_numbers = itertools.count()
 
 
@@ -105,11 +105,11 @@ class DistributedPublisher(WeightPublisher):
 
     def _send(self, flat: torch.Tensor, timeout: timedelta) -> None:
         try:
-            with device.apart(flat.device):
+            with device.dedicated_stream(flat.device):
                 dist.broadcast(flat, src=0, group=self._group, async_op=True).wait(timeout)
         except RuntimeError:
             # An engine that died breaks the broadcast: its own call fails too, and says more.
-            time.sleep(_BLAME_S)
+            time.sleep(_GRACE_S)
             raise
 
     def _abandon(self) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from slime.backends.sglang.client import EngineControl, EngineError
+from slime.files.hf_headers import read_engine_headers
+from slime.files.hf_writer import NamedTensors
 from slime.models import family_of, hf_config
-from slime.utils.errors import some
-from slime.utils.hf_headers import read_engine_headers
-from slime.utils.hf_writer import NamedTensors
+from slime.utils.errors import abbreviate
 from slime.weights.hf_directory import HFDirectoryWriter, load_format, stored_tensors, weights_directory
 
 
@@ -54,12 +54,12 @@ class EqualityCheck:
         """
         missing = expected_names(self._template) - self._digests.keys()
         if missing:
-            raise EngineError(f"check equal: tensors of {self._template} that were not pushed: {some(missing)}")
+            raise EngineError(f"check equal: tensors of {self._template} that were not pushed: {abbreviate(missing)}")
         directory, how = self._writer.commit(), self._load_format
         stored = {name: digest(tensor) for name, tensor in stored_tensors(directory)}
         if stored != self._digests:
             differing = {name for name in self._digests if stored.get(name) != self._digests[name]}
-            raise EngineError(f"check equal: {directory} does not hold the trainer's bytes of {some(differing)}")
+            raise EngineError(f"check equal: {directory} does not hold the trainer's bytes of {abbreviate(differing)}")
         pushed = each_engine("check equal: digest", lambda control: control.weight_checksums())
         each_engine("check equal: load", lambda control: control.update_weights_from_disk(str(directory), how))
         expected = each_engine("check equal: digest again", lambda control: control.weight_checksums())
@@ -90,7 +90,7 @@ def _differences(url: str, pushed: list[dict[str, str]], expected: list[dict[str
     for rank, (ours, theirs) in enumerate(zip(pushed, expected, strict=True)):
         differing = {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)}
         if differing:
-            found.append(f"engine {url} rank {rank}: {some(differing)}")
+            found.append(f"engine {url} rank {rank}: {abbreviate(differing)}")
     return found
 
 

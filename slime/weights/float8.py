@@ -9,9 +9,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from slime.utils.block_scaled import SCALE_END, block_sizes, is_linear, quantise
-from slime.utils.hf_headers import read_headers
-from slime.utils.hf_writer import NamedTensors
+from slime.files.block_scaled import SCALE_END, block_sizes, is_linear, quantise
+from slime.files.hf_headers import read_headers
+from slime.files.hf_writer import NamedTensors
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from slime.utils import aside
-from slime.utils.hf_writer import HFWriter, NamedTensors
-from slime.utils.storage import writing
+from slime.files import atomic_io
+from slime.files.hf_writer import HFWriter, NamedTensors
+from slime.files.storage import writing
 
 
 class HFDirectoryWriter(HFWriter):
@@ -27,7 +27,7 @@ class HFDirectoryWriter(HFWriter):
         self._flag = "--update-weight-disk-dir" if args.update_weight_disk_dir else "--run-dir"
         self._committed = False
         with writing(self._flag, self._final):
-            super().__init__(aside.begin_directory(self._final), Path(args.hf_checkpoint))
+            super().__init__(atomic_io.staging_directory(self._final), Path(args.hf_checkpoint))
 
     def add(self, bucket: NamedTensors) -> None:
         """Write one bucket, as `HFWriter.add` does."""
@@ -38,13 +38,13 @@ class HFDirectoryWriter(HFWriter):
         """Complete the directory and move it into place; its path."""
         with writing(self._flag, self._final):
             self.finish()
-            aside.commit_directory(self._final)
+            atomic_io.commit_directory(self._final)
         self._committed = True
         return self._final
 
     def discard(self) -> None:
         """Remove what has been written, committed or not."""
-        aside.discard_directory(self._final)
+        atomic_io.discard_directory(self._final)
         if self._committed:
             shutil.rmtree(self._final, ignore_errors=True)
 

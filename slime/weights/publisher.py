@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.sglang.client import EngineControl, EngineError
+from slime.files.hf_writer import NamedTensors
 from slime.observability.trace import span
-from slime.utils.hf_writer import NamedTensors
 from slime.weights.agreement import Agreement, OtherRankError
 from slime.weights.engines import EngineAddress, start_all
 from slime.weights.equality import EqualityCheck
@@ -102,7 +102,7 @@ class WeightPublisher:
         Args:
             version: larger than any before.
             buckets: the same names and shapes on every rank, each a full tensor on this rank's device; a bucket is not
-                used after the next one has been asked for. Where `tensor.own_experts_do` says so, each rank's experts
+                used after the next one has been asked for. Where `can_push_local_experts` says so, each rank's experts
                 are its own, as many as any other's.
             engines: all that are to have these weights, at least one; the same on every rank.
             whole: the same weights with all tensors on rank 0, for ``--check-weight-update-equal``, where ``buckets``

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime.files.hf_writer import NamedTensors
 from slime.utils import device
-from slime.utils.hf_writer import NamedTensors
 from slime.weights.engines import EngineAddress
 from slime.weights.publisher import Wait, WeightPublisher, trainer_world_size
 
@@ -102,7 +102,7 @@ def flat_parts(layout: list[SimpleNamespace], bucket: NamedTensors) -> Iterator[
         yield first.start_idx, view.set_(tensor.untyped_storage(), start, (nbytes,), (1,))
 
 
-def own_experts_do(args: Namespace, engines: Sequence[EngineAddress]) -> bool:
+def can_push_local_experts(args: Namespace, engines: Sequence[EngineAddress]) -> bool:
     """Whether every engine rank computes with just those experts that the training rank beside it trains.
 
     Then none of them need be gathered, nor be brought to engine ranks that would drop them. Both sides divide experts

@@ -43,7 +43,7 @@ from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from slime.backends.sglang.supervisor import Supervisor  # imports the standard library only
+from slime.processes.supervisor import Supervisor  # imports the standard library only
 
 _PROGRAM = "gpu_lock_exec"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import slime.utils.external_utils.command_utils as U
 from slime.data import Sample
-from slime.utils import aside
+from slime.files import atomic_io
 from slime.utils.external_utils.metric_gate import Corridor, Seen
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,7 +144,7 @@ def prepare(full_name: str, model_type: str, slots: Slots, *, weights: bool = Fa
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # on a host with GPUs, too
     model, weights = _model(full_name), weights or scale() == "tiny"
     if not (model / "config.json").exists() or (weights and not _has_weights(model)):
-        with aside.written_directory(model) as directory:
+        with atomic_io.written_directory(model) as directory:
             _write_model(model_type, directory, weights)
     if not _problems().exists():
         tool = [sys.executable, str(ROOT / "tools" / "make_arithmetic_data.py"), str(_problems().parent)]

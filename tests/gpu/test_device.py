@@ -35,7 +35,7 @@ def test_copies_wait_for_neither_the_host_nor_large_ones() -> None:
     tensor = torch.randn(2**18)
     device.from_host(tensor, own.device)
     device.synchronize()
-    with device.beside():
+    with device.side_stream():
         for _ in range(16):
             own.copy_(large, non_blocking=True)
         goes_on = torch.cuda.current_stream()
@@ -44,10 +44,10 @@ def test_copies_wait_for_neither_the_host_nor_large_ones() -> None:
         copy = device.from_host(tensor, own.device)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    device.finish()
+    device.synchronize_stream()
     assert not goes_on.query()
     assert torch.equal(copy.cpu(), tensor)
-    device.rejoin()
+    device.wait_side_stream()
     device.synchronize()
 
 

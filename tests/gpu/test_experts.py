@@ -67,8 +67,8 @@ def test_nothing_waits_for_the_device(megatron: None, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotation_is_the_eager_one(dtype: torch.dtype, interleaved: bool) -> None:
     """Of slices of one tensor, as attention gets them, of queries and of keys, and of two lengths."""
-    from slime.backends.megatron.attention import AttentionPlan
-    from slime.backends.megatron.rotary import Rotary, _rotated, rotate
+    from slime.backends.megatron.layers.attention import AttentionPlan
+    from slime.backends.megatron.layers.rotary import Rotary, _rotated, rotate
 
     args = Namespace(kv_channels=128, rotary_percent=1.0, rotary_base=1e6, use_rope_scaling=False)
     without = {
@@ -99,7 +99,7 @@ def test_norm_is_torchs(shape: tuple[int, ...], dtype: torch.dtype, tolerance: f
 
 def test_values_narrower_than_keys() -> None:
     """The widths of DeepSeek V3; the kernel of 16-bit types against what float32 takes."""
-    from slime.backends.megatron.attention import AttentionPlan, packed_attention
+    from slime.backends.megatron.layers.attention import AttentionPlan, packed_attention
 
     where, lengths = device.current_device(), [700, 33, 1]
     plan = AttentionPlan(lengths, 1, 0, where)
@@ -132,7 +132,7 @@ def test_fused_optimizer(saved_by_fused: bool, kind: str, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tokens_to_experts_and_back(dtype: torch.dtype) -> None:
     """As on a CPU, to the bit in sums of one order, and without waiting for the device."""
-    from slime.backends.megatron import permutation
+    from slime.backends.megatron.layers import permutation
 
     for tokens, hidden, experts, topk in ((300, 64, 16, 4), (1000, 256, 128, 8)):
         chosen = torch.zeros(tokens, experts, dtype=torch.bool)
@@ -159,14 +159,14 @@ def test_dispatcher_waits_for_its_counts_only(megatron: None) -> None:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
 
-    from slime.backends.megatron.dispatch import OncePerRank
+    from slime.backends.megatron.layers.dispatch import DedupDispatcher
 
     tokens, experts, topk, where = 300, 16, 4, device.current_device()
     groups = ProcessGroupCollection.use_mpu_process_groups(["ep", "expt_tp", "tp_ep"])
     config = TransformerConfig(
         num_layers=1, hidden_size=64, num_attention_heads=1, num_moe_experts=experts, moe_router_topk=topk
     )
-    dispatcher = OncePerRank(config, groups)
+    dispatcher = DedupDispatcher(config, groups)
     chosen = torch.zeros(tokens, experts, dtype=torch.bool, device=where)
     chosen.scatter_(1, torch.rand(tokens, experts, device=where).topk(topk).indices, True)
     hidden = torch.randn(tokens, 1, 64, device=where, requires_grad=True)

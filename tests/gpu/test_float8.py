@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from slime.files.block_scaled import quantise
 from slime.models import hf_config
-from slime.utils.block_scaled import quantise
 from slime.utils.device import current_device
 from tests.gpu.test_families import write_model
 from tests.gpu.test_loop import Record, run

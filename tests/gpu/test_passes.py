@@ -30,7 +30,8 @@ def micro_batch(rng: random.Random, sequences: int) -> tuple[list[int], Tensor]:
 def outputs(module: torch.nn.Module, lengths: list[int], tokens: Tensor) -> dict[str, Tensor]:
     """What each part of the model, and its head, made of a micro-batch, in the order of computing; followed by a
     backward pass where gradients are enabled."""
-    from slime.backends.megatron import attention, model
+    from slime.backends.megatron import model
+    from slime.backends.megatron.layers import attention
     from slime.training.loss import log_probs
 
     found: dict[str, Tensor] = {}
@@ -87,7 +88,8 @@ def test_no_kernel_is_chosen_twice(megatron: None, tmp_path: Path, monkeypatch: 
 
 def trained_model(directory: Path, dtype: str = "bfloat16", **options: Any) -> torch.nn.Module:
     """The model of ``directory`` as it is trained, but for where gradients are collected."""
-    from slime.backends.megatron import model, weights_io
+    from slime.backends.megatron import model
+    from slime.backends.megatron.weights import weights_io
 
     chunks = model.build_model(tiny.arguments(directory, params_dtype=dtype, bf16=dtype == "bfloat16", **options))
     weights_io.load_hf(chunks, directory)

@@ -41,7 +41,7 @@ def test_attention(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Outputs and gradients are as near to float32 as those of torch's kernel; the seed is in the message."""
-    from slime.backends.megatron import attention, te
+    from slime.backends.megatron.layers import attention, te
 
     for kernels, allowed in (("FLASH", "0"), ("FUSED", "1"), ("UNFUSED", "0")):  # as by --attention-backend fused
         monkeypatch.setenv(f"NVTE_{kernels}_ATTN", allowed)
@@ -70,7 +70,8 @@ def test_attention(
 
 @pytest.mark.parametrize("kind", _KINDS)
 def test_as_near_to_float32_as_torchs_layers(kind: str, megatron: None, tmp_path: Path) -> None:
-    from slime.backends.megatron import model, te
+    from slime.backends.megatron import model
+    from slime.backends.megatron.layers import te
 
     tiny.save(kind, tmp_path / "model")
     engine, plain = (trained_model(tmp_path / "model", transformer_impl=name, **_FUSED) for name in (_TE, "local"))

@@ -97,7 +97,7 @@ class TrainProcess:
                 continue
         return found
 
-    def find(self, *words: str, without: str = "slime.backends.sglang.supervisor") -> psutil.Process:
+    def find(self, *words: str, without: str = "slime.processes.supervisor") -> psutil.Process:
         """The one process of this run whose command line holds every word, and not ``without``."""
 
         lines = {p: command_line(p) for p in self.descendants()}

@@ -108,7 +108,7 @@ def export(rank: int, directory: str) -> None:
 
     from slime.backends.megatron import parallel
     from slime.backends.megatron.model import build_model
-    from slime.backends.megatron.weights_io import export_hf_buckets, load_hf
+    from slime.backends.megatron.weights.weights_io import export_hf_buckets, load_hf
     from slime.models import family_of, hf_config, weight_shape
 
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)

@@ -27,7 +27,7 @@ NUM_GPUS = 0
 pytestmark = pytest.mark.integration
 
 _SERVER = re.compile(r"Started server process \[(\d+)\]")
-_SUPERVISOR = ["slime.backends.sglang.supervisor", "slime.backends.sglang.launch "]
+_SUPERVISOR = ["slime.processes.supervisor", "slime.backends.sglang.launch "]
 _SLOTS: dict[str, dict[str, Value]] = {
     "disaggregated": {"colocate": None, "actor_num_gpus_per_node": 1, "rollout_num_gpus": 2},
     "colocated": {"actor_num_gpus_per_node": 2},

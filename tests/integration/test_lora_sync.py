@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from slime.backends.sglang.client import ADAPTER, EngineError
 from slime.backends.sglang.engine import Engine
-from slime.utils.hf_writer import NamedTensors
+from slime.files.hf_writer import NamedTensors
 from slime.weights import EngineAddress, make_publisher
 from slime.weights.adapter import AdapterPublisher
 from tests.integration.test_families import write_model

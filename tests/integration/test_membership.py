@@ -23,9 +23,9 @@ import os
 
 os.cpu_count = lambda: 3  # so that a slot is left
 
-from slime.ray.driver import run_driver
-from slime.ray.run import Run
-from slime.utils.arguments import parse_args
+from slime.driver.process import run_driver
+from slime.driver.run import Run
+from slime.entry.arguments import parse_args
 
 
 def train(args):
@@ -47,10 +47,10 @@ run_driver(train, parse_args())
 """
 
 _REPLACES = """
-from slime.ray.driver import run_driver
-from slime.ray.pipeline import Pipeline
-from slime.ray.run import Run
-from slime.utils.arguments import parse_args
+from slime.driver.process import run_driver
+from slime.driver.pipeline import Pipeline
+from slime.driver.run import Run
+from slime.entry.arguments import parse_args
 
 
 def train(args):

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from slime.backends.sglang.client import EngineError
-from slime.backends.sglang.engine import End, Engine
-from slime.utils.hf_writer import NamedTensors
+from slime.backends.sglang.engine import Engine, ExitInfo
+from slime.files.hf_writer import NamedTensors
 from slime.weights import EngineAddress, make_publisher
 from slime.weights.publisher import WeightPublisher
 from tests.fake_control import FakeAddress
@@ -360,7 +360,7 @@ class SecondNode:
     def start(self, meeting: str) -> None:
         self.engine.join(meeting)
 
-    def ends(self) -> list[End]:
+    def ends(self) -> list[ExitInfo]:
         return [end for end in [self.engine.end()] if end]
 
     def stop(self) -> None:

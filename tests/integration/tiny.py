@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 from slime.backends.sglang.client import EngineControl
 from slime.backends.sglang.engine import Engine
 from slime.backends.sglang.router import Router
-from slime.utils.arguments import GROUPS
+from slime.entry.arguments import GROUPS
 from slime.weights import EngineAddress
 from tests.proxy import RecordingProxy
 

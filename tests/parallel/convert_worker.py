@@ -13,14 +13,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from slime.convert import hf_to_torch_dist
+from slime.backends.megatron import hf_to_torch_dist
 from slime.convert.arguments import parse_model_args
 
 from megatron.core import parallel_state  # isort: skip
 
 from slime.backends.megatron import model, parallel
-from slime.backends.megatron.base import fingerprint
 from slime.backends.megatron.learner import load_weights
+from slime.backends.megatron.weights.lora_base import fingerprint
 from slime.models import family_of, hf_config, weight_shape
 from tests.parallel import tiny
 from tests.parallel.worker import check_export, check_logits_and_gradients

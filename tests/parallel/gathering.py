@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.backends.megatron import weights_io
-from slime.backends.megatron.gather import Gatherer
-from slime.backends.megatron.head import ValueHead
+from slime.backends.megatron.layers.head import ValueHead
 from slime.backends.megatron.learner import MegatronLearner
 from slime.backends.megatron.model import unwrap
 from slime.backends.megatron.trainer import MegatronTrainer
+from slime.backends.megatron.weights import weights_io
+from slime.backends.megatron.weights.gather import Gatherer
 from slime.models.adapters import is_adapter_name
 from tests.parallel.outcome import CRITIC, VALUE_HEAD, Tensors
 

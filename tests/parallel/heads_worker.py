@@ -24,9 +24,11 @@ patches.install()
 
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 
-from slime.backends.megatron import gather, learner, next_tokens, parallel, weights_io  # noqa: E402
+from slime.backends.megatron import learner, parallel  # noqa: E402
 from slime.backends.megatron import trainer as trainer_module  # noqa: E402
+from slime.backends.megatron.layers import mtp  # noqa: E402
 from slime.backends.megatron.trainer import MegatronTrainer  # noqa: E402
+from slime.backends.megatron.weights import gather, weights_io  # noqa: E402
 from slime.training import checkpoint_dirs  # noqa: E402
 from slime.training.loss import log_probs  # noqa: E402
 from slime.training.micro_batch import MicroBatch  # noqa: E402
@@ -45,8 +47,8 @@ class Logits:
         self.wanted, self.worst, self.compared, self.batch, self.number = wanted, 0.0, 0, None, 0
         self.order: list[int] = []
         """The rows that this rank trains on."""
-        self._loss, self._terms = next_tokens.heads_loss, next_tokens.token_terms
-        learner.heads_loss, next_tokens.token_terms = self.loss, self.terms
+        self._loss, self._terms = mtp.heads_loss, mtp.token_terms
+        learner.heads_loss, mtp.token_terms = self.loss, self.terms
 
     def loss(self, args: Namespace, batch: MicroBatch, *rest: Any) -> Any:
         self.batch, self.number = batch, 0
@@ -57,7 +59,7 @@ class Logits:
         local = log_probs.logits(hidden.detach(), weight)
         got = tensor_parallel.gather_from_tensor_model_parallel_region(local)[:, : tiny.VOCAB].cpu()
         self.number += 1
-        later = next_tokens._later(batch.responses, batch.mask, self.number)
+        later = mtp._later(batch.responses, batch.mask, self.number)
         positions, rows = batch.position_ids[0].tolist(), batch.row_of_token.tolist()
         for t in torch.nonzero(later).flatten().tolist() if self.wanted else ():
             wanted = self.wanted.get(f"row{self.order[batch.rows[rows[t]]]}.head{self.number - 1}", ())

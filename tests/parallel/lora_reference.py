@@ -79,7 +79,7 @@ def is_for_peft(base: Path, directory: Path) -> bool:
 
 
 def fingerprint(base: Path) -> str:
-    """`slime.backends.megatron.base.fingerprint`, of the files of a model."""
+    """`slime.backends.megatron.weights.lora_base.fingerprint`, of the files of a model."""
     config = hf_config(base)
     carried, found = family_of(config).carried(config), {}
     for name, tensor in load_file(base / "model.safetensors").items():

@@ -22,8 +22,9 @@ from megatron.core import parallel_state  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from slime.backends.megatron import lora, model, parallel, weights_io  # noqa: E402
-from slime.backends.megatron.base import fingerprint  # noqa: E402
+from slime.backends.megatron import lora, model, parallel  # noqa: E402
+from slime.backends.megatron.weights import weights_io  # noqa: E402
+from slime.backends.megatron.weights.lora_base import fingerprint  # noqa: E402
 from slime.models import family_of, weight_shape  # noqa: E402
 from slime.models import hf_config as read_config  # noqa: E402
 from slime.models.adapters import adapter_family, is_adapter_name  # noqa: E402

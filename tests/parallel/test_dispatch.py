@@ -79,7 +79,7 @@ def run_rank(rank: int, directory: str, ranks: int, tensor: int, experts: int) -
     patches.install()
     from megatron.core import parallel_state, tensor_parallel
 
-    from slime.backends.megatron import dispatch
+    from slime.backends.megatron.layers import dispatch
 
     torch.set_num_threads(1)
     device.bind_local_device(rank)
@@ -114,8 +114,8 @@ def layer_of(*, own: bool = True, dtype: torch.dtype = torch.float64, **options:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    from slime.backends.megatron import dispatch
-    from slime.backends.megatron.experts import Experts
+    from slime.backends.megatron.layers import dispatch
+    from slime.backends.megatron.layers.experts import Experts
 
     ep = parallel_state.get_expert_model_parallel_world_size()
     tp = parallel_state.get_tensor_model_parallel_world_size()
@@ -142,7 +142,7 @@ def layer_of(*, own: bool = True, dtype: torch.dtype = torch.float64, **options:
 
 
 def replaced(layer: Any) -> bool:
-    return type(layer.token_dispatcher).__name__ == "OncePerRank"
+    return type(layer.token_dispatcher).__name__ == "DedupDispatcher"
 
 
 def randoms(*shape: int, seed: int = 0) -> Tensor:
@@ -181,7 +181,7 @@ def routing(name: str, ep: int) -> tuple[Tensor, Tensor]:
 
 def check_routing(name: str) -> dict[str, float]:
     """Both dispatchers with the same experts; the largest differences relative to the largest entry."""
-    from slime.backends.megatron.dispatch import Copies
+    from slime.backends.megatron.layers.dispatch import Copies
 
     results = []
     for own in (True, False):

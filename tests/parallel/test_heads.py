@@ -88,10 +88,11 @@ def test_there_and_back(kind: str, tmp_path: Path) -> None:
 
 def convert(rank: int, model: str) -> None:
     """In a process of its own, because Megatron's shim is for the whole process."""
-    from slime.convert import hf_to_torch_dist
+    from slime.backends.megatron import hf_to_torch_dist
     from slime.convert.arguments import parse_model_args
 
-    from slime.backends.megatron import parallel, weights_io  # isort: skip
+    from slime.backends.megatron import parallel  # isort: skip
+    from slime.backends.megatron.weights import weights_io  # isort: skip
     from slime.backends.megatron.learner import load_weights
     from slime.backends.megatron.model import build_model
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.sglang.client import EngineError
-from slime.utils.hf_writer import NamedTensors
+from slime.files.hf_writer import NamedTensors
 from slime.utils.http_utils import PortReservation
 from slime.weights import EngineAddress, make_publisher, tensor
 from tests.fake_control import addresses_of

@@ -25,10 +25,11 @@ patches.install()
 
 from megatron.core import parallel_state  # noqa: E402
 
-from slime.backends.megatron import gather, parallel  # noqa: E402
+from slime.backends.megatron import parallel  # noqa: E402
 from slime.backends.megatron import trainer as trainer_module  # noqa: E402
 from slime.backends.megatron.optimizer import parts_of  # noqa: E402
 from slime.backends.megatron.trainer import MegatronTrainer  # noqa: E402
+from slime.backends.megatron.weights import gather  # noqa: E402
 from slime.data import TrainBatch  # noqa: E402
 from slime.options.errors import OptionError  # noqa: E402
 from slime.ray.train_actor import TrainActor  # noqa: E402

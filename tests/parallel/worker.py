@@ -28,11 +28,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 from safetensors.torch import load_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from slime.backends.megatron import attention, model, parallel, weights_io  # noqa: E402
+from slime.backends.megatron import model, parallel  # noqa: E402
+from slime.backends.megatron.layers import attention  # noqa: E402
+from slime.backends.megatron.weights import weights_io  # noqa: E402
+from slime.files import hf_reader  # noqa: E402
 from slime.models import family_of, hf_config, weight_shape  # noqa: E402
 from slime.training import packing  # noqa: E402
 from slime.training.loss import log_probs  # noqa: E402
-from slime.utils import device, hf_reader  # noqa: E402
+from slime.utils import device  # noqa: E402
 from tests.parallel import tiny  # noqa: E402
 
 EXPERT = re.compile(r"\.experts\.\d")

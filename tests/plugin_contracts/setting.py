@@ -12,17 +12,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.driver.rollout_manager import make_data_source
+from slime.entry.arguments import GROUPS, _add_hook_flags, _parse_yaml, _read_yaml
 from slime.options.algorithm import derive_algorithm
-from slime.options.eval_datasets import eval_datasets
-from slime.options.parser import StrictParser
-from slime.options.schema import add_options
-from slime.ray.rollout_manager import make_data_source
+from slime.options.checks.eval_datasets import eval_datasets
+from slime.options.checks.hook_paths import load_hooks
+from slime.options.flags.parser import StrictParser
+from slime.options.flags.schema import add_options
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.engine.generation import prompt_tokens
 from slime.rollout.sampling import eval_sampling_params
 from slime.rollout.tokenizer import load_tokenizer
-from slime.utils.arguments import GROUPS, _add_hook_flags, _parse_yaml, _read_yaml
-from slime.utils.hook_paths import load_hooks
 from slime.utils.types import Group, Sample
 from tests.plugin_contracts.engine import ANSWERS
 from tests.small_rollout import small_rollout, write_tokenizer

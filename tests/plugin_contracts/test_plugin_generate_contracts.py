@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from slime.data.source.numbers import CHANGED
-from slime.data.source.under_way import under_way
+from slime.data.source.rollout_context import rollout_context
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.batches.train_data import to_train_batches
 from slime.rollout.engine.generation import prompt_tokens
@@ -173,7 +173,7 @@ def _generated(subject: Subject, sample: Sample | Group, evaluation: bool = Fals
         async with asyncio.timeout(args.rollout_timeout):
             return await generate_and_rm(args, sample, params, evaluation=evaluation)
 
-    with under_way(0):
+    with rollout_context(0):
         return asyncio.run(run())
 
 

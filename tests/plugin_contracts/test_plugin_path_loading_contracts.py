@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from slime.data.source.prompts import draw_groups, put_back
-from slime.data.source.under_way import under_way
-from slime.ray.rollout_manager import restore_source, source_state
+from slime.data.source.rollout_context import rollout_context
+from slime.driver.rollout_manager import restore_source, source_state
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.batches.train_data import to_train_batches
 from slime.rollout.collect import finish_batch
@@ -46,7 +46,7 @@ def _run(subject: Subject, coroutine: Awaitable[T]) -> T:
         async with asyncio.timeout(subject.args.rollout_timeout):
             return await coroutine
 
-    with under_way(3):
+    with rollout_context(3):
         return asyncio.run(within())
 
 
@@ -142,7 +142,7 @@ def check_buffer(subject: Subject) -> None:
         for group in groups:
             finish(args, group[0])
         source.add_samples(groups)
-        with under_way(3):
+        with rollout_context(3):
             drawn = source.get_samples(wanted)
         for chosen in subject.returned[-1:]:
             subject.must(isinstance(chosen, list), f"it returned {type(chosen).__name__}", "return a list of groups")

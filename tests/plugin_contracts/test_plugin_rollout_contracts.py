@@ -11,7 +11,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from slime.data.source.under_way import under_way
+from slime.data.source.rollout_context import rollout_context
 from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
 from slime.rollout.batches.train_data import to_train_batches
 from slime.rollout.data_source import RolloutDataSource
@@ -72,7 +72,7 @@ def check_accounting(subject: Subject) -> None:
 
 def _rollout(subject: Subject, source: Any, rollout_id: int = 0) -> tuple[list[Any], dict[str, Any]]:
     """Groups and metrics of one call, as the rollout manager reads them."""
-    with under_way(rollout_id):
+    with rollout_context(rollout_id):
         output = subject.function(subject.args, rollout_id, source)
     if not isinstance(output, RolloutFnTrainOutput):
         subject.must(

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
+from slime.entry.arguments import parse_args
 from slime.rollout import runtime as runtime_module
 from slime.rollout.engine import state
 from slime.rollout.runtime import RolloutRuntime
 from slime.utils import http_client
-from slime.utils.arguments import parse_args
 from tests.command_line import Fails, Parse, command, failure, write_model, write_rows
 from tests.fake_client import FakeClient
 from tests.small_rollout import CHATML, small_rollout, write_tokenizer

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from slime.entry.arguments import parse_args
 from slime.options.errors import OptionError
-from slime.options.schema import flag_named
+from slime.options.flags.schema import flag_named
 from slime.options.training import check_schedule, critic_options, warmup_and_decay_steps
-from slime.utils.arguments import parse_args
 from tests.command_line import command, failure, write_model, write_rows
 
 NUM_GPUS = 0

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from slime.utils.arguments import describe, parse_args
+from slime.entry.arguments import describe, parse_args
 from tests.command_line import QWEN3, Fails, Parse, command, write_model, write_rows
 
 NUM_GPUS = 0
@@ -150,8 +150,8 @@ def test_hooks_are_loaded_and_their_flags_known(parse: Parse, directory: Path, f
         ("--rm-type remote_rm --rm-url me:pw@judge/score", "", "remote_rm needs an address in --rm-url, such as http:"),
         ("--rm-type boxed_remote_rm --rm-url http://judge:80000", "", "boxed_remote_rm needs an address in --rm-url"),
         ("", "--rollout-max-response-len", "--rollout-max-response-len is missing"),
-        ("--global-batch-size 5", "", "--rollout-batch-size 4 x --n-samples-per-prompt 4 = 16 is no multiple of --"),
-        ("--num-steps-per-rollout 3", "", "= 16 is no multiple of --num-steps-per-rollout 3"),
+        ("--global-batch-size 5", "", "--rollout-batch-size 4 x --n-samples-per-prompt 4 = 16 is not a multiple of --"),
+        ("--num-steps-per-rollout 3", "", "= 16 is not a multiple of --num-steps-per-rollout 3"),
         ("--num-steps-per-rollout 2 --global-batch-size 16", "", "= 16, but --global-batch-size 16 x --num-steps"),
         ("--n-samples-per-prompt 1", "", "--n-samples-per-prompt 1 leaves --advantage-estimator grpo nothing"),
         ("--use-dynamic-batch-size", "", "--use-dynamic-batch-size needs --max-tokens-per-gpu"),
@@ -199,7 +199,7 @@ def test_hooks_are_loaded_and_their_flags_known(parse: Parse, directory: Path, f
         ("--exp-avg-dtype bf16 --main-params-dtype fp16", "", "--main-params-dtype fp16, --exp-avg-dtype bf16: the op"),
         ("--optimizer lion", "", "--optimizer lion: there are adam and sgd"),
         ("--padded-vocab-size 299", "", "--padded-vocab-size 299 is less than --vocab-size 300"),
-        ("--padded-vocab-size 301 --tensor-model-parallel-size 2", "", "301 is no multiple of --tensor-model"),
+        ("--padded-vocab-size 301 --tensor-model-parallel-size 2", "", "301 is not a multiple of --tensor-model"),
         ("--hf-checkpoint moe --moe-aux-loss-coeff 0 0.01", "", "--moe-aux-loss-coeff 0.0 0.01 is not available"),
         ("--hf-checkpoint moe --moe-z-loss-coeff 0.1", "", "--moe-z-loss-coeff 0.1 is not available yet"),
         ("--attention-dropout 0.1", "", "--attention-dropout 0.1 is not available yet"),
@@ -390,7 +390,7 @@ def test_an_interrupt_while_flags_are_read_is_no_traceback(
     def interrupted(*values: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("slime.utils.arguments.assemble", interrupted)
+    monkeypatch.setattr("slime.entry.arguments.assemble", interrupted)
     with pytest.raises(SystemExit) as stop:
         parse_args([])
     assert stop.value.code == 130

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.utils.arguments import parse_args
+from slime.entry.arguments import parse_args
 from tests.command_line import command, failure, write_model, write_rows
 
 NUM_GPUS = 0

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slime.data import Group, Sample, Status
-from slime.data.source.under_way import under_way
+from slime.data.source.rollout_context import rollout_context
 from slime.rollout.batches.staleness import renew_stale, staleness, staleness_metrics
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.engine import state as state_module
@@ -94,11 +94,11 @@ def test_no_request_is_sent_while_they_are_held(rollout_args: Args, answer_by: A
     client = answer_by(lambda tokens, params: reply([1]))
 
     async def run() -> None:
-        await runtime.pause()
+        runtime.pause_generation()
         jobs = [asyncio.create_task(generate(rollout_args(), Sample(prompt="a"), {"max_new_tokens": 1})) for _ in "ab"]
         await asyncio.sleep(0.05)
         assert not client.requests
-        await runtime.resume()
+        await runtime.resume_generation()
         await asyncio.gather(*jobs)
 
     asyncio.run(run())
@@ -208,7 +208,7 @@ def test_groups_that_are_too_old_are_generated_anew_or_replaced(source_args: Arg
     answer_by(lambda tokens, params: reply([9, 9], version=6))
     args = source_args(n_samples_per_prompt=2)
     source = RolloutDataSourceWithBuffer(args)
-    with under_way(7):
+    with rollout_context(7):
         groups: list[Group] = source.get_samples(3)
     for group, versions in zip(groups, (("6", "5"), ("6", "6"), ("3", "7")), strict=True):
         for sample, version in zip(group, versions, strict=True):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from slime.backends.megatron import attention
-from slime.backends.megatron.attention import (
+from slime.backends.megatron.layers import attention
+from slime.backends.megatron.layers.attention import (
     AttentionPlan,
     packed_attention,
     packed_params,

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from slime.backends.megatron.weights_io import write_hf
+from slime.backends.megatron.weights.weights_io import write_hf
+from slime.files.block_scaled import BlockScaled
+from slime.files.hf_reader import HFWeights
 from slime.models import family_of, hf_config, weight_shape
 from slime.models.family import check_names
-from slime.utils.block_scaled import BlockScaled
 from slime.utils.errors import BadInputError
-from slime.utils.hf_reader import HFWeights
 from tests.parallel import tiny
 from tests.unit.test_tools import load
 

@@ -14,9 +14,9 @@ import pytest
 import ray
 
 from slime.data import Group, Sample
+from slime.driver import rollout_manager
+from slime.driver.rollout_manager import RolloutManager, make_data_source
 from slime.observability import logs, trace
-from slime.ray import rollout_manager
-from slime.ray.rollout_manager import RolloutManager, make_data_source
 from slime.rollout.engine import state as state_module
 from slime.rollout.runtime import RolloutRuntime
 from slime.utils.errors import CancelledRolloutError
@@ -182,7 +182,7 @@ def test_an_evaluation_ends_too(
     threads: concurrent.futures.ThreadPoolExecutor,
     write_jsonl: Callable[..., str],
 ) -> None:
-    from slime.options.eval_datasets import EvalDataset
+    from slime.options.checks.eval_datasets import EvalDataset
 
     manager = make_manager(eval_interval=1)
     manager._args.eval_datasets = [EvalDataset(name="sums", path=manager._args.prompt_data, input_key="prompt")]

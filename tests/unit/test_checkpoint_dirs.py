@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from slime.backends.megatron import trainer
-from slime.convert.hf_to_torch_dist import check_target
+from slime.backends.megatron.hf_to_torch_dist import check_target
 from slime.options.checkpoint import LATEST, find_checkpoint, is_release, is_torch_dist
 from slime.options.errors import OptionError
 from slime.options.lora import check_adapters, check_base
-from slime.training.checkpoint_dirs import begin_directory, begin_save, commit_directory, commit_save
+from slime.training.checkpoint_dirs import begin_save, commit_directory, commit_save, staging_directory
 from slime.utils.errors import BadInputError
 from tests.algorithm_options import algorithm_options
 
@@ -64,7 +64,7 @@ def test_save_over_an_older_one_replaces_it(tmp_path: Path) -> None:
 def test_directory_is_replaced_as_a_whole(tmp_path: Path) -> None:
     target = tmp_path / "hf"
     for text in ("one", "two"):
-        (begin_directory(target) / text).write_text(text)
+        (staging_directory(target) / text).write_text(text)
         commit_directory(target)
     assert [p.name for p in target.iterdir()] == ["two"]
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from slime.ray.claims import claim
+from slime.driver.preflight.run_lock import acquire_run_lock
 from slime.ray.supervision import InputError
 
 NUM_GPUS = 0
 
 HOLDER = """
 import sys, time
-from slime.ray.claims import claim
-held = claim(sys.argv[1], "--save")
+from slime.driver.preflight.run_lock import acquire_run_lock
+held = acquire_run_lock(sys.argv[1], "--save")
 print("held", flush=True)
 time.sleep(600)
 """
@@ -25,13 +25,13 @@ time.sleep(600)
 
 def test_the_second_is_told_of_the_first(tmp_path: Path) -> None:
     directory = tmp_path / "not" / "there" / "yet"
-    first = claim(directory, "--run-dir")
+    first = acquire_run_lock(directory, "--run-dir")
     for _ in range(2):
         with pytest.raises(InputError, match=rf"yet: another run, process {os.getpid()} on \S+, writes there: wait"):
-            claim(directory, "--run-dir")
-    other = claim(tmp_path / "other", "--save")
+            acquire_run_lock(directory, "--run-dir")
+    other = acquire_run_lock(tmp_path / "other", "--save")
     os.close(first)
-    os.close(claim(directory, "--run-dir"))
+    os.close(acquire_run_lock(directory, "--run-dir"))
     os.close(other)
 
 
@@ -41,8 +41,8 @@ def test_a_killed_run_holds_nothing(tmp_path: Path) -> None:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
         with pytest.raises(InputError, match=f"process {holder.pid} on"):
-            claim(tmp_path, "--save")
+            acquire_run_lock(tmp_path, "--save")
     finally:
         holder.kill()
         holder.wait(60)
-    os.close(claim(tmp_path, "--save"))
+    os.close(acquire_run_lock(tmp_path, "--save"))

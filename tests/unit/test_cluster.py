@@ -15,11 +15,11 @@ import pytest
 import ray
 from ray._private import services, worker
 
+from slime.driver.rollout_manager import RolloutManager
 from slime.fleet import placement
 from slime.fleet.placement import Slot, describe_placement
 from slime.ray import cluster
 from slime.ray.engine_actor import EngineActor, NodeActor
-from slime.ray.rollout_manager import RolloutManager
 from slime.ray.supervision import InputError, RunError
 from slime.ray.train_actor import TrainActor
 from tests.small_fleet import slot_options

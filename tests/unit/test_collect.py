@@ -12,7 +12,7 @@ import pytest
 
 from slime.data import Sample, Status
 from slime.data.source.prompts import as_prompts
-from slime.data.source.under_way import under_way
+from slime.data.source.rollout_context import rollout_context
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.rollout.sglang_rollout import generate_rollout
@@ -311,7 +311,7 @@ def test_buffer_filters_that_come_with_slime(make_args: Args) -> None:
 
     assert indices(filled("pop_first").get_samples(2)) == [0, 1]
     assert indices(filled("pop_longest").get_samples(2)) == [1, 2]
-    with under_way(7):
+    with rollout_context(7):
         groups = filled("pop_fresh").get_samples(3)
     assert {g[0].group_index: g[0].response_length for g in groups} == {0: 0, 1: 0, 2: 3}
 
@@ -335,13 +335,13 @@ def test_stale_groups_of_cut_rollouts_begin_anew_as_they_were_drawn(make_args: A
     drawn = [(sample.rollout_id, sample.prompt, sample.session_id) for sample in group]
     assert [(s.rollout_id, s.prompt, s.session_id) for s in as_prompts(None, copy.deepcopy(parts))] == drawn
     source.add_samples([copy.deepcopy(parts)])
-    with under_way(7):
+    with rollout_context(7):
         (again,) = source.get_samples(1)
     assert [(s.rollout_id, s.prompt, s.session_id) for s in again] == drawn
     assert [(s.status, s.response_length) for s in again] == [(Status.PENDING, 0)] * 2
     # Handed out as parts, it is no more than a prompt for each rollout when it is too old again.
     source.add_samples([parts])
-    with under_way(1):
+    with rollout_context(1):
         (cut,) = source.get_samples(1)
     assert len(cut) == 4
     assert [(s.rollout_id, s.prompt, s.session_id) for s in as_prompts(source, cut)] == drawn

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from slime.data import Group, Status
-from slime.options.schema import flag_named
+from slime.options.flags.schema import flag_named
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.user.failure_log import FailureLog

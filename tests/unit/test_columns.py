@@ -14,11 +14,11 @@ import torch
 
 from slime.data import Column, ColumnError, OptimizerStep, Ragged, Sample, TrainBatch
 from slime.data.columns import COLUMNS, from_samples, with_declared
+from slime.options.checks.hook_paths import columns_of
 from slime.options.errors import OptionError
 from slime.rollout.batches.train_data import to_columns
 from slime.training.micro_batch import MicroBatch, Pass, known_columns
 from slime.utils.errors import BadInputError
-from slime.utils.hook_paths import columns_of
 from tests import column_hooks
 from tests.micro_batches import fresh_rows, pack_layout, part_of_rank, step_of, whole_stream
 from tests.unit.test_train_data import make_args, make_samples
@@ -33,7 +33,7 @@ GENERIC = (
         "slime/training/responses.py",
         "slime/rollout/batches/debug_data.py",
     ),
-    *("slime/data/ragged.py", "slime/data/batch.py", "slime/ray/rollout_manager.py", "slime/ray/train_actor.py"),
+    *("slime/data/ragged.py", "slime/data/batch.py", "slime/driver/rollout_manager.py", "slime/ray/train_actor.py"),
 )
 """What schedules, packs, cuts for context parallelism, dumps, and puts into and takes out of the object store."""
 NAMED = {"slime/data/batch.py": "TrainBatch"}
@@ -236,8 +236,8 @@ def test_declarations_that_cannot_be(column: Column, expected: str) -> None:
 
 
 def test_the_module_of_a_function_declares_columns(tmp_path: Path) -> None:
+    from slime.options.checks.hook_paths import load_hooks
     from slime.options.hooks import HookOptions
-    from slime.utils.hook_paths import load_hooks
 
     path = f"{HOOKS}:model_provider"
     args = make_args(custom_model_provider_path=path)
@@ -264,8 +264,8 @@ def test_the_module_of_a_function_declares_columns(tmp_path: Path) -> None:
 
 
 def test_a_column_for_the_model_needs_a_model_that_takes_it() -> None:
+    from slime.options.checks.hook_paths import load_hooks
     from slime.options.hooks import HookOptions
-    from slime.utils.hook_paths import load_hooks
 
     args = make_args(custom_megatron_init_path=f"{HOOKS}:megatron_init", custom_model_provider_path=None)
     with pytest.raises(OptionError, match="column route is for the model's forward call: add --custom-model-provider"):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from slime.options.parser import StrictParser
-from slime.options.unavailable import WITHOUT_EFFECT, explain_flag
-from slime.utils.arguments import assemble, parse_args
+from slime.entry.arguments import assemble, parse_args
+from slime.options.flags.parser import StrictParser
+from slime.options.flags.unavailable import WITHOUT_EFFECT, explain_flag
 from tests.command_line import write_model, write_rows
 from tests.documents import DOCS, examples
 

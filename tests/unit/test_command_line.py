@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slime.backends.sglang.process import ServerProcess
+from slime.processes.server_process import ServerProcess
 from slime.utils.command_line import apart, secrets_of
 
 NUM_GPUS = 0
@@ -99,7 +99,7 @@ def test_secrets_are_set_apart(words: list[str], shown: list[str], hidden: list[
 
 def test_a_server_gets_secrets_by_its_environment(tmp_path: Path) -> None:
     """Neither its command line nor its supervisor's has them, and the end of its log neither."""
-    code = "import sys; from slime.backends.sglang.process import secret_flags as f; print(sys.argv[1:], f(), flush=1)"
+    code = "import sys; from slime.processes.server_process import secret_flags as f; print(sys.argv[1:], f(), flush=1)"
     words = ["--ssl-keyfile-password", "s3cret", "--port", "1"]
     server = ServerProcess([sys.executable, "-c", f"{code}; input()", *words], os.environ, tmp_path / "log", held=True)
     server.start()

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 import slime.utils.external_utils.command_utils as U
-from slime.utils.arguments import check_flags
+from slime.entry.arguments import check_flags
 from slime.utils.errors import BadInputError, SlimeError
 from slime.utils.external_utils import downloads, jobs, own_ray
 from slime.utils.redaction import redacted_command

@@ -11,7 +11,7 @@ import pytest
 
 from slime.models import hf_config
 from slime.models.shape import context_length
-from slime.options.validate import ENGINE_KEEPS
+from slime.options.checks.validate import ENGINE_KEEPS
 from tests.command_line import QWEN3, Fails, Parse, write_model
 from tests.lengthened import CONTEXTS, LINEAR, LLAMA3, YARN
 

@@ -1,4 +1,4 @@
-"""slime.ray.contract_hint: an error of a user's function names the program that checks it."""
+"""slime.driver.preflight.contract_hint: an error of a user's function names the program that checks it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from slime.ray import driver
-from slime.ray.contract_hint import CONTRACTS, contract_hint
+from slime.driver import process
+from slime.driver.preflight.contract_hint import CONTRACTS, contract_hint
 from slime.ray.supervision import InputError, RunError
 from tests.plugin_contracts import (
     test_plugin_generate_contracts,
@@ -64,13 +64,13 @@ def test_other_errors_have_no_check(message: str) -> None:
 def test_the_last_words_of_a_run_say_how_to_try_it(
     error: type[RunError], is_told: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(driver, "check_patches", lambda *_: None)
+    monkeypatch.setattr(process, "check_patches", lambda *_: None)
 
     def train(args: Namespace) -> None:
         raise error("--dynamic-sampling-filter-path f.py:keep raised KeyError: 'x'")
 
     args = Namespace(dry_run=None, num_rollout=None)
     with pytest.raises(SystemExit):
-        driver.run_driver(train, args)
+        process.run_driver(train, args)
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.endswith("test_plugin_path_loading_contracts.py --dynamic-sampling-filter-path f.py:keep") == is_told

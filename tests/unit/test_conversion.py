@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from slime.data import Ragged, Sample, Status, TrainBatch
-from slime.options.schema import flag_named
+from slime.options.flags.schema import flag_named
 from slime.rollout.batches.train_data import to_columns, to_train_batches
 from slime.utils.errors import BadInputError, HookError
 from tests.unit.test_train_data import make_args, make_samples, uneven_groups

@@ -21,7 +21,7 @@ from torch.distributed import checkpoint as dcp
 
 from slime.convert import dcp_to_hf, fp8, running
 from slime.convert.hf_files import HFOutput, Spec, cut_into_shards, natural
-from slime.utils.block_scaled import num_blocks
+from slime.files.block_scaled import num_blocks
 from slime.utils.errors import BadInputError
 from tests.parallel import tiny
 from tests.unit.test_tools import TOOLS, load
@@ -374,7 +374,7 @@ def test_torch_tells_an_interrupt_from_an_error(
     cause: BaseException, expected: type[BaseException], tmp_path: Path
 ) -> None:
     """dcp.save wraps either in an exception of its own."""
-    from slime.convert import hf_to_torch_dist
+    from slime.backends.megatron import hf_to_torch_dist
 
     class Planner(dcp.DefaultSavePlanner):
         def create_local_plan(self) -> dcp.SavePlan:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
 
 from slime.convert import fp8
-from slime.options.export_rules import mark_export
+from slime.options.checks.export_rules import mark_export
 from slime.utils.errors import BadInputError
 from tests.parallel import tiny
 from tests.unit.test_convert import SETTINGS, fp8_tool, fsdp_tool, torch_dist_tool

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slime.data import TrainBatch
-from slime.options.schema import flag_named
+from slime.options.flags.schema import flag_named
 from slime.training.loss.correction import corrected
 from slime.training.loss.token_loss import policy_loss, reduce_tokens
 from slime.training.micro_batch import MicroBatch

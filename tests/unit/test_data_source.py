@@ -15,7 +15,7 @@ import pytest
 from slime.data import DataSource, Group, RolloutDataSource, RolloutDataSourceWithBuffer, Sample, Status
 from slime.data.rows.dataset import load_prompts, train_prompt_spec
 from slime.data.source.prompts import draw_groups
-from slime.data.source.under_way import current_rollout, under_way
+from slime.data.source.rollout_context import current_rollout, rollout_context
 from slime.rollout.batches.metrics import accounting
 
 NUM_GPUS = 0
@@ -380,7 +380,7 @@ def test_runs_that_are_killed_again_and_again_train_every_prompt_once(
         ahead = random.randrange(4)
         drawn = {}
         for later in range(rollout_id, rollout_id + 1 + ahead):
-            with under_way(later):
+            with rollout_context(later):
                 assert source.rollout_id == later
                 drawn[later] = draw_groups(args, source, args.rollout_batch_size)
         samples = finish(drawn[rollout_id])
@@ -400,9 +400,9 @@ def test_runs_that_are_killed_again_and_again_train_every_prompt_once(
 def test_a_rollout_that_loses_a_group_is_found_out_while_others_are_in_flight(make_args: Args) -> None:
     args = make_args()
     source = RolloutDataSource(args)
-    with under_way(0):
+    with rollout_context(0):
         groups = source.get_samples(4)
-    with under_way(1):
+    with rollout_context(1):
         source.get_samples(4)
     source.count_trained(finish(groups[:3]))
     with pytest.raises(

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from slime.data import Sample, Status
+from slime.files.safe_dump import load_plain, save_plain
 from slime.options.debug import kept_groups
 from slime.rollout.batches.debug_data import check_recorded, load_samples, save_samples
 from slime.utils.errors import BadInputError
-from slime.utils.plain import load_plain, save_plain
 
 NUM_GPUS = 0
 

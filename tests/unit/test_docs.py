@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from slime.models import FAMILIES
+from slime.options.flags.schema import flag_of
 from slime.options.hooks import HookOptions
-from slime.options.schema import flag_of
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.tokenizer import load_tokenizer
 from slime.utils.types import Sample

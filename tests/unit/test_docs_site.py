@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from slime.options.schema import flag_of, hook_fields
-from slime.utils.arguments import GROUPS
+from slime.entry.arguments import GROUPS
+from slime.options.flags.schema import flag_of, hook_fields
 from slime.utils.types import Sample
 from tools.website.build import configuration, join_languages, told
 from tools.website.check import problems

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import train
+from slime.driver.rollout_manager import RolloutManager, make_data_source, num_rollout
+from slime.entry.arguments import parse_args
 from slime.observability import logs, trace
-from slime.options.sglang import ROUTER_POLICY
-from slime.ray.rollout_manager import RolloutManager, make_data_source, num_rollout
+from slime.options.flags.sglang import ROUTER_POLICY
 from slime.utils import patching
-from slime.utils.arguments import parse_args
 from slime.utils.errors import BadInputError
 from slime.utils.patching import ALLOW_FLAG, ALLOW_VARIABLE, Patch
 from tests.command_line import write_checkpoint

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from slime.options.export_rules import mark_export
-from slime.ray import run as whole_run
-from slime.ray.driver import run_driver
-from slime.ray.due import NothingLeftError, check_remaining, is_due, times_due
-from slime.utils.arguments import parse_args
+from slime.driver import run as whole_run
+from slime.driver.process import run_driver
+from slime.driver.schedule import NothingLeftError, check_remaining, is_due, times_due
+from slime.entry.arguments import parse_args
+from slime.options.checks.export_rules import mark_export
 from slime.utils.errors import BadInputError
 from tests.command_line import command, write_checkpoint, write_model, write_rows
 

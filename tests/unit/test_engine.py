@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 
 from slime.backends.sglang import engine as engine_module
-from slime.backends.sglang.engine import End, Engine, EngineError
+from slime.backends.sglang.engine import Engine, EngineError, ExitInfo
 from slime.fleet import engines, placement
 from slime.fleet.placement import Placement, Slot
 from slime.fleet.spec import Fleet
@@ -60,7 +60,7 @@ class FakeProcess:
 class FakeNodes:
     """The servers of an engine's other nodes."""
 
-    def __init__(self, *ends: list[End]) -> None:
+    def __init__(self, *ends: list[ExitInfo]) -> None:
         self.meetings: list[str] = []
         self.stops = 0
         self._ends = list(ends)
@@ -68,7 +68,7 @@ class FakeNodes:
     def start(self, meeting: str) -> None:
         self.meetings.append(meeting)
 
-    def ends(self) -> list[End]:
+    def ends(self) -> list[ExitInfo]:
         """The next of those given, the last one again and again."""
         return self._ends.pop(0) if len(self._ends) > 1 else self._ends[0]
 
@@ -193,7 +193,7 @@ def test_a_server_does_not_cross_hosts() -> None:
 def test_a_start_that_fails_ends_the_servers_of_all_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "ServerProcess", FakeProcess)
     monkeypatch.setattr(FakeProcess, "status", None)
-    others = FakeNodes([End(1.0, "engine 0 node 1 ended with status 1: Address already in use")])
+    others = FakeNodes([ExitInfo(1.0, "engine 0 node 1 ended with status 1: Address already in use")])
     monkeypatch.setattr(engine_module, "_FOLLOW_S", 0.0)
     with pytest.raises(EngineError, match=r"^engine 0 node 1 ended"):
         make_engine(tmp_path, num_nodes=2, others=others).start()
@@ -203,7 +203,7 @@ def test_a_start_that_fails_ends_the_servers_of_all_nodes(tmp_path: Path, monkey
 
 def test_the_server_that_ended_first_is_named_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "ServerProcess", FakeProcess)
-    late, early = End(9e12, "node 2"), End(1.0, "node 1")
+    late, early = ExitInfo(9e12, "node 2"), ExitInfo(1.0, "node 1")
     engine = make_engine(tmp_path, num_nodes=3, others=FakeNodes([], [], [late], [late, early]))
     assert engine.end() is None
     monkeypatch.setattr(FakeProcess, "status", None)

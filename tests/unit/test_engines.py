@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from slime.backends.sglang.client import EngineError
+from slime.driver import rollout_manager
 from slime.fleet import engines as fleet_engines
 from slime.fleet import placement
 from slime.fleet import routers as fleet_routers
@@ -21,7 +22,6 @@ from slime.fleet.membership import Member, Membership
 from slime.fleet.placement import Placement, Slot
 from slime.fleet.routers import Routers
 from slime.fleet.spec import Fleet
-from slime.ray import rollout_manager
 from slime.ray.engine_actor import EnginePlan
 from slime.ray.supervision import Deadline, RunError, Supervisor
 from slime.rollout.engine.loop import background_loop

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from slime.options.eval_datasets import EvalDataset
-from slime.utils.arguments import describe, parse_args
+from slime.entry.arguments import describe, parse_args
+from slime.options.checks.eval_datasets import EvalDataset
 from tests.command_line import command, failure, write_model, write_rows
 
 NUM_GPUS = 0

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from slime.backends.megatron import experts, model
-from slime.backends.megatron.experts import Groups, grouped_linear
+from slime.backends.megatron import model
+from slime.backends.megatron.layers import experts
+from slime.backends.megatron.layers.experts import Groups, grouped_linear
 from tests.parallel import tiny
 from tests.ranks import run_ranks
 from tests.shipped import CONFIGS
@@ -142,7 +143,7 @@ def test_reads_checkpoints_of_sequential(report: dict[str, Any]) -> None:
 
 
 def test_dispatcher_adds_up_in_one_order(report: dict[str, Any]) -> None:
-    assert report["dispatcher"] == ["slime.backends.megatron.permutation"] * 2
+    assert report["dispatcher"] == ["slime.backends.megatron.layers.permutation"] * 2
 
 
 def test_random_weights(report: dict[str, Any]) -> None:

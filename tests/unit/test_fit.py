@@ -95,9 +95,9 @@ def _key(kind: str, words: object) -> str:
 def _convert_and_load(rank: int, work: str) -> None:
     """What the converter says of each case, and what loading its checkpoint says, in one process."""
     from tools import convert_hf_to_torch_dist  # isort: skip
-    from slime.backends.megatron import model, weights_io
+    from slime.backends.megatron import hf_to_torch_dist, model
     from slime.backends.megatron.learner import load_weights
-    from slime.convert import hf_to_torch_dist
+    from slime.backends.megatron.weights import weights_io
 
     directory, report = Path(work), {}
     cases = [case[:2] for case in (*SHAPES, *OTHERS)]
@@ -222,7 +222,8 @@ def _load_under_layouts(rank: int, model_dir: str) -> None:
     patches.install()
     from megatron.core import parallel_state
 
-    from slime.backends.megatron import model, parallel, weights_io
+    from slime.backends.megatron import model, parallel
+    from slime.backends.megatron.weights import weights_io
 
     path = Path(model_dir)
     dist.init_process_group("gloo", init_method=f"file://{path}.rendezvous{len(LAYOUTS)}", rank=rank, world_size=2)

@@ -16,14 +16,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from slime.backends.megatron import gather
+from slime.backends.megatron.weights import gather
 from slime.backends.sglang import float8 as server_float8
 from slime.convert import fp8
+from slime.files.block_scaled import SCALE_END
+from slime.files.hf_reader import HFWeights
+from slime.files.hf_writer import NamedTensors
 from slime.models import family_of, hf_config, weight_shape
 from slime.ray.train_actor import TrainActor
-from slime.utils.block_scaled import SCALE_END
-from slime.utils.hf_reader import HFWeights
-from slime.utils.hf_writer import NamedTensors
 from slime.weights import EngineAddress
 from slime.weights.equality import expected_names
 from slime.weights.float8 import Float8Blocks

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.utils import block_scaled
-from slime.utils.block_scaled import BlockScaled, quantise
+from slime.files import block_scaled
+from slime.files.block_scaled import BlockScaled, quantise
 from slime.weights.float8 import Float8Blocks
 
 NUM_GPUS = 0

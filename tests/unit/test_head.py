@@ -119,7 +119,7 @@ def language_head(what: str, sequence_parallel: bool) -> list[float]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
-    from slime.backends.megatron.head import LanguageHead
+    from slime.backends.megatron.layers.head import LanguageHead
     from slime.training.loss.log_probs import logits, token_terms
 
     torch.manual_seed(5)
@@ -163,7 +163,7 @@ def language_head(what: str, sequence_parallel: bool) -> list[float]:
 def value_head(what: str, sequence_parallel: bool) -> list[float]:
     from megatron.core import parallel_state
 
-    from slime.backends.megatron.head import ValueHead
+    from slime.backends.megatron.layers.head import ValueHead
 
     torch.manual_seed(6)
     hidden = torch.randn(TOKENS, HIDDEN, dtype=torch.float64, requires_grad=True)
@@ -183,7 +183,7 @@ def value_head(what: str, sequence_parallel: bool) -> list[float]:
 
 
 def tokens_and_positions() -> tuple[Any, ...]:
-    from slime.backends.megatron.attention import packed_params
+    from slime.backends.megatron.layers.attention import packed_params
 
     lengths = [10, 5, 9]
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
@@ -227,7 +227,7 @@ def critic(directory: Path, name: str, options: dict[str, Any]) -> dict[str, Any
     """Train a value of 1 for every token, save, train one more step; and that step again from the checkpoint."""
     from megatron.core import dist_checkpointing
 
-    from slime.backends.megatron import checkpoint
+    from slime.backends.megatron.weights import checkpoint
     from slime.models.family import VALUE_HEAD_KEY
     from slime.options.checkpoint import find_checkpoint
     from slime.training import checkpoint_dirs

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from slime.entry.arguments import parse_args
 from slime.models import family_of, hf_config, weight_shape
-from slime.utils.arguments import parse_args
 from tests.command_line import QWEN3, command, failure, write_checkpoint, write_model, write_rows
 
 NUM_GPUS = 0

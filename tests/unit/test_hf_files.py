@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from slime.backends.megatron.weights_io import write_hf
+from slime.backends.megatron.weights.weights_io import write_hf
+from slime.files.hf_reader import HFWeights
 from slime.models import family_of, hf_config, weight_shape
 from slime.models.family import check_names
 from slime.utils.errors import BadInputError
-from slime.utils.hf_reader import HFWeights
 from slime.weights.equality import expected_names
 from tests.parallel import tiny
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from slime.entry.arguments import parse_args
+from slime.options.debug import TrackingOptions
 from slime.options.eval import EvalOptions
+from slime.options.flags.schema import flag_of, hook_fields
 from slime.options.hooks import HookOptions
-from slime.options.schema import flag_of, hook_fields
-from slime.options.tracking import TrackingOptions
-from slime.utils.arguments import parse_args
 from tests.command_line import Fails, command
 
 NUM_GPUS = 0
@@ -103,7 +103,7 @@ def test_dump_details_is_both_templates(directory: Path) -> None:
         ("--use-pytorch-profiler", "--use-pytorch-profiler is not available: use --profile-target"),
         (
             REPLAY + "--load-debug-rollout-data-subsample 0.25 --num-steps-per-rollout 8",
-            "keeps 1 of --rollout-batch-size 4 groups, whose 4 samples are no multiple of the 8 steps of a rollout",
+            "keeps 1 of --rollout-batch-size 4 groups, whose 4 samples are not a multiple of the 8 steps of a rollout",
         ),
     ],
 )

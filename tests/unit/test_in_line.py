@@ -179,12 +179,12 @@ def test_the_message_says_that_a_request_waits_and_for_what(
 
     async def late() -> None:
         if why == "push":
-            await runtime.pause()
+            runtime.pause_generation()
             asyncio.get_running_loop().call_later(0.05, skip, 30)
         try:
             await collect(args, 0, source, draw_groups(args, source, 4), 4)
         finally:
-            await runtime.resume()
+            await runtime.resume_generation()
 
     waits = {
         "place": r"sample 0 \(generating for .*sample 1 \(waiting for a place among the requests in flight for",

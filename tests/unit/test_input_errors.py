@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from slime.data import Sample
+from slime.entry.arguments import parse_args
+from slime.grading.graders import GRADERS
+from slime.options.checks.reward_rules import NEEDS_LABEL
 from slime.options.errors import OptionError
 from slime.options.model import _download, model_directory
-from slime.options.reward_rules import NEEDS_LABEL
 from slime.options.rollout import DEFAULT_ROLLOUT
 from slime.options.training import check_schedule
-from slime.rollout.reward.graders import GRADERS
-from slime.utils.arguments import parse_args
 from slime.utils.errors import BadInputError
 from tests.command_line import BASE, QWEN3, command, failure, write_model, write_rows
 

@@ -15,10 +15,13 @@ import psutil
 import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError
 
-from slime.ray import causes, driver, janitor, places, supervision
+from slime.driver import process
+from slime.driver.preflight import places
+from slime.processes import kernel
+from slime.processes.kernel import Process
+from slime.ray import causes, janitor, supervision
+from slime.ray.directories import check_places
 from slime.ray.supervision import Deadline, InputError, RayDownError, RunError, Supervisor
-from slime.utils import processes
-from slime.utils.processes import Process
 from tests.waiting import wait_for
 
 NUM_GPUS = 0
@@ -64,7 +67,7 @@ def ids(tmp_path: Path) -> Iterator[list[int]]:
     found: list[int] = []
     yield found
     for pid in found:
-        processes.send(pid, signal.SIGKILL)
+        kernel.send(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("end", ["killed", "ill", "well"])
@@ -81,16 +84,16 @@ def test_nothing_is_left_of_a_run_unless_it_ended_well(end: str, tmp_path: Path,
             owner.kill()
         assert owner.stdin is not None
         owner.stdin.close()
-    wait_for(lambda: waits.pid not in processes.running(), "the janitor has ended")
-    assert set(ids) & processes.running().keys() == set(ids if end == "well" else ids[len(NAMES) :])
+    wait_for(lambda: waits.pid not in kernel.running(), "the janitor has ended")
+    assert set(ids) & kernel.running().keys() == set(ids if end == "well" else ids[len(NAMES) :])
 
 
 def children_of(pid: int) -> list[int]:
-    return [process.pid for process in processes.running().values() if process.parent == pid]
+    return [process.pid for process in kernel.running().values() if process.parent == pid]
 
 
 def test_a_process_that_took_over_an_id_is_not_touched() -> None:
-    parent = processes.running()[os.getppid()]
+    parent = kernel.running()[os.getppid()]
     for known, found in ((parent, [parent]), (parent._replace(started=parent.started - 1), [])):
         tree = janitor.Tree(-1, "NONE=x", {})
         tree._known = {known.pid: known.started}
@@ -100,8 +103,8 @@ def test_a_process_that_took_over_an_id_is_not_touched() -> None:
 def test_what_ran_before_is_spared_when_it_loses_its_parent_too(monkeypatch: pytest.MonkeyPatch) -> None:
     owner, before, below, ours, marked = (Process(pid, parent, 1, pid) for pid, parent in PARENTS.items())
     there = [owner, before, below, ours, marked]
-    monkeypatch.setattr(processes, "running", lambda: {process.pid: process for process in there})
-    monkeypatch.setattr(processes, "is_marked", lambda pid, mark: pid == marked.pid)
+    monkeypatch.setattr(kernel, "running", lambda: {process.pid: process for process in there})
+    monkeypatch.setattr(kernel, "is_marked", lambda pid, mark: pid == marked.pid)
     tree = janitor.Tree(owner.pid, "NAME=x", {before.pid: before.started})
     assert sorted(tree.look()) == [ours, marked]
     there[1:3] = [below._replace(parent=owner.pid)]
@@ -213,9 +216,9 @@ def test_a_driver_whose_ray_is_down_says_so_and_leaves_at_once(
         raise RayDownError("train: Ray's raylet")
 
     for check in ("check_patches", "check_remaining"):
-        monkeypatch.setattr(driver, check, lambda *_: "")
-    monkeypatch.setattr(driver.os, "_exit", left.append)
-    driver.run_driver(train, Namespace(dry_run=False))
+        monkeypatch.setattr(process, check, lambda *_: "")
+    monkeypatch.setattr(process.os, "_exit", left.append)
+    process.run_driver(train, Namespace(dry_run=False))
     assert left == [RunError.exit_status]
     assert "error: train: Ray's raylet\n" in capsys.readouterr().err
 
@@ -237,7 +240,7 @@ def test_a_temporary_directory_with_too_long_a_name(variable: str, monkeypatch: 
     with pytest.raises(
         InputError, match=rf"^{variable}=/x+: Ray's sockets .* set RAY_TMPDIR to .* at most {most}, such"
     ):
-        places.check_places()
+        check_places()
 
 
 @pytest.mark.parametrize("variable", ["RAY_TMPDIR", "TMPDIR", "HOME"])
@@ -245,11 +248,11 @@ def test_a_place_that_cannot_be_written_to_is_named(
     variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_places(monkeypatch)
-    places.check_places()
+    check_places()
     set_places(monkeypatch, **{variable: "/dev/null/x"})
     to_set = {"HOME": "set HOME"}.get(variable, "set RAY_TMPDIR")
     with pytest.raises(InputError, match=rf"^{variable}=/dev/null/x: .*/dev/null is no directory: {to_set}"):
-        places.check_places()
+        check_places()
 
 
 @pytest.mark.parametrize("variable", places._CACHES)
@@ -257,7 +260,7 @@ def test_a_cache_that_can_only_be_read_is_no_reason_to_refuse_a_run(
     variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_places(monkeypatch, **{variable: "/proc"})
-    places.check_places()
+    check_places()
     (warning,) = places.place_warnings()
     assert warning.startswith(f"{variable}=/proc: a library has its cache there, and no directory can be made in it")
 

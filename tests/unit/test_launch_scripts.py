@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from slime.ray.dry_run import dry_run
-from slime.utils.arguments import parse_args
+from slime.driver.preflight.dry_run import dry_run
+from slime.entry.arguments import parse_args
 from tests import shipped
 from tests.command_line import write_headers
 from tests.documents import DOCS, example

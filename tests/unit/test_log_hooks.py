@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from slime.data import Sample
+from slime.files.safe_dump import load_plain
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.user.hooks import HookError, logs_evaluation, logs_rollout
 from slime.utils.errors import DeadlineError
-from slime.utils.plain import load_plain
 from tests.fake_client import hook_file
 from tests.small_fleet import bare_manager
 from tools.samples.rollouts import Query, list_samples, read_rollout
@@ -133,7 +133,7 @@ def test_the_manager_saves_the_samples_of_evaluations(
 def test_what_the_manager_then_hands_on_of_a_rollout(
     make_args: Args, hooks: Path, custom: bool, monkeypatch: pytest.MonkeyPatch, runtime: RolloutRuntime
 ) -> None:
-    from slime.ray import rollout_manager
+    from slime.driver import rollout_manager
 
     monkeypatch.setattr(rollout_manager.ray, "put", lambda batch: batch)
     monkeypatch.setattr(

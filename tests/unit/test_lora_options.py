@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from slime.entry.arguments import parse_args
 from slime.models import family_of, hf_config, weight_shape
 from slime.models.adapters import last_names, linear_modules, module_names, targeted_sources
 from slime.models.qwen2 import FAMILY
-from slime.utils.arguments import parse_args
 from tests.command_line import LATENT as LATENT_MODEL
 from tests.command_line import command, failure, write_checkpoint, write_model, write_rows
 from tests.shipped import CONFIGS

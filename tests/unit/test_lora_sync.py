@@ -16,11 +16,11 @@ import torch
 from slime.backends.sglang import cpu_stand_ins
 from slime.backends.sglang.client import ADAPTER, EngineError, GenerateClient
 from slime.backends.sglang.engine import Engine
+from slime.entry.arguments import parse_args
+from slime.files.hf_writer import NamedTensors
 from slime.fleet.spec import fleet_of
 from slime.models import qwen2
 from slime.models.adapters import completed
-from slime.utils.arguments import parse_args
-from slime.utils.hf_writer import NamedTensors
 from slime.utils.http_client import Http
 from slime.weights import EngineAddress, make_publisher
 from slime.weights.adapter import AdapterPublisher

@@ -12,9 +12,9 @@ import torch
 
 from slime.backends.megatron import trainer as trainers
 from slime.backends.megatron.trainer import MegatronTrainer
+from slime.files.hf_writer import NamedTensors
 from slime.ray.train_actor import TrainActor
 from slime.training.memory.log import DeviceMemoryError, MemoryLog
-from slime.utils.hf_writer import NamedTensors
 from slime.weights.publisher import WeightPublisher
 from tests.fake_control import FakeControl, addresses_of
 
@@ -99,7 +99,7 @@ def test_a_save_that_does_not_fit(what: str, tmp_path: Path, monkeypatch: pytest
     for writer in ("save_hf", "save_adapters"):
         monkeypatch.setattr(trainers.weights_io, writer, lambda *words: _fail())
     words: list[Any] = [str(tmp_path / "saved")] + ([3] if what in ("save_hf", "save_lora") else [])
-    monkeypatch.setattr(trainers.checkpoint_dirs, "begin_directory", lambda directory: directory)
+    monkeypatch.setattr(trainers.checkpoint_dirs, "staging_directory", lambda directory: directory)
     with pytest.raises(DeviceMemoryError) as error:
         getattr(made, what)(*words)
     check(error.value, "save", "cut the model over more GPUs")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from slime.backends.megatron.norm import normalise
+from slime.backends.megatron.layers.norm import normalise
 
 NUM_GPUS = 0
 EPS = 1e-3

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.data import Sample
-from slime.data.source.under_way import under_way
+from slime.data.source.rollout_context import rollout_context
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.engine.loop import background_loop
@@ -168,7 +168,7 @@ def test_a_function_that_notes_no_versions(make_args: Args, use: Use, tmp_path: 
     )
     args = make_args(custom_generate_function_path=f"{hook}:generate", mask_offpolicy_in_partial_rollout=True)
     source = RolloutDataSourceWithBuffer(args)
-    with under_way(0):
+    with rollout_context(0):
         samples = flatten_samples(rollout(args, 0, source).samples)
     for sample in samples:
         assert (sample.loss_mask, sample.weight_versions) == (None, ["0"])

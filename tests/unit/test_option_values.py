@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from slime.options.parser import StrictParser
-from slime.options.sglang import PassThrough
-from slime.options.values import problem_of, shortened
-from slime.utils.arguments import assemble
+from slime.entry.arguments import assemble
+from slime.options.flags.parser import StrictParser
+from slime.options.flags.sglang import PassThrough
+from slime.options.flags.values import problem_of, shortened
 from tests.command_line import Fails, Parse
 
 NUM_GPUS = 0

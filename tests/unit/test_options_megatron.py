@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from slime.options.layout import check_layout
-from slime.options.megatron import config_kwargs
-from slime.options.parser import StrictParser
-from slime.utils.arguments import assemble
+from slime.entry.arguments import assemble
+from slime.options.checks.layout import check_layout
+from slime.options.flags.megatron import config_kwargs
+from slime.options.flags.parser import StrictParser
 
 NUM_GPUS = 0
 SHAPES: dict[str, str] = json.loads(Path(__file__).with_name("test_options_shapes.json").read_text())
@@ -219,18 +219,23 @@ def test_chunks_of_uneven_pipelines(parse: Any, words: str, chunks: int | None) 
 @pytest.mark.parametrize(
     ("words", "world", "shape", "expected"),
     [
-        ("--tensor-model-parallel-size 2", 3, DENSE, "3 training slots .* are no multiple of .*-size 2"),
-        ("--tensor-model-parallel-size 8", 8, DENSE, "--num-query-groups 4 is no multiple of"),
-        ("--pipeline-model-parallel-size 3", 3, DENSE, "--num-layers 8 is no multiple of --pipeline"),
+        ("--tensor-model-parallel-size 2", 3, DENSE, "3 training slots .* are not a multiple of .*-size 2"),
+        ("--tensor-model-parallel-size 8", 8, DENSE, "--num-query-groups 4 is not a multiple of"),
+        ("--pipeline-model-parallel-size 3", 3, DENSE, "--num-layers 8 is not a multiple of --pipeline"),
         ("--num-layers-per-virtual-pipeline-stage 2", 1, DENSE, "needs --pipeline-model-parallel-size above 1"),
         ("--expert-model-parallel-size 2", 2, DENSE, "the model has no experts"),
-        ("--expert-model-parallel-size 3", 3, MOE, "--num-experts 8 is no multiple of --expert-model-parallel-size 3"),
+        (
+            "--expert-model-parallel-size 3",
+            3,
+            MOE,
+            "8 is not a multiple of --expert-model-parallel-size 3",
+        ),
         ("--tensor-model-parallel-size 2", 2, MOE, "needs --sequence-parallel"),
         (
             "--expert-tensor-parallel-size 3",
             4,
             MOE,
-            "4 training slots .* are no multiple of --expert-tensor-parallel-size 3",
+            "4 training slots .* are not a multiple of --expert-tensor-parallel-size 3",
         ),
         ("--recompute-granularity full", 1, DENSE, "needs --recompute-method; .* needs --recompute-num-layers"),
         (
@@ -259,12 +264,12 @@ def test_chunks_of_uneven_pipelines(parse: Any, words: str, chunks: int | None) 
             DENSE,
             "use --num-virtual-stages-per-pipeline-rank",
         ),
-        ("--expert-tensor-parallel-size 4", 4, MOE, "--moe-ffn-hidden-size 6 is no multiple of --expert-tensor"),
+        ("--expert-tensor-parallel-size 4", 4, MOE, "--moe-ffn-hidden-size 6 is not a multiple of --expert-tensor"),
         (
             "--tensor-model-parallel-size 2 --sequence-parallel",
             2,
             MOE | {"moe_shared_expert_intermediate_size": 5},
-            "--moe-shared-expert-intermediate-size 5 is no multiple of --tensor-model-parallel-size 2",
+            "--moe-shared-expert-intermediate-size 5 is not a multiple of --tensor-model-parallel-size 2",
         ),
         ("--allgather-cp --context-parallel-size 2", 2, DENSE, "--allgather-cp is not available yet"),
     ],

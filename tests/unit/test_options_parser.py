@@ -15,14 +15,14 @@ from typing import Any, Literal
 import psutil
 import pytest
 
-from slime.options.help import MOST_USED
-from slime.options.installed import InstalledFlagsError, PendingFlags
-from slime.options.parser import StrictParser, flag_values
-from slime.options.patterns import layer_pattern
-from slime.options.schema import add_options, option
-from slime.options.sglang import CONSISTENT_HASHING, command_line, router_parser
-from slime.options.unavailable import explain_flag
-from slime.utils.arguments import assemble
+from slime.entry.arguments import assemble
+from slime.options.flags.help import MOST_USED
+from slime.options.flags.installed import InstalledFlagsError, PendingFlags
+from slime.options.flags.parser import StrictParser, flag_values
+from slime.options.flags.patterns import layer_pattern
+from slime.options.flags.schema import add_options, option
+from slime.options.flags.sglang import CONSISTENT_HASHING, command_line, router_parser
+from slime.options.flags.unavailable import explain_flag
 from tests.waiting import wait_for
 
 NUM_GPUS = 0
@@ -319,7 +319,7 @@ def test_a_reading_that_is_left_ends(cache: Path, monkeypatch: pytest.MonkeyPatc
         process = pending._process
     assert process is not None
     assert process.returncode is not None
-    monkeypatch.setattr("slime.options.installed.READ_TIMEOUT", 0.2)
+    monkeypatch.setattr("slime.options.flags.installed.READ_TIMEOUT", 0.2)
     with pytest.raises(InstalledFlagsError, match=r"reading the flags of pytest .* took more than"):
         PendingFlags("pytest", "import time; time.sleep(599)").result()
 
@@ -346,7 +346,7 @@ def test_a_package_that_does_not_import_is_named(cache: Path) -> None:
 
 
 def test_options_import_no_engine() -> None:
-    code = "import slime.utils.arguments, sys; print({'torch', 'sglang', 'megatron', 'ray'} & set(sys.modules))"
+    code = "import slime.entry.arguments, sys; print({'torch', 'sglang', 'megatron', 'ray'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout.strip() == "set()"
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from slime.options.parser import StrictParser
-from slime.options.unavailable import (
+from slime.entry.arguments import assemble
+from slime.options.flags.parser import StrictParser
+from slime.options.flags.unavailable import (
     NOT_YET,
     REPLACED,
     REPLACED_VALUES,
@@ -17,7 +18,6 @@ from slime.options.unavailable import (
     WITHOUT_EFFECT_VALUES,
     explain_flag,
 )
-from slime.utils.arguments import assemble
 
 NUM_GPUS = 0
 UPSTREAM = """

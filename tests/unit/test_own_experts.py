@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from slime.utils.hf_writer import NamedTensors
+from slime.files.hf_writer import NamedTensors
 from slime.weights import EngineAddress
-from slime.weights.tensor import TensorPublisher, own_experts_do
+from slime.weights.tensor import TensorPublisher, can_push_local_experts
 from tests.fake_control import Dying, FakeControl, addresses_of
 
 NUM_GPUS = 0
@@ -48,14 +48,14 @@ PAIRS = {"expert_model_parallel_size": 2, "sglang_ep_size": 2}
 )
 def test_engines_that_place_experts_as_trainers_do(engines: list[int], changes: dict[str, Any], expected: bool) -> None:
     addresses = addresses_of([FakeControl(f"http://e{i}") for i in range(len(engines))], engines)
-    assert own_experts_do(Namespace(**OPTIONS | changes), addresses) is expected
+    assert can_push_local_experts(Namespace(**OPTIONS | changes), addresses) is expected
 
 
 def test_an_engine_keeps_its_slots_when_others_leave() -> None:
     """Its first rank computes with what the training rank beside it has, whatever engines there are besides."""
     args = Namespace(**OPTIONS | PAIRS)
-    assert own_experts_do(args, [EngineAddress("http://e1", 2, first_slot=2)])
-    assert not own_experts_do(args, [EngineAddress("http://e1", 2, first_slot=1)])
+    assert can_push_local_experts(args, [EngineAddress("http://e1", 2, first_slot=2)])
+    assert not can_push_local_experts(args, [EngineAddress("http://e1", 2, first_slot=1)])
 
 
 class Check:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.utils.arguments import check_flags
+from slime.entry.arguments import check_flags
 from tools.website.pages import GENERATED, Layout, chinese_of, read_site
 
 NUM_GPUS = 0

@@ -116,9 +116,9 @@ def compare_all(rank: int, directory: str) -> None:
 
 def tensors_of_tables(name: str) -> Iterator[tuple[str, torch.Size]]:
     """What the Megatron model becomes that is made from config.json, with its heads, through the family's table."""
-    from slime.backends.megatron import next_tokens
+    from slime.backends.megatron.layers import mtp
     from slime.backends.megatron.model import default_stage, transformer_config
-    from slime.backends.megatron.weights_io import global_weights
+    from slime.backends.megatron.weights.weights_io import global_weights
     from slime.models import family_of, weight_shape
 
     directory, config = shipped.CONFIGS / name, shipped.config(name)
@@ -132,7 +132,7 @@ def tensors_of_tables(name: str) -> Iterator[tuple[str, torch.Size]]:
     ):
         model = default_stage(args, transformer_config(args), True, True)
         if args.mtp_num_layers:
-            next_tokens.attach(model, args)
+            mtp.attach(model, args)
     assert all(parameter.is_meta for parameter in model.parameters() if parameter.numel() > 10_000_000)
     for parameter, tensor in global_weights([model]):
         if stands_for(parameter, name):

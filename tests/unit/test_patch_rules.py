@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.ray import patch_report
+from slime.driver.preflight import patch_report
 from tools.website.patches_page import PAGES, with_table
 
 NUM_GPUS = 0

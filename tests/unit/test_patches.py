@@ -15,7 +15,7 @@ import pytest
 
 from slime.backends.megatron.patches import RankFacts
 from slime.backends.sglang.patches import CPU_STAND_INS, EVERY_PROCESS, SERVER_PROCESS, ServerFacts
-from slime.ray import patch_report
+from slime.driver.preflight import patch_report
 from slime.utils import device, patching
 from slime.utils.patching import ALLOW_VARIABLE, Patch, UntestedVersionError, apply, within
 from slime.utils.stores import RENDEZVOUS

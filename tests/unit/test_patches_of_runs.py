@@ -13,9 +13,9 @@ import pytest
 
 from slime.backends.sglang.engine import Engine
 from slime.backends.sglang.patches import ServerFacts
+from slime.driver.preflight import patch_report
 from slime.options.cluster import ClusterOptions
-from slime.options.schema import flag_named
-from slime.ray import patch_report
+from slime.options.flags.schema import flag_named
 from slime.ray.cluster import actor_environment
 from slime.utils import device, patching
 from slime.utils.environment import server_environment

@@ -10,7 +10,7 @@ import torch
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
-from slime.backends.megatron import permutation
+from slime.backends.megatron.layers import permutation
 
 NUM_GPUS = 0
 TOKENS, HIDDEN, EXPERTS = 21, 12, 6

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from slime.driver.pipeline import Pipeline
 from slime.ray import supervision
-from slime.ray.pipeline import Pipeline
 from slime.ray.supervision import Deadline, RunError, Supervisor
 
 NUM_GPUS = 0
@@ -32,8 +32,11 @@ class RecordingRun:
         assert not self.held, "it would wait for requests that are held"
         self.evaluates = False
 
-    def hold_requests(self, hold: bool, version: int | None = None) -> None:
-        self.held = hold
+    def pause_generation(self) -> None:
+        self.held = True
+
+    def resume_generation(self, version: int) -> None:
+        self.held = False
 
     def begin_rollout(self, rollout_id: int) -> None:
         assert not self.held

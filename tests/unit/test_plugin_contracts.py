@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from slime.options.schema import flag_of, hook_fields
-from slime.utils.arguments import GROUPS
+from slime.entry.arguments import GROUPS
+from slime.options.flags.schema import flag_of, hook_fields
 from tests.plugin_contracts import (
     test_plugin_generate_contracts,
     test_plugin_path_loading_contracts,

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slime.rollout.reward.algebra import AlgebraPool
+from slime.grading.algebra import AlgebraPool
 from tests.waiting import alive, wait_for
 
 NUM_GPUS = 0
@@ -33,11 +33,11 @@ sys.stdin.readline()
 """
 CHILDREN = {
     "slime.data.rows.row_workers": ("worker = module._Worker(None, None); child = worker._process", "worker.stop()"),
-    "slime.rollout.reward.algebra": (
+    "slime.grading.algebra": (
         "worker = module._Worker(); worker._start(); child = worker._process",
         "worker.stop()",
     ),
-    "slime.options.installed": (
+    "slime.options.flags.installed": (
         "flags = module.PendingFlags('pytest', 'import time; time.sleep(600)'); child = flags._process",
         "flags.__exit__()",
     ),
@@ -82,7 +82,7 @@ def test_a_killed_child_that_does_not_end_is_left_behind(module: str, tmp_path: 
         assert parent.stdout.readline() == "stopped\n"
 
 
-@pytest.mark.parametrize("module", ["slime.data.rows.row_workers", "slime.rollout.reward.algebra"])
+@pytest.mark.parametrize("module", ["slime.data.rows.row_workers", "slime.grading.algebra"])
 def test_a_stopped_worker_ends_with_its_parent(module: str, tmp_path: Path) -> None:
     with parent_of(module, tmp_path / "errors") as (parent, child):
         one, two = (Path(f"/proc/{child}/fd/{number}") for number in (1, 2))

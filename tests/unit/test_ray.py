@@ -20,14 +20,14 @@ from ray.exceptions import RayTaskError
 from slime.backends.sglang.client import EngineError
 from slime.data import Sample
 from slime.data.source.data_source import DataSource, RolloutDataSource, RolloutDataSourceWithBuffer
+from slime.driver.rollout_manager import restore_source, source_state
+from slime.driver.run import Run
+from slime.driver.saving import Saver
 from slime.fleet.spec import fleet_of
 from slime.observability import logs, trace
 from slime.options.errors import OptionError
 from slime.ray import janitor, supervision
 from slime.ray.engine_actor import EngineActor, EngineNode, EnginePlan
-from slime.ray.rollout_manager import restore_source, source_state
-from slime.ray.run import Run
-from slime.ray.saving import Saver
 from slime.ray.supervision import LOAD_DATA, Deadline, InputError, RunError, Supervisor, limit_of
 from slime.utils.environment import as_environment
 from slime.utils.errors import BadInputError, DeadlineError, HookError

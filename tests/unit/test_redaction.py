@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from slime.options.parser import StrictParser
-from slime.options.sglang import PassThrough
+from slime.entry.arguments import assemble
+from slime.options.flags.parser import StrictParser
+from slime.options.flags.sglang import PassThrough
 from slime.ray.engine_actor import EnginePlan
-from slime.utils.arguments import assemble
 from slime.utils.redaction import REDACTED, is_secret, redacted, redacted_words
 from slime.weights import EngineAddress
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 import yaml
 
-from slime.options.unavailable import NOT_YET, WITHOUT_EFFECT
+from slime.options.flags.unavailable import NOT_YET, WITHOUT_EFFECT
 from tests.ci.registry import read_all
 from tests.workflows import FOLDER, JOBS, PROGRAM, ROOT
 

@@ -1,4 +1,4 @@
-"""slime.rollout.reward.reward_log: a rollout from whose rewards nothing can be learned is told of, and no other."""
+"""slime.rollout.batches.reward_log: a rollout from whose rewards nothing can be learned is told of, and no other."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from slime.data import Sample
-from slime.ray import rollout_manager
+from slime.driver import rollout_manager
+from slime.rollout.batches.reward_log import RewardLog
 from slime.rollout.batches.train_data import to_train_batches
-from slime.rollout.reward.reward_log import RewardLog
 from slime.rollout.runtime import RolloutRuntime
 from tests.small_fleet import bare_manager
 from tests.unit.test_train_data import make_args, make_samples

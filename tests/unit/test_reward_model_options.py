@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from slime.entry.arguments import describe, parse_args
 from slime.rollout.model_urls import get_model_url
-from slime.utils.arguments import describe, parse_args
 from tests.command_line import command, failure, write_model, write_rows
 
 NUM_GPUS = 0
@@ -53,7 +53,7 @@ def test_it_has_slots_and_flags_of_its_own(tmp_path: Path) -> None:
         ("--rm-num-gpus 2", "--rm-num-gpus 2 needs --rm-model-path"),
         ('--rm-sglang-args {"context_length":1}', "--rm-sglang-args needs --rm-model-path"),
         ("--rm-model-path judge", "--rm-num-gpus is missing: the engines of --rm-model-path have slots of their own"),
-        (f"{SERVED} --rm-num-gpus-per-engine 3", "--rm-num-gpus 2 is no multiple of --rm-num-gpus-per-engine 3"),
+        (f"{SERVED} --rm-num-gpus-per-engine 3", "--rm-num-gpus 2 is not a multiple of --rm-num-gpus-per-engine 3"),
         (
             f"{SERVED} --rm-num-gpus 16 --rm-num-gpus-per-engine 16",
             "--rm-num-gpus-per-engine 16 is more than --num-gpus-per-node 8: an engine of the reward model over",

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from slime.data import Sample
-from slime.rollout.reward import graders
-from slime.rollout.reward.algebra import answers_equal
-from slime.rollout.reward.graders import GRADERS
+from slime.grading import graders
+from slime.grading.algebra import answers_equal
+from slime.grading.graders import GRADERS
 from slime.rollout.rm_hub import async_rm
 from tests.reward_pairs import generated_pairs, written_pairs
 from tools.score_graders import missed, rates, score

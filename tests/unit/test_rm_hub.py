@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from slime.data import Sample
-from slime.rollout.reward import algebra, equality
-from slime.rollout.reward.algebra import AlgebraPool
-from slime.rollout.reward.answers import last_boxed
-from slime.rollout.reward.equality import quick_equal
+from slime.grading import algebra, equality
+from slime.grading.algebra import AlgebraPool
+from slime.grading.answers import last_boxed
+from slime.grading.equality import quick_equal
 from slime.rollout.rm_hub import async_rm
 from slime.utils import http_utils
 from slime.utils.errors import HookError, SettingError
@@ -123,10 +123,10 @@ def test_endless_algebra_is_killed_and_stalls_nothing(pool: AlgebraPool, monkeyp
 
 
 def test_grade_worker_does_not_import_torch_and_ends_with_its_owner() -> None:
-    code = "import sys, slime.rollout.reward.grade_worker as w; w.equal('x', 'x'); assert 'torch' not in sys.modules"
+    code = "import sys, slime.grading.grade_worker as w; w.equal('x', 'x'); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
     worker = subprocess.Popen(
-        [sys.executable, "-m", "slime.rollout.reward.grade_worker"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+        [sys.executable, "-m", "slime.grading.grade_worker"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
     )
     assert worker.stdin is not None
     worker.stdin.close()
@@ -358,7 +358,7 @@ def test_waiting_for_the_pool_is_no_reward_that_hangs(rollout_args: Args, monkey
         await asyncio.sleep(0.3)
         return True
 
-    monkeypatch.setattr("slime.rollout.reward.graders.answers_equal", queued)
+    monkeypatch.setattr("slime.grading.graders.answers_equal", queued)
     args = rollout_args(rm_type="math", reward_timeout=0.05)
     assert reward(args, r"\boxed{b+a}", "a+b") == 1.0
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from slime.data import Ragged, TrainBatch
+from slime.files.safe_dump import load_plain
 from slime.training import rollout_data as module
 from slime.training.micro_batch import MicroBatch
 from slime.training.rollout_data import postprocess, rollout_data, save_train_data, weigh
 from slime.utils.errors import BadInputError, HookError
-from slime.utils.plain import load_plain
 from tests.algorithm_options import algorithm_options
 from tests.micro_batches import fresh_rows, near, numbers, packed, put, same, take
 

@@ -12,8 +12,8 @@ from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEm
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_thd
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
 
-from slime.backends.megatron.attention import AttentionPlan
-from slime.backends.megatron.rotary import Rotary, rotate
+from slime.backends.megatron.layers.attention import AttentionPlan
+from slime.backends.megatron.layers.rotary import Rotary, rotate
 from slime.models import hf_config, shape_from_hf
 from tests.unit.test_models import DEEPSEEK, KIMI, MOONLIGHT, written
 

@@ -6,13 +6,14 @@ from argparse import Namespace
 
 import pytest
 
-from slime.options import layout, lora, reward_model, training, validate
+from slime.entry.arguments import assemble
+from slime.options import lora, reward_model, training
 from slime.options.algorithm import RULES as ALGORITHM
+from slime.options.checks import layout, validate
+from slime.options.checks.rules import Rule, check, hold
+from slime.options.checks.unheeded import UNHEEDED
 from slime.options.errors import OptionError
-from slime.options.parser import StrictParser
-from slime.options.rules import Rule, check, hold
-from slime.options.unheeded import UNHEEDED
-from slime.utils.arguments import assemble
+from slime.options.flags.parser import StrictParser
 
 NUM_GPUS = 0
 TABLES = (
@@ -47,7 +48,7 @@ DERIVED = {"placement", "asynchronous", "needs_reference", "reward_baseline", "u
         (Rule("custom_rm_path", ": no"), {"custom_rm_path": "/x.py:f"}, "--custom-rm-path: no"),
         (Rule("custom_rm_path=/x.py:f", ": no"), {"custom_rm_path": "/x.py:f"}, "--custom-rm-path /x.py:f: no"),
         (Rule("rm_sglang_args!=None", ": no"), {"rm_sglang_args": {"api_key": "k"}}, "--rm-sglang-args: no"),
-        (Rule("a b", "is no multiple of", "c"), {"a": 6, "b": 4, "c": 4}, "--a 6 is no multiple of --c 4"),
+        (Rule("a b", "is not a multiple of", "c"), {"a": 6, "b": 4, "c": 4}, "--a 6 is not a multiple of --c 4"),
         (Rule("a", "is less than", "c"), {"a": None, "c": 4}, None),
         (Rule("a", "is above", "c"), {"a": 4, "c": 4}, None),
         (Rule("a", "is not before", "c", when="placement=colocate"), {"a": 0, "c": 0, "placement": "colocate"},

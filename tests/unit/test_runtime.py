@@ -71,7 +71,10 @@ def _generate_without_end(pipe: Connection) -> None:
     async def version() -> tuple[int, int]:
         return runtime.version, seen[-1]
 
-    calls: dict[str, Callable[..., Any]] = {"pause": runtime.pause, "resume": runtime.resume, "sent": sent}
+    async def pause() -> None:
+        runtime.pause_generation()
+
+    calls: dict[str, Callable[..., Any]] = {"pause": pause, "resume": runtime.resume_generation, "sent": sent}
     with runtime.active():
         background_loop().run(begin(), timeout=60, what="begin")
         while True:
@@ -132,14 +135,14 @@ def test_whoever_waits_on_whatever_loop_goes_on(runtime: RolloutRuntime) -> None
                 return runtime.version
 
     async def run() -> list[int]:
-        await runtime.pause()
+        runtime.pause_generation()
         others, goes = [asyncio.to_thread(lambda: asyncio.run(wait())) for _ in "ab"], asyncio.Event()
         waiting = [asyncio.ensure_future(job) for job in (wait(goes), *others)]
         await goes.wait()
-        while len(runtime._door._waiting) < 3:
+        while len(runtime._pause._waiting) < 3:
             await asyncio.sleep(0)
         assert not any(job.done() for job in waiting)
-        await runtime.resume(4)
+        await runtime.resume_generation(4)
         return await asyncio.gather(*waiting)
 
     assert asyncio.run(asyncio.wait_for(run(), 60)) == [4, 4, 4]
@@ -193,9 +196,9 @@ def test_requests_go_on_whatever_a_listener_raises(runtime: RolloutRuntime) -> N
 
     async def run() -> str:
         with runtime.listening(fail):
-            await runtime.pause()
+            runtime.pause_generation()
             with pytest.raises(ValueError, match="of a listener"):
-                await runtime.resume(3)
+                await runtime.resume_generation(3)
         async with runtime.acquire((0, 0)):
             return "in"
 

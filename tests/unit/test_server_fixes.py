@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from slime.backends.sglang import cpu_stand_ins
-from slime.backends.sglang.process import FLOAT8_VARIABLE, GENERATE_KEY_VARIABLE
+from slime.processes.server_process import FLOAT8_VARIABLE, GENERATE_KEY_VARIABLE
 
 NUM_GPUS = 0
 

@@ -19,14 +19,15 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
+from slime.driver import process
+from slime.driver.preflight import places
+from slime.files import atomic_io, storage
+from slime.files.hf_writer import HFWriter
+from slime.files.safe_dump import save_plain
+from slime.files.storage import StorageError, why_not_written, writing
 from slime.observability.metrics import MetricsLogger
 from slime.options.debug import derive_templates
 from slime.options.errors import OptionError
-from slime.ray import driver, places
-from slime.utils import aside, storage
-from slime.utils.hf_writer import HFWriter
-from slime.utils.plain import save_plain
-from slime.utils.storage import StorageError, why_not_written, writing
 from slime.weights.hf_directory import HFDirectoryWriter
 
 NUM_GPUS = 0
@@ -173,7 +174,7 @@ def test_no_file_is_left_half_written(tmp_path: Path) -> None:
         with pytest.raises(StorageError, match=r"--save-debug-rollout-data .*ulimit"):
             save_plain(tmp_path / "deep" / "7.pt", {"tensor": TENSORS["a"]}, "--save-debug-rollout-data")
         with pytest.raises(OSError, match="large"):
-            aside.write_file(tmp_path / "deep" / "x", lambda path: path.write_bytes(bytes(1 << 16)))
+            atomic_io.write_file(tmp_path / "deep" / "x", lambda path: path.write_bytes(bytes(1 << 16)))
     assert not list((tmp_path / "deep").iterdir())
 
 
@@ -191,10 +192,10 @@ def test_weights_on_disk_name_their_flag(tmp_path: Path) -> None:
 
 
 def test_a_directory_has_a_name_that_leaves_room_for_what_is_written_beside_it(tmp_path: Path) -> None:
-    longest = 255 - len(aside.replaced(tmp_path / "x").name) + 1
+    longest = 255 - len(atomic_io.replaced(tmp_path / "x").name) + 1
     assert not storage.why_no_directory(tmp_path / ("x" * longest))
     assert "too long" in storage.why_no_directory(tmp_path / ("x" * (longest + 1)))
-    with aside.written_directory(tmp_path / ("x" * longest)):
+    with atomic_io.written_directory(tmp_path / ("x" * longest)):
         pass
 
 
@@ -204,8 +205,8 @@ def test_what_cannot_be_put_back_does_not_hide_why_nothing_was_written(
     def put_back(final: Path) -> None:
         raise failing(errno.ESTALE)
 
-    monkeypatch.setattr(aside, "put_back", put_back)
-    with pytest.raises(ValueError, match="why"), aside.written_directory(tmp_path / "x"):
+    monkeypatch.setattr(atomic_io, "put_back", put_back)
+    with pytest.raises(ValueError, match="why"), atomic_io.written_directory(tmp_path / "x"):
         raise ValueError("why")
     assert not list(tmp_path.iterdir())
 
@@ -260,14 +261,14 @@ def test_a_run_directory_that_cannot_be_made_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for check in ("check_patches", "check_remaining"):
-        monkeypatch.setattr(driver, check, lambda *_: "")
+        monkeypatch.setattr(process, check, lambda *_: "")
     (tmp_path / "file").touch()
 
     def train(args: Namespace) -> None:
         logger(tmp_path / "file" / "run")
 
     with pytest.raises(SystemExit) as ended:
-        driver.run_driver(train, Namespace(dry_run=False))
+        process.run_driver(train, Namespace(dry_run=False))
     assert ended.value.code == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert f"error: --run-dir {tmp_path}/file/run/metrics.jsonl: something that is no directory is in" in line

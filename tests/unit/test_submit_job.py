@@ -20,8 +20,8 @@ import psutil
 import pytest
 import ray
 
+from slime.entry.job_flags import JOB_VARIABLE, given_words
 from slime.utils import command_line
-from slime.utils.command_line import JOB_VARIABLE, given_words
 from slime.utils.errors import BadInputError
 from tests import shipped
 from tests.forked import forked

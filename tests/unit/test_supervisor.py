@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slime.backends.sglang.process import ServerProcess
-from slime.backends.sglang.supervisor import Supervisor
+from slime.processes.server_process import ServerProcess
+from slime.processes.supervisor import Supervisor
 from tests.waiting import alive, command_line, wait_for
 
 NUM_GPUS = 0
@@ -49,7 +49,7 @@ NAMES = ("server", "session", "orphan")
 
 OWNER = """
 import os, sys, time
-from slime.backends.sglang.process import ServerProcess
+from slime.processes.server_process import ServerProcess
 server = ServerProcess([sys.executable, "-c", sys.argv[1], *sys.argv[2:]], os.environ, sys.argv[2] + "/log", grace=2.0)
 server.start()
 if sys.argv[2].endswith("forked") and os.fork() == 0:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+from slime.driver.memory_scheduler import Turns
 from slime.ray.supervision import Deadline
-from slime.ray.turns import Turns
 from slime.utils.device import Memory
 
 NUM_GPUS = 0

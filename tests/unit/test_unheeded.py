@@ -9,7 +9,7 @@ import pytest
 
 from slime.backends.megatron import patches
 from slime.options import training
-from slime.options.unheeded import UNHEEDED
+from slime.options.checks.unheeded import UNHEEDED
 from tests.command_line import LATENT, Parse, write_model
 from tests.parallel import tiny
 from tests.shipped import CONFIGS

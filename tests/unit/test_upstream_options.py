@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.utils.arguments import parse_args
+from slime.entry.arguments import parse_args
 from tests.command_line import Fails, Parse, command
 
 NUM_GPUS = 0
@@ -74,7 +74,9 @@ def test_all_reasons_come_at_once(fails: Fails) -> None:
     line = fails(f"{words} --eps-clip-c 2 --advantage-estimator cispo")
     for part in ("--use-opd", "--opd-type", "--save-interval 3", "--use-dynamic-batch-size needs", "--eps-clip-c"):
         assert line.count(part) == 1, part
-    assert "is no multiple of" not in fails("--rm-typ x --tensor-model-parallel-size 3"), "a misspelt flag comes first"
+    assert "is not a multiple of" not in fails("--rm-typ x --tensor-model-parallel-size 3"), (
+        "a misspelt flag comes first"
+    )
 
 
 def test_null_in_yaml_means_unset(directory: Path, parse: Parse) -> None:

@@ -206,7 +206,7 @@ def test_level_2_plans_what_model_and_host_allow(
             assert fits or f"there are {slots}" in items[layout.name].text
 
 
-NO_MULTIPLE = "--num-layers 47 is no multiple of --pipeline-model-parallel-size 2; see --x"
+NO_MULTIPLE = "--num-layers 47 is not a multiple of --pipeline-model-parallel-size 2; see --x"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from slime.data import Sample
-from slime.rollout.reward import instructions
+from slime.grading import instructions
 from slime.rollout.rm_hub import async_rm
 from slime.utils.errors import BadInputError
 

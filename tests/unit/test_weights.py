@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from slime.backends.sglang.client import EngineError
-from slime.utils.hf_writer import NamedTensors
+from slime.files.hf_writer import NamedTensors
 from slime.utils.stores import NODE_ADDRESS_VARIABLE
 from slime.weights import distributed
 from slime.weights.distributed import DistributedPublisher

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from slime.backends.sglang.client import EngineError
-from slime.utils.hf_writer import HFWriter, NamedTensors
+from slime.files.hf_writer import HFWriter, NamedTensors
 from slime.weights import EngineAddress, disk
 from slime.weights.disk import DiskPublisher
 from slime.weights.hf_directory import weights_directory

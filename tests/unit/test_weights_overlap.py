@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from slime.backends.sglang.client import EngineError
-from slime.utils.hf_writer import NamedTensors
+from slime.files.hf_writer import NamedTensors
 from slime.weights import distributed
 from slime.weights import publisher as publisher_module
 from slime.weights.distributed import DistributedPublisher

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.data import Sample, Status
-from slime.data.source.under_way import under_way
+from slime.data.source.rollout_context import rollout_context
 from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
 from slime.rollout.batches.metrics import accounting
 from slime.rollout.batches.train_data import to_train_batches
@@ -96,7 +96,7 @@ def run(args: Namespace, port: int, rollout_id: int) -> tuple[Load, list[Sample]
     num_samples = args.rollout_batch_size * args.n_samples_per_prompt
     source = RolloutDataSourceWithBuffer(args)
     wall, usage = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF)
-    with under_way(rollout_id):
+    with rollout_context(rollout_id):
         output = generate_rollout(args, rollout_id, source)
     used, wall = resource.getrusage(resource.RUSAGE_SELF), time.monotonic() - wall
     assert isinstance(output, RolloutFnTrainOutput)

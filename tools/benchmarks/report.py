@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from slime.options.installed import version_of
+from slime.options.flags.installed import version_of
 from slime.options.model import has_weights
 from slime.utils import device
 from tools import make_tiny_model

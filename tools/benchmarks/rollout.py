@@ -14,11 +14,11 @@ import aiohttp
 from slime.backends.sglang.engine import Engine
 from slime.backends.sglang.router import Router
 from slime.data import Group
+from slime.entry.arguments import parse_args
 from slime.rollout.collect import collect
 from slime.rollout.data_source import RolloutDataSource
 from slime.rollout.sampling import train_sampling_params
 from slime.rollout.sglang_rollout import prompt_tokens
-from slime.utils.arguments import parse_args
 from tools.benchmarks.lengths import length_of
 from tools.benchmarks.loop import arguments
 from tools.benchmarks.report import Report, name_of

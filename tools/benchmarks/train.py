@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from slime.options.schema import flag_named
+from slime.options.flags.schema import flag_named
 from slime.utils import device
 from tools.benchmarks.report import BenchError, Report, make_model, name_of, weights_of
 
@@ -82,7 +82,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def training_options(options: argparse.Namespace, num_samples: int, world_size: int) -> argparse.Namespace:
     """`parse_args` of a run that trains on ``num_samples`` a step."""
-    from slime.utils.arguments import parse_args
+    from slime.entry.arguments import parse_args
 
     words = [*weights_of(options.model), "--load-debug-rollout-data", "unused_{rollout_id}"]
     words += ["--num-rollout", "100", "--rollout-batch-size", str(num_samples), "--n-samples-per-prompt", "1"]

@@ -19,8 +19,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from slime.ray.driver import run_driver
-from slime.utils.arguments import parse_args
+from slime.driver.process import run_driver
+from slime.entry.arguments import parse_args
 
 OK, REFUSED = "ok", "refused"
 _ERROR = re.compile(r"^train(?:_async)?\.py: error: (.*)\Z", re.MULTILINE)

@@ -11,8 +11,8 @@ import torch
 
 from slime.data import Sample
 from slime.data import Status as SampleStatus
+from slime.files.safe_dump import load_plain, save_plain
 from slime.models import hf_config
-from slime.utils.plain import load_plain, save_plain
 from tools.validation.launches import Run
 from tools.validation.report import Check, Item, Status, checked
 from tools.validation.setting import Setting
@@ -190,7 +190,7 @@ def _needs_origin(setting: Setting) -> bool:
 
 
 def _shapes(directory: Path) -> dict[str, Any]:
-    from slime.utils.hf_reader import HFWeights
+    from slime.files.hf_reader import HFWeights
 
     with HFWeights(directory) as weights:
         return {name: weights[name].shape for name in weights}

@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 
 import slime
-from slime.options.installed import version_of
+from slime.options.flags.installed import version_of
 from slime.utils import device
 from slime.utils.errors import BadInputError
 from tools.quickstart import ROOT

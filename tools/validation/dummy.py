@@ -10,8 +10,8 @@ from typing import Any
 import psutil
 import torch
 
+from slime.files import atomic_io
 from slime.models import hf_config, shape_from_hf
-from slime.utils import aside
 from slime.utils.errors import BadInputError
 from tools.make_tiny_model import make_tokenizer, save
 
@@ -75,7 +75,7 @@ def write_model(source: Path, directory: Path, dtype: str, *, tiny: bool, seed: 
     values |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     config = _config(values, str(source))
     count = _fitting(config, dtype)
-    with aside.written_directory(directory.resolve()) as unfinished:
+    with atomic_io.written_directory(directory.resolve()) as unfinished:
         tokenizer.save_pretrained(unfinished)
         _write(config, values, unfinished, dtype, seed)
     return count

@@ -12,7 +12,7 @@ from tools.validation.setting import LORA, Setting
 from tools.validation.smoke import agreement, blocked, step_checks, with_engine
 
 _ROLLOUTS = 2
-_REFUSAL = re.compile(r"train\.py: error: --[a-z-]+ \d+ is no multiple of --[a-z-]+-parallel-size \d+")
+_REFUSAL = re.compile(r"train\.py: error: --[a-z-]+ \d+ is not a multiple of --[a-z-]+-parallel-size \d+")
 """Of a layout that does not divide the model."""
 _NO_MEMORY = re.compile(r"\bout of memory\b", re.IGNORECASE)
 _TP = ("--tensor-model-parallel-size", "--sequence-parallel")

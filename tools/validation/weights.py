@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from slime.utils.hf_reader import HFWeights, whole
+from slime.files.hf_reader import HFWeights, whole
 
 
 def differences(one: Path, other: Path) -> dict[str, float]:

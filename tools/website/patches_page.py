@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slime.ray.patch_report import TABLES
+from slime.driver.preflight.patch_report import TABLES
 from slime.utils.patching import Patch
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from slime.options.parser import StrictParser
-from slime.options.schema import add_options, flag_of, hook_fields
-from slime.utils.arguments import GROUPS
+from slime.entry.arguments import GROUPS
+from slime.options.flags.parser import StrictParser
+from slime.options.flags.schema import add_options, flag_of, hook_fields
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = ROOT / "slime" / "data" / "sample.py"

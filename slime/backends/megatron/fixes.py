@@ -65,7 +65,7 @@ def fix_order_of_experts() -> None:
     """Adds up a token's experts in one order each time."""
     from megatron.core.transformer.moe import token_dispatcher
 
-    from slime.backends.megatron import permutation
+    from slime.backends.megatron.layers import permutation
 
     token_dispatcher.permute, token_dispatcher.unpermute = permutation.permute, permutation.unpermute
 

@@ -18,9 +18,9 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
-from slime.backends.megatron import checkpoint, model_hooks, weights_io
+from slime.backends.megatron import model_hooks
+from slime.backends.megatron.layers.mtp import embedding_at_hand, heads_loss
 from slime.backends.megatron.model import build_model, head_weight, wrap
-from slime.backends.megatron.next_tokens import embedding_at_hand, heads_loss
 from slime.backends.megatron.optimizer import (
     gradient_buffers,
     make_optimizer,
@@ -28,6 +28,7 @@ from slime.backends.megatron.optimizer import (
     state_tensors,
     wrap_data_parallel,
 )
+from slime.backends.megatron.weights import checkpoint, weights_io
 from slime.options.model import stored_weights
 from slime.training.checks import check_finite
 from slime.training.memory.sleep import SleepingTensors
@@ -98,7 +99,7 @@ class MegatronLearner:
         if not keep_weights:
             self._sleeping_weights.sleep()
         if self.args.transformer_impl == "transformer_engine":
-            from slime.backends.megatron import te  # the package need not be installed
+            from slime.backends.megatron.layers import te  # the package need not be installed
 
             te.release_unused()
 
@@ -118,7 +119,7 @@ class MegatronLearner:
                 yield tensor
 
     def save(self, directory: str) -> None:
-        device.rejoin()
+        device.wait_side_stream()
         checkpoint.save_state(directory, self.model_chunks, self._optimizer, self._scheduler)
 
     # ---- passes over micro-batches
@@ -149,7 +150,7 @@ class MegatronLearner:
 
     def optimizer_step(self, where: str) -> dict[str, float]:
         """As `Learner`; overflowing float16 gradients make no step, and a warning."""
-        device.rejoin()
+        device.wait_side_stream()
         done, grad_norm, _ = self._optimizer.step()
         if not done:
             logger.warning(f"{where}: no optimizer step: gradients overflowed float16 and the loss scale is lowered")

@@ -31,8 +31,8 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 from torch.nn.functional import linear
 
-from slime.backends.megatron.experts import Groups, StackedLinear, grouped_linear
-from slime.backends.megatron.latent_attention import ReplicatedLinear
+from slime.backends.megatron.layers.experts import Groups, StackedLinear, grouped_linear
+from slime.backends.megatron.layers.latent_attention import ReplicatedLinear
 from slime.backends.megatron.model import expert_name, global_namer, local_experts
 from slime.models import Family, Shape
 from slime.models.adapters import row_sources, targeted_modules, targeted_sources

@@ -24,15 +24,15 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from slime.backends.megatron import dispatch, next_tokens
-from slime.backends.megatron.attention import PackedAttention, packed_attention
-from slime.backends.megatron.experts import Experts
-from slime.backends.megatron.head import LanguageHead, ValueHead
-from slime.backends.megatron.latent_attention import LatentAttention
+from slime.backends.megatron.layers import dispatch, mtp
+from slime.backends.megatron.layers.attention import PackedAttention, packed_attention
+from slime.backends.megatron.layers.experts import Experts
+from slime.backends.megatron.layers.head import LanguageHead, ValueHead
+from slime.backends.megatron.layers.latent_attention import LatentAttention
+from slime.backends.megatron.layers.norm import RMSNorm, SandwichLayer
+from slime.backends.megatron.layers.rotary import Rotary
 from slime.backends.megatron.model_hooks import provided_stage
-from slime.backends.megatron.norm import RMSNorm, SandwichLayer
-from slime.backends.megatron.rotary import Rotary
-from slime.options.megatron import config_kwargs
+from slime.options.flags.megatron import config_kwargs
 from slime.utils import device
 
 _WITHOUT_TRANSFORMER_ENGINE: dict[str, Any] = {
@@ -43,7 +43,7 @@ _WITHOUT_TRANSFORMER_ENGINE: dict[str, Any] = {
     "moe_permute_fusion": False,
     "use_cpu_initialization": False,
 }
-"""Settings that need kernels of Transformer Engine or Apex, at the value that does not (`slime.options.unheeded`)."""
+"""Settings that need kernels of Transformer Engine or Apex, at the value that does not (`checks.unheeded`)."""
 EXPERTS = ".mlp.experts."
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 
@@ -53,7 +53,7 @@ def transformer_config(args: Namespace) -> TransformerConfig:
 
     Sequences are packed and vary in length, and the loss is a sum over tokens that its caller has already normalised:
     these are not options. Weights come from a checkpoint, unless they are to be random. What is overwritten here,
-    `slime.options.unheeded` says when flags are read.
+    `slime.options.checks.unheeded` says when flags are read.
     """
     kind = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
     values = config_kwargs(args, kind)
@@ -196,7 +196,7 @@ def _build_stage(args: Namespace, role: str, config: TransformerConfig, vp_stage
     model.unpadded_vocab_size = args.vocab_size
     model.next_token_heads = args.mtp_num_layers if args.enable_mtp_training and role == "actor" else 0
     if model.post_process and model.next_token_heads:
-        next_tokens.attach(model, args)
+        mtp.attach(model, args)
     dispatch.attach(model)
     if not config.perform_initialization:
         _mark_cut_weights(model)
@@ -225,7 +225,7 @@ def _block_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )
     if uses_te := args.transformer_impl == "transformer_engine":
-        from slime.backends.megatron import te  # the package need not be installed
+        from slime.backends.megatron.layers import te  # the package need not be installed
 
         kernel = te.packed_attention
     for layer in block.layer_specs:

@@ -8,7 +8,7 @@ from typing import Any
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 
-from slime.options.calls import parameters_of
+from slime.options.flags.calls import parameters_of
 from slime.utils import device
 from slime.utils.errors import BadInputError
 from slime.utils.misc import load_function
@@ -39,7 +39,7 @@ def before_train_step(
 ) -> None:
     """Call ``--custom-megatron-before-train-step-hook-path``, if given, when the gradients are zero."""
     if (path := args.custom_megatron_before_train_step_hook_path) is not None:
-        device.rejoin()  # what it may read and change of the optimizer's state can be on its way back still
+        device.wait_side_stream()  # what it may read and change of the optimizer's state can be on its way back still
         values = {
             **{"args": args, "rollout_id": rollout_id, "step_id": step_id},
             **{"model": model, "optimizer": optimizer, "opt_param_scheduler": scheduler},

@@ -14,7 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from slime.backends.megatron.offload import HostState
-from slime.options.megatron import config_kwargs
+from slime.options.flags.megatron import config_kwargs
 from slime.options.training import warmup_and_decay_steps, weight_decays
 from slime.utils import device
 from slime.utils.errors import BadInputError

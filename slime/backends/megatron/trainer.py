@@ -10,18 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from slime.backends.megatron import patches
+from slime.files.hf_writer import NamedTensors
 from slime.models import family_of, hf_config, weight_shape
 from slime.options.checkpoint import checkpoint_directory
 from slime.options.training import critic_options
-from slime.utils.hf_writer import NamedTensors
 
 patches.install()  # before anything imports megatron.core
 
-from slime.backends.megatron import base, lora, model_hooks, weights_io  # noqa: E402
-from slime.backends.megatron.attention import packed_params  # noqa: E402
-from slime.backends.megatron.fit import built_shape  # noqa: E402
+from slime.backends.megatron import lora, model_hooks  # noqa: E402
+from slime.backends.megatron.layers.attention import packed_params  # noqa: E402
 from slime.backends.megatron.learner import MegatronLearner  # noqa: E402
 from slime.backends.megatron.parallel import initialize_distributed, neighbours  # noqa: E402
+from slime.backends.megatron.weights import lora_base, weights_io  # noqa: E402
+from slime.backends.megatron.weights.checkpoint_validation import built_shape  # noqa: E402
 from slime.training import checkpoint_dirs  # noqa: E402
 from slime.training.trainer import RolloutTrainer  # noqa: E402
 
@@ -57,7 +58,7 @@ class MegatronTrainer(RolloutTrainer):
         args = self.args
         settings = lora.LoraSettings(args.lora_rank, args.lora_alpha, tuple(args.lora_target_modules), args.seed)
         begins = f"random weights of --seed {args.seed} and the layout" if args.random_weights else source
-        base.note(chunks, self.family, self.shape, f"{begins} ({args.params_dtype})")
+        lora_base.note(chunks, self.family, self.shape, f"{begins} ({args.params_dtype})")
         lora.attach(chunks, self.family, self.shape, settings)
 
     # ---- weights
@@ -80,7 +81,7 @@ class MegatronTrainer(RolloutTrainer):
         self._export(directory, rollout_id, lambda place: weights_io.save_adapters(*model, place))
 
     def _export(self, directory: str, rollout_id: int, write: Callable[[Path], None]) -> None:
-        unfinished = checkpoint_dirs.begin_directory(Path(directory))
+        unfinished = checkpoint_dirs.staging_directory(Path(directory))
         with self._memory.phase("save"):
             write(unfinished)
         checkpoint_dirs.commit_export(Path(directory), self.args, rollout_id)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Protocol
 
 from slime.backends.sglang.client import EngineControl, EngineError
-from slime.backends.sglang.process import ADMIN_KEY_VARIABLE, FLOAT8_VARIABLE, GENERATE_KEY_VARIABLE, ServerProcess
-from slime.backends.sglang.server import End, Server
+from slime.backends.sglang.server import ExitInfo, Server
+from slime.processes.server_process import ADMIN_KEY_VARIABLE, FLOAT8_VARIABLE, GENERATE_KEY_VARIABLE, ServerProcess
 from slime.utils.environment import server_environment
 from slime.utils.http_utils import host_port, http_url
 
@@ -56,7 +56,7 @@ class OtherNodes(Protocol):
     def start(self, meeting: str) -> None:
         """Start them all, to meet the first one at the address ``meeting``; returns at once."""
 
-    def ends(self) -> list[End]:
+    def ends(self) -> list[ExitInfo]:
         """Of those that have ended, or could not be started."""
 
     def stop(self) -> None:
@@ -130,7 +130,7 @@ class Engine(Server):
         secrets = self._api_keys or ()
         self._launch(ServerProcess(command, environment, self._log_path, secrets, scratch=_SCRATCH, held=held))
 
-    def end(self) -> End | None:
+    def end(self) -> ExitInfo | None:
         """The engine's end, which that of any of its servers is; None while it runs. The first to end comes first."""
         if self._others is None:
             return super().end()
@@ -138,9 +138,9 @@ class Engine(Server):
         while 0 < len(ends) < self._num_nodes and time.monotonic() < deadline:
             time.sleep(_FOLLOW_POLL_S)
             ends = self._ends(self._others)
-        return End(ends[0].seen, "\n".join(end.message for end in ends)) if ends else None
+        return ExitInfo(ends[0].seen, "\n".join(end.message for end in ends)) if ends else None
 
-    def _ends(self, others: OtherNodes) -> list[End]:
+    def _ends(self, others: OtherNodes) -> list[ExitInfo]:
         own = super().end()
         return sorted([*([own] if own else []), *others.ends()])
 

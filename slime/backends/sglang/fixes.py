@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from slime.backends.sglang.process import server_secrets
+from slime.processes.kernel import with_id
+from slime.processes.server_process import server_secrets
 from slime.utils.http_utils import redact
-from slime.utils.processes import with_id
 
 FLOAT32_ROUTERS = {"glm4_moe": "Glm4MoeGate", "glm4_moe_lite": "Glm4MoeLiteGate"}
 """By ``model_type``, which is their module's name too."""

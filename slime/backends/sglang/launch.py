@@ -6,7 +6,7 @@ command line is readable by every user of the host, and that are struck from the
 
 from __future__ import annotations
 
-from slime.utils.processes import die_with_parent
+from slime.processes.kernel import die_with_parent
 
 # First of all: SGLang's own processes run this module again before anything else, and then import for up to a minute
 # until they ask the kernel for this themselves.
@@ -21,7 +21,7 @@ from typing import Any
 
 from slime.backends.sglang import patches
 from slime.backends.sglang.float8 import refuse_other_layouts
-from slime.backends.sglang.process import (
+from slime.processes.server_process import (
     ADMIN_KEY_VARIABLE,
     FLOAT8_VARIABLE,
     GENERATE_KEY_VARIABLE,

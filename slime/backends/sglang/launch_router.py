@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import sys
 
-from slime.backends.sglang.process import ADMIN_KEY_VARIABLE, GENERATE_KEY_VARIABLE, secret_flags
-from slime.options.sglang import router_parser
+from slime.options.flags.sglang import router_parser
+from slime.processes.server_process import ADMIN_KEY_VARIABLE, GENERATE_KEY_VARIABLE, secret_flags
 from slime.utils.http_client import allow_open_files
 
 _NAMES = ("slime", "slime")

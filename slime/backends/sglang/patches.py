@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from slime.backends.sglang import cpu_stand_ins, fixes
-from slime.backends.sglang.process import FLOAT8_VARIABLE, last_value
-from slime.options.sglang import ROUTER_POLICY
+from slime.options.flags.sglang import ROUTER_POLICY
+from slime.processes.server_process import FLOAT8_VARIABLE, last_value
 from slime.utils import device, patching
 from slime.utils.patching import Patch
 from slime.utils.stores import RENDEZVOUS

@@ -13,8 +13,8 @@ from typing import Any
 import requests
 
 from slime.backends.sglang.client import EngineError, NoAnswerError
-from slime.backends.sglang.process import ADMIN_KEY_VARIABLE, GENERATE_KEY_VARIABLE, ServerProcess, last_value
 from slime.backends.sglang.server import Server
+from slime.processes.server_process import ADMIN_KEY_VARIABLE, GENERATE_KEY_VARIABLE, ServerProcess, last_value
 from slime.utils.environment import server_environment
 from slime.utils.http_utils import LOOPBACK, http_url, redact
 

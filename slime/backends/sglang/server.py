@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slime.backends.sglang.client import EngineError
-from slime.backends.sglang.process import ServerProcess
 from slime.backends.sglang.pulse import Ask, Pulse
+from slime.processes.server_process import ServerProcess
 from slime.utils.http_utils import PortReservation
 
 _POLL_S = 0.1
@@ -19,7 +19,7 @@ _END_S = 2.0
 _TAIL_LINES = 40
 
 
-class End(NamedTuple):
+class ExitInfo(NamedTuple):
     """How a server ended."""
 
     seen: float
@@ -61,13 +61,13 @@ class Server:
         """The server's exit status; None while it runs."""
         return self._process.poll() if self._process else None
 
-    def end(self) -> End | None:
+    def end(self) -> ExitInfo | None:
         """The server's end; None while it runs."""
         status = self.poll()
         if status is None:
             return None
         self._ended = self._ended or time.time()
-        return End(self._ended, f"{self._name} at {self.url} {_told(status)}{self._log_end()}")
+        return ExitInfo(self._ended, f"{self._name} at {self.url} {_told(status)}{self._log_tail()}")
 
     def check(self) -> None:
         """Raise EngineError, with the last lines of its log, if the server has ended, or hangs.
@@ -77,7 +77,7 @@ class Server:
         if (end := self.end()) is not None:
             raise EngineError(end.message)
         if self._pulse is not None and self._pulse.silence is not None:
-            raise EngineError(f"{self._name} at {self.url} hangs: {self._pulse.silence}{self._log_end()}")
+            raise EngineError(f"{self._name} at {self.url} hangs: {self._pulse.silence}{self._log_tail()}")
 
     def listen(self) -> None:
         """Ask the server, which has started, from now on whether it answers."""
@@ -137,10 +137,10 @@ class Server:
             self.check()
             if time.monotonic() > deadline:
                 limit = f"{timeout:.0f} s (--engine-start-timeout)"
-                raise EngineError(f"{self._name} at {self.url} had not {what} after {limit}{self._log_end()}")
+                raise EngineError(f"{self._name} at {self.url} had not {what} after {limit}{self._log_tail()}")
             time.sleep(_POLL_S)
 
-    def _log_end(self) -> str:
+    def _log_tail(self) -> str:
         tail = self._process.tail(_TAIL_LINES) if self._process else ""
         return f"\nlast lines of {self._log_path}:\n{tail}"
 

@@ -20,9 +20,9 @@ from slime.data import Sample
 from slime.data.rows.prompt_rows import PromptRow, PromptSpec, RowEncoder
 from slime.data.rows.reading import RawRow, RowFile, open_rows
 from slime.data.rows.row_workers import FEWEST_BYTES, encodings, num_workers
-from slime.options.reward_rules import comes_before_reward, unmet_rewards
+from slime.options.checks.reward_rules import comes_before_reward, unmet_rewards
+from slime.options.checks.validate import usable_context
 from slime.options.rollout import SFT_ROLLOUT, generates_itself
-from slime.options.validate import usable_context
 from slime.utils.errors import BadInputError
 from slime.utils.misc import attribute_of
 

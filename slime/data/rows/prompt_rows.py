@@ -15,10 +15,10 @@ from slime.data.rows.messages import RowError, as_text, check_messages, messages
 from slime.data.rows.reading import RawRow, RowFile, value_of
 from slime.data.rows.tokenizer import load_tokenizer
 from slime.data.rows.values import JsonError, parse_json, value_problem
-from slime.options.reward_rules import NEEDS_LABEL
-from slime.rollout.reward.answers import empty_label_problem, label_problem
-from slime.rollout.reward.graders import rm_type_problem
-from slime.rollout.reward.multiple_choice import choices_problem
+from slime.grading.answers import empty_label_problem, label_problem
+from slime.grading.graders import rm_type_problem
+from slime.grading.multiple_choice import choices_problem
+from slime.options.checks.reward_rules import NEEDS_LABEL
 from slime.utils.errors import BadInputError
 
 

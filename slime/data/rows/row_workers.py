@@ -17,9 +17,9 @@ from typing import IO
 
 from slime.data.rows.prompt_rows import Encoding, PromptSpec, RowEncoder
 from slime.data.rows.reading import RawRow, RowFile
+from slime.processes.kernel import die_with_parent, end_child
 from slime.utils.environment import server_environment
 from slime.utils.errors import BadInputError, SlimeError
-from slime.utils.processes import die_with_parent, end_child
 
 _SHARE = 16 << 20
 """Bytes of a file that are worth a process: to start one takes as long as reading about so many."""

@@ -19,7 +19,7 @@ from slime.data.sample import flatten_samples
 from slime.data.source.buffer_choice import Choice, is_group
 from slime.data.source.changed_data import changed_group_size, cursor_over
 from slime.data.source.numbers import numbers_kept
-from slime.data.source.under_way import current_rollout
+from slime.data.source.rollout_context import current_rollout
 from slime.utils.errors import BadInputError, SlimeError
 from slime.utils.misc import load_function
 from slime.utils.user_functions import naming

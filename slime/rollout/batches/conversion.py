@@ -10,8 +10,8 @@ from typing import Any
 from slime.data import Sample, Status
 from slime.data.columns import COLUMNS
 from slime.data.source.numbers import numbers_kept
+from slime.options.checks.hook_paths import columns_of
 from slime.utils.errors import BadInputError
-from slime.utils.hook_paths import columns_of
 from slime.utils.misc import refusing
 from slime.utils.user_functions import call_user_function
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from slime.data import Sample
+from slime.files.safe_dump import load_plain, save_plain
 from slime.options.debug import kept_groups
 from slime.utils.errors import BadInputError
-from slime.utils.plain import load_plain, save_plain
 
 
 def save_samples(args: Namespace, rollout_id: int, samples: list[Sample]) -> None:

@@ -16,13 +16,13 @@ from slime.batching.schedule import build_schedule, train_batches
 from slime.data import ColumnError, Ragged, Sample, Status, TrainBatch
 from slime.data.columns import LOSS_MASK, TOKENS, Values, from_samples
 from slime.data.source.numbers import numbers_kept
-from slime.options.schema import flag_named
+from slime.options.checks.hook_paths import columns_of
+from slime.options.flags.schema import flag_named
 from slime.rollout.batches.conversion import FLAG as CONVERSION
 from slime.rollout.batches.conversion import Converted, convert
 from slime.rollout.batches.metrics import length_stats
 from slime.rollout.engine.versions import OLDER_THAN_ANY, as_number
 from slime.utils.errors import BadInputError
-from slime.utils.hook_paths import columns_of
 from slime.utils.user_functions import call_user_function
 
 _NEEDS_ENGINE = ("use_tis", "use_rs", "use_rollout_logprobs")

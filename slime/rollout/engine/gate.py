@@ -58,32 +58,32 @@ class Gate:
                 self._inside += 1
 
 
-class Door:
-    """Open at first; who comes while it is closed waits, on whatever event loop. Any thread may open and close it."""
+class PauseSwitch:
+    """While it is paused, requests wait, on whatever event loop. Any thread may pause and resume."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._is_open = True
+        self._paused = False
         self._waiting: list[asyncio.Future[None]] = []
 
-    def close(self) -> None:
-        """From now on nobody passes."""
+    def pause(self) -> None:
+        """From now on everyone waits."""
         with self._lock:
-            self._is_open = False
+            self._paused = True
 
-    def open(self) -> None:
-        """Let everyone pass, who waits in the order of their coming."""
+    def resume(self) -> None:
+        """Let everyone go on, in the order of their coming."""
         with self._lock:
-            self._is_open, waiting, self._waiting = True, self._waiting, []
+            self._paused, waiting, self._waiting = False, self._waiting, []
         for turn in waiting:
             with contextlib.suppress(RuntimeError):  # its loop is closed
                 turn.get_loop().call_soon_threadsafe(_give, turn)
 
-    async def passing(self) -> None:
-        """Wait while it is closed."""
+    async def wait_until_resumed(self) -> None:
+        """Return at once unless it is paused."""
         while True:
             with self._lock:
-                if self._is_open:
+                if not self._paused:
                     return
                 turn = asyncio.get_running_loop().create_future()
                 self._waiting.append(turn)

@@ -12,7 +12,7 @@ from slime.backends.sglang.client import RequestError
 from slime.data import Sample, Status
 from slime.data.rows.conversation import RowError, check_messages, render
 from slime.data.rows.tokenizer import load_tokenizer
-from slime.options.sglang import KEYED_POLICIES
+from slime.options.flags.sglang import KEYED_POLICIES
 from slime.rollout.engine.state import RolloutState, is_ending, state_of_call
 from slime.rollout.sampling import train_sampling_params
 from slime.utils.errors import SettingError

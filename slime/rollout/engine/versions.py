@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Iterable
 
 from slime.data import Sample
-from slime.data.source.under_way import current_rollout
+from slime.data.source.rollout_context import current_rollout
 from slime.rollout.runtime import pushed_version
 
 MASKED_TOKENS = "rollout/offpolicy_tokens_masked"

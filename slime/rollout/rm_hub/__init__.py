@@ -8,12 +8,12 @@ from itertools import chain
 from typing import Any
 
 from slime.data import Sample
+from slime.grading.answers import last_boxed
+from slime.grading.graders import ASKS_A_SERVER, BOXED, BOXED_GRADERS, GRADERS, remote_reward, rm_type_problem
 from slime.rollout.engine.loop import run_all
-from slime.rollout.reward.answers import last_boxed
-from slime.rollout.reward.custom import Reward, custom_rewards, hook_of, limit_of
-from slime.rollout.reward.graders import ASKS_A_SERVER, BOXED, BOXED_GRADERS, GRADERS, remote_reward, rm_type_problem
-from slime.rollout.reward.special_tokens import response_without_special_tokens
 from slime.rollout.rm_hub.math_utils import grade_answer_verl
+from slime.rollout.rm_hub.special_tokens import response_without_special_tokens
+from slime.rollout.user.custom_reward import Reward, custom_rewards, hook_of, limit_of
 from slime.rollout.user.hooks import within
 from slime.utils.errors import BadInputError
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime.rollout.reward.algebra import answers_equal_now
-from slime.rollout.reward.answers import accepted_labels, last_boxed
-from slime.rollout.reward.special_tokens import without_usual_special_tokens
+from slime.grading.algebra import answers_equal_now
+from slime.grading.answers import accepted_labels, last_boxed
+from slime.rollout.rm_hub.special_tokens import without_usual_special_tokens
 
 
 def extract_answer(passage: str) -> str | None:

@@ -8,12 +8,12 @@ from collections import Counter
 logger = logging.getLogger(__name__)
 
 _SHOWN = 4
-"""Messages of one kind that have a line each where they differ; then only `told_again` decides."""
+"""Messages of one kind that have a line each where they differ; then only `should_log` decides."""
 _COUNTED = 8
 """Failures of one kind that are told of by their number."""
 
 
-def told_again(count: int) -> bool:
+def should_log(count: int) -> bool:
     """Whether the ``count``-th time of something is told of: at powers of two, so that it floods nothing."""
     return count & (count - 1) == 0
 
@@ -44,7 +44,7 @@ class FailureLog:
             logger.warning("%s: %s: %s", what, reason, message)
         elif head not in heads and len(heads) < _SHOWN:
             logger.warning("%s: %s: %s", what, reason, head)
-        elif count >= _COUNTED and told_again(count):
+        elif count >= _COUNTED and should_log(count):
             logger.warning("%s: %s by the same kind of error as above, in %d tries by now", what, reason, count)
         if len(heads) < _SHOWN:
             heads.add(head)

@@ -20,7 +20,7 @@ import numpy as np
 
 from slime.data import Sample
 from slime.data.source.numbers import numbers_kept
-from slime.options.calls import parameters_of
+from slime.options.flags.calls import parameters_of
 from slime.rollout.engine.loop import background_loop, cancel
 from slime.rollout.engine.state import seconds_in_line
 from slime.rollout.runtime import current

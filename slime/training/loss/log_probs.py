@@ -34,7 +34,7 @@ def token_terms(
 
     Args:
         hidden: [T, h], the same on every rank; computed with in the weight's type. Its gradient is this rank's *part*,
-            of its own columns: whoever made ``hidden`` sums the parts (`slime.backends.megatron.head.LanguageHead`).
+            of its own columns: whoever made ``hidden`` sums the parts (`LanguageHead`).
         weight: [V / tp, h], this rank's rows: rank r of ``group`` holds r * V / tp to (r + 1) * V / tp.
         labels: int64 [T], global ids below ``vocab_size``, the same on every rank.
         vocab_size: rows that exist; those from here to V only pad the vocabulary and have probability 0.

@@ -40,7 +40,7 @@ class SleepingTensors:
         self._asleep = [(storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()]
         if self._keep:
             self._make_room()
-            device.rejoin()
+            device.wait_side_stream()
             self._copy(lambda host, own: host.copy_(own, non_blocking=True))
             device.synchronize()
         for storage, _ in self._asleep:
@@ -49,12 +49,12 @@ class SleepingTensors:
     def wake(self, *, beside: bool = False) -> None:
         """Take the memory again, with the values where they are kept.
 
-        With ``beside`` they come while other work goes on; whoever needs them calls `device.rejoin` first.
+        With ``beside`` they come while other work goes on; whoever needs them calls `device.wait_side_stream` first.
         """
         for storage, nbytes in self._asleep:
             storage.resize_(nbytes)
         if self._keep and self._asleep:
-            with device.beside() if beside else contextlib.nullcontext():
+            with device.side_stream() if beside else contextlib.nullcontext():
                 self._copy(lambda host, own: own.copy_(host, non_blocking=True))
             if not beside:
                 device.synchronize()

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from slime.utils import aside
+from slime.files import atomic_io
 from slime.utils.errors import BadInputError, CommandError, SlimeError
 from slime.utils.misc import exec_command
 
@@ -88,7 +88,7 @@ def download(kind: str, name: str, below: str, source: str) -> str:
         began_there = directory.is_dir() and any(directory.iterdir())
         if began_there:
             print(f"{kind} {name}: {directory} is not whole ({missing}): it is completed", flush=True)
-        target = directory if began_there else aside.unfinished(directory)
+        target = directory if began_there else atomic_io.unfinished(directory)
         command = [_program(hub, kind, name, directory), *hub.words[kind], name, hub.directory_flag, str(target)]
         advice = f"put it at {directory} yourself, or try again where {source} is reached"
         try:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import NoReturn
 
-from slime.utils import processes
+from slime.processes import kernel
 from slime.utils.errors import SlimeError
 from slime.utils.external_utils.own_ray import Ray, stop_job
 
@@ -74,7 +74,7 @@ def run_program(program: str, variables: Mapping[str, str]) -> tuple[int, str]:
             text=True,
             errors="replace",
             start_new_session=True,
-            preexec_fn=functools.partial(processes.die_with_parent, os.getpid()),
+            preexec_fn=functools.partial(kernel.die_with_parent, os.getpid()),
         )
     last = ""
     try:

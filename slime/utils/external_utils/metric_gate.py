@@ -23,9 +23,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slime.utils import aside
+from slime.files import atomic_io
+from slime.files.json_file import read_object
 from slime.utils.errors import BadInputError
-from slime.utils.json_file import read_object
 
 SEEN = "gate.json"
 _AXES = ("train/step", "rollout/step", "eval/step")
@@ -181,7 +181,7 @@ def write_baselines(file: Path, baselines: Mapping[str, Seen]) -> None:
     """Write baselines, sorted, so that a change of one is a change of its lines."""
     text = json.dumps({key: asdict(baselines[key]) for key in baselines}, indent=1, sort_keys=True)
     file.parent.mkdir(parents=True, exist_ok=True)
-    aside.write_file(file, lambda unfinished: unfinished.write_text(text + "\n"))
+    atomic_io.write_file(file, lambda unfinished: unfinished.write_text(text + "\n"))
 
 
 def _by_step(file: Path) -> dict[str, dict[int, float]]:

@@ -19,7 +19,7 @@ from slime.utils.environment import bypass_proxies, guard_ray_token
 from slime.utils.errors import BadInputError, SlimeError
 
 if TYPE_CHECKING:
-    from slime.backends.sglang.process import ServerProcess
+    from slime.processes.server_process import ServerProcess
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 LAUNCH = REPOSITORY / "scripts" / "launch.sh"
@@ -121,7 +121,7 @@ def own_ray(slots: int, node: Node) -> Iterator[Ray]:
     Raises:
         SlimeError: it did not start, or other nodes did not join it; a port that it has to have is taken.
     """
-    from slime.backends.sglang.process import ServerProcess
+    from slime.processes.server_process import ServerProcess
 
     bypass_proxies([node.head, "169.254.169.254", "metadata.google.internal"])
     with contextlib.ExitStack() as held:
@@ -149,7 +149,7 @@ def own_ray(slots: int, node: Node) -> Iterator[Ray]:
 
 def join_head(slots: int, node: Node) -> None:
     """Have this host be a further node of the first node's Ray until that ends; SlimeError if there was none."""
-    from slime.backends.sglang.process import ServerProcess
+    from slime.processes.server_process import ServerProcess
 
     nodes = {"NUM_NODES": str(node.count), "NODE_RANK": str(node.rank), "MASTER_ADDR": node.head}
     words = f"{os.environ.get('RAY_START_ARGS', '')} {' '.join(slot_flags(slots))}"

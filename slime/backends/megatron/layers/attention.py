@@ -1,0 +1,316 @@
+"""Core attention over packed sequences with torch only: grouped queries, tensor and context parallelism, CPU and GPU.
+
+Context parallelism gathers keys and values over Megatron's zigzag layout: rank r holds chunks r and 2n-1-r of the 2n
+chunks of every sequence. Each local chunk attends, as a sequence of its own, to everything of its sequence up to the
+chunk's end; causal masks are aligned to the bottom right where there are fewer queries than keys. Which tokens those
+are depends on the lengths only: it is worked out once per micro-batch (`AttentionPlan`) and kept on `PackedSeqParams`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from slime.backends.megatron.layers.rotary import Rotary, rotate
+from slime.training.packing import chunk_length, chunks_of
+from slime.utils.device import from_host
+
+_PAD_SLACK = 8
+"""Sequences whose lengths differ by no more than this share one padded SDPA call: cheaper than a call each while they
+are short, and no dearer when they are long."""
+
+
+def packed_params(lengths: Sequence[int]) -> PackedSeqParams:
+    """Megatron's description of a micro-batch that packs sequences of ``lengths`` tokens (over all context ranks).
+
+    The offsets stay in host memory, where `plan_of` reads them.
+    """
+    offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    longest = max(lengths)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=offsets,
+        cu_seqlens_kv=offsets,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+@dataclass(frozen=True)
+class _PaddedGroup:
+    """Sequences that one SDPA call computes as a padded batch."""
+
+    batch: int
+    query_rows: int
+    """batch * queries, rows of the padded layout in which groups follow one another."""
+    key_rows: int
+    mask: Tensor | None
+    """bool [batch, 1, queries, keys]; None where a plain causal mask does."""
+
+
+class AttentionPlan:
+    """Who attends to whom in one micro-batch, on one context-parallel rank.
+
+    Attributes:
+        queries: tokens of each local sequence (under context parallelism: of each local chunk).
+        keys: tokens that the same sequence's last query may see, all from its beginning.
+        key_index: int64 positions of those keys in the gathered stream; None without context parallelism.
+        positions: int64 [local tokens], of each token in its sequence.
+    """
+
+    def __init__(self, lengths: Sequence[int], cp_size: int, cp_rank: int, device: torch.device) -> None:
+        self.device = device
+        self.queries: list[int] = []
+        self.keys: list[int] = []
+        index: list[Tensor] = []
+        positions: list[Tensor] = []
+        local_total, local_start = sum(lengths) // cp_size, 0
+        for length in lengths:
+            if length == 0:
+                continue
+            chunk = chunk_length(length, cp_size)
+            homes = []
+            for c in range(2 * cp_size):
+                owner, second = (c, 0) if c < cp_size else (2 * cp_size - 1 - c, 1)
+                homes.append(torch.arange(chunk) + owner * local_total + local_start + second * chunk)
+            for c in chunks_of(cp_rank, cp_size):
+                self.queries.append(chunk)
+                self.keys.append((c + 1) * chunk)
+                index += homes[: c + 1]
+                positions.append(torch.arange(chunk) + c * chunk)
+            local_start += length // cp_size
+        self.key_index = from_host(torch.cat(index), device) if cp_size > 1 else None
+        self.positions = from_host(torch.cat(positions), device)
+
+    @functools.cached_property
+    def query_offsets(self) -> Tensor:
+        """int32 [sequences + 1]"""
+        return self._offsets(self.queries)
+
+    @functools.cached_property
+    def key_offsets(self) -> Tensor:
+        """int32 [sequences + 1]"""
+        return self._offsets(self.keys)
+
+    def _offsets(self, lengths: list[int]) -> Tensor:
+        return from_host(torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32), self.device)
+
+    @functools.cached_property
+    def padded(self) -> tuple[list[_PaddedGroup], Tensor, Tensor]:
+        """Groups of similar length, and where each packed query and key goes in their padded rows (int64)."""
+        order = sorted(range(len(self.queries)), key=lambda i: (-self.keys[i], -self.queries[i]))
+        members: list[list[int]] = []
+        for i in order:
+            first = members[-1][0] if members else i
+            longest, fits = self.keys[first], self.queries[i] <= self.queries[first]
+            if members and fits and longest - self.keys[i] <= _PAD_SLACK:
+                members[-1].append(i)
+            else:
+                members.append([i])
+        query_starts, key_starts = [0] * len(order), [0] * len(order)
+        groups, query_row, key_row = [], 0, 0
+        for group in members:
+            queries, keys = self.queries[group[0]], self.keys[group[0]]
+            for position, i in enumerate(group):
+                query_starts[i] = query_row + position * queries
+                key_starts[i] = key_row + position * keys
+            mask = self._mask(group, queries, keys)
+            groups.append(_PaddedGroup(len(group), len(group) * queries, len(group) * keys, mask))
+            query_row += groups[-1].query_rows
+            key_row += groups[-1].key_rows
+        return groups, self._slots(query_starts, self.queries), self._slots(key_starts, self.keys)
+
+    def _mask(self, group: list[int], queries: int, keys: int) -> Tensor | None:
+        """Padding comes last, so that a causal mask keeps real queries from it by itself."""
+        shift = [self.keys[i] - self.queries[i] for i in group]
+        if not any(shift):
+            return None
+        last = torch.arange(queries)[None, :] + torch.tensor(shift)[:, None]
+        return from_host((torch.arange(keys) <= last[..., None])[:, None], self.device)
+
+    def _slots(self, starts: list[int], lengths: list[int]) -> Tensor:
+        rows = [torch.arange(n) + start for start, n in zip(starts, lengths, strict=True)]
+        return from_host(torch.cat(rows), self.device)
+
+
+def plan_of(params: PackedSeqParams, cp_size: int, cp_rank: int, device: torch.device) -> AttentionPlan:
+    """The plan of a micro-batch, computed at its first use."""
+    plan: AttentionPlan | None = params.__dict__.get("attention_plan")
+    if plan is None:
+        padded = params.cu_seqlens_q_padded
+        offsets = padded if padded is not None else params.cu_seqlens_q
+        plan = AttentionPlan(offsets.diff().tolist(), cp_size, cp_rank, device)
+        params.__dict__["attention_plan"] = plan
+    return plan
+
+
+class _Spread(torch.autograd.Function):
+    """Rows of x to distinct rows of a zeroed tensor; index_select's own gradient would add, row by row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+        ctx.save_for_backward(rows)
+        return x.new_zeros(num_rows, *x.shape[1:]).index_copy_(0, rows, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (rows,) = ctx.saved_tensors
+        return grad.index_select(0, rows), None, None
+
+
+class _Collect(torch.autograd.Function):
+    """The inverse of `_Spread`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.num_rows = x.size(0)
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.num_rows, *grad.shape[1:]).index_copy_(0, rows, grad), None
+
+
+class _GatherContext(torch.autograd.Function):
+    """[t, ...] of every context rank -> [n * t, ...] on all; backward sums the ranks' gradients of the own part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        gathered = x.new_empty(group.size() * x.size(0), *x.shape[1:])
+        dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        own = grad.new_empty(grad.size(0) // ctx.group.size(), *grad.shape[1:])
+        dist.reduce_scatter_tensor(own, grad.contiguous(), group=ctx.group)
+        return own, None
+
+
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+    """Causal attention within each sequence of ``plan``.
+
+    Args:
+        query: [tokens, heads, channels].
+        key: [key tokens, query groups, channels].
+        value: [key tokens, query groups, value channels].
+        scale: of the scores before softmax.
+
+    Returns:
+        [tokens, heads, value channels].
+    """
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+        return _flash(query, key, value, plan, scale)
+    groups, query_slots, key_slots = plan.padded
+    queries = _spread(query, query_slots, [group.query_rows for group in groups])
+    keys, values = (_spread(x, key_slots, [group.key_rows for group in groups]) for x in (key, value))
+    outputs = []
+    for group, *qkv in zip(groups, queries, keys, values, strict=True):
+        q, k, v = (x.unflatten(0, (group.batch, -1)).transpose(1, 2) for x in qkv)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=group.mask, is_causal=group.mask is None, scale=scale, enable_gqa=q.size(1) != k.size(1)
+        )
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    return _Collect.apply(torch.cat(outputs), query_slots)
+
+
+def _spread(x: Tensor, slots: Tensor, rows: list[int]) -> tuple[Tensor, ...]:
+    """The padded rows of each group. Split, not sliced: a slice's gradient would be as large as all rows."""
+    return _Spread.apply(x, slots, sum(rows)).split(rows)
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+    channels, value_channels = key.size(-1), value.size(-1)
+    if value_channels < channels:  # the kernel has one width for all three
+        value = F.pad(value, (0, channels - value_channels))
+    offsets, longest = (plan.query_offsets, plan.key_offsets), (max(plan.queries), max(plan.keys))
+    return _varlen()(query, key, value, *offsets, *longest, scale)[..., :value_channels]
+
+
+@functools.cache
+def _varlen() -> Callable[..., Tensor]:
+    """Torch's causal kernel: of query, key, value, the offsets of queries and keys, their longest, and the scale."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        return lambda *inputs: cast(
+            Tensor, varlen_attn(*inputs[:-1], scale=inputs[-1], window_size=(-1, 0), enable_gqa=True)
+        )
+    # torch 2.11's takes as many keys as queries only; the operator beneath has grouped queries and a gradient.
+    flash = torch.ops.aten._flash_attention_forward
+    return lambda *inputs: flash(*inputs[:-1], 0.0, True, False, scale=inputs[-1])[0]
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor, AttentionPlan, float], Tensor]
+"""What computes attention: `packed_attention`, or what takes and gives the same."""
+
+
+class PackedAttention(MegatronModule):
+    """Megatron's ``core_attention`` for packed causal sequences, with the rotary embedding before it.
+
+    Args:
+        rotary: None where queries and keys are rotated already.
+        kernel: what computes it.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        *,
+        rotary: Rotary | None,
+        kernel: Kernel = packed_attention,
+    ) -> None:
+        super().__init__(config=config)
+        self.rotary = rotary
+        self.kernel = kernel
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self.cp_group = groups.cp
+        self.scale = softmax_scale or config.kv_channels**-0.5
+        if config.attention_dropout if attention_dropout is None else attention_dropout:
+            raise ValueError("--attention-dropout must be 0: packed attention has no dropout")
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """[tokens, heads, channels] of this rank -> [tokens, heads * value channels]."""
+        if packed_seq_params is None:
+            raise ValueError("this model takes packed sequences only: pass packed_seq_params")
+        plan = plan_of(packed_seq_params, self.cp_group.size(), self.cp_group.rank(), query.device)
+        if self.rotary is not None:
+            cos, sin = self.rotary.angles(plan)
+            query, key = (rotate(x, cos, sin, self.rotary.interleaved) for x in (query, key))
+        if plan.key_index is not None:
+            gathered = _GatherContext.apply(torch.cat((key, value), dim=-1), self.cp_group)
+            key, value = gathered.index_select(0, plan.key_index).split((key.size(-1), value.size(-1)), dim=-1)
+        return self.kernel(query, key, value, plan, self.scale).flatten(1)

@@ -1,0 +1,81 @@
+"""``--dry-run``: what a run would be, without starting it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+
+from slime.data.rows.dataset import data_warnings, dataset_of
+from slime.driver.preflight.patch_report import lines as patches_of
+from slime.driver.preflight.places import place_warnings, room_warnings
+from slime.driver.rollout_manager import make_data_source, num_prompts, num_rollout
+from slime.driver.schedule import check_remaining
+from slime.entry.arguments import describe
+from slime.fleet.placement import describe_placement
+from slime.options.checks.checkpoint_rules import starting_point
+from slime.options.errors import OptionError
+from slime.options.training import check_schedule
+from slime.ray.cluster import running_address
+from slime.ray.directories import check_places
+from slime.ray.supervision import LOAD_DATA, InputError, RunError
+from slime.rollout.batches.debug_data import check_recorded
+from slime.rollout.evaluation import load_eval_prompts
+from slime.utils.errors import BadInputError, SlimeError
+from slime.utils.misc import attribute_of
+
+
+def dry_run(args: argparse.Namespace) -> None:
+    """Check all that can be checked without starting anything, and print what would run; raises as a start does."""
+    # First: below the lines of the configuration an error would not be found.
+    found = _check(args)
+    full = args.dry_run == "full"
+    if not full:
+        print("# Values that are not the defaults; --dry-run full prints all.")
+    print(describe(args, changed=not full))
+    print(describe_placement(args))
+    print(*patches_of(args), sep="\n")
+    # Again: those lines have driven them from the screen.
+    print(*_as_warnings(args.option_warnings), *found, "ok: the run can start", sep="\n")
+
+
+def _check(args: argparse.Namespace) -> list[str]:
+    """What there is to say of checkpoints and data, in lines; the number of rollouts becomes known."""
+    try:
+        evaluations = load_eval_prompts(args)
+        if args.load_debug_rollout_data:
+            data = [check_remaining(args)]
+            check_recorded(args)
+        else:
+            data = _check_prompts(args)
+    except (BadInputError, OptionError) as error:
+        raise InputError(f"{LOAD_DATA}: {' '.join(str(error).split())}") from None
+    except SlimeError as error:
+        raise RunError(f"{LOAD_DATA}: {error}") from None
+    host: list[str] = []
+    if not running_address():
+        check_places()
+        host = place_warnings()
+    sizes = [f"evaluation: {name}, {len(prompts)} prompts" for name, prompts in evaluations.items()]
+    warnings = [warning for prompts in evaluations.values() for warning in prompts.warnings]
+    found = [starting_point(args), *sizes, *_as_warnings(warnings), *data, *_as_warnings(host)]
+    return [line for line in found if line]
+
+
+def _as_warnings(lines: Iterable[str]) -> list[str]:
+    return [f"warning: {line}" for line in lines]
+
+
+def _check_prompts(args: argparse.Namespace) -> list[str]:
+    source = make_data_source(args)
+    args.num_rollout = num_rollout(args, source)
+    check_schedule(args)
+    where = f"--data-source-path {args.data_source_path}"
+    bad, too_long = (attribute_of(source, name, 0, where) for name in ("num_bad", "num_too_long"))
+    prompts = num_prompts(args, source)
+    counted = "prompts" if prompts is None else f"{prompts} prompts ({bad} bad, {too_long} too long left out)"
+    data = f"data: {counted}, {args.num_rollout} rollouts"
+    left = check_remaining(args)
+    room = room_warnings(args)
+    dataset = dataset_of(source)
+    read = [] if dataset is None else dataset.warnings
+    return [data, *_as_warnings([*read, *data_warnings(args, source), *room]), left]

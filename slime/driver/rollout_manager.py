@@ -1,0 +1,358 @@
+"""The actor of the data side: it owns the routers, the data source and the rollout function."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from slime.data import Group, Sample
+from slime.data.rows.dataset import data_warnings
+from slime.data.source.data_source import DataSource, RolloutDataSource
+from slime.data.source.prompts import as_groups, put_back
+from slime.data.source.rollout_context import rollout_context
+from slime.fleet.membership import Membership
+from slime.fleet.routers import Routers
+from slime.fleet.spec import ModelSpec
+from slime.observability import logs
+from slime.observability.trace import span
+from slime.options.flags.calls import parameters_of
+from slime.options.rollout import DEFAULT_ROLLOUT, generates_itself
+from slime.options.training import check_schedule
+from slime.ray.cluster import actor_environment, as_actor, enter_actor
+from slime.rollout.base_types import train_output
+from slime.rollout.batches.debug_data import check_recorded, load_samples, save_evaluation, save_samples
+from slime.rollout.batches.metrics import accounting
+from slime.rollout.batches.reward_log import RewardLog
+from slime.rollout.batches.sample_stats import sample_metrics
+from slime.rollout.batches.staleness import renew_stale, staleness_metrics
+from slime.rollout.batches.train_data import to_train_batches
+from slime.rollout.engine.abort import abort_requests
+from slime.rollout.engine.loop import background_loop
+from slime.rollout.evaluation import eval_metrics, evaluation_output, load_eval_prompts, warn_of_unscored
+from slime.rollout.runtime import RolloutRuntime
+from slime.rollout.sglang_rollout import draw_first_groups, generate_groups
+from slime.rollout.user.hooks import accepted, logs_evaluation, logs_rollout
+from slime.utils.errors import BadInputError, CancelledRolloutError, DeadlineError, SlimeError
+from slime.utils.misc import attribute_of, load_function
+from slime.utils.user_functions import naming
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+_CANCEL_S = 60.0
+"""More than rollouts take to end: filters, then groups, then connections."""
+ROLLOUTS, EVALUATION, ROUTERS = "rollouts", "evaluation", "routers"
+"""Ray's concurrency groups, threads of their own: a rollout under way keeps no other call from being answered."""
+_SOURCE_STATE, _SOURCE_CLASS = "data_source", "data_source_class"
+
+
+class RolloutManager:
+    """Turns prompts into training batches, and checkpoints into scores.
+
+    Several rollouts may be under way: `draw` gives each its prompts, in order, `generate` makes the samples, and
+    `hand_over` notes that the trainers take them.
+    """
+
+    def __init__(self, args: argparse.Namespace, api_keys: tuple[str, str] | None) -> None:
+        enter_actor(args, "rollout_manager")
+        logs.hide(api_keys or ())
+        self._args = args
+        self._runtime = RolloutRuntime(args)
+        self._runtime.own_process()
+        self._routers = Routers(args, api_keys, self._runtime)
+        self._data_source: Any = None
+        self._drawn: dict[int, list[Group]] = {}
+        self._made: dict[int, list[Sample]] = {}
+        """Rollouts that no trainer has taken yet."""
+        self._reward_log = RewardLog()
+        self._under_way: set[object] = set()
+        self._num_cancels = 0
+        self._rollout = load_function(args.rollout_function_path, flag="--rollout-function-path")
+        self._evaluate = load_function(args.eval_function_path, flag="--eval-function-path")
+
+    def load_data(self) -> int:
+        """Read the prompts, which recorded rollouts do without, and the evaluation's; how many rollouts the run has."""
+        load_eval_prompts(self._args)
+        if self._args.load_debug_rollout_data:
+            check_recorded(self._args)
+            return self._args.num_rollout
+        self._data_source = make_data_source(self._args)
+        self._args.num_rollout = num_rollout(self._args, self._data_source)
+        check_schedule(self._args)
+        for warning in data_warnings(self._args, self._data_source):
+            logger.warning(warning)
+        return self._args.num_rollout
+
+    @ray.method(concurrency_group=ROUTERS)
+    def open_routers(self, models: Sequence[ModelSpec]) -> None:
+        """Start the router of each model; make them known to hooks."""
+        self._routers.open(models)
+
+    @ray.method(concurrency_group=ROUTERS)
+    def serve(self, membership: Membership, opened: None) -> None:
+        """Send requests to the engines that are there now; Ray waits for ``opened``, the answer of `open_routers`."""
+        self._routers.serve(membership)
+
+    @ray.method(concurrency_group="watch")
+    def watch(self) -> None:
+        """Return, by raising, when a router dies or hangs."""
+        while True:
+            self._routers.check()
+            time.sleep(_POLL_S)
+
+    def draw(self, rollout_id: int) -> int:
+        """Take the prompts of slime's own rollout from the data source, in order; how often `cancel` was called.
+
+        A rollout function of the user's takes them by itself, and is never called for two rollouts at the same time.
+        """
+        if rollouts_overlap(self._args):
+            with rollout_context(rollout_id), span("rollout/draw", rollout=rollout_id):
+                self._drawn[rollout_id] = draw_first_groups(self._args, self._data_source)
+        return self._num_cancels
+
+    @ray.method(concurrency_group=ROLLOUTS)
+    def generate(self, rollout_id: int, dp_size: int, drawn: int) -> tuple[list[ray.ObjectRef], dict[str, float]]:
+        """One rollout: a reference to one TrainBatch for each data-parallel rank, and the rollout's metrics.
+
+        Ray waits for ``drawn``, the answer of `draw`; CancelledRolloutError if `cancel` was called meanwhile.
+        """
+        args = self._args
+        with self._cancellable(drawn, f"rollout {rollout_id}"), rollout_context(rollout_id):
+            with span("rollout/samples", rollout=rollout_id) as generated, self._routers.working():
+                samples, metrics = self._samples(rollout_id)
+            self._made[rollout_id] = samples
+            metrics.setdefault("perf/rollout_time", generated.seconds)
+            with span("rollout/convert", rollout=rollout_id) as converted:
+                metrics |= sample_metrics(args, samples)
+                if logs_rollout(args, rollout_id, samples, metrics, generated.seconds):
+                    metrics = {"perf/rollout_time": generated.seconds}
+                if args.save_debug_rollout_data:
+                    save_samples(args, rollout_id, samples)
+                batches, batch_metrics = to_train_batches(args, samples, dp_size)
+                self._reward_log.check(args, rollout_id, samples, batches, batch_metrics)
+                with span("rollout/put"):
+                    references = [ray.put(batch) for batch in batches]
+        metrics["perf/convert_time"] = converted.seconds
+        return references, metrics | batch_metrics | self._routers.resends(rollout_id)
+
+    def _samples(self, rollout_id: int) -> tuple[list[Sample], dict[str, Any]]:
+        args = self._args
+        if args.load_debug_rollout_data:
+            return load_samples(args, rollout_id), {}
+        if rollouts_overlap(args):
+            output = train_output(generate_groups(args, rollout_id, self._data_source, self._drawn.pop(rollout_id)))
+        else:
+            with _naming("--rollout-function-path", args.rollout_function_path):
+                output = train_output(self._rollout(args, rollout_id, self._data_source))
+        samples, metrics = output.samples, dict(output.metrics or {})
+        if args.asynchronous:
+            samples, counts = renew_stale(args, rollout_id, samples, self._data_source)
+            metrics |= counts
+        if args.asynchronous or args.over_sampling_batch_size:
+            metrics |= staleness_metrics(rollout_id, samples)
+        return samples, metrics
+
+    @contextlib.contextmanager
+    def _cancellable(self, num_cancels: int, what: str) -> Iterator[None]:
+        """Within, `cancel` waits for the call, which then raises whatever it has done by then."""
+
+        def check() -> None:
+            if num_cancels != self._num_cancels:
+                raise CancelledRolloutError(f"{what} was cancelled")
+
+        call = object()
+        self._under_way.add(call)
+        try:
+            check()
+            yield
+            check()
+        finally:
+            self._under_way.discard(call)
+
+    def cancel(self) -> None:
+        """End rollouts and evaluations under way, whose calls raise CancelledRolloutError, and all requests at engines.
+
+        Prompts that no trainer has taken are handed out again, in their order, as if a run had been resumed.
+        DeadlineError if a user's function goes on all the same.
+        """
+        self._num_cancels += 1
+        deadline = time.monotonic() + _CANCEL_S
+        while True:
+            background_loop().cancel(_CANCEL_S)
+            background_loop().run(abort_requests(self._runtime, None), timeout=_CANCEL_S, what="ending requests")
+            if not self._under_way:
+                break
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"{_CANCEL_S:.0f} s after they were cancelled rollouts or evaluations still go on")
+            time.sleep(_POLL_S)
+        drawn, made, self._drawn, self._made = self._drawn, self._made, {}, {}
+        if isinstance(self._data_source, RolloutDataSource):
+            self._data_source.hand_out_again()
+        elif self._data_source is not None:
+            groups = chain(*drawn.values(), *(as_groups(self._args, samples) for samples in made.values()))
+            put_back(self._data_source, list(groups))
+
+    def hand_over(self, rollout_id: int) -> dict[str, float]:
+        """Note that the trainers take a rollout; where all prompts are then."""
+        samples, source = self._made.pop(rollout_id), self._data_source
+        if not isinstance(source, RolloutDataSource):
+            return {}
+        with source.lock:
+            source.count_trained(samples)
+            return accounting(self._args, source, in_flight=source.num_in_flight(after=rollout_id))
+
+    def pause_generation(self) -> None:
+        """Send engines no new requests while weights are pushed."""
+        self._routers.hold(True)
+        self._runtime.pause_generation()
+
+    def resume_generation(self, version: int) -> None:
+        """Send them requests again, under weights of ``version``."""
+        self._routers.hold(False)
+        resumed, timeout = self._runtime.resume_generation(version), self._args.weight_update_timeout
+        background_loop().run(resumed, timeout=timeout, what="resuming generation after a weight update")
+
+    def num_cancels(self) -> int:
+        """How often `cancel` was called so far."""
+        return self._num_cancels
+
+    @ray.method(concurrency_group=EVALUATION)
+    def evaluate(self, rollout_id: int, num_cancels: int) -> dict[str, float]:
+        """Score the engines' weights on every evaluation dataset, unless cancelled after `num_cancels`; its metrics."""
+        args, named = self._args, _naming("--eval-function-path", self._args.eval_function_path)
+        call = self._cancellable(num_cancels, f"the evaluation of weight version {rollout_id}")
+        with span("rollout/evaluate", version=rollout_id) as timed, named, call, self._routers.working():
+            wanted = accepted(self._evaluate, evaluation=True)
+            output = evaluation_output(self._evaluate(args, rollout_id, self._data_source, **wanted))
+        if args.save_debug_rollout_data:
+            save_evaluation(args, rollout_id, output.data)
+        extra = dict(output.metrics or {})
+        seconds = {"perf/eval_time": extra.pop("perf/eval_time", timed.seconds)}
+        logged = logs_evaluation(args, rollout_id, output.data, extra | seconds)
+        # Of functions of a user's own for both, only the user knows the form.
+        if not logged or generates_itself(args.eval_function_path):
+            warn_of_unscored(rollout_id, output)
+        if logged:
+            return seconds
+        return eval_metrics(output) | seconds
+
+    def state(self, rollout_id: int) -> dict[str, Any]:
+        """What a checkpoint needs of the data side; what a user's class has to `save` by itself lies beside it."""
+        return source_state(self._data_source, rollout_id)
+
+    def restore(self, rollout_id: int, state: dict[str, Any]) -> None:
+        """The inverse of `state`."""
+        restore_source(self._data_source, rollout_id, state)
+
+    def stop(self) -> None:
+        """End the routers."""
+        self._routers.stop()
+
+
+def create_manager(args: argparse.Namespace, api_keys: tuple[str, str] | None) -> Any:
+    """The rollout manager, on the driver's host: there are the files that the driver has checked."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    options = {"num_cpus": 0, "runtime_env": actor_environment(), "scheduling_strategy": here}
+    overlap = args.async_buffer_size + 2 if args.asynchronous and rollouts_overlap(args) else 1
+    # Of routers two: while one waits for a router to find an engine healthy, the other takes that away if it dies.
+    threads = {ROLLOUTS: overlap, EVALUATION: 1, ROUTERS: 2}
+    return as_actor(RolloutManager, **threads).options(**options).remote(args, api_keys)
+
+
+def _naming(flag: str, path: str) -> contextlib.AbstractContextManager[None]:
+    """Within the block a user's function runs; our own errors say enough by themselves."""
+    return naming(f"{flag} {path}", passes=SlimeError)
+
+
+def rollouts_overlap(args: argparse.Namespace) -> bool:
+    """Whether several rollouts may be generated at the same time: users' functions are called for one at a time."""
+    return args.rollout_function_path == DEFAULT_ROLLOUT and not args.load_debug_rollout_data
+
+
+def make_data_source(args: argparse.Namespace) -> Any:
+    """The run's data source, of the user's class where ``--data-source-path`` names one.
+
+    One with a parameter ``dataset`` is given that of ``--prompt-data``.
+
+    Raises:
+        BadInputError: a file or row that cannot be read, or what was made is no data source.
+        HookError: the user's class raised something else.
+    """
+    flag, path = "--data-source-path", args.data_source_path
+    function = load_function(path, flag=flag)
+    dataset = [RolloutDataSource(args).dataset] if "dataset" in parameters_of(function) else []
+    with _naming(flag, path):
+        source = function(*dataset, args)
+    if not callable(attribute_of(source, "get_samples", None, f"{flag} {path}")):
+        raise BadInputError(
+            f"{flag} {path}: it must make an object with get_samples and add_samples, not {type(source).__name__}"
+        )
+    return source
+
+
+def source_state(source: Any, rollout_id: int) -> dict[str, Any]:
+    """The state of a data source (None: there is none), and its class; a ``save`` of its own is called as well."""
+    if source is None:
+        return {}
+    state: dict[str, Any] = {_SOURCE_CLASS: _class_name(source)}
+    if isinstance(source, RolloutDataSource):
+        state[_SOURCE_STATE] = source.state_dict()
+    if _has_own(source, "save"):
+        with naming(f"{type(source).__name__}.save (--data-source-path)", passes=SlimeError):
+            source.save(rollout_id)
+    return state
+
+
+def restore_source(source: Any, rollout_id: int, state: dict[str, Any]) -> None:
+    """The inverse of `source_state`; BadInputError if the state is that of a class of another kind."""
+    if source is None:
+        return
+    if isinstance(source, RolloutDataSource) != (_SOURCE_STATE in state):
+        made_with = state.get(_SOURCE_CLASS, "no data source (--load-debug-rollout-data)")
+        raise BadInputError(
+            f"--load: the checkpoint was made with {made_with}, and --data-source-path is now {_class_name(source)}, "
+            f"which cannot go on from there: resume with the former"
+        )
+    if _SOURCE_STATE in state:
+        source.load_state_dict(state[_SOURCE_STATE])
+    if _has_own(source, "load"):
+        with naming(f"{type(source).__name__}.load (--data-source-path)", passes=SlimeError):
+            source.load(rollout_id)
+
+
+def _has_own(source: Any, method: str) -> bool:
+    return getattr(type(source), method, None) not in (None, getattr(DataSource, method))
+
+
+def _class_name(source: Any) -> str:
+    return f"{type(source).__module__}.{type(source).__qualname__}"
+
+
+def num_rollout(args: argparse.Namespace, data_source: Any) -> int:
+    """``--num-rollout``, or what ``--num-epoch`` makes of the prompts, with a last, partial batch; or BadInputError."""
+    if args.num_rollout is not None:
+        return args.num_rollout
+    prompts = num_prompts(args, data_source)
+    if prompts is None:
+        raise BadInputError(
+            f"--num-epoch {args.num_epoch}: --data-source-path {args.data_source_path} has no __len__: give "
+            "--num-rollout"
+        )
+    return math.ceil(args.num_epoch * prompts / args.rollout_batch_size)
+
+
+def num_prompts(args: argparse.Namespace, data_source: Any) -> int | None:
+    """Prompts of an epoch; None of a user's source that does not know."""
+    if not hasattr(type(data_source), "__len__"):
+        return None
+    with _naming("--data-source-path", args.data_source_path):
+        return len(data_source)

@@ -1,0 +1,75 @@
+"""What a run has to do: every so many rollouts, at its start, and whether anything at all."""
+
+from __future__ import annotations
+
+import argparse
+
+from slime.observability.metrics import evaluated_versions
+from slime.options.checkpoint import rollouts_done
+from slime.options.checks.export_rules import exports_after, is_export
+
+
+class NothingLeftError(Exception):
+    """The run is over already, as the message says: no failure, and the driver ends with status 0."""
+
+
+def is_due(rollout_id: int, interval: int | None, last: int | None = None) -> bool:
+    """Whether something done every ``interval`` rollouts (None: never) is due after ``rollout_id``.
+
+    With ``last``, the number of rollouts of the run, it is also due after the run's last one.
+    """
+    return rollout_id + 1 == last or (interval is not None and (rollout_id + 1) % interval == 0)
+
+
+def times_due(first: int, interval: int | None, last: int) -> int:
+    """How many of the rollouts from ``first`` on, ``last`` in all, something is due after; the last is one of them."""
+    if first >= last:
+        return 0
+    if interval is None:
+        return 1
+    return last // interval - first // interval + (last % interval > 0)
+
+
+def scores_start(args: argparse.Namespace, start: int) -> bool:
+    """Whether the weights that a run starts from, trained on ``start`` rollouts, are to be scored; not again those at
+    which it is resumed."""
+    if not args.eval_interval or args.skip_eval_before_train:
+        return False
+    return start == 0 or start not in evaluated_versions(args)
+
+
+def missing_exports(args: argparse.Namespace, start: int) -> dict[str, str]:
+    """What a run that is resumed after its last rollout was to export of it, and has not: option -> directory.
+
+    They were asked for later, or it ended between the checkpoint and them.
+    """
+    if not args.load or start < args.num_rollout or args.start_rollout_id not in (None, start):
+        return {}
+    asked = exports_after(args, start - 1)
+    return {name: place for name, place in asked.items() if not is_export(place, args, start - 1)}
+
+
+def check_remaining(args: argparse.Namespace) -> str:
+    """Find out that a run is over before anything is started for it; a line on what is left, if it is no rollout.
+
+    A run that only evaluates (``--num-rollout 0``) is never over, nor is one whose number of rollouts is not known yet.
+
+    Raises:
+        NothingLeftError: the checkpoint in ``--load``, or ``--start-rollout-id``, is after the last rollout, the
+            weights there are not to be scored, and the exports that are asked for are there.
+    """
+    if not args.num_rollout:
+        return ""
+    done = 0 if args.placement == "rollout_only" else rollouts_done(args.load)
+    first = done if args.start_rollout_id is None else args.start_rollout_id
+    if first < args.num_rollout:
+        return ""
+    why = f"the checkpoint in {args.load} is after rollout {done} of {args.num_rollout}"
+    if args.start_rollout_id is not None:
+        why = f"--start-rollout-id {first}, counted from 0, is after the last of {args.num_rollout} rollouts"
+    more = "a larger --num-rollout goes on"
+    left = ["scoring these weights"] if scores_start(args, first) else []
+    left += ["writing the exports that are missing"] if missing_exports(args, done) else []
+    if not left:
+        raise NothingLeftError(f"{why}: nothing is left to do; {more}")
+    return f"{why}: nothing is left but {' and '.join(left)}; {more}"

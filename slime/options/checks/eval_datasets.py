@@ -1,0 +1,251 @@
+"""The evaluation datasets of a run, from ``--eval-prompt-data`` and ``--eval-config``, each with all its settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import types
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from slime.options.errors import OptionError
+from slime.options.flags.schema import beyond_bounds, option
+from slime.options.flags.values import problem_of, read_yaml
+from slime.options.rollout import GENERATE_CALLS, REWARD_CALLS, REWARD_NAMES
+
+PAIRS, CONFIG = "--eval-prompt-data", "--eval-config"
+
+
+@dataclass(frozen=True)
+class EvalDataset:
+    """An evaluation dataset as ``args.eval_datasets`` has it, every value resolved; the names are keys of the YAML.
+
+    ``rm_type``, ``custom_rm_path`` and ``custom_generate_function_path`` are None where the dataset has none of its
+    own: then it is judged, or generated, as training is.
+    """
+
+    name: str = option(None, "Its metrics are eval/<name>.")
+    path: str = option(None, "JSONL or parquet file; path@[a:b] takes a slice of its rows.")
+    rm_type: str | None = option(None, "Built-in reward, before --custom-rm-path and the rows' metadata.")
+    custom_rm_path: str | None = option(None, "Reward function.", hook=REWARD_NAMES, call=REWARD_CALLS)
+    input_key: str = option("input", "Column of the prompt.")
+    label_key: str | None = option(None, "Column of the expected answer.")
+    tool_key: str | None = option("tools", "Column of tool definitions.")
+    metadata_key: str | None = option("metadata", "Column of further fields.")
+    apply_chat_template: bool = option(False, "Render chat messages with the tokenizer's chat template.")
+    apply_chat_template_kwargs: dict[str, Any] | None = option(None, "Arguments of the chat template.")
+    n_samples_per_eval_prompt: int = option(1, "Responses for each prompt.", at_least=1)
+    temperature: float = option(1.0, "Sampling temperature; 0 is greedy.", at_least=0)
+    top_p: float = option(1.0, "Nucleus sampling.", above=0, at_most=1)
+    top_k: int = option(-1, "Sample from the k most likely tokens; -1 is all.", at_least=-1)
+    max_response_len: int | None = option(None, "Tokens of one response at most.", at_least=1)
+    stop: list[str] | None = option(None, "Strings that end a response.")
+    stop_token_ids: list[int] | None = option(None, "Token ids that end a response.", at_least=0)
+    min_new_tokens: int | None = option(None, "Tokens of one response at least.", at_least=0)
+    repetition_penalty: float | None = option(None, "SGLang's; 1 is none.", above=0, at_most=2)
+    skip_special_tokens: bool = option(False, "Leave special tokens out of the response text.")
+    no_stop_trim: bool = option(True, "Keep the stop string in the response text.")
+    custom_generate_function_path: str | None = option(
+        None, "Function that generates one sample.", hook=("generate", "custom_generate"), call=GENERATE_CALLS
+    )
+    metadata_overrides: dict[str, Any] | None = option(None, "Set in the metadata of every sample.")
+    source: str = PAIRS
+    """Who named it, for messages; no key."""
+
+    def __str__(self) -> str:
+        return f"{self.source} {self.name}"
+
+
+FIELDS = {field.name: field for field in dataclasses.fields(EvalDataset) if field.metadata}
+_HINTS = get_type_hints(EvalDataset)
+_FLAGS: dict[str, tuple[str, ...]] = {
+    "input_key": ("eval_input_key", "input_key"),
+    "label_key": ("eval_label_key", "label_key"),
+    "tool_key": ("eval_tool_key", "tool_key"),
+    "metadata_key": ("metadata_key",),
+    "apply_chat_template": ("apply_chat_template",),
+    "apply_chat_template_kwargs": ("apply_chat_template_kwargs",),
+    "n_samples_per_eval_prompt": ("n_samples_per_eval_prompt",),
+    "temperature": ("eval_temperature", "rollout_temperature"),
+    "top_p": ("eval_top_p", "rollout_top_p"),
+    "top_k": ("eval_top_k", "rollout_top_k"),
+    "max_response_len": ("eval_max_response_len", "rollout_max_response_len"),
+    "stop": ("rollout_stop",),
+    "stop_token_ids": ("rollout_stop_token_ids",),
+    "min_new_tokens": ("eval_min_new_tokens",),
+    "skip_special_tokens": ("rollout_skip_special_tokens",),
+}
+"""Where a value comes from that neither dataset nor defaults set: the first of these that is not None."""
+_REWARD = ("rm_type", "custom_rm_path")
+_NO_EFFECT = (
+    *("app_service", "eval_task_timeout", "min_eval_samples", "eval_early_stop_remaining", "message_processor"),
+    *("eval_early_stop_idle_timeout", "reward_model", "remote_environment"),
+)
+_KINDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false", dict: "a mapping of names"}
+
+
+def eval_datasets(args: Namespace) -> list[EvalDataset]:
+    """The datasets of ``--eval-prompt-data``, then those of ``--eval-config``.
+
+    Raises:
+        OptionError: a file that is missing or does not read, a key or value that is wrong, or a name given twice.
+    """
+    datasets: dict[str, EvalDataset] = {}
+    for dataset in [*_from_pairs(args), *_from_config(args)]:
+        if dataset.name in datasets:
+            raise OptionError(_named_twice(dataset, datasets[dataset.name]))
+        datasets[dataset.name] = dataset
+    return list(datasets.values())
+
+
+def data_file(flag: str, path: str) -> str:
+    """The path of a data file, absolute, with its slice.
+
+    Raises:
+        OptionError: there is no such file.
+    """
+    file, bracket, rest = path.partition("@[")
+    if not os.path.isfile(os.path.expanduser(file)):
+        raise OptionError(f"{flag} {path}: there is no file {file}")
+    return os.path.abspath(os.path.expanduser(file)) + bracket + rest
+
+
+def _named_twice(dataset: EvalDataset, other: EvalDataset) -> str:
+    if dataset.source == other.source:
+        return f"{dataset.source} names {dataset.name!r} twice"
+    return f"{dataset.source} names {dataset.name!r}, and so does {other.source}"
+
+
+def _from_pairs(args: Namespace) -> Iterator[EvalDataset]:
+    for words in args.eval_prompt_data or []:
+        if len(words) == 1:
+            words = [Path(words[0].partition("@[")[0]).stem, words[0]]
+        if len(words) % 2:
+            raise OptionError(f"{PAIRS} takes pairs NAME PATH, not {len(words)} words: {' '.join(words)}")
+        for name, path in zip(words[::2], words[1::2], strict=True):
+            yield _resolved(args, {"name": name, "path": data_file(PAIRS, path)}, PAIRS)
+
+
+def _from_config(args: Namespace) -> Iterator[EvalDataset]:
+    if args.eval_config is None:
+        return
+    source = f"{CONFIG} {args.eval_config}:"
+    content = _sections(args.eval_config, source)
+    defaults = _values(content.get("defaults"), f"{source} defaults", without=("name", "path"))
+    for name, entry in _named(content.get("datasets"), source):
+        values = {"name": name} | _values(entry, f"{source} {name}")
+        if "path" not in values:
+            raise OptionError(f"{source} {name}: path is missing")
+        values["path"] = data_file(f"{source} {name}: path", values["path"])
+        if any(key in values for key in _REWARD):  # its own reward is not that of the defaults, whichever kind that is
+            defaults_here = {key: value for key, value in defaults.items() if key not in _REWARD}
+        else:
+            defaults_here = defaults
+        dataset = _resolved(args, defaults_here | values, source)
+        _check(dataset)
+        yield dataset
+
+
+def _sections(path: str, source: str) -> dict[str, Any]:
+    """``defaults`` and ``datasets``, which may stand below ``eval``."""
+    try:
+        content = read_yaml(path)
+    except ValueError as error:
+        raise OptionError(f"{source} {error}") from error
+    if isinstance(content, Mapping) and set(content) == {"eval"}:
+        content = content["eval"]
+    if not isinstance(content, Mapping) or not content.get("datasets"):
+        raise OptionError(f"{source} there are no datasets in it: write `datasets:` (below `eval:`, if you like)")
+    for key in content:
+        if key not in ("defaults", "datasets"):
+            raise OptionError(f"{source} unknown key {key!r}: there are defaults and datasets")
+    return dict(content)
+
+
+def _named(datasets: Any, source: str) -> Iterator[tuple[str, Any]]:
+    """Name and settings of each dataset, of a list of mappings with a ``name`` or of a mapping by name."""
+    if isinstance(datasets, Mapping):
+        entries = list(datasets.items())
+    elif isinstance(datasets, list):
+        entries = [(entry.pop("name", None) if isinstance(entry, dict) else None, entry) for entry in datasets]
+    else:
+        raise OptionError(f"{source} datasets: neither a list nor a mapping by name, but {datasets!r:.60}")
+    for position, (name, entry) in enumerate(entries):
+        if not isinstance(name, str) or not name:
+            raise OptionError(f"{source} dataset {position}: its name must be text, not {name!r}")
+        if isinstance(entry, Mapping) and "name" in entry:
+            raise OptionError(f"{source} {name}: a dataset by name has no key 'name'")
+        yield name, entry
+
+
+def _values(section: Any, where: str, without: Iterable[str] = ()) -> dict[str, Any]:
+    """The settings of one section, checked; what is null is not set."""
+    if not isinstance(section or {}, Mapping):
+        raise OptionError(f"{where}: not a mapping of keys to values, but {section!r:.60}")
+    values = {}
+    for key, value in (section or {}).items():
+        field = None if key in without else FIELDS.get(key)
+        if field is None:
+            raise OptionError(f"{where}: {_explain(key, without)}")
+        if value is not None:
+            values[key] = _checked(field, value, f"{where}: {key}")
+    if all(key in values for key in _REWARD):
+        raise OptionError(f"{where}: rm_type and custom_rm_path exclude each other")
+    return values
+
+
+def _explain(key: Any, without: Iterable[str]) -> str:
+    if key == "multimodal_keys":
+        return "multimodal_keys is not available yet in this version"
+    if key in _NO_EFFECT:
+        return f"{key} has no effect in the upstream system and none here: drop it"
+    close = difflib.get_close_matches(str(key), [name for name in FIELDS if name not in without], n=3, cutoff=0.6)
+    return f"unknown key {key!r}" + (f"; did you mean {' or '.join(close)}?" if close else "")
+
+
+def _checked(field: dataclasses.Field[Any], value: Any, where: str) -> Any:
+    hint = _HINTS[field.name]
+    if get_origin(hint) in (Union, types.UnionType):
+        hint = next(kind for kind in get_args(hint) if kind is not type(None))
+    is_list = get_origin(hint) is list
+    kind = get_args(hint)[0] if is_list else get_origin(hint) or hint
+    values = value if is_list and isinstance(value, list) else [value]
+    if not all(_is(item, kind) for item in values):
+        raise OptionError(f"{where} must be {'a list, each ' if is_list else ''}{_KINDS[kind]}, not {value!r:.60}")
+    if "" in values:
+        raise OptionError(f"{where} {'has an empty text in it' if is_list else 'is empty'}: drop it, or write null")
+    problem = problem_of(value) or next((bad for item in values if (bad := beyond_bounds(field.metadata, item))), None)
+    if problem is not None:
+        raise OptionError(f"{where} {problem}")
+    return values if is_list else value
+
+
+def _is(value: Any, kind: type) -> bool:
+    if kind is dict:
+        return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+def _resolved(args: Namespace, values: dict[str, Any], source: str) -> EvalDataset:
+    """What ``values`` do not set is as the flags say."""
+    by_flag = {}
+    for key, flags in _FLAGS.items():
+        found = [getattr(args, flag) for flag in flags if getattr(args, flag) is not None]
+        if found:
+            by_flag[key] = found[0]
+    return EvalDataset(source=source, **(by_flag | values))
+
+
+def _check(dataset: EvalDataset) -> None:
+    """Sampling parameters that engines refuse."""
+    if dataset.top_k == 0:
+        raise OptionError(f"{dataset}: top_k must be -1 (all) or at least 1, not 0")
+    least, most = dataset.min_new_tokens, dataset.max_response_len
+    if least is not None and most is not None and least > most:
+        raise OptionError(f"{dataset}: min_new_tokens {least} is more than max_response_len {most}")

@@ -1,0 +1,124 @@
+"""Heads that predict further tokens (MTP): whether they can be trained, and whether engines use them."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+from slime.options.checkpoint import same_place
+from slime.options.checks.rules import Rule
+from slime.options.errors import OptionError
+
+FLAG = "--enable-mtp-training"
+_DRAFTS_BY_HEADS = ("EAGLE", "NEXTN")
+"""SGLang's names of speculative decoding by a model's own heads."""
+_DRAFTS_BY_NO_MODEL = ("", "NGRAM")
+
+RULES = (
+    Rule("@mtp_loss_scaling_factor", "needs", "enable_mtp_training", ": no other loss has it"),
+    Rule(
+        "enable_mtp_training",
+        "cannot be used with",
+        "lora_rank",
+        ", which freezes the model and its heads: drop one",
+        when="placement!=rollout_only",
+    ),
+    Rule(
+        "enable_mtp_training",
+        "with --pipeline-model-parallel-size above 1 cannot be used with",
+        "overlap_param_gather",
+        ": heads would read an embedding that is not gathered yet: drop it",
+        when="placement!=rollout_only pipeline_model_parallel_size>1",
+    ),
+)
+
+
+def check_heads(args: Namespace, count: int, model_type: str, trainable: list[str]) -> None:
+    """Refuse heads that the model does not have, or that are not known to be right with other options.
+
+    Args:
+        args: with the model's shape.
+        count: of heads, by config.json.
+        model_type: of config.json.
+        trainable: the model types whose heads can be trained.
+
+    Raises:
+        OptionError: naming flag and model.
+    """
+    if not args.enable_mtp_training:
+        return
+    if not count:
+        raise OptionError(
+            f"{FLAG}: {args.hf_checkpoint} has no heads for further tokens (num_nextn_predict_layers of config.json): "
+            "drop it"
+        )
+    if model_type not in trainable:
+        raise OptionError(
+            f"{FLAG}: the heads of {model_type} cannot be trained; those of {', '.join(trainable)} can: drop it"
+        )
+    if args.mtp_num_layers != count:  # by --allow-config-mismatch
+        raise OptionError(f"{FLAG} trains all {count} heads of config.json, not --mtp-num-layers {args.mtp_num_layers}")
+
+
+def check_saved_heads(directory: str | Path, saved: bool, own: bool) -> None:
+    """Compare whether a checkpoint to go on from has trained heads with whether the run trains them.
+
+    Raises:
+        OptionError: only one of them does.
+    """
+    if saved != own:
+        how = "with" if saved else "without"
+        raise OptionError(f"{directory} was saved {how} {FLAG}, and its optimizer state can only be loaded {how} it")
+
+
+def check_heads_training(args: Namespace, warnings: list[str]) -> None:
+    """What a run that trains heads, or whose engines draft, cannot do beside it; sets ``args.pushes_heads``, and
+    ``args.drafts_apart``: whether engines draft by a model of their own, not by heads of the one that is
+    trained.
+
+    Args:
+        warnings: gets what the user may not expect.
+
+    Raises:
+        OptionError: naming both flags.
+    """
+    args.pushes_heads, args.drafts_apart = False, False
+    draft = getattr(args, "sglang_speculative_draft_model_path", None)
+    algorithm = (getattr(args, "sglang_speculative_algorithm", None) or "").upper()
+    by_heads = algorithm in _DRAFTS_BY_HEADS
+    drafts = args.num_engines > 0 and algorithm not in _DRAFTS_BY_NO_MODEL
+    if drafts and not (by_heads and (draft is None or same_place(draft, args.hf_checkpoint))):
+        args.drafts_apart = True
+        named = f"--sglang-speculative-algorithm {algorithm}"
+        _leave_alone(args, named if draft is None else f"--sglang-speculative-draft-model-path {draft}")
+    if not args.enable_mtp_training or args.placement == "rollout_only":
+        return
+    if not args.num_engines or not by_heads:
+        return
+    if args.drafts_apart:
+        warnings.append(
+            f"--sglang-speculative-draft-model-path {draft} is not --hf-checkpoint {args.hf_checkpoint}: engines are "
+            f"not given the heads that {FLAG} trains"
+        )
+        return
+    if args.update_weight_transport == "distributed":
+        raise OptionError(
+            f"--sglang-speculative-algorithm {algorithm} with {FLAG}: SGLang takes heads by --update-weight-transport "
+            "tensor or disk, and drops them of distributed: use disk, or tensor with --colocate"
+        )
+    args.pushes_heads = True
+
+
+def _leave_alone(args: Namespace, draft: str) -> None:
+    """Refuse what would have SGLang load the trained weights into a draft model of its own.
+
+    Args:
+        draft: the flag that asks for it, and its value.
+    """
+    if args.update_weight_transport == "disk":
+        flag, instead = "--update-weight-transport disk", "use tensor or distributed, which leave it alone"
+    elif args.check_weight_update_equal:
+        flag, instead = "--check-weight-update-equal", "the check has it read a directory; drop one of them"
+    else:
+        return
+    raise OptionError(f"{draft}: with {flag} SGLang would load the trained weights into the draft model too: {instead}")
