@@ -23,7 +23,7 @@ def main() -> None:
 def train(args: argparse.Namespace) -> None:
     """Rollout after rollout, from the checkpoint's to ``--num-rollout``."""
     with Run(args) as run:
-        run.start()
+        args = run.start()
         run.push_weights(version=args.start_rollout_id)
 
         if run.scores_its_start():

@@ -24,7 +24,7 @@ def main() -> None:
 def train(args: argparse.Namespace) -> None:
     """Rollout after rollout, from the checkpoint's to ``--num-rollout``; others are generated meanwhile."""
     with Run(args) as run:
-        run.start()
+        args = run.start()
         rollouts = Pipeline(run)
         rollouts.push_weights(version=args.start_rollout_id)
 

@@ -43,7 +43,7 @@ GROUPS = {
 """Sections of a script, and the beginnings of the names in them, in order."""
 LEFT_OUT = ("max_position_embeddings", "beta_fast", "beta_slow", "mtp_num_layers")
 """What versions of one model differ in that have the same weights otherwise: base and instruct models, for example, or
-YaRN's ramp, which is 1 or 32 in configs of Kimi K2; and its heads for further tokens, which are a part of it only where
+YaRN's ramp, which is 1 or 32 in configs of Kimi K2; and its MTP heads, which are a part of it only where
 --enable-mtp-training asks for them."""
 SCRIPT = """\
 # {name}. Source this, and pass "${{MODEL_ARGS[@]}}" and "${{CKPT_ARGS[@]}}" to train.py.

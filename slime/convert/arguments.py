@@ -45,7 +45,7 @@ class ConversionOptions:
         hook=("model_provider",),
     )
     enable_mtp_training: bool = option(
-        False, "Convert the heads that predict further tokens (MTP) too, for a run of train.py with this flag."
+        False, "Convert the multi-token prediction (MTP) heads too, for a run of train.py with this flag."
     )
     allow_config_mismatch: bool = option(False, "Warn, instead of stopping, where flags contradict config.json.")
 

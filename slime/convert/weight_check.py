@@ -223,9 +223,7 @@ def _check_stored(flag: str, directory: Path, args: Namespace, model: _Model, *,
         if args.allow_config_mismatch:
             return
         if args.enable_mtp_training and flag != _CRITIC and not holds_heads(stored):
-            raise BadInputError(
-                "it has no heads for further tokens, which --enable-mtp-training trains: convert the model with it"
-            )
+            raise BadInputError("it has no MTP heads, which --enable-mtp-training trains: convert the model with it")
         if args.lora_rank is not None and resumes and flag != _CRITIC:
             _check_stored_adapters(stored, args, model)
         else:

@@ -1,6 +1,6 @@
 """The training columns: the one table of what is known of a rollout's samples, for each token or each sample.
 
-A column is declared here, or in the ``COLUMNS`` of a module that a flag names (`checks.hook_paths`). What builds, schedules,
+A column is declared here, or in the ``COLUMNS`` of a module that a flag names (`hook_paths`). What builds, schedules,
 ships, packs, cuts for context parallelism, dumps and shows columns goes by the declaration, and names none.
 """
 

@@ -16,7 +16,6 @@ from slime.driver.preflight.patch_report import check as check_patches
 from slime.driver.schedule import NothingLeftError, check_remaining
 from slime.files.storage import StorageError
 from slime.observability.console import program, say, warn
-from slime.observability.progress import done_line
 from slime.options.flags.values import shortened
 from slime.ray.supervision import RayDownError, RunError
 from slime.utils.command_line import strike_secrets
@@ -37,7 +36,6 @@ def run_driver(train: Callable[[argparse.Namespace], None], args: argparse.Names
         else:
             check_remaining(args)
             train(args)
-            say(done_line(args))
     except NothingLeftError as over:
         say(str(over))
     except RayDownError as error:

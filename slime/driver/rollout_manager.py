@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -21,7 +21,7 @@ from slime.data.source.prompts import as_groups, put_back
 from slime.data.source.rollout_context import rollout_context
 from slime.fleet.membership import Membership
 from slime.fleet.routers import Routers
-from slime.fleet.spec import ModelSpec
+from slime.fleet.spec import fleet_of
 from slime.observability import logs
 from slime.observability.trace import span
 from slime.options.flags.calls import parameters_of
@@ -65,10 +65,11 @@ class RolloutManager:
     def __init__(self, args: argparse.Namespace, api_keys: tuple[str, str] | None) -> None:
         enter_actor(args, "rollout_manager")
         logs.hide(api_keys or ())
-        self._args = args
         self._runtime = RolloutRuntime(args)
         self._runtime.own_process()
-        self._routers = Routers(args, api_keys, self._runtime)
+        fleet = fleet_of(args)
+        self._routers = Routers(args, api_keys, self._runtime, fleet.models if fleet.engines else ())
+        self._args = args = argparse.Namespace(**vars(args) | self._routers.options())
         self._data_source: Any = None
         self._drawn: dict[int, list[Group]] = {}
         self._made: dict[int, list[Sample]] = {}
@@ -86,16 +87,17 @@ class RolloutManager:
             check_recorded(self._args)
             return self._args.num_rollout
         self._data_source = make_data_source(self._args)
-        self._args.num_rollout = num_rollout(self._args, self._data_source)
+        rollouts = num_rollout(self._args, self._data_source)
+        self._args = argparse.Namespace(**vars(self._args) | {"num_rollout": rollouts})
         check_schedule(self._args)
         for warning in data_warnings(self._args, self._data_source):
             logger.warning(warning)
-        return self._args.num_rollout
+        return rollouts
 
     @ray.method(concurrency_group=ROUTERS)
-    def open_routers(self, models: Sequence[ModelSpec]) -> None:
-        """Start the router of each model; make them known to hooks."""
-        self._routers.open(models)
+    def open_routers(self) -> None:
+        """Start the router of each model."""
+        self._routers.open()
 
     @ray.method(concurrency_group=ROUTERS)
     def serve(self, membership: Membership, opened: None) -> None:

@@ -33,7 +33,7 @@ from slime.fleet.train_group import TrainGroup
 from slime.observability import logs, trace
 from slime.observability.console import program, say, warn
 from slime.observability.metrics import MetricsLogger
-from slime.observability.progress import step_line
+from slime.observability.progress import done_line, step_line
 from slime.observability.trace import span
 from slime.options.checks.checkpoint_rules import starting_point
 from slime.ray import janitor
@@ -101,14 +101,20 @@ class Run:
         self._ended_well, self._ray_is_down = error is None, isinstance(error, RayDownError)
         if not isinstance(error, (KeyboardInterrupt, SystemExit)):
             self._stop()
+            if self._ended_well:
+                say(done_line(self.args))
             return
         seconds = _STOP_S + _SHUTDOWN_S
         say(f"{program()}: interrupted: stopping engines and trainers (up to {seconds:.0f} s)", sys.stderr)
         with leaving_after(seconds, exit_status(error)):
             self._stop()
 
-    def start(self) -> None:
-        """Start data, engines, router and trainers, in parallel where they can; NothingLeftError if the run is over."""
+    def start(self) -> argparse.Namespace:
+        """Start data, engines, router and trainers, in parallel where they can; NothingLeftError if the run is over.
+
+        Returns:
+            The run's options, with the numbers of the first rollout and of all that follow from checkpoint and data.
+        """
         args, began = self.args, time.monotonic()
         say(f"run directory: {args.run_dir}; loading the data")
         if begins := starting_point(args):
@@ -118,6 +124,7 @@ class Run:
         logs.hide(keys or ())
         with span("driver/load_data"):
             self._load_data(keys)
+        args = self.args
         fleet = fleet_of(args)
         placement = self._placement = place(args, fleet)
         slots = sum(map(len, placement.engines))
@@ -133,7 +140,7 @@ class Run:
         limit = limit_of(args, "weight_update_timeout", MARGIN_S)
         self._memory = MemoryScheduler(self._trainers, self.engines, limit, **offloads)
         # Not waited for: a router imports for many seconds, while engines and trainers start.
-        opened = self._manager.open_routers.remote(fleet.models) if fleet.engines else None
+        opened = self._manager.open_routers.remote() if fleet.engines else None
         if opened is not None:
             self._supervisor.expect("the rollout manager", opened, START_ROUTER)
         with span("driver/start"):
@@ -141,15 +148,17 @@ class Run:
             self._start_together(placement, shared)
         if opened is not None:
             self.engines.serve(self._manager, opened)
-        going_on = f", going on after rollout {args.start_rollout_id}" if args.start_rollout_id else ""
+        going_on = f", going on after rollout {self.args.start_rollout_id}" if self.args.start_rollout_id else ""
         say(f"started in {time.monotonic() - began:.0f} s{going_on}")
+        return self.args
 
     def _load_data(self, keys: tuple[str, str] | None) -> None:
         args = self.args
         self._manager = create_manager(args, keys)
         self._supervisor.watch("the rollout manager", self._manager)
         limit = limit_of(args, "data_load_timeout")
-        args.num_rollout = self._answer(self._manager.load_data.remote(), LOAD_DATA, limit)
+        rollouts = self._answer(self._manager.load_data.remote(), LOAD_DATA, limit)
+        args = self.args = argparse.Namespace(**vars(args) | {"num_rollout": rollouts})
         if left := check_remaining(args):  # again: --num-epoch has become a number of rollouts
             say(left)
         self._warn(room_warnings(args))
@@ -175,12 +184,12 @@ class Run:
             self._trainers.create(placement)
             first = self._trainers.start(args.num_rollout)
             if args.start_rollout_id is None:
-                args.start_rollout_id = first
+                args = self.args = argparse.Namespace(**vars(args) | {"start_rollout_id": first})
             if self._trainers.restore(self._manager) and (missing := missing_exports(args, first)):
                 self._saver.export(first - 1, missing, "export what is missing")
                 places = " and ".join(missing.values())
                 say(f"nothing is left to train; wrote {places}, missing after rollout {first}")
-        args.start_rollout_id = args.start_rollout_id or 0
+        self.args = argparse.Namespace(**vars(args) | {"start_rollout_id": args.start_rollout_id or 0})
         self._memory.trainers_started()
 
     def _stop(self) -> None:

@@ -20,8 +20,8 @@ _SHOWN = 200
 logger = logging.getLogger(__name__)
 
 
-def save_plain(path: Path, content: dict[str, Any], flag: str) -> None:
-    """Write the file that ``flag`` asks for, whole or not at all, for `load_plain`; what is not plain as its text.
+def save_safe(path: Path, content: dict[str, Any], flag: str) -> None:
+    """Write the file that ``flag`` asks for, whole or not at all, for `load_safe`; what is not plain as its text.
 
     Raises:
         StorageError: the file cannot be written.
@@ -35,8 +35,8 @@ def save_plain(path: Path, content: dict[str, Any], flag: str) -> None:
         atomic_io.write_file(path, lambda unfinished: torch.save(values, unfinished))
 
 
-def load_plain(path: Path, flag: str) -> Any:
-    """What a file of `save_plain` holds; reading it runs no code. BadInputError if it is none, or is not there."""
+def load_safe(path: Path, flag: str) -> Any:
+    """What a file of `save_safe` holds; reading it runs no code. BadInputError if it is none, or is not there."""
     if not path.is_file():
         raise BadInputError(f"{flag}: there is no file {path}")
     try:

@@ -223,13 +223,13 @@ class Engines:
             self._leave_out(member)  # `add`, which waits for it, says so
             return
         lost = [other for other in self._deaths if self._members[other].spec.model == model]
-        living = [other for other in self.membership.engines if other.spec.model == model and other.name != name]
-        if self._manager is None or not model.tolerates_loss or (lost == [name] and not living):
+        alive = [other for other in self.membership.engines if other.spec.model == model and other.name != name]
+        if self._manager is None or not model.tolerates_loss or (lost == [name] and not alive):
             raise RunError(cause)
         self.membership = self.membership.without(name)
         if not self.membership.serving(model.name):
             causes = [f"{each} was lost at {': '.join(self._deaths[each])}" for each in lost]
-            waiting = f" (without weights yet: {', '.join(other.name for other in living)})" if living else ""
+            waiting = f" (without weights yet: {', '.join(other.name for other in alive)})" if alive else ""
             first = f"{phase}: no engine is left{waiting}, {' and '.join(lost)} were lost"
             raise RunError("\n".join([first, *causes]))
         self._free(member)
@@ -237,6 +237,6 @@ class Engines:
         removed = self._manager.serve.remote(self.membership, None)
         self._supervisor.expect("the rollout manager", removed, f"deregister {name}")
         warn(
-            f"{lines[0]}; going on with {len(living)} of {len(living) + len(lost)} engines, which get its "
+            f"{lines[0]}; going on with {len(alive)} of {len(alive) + len(lost)} engines, which get its "
             f"requests (log: {self._args.run_dir}/logs/{name.replace(' ', '_')}.log)"
         )

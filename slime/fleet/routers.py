@@ -26,11 +26,18 @@ from slime.utils.http_client import ROUTER_VARIABLES
 
 
 class Routers:
-    """Those of a run; hooks of this process know them by ``args``."""
+    """Those of a run."""
 
-    def __init__(self, args: argparse.Namespace, api_keys: tuple[str, str] | None, runtime: RolloutRuntime) -> None:
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        api_keys: tuple[str, str] | None,
+        runtime: RolloutRuntime,
+        models: Sequence[ModelSpec] = (),
+    ) -> None:
         self._args, self._api_keys, self._runtime = args, api_keys, runtime
-        self._routers: dict[str, Router] = {}
+        self._models = {model.name: model for model in models}
+        self._routers = {model.name: self._router_of(model) for model in models}
         """By the name of the model behind it."""
         self._engines: dict[str, dict[str, Any]] = {}
         """The actors of those that get requests, by model and URL."""
@@ -43,15 +50,28 @@ class Routers:
         self._version = 0
         self._changing = threading.Lock()
 
-    def open(self, models: Sequence[ModelSpec]) -> None:
-        """Start one for each model, and make them known to hooks."""
-        args, host, http = self._args, serving_host(self._api_keys), self._runtime.http
-        bypass_proxies([host])  # hooks may ask the router by clients of their own
-        for model in models:
-            its_args = argparse.Namespace(**vars(args) | {"router_cli": list(model.router_flags)})
-            name = model.called("router")
-            log_path = f"{args.run_dir}/logs/{name.replace(' ', '_')}.log"
-            router = self._routers[model.name] = Router(its_args, host, self._api_keys, log_path, name)
+    def _router_of(self, model: ModelSpec) -> Router:
+        its_args = argparse.Namespace(**vars(self._args) | {"router_cli": list(model.router_flags)})
+        name = model.called("router")
+        log_path = f"{self._args.run_dir}/logs/{name.replace(' ', '_')}.log"
+        return Router(its_args, serving_host(self._api_keys), self._api_keys, log_path, name)
+
+    def options(self) -> dict[str, Any]:
+        """Where they are, as users' functions find it among the options."""
+        if not self._routers:
+            return {}
+        addresses = {model: _address(router) for model, router in self._routers.items()}
+        ip, port = addresses[ACTOR]
+        key = self._api_keys[0] if self._api_keys else None
+        of_actor = {"sglang_router_ip": ip, "sglang_router_port": port, "sglang_router_api_key": key}
+        return {"sglang_model_routers": addresses} | of_actor
+
+    def open(self) -> None:
+        """Start them."""
+        args, http = self._args, self._runtime.http
+        bypass_proxies([serving_host(self._api_keys)])  # hooks may ask the router by clients of their own
+        for model in self._models.values():
+            router = self._routers[model.name]
             router.start()
             router.listen()
             http.add_api_keys(router.api_keys())
@@ -64,9 +84,6 @@ class Routers:
                 leave_out = functools.partial(self.leave_out, model.name)
                 self._examiners.append(Examiner(engines, args.rollout_health_check_timeout, leave_out))
                 http.examine_by(router.url, self._examiners[-1])
-        args.sglang_model_routers = {model: _address(router) for model, router in self._routers.items()}
-        args.sglang_router_ip, args.sglang_router_port = args.sglang_model_routers[ACTOR]
-        args.sglang_router_api_key = self._api_keys[0] if self._api_keys else None
         if self._api_keys:
             # For programs that hooks start: `http_utils.post` there adds the key for these addresses only.
             os.environ |= {"SLIME_ROUTER_API_KEY": self._api_keys[0]}

@@ -63,7 +63,7 @@ def _family(model_type: str | None) -> Family:
 
 
 def trainable_heads() -> list[str]:
-    """The model types whose heads for further tokens (MTP) can be trained."""
+    """The model types whose MTP heads can be trained."""
     return [name for family in FAMILIES if family.heads is not None for name in family.model_types]
 
 
@@ -80,7 +80,7 @@ def weight_shape(config: Any, *, with_heads: bool = False) -> Shape:
     """What the weight rules of the config's family need; errors as `shape_from_hf`.
 
     Args:
-        with_heads: the heads that predict further tokens are parameters of the model, and not carried along.
+        with_heads: the MTP heads are parameters of the model, and not carried along.
     """
     args = shape_from_hf(config)
     return replace(rule_shape(args), next_token_heads=(args["mtp_num_layers"] or 0) if with_heads else 0)

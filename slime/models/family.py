@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 HEADS_PREFIX = "mtp."
-"""How Megatron's names of the parameters of heads for further tokens begin, in the model and in checkpoints."""
+"""How Megatron's names of the parameters of MTP heads begin, in the model and in checkpoints."""
 ADAPTER_MARK = ".lora."
 """In Megatron's names of the parameters of adapters, after the name of the layer that they are beside."""
 OUTPUT_PREFIX = "output_layer."
@@ -30,7 +30,7 @@ _IGNORED_EXTRA = re.compile(r"\.rotary_emb\.inv_freq$")
 
 
 def holds_heads(keys: Iterable[str]) -> bool:
-    """Whether a checkpoint of these keys has heads for further tokens."""
+    """Whether a checkpoint of these keys has MTP heads."""
     return any(key.startswith(HEADS_PREFIX) for key in keys)
 
 
@@ -62,7 +62,7 @@ class Shape:
     given: frozenset[str] = frozenset()
     """The Megatron arguments that are on, for rows that not every model of a family has."""
     next_token_heads: int = 0
-    """Heads that predict further tokens (MTP), where these are trained."""
+    """Multi-token prediction (MTP) heads, where these are trained."""
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether layer ``layer`` (from 0) has experts."""
@@ -139,7 +139,7 @@ class Row:
     dim: int | None = None
     """The dimension that tensor parallelism cuts; None: every rank holds all of it."""
     layers: str = "all"
-    """Which layers have it: "all", "dense" or "moe"; or it is of a "head" that predicts further tokens, or of one whose
+    """Which layers have it: "all", "dense" or "moe"; or it is of an MTP "head", or of one whose
     Hugging Face names go on counting "after" the layers."""
     if_tied: str | None = None
     """With tied embeddings: the tensor to read instead; then the row is not written."""
@@ -207,7 +207,7 @@ def _none(config: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Heads:
-    """How the heads of a family predict further tokens (MTP): see `slime.backends.megatron.layers.mtp`."""
+    """How a family's MTP heads predict: see `slime.backends.megatron.layers.mtp`."""
 
     rows: tuple[Row, ...]
     """Their projection reads the embedding before the hidden state, as megatron-core's does."""

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: Llama with a bias on query, key and value; and MiMo-7B, which has heads for further tokens."""
+"""Qwen2 and Qwen2.5: Llama with a bias on query, key and value; and MiMo-7B, which has MTP heads."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def head_rows(
     layers: str,
     hidden_first: bool = False,
 ) -> tuple[Row, ...]:
-    """Rows of heads that predict further tokens (MTP), each of which has a layer like the decoder's.
+    """Rows of multi-token prediction (MTP) heads, each of which has a layer like the decoder's.
 
     Args:
         prefix: of a head's Hugging Face names.

@@ -232,7 +232,7 @@ def sigmoid_moe_args(config: Any, layers: list[int] | None = None) -> dict[str, 
 
 
 def next_token_layers(config: Any) -> tuple[str, ...]:
-    """For `Family.carried`: the layers after the decoder's that predict further tokens (MTP)."""
+    """For `Family.carried`: the multi-token prediction (MTP) layers after the decoder's."""
     first, count = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0
     return tuple(f"model.layers.{layer}." for layer in range(first, first + count))
 

@@ -111,7 +111,7 @@ class AlgorithmOptions:
     )
     enable_mtp_training: bool = option(
         False,
-        "Train the heads that predict further tokens (MTP) too, --mtp-num-layers of them (default: what config.json "
+        "Train the multi-token prediction (MTP) heads too, --mtp-num-layers of them (default: what config.json "
         "says), with weight --mtp-loss-scaling-factor; their loss changes nothing else.",
     )
     seed: int = option(

@@ -89,7 +89,7 @@ class SavedModel:
     adapters: dict[str, Any] | None = None
     """That it holds; None of one that holds a whole model."""
     heads: bool = False
-    """Whether it has trained heads for further tokens."""
+    """Whether it has trained MTP heads."""
     of_a_run: bool = True
     """Whether a run of slime can go on from it, as far as its ``common.pt`` tells."""
 

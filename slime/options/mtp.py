@@ -1,4 +1,4 @@
-"""Heads that predict further tokens (MTP): whether they can be trained, and whether engines use them."""
+"""Multi-token prediction (MTP) heads: whether they can be trained, and whether engines use them."""
 
 from __future__ import annotations
 
@@ -49,8 +49,7 @@ def check_heads(args: Namespace, count: int, model_type: str, trainable: list[st
         return
     if not count:
         raise OptionError(
-            f"{FLAG}: {args.hf_checkpoint} has no heads for further tokens (num_nextn_predict_layers of config.json): "
-            "drop it"
+            f"{FLAG}: {args.hf_checkpoint} has no MTP heads (num_nextn_predict_layers of config.json): drop it"
         )
     if model_type not in trainable:
         raise OptionError(

@@ -71,7 +71,7 @@ class TrainActor:
         os.environ.update(MASTER_ADDR=master[0], MASTER_PORT=str(master[1]))
         os.environ.setdefault(NODE_ADDRESS_VARIABLE, ray.util.get_node_ip_address())
         patching.apply([RENDEZVOUS], None)
-        self._args.num_rollout = num_rollout
+        self._args = argparse.Namespace(**vars(self._args) | {"num_rollout": num_rollout})
         # So torch looks for the store of `serve_rendezvous` instead of serving one; other groups serve their own later.
         os.environ[_STORE_IS_THERE] = "True"
         self._trainer = trainer_of(self._args)
@@ -115,8 +115,8 @@ class TrainActor:
         try:
             with self._trainer.pushing(version):
                 buckets = self._export(version, own_experts=own_experts)
-                whole = self._export(version, own_experts=False) if checks else None
-                figures = self._publisher.publish(version, buckets, engines, whole)
+                full_buckets = self._export(version, own_experts=False) if checks else None
+                figures = self._publisher.publish(version, buckets, engines, full_buckets)
         except OtherRankError:
             return {}  # that rank raises it, and knows more
         return {

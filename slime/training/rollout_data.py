@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slime.data import OptimizerStep, TrainBatch
 from slime.data.columns import LOSS_MASK, METADATA
-from slime.files.safe_dump import save_plain
+from slime.files.safe_dump import save_safe
 from slime.training.micro_batch import MicroBatch, known_columns
 from slime.utils.errors import BadInputError
 from slime.utils.user_functions import call_user_function
@@ -192,4 +192,4 @@ def save_train_data(
     samples = rollout_data([m for micro_batches in packed for m in micro_batches])
     content = {"rollout_id": rollout_id, **ranks, "samples": samples, "steps": steps}
     path = args.save_debug_train_data.format(rollout_id=rollout_id, rank=dist.get_rank())
-    save_plain(Path(path), content, "--save-debug-train-data")
+    save_safe(Path(path), content, "--save-debug-train-data")

@@ -91,7 +91,7 @@ class WeightPublisher:
         version: int,
         buckets: Iterable[NamedTensors],
         engines: Sequence[EngineAddress],
-        whole: Iterable[NamedTensors] | None = None,
+        full_buckets: Iterable[NamedTensors] | None = None,
     ) -> dict[str, float]:
         """Push weights; collective over the training ranks.
 
@@ -105,7 +105,7 @@ class WeightPublisher:
                 used after the next one has been asked for. Where `can_push_local_experts` says so, each rank's experts
                 are its own, as many as any other's.
             engines: all that are to have these weights, at least one; the same on every rank.
-            whole: the same weights with all tensors on rank 0, for ``--check-weight-update-equal``, where ``buckets``
+            full_buckets: the same with all tensors on rank 0, for ``--check-weight-update-equal``, where ``buckets``
                 have a rank's own experts.
 
         Returns:
@@ -130,7 +130,7 @@ class WeightPublisher:
         if self._agreement is not None:
             self._agreement.begin()
         try:
-            failure = self._push(update, buckets, whole)
+            failure = self._push(update, buckets, full_buckets)
         except Exception as error:
             failure = error
             if self._agreement is not None:
@@ -200,7 +200,7 @@ class WeightPublisher:
         return start_all(calls, max(0.0, self._deadline - time.monotonic()), phase, settle=True)
 
     def _push(
-        self, update: _Update, buckets: Iterable[NamedTensors], whole: Iterable[NamedTensors] | None
+        self, update: _Update, buckets: Iterable[NamedTensors], full_buckets: Iterable[NamedTensors] | None
     ) -> Exception | None:
         """A publication, and what it failed in: the same on every rank, unless this one raises and leaves the others.
 
@@ -210,7 +210,7 @@ class WeightPublisher:
         """
         self._open()
         failure = self._agree(self._attempt(lambda: self._begin(update), self.rank == 0))
-        late = self._drain(update, buckets, whole, failure)
+        late = self._drain(update, buckets, full_buckets, failure)
         if failure is None:
             failure = self._agree(late)
         self._release()
@@ -222,7 +222,7 @@ class WeightPublisher:
         self,
         update: _Update,
         buckets: Iterable[NamedTensors],
-        whole: Iterable[NamedTensors] | None,
+        full_buckets: Iterable[NamedTensors] | None,
         failure: Exception | None,
     ) -> Exception | None:
         """Take every bucket, and deliver them as long as this rank knows of no failure; the first that it knows of."""
@@ -234,11 +234,11 @@ class WeightPublisher:
             late = self._attempt(update.settle, self._sends)
             deliver = functools.partial(self._begin_delivery, update, bucket, staged)
             failure = failure or late or self._attempt(deliver, self._sends)
-            if whole is None:
+            if full_buckets is None:
                 failure = failure or self._attempt(functools.partial(update.note, bucket), self.rank == 0)
             del bucket, staged, deliver  # the next one is gathered in their place
         late = self._attempt(update.settle, self._sends)
-        for bucket in whole or ():
+        for bucket in full_buckets or ():
             failure = failure or self._attempt(functools.partial(update.note, bucket), self.rank == 0)
             del bucket
         return failure or late

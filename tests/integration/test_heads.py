@@ -1,4 +1,4 @@
-"""Heads for further tokens (MTP) in the whole loop: train.py on a tiny MiMo, whose engine is pushed to."""
+"""MTP heads (MTP) in the whole loop: train.py on a tiny MiMo, whose engine is pushed to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heads for further tokens in plain PyTorch, one sequence at a time, on hidden states of transformers' models."""
+"""MTP heads in plain PyTorch, one sequence at a time, on hidden states of transformers' models."""
 
 from __future__ import annotations
 

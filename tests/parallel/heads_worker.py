@@ -1,4 +1,4 @@
-"""One rank of one layout, under torchrun: heads for further tokens against plain PyTorch, and the policy beside them.
+"""One rank of one layout, under torchrun: MTP heads against plain PyTorch, and the policy beside them.
 
 ``torchrun --nproc-per-node N heads_worker.py KIND MODEL_DIR WORK_DIR '{LAYOUT}'``
 """

@@ -1,4 +1,4 @@
-"""Heads for further tokens (MTP) under every layout: plain PyTorch's logits and gradients, and the same policy."""
+"""MTP heads (MTP) under every layout: plain PyTorch's logits and gradients, and the same policy."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def convert(rank: int, model: str) -> None:
         load_weights(others, str(model_dir.parent / "with"))
         wanted = dict(weights_io.global_weights(chunks))
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in weights_io.global_weights(others))
-        with pytest.raises(ValueError, match="has no heads for further tokens, which --enable-mtp-training trains"):
+        with pytest.raises(ValueError, match="has no MTP heads, which --enable-mtp-training trains"):
             load_weights(others, str(model_dir.parent / "without"))
         deeper = build_model(rollouts.arguments(model_dir, num_layers=9, moe_layer_freq=1))
         with pytest.raises(ValueError, match=r"it has 9 layers, config\.json \d; .*it has also decoder\.layers\.\d"):

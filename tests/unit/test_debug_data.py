@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from slime.data import Sample, Status
-from slime.files.safe_dump import load_plain, save_plain
+from slime.files.safe_dump import load_safe, save_safe
 from slime.options.debug import kept_groups
 from slime.rollout.batches.debug_data import check_recorded, load_samples, save_samples
 from slime.utils.errors import BadInputError
@@ -67,8 +67,8 @@ def test_every_value_comes_back_with_its_type(tmp_path: Path) -> None:
         "arrays": [np.arange(6, dtype=np.int16).reshape(2, 3)[:, ::2], np.array(["a", "bc"]), np.float32(0.1)],
         5: "a number as key",
     }
-    save_plain(tmp_path / "x.pt", content, "--flag")
-    found = load_plain(tmp_path / "x.pt", "--flag")
+    save_safe(tmp_path / "x.pt", content, "--flag")
+    found = load_safe(tmp_path / "x.pt", "--flag")
     assert torch.equal(found.pop("tensor"), content.pop("tensor"))
     integers, strings, scalar = found.pop("arrays")
     assert integers.dtype == np.int16
@@ -127,10 +127,10 @@ def test_other_files_are_named(content: bytes, tmp_path: Path) -> None:
     args.load_debug_rollout_data = str(tmp_path / "y")
     odd: list[Any] = [5, None, "abc", ["x"], [5], [None], [{"status": "no such"}]]
     for samples in odd:
-        save_plain(tmp_path / "y", {"samples": samples}, "--flag")
+        save_safe(tmp_path / "y", {"samples": samples}, "--flag")
         with pytest.raises(BadInputError, match=r"/y holds no samples as --save-debug-rollout-data writes them"):
             load_samples(args, 3)
-    save_plain(tmp_path / "y", {"samples": []}, "--flag")
+    save_safe(tmp_path / "y", {"samples": []}, "--flag")
     with pytest.raises(BadInputError, match=r"/y has no samples in it"):
         load_samples(args, 3)
 

@@ -1,4 +1,4 @@
-"""What a command line says of heads that predict further tokens (MTP)."""
+"""What a command line says of multi-token prediction (MTP) heads."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_engines_that_draft_by_the_heads_are_given_them(directory: Path, capsys:
             "",
             "--sglang-speculative-algorithm STANDALONE: with --check-weight-update-equal SGLang would load",
         ),
-        ("--enable-mtp-training", "", "has no heads for further tokens (num_nextn_predict_layers of config.json)"),
+        ("--enable-mtp-training", "", "has no MTP heads (num_nextn_predict_layers of config.json)"),
         ("--hf-checkpoint qwen3 --enable-mtp-training", "", "the heads of qwen3 cannot be trained"),
         (f"{TRAINS} --mtp-num-layers 2", "", "--mtp-num-layers is 2, config.json means 1"),
         (f"{TRAINS} --mtp-num-layers 0", "", "--mtp-num-layers is 0, config.json means 1"),

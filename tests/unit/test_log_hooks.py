@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slime.data import Sample
-from slime.files.safe_dump import load_plain
+from slime.files.safe_dump import load_safe
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.user.hooks import HookError, logs_evaluation, logs_rollout
 from slime.utils.errors import DeadlineError
@@ -126,7 +126,7 @@ def test_the_manager_saves_the_samples_of_evaluations(
     assert [sample.metadata["eval_dataset"] for sample in rollout.samples] == ["sums"] * 4 + ["words"] * 4
     listed = list_samples(rollout, Query.parse({}))
     assert (listed["groups"], listed["rollout_id"], listed["matched"]) == (4, "eval_5", 8)
-    assert load_plain(tmp_path / "x" / "eval_005.pt", "")["samples"][7]["tokens"] == [1, 3]
+    assert load_safe(tmp_path / "x" / "eval_005.pt", "")["samples"][7]["tokens"] == [1, 3]
 
 
 @pytest.mark.parametrize("custom", [True, False])

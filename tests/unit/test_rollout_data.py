@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from slime.data import Ragged, TrainBatch
-from slime.files.safe_dump import load_plain
+from slime.files.safe_dump import load_safe
 from slime.training import rollout_data as module
 from slime.training.micro_batch import MicroBatch
 from slime.training.rollout_data import postprocess, rollout_data, save_train_data, weigh
@@ -187,7 +187,7 @@ def test_a_dump_is_what_a_rank_trains_on(tmp_path: Path, monkeypatch: pytest.Mon
     batch, micro_batches = make()
     args = algorithm_options(save_debug_train_data=f"{tmp_path}/d/{{rollout_id}}-{{rank}}.pt")
     save_train_data(args, 5, [micro_batches[:3], micro_batches[3:]], {"rank": 3})
-    dump = load_plain(tmp_path / "d" / "5-3.pt", "--flag")
+    dump = load_safe(tmp_path / "d" / "5-3.pt", "--flag")
     assert (dump["rollout_id"], dump["rank"]) == (5, 3)
     samples, want = dump["samples"], rollout_data(micro_batches)
     order = np.concatenate([m.rows for m in micro_batches])

@@ -23,7 +23,7 @@ from slime.driver import process
 from slime.driver.preflight import places
 from slime.files import atomic_io, storage
 from slime.files.hf_writer import HFWriter
-from slime.files.safe_dump import save_plain
+from slime.files.safe_dump import save_safe
 from slime.files.storage import StorageError, why_not_written, writing
 from slime.observability.metrics import MetricsLogger
 from slime.options.debug import derive_templates
@@ -172,7 +172,7 @@ def test_what_torch_does_not_tell_is_tried(number: int | None, tmp_path: Path, m
 def test_no_file_is_left_half_written(tmp_path: Path) -> None:
     with no_file_above(1 << 12):
         with pytest.raises(StorageError, match=r"--save-debug-rollout-data .*ulimit"):
-            save_plain(tmp_path / "deep" / "7.pt", {"tensor": TENSORS["a"]}, "--save-debug-rollout-data")
+            save_safe(tmp_path / "deep" / "7.pt", {"tensor": TENSORS["a"]}, "--save-debug-rollout-data")
         with pytest.raises(OSError, match="large"):
             atomic_io.write_file(tmp_path / "deep" / "x", lambda path: path.write_bytes(bytes(1 << 16)))
     assert not list((tmp_path / "deep").iterdir())

@@ -22,7 +22,7 @@ from slime.rollout.tokenizer import load_tokenizer
 from slime.utils.errors import BadInputError
 from tests.saved_rollouts import HOSTILE, make_samples, write_rollout, write_train_data
 from tools import make_tiny_model, view_samples
-from tools.samples.plain import load_plain
+from tools.samples.plain import load_safe
 from tools.samples.rollouts import Query, Rollout, list_samples, question, read_rollout, show_sample, token_texts
 
 NUM_GPUS = 0
@@ -59,7 +59,7 @@ def test_a_file_reads_as_with_weights_only(tmp_path: Path) -> None:
     content = {"a": [1, 2.5, None, "x", b"y", (True,), {"z", 1}, 2 + 1j], "deep": {"d": [{}]}}
     tensors = [torch.arange(6).to(kind).view(2, 3)[:, 1:] for kind in (torch.bfloat16, torch.int64, torch.uint16)]
     torch.save({**content, "tensors": tensors}, tmp_path / "f.pt")
-    for loaded in (load_plain(tmp_path / "f.pt"), torch.load(tmp_path / "f.pt", weights_only=True)):
+    for loaded in (load_safe(tmp_path / "f.pt"), torch.load(tmp_path / "f.pt", weights_only=True)):
         assert [(t.dtype, t.tolist()) for t in loaded.pop("tensors")] == [(t.dtype, t.tolist()) for t in tensors]
         assert loaded == content
 
@@ -79,7 +79,7 @@ def test_no_code_of_a_file_is_run(tmp_path: Path, new_format: bool) -> None:
     content = {"samples": [Marker(tmp_path / "touched")]}
     torch.save(content, tmp_path / "f.pt", _use_new_zipfile_serialization=new_format)
     with pytest.raises(BadInputError, match=r"f\.pt: not a file of saved samples"):
-        load_plain(tmp_path / "f.pt")
+        load_safe(tmp_path / "f.pt")
     assert not (tmp_path / "touched").exists()
     torch.load(tmp_path / "f.pt", weights_only=False)
     assert (tmp_path / "touched").exists()
@@ -88,7 +88,7 @@ def test_no_code_of_a_file_is_run(tmp_path: Path, new_format: bool) -> None:
 def test_an_object_in_a_file_is_named(tmp_path: Path) -> None:
     torch.save({"samples": [datetime.date(2000, 1, 1)]}, tmp_path / "f.pt")
     with pytest.raises(BadInputError, match=r"it holds a datetime\.date; only plain values"):
-        load_plain(tmp_path / "f.pt")
+        load_safe(tmp_path / "f.pt")
 
 
 @pytest.mark.parametrize(

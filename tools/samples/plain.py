@@ -33,7 +33,7 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it holds a {module}.{name}; only plain values and tensors are read")
 
 
-def load_plain(path: Path) -> Any:
+def load_safe(path: Path) -> Any:
     """The content of a file of plain values and tensors.
 
     Raises:

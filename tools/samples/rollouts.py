@@ -15,7 +15,7 @@ import torch
 
 from slime.data import Sample
 from slime.utils.errors import BadInputError
-from tools.samples.plain import load_plain, to_json
+from tools.samples.plain import load_safe, to_json
 from tools.samples.train_data import mean_gap, read_train_data
 
 _COLUMNS = ("loss_mask", "rollout_log_probs", "teacher_log_probs")
@@ -92,7 +92,7 @@ def read_rollout(path: Path, train_files: Iterable[Path] = ()) -> Rollout:
     Raises:
         BadInputError: it is none, or one of the others is no file of a training rank.
     """
-    content = load_plain(path)
+    content = load_safe(path)
     if not isinstance(content, dict) or not isinstance(content.get("samples"), list):
         raise BadInputError(f"{path}: not a rollout's file: it has no list 'samples'")
     samples, rows = [], []

@@ -13,7 +13,7 @@ import torch
 
 from slime.data import Sample
 from slime.utils.errors import BadInputError
-from tools.samples.plain import load_plain
+from tools.samples.plain import load_safe
 
 _KNOWN = ("tokens", "loss_masks", "rollout_log_probs")
 """Columns that the rollout's own file has."""
@@ -36,7 +36,7 @@ def read_train_data(
     places = {_key(s.index if s.index is not None else place, s.tokens): place for place, s in enumerate(samples)}
     found: dict[int, dict[str, torch.Tensor]] = {}
     for file in named:
-        content = load_plain(file)
+        content = load_safe(file)
         try:
             if content["rollout_id"] != rollout_id:
                 continue

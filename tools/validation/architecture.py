@@ -11,7 +11,7 @@ import torch
 
 from slime.data import Sample
 from slime.data import Status as SampleStatus
-from slime.files.safe_dump import load_plain, save_plain
+from slime.files.safe_dump import load_safe, save_safe
 from slime.models import hf_config
 from tools.validation.launches import Run
 from tools.validation.report import Check, Item, Status, checked
@@ -56,7 +56,7 @@ def _forward_and_step(setting: Setting) -> list[Item]:
     name = "level_4_step"
     directory = setting.launcher.directory(name)
     samples = random_samples(setting.shape["vocab_size"], setting.seed)
-    save_plain(directory / "samples_0.pt", {"rollout_id": 0, "samples": [s.to_dict() for s in samples]}, name)
+    save_safe(directory / "samples_0.pt", {"rollout_id": 0, "samples": [s.to_dict() for s in samples]}, name)
     words = ["--debug-train-only", "--load-debug-rollout-data", str(directory / "samples_{rollout_id}.pt")]
     words += ["--save-debug-train-data", str(directory / "trained_{rollout_id}_{rank}.pt")]
     words += ["--save-hf", str(directory / "hf"), "--advantage-estimator", "grpo", "--rm-type", "random"]
@@ -98,7 +98,7 @@ def _log_probs(setting: Setting, run: Run, samples: list[Sample], part: str) -> 
         return Item(part, Status.SKIPPED, reason, left_out=True)
     if getattr(setting.config, "quantization_config", None):
         return Item(part, Status.SKIPPED, "transformers needs a GPU's kernels for the quantized weights", left_out=True)
-    data = load_plain(run.directory / "trained_0_0.pt", part)["samples"]
+    data = load_safe(run.directory / "trained_0_0.pt", part)["samples"]
     expected = _by_transformers(setting.model, samples)
     apart = [
         (row.float() - expected[index]).abs()
@@ -200,7 +200,7 @@ def _not_exercised(setting: Setting) -> list[Item]:
     """Options of the config that nothing here computes."""
     items = []
     if getattr(setting.config, "num_nextn_predict_layers", None):
-        text = "heads that predict further tokens are carried through files; no level trains or generates with them"
+        text = "MTP heads are carried through files; no level trains or generates with them"
         items.append(Item("multi-token prediction", Status.SKIPPED, text))
     if getattr(setting.config, "quantization_config", None):
         text = "trainers dequantise weights as they read them; engines on GPUs alone compute in the quantized type"

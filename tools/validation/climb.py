@@ -151,7 +151,7 @@ def limitations(setting: Setting, options: argparse.Namespace) -> list[str]:
     texts = [_LIMITATIONS[number] for number in options.levels if number in _LIMITATIONS]
     if setting.dummy:
         texts.append(
-            "random weights, not quantized, no heads for further tokens: construction and mechanics of training, not "
+            "random weights, not quantized, no MTP heads: construction and mechanics of training, not "
             "the published weights"
         )
     if options.tiny:

@@ -140,7 +140,7 @@ class MegatronLearner:
     def forward_backward(
         self, micro_batches: list[MicroBatch], loss: LossOf, rollout_id: int, step_id: int
     ) -> list[Report]:
-        """As `Learner`; heads for further tokens add their own loss."""
+        """As `Learner`; MTP heads add their own loss."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()

@@ -140,7 +140,7 @@ def expert_name(name: str, expert: int) -> str:
 
 
 def has_heads(chunks: Sequence[torch.nn.Module]) -> bool:
-    """Whether the model trains heads for further tokens, on whichever pipeline stage."""
+    """Whether the model trains MTP heads, on whichever pipeline stage."""
     return bool(unwrap(chunks[-1]).next_token_heads)
 
 

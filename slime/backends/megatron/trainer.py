@@ -58,7 +58,7 @@ class MegatronTrainer(RolloutTrainer):
         args = self.args
         settings = lora.LoraSettings(args.lora_rank, args.lora_alpha, tuple(args.lora_target_modules), args.seed)
         begins = f"random weights of --seed {args.seed} and the layout" if args.random_weights else source
-        lora_base.note(chunks, self.family, self.shape, f"{begins} ({args.params_dtype})")
+        lora_base.record(chunks, self.family, self.shape, f"{begins} ({args.params_dtype})")
         lora.attach(chunks, self.family, self.shape, settings)
 
     # ---- weights

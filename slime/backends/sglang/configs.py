@@ -6,7 +6,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, Qwen2Config
 
 
 class MiMoConfig(Qwen2Config):
-    """MiMo-7B: a Qwen2 with layers for further tokens, which SGLang's class passes over."""
+    """MiMo-7B: a Qwen2 with MTP layers, which SGLang's class passes over."""
 
     model_type = "mimo"
 

@@ -26,11 +26,11 @@ def main() -> None:
     if GENERATE_KEY_VARIABLE in os.environ:
         flags += ["--api-key", os.environ[GENERATE_KEY_VARIABLE]]
     values = router_parser(with_address=True).parse_args(flags)
-    args = RouterArgs.from_cli_args(values, use_router_prefix=False)
+    router = RouterArgs.from_cli_args(values, use_router_prefix=False)
     if ADMIN_KEY_VARIABLE in os.environ:
         # Else the key for generation opens /workers too, by which a stranger would come between a run and its engines.
-        args.control_plane_api_keys = [*args.control_plane_api_keys, (*_NAMES, os.environ[ADMIN_KEY_VARIABLE], "admin")]
-    launch_router(args)
+        router.control_plane_api_keys += [(*_NAMES, os.environ[ADMIN_KEY_VARIABLE], "admin")]
+    launch_router(router)
 
 
 if __name__ == "__main__":

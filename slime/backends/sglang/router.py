@@ -48,6 +48,8 @@ class Router(Server):
         """
         super().__init__(name, args, host, log_path)
         self._api_keys = api_keys
+        self._port = self._reserve()
+        self.url = http_url(host, self._port)
         self._metrics_url = ""
 
     def api_keys(self) -> dict[str, str]:
@@ -58,11 +60,10 @@ class Router(Server):
         return {self.url: generate} | {f"{self.url}{path}": admin for path in _CONTROL_PATHS}
 
     def _start(self) -> None:
-        port, metrics_port = self._reserve(), self._reserve()
-        self.url = http_url(self._host, port)
+        metrics_port = self._reserve()
         flags = [
             *("--host", self._host),
-            *("--port", str(port)),
+            *("--port", str(self._port)),
             # Which asks for no key.
             *("--prometheus-host", LOOPBACK),
             *("--prometheus-port", str(metrics_port)),

@@ -27,7 +27,7 @@ from slime.utils.misc import attribute_of
 def dry_run(args: argparse.Namespace) -> None:
     """Check all that can be checked without starting anything, and print what would run; raises as a start does."""
     # First: below the lines of the configuration an error would not be found.
-    found = _check(args)
+    args, found = _check(args)
     full = args.dry_run == "full"
     if not full:
         print("# Values that are not the defaults; --dry-run full prints all.")
@@ -38,15 +38,15 @@ def dry_run(args: argparse.Namespace) -> None:
     print(*_as_warnings(args.option_warnings), *found, "ok: the run can start", sep="\n")
 
 
-def _check(args: argparse.Namespace) -> list[str]:
-    """What there is to say of checkpoints and data, in lines; the number of rollouts becomes known."""
+def _check(args: argparse.Namespace) -> tuple[argparse.Namespace, list[str]]:
+    """``args`` with the number of rollouts; what there is to say of checkpoints and data, in lines."""
     try:
         evaluations = load_eval_prompts(args)
         if args.load_debug_rollout_data:
             data = [check_remaining(args)]
             check_recorded(args)
         else:
-            data = _check_prompts(args)
+            args, data = _check_prompts(args)
     except (BadInputError, OptionError) as error:
         raise InputError(f"{LOAD_DATA}: {' '.join(str(error).split())}") from None
     except SlimeError as error:
@@ -58,16 +58,16 @@ def _check(args: argparse.Namespace) -> list[str]:
     sizes = [f"evaluation: {name}, {len(prompts)} prompts" for name, prompts in evaluations.items()]
     warnings = [warning for prompts in evaluations.values() for warning in prompts.warnings]
     found = [starting_point(args), *sizes, *_as_warnings(warnings), *data, *_as_warnings(host)]
-    return [line for line in found if line]
+    return args, [line for line in found if line]
 
 
 def _as_warnings(lines: Iterable[str]) -> list[str]:
     return [f"warning: {line}" for line in lines]
 
 
-def _check_prompts(args: argparse.Namespace) -> list[str]:
+def _check_prompts(args: argparse.Namespace) -> tuple[argparse.Namespace, list[str]]:
     source = make_data_source(args)
-    args.num_rollout = num_rollout(args, source)
+    args = argparse.Namespace(**vars(args) | {"num_rollout": num_rollout(args, source)})
     check_schedule(args)
     where = f"--data-source-path {args.data_source_path}"
     bad, too_long = (attribute_of(source, name, 0, where) for name in ("num_bad", "num_too_long"))
@@ -78,4 +78,4 @@ def _check_prompts(args: argparse.Namespace) -> list[str]:
     room = room_warnings(args)
     dataset = dataset_of(source)
     read = [] if dataset is None else dataset.warnings
-    return [data, *_as_warnings([*read, *data_warnings(args, source), *room]), left]
+    return args, [data, *_as_warnings([*read, *data_warnings(args, source), *room]), left]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.data import Sample
-from slime.files.safe_dump import load_plain, save_plain
+from slime.files.safe_dump import load_safe, save_safe
 from slime.options.debug import kept_groups
 from slime.utils.errors import BadInputError
 
@@ -18,7 +18,7 @@ def save_samples(args: Namespace, rollout_id: int, samples: list[Sample]) -> Non
     """Write ``--save-debug-rollout-data``."""
     content = {"rollout_id": rollout_id, "samples": [sample.to_dict() for sample in samples]}
     path = Path(args.save_debug_rollout_data.format(rollout_id=rollout_id))
-    save_plain(path, content, "--save-debug-rollout-data")
+    save_safe(path, content, "--save-debug-rollout-data")
 
 
 class _OfEvaluation(int):
@@ -49,7 +49,7 @@ def save_evaluation(args: Namespace, rollout_id: int, data: dict[str, Any]) -> N
                 entries.append(entry | {"group_index": index, "metadata": metadata})
     if entries:
         path = Path(args.save_debug_rollout_data.format(rollout_id=_OfEvaluation(rollout_id)))
-        save_plain(path, {"rollout_id": f"eval_{rollout_id}", "samples": entries}, "--save-debug-rollout-data")
+        save_safe(path, {"rollout_id": f"eval_{rollout_id}", "samples": entries}, "--save-debug-rollout-data")
 
 
 def check_recorded(args: Namespace) -> None:
@@ -71,7 +71,7 @@ def load_samples(args: Namespace, rollout_id: int) -> list[Sample]:
     where it has none."""
     flag = "--load-debug-rollout-data"
     path = Path(args.load_debug_rollout_data.format(rollout_id=rollout_id))
-    content = load_plain(path, f"{flag}, rollout {rollout_id}")
+    content = load_safe(path, f"{flag}, rollout {rollout_id}")
     try:
         samples = [Sample.from_dict(entry) for entry in content["samples"]]
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The policy loss, weighed and sifted for what the engine sampled with other probabilities than the trainer's."""
+"""Train-inference mismatch of log-probs, corrected by importance weights (TIS) and rejection sampling (RS)."""
 
 from __future__ import annotations
 

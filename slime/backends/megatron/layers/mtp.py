@@ -1,4 +1,4 @@
-"""Heads that predict further tokens (multi-token prediction): the model's part for speculative decoding, and its loss.
+"""MTP heads (multi-token prediction): the model's part for speculative decoding, and its loss.
 
 Head k reads at position t what the model (or head k - 1) made of t and the embedding of token t + k, and predicts token
 t + k + 1 through the model's own output layer. Hidden states, embedding and output layer are constants to it: its loss

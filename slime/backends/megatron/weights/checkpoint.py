@@ -48,7 +48,7 @@ def save_state(
     state["distributed_optimizer"] = _is_distributed(optimizer)
     state["optimizer_kind"] = _kind(optimizer)
     state["adapters"] = lora.described(model_chunks)
-    state["base"] = lora_base.described(model_chunks)
+    state["base"] = lora_base.recorded(model_chunks)
     state["heads"] = has_heads(model_chunks)
     dist_checkpointing.save(state, directory)
 
@@ -89,7 +89,7 @@ def load_state(
     saved = dist_checkpointing.load_common_state_dict(str(directory))
     modules_of = getattr(model_chunks[0], "modules_of", set)
     check_adapters(directory, saved.get("adapters"), lora.described(model_chunks), modules_of)
-    check_base(directory, saved.get("base"), lora_base.described(model_chunks))
+    check_base(directory, saved.get("base"), lora_base.recorded(model_chunks))
     check_saved_heads(directory, bool(saved.get("heads")), has_heads(model_chunks))
     own = _kind(optimizer)
     if (kind := saved.get("optimizer_kind", own)) != own:
@@ -156,12 +156,11 @@ def _check_heads(directory: str | Path, found: bool, wanted: bool) -> None:
     """Raise BadInputError where a checkpoint lacks the heads that the model trains; warn where it has more."""
     if wanted and not found:
         raise BadInputError(
-            f"{directory} has no heads for further tokens, which --enable-mtp-training trains: convert the model with "
-            "this flag"
+            f"{directory} has no MTP heads, which --enable-mtp-training trains: convert the model with this flag"
         )
     if found and not wanted:
         logger.warning(
-            f"{directory} has heads for further tokens, which are left out: saved models have those of "
+            f"{directory} has MTP heads, which are left out: saved models have those of "
             "--hf-checkpoint; --enable-mtp-training takes and trains them"
         )
 

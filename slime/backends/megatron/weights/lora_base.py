@@ -18,7 +18,7 @@ _ROWS = 1024
 _BUCKET_BYTES = 64 * 2**20
 
 
-def note(chunks: Sequence[torch.nn.Module], family: Family, shape: Shape, source: str) -> None:
+def record(chunks: Sequence[torch.nn.Module], family: Family, shape: Shape, source: str) -> None:
     """Keep with the model what a checkpoint of its adapters says of the base that it now holds; collective.
 
     ``source`` is where that is from, for errors.
@@ -26,14 +26,14 @@ def note(chunks: Sequence[torch.nn.Module], family: Family, shape: Shape, source
     chunks[0].base = {"source": source, "sha256": fingerprint(chunks, family, shape)}  # type: ignore[assignment]
 
 
-def described(chunks: Sequence[torch.nn.Module]) -> dict[str, str] | None:
-    """What `note` has kept, the same on every rank; None of a model without adapters."""
+def recorded(chunks: Sequence[torch.nn.Module]) -> dict[str, str] | None:
+    """What `record` has kept, the same on every rank; None of a model without adapters."""
     return cast("dict[str, str] | None", getattr(chunks[0], "base", None))
 
 
 @torch.no_grad()
 def fingerprint(chunks: Sequence[torch.nn.Module], family: Family, shape: Shape) -> str:
-    """SHA-256 of the values of a model without heads for further tokens, less what adapters add; collective.
+    """SHA-256 of the values of a model without MTP heads, less what adapters add; collective.
 
     The same on every rank, and for the same float32 values under every parallel layout and from files of any kind. It
     is taken of Hugging Face names and, for each row of a matrix, the sum of its values' bits read as whole numbers. So

@@ -209,7 +209,7 @@ def write_hf(
 ) -> None:
     """Write buckets of tensors, one safetensors file each, and what else makes a Hugging Face directory.
 
-    Heads for further tokens are taken from the origin, unless the buckets are ``with_heads``.
+    MTP heads are taken from the origin, unless the buckets are ``with_heads``.
     """
     writer = HFWriter(target, origin)
     for bucket in chain(buckets, _carried(origin, with_heads=with_heads)):
