@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from slime.driver.preflight import patch_report
-from tools.website.patches_page import PAGES, with_table
+from tools.website.observability_pages import with_tables
+from tools.website.patches_page import PAGES, table
 
 NUM_GPUS = 0
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,16 +22,16 @@ SETTINGS = ("torch._dynamo.config",)
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_page_has_the_patches_that_there_are(page: Path) -> None:
-    assert page.read_text() == with_table(page.read_text()), "run python -m tools.website.patches_page"
+    assert page.read_text() == with_tables(page.read_text(), [table()]), "run python -m tools.website.patches_page"
 
 
 def test_the_table_of_a_page_is_made_anew() -> None:
     page = PAGES[0].read_text()
     stale = page.replace("`stand_ins` | sglang", "`stand_ins` | another")
     assert stale != page
-    assert with_table(stale) == page
-    with pytest.raises(ValueError, match="there is no line"):
-        with_table("# No table\n")
+    assert with_tables(stale, [table()]) == page
+    with pytest.raises(ValueError, match="1 tables too few"):
+        with_tables("# No table\n", [table()])
 
 
 def attributes_set(tree: ast.Module) -> Iterator[tuple[int, str]]:
