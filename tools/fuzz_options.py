@@ -30,7 +30,7 @@ from slime.entry.installation import check_installation
 check_installation()
 
 from slime.entry.arguments import GROUPS, assemble  # noqa: E402
-from slime.options.checks.eval_datasets import FIELDS  # noqa: E402
+from slime.options.eval_datasets import FIELDS  # noqa: E402
 from slime.options.flags.parser import StrictParser  # noqa: E402
 from slime.options.flags.schema import hook_fields  # noqa: E402
 from slime.options.flags.unavailable import NOT_YET, REPLACED, WITHOUT_EFFECT  # noqa: E402

@@ -25,7 +25,7 @@ from slime.options.cluster import ClusterOptions, DeadlineOptions, WeightUpdateO
 from slime.options.data import BatchOptions, DataOptions
 from slime.options.debug import DebugOptions, TrackingOptions
 from slime.options.errors import OptionError, Reasons
-from slime.options.eval import EvalOptions
+from slime.options.eval_datasets import EvalOptions
 from slime.options.flags import megatron, sglang
 from slime.options.flags.describe import describe_changed, describe_groups
 from slime.options.flags.help import MOST_USED, HelpAction

@@ -15,8 +15,8 @@ import numpy as np
 
 from slime.data import Group, Sample, Status
 from slime.data.rows.dataset import PromptDataset, PromptSpec, load_prompts
-from slime.options.checks.eval_datasets import CONFIG, PAIRS, EvalDataset
 from slime.options.checks.reward_rules import unmet_rewards
+from slime.options.eval_datasets import CONFIG, PAIRS, EvalDataset
 from slime.options.rollout import generates_itself
 from slime.rollout.base_types import RolloutFnEvalOutput, flatten_samples
 from slime.rollout.batches.metrics import length_stats

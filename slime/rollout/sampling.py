@@ -6,7 +6,7 @@ import hashlib
 from argparse import Namespace
 from typing import Any
 
-from slime.options.checks.eval_datasets import EvalDataset
+from slime.options.eval_datasets import EvalDataset
 
 _PARAMS = ("temperature", "top_p", "top_k", "stop", "stop_token_ids", "skip_special_tokens")
 _FIXED = {"spaces_between_special_tokens": False}

@@ -48,7 +48,7 @@ _ELSEWHERE = {
     "slime.rollout.sleep_rollout": "engines stay up without it",
     "slime.utils.async_utils": "a plain function may call asyncio.run, most hooks may be async",
     "slime.utils.data": "slime.data.rows.dataset reads prompts, see docs/rollout.md for data sources of your own",
-    "slime.utils.eval_config": "args.eval_datasets has slime.options.checks.eval_datasets.EvalDataset",
+    "slime.utils.eval_config": "args.eval_datasets has slime.options.eval_datasets.EvalDataset",
     "slime.utils.http_utils.find_available_port": _PORTS,
     "slime.utils.http_utils.get_host_info": "slime.utils.http_utils.host_ip has the address of this host",
     "slime.utils.http_utils.get_rollout_num_engines": _ENGINES,

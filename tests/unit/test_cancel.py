@@ -182,7 +182,7 @@ def test_an_evaluation_ends_too(
     threads: concurrent.futures.ThreadPoolExecutor,
     write_jsonl: Callable[..., str],
 ) -> None:
-    from slime.options.checks.eval_datasets import EvalDataset
+    from slime.options.eval_datasets import EvalDataset
 
     manager = make_manager(eval_interval=1)
     manager._args.eval_datasets = [EvalDataset(name="sums", path=manager._args.prompt_data, input_key="prompt")]

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from slime.entry.arguments import describe, parse_args
-from slime.options.checks.eval_datasets import EvalDataset
+from slime.options.eval_datasets import EvalDataset
 from tests.command_line import command, failure, write_model, write_rows
 
 NUM_GPUS = 0

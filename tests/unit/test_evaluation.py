@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from slime.data import Sample
-from slime.options.checks.eval_datasets import eval_datasets
+from slime.options.eval_datasets import eval_datasets
 from slime.options.rollout import DEFAULT_ROLLOUT, FULLY_ASYNC_ROLLOUT
 from slime.rollout.base_types import RolloutFnEvalOutput, train_output
 from slime.rollout.evaluation import eval_metrics, evaluation_output, load_eval_prompts, warn_of_unscored

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from slime.data import Sample
-from slime.options.checks.eval_datasets import eval_datasets
+from slime.options.eval_datasets import eval_datasets
 from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
 from slime.rollout.batches.metrics import accounting
 from slime.rollout.data_source import RolloutDataSourceWithBuffer

@@ -9,7 +9,7 @@ import pytest
 
 from slime.entry.arguments import parse_args
 from slime.options.debug import TrackingOptions
-from slime.options.eval import EvalOptions
+from slime.options.eval_datasets import EvalOptions
 from slime.options.flags.schema import flag_of, hook_fields
 from slime.options.hooks import HookOptions
 from tests.command_line import Fails, command

@@ -19,7 +19,7 @@ import pytest
 from aiohttp import web
 
 from slime.data import Sample, Status
-from slime.options.checks.eval_datasets import eval_datasets
+from slime.options.eval_datasets import eval_datasets
 from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.engine.state import state_of_call

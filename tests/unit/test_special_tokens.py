@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slime.data import Sample
-from slime.options.checks.eval_datasets import EvalDataset
+from slime.options.eval_datasets import EvalDataset
 from slime.rollout.evaluation import eval_args
 from slime.rollout.rm_hub import async_rm, response_without_special_tokens
 from slime.rollout.tokenizer import load_tokenizer

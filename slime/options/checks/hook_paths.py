@@ -8,9 +8,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from slime.options.checks.eval_datasets import EvalDataset
 from slime.options.errors import OptionError
-from slime.options.eval import EvalOptions
+from slime.options.eval_datasets import EvalDataset, EvalOptions
 from slime.options.flags.calls import Call, form_of
 from slime.options.flags.schema import flag_of, hook_fields
 from slime.options.rollout import GROUP_REWARD_NAMES

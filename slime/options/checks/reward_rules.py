@@ -6,8 +6,8 @@ import os
 from argparse import Namespace
 from urllib.parse import urlsplit
 
-from slime.options.checks.eval_datasets import EvalDataset
 from slime.options.errors import OptionError
+from slime.options.eval_datasets import EvalDataset
 from slime.options.flags.schema import flag_named
 from slime.options.rollout import generates_itself
 

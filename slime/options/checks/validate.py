@@ -6,18 +6,19 @@ import os
 from argparse import Namespace
 from collections.abc import Iterator
 
-from slime.options import asynchronous, cluster, data, debug, eval, lora, mtp, rollout
+from slime.options import asynchronous, cluster, data, debug, lora, mtp, rollout
 from slime.options import checkpoint as checkpoints
 from slime.options.algorithm import derive_algorithm
 from slime.options.asynchronous import check_staleness
 from slime.options.checkpoint import SavedModel
 from slime.options.checks.checkpoint_rules import derive_checkpoints, load_release
-from slime.options.checks.eval_datasets import CONFIG, PAIRS, data_file, eval_datasets
 from slime.options.checks.export_rules import check_exports
 from slime.options.checks.reward_rules import check_rewards, comes_before_reward, has_own_source, rows_may_name_rewards
 from slime.options.checks.rules import Rule, check
 from slime.options.debug import check_profile, derive_subsample, derive_templates
 from slime.options.errors import OptionError, Reasons
+from slime.options.eval_datasets import CONFIG, PAIRS, data_file, eval_datasets
+from slime.options.eval_datasets import RULES as EVAL_RULES
 from slime.options.flags.schema import flag_named
 from slime.options.flags.sglang import check_ranks
 from slime.options.reward_model import derive_reward_model
@@ -28,7 +29,7 @@ ENGINE_KEEPS = 6
 
 RULES = (
     Rule("fp8 fp4", "is not available yet in this version"),
-    *(debug.RULES + cluster.RULES + rollout.RULES + asynchronous.RULES + data.RULES + eval.RULES),
+    *(debug.RULES + cluster.RULES + rollout.RULES + asynchronous.RULES + data.RULES + EVAL_RULES),
     *(lora.RULES + mtp.RULES + checkpoints.RULES),
 )
 """What is known without the model's config."""
