@@ -23,11 +23,12 @@ from slime.entry.installation import check_installation
 
 check_installation()
 
+from slime.options.checks.model_shape import contradictions, take_rotary_factor  # noqa: E402
 from slime.options.flags import megatron  # noqa: E402
 from slime.options.flags.installed import InstalledFlagsError, PendingFlags  # noqa: E402
 from slime.options.flags.parser import StrictParser  # noqa: E402
 from slime.options.flags.patterns import written_pattern  # noqa: E402
-from slime.options.model import contradictions, model_directory, take_rotary_factor  # noqa: E402
+from slime.options.model import model_directory  # noqa: E402
 
 GROUPS = {
     "size": ("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size"),

@@ -24,7 +24,7 @@ from slime.options.checks.validate import derive_all, limit_prompts
 from slime.options.cluster import ClusterOptions, DeadlineOptions, WeightUpdateOptions
 from slime.options.data import BatchOptions, DataOptions
 from slime.options.debug import DebugOptions, TrackingOptions
-from slime.options.errors import OptionError, Reasons
+from slime.options.errors import OptionError, Reasons, naming
 from slime.options.eval_datasets import EvalOptions
 from slime.options.flags import megatron, sglang
 from slime.options.flags.describe import describe_changed, describe_groups
@@ -36,10 +36,7 @@ from slime.options.flags.unavailable import add_upstream_attributes, explain_fla
 from slime.options.flags.values import read_yaml
 from slime.options.hooks import HookOptions
 from slime.options.lora import LoraOptions, settle_lora_sync
-from slime.options.model import (
-    check_quantization,
-    model_directory,
-)
+from slime.options.model import check_quantization, model_directory
 from slime.options.mtp import check_heads_training
 from slime.options.reward_model import find_reward_model, reward_engine_flags
 from slime.options.rollout import EngineOptions, RewardOptions, RolloutOptions
@@ -149,7 +146,7 @@ def _parse(parser: StrictParser, words: Sequence[str]) -> tuple[dict[str, Any], 
 
 
 def _merged(given: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """What the command line gives, and over it what the YAML file does: flag by flag of engines and router too."""
+    """The command line's values under the YAML file's: flag by flag of engines and router too."""
     merged = given | settings
     for words in ("sglang_words", "router_words"):
         kept = {name: passed for name, passed in given.get(words, {}).items() if name not in settings}
@@ -176,20 +173,18 @@ def assemble(
         PendingFlags(sglang.ROUTER_PACKAGE, sglang.ROUTER_READER) as router,
     ):
         megatron.add_megatron_flags(parser, fields, own)
-        sglang.add_engine_flags(parser, server)
-        sglang.add_router_flags(parser, router)
+        sglang.add_flags(parser, "sglang", "SGLang: flags of the installed server", server)
+        sglang.add_flags(parser, "router", "Router: flags of the installed sglang-router", router)
     return parser.split_defaults()
 
 
 def _given_hooks(words: Sequence[str], yaml_values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The (flag, function path) pairs that the user wrote."""
     flags = {flag_of(field): field.name for field in hook_fields(GROUPS)}
     pairs = [(flag, path) for flag, paths in flag_words(words) if flag in flags for path in paths]
     return pairs + [(flag, path) for flag, name in flags.items() for path in _paths(yaml_values.get(name))]
 
 
 def _paths(value: Any) -> list[str]:
-    """The function paths of a YAML entry: none, one, or lists of them."""
     if isinstance(value, list):
         return [path for each in value for path in _paths(each)]
     return [str(value)] if value else []
@@ -200,11 +195,9 @@ def _add_hook_flags(parser: StrictParser, words: Sequence[str], yaml_values: Map
     done: set[str] = set()
     for flag, path in _given_hooks(words, yaml_values):
         where = f"{flag} {path}"
-        try:
+        with naming(f"{where}:"):
             source = split_function_path(path)[0]
             module = load_module(source)
-        except ValueError as error:
-            raise OptionError(f"{where}: {error}") from error
         try:
             # A file may be named in several ways, and modules of C have none.
             file = str(attribute_of(module, "__file__", None, where) or source)
@@ -229,25 +222,20 @@ def _mend_help(parser: StrictParser, action: argparse.Action) -> None:
 
 
 def _read_yaml(words: Sequence[str]) -> dict[str, Any]:
-    """The entries of ``--custom-config-path``, with underscores in their names."""
     flag = "--custom-config-path"
     path = dict(flag_values(words)).get(flag)
     if not path:
         return {}
-    try:
+    with naming(f"{flag} {path}:"):
         values = read_yaml(path) or {}
-    except ValueError as error:
-        raise OptionError(f"{flag} {path}: {error}") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise OptionError(f"{flag} {path}: not a mapping of names to values")
     return {key.replace("-", "_"): value for key, value in values.items()}
 
 
 def _check_keys(parser: StrictParser, values: dict[str, Any]) -> list[str]:
-    """Refuse YAML entries of engines or router that no flag has; warnings of others that are idle or may be misspelt.
-
-    The rest are the user's own, for hooks.
-    """
+    """Refuse entries of engines or router that no flag has; warnings of others, the user's own, that may be
+    misspelt."""
     unknown = [key for key, v in values.items() if not parser.has(key) and not explain_flag(flag_named(key), str(v))]
     passed = [parser.explain_unknown(flag_named(key)) for key in unknown if key.startswith(("sglang_", "router_"))]
     if passed:
@@ -266,22 +254,16 @@ def _parse_yaml(parser: StrictParser, values: dict[str, Any]) -> dict[str, Any]:
     """YAML entries through the same types and checks as flags; entries that no flag knows stay as they are."""
     settings = argparse.Namespace()
     for key, value in values.items():
-        try:
+        with naming("--custom-config-path:"):
             if reason := explain_flag(flag_named(key), str(value)):
                 raise ValueError(reason)
             if value is not None or not parser.has(key):  # null is what the flag would have without it
                 parser.set_entry(key, value, settings)
-        except ValueError as error:
-            raise OptionError(f"--custom-config-path: {error}") from error
     return vars(settings)
 
 
 def _resolve(args: argparse.Namespace, values: Mapping[str, Any], asynchronous: bool) -> list[str]:
-    """Derive and validate, the quick checks first; returns warnings.
-
-    Args:
-        values: what flags and YAML set, by attribute.
-    """
+    """Derive and validate, the quick checks first; ``values`` are what flags and YAML set. Returns warnings."""
     warnings: list[str] = []
     given = set(values)
     args.sglang_cli = sglang.command_line(vars(args).pop("sglang_words", {}))
@@ -323,7 +305,7 @@ def _resolve(args: argparse.Namespace, values: Mapping[str, Any], asynchronous: 
 
 
 def _check_lora(args: argparse.Namespace, resumed: SavedModel | None) -> None:
-    """Refuse adapters on layers that the model does not have, or that the trainer has none for, or other than saved."""
+    """Refuse layers that the model does not have or the trainer has no adapters for, and other adapters than saved."""
     if args.lora_rank is None:
         check_saved_adapters(args, resumed, set)
         return

@@ -10,8 +10,7 @@ from typing import Literal
 from slime.options.checkpoint import same_place
 from slime.options.checks.rules import Rule, check
 from slime.options.errors import OptionError
-from slime.options.flags.calls import Call
-from slime.options.flags.schema import LARGEST_SEED, option
+from slime.options.flags.schema import LARGEST_SEED, function_path, option
 from slime.options.rollout import DEFAULT_ROLLOUT, SFT_ROLLOUT
 
 Level = Literal["token", "sequence", "geometric"]
@@ -80,34 +79,26 @@ class AlgorithmOptions:
     log_probs_chunk_size: int = option(
         1024, "Tokens whose logits exist at a time; smaller takes less memory.", at_least=1
     )
-    custom_reward_post_process_path: str | None = option(
-        None,
-        "Function (args, samples) -> (raw rewards, rewards) instead of normalisation within groups.",
-        hook=("post_process_rewards", "reward_post_process"),
-        call=(Call("args, samples", "tuple[list[float], list[float]]"),),
+    custom_reward_post_process_path: str | None = function_path(
+        "(args, samples) -> tuple[list[float], list[float]]",
+        ": raw rewards, and rewards, instead of normalisation within groups.",
+        ("post_process_rewards", "reward_post_process"),
     )
-    custom_advantage_function_path: str | None = option(
-        None,
-        "Function (args, rollout_data) that sets its lists advantages and returns, instead of the estimator; it sees "
-        "one data-parallel rank's samples, so statistics over groups belong into --custom-reward-post-process-path.",
-        hook=("compute_advantages", "advantage_function"),
-        call=(Call("args, rollout_data", "None"),),
+    custom_advantage_function_path: str | None = function_path(
+        "(args, rollout_data) -> None",
+        " that sets its lists advantages and returns, instead of the estimator; it sees one data-parallel rank's "
+        "samples, so statistics over groups belong into --custom-reward-post-process-path.",
+        ("compute_advantages", "advantage_function"),
     )
-    custom_loss_function_path: str | None = option(
-        None,
-        "Function (args, batch, logits, sum_of_sample_mean) -> (loss, metrics), of --loss-type custom_loss; logits are "
-        "None where its attribute needs_logits is False.",
-        hook=("loss_function", "custom_loss"),
-        call=(Call("args, batch, logits, sum_of_sample_mean", "tuple[Tensor, dict[str, Tensor]]"),),
+    custom_loss_function_path: str | None = function_path(
+        "(args, batch, logits, sum_of_sample_mean) -> tuple[Tensor, dict[str, Tensor]]",
+        ": loss and metrics, of --loss-type custom_loss; logits are None where its attribute needs_logits is False.",
+        ("loss_function", "custom_loss"),
     )
-    custom_pg_loss_reducer_function_path: str | None = option(
-        None,
-        "Function (total_lengths, response_lengths, loss_masks, calculate_per_token_loss) that returns the reduction "
-        "of the policy loss's tokens.",
-        hook=("get_pg_loss_reducer", "pg_loss_reducer"),
-        call=(
-            Call("total_lengths, response_lengths, loss_masks, calculate_per_token_loss", "Callable[[Tensor], Tensor]"),
-        ),
+    custom_pg_loss_reducer_function_path: str | None = function_path(
+        "(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> Callable[[Tensor], Tensor]",
+        ": the reduction of the policy loss's tokens.",
+        ("get_pg_loss_reducer", "pg_loss_reducer"),
     )
     enable_mtp_training: bool = option(
         False,
@@ -142,17 +133,11 @@ class CorrectionOptions:
     rs_veto_threshold: float | None = option(
         None, "Leave out a sequence if any of its tokens has a smaller ratio.", above=0
     )
-    custom_tis_function_path: str | None = option(
-        None,
-        "Function (args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths) "
-        "-> (pg_loss, loss_masks, metrics) instead, with --use-tis.",
-        hook=("tis_function", "custom_tis"),
-        call=(
-            Call(
-                "args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths",
-                "tuple[Tensor, list[Tensor], dict[str, Tensor]]",
-            ),
-        ),
+    custom_tis_function_path: str | None = function_path(
+        "(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths) -> "
+        "tuple[Tensor, list[Tensor], dict[str, Tensor]]",
+        ": pg_loss, loss_masks and metrics instead, with --use-tis.",
+        ("tis_function", "custom_tis"),
     )
     use_opsm: bool = option(False, "Leave out sequences of negative advantage that have become unlikely.")
     opsm_delta: float = option(1e-4, "How much the mean log-prob may have fallen, for --use-opsm.")
@@ -179,9 +164,8 @@ class CriticOptions:
 
 
 RULES = (
-    Rule("kl_loss_coef", "has no effect without", "use_kl_loss"),
+    Rule("kl_loss_coef use_unbiased_kl", "has no effect without", "use_kl_loss"),
     Rule("kl_loss_coef kl_coef entropy_coef", "has no effect with", "loss_type=sft_loss", ": drop it"),
-    Rule("use_unbiased_kl", "has no effect without", "use_kl_loss"),
     Rule("loss_constant_length", "and", "calculate_per_token_loss", " exclude each other"),
     Rule("loss_type=custom_loss", "needs", "custom_loss_function_path"),
     Rule("custom_loss_function_path", "has no effect without", "loss_type=custom_loss"),
@@ -261,13 +245,14 @@ RULES = (
     ),
 )
 
+CRITIC_ONLY = (
+    Rule("num_critic_only_steps", "leaves none of", "num_rollout", " to the actor", when="use_critic num_rollout"),
+)
+"""Checked once more when the prompts of ``--num-epoch`` are counted."""
+
 
 def derive_algorithm(args: Namespace) -> None:
-    """Fill in what an algorithm implies and refuse what does not go together.
-
-    Raises:
-        OptionError: naming the flags.
-    """
+    """Fill in what an algorithm implies; OptionError, naming the flags, for what does not go together."""
     if args.eps_clip_high is None:
         args.eps_clip_high = args.eps_clip
     args.use_critic = args.loss_type == "policy_loss" and args.advantage_estimator == "ppo"
@@ -284,19 +269,6 @@ def derive_algorithm(args: Namespace) -> None:
             args.rollout_function_path = SFT_ROLLOUT
 
 
-def check_critic_only(args: Namespace) -> None:
-    """Refuse a run that ends before the actor trains; ``num_rollout`` may be None.
-
-    Raises:
-        OptionError: naming the flags.
-    """
-    if args.use_critic and args.num_rollout and args.num_critic_only_steps >= args.num_rollout:
-        raise OptionError(
-            f"--num-critic-only-steps {args.num_critic_only_steps} leaves none of {args.num_rollout} rollouts to the "
-            "actor"
-        )
-
-
 def _derive_critic(args: Namespace) -> None:
     """Where the critic's checkpoints are: beside the actor's, never among them.
 
@@ -304,7 +276,7 @@ def _derive_critic(args: Namespace) -> None:
     run saves its own there, to resume from: what is there without a checkpoint of the actor was left by a run that
     ended between its first checkpoint's two parts.
     """
-    check_critic_only(args)
+    check(args, CRITIC_ONLY)
     given = args.critic_load
     for name, base in (("critic_load", args.load), ("critic_save", args.save)):
         path = getattr(args, name) or (base and os.path.join(base, "critic"))

@@ -57,11 +57,7 @@ RULES = (
 
 
 def check_staleness(args: Namespace, warnings: list[str]) -> None:
-    """Whether weights are pushed before samples are too old, and a loss corrects for their age.
-
-    Raises:
-        OptionError: naming the flags.
-    """
+    """Warn of samples that no loss corrects for; OptionError where all would be too old."""
     if not args.asynchronous:
         return
     interval, staleness = args.update_weights_interval, args.max_weight_staleness

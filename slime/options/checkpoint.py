@@ -71,11 +71,7 @@ def find_checkpoint(load_dir: str | Path) -> tuple[Path, int] | None:
 
 
 def rollouts_done(load_dir: str | None) -> int:
-    """How many rollouts the latest checkpoint of ``--load`` was trained on; 0 where there is none.
-
-    Raises:
-        FileNotFoundError, ValueError: as `find_checkpoint`.
-    """
+    """How many rollouts the latest checkpoint of ``--load`` was trained on, or 0; raises as `find_checkpoint`."""
     found = find_checkpoint(load_dir) if load_dir else None
     return found[1] + 1 if found else 0
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from slime.options.checks.rules import Rule
 from slime.options.flags.calls import Call
-from slime.options.flags.schema import option
+from slime.options.flags.schema import function_path, option
 
 
 @dataclass
@@ -21,12 +21,10 @@ class DataOptions:
         hook=("RolloutDataSourceWithBuffer", "RolloutDataSource", "DataSource"),
         call=(Call("args", "DataSource"), Call("dataset, args", "DataSource", "dataset")),
     )
-    buffer_filter_path: str | None = option(
-        None,
-        "Function (args, rollout_id, buffer, num_samples) -> groups, which it takes out of the buffer; default: first "
-        "in, first out.",
-        hook=("buffer_filter", "pop_first"),
-        call=(Call("args, rollout_id, buffer, num_samples", "list[list[Sample]]"),),
+    buffer_filter_path: str | None = function_path(
+        "(args, rollout_id, buffer, num_samples) -> list[list[Sample]]",
+        ": the groups that it takes out of the buffer; default: first in, first out.",
+        ("buffer_filter", "pop_first"),
     )
     disable_rollout_global_dataset: bool = option(
         False, "No --prompt-data: the rollout function is given empty samples, and fills them in."

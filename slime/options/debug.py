@@ -12,9 +12,8 @@ from typing import Literal
 
 from slime.options.checkpoint import find_checkpoint, same_place
 from slime.options.checks.rules import Rule
-from slime.options.errors import OptionError
-from slime.options.flags.calls import Call
-from slime.options.flags.schema import flag_named, option
+from slime.options.errors import OptionError, naming
+from slime.options.flags.schema import flag_named, function_path, option
 
 _TEMPLATES: dict[str, tuple[str, ...]] = {
     "save_hf": (),
@@ -56,12 +55,11 @@ class TrackingOptions:
     use_tensorboard: bool = option(False, "Log to TensorBoard.")
     tb_project_name: str | None = option(None, "Directory of the project's runs; default the run directory.")
     tb_experiment_name: str | None = option(None, "Directory of this run below it.")
-    custom_rollout_log_function_path: str | None = option(
-        None,
-        "Function (rollout_id, args, samples, rollout_extra_metrics, rollout_time) -> bool that logs a "
-        "rollout. If it returns True, slime logs only times, the training batch and the counts of prompts.",
-        hook=("log_rollout_data",),
-        call=(Call("rollout_id, args, samples, rollout_extra_metrics, rollout_time", "bool", may_be_async=True),),
+    custom_rollout_log_function_path: str | None = function_path(
+        "(rollout_id, args, samples, rollout_extra_metrics, rollout_time) -> bool",
+        " that logs a rollout; True: slime logs only times, the training batch and the counts of prompts.",
+        ("log_rollout_data",),
+        may_be_async=True,
     )
     log_passrate: bool = option(False, "Log passrate/pass@k of the training groups, where a reward of 1 is a pass.")
     log_multi_turn: bool = option(False, "Log multi_turn/: turns, and response lengths with and without tools' tokens.")
@@ -144,13 +142,13 @@ def derive_subsample(args: Namespace) -> None:
     if kept % steps:
         raise OptionError(
             f"{flag} keeps {groups} of --rollout-batch-size {args.rollout_batch_size} groups, whose {kept} samples are "
-            f"no multiple of the {steps} steps of a rollout (--num-steps-per-rollout, --global-batch-size)"
+            f"not a multiple of the {steps} steps of a rollout (--num-steps-per-rollout, --global-batch-size)"
         )
     args.global_batch_size = kept // steps
 
 
 def check_profile(args: Namespace) -> None:
-    """Parts within each other cannot be recorded at once, and no rollouts are no recording."""
+    """Refuse, by an OptionError, to record parts within each other at once."""
     targets = args.profile_target or []
     if "train_overall" in targets and len(targets) > 1:
         raise OptionError(f"--profile-target {' '.join(targets)}: train_overall has all of them")
@@ -181,19 +179,13 @@ def derive_templates(args: Namespace) -> None:
 
 
 def _places(where: str, template: str, known: tuple[str, ...]) -> set[str]:
-    """The places of a template that are filled in.
-
-    Raises:
-        OptionError: braces that are none, or a number written in a way that does not keep it whole, or that no name of
-            a file has room for.
-    """
+    """The places of a template that are filled in; OptionError: other braces, or a number that no file name can
+    hold."""
     names = " and ".join(f"{{{place}}}" for place in known)
     verb = "is" if len(known) == 1 else "are"
     only = f"{where}: only {names} {verb} filled in, and braces of its own are doubled"
-    try:
+    with naming(f"{only}:"):
         places = [(name, spec, how) for _, name, spec, how in Formatter().parse(template) if name is not None]
-    except ValueError as error:
-        raise OptionError(f"{only}: {error}") from error
     for name, spec, how in places:
         if name not in known:
             raise OptionError(f"{only}: {{{name}}}")

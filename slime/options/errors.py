@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
 class OptionError(ValueError):
     """An option, or a combination of options, cannot be used; the message is one line and names the flags."""
+
+
+@contextmanager
+def naming(what: str, *others: type[Exception]) -> Iterator[None]:
+    """Within the block a ValueError, or one of these others, becomes an OptionError that begins with ``what``."""
+    kinds: tuple[type[Exception], ...] = (ValueError, *others)
+    try:
+        yield
+    except kinds as error:
+        raise OptionError(f"{what} {' '.join(str(error).split())}") from error
 
 
 class Reasons:
@@ -17,8 +28,8 @@ class Reasons:
     reason of its own.
     """
 
-    def __init__(self, found: Iterable[str] = ()) -> None:
-        self._found = list(found)
+    def __init__(self) -> None:
+        self._found: list[str] = []
 
     def of(self, rule: Callable[..., Any], *values: Any) -> Any:
         """What a rule returns, or None where it or one before it refuses."""
@@ -32,10 +43,6 @@ class Reasons:
         return None
 
     def end(self) -> None:
-        """Refuse the command line if there is any reason.
-
-        Raises:
-            OptionError: with all of them.
-        """
+        """Raise an OptionError with all reasons, if there is any."""
         if self._found:
             raise OptionError("; ".join(dict.fromkeys(self._found)))

@@ -1,4 +1,4 @@
-"""Evaluation during training; its datasets, from ``--eval-prompt-data`` and ``--eval-config``, with all their settings."""
+"""Evaluation during training; its datasets, from ``--eval-prompt-data`` and ``--eval-config``, with their settings."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from slime.options.checks.rules import Rule
-from slime.options.errors import OptionError
-from slime.options.flags.calls import Call
-from slime.options.flags.schema import beyond_bounds, option
+from slime.options.errors import OptionError, naming
+from slime.options.flags.schema import beyond_bounds, function_path, option
 from slime.options.flags.values import problem_of, read_yaml
 from slime.options.rollout import GENERATE_CALLS, REWARD_CALLS, REWARD_NAMES
 
@@ -36,11 +35,10 @@ class EvalOptions:
         None,
         "YAML file of datasets with settings of their own: defaults, and datasets by name; after --eval-prompt-data.",
     )
-    eval_function_path: str | None = option(
-        None,
-        "Function that evaluates; default --rollout-function-path.",
-        hook=("eval_rollout", "generate_rollout"),
-        call=(Call("args, rollout_id, data_source, *, evaluation", "RolloutFnEvalOutput"),),
+    eval_function_path: str | None = function_path(
+        "(args, rollout_id, data_source, *, evaluation) -> RolloutFnEvalOutput",
+        " that evaluates; default --rollout-function-path.",
+        ("eval_rollout", "generate_rollout"),
     )
     eval_input_key: str | None = option(None, "Column of the prompt.")
     eval_label_key: str | None = option(None, "Column of the expected answer.")
@@ -57,17 +55,18 @@ class EvalOptions:
         None, "Prompt and response tokens together; at most what the engine's context leaves to requests.", at_least=1
     )
     eval_min_new_tokens: int | None = option(None, "Tokens of one response at least.", at_least=0)
-    custom_eval_rollout_log_function_path: str | None = option(
-        None,
-        "Function (rollout_id, args, data, extra_metrics) -> bool that logs an evaluation; True: slime logs only times "
-        "besides.",
-        hook=("log_eval_rollout_data",),
-        call=(Call("rollout_id, args, data, extra_metrics", "bool", may_be_async=True),),
+    custom_eval_rollout_log_function_path: str | None = function_path(
+        "(rollout_id, args, data, extra_metrics) -> bool",
+        " that logs an evaluation; True: slime logs only times besides.",
+        ("log_eval_rollout_data",),
+        may_be_async=True,
     )
 
 
 RULES = (
     Rule("eval_interval", "needs", "eval_prompt_data eval_config eval_function_path"),
+    Rule("eval_min_new_tokens", "is more than", "eval_max_response_len"),
+    Rule("eval_min_new_tokens", "is more than", "rollout_max_response_len", when="!eval_max_response_len"),
     Rule("eval_interval", "needs engines, and", "placement=train_only", " starts none", "!load_debug_rollout_data"),
 )
 
@@ -141,35 +140,24 @@ _KINDS = {str: "text", int: "a whole number", float: "a number", bool: "true or 
 
 
 def eval_datasets(args: Namespace) -> list[EvalDataset]:
-    """The datasets of ``--eval-prompt-data``, then those of ``--eval-config``.
-
-    Raises:
-        OptionError: a file that is missing or does not read, a key or value that is wrong, or a name given twice.
-    """
+    """The datasets of ``--eval-prompt-data``, then of ``--eval-config``; OptionError: a bad file, key or value, a name
+    twice."""
     datasets: dict[str, EvalDataset] = {}
     for dataset in [*_from_pairs(args), *_from_config(args)]:
         if dataset.name in datasets:
-            raise OptionError(_named_twice(dataset, datasets[dataset.name]))
+            other = datasets[dataset.name].source
+            again = " twice" if other == dataset.source else f", and so does {other}"
+            raise OptionError(f"{dataset.source} names {dataset.name!r}{again}")
         datasets[dataset.name] = dataset
     return list(datasets.values())
 
 
 def data_file(flag: str, path: str) -> str:
-    """The path of a data file, absolute, with its slice.
-
-    Raises:
-        OptionError: there is no such file.
-    """
+    """The path of a data file, absolute, with its slice; OptionError where there is none."""
     file, bracket, rest = path.partition("@[")
     if not os.path.isfile(os.path.expanduser(file)):
         raise OptionError(f"{flag} {path}: there is no file {file}")
     return os.path.abspath(os.path.expanduser(file)) + bracket + rest
-
-
-def _named_twice(dataset: EvalDataset, other: EvalDataset) -> str:
-    if dataset.source == other.source:
-        return f"{dataset.source} names {dataset.name!r} twice"
-    return f"{dataset.source} names {dataset.name!r}, and so does {other.source}"
 
 
 def _from_pairs(args: Namespace) -> Iterator[EvalDataset]:
@@ -194,20 +182,16 @@ def _from_config(args: Namespace) -> Iterator[EvalDataset]:
             raise OptionError(f"{source} {name}: path is missing")
         values["path"] = data_file(f"{source} {name}: path", values["path"])
         if any(key in values for key in _REWARD):  # its own reward is not that of the defaults, whichever kind that is
-            defaults_here = {key: value for key, value in defaults.items() if key not in _REWARD}
-        else:
-            defaults_here = defaults
-        dataset = _resolved(args, defaults_here | values, source)
+            values = dict.fromkeys(_REWARD) | values
+        dataset = _resolved(args, defaults | values, source)
         _check(dataset)
         yield dataset
 
 
 def _sections(path: str, source: str) -> dict[str, Any]:
     """``defaults`` and ``datasets``, which may stand below ``eval``."""
-    try:
+    with naming(source):
         content = read_yaml(path)
-    except ValueError as error:
-        raise OptionError(f"{source} {error}") from error
     if isinstance(content, Mapping) and set(content) == {"eval"}:
         content = content["eval"]
     if not isinstance(content, Mapping) or not content.get("datasets"):
@@ -285,7 +269,6 @@ def _is(value: Any, kind: type) -> bool:
 
 
 def _resolved(args: Namespace, values: dict[str, Any], source: str) -> EvalDataset:
-    """What ``values`` do not set is as the flags say."""
     by_flag = {}
     for key, flags in _FLAGS.items():
         found = [getattr(args, flag) for flag in flags if getattr(args, flag) is not None]
@@ -295,7 +278,6 @@ def _resolved(args: Namespace, values: dict[str, Any], source: str) -> EvalDatas
 
 
 def _check(dataset: EvalDataset) -> None:
-    """Sampling parameters that engines refuse."""
     if dataset.top_k == 0:
         raise OptionError(f"{dataset}: top_k must be -1 (all) or at least 1, not 0")
     least, most = dataset.min_new_tokens, dataset.max_response_len

@@ -60,11 +60,7 @@ Modules = Callable[[Collection[str]], Collection[str]]
 def check_adapters(
     directory: str | Path, saved: dict[str, Any] | None, own: dict[str, Any] | None, modules: Modules
 ) -> None:
-    """Compare the adapters of a checkpoint with those of the run; None is none.
-
-    Raises:
-        OptionError: they are not the same; names the flags that differ.
-    """
+    """Compare a checkpoint's adapters with the run's; None is none. OptionError names the flags that differ."""
     if saved == own:
         return
     if saved is None:
@@ -86,14 +82,9 @@ def check_adapters(
 
 
 def check_base(directory: str | Path, saved: Mapping[str, str] | None, own: Mapping[str, str] | None) -> None:
-    """Compare the base of a checkpoint's adapters with the run's; None where there are no adapters.
+    """Compare the bases of adapters, each the ``sha256`` of its values and its ``source``; OptionError if they differ.
 
-    Args:
-        saved: ``sha256`` of the base's values, and the ``source`` that it was read from.
-        own: the same.
-
-    Raises:
-        OptionError: they have other values.
+    None where there are no adapters.
     """
     if saved is not None and own is not None and saved["sha256"] != own["sha256"]:
         raise OptionError(
@@ -140,14 +131,9 @@ MERGED_SYNC = (
 
 
 def settle_lora_sync(args: Namespace, warnings: list[str]) -> None:
-    """Refuse engines that would not serve what a push carries; with ``--lora-sync auto`` push merged weights then.
+    """Refuse engines that would not serve what a push carries: OptionError, or, of ``--lora-sync auto``, merged ones.
 
-    Args:
-        args: complete, with the model's shape. ``lora_sync`` becomes ``merged`` or ``adapter``.
-        warnings: where the reason for merged weights goes.
-
-    Raises:
-        OptionError: naming both flags.
+    ``args`` are complete, with the model's shape; ``lora_sync`` becomes ``merged`` or ``adapter``.
     """
     if args.lora_sync != "merged":
         computed = (f"{what} {_NOT}: {why}" for what, why in _against_adapter_sync(args))

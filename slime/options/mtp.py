@@ -6,7 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from slime.options.checkpoint import same_place
-from slime.options.checks.rules import Rule
+from slime.options.checks.rules import Rule, check
 from slime.options.errors import OptionError
 
 FLAG = "--enable-mtp-training"
@@ -32,19 +32,19 @@ RULES = (
     ),
 )
 
+DRAFT = (
+    Rule(
+        "sglang_speculative_draft_model_path sglang_speculative_algorithm",
+        ": with",
+        "update_weight_transport=disk check_weight_update_equal",
+        " SGLang would load the trained weights into the draft model too: drop the check, use tensor or distributed",
+    ),
+)
+"""Of engines that draft by a model of their own."""
+
 
 def check_heads(args: Namespace, count: int, model_type: str, trainable: list[str]) -> None:
-    """Refuse heads that the model does not have, or that are not known to be right with other options.
-
-    Args:
-        args: with the model's shape.
-        count: of heads, by config.json.
-        model_type: of config.json.
-        trainable: the model types whose heads can be trained.
-
-    Raises:
-        OptionError: naming flag and model.
-    """
+    """Refuse, by an OptionError, heads other than the ``count`` of config.json, or of a type that is not trainable."""
     if not args.enable_mtp_training:
         return
     if not count:
@@ -60,26 +60,17 @@ def check_heads(args: Namespace, count: int, model_type: str, trainable: list[st
 
 
 def check_saved_heads(directory: str | Path, saved: bool, own: bool) -> None:
-    """Compare whether a checkpoint to go on from has trained heads with whether the run trains them.
-
-    Raises:
-        OptionError: only one of them does.
-    """
+    """OptionError where only one of a checkpoint to go on from and of the run trains heads."""
     if saved != own:
         how = "with" if saved else "without"
         raise OptionError(f"{directory} was saved {how} {FLAG}, and its optimizer state can only be loaded {how} it")
 
 
 def check_heads_training(args: Namespace, warnings: list[str]) -> None:
-    """What a run that trains heads, or whose engines draft, cannot do beside it; sets ``args.pushes_heads``, and
-    ``args.drafts_apart``: whether engines draft by a model of their own, not by heads of the one that is
-    trained.
+    """Refuse, by an OptionError, what a run that trains heads, or whose engines draft, cannot do beside it.
 
-    Args:
-        warnings: gets what the user may not expect.
-
-    Raises:
-        OptionError: naming both flags.
+    Sets ``args.pushes_heads``, and ``args.drafts_apart``: whether engines draft by a model of their own, not by heads
+    of the one that is trained.
     """
     args.pushes_heads, args.drafts_apart = False, False
     draft = getattr(args, "sglang_speculative_draft_model_path", None)
@@ -88,11 +79,8 @@ def check_heads_training(args: Namespace, warnings: list[str]) -> None:
     drafts = args.num_engines > 0 and algorithm not in _DRAFTS_BY_NO_MODEL
     if drafts and not (by_heads and (draft is None or same_place(draft, args.hf_checkpoint))):
         args.drafts_apart = True
-        named = f"--sglang-speculative-algorithm {algorithm}"
-        _leave_alone(args, named if draft is None else f"--sglang-speculative-draft-model-path {draft}")
-    if not args.enable_mtp_training or args.placement == "rollout_only":
-        return
-    if not args.num_engines or not by_heads:
+        check(args, DRAFT)
+    if not args.enable_mtp_training or args.placement == "rollout_only" or not args.num_engines or not by_heads:
         return
     if args.drafts_apart:
         warnings.append(
@@ -106,18 +94,3 @@ def check_heads_training(args: Namespace, warnings: list[str]) -> None:
             "tensor or disk, and drops them of distributed: use disk, or tensor with --colocate"
         )
     args.pushes_heads = True
-
-
-def _leave_alone(args: Namespace, draft: str) -> None:
-    """Refuse what would have SGLang load the trained weights into a draft model of its own.
-
-    Args:
-        draft: the flag that asks for it, and its value.
-    """
-    if args.update_weight_transport == "disk":
-        flag, instead = "--update-weight-transport disk", "use tensor or distributed, which leave it alone"
-    elif args.check_weight_update_equal:
-        flag, instead = "--check-weight-update-equal", "the check has it read a directory; drop one of them"
-    else:
-        return
-    raise OptionError(f"{draft}: with {flag} SGLang would load the trained weights into the draft model too: {instead}")

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from slime.options.checks.rules import Rule, check
-from slime.options.errors import OptionError
+from slime.options.errors import OptionError, naming
 from slime.options.flags.parser import StrictParser
-from slime.options.flags.sglang import PassThrough, check_ranks, command_line
+from slime.options.flags.sglang import PassThrough, command_line
 from slime.options.model import has_weights, model_directory
+from slime.options.rollout import RANKS
 
 _FLAG = "--rm-sglang-args"
 
@@ -30,11 +31,7 @@ RULES = (
 
 
 def derive_reward_model(args: Namespace, warnings: list[str]) -> None:
-    """``rm_num_gpus``: 0 where no reward model is served.
-
-    Raises:
-        OptionError: slots or flags without a model, or slots that make no whole number of engines.
-    """
+    """``rm_num_gpus``: 0 where no reward model is served; OptionError: slots or flags that do not fit."""
     if args.rm_model_path is None or args.placement == "train_only":
         args.rm_num_gpus = 0
         return
@@ -44,11 +41,7 @@ def derive_reward_model(args: Namespace, warnings: list[str]) -> None:
 
 
 def find_reward_model(args: Namespace) -> None:
-    """Make ``rm_model_path`` an absolute directory; a hub id is downloaded first.
-
-    Raises:
-        OptionError: it is neither directory nor hub id, or holds no weights.
-    """
+    """Make ``rm_model_path`` an absolute directory; a hub id is downloaded first. OptionError: it holds no weights."""
     if not args.rm_num_gpus:
         return
     is_there = os.path.isdir(os.path.expanduser(args.rm_model_path)) or not args.dry_run
@@ -59,12 +52,8 @@ def find_reward_model(args: Namespace) -> None:
 
 
 def reward_engine_flags(parser: StrictParser, values: Mapping[str, Any] | None) -> list[str]:
-    """The words of an SGLang command line that ``--rm-sglang-args`` means, checked like ``--sglang-`` flags.
-
-    Raises:
-        OptionError: an entry that is no flag of the installed SGLang, a value that it does not take, or one by which
-            an engine would take more slots than it has.
-    """
+    """The words of an SGLang command line that ``--rm-sglang-args`` means, checked like ``--sglang-`` flags; or
+    OptionError."""
     actions = (a for a in parser._actions if isinstance(a, PassThrough) and a.words == "sglang_words")
     known = {action.dest.removeprefix("sglang_") for action in actions}
     settings = Namespace()
@@ -76,13 +65,10 @@ def reward_engine_flags(parser: StrictParser, values: Mapping[str, Any] | None) 
                 f"{_FLAG}: {key!r} is no flag of the installed SGLang, or one that slime decides"
                 + (f"; did you mean {' or '.join(near)}?" if near else "")
             )
-        try:
+        with naming(f"{_FLAG}:"):
             parser.set_entry(f"sglang_{name}", value, settings)
-        except ValueError as error:
-            raise OptionError(f"{_FLAG}: {error}") from error
-    given = vars(settings)
     try:
-        check_ranks(given, "", "--rm-num-gpus-per-engine")
+        check(settings, RANKS)
     except OptionError as error:
-        raise OptionError(f"{_FLAG}: {error}") from error
-    return command_line(given.get("sglang_words", {}))
+        raise OptionError(f"{_FLAG}: {str(error).replace('--sglang-', '')}") from error
+    return command_line(getattr(settings, "sglang_words", {}))

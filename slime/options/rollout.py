@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from slime.options.checks.rules import Rule
 from slime.options.flags.calls import Call
-from slime.options.flags.schema import LARGEST_SEED, option
+from slime.options.flags.schema import LARGEST_SEED, function_path, option
 
 DEFAULT_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
 FULLY_ASYNC_ROLLOUT = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
@@ -47,11 +47,11 @@ class RolloutOptions:
     hf_checkpoint: str | None = option(
         None, "Hugging Face directory or hub id: tokenizer, config.json, initial weights. Required."
     )
-    rollout_function_path: str = option(
+    rollout_function_path: str = function_path(
+        "(args, rollout_id, data_source, evaluation=False) -> RolloutFnTrainOutput",
+        " that makes one rollout.",
+        ("generate_rollout",),
         DEFAULT_ROLLOUT,
-        "Function (args, rollout_id, data_source, evaluation=False) that makes one rollout.",
-        hook=("generate_rollout",),
-        call=(Call("args, rollout_id, data_source, evaluation=False", "RolloutFnTrainOutput"),),
     )
     custom_generate_function_path: str | None = option(
         None,
@@ -65,11 +65,11 @@ class RolloutOptions:
         "Prompts to begin at a time; at least --rollout-batch-size. Surplus groups go back to the buffer.",
         at_least=1,
     )
-    dynamic_sampling_filter_path: str | None = option(
-        None,
-        "Function (args, samples, **kwargs) -> DynamicFilterOutput or bool: whether a finished group is trained.",
-        hook=("dynamic_sampling_filter", "check_reward_nonzero_std"),
-        call=(Call("args, samples, **kwargs", "DynamicFilterOutput | bool", may_be_async=True),),
+    dynamic_sampling_filter_path: str | None = function_path(
+        "(args, samples, **kwargs) -> DynamicFilterOutput | bool",
+        ": whether a finished group is trained.",
+        ("dynamic_sampling_filter", "check_reward_nonzero_std"),
+        may_be_async=True,
     )
     partial_rollout: bool = option(
         False, "Continue unfinished responses in a later rollout, instead of starting them again."
@@ -84,25 +84,23 @@ class RolloutOptions:
         "When a user's function, a reward or one request fails: try the sample up to three times and then drop its "
         "group, drop it at once, or stop the run.",
     )
-    rollout_sample_hook_path: list[list[str]] | None = option(
-        None,
-        "Function (args, sample, *, rollout_id, evaluation) -> Sample or None, called with every sample between its "
-        "generation and its reward; the flag may be repeated.",
-        hook=("sample_hook", "rollout_sample_hook"),
-        call=(Call("args, sample, *, rollout_id=None, evaluation=False", "Sample | None", may_be_async=True),),
+    rollout_sample_hook_path: list[list[str]] | None = function_path(
+        "(args, sample, *, rollout_id=None, evaluation=False) -> Sample | None",
+        ", called with every sample between its generation and its reward; the flag may be repeated.",
+        ("sample_hook", "rollout_sample_hook"),
+        may_be_async=True,
     )
-    rollout_sample_filter_path: str | None = option(
-        None,
-        "Function (args, groups) that sets remove_sample of samples to be left out of the loss.",
-        hook=("rollout_sample_filter", "sample_filter"),
-        call=(Call("args, groups", "None", may_be_async=True),),
+    rollout_sample_filter_path: str | None = function_path(
+        "(args, groups) -> None",
+        " that sets remove_sample of samples to be left out of the loss.",
+        ("rollout_sample_filter", "sample_filter"),
+        may_be_async=True,
     )
-    rollout_all_samples_process_path: str | None = option(
-        None,
-        "Function (args, all_groups, data_source), called after each rollout with every finished group, filtered ones "
-        "included.",
-        hook=("process_all_samples", "all_samples_process"),
-        call=(Call("args, all_groups, data_source", "None", may_be_async=True),),
+    rollout_all_samples_process_path: str | None = function_path(
+        "(args, all_groups, data_source) -> None",
+        ", called after each rollout with every finished group, filtered ones included.",
+        ("process_all_samples", "all_samples_process"),
+        may_be_async=True,
     )
     max_turns: int | None = option(None, "For custom generate functions: turns of one sample at most.", at_least=1)
     rollout_temperature: float = option(1.0, "Sampling temperature; the trainer's log-probs use it too.", above=0)
@@ -170,7 +168,24 @@ class EngineOptions:
     sglang_server_concurrency: int = option(512, "Requests in flight per engine.", at_least=1)
 
 
+RANKS = (
+    # SGLang 0.5.17 gives all copies the one --nccl-port that it is started with, too.
+    Rule(
+        "sglang_dp_size>1",
+        "needs",
+        "sglang_enable_dp_attention",
+        "; copies of the whole model are engines of their own, with as many slots each",
+    ),
+    Rule(
+        "sglang_pp_size>1",
+        "cannot be used: an engine's slots (--rollout-num-gpus-per-engine, a reward model's --rm-num-gpus-per-engine) "
+        "are all tensor-parallel ranks; drop it",
+    ),
+)
+"""An engine's slots are the tensor-parallel ranks of one model, and it has no other ranks."""
+
 RULES = (
+    *RANKS,
     Rule("over_sampling_batch_size", "is less than", "rollout_batch_size"),
     Rule(
         "mask_offpolicy_in_partial_rollout",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from argparse import Namespace
 
-from slime.options.algorithm import check_critic_only
+from slime.options.algorithm import CRITIC_ONLY
 from slime.options.checks.rules import Rule, check
 from slime.options.errors import OptionError
 
@@ -60,11 +60,7 @@ RULES = (
 
 
 def check_training(args: Namespace) -> None:
-    """Choose the distributed optimizer where the user did not, and refuse what cannot be trained with.
-
-    Raises:
-        OptionError: an optimizer or a schedule that cannot be, or a feature that the trainer does not have.
-    """
+    """Choose the distributed optimizer where the user did not; OptionError for what cannot be trained with."""
     check(args, RULES)
     if args.transformer_impl == "transformer_engine":
         try:
@@ -83,12 +79,7 @@ def check_training(args: Namespace) -> None:
 
 
 def import_transformer_engine() -> None:
-    """Import what Transformer Engine has for torch.
-
-    Raises:
-        ImportError: whatever came of it, in one line: packages that are missing, or do not fit together, end in many
-            ways.
-    """
+    """Import what Transformer Engine has for torch; ImportError, in one line, for the many ways in which that fails."""
     try:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:
@@ -126,25 +117,18 @@ def _check_weight_decay(args: Namespace) -> None:
 
 
 def check_schedule(args: Namespace) -> None:
-    """What ``--num-epoch`` leaves open until the prompts are counted and ``num_rollout`` is set.
-
-    Raises:
-        OptionError: a warm-up that is not shorter than the decay, or a run that ends before the actor trains.
-    """
+    """What ``--num-epoch`` leaves open until the prompts are counted and ``num_rollout`` is set; or OptionError."""
     if args.placement == "rollout_only":
         return
-    check_critic_only(args)
+    check(args, CRITIC_ONLY)
     for trained in (args, critic_options(args)) if args.use_critic else (args,):
         warmup_and_decay_steps(trained)
 
 
 def warmup_and_decay_steps(args: Namespace) -> tuple[int, int]:
-    """Optimizer steps of the learning rate's warm-up, and those until its decay ends, warm-up included.
+    """Optimizer steps of the learning rate's warm-up, and those until its decay ends, warm-up included; or OptionError.
 
     With ``--num-epoch`` and no ``--lr-decay-iters`` they are known once the prompts are counted.
-
-    Raises:
-        OptionError: a warm-up that is not shorter than the decay, or a last part of WSD that begins within it.
     """
     if args.num_rollout == 0:
         return 0, 1

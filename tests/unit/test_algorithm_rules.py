@@ -221,7 +221,7 @@ def test_functions_in_a_bare_file(name: str, function: str, directory: Path) -> 
         *((f"--loss-type sft_loss --use-kl-loss {words}", f"{words} has no effect with --loss-type sft_loss: drop it")
           for words in ("--kl-loss-coef 0.1", "--kl-coef 0.1", "--entropy-coef 0.1")),
         ("--keep-old-actor", "--keep-old-actor is of train_async.py"),
-        (f"{PPO} --num-critic-only-steps 3", "--num-critic-only-steps 3 leaves none of 3 rollouts to the actor"),
+        (f"{PPO} --num-critic-only-steps 3", "--num-critic-only-steps 3 leaves none of --num-rollout 3 to the actor"),
         ("--eps-clip-c 1", "--eps-clip-c"),
         ("--rs-veto-threshold 0", "--rs-veto-threshold"),
         ("--loss-constant-length 0", "--loss-constant-length"),
@@ -278,7 +278,7 @@ def test_schedules_count_the_rollouts_that_a_model_learns_from() -> None:
     assert warmup_and_decay_steps(args) == (3, 6)
     assert warmup_and_decay_steps(critic_options(args)) == (5, 10)
     args.num_rollout = 4  # as with --num-epoch, once the prompts are counted
-    with pytest.raises(OptionError, match="--num-critic-only-steps 4 leaves none of 4 rollouts to the actor"):
+    with pytest.raises(OptionError, match="--num-critic-only-steps 4 leaves none of --num-rollout 4 to the actor"):
         check_schedule(args)
 
 

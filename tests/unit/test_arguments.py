@@ -156,7 +156,7 @@ def test_hooks_are_loaded_and_their_flags_known(parse: Parse, directory: Path, f
         ("--n-samples-per-prompt 1", "", "--n-samples-per-prompt 1 leaves --advantage-estimator grpo nothing"),
         ("--use-dynamic-batch-size", "", "--use-dynamic-batch-size needs --max-tokens-per-gpu"),
         ("", "--colocate", "--rollout-num-gpus is missing"),
-        ("--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2", "--colocate", "3 rollout slots are no multiple"),
+        ("--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2", "--colocate", "3 rollout slots are not a multiple"),
         ("--rollout-num-gpus-per-engine 12", "", "12 is more than --num-gpus-per-node 8 and no multiple of it"),
         ("--debug-rollout-only --debug-train-only", "", "--debug-rollout-only and --debug-train-only exclude"),
         ("--use-kl-loss", "", "--use-kl-loss needs --ref-load"),
@@ -240,7 +240,7 @@ def test_hooks_are_loaded_and_their_flags_known(parse: Parse, directory: Path, f
         ("--hf-checkpoint bare", "", "bare: there are no *.safetensors in it"),
         ("--hf-checkpoint bare --debug-rollout-only", "", "bare: there are no *.safetensors in it"),
         ("--hf-checkpoint moe --expert-tensor-parallel-size 3", "",
-         "no multiple of --expert-tensor-parallel-size 3"),
+         "not a multiple of --expert-tensor-parallel-size 3"),
         ("--rolout-batch-size 4", "", "unknown flag --rolout-batch-size; did you mean --rollout-batch-size?"),
     ],
 )  # fmt: skip

@@ -65,13 +65,13 @@ def test_engines_that_draft_by_the_heads_are_given_them(directory: Path, capsys:
         (
             f"{EAGLE3} {DISAGGREGATE} --update-weight-transport disk",
             "--colocate",
-            f"{DRAFT} other: with --update-weight-t",
+            f"{DRAFT}, --sglang-speculative-algorithm EAGLE3: with --update-weight-t",
         ),
-        (f"{EAGLE3} --check-weight-update-equal", "", f"{DRAFT} other: with --check-weight-update-equal SGLang would"),
+        (f"{EAGLE3} --check-weight-update-equal", "", f"{DRAFT}, --sglang-speculative-algorithm EAGLE3: with --check-"),
         (
             "--sglang-speculative-algorithm standalone --check-weight-update-equal",
             "",
-            "--sglang-speculative-algorithm STANDALONE: with --check-weight-update-equal SGLang would load",
+            "--sglang-speculative-algorithm standalone: with --check-weight-update-equal SGLang would load",
         ),
         ("--enable-mtp-training", "", "has no MTP heads (num_nextn_predict_layers of config.json)"),
         ("--hf-checkpoint qwen3 --enable-mtp-training", "", "the heads of qwen3 cannot be trained"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -60,14 +59,6 @@ def test_so_are_those_of_the_algorithm(flag: str, takes: str, directory: Path, f
     mine = directory / "mine.py"
     mine.write_text("def none(): pass\n")
     assert fails(f"{flag} {mine}:none").startswith(f"{flag} {mine}:none: it is called as {takes}")
-
-
-def test_help_names_the_signature_that_is_checked() -> None:
-    for field in FIELDS.values():
-        (shown,) = re.findall(r"^Function \(([^)]*)\)", field.metadata["help"])
-        names = [parameter.split("=")[0] for parameter in shown.split(", ")]
-        (call,) = field.metadata["call"]
-        assert names[: len(call.positional)] == call.positional
 
 
 def test_a_hook_of_the_disk_transport(directory: Path, fails: Fails) -> None:

@@ -98,7 +98,7 @@ def test_conversations_are_not_cut_but_their_evaluation_is(parse: Parse) -> None
         (
             "--sglang-pipeline-parallel-size 2",
             "",
-            "--sglang-pp-size 2 cannot be used: an engine's --rollout-num-gpus-per",
+            "--sglang-pp-size 2 cannot be used: an engine's slots (--rollout-num-gpus-per",
         ),
         ("--sglang-context-length 7", "", "an engine's context of 7 tokens"),
         ("--rm-type dapo", "", "--rm-type dapo answers with an object: --reward-key must be score or acc"),
@@ -115,7 +115,7 @@ def test_conversations_are_not_cut_but_their_evaluation_is(parse: Parse) -> None
         (f"--eval-top-p 1.01 {EVAL}", "", "argument --eval-top-p: must be at most 1, not 1.01"),
         ("--rollout-top-k 0", "", "--rollout-top-k 0 must be -1 (all) or at least 1"),
         (f"--eval-top-k 0 {EVAL}", "", "--eval-top-k 0 must be -1 (all) or at least 1"),
-        (f"--eval-min-new-tokens 17 {EVAL}", "", "--eval-min-new-tokens 17 is more than the 16 tokens"),
+        (f"--eval-min-new-tokens 17 {EVAL}", "", "--eval-min-new-tokens 17 is more than --rollout-max-response-len 16"),
         ("--fp8-format hybrid", "", "--fp8-format hybrid is not available yet"),
         ("--rotary-interleaved", "", "--rotary-interleaved is True, config.json means False"),
         ("--num-experts 4", "", "--num-experts is 4, config.json means none"),

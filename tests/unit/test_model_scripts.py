@@ -13,8 +13,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from slime.options.checks.model_shape import contradictions
 from slime.options.flags.patterns import layer_pattern, written_pattern
-from slime.options.model import contradictions
 from tests import shipped
 from tools import model_args
 

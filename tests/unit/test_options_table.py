@@ -13,7 +13,7 @@ from slime.options.flags.parser import StrictParser
 from slime.options.flags.unavailable import (
     NOT_YET,
     REPLACED,
-    REPLACED_VALUES,
+    UNAVAILABLE_VALUES,
     WITHOUT_EFFECT,
     WITHOUT_EFFECT_VALUES,
     explain_flag,
@@ -127,7 +127,7 @@ def test_every_flag_of_the_model_scripts_parses(known_flags: set[str]) -> None:
 def test_no_flag_is_both_available_and_not(known_flags: set[str]) -> None:
     later = " ".join(NOT_YET.values()).split()
     assert not {*later, *REPLACED, *WITHOUT_EFFECT} & known_flags
-    assert {flag for flag, _ in REPLACED_VALUES} <= known_flags
+    assert {flag for flag, _ in UNAVAILABLE_VALUES} <= known_flags
     assert {flag for flag, _ in WITHOUT_EFFECT_VALUES} <= set(REPLACED)
     assert len(later) == len(set(later))
     assert len({*later, *REPLACED, *WITHOUT_EFFECT}) == len(later) + len(REPLACED) + len(WITHOUT_EFFECT)

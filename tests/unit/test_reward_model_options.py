@@ -83,7 +83,8 @@ def test_it_has_slots_and_flags_of_its_own(tmp_path: Path) -> None:
         ),
         (
             f'{SERVED} --rm-sglang-args {{"pp-size":"2"}}',
-            "--rm-sglang-args: pp-size 2 cannot be used: an engine's --rm-num-gpus-per-engine slots are all tensor-par",
+            "--rm-sglang-args: pp-size 2 cannot be used: an engine's slots (--rollout-num-gpus-per-engine, a reward "
+            "model's --rm-num-gpus-per-engine) are all tensor-par",
         ),
         ("--custom-rm-path judging.py:other", "judging.py:other: it is called as (args, sample, **kwargs) or as"),
     ],

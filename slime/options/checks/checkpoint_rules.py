@@ -19,7 +19,7 @@ from slime.options.checkpoint import (
     same_place,
     saved_model,
 )
-from slime.options.errors import OptionError
+from slime.options.errors import OptionError, naming
 from slime.options.flags.schema import flag_named
 from slime.options.lora import Modules, check_adapters, described
 from slime.options.model import has_weights
@@ -53,13 +53,10 @@ def load_release(args: Namespace, warnings: list[str]) -> None:
 
 
 def derive_checkpoints(args: Namespace) -> SavedModel | None:
-    """Where the run reads and writes; `load_release` comes before.
+    """Settle where the run reads and writes; `load_release` comes before. OptionError: a place that is none, or lacks
+    what the run would look for in it.
 
-    Returns:
-        What the checkpoint that ``--load`` goes on from says of its model; None where there is none.
-
-    Raises:
-        OptionError: a place is none, or does not hold what the run would look for in it.
+    Returns what the checkpoint that ``--load`` goes on from says of its model; None where there is none.
     """
     args.launch_dir = os.getcwd()
     args.run_dir = args.run_dir or args.save or os.path.join("outputs", time.strftime("%Y%m%d-%H%M%S"))
@@ -105,7 +102,6 @@ def starting_point(args: Namespace) -> str:
 
 
 def _resumed(args: Namespace, directory: Path) -> SavedModel | None:
-    """What the latest checkpoint in ``--load`` says of its model; None of nothing, which the run is to save there."""
     latest = _latest("--load", directory)
     if latest is None:
         _check_empty(args, directory)
@@ -123,7 +119,6 @@ def _resumed(args: Namespace, directory: Path) -> SavedModel | None:
 
 
 def _check_empty(args: Namespace, directory: Path) -> None:
-    """A ``--load`` without a checkpoint may only be where this run saves."""
     if os.path.isfile(directory / "config.json"):
         raise OptionError(
             f"--load {directory} is a Hugging Face directory: --load is for resuming; name it by --hf-checkpoint, or "
@@ -140,24 +135,14 @@ def _check_empty(args: Namespace, directory: Path) -> None:
 
 
 def check_saved_adapters(args: Namespace, resumed: SavedModel | None, modules: Modules) -> None:
-    """Refuse to go on from other adapters than the run's.
-
-    Args:
-        resumed: what `derive_checkpoints` returned.
-        modules: of the model.
-
-    Raises:
-        OptionError: the latest checkpoint in ``--load`` holds other adapters.
-    """
+    """Compare the run's adapters with those of ``resumed``, which `derive_checkpoints` returned; OptionError if they
+    differ."""
     if resumed is not None:
         own = described(args.lora_rank, args.lora_alpha, args.lora_target_modules) if args.lora_rank else None
         check_adapters(f"--load {resumed.directory}", resumed.adapters, own, modules)
 
 
 def _latest(flag: str, directory: str | Path) -> Path | None:
-    """The latest checkpoint in the directory of a flag."""
-    try:
+    with naming(f"{flag} {directory}:", FileNotFoundError):
         found = find_checkpoint(directory)
-    except (FileNotFoundError, ValueError) as error:
-        raise OptionError(f"{flag} {directory}: {error}") from error
     return found[0] if found else None

@@ -30,12 +30,9 @@ def exports_after(args: Namespace, rollout_id: int) -> dict[str, str]:
 
 
 def check_exports(args: Namespace) -> None:
-    """Refuse exports that would take something else away; `derive_checkpoints` and `derive_templates` come before.
+    """Refuse, by an OptionError, exports into a directory that is, or holds, another place of the run or anything else.
 
-    A run without trainers writes none.
-
-    Raises:
-        OptionError: a directory that is, or holds, another place of the run, or that has something else in it.
+    `derive_checkpoints` and `derive_templates` come before.
     """
     paths = {name: path for name in _EXPORTS if (path := getattr(args, name)) is not None}
     if not paths or args.placement == "rollout_only":
@@ -90,13 +87,11 @@ def _origin(args: Namespace, rollout_id: int) -> dict[str, Any]:
 
 
 def _other_than_an_export(directory: Path) -> str:
-    """The first thing in a directory that no export has put there; empty where there is none."""
     own = {EXPORT_MARK, *map(str, _mark(directory).get("files", ()))}
     return min({path.name for path in directory.iterdir()} - own, default="")
 
 
 def _mark(directory: str | Path) -> dict[str, Any]:
-    """What the mark of an export says; nothing where there is none, or one that no export wrote."""
     try:
         mark = json.loads(Path(directory, EXPORT_MARK).read_bytes())
     except (FileNotFoundError, ValueError):

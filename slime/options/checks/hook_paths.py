@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from slime.options.errors import OptionError
+from slime.options.errors import OptionError, naming
 from slime.options.eval_datasets import EvalDataset, EvalOptions
 from slime.options.flags.calls import Call, form_of
 from slime.options.flags.schema import flag_of, hook_fields
@@ -59,10 +59,8 @@ def _note_columns(args: Namespace, path: str, where: str) -> None:
     if not all(are_columns):
         raise OptionError(f"{where}: {_DECLARED} of its module has Columns and other things")
     args.column_modules = [*args.column_modules, source]
-    try:
+    with naming(f"{where}:", ColumnError):
         columns_of(args)
-    except ColumnError as error:
-        raise OptionError(f"{where}: {error}") from error
 
 
 def _check_model_inputs(args: Namespace) -> None:

@@ -41,11 +41,7 @@ _RECOMPUTED_BY_TRANSFORMER_ENGINE = {"layernorm", "mla_up_proj"}
 
 
 def check_layout(args: Namespace) -> None:
-    """Fill in what the layout implies and refuse what cannot work; needs the model's shape.
-
-    Raises:
-        OptionError: sizes that do not divide, or flags that need others.
-    """
+    """Fill in what the layout implies; OptionError for what cannot work. Needs the model's shape."""
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     args.expert_tensor_parallel_size = args.expert_tensor_parallel_size or tp
     if tp == 1:
@@ -74,7 +70,6 @@ def check_layout(args: Namespace) -> None:
 
 
 def _slots(args: Namespace, *sizes: str) -> int:
-    """The product of sizes, of which the training slots are a multiple."""
     product: int = prod(getattr(args, name) for name in sizes)
     if args.world_size % product:
         shown = " x ".join(f"{flag_named(name)} {getattr(args, name)}" for name in sizes)
@@ -86,7 +81,6 @@ def _slots(args: Namespace, *sizes: str) -> int:
 
 
 def _even_chunks(args: Namespace, pp: int, chunks: int | None) -> int | None:
-    """Chunks of the interleaved pipeline on each rank, with as many layers in each stage."""
     layers = args.num_layers
     extra = int(args.account_for_embedding_in_pipeline_split) + int(args.account_for_loss_in_pipeline_split)
     if (layers + extra) % pp:

@@ -39,10 +39,7 @@ def rows_may_name_rewards(path: str | None, metadata_key: str | None) -> bool:
 
 
 def comes_before_reward(args: Namespace) -> bool:
-    """Whether code of a user's own comes before the reward of training samples, and may set it, its name or labels.
-
-    A sample that then has no reward is an error of its own.
-    """
+    """Whether code of a user's own comes before the reward of training samples, and may set it, its name or labels."""
     own_code = args.custom_generate_function_path or args.rollout_sample_hook_path
     return bool(own_code) or has_own_source(args) or not generates_itself(args.rollout_function_path)
 
@@ -75,17 +72,13 @@ def check_rewards(args: Namespace) -> None:
 
 
 def _need(rm_type: str | None, where: str, unmet: tuple[tuple[str, str], ...]) -> None:
-    """Refuse a reward that lacks something."""
     if problem := dict(unmet).get((rm_type or "").removeprefix("boxed_")):
         raise OptionError(f"{where} {problem}")
 
 
 def reward_of_dataset(args: Namespace, dataset: EvalDataset) -> tuple[str, str | None]:
-    """Where the built-in reward of a dataset's rows is named, unless in these, and its name.
-
-    Raises:
-        OptionError: a name that is no text.
-    """
+    """Where the built-in reward of a dataset's rows is named, unless in these, and its name; OptionError: it is no
+    text."""
     override = (dataset.metadata_overrides or {}).get("rm_type")
     if dataset.rm_type is not None:
         return f"{dataset}: rm_type", dataset.rm_type

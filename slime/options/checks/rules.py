@@ -32,6 +32,7 @@ _COMPARED: dict[str, Callable[[Any, Any], bool]] = {
     "is more than": operator.gt,
     "is less than": operator.lt,
     "is not before": operator.ge,
+    "leaves none of": operator.ge,
     "is not a multiple of": lambda amount, size: amount % size != 0,
 }
 _WITHOUT = ("needs", "has no effect without")

@@ -20,7 +20,6 @@ from slime.options.errors import OptionError, Reasons
 from slime.options.eval_datasets import CONFIG, PAIRS, data_file, eval_datasets
 from slime.options.eval_datasets import RULES as EVAL_RULES
 from slime.options.flags.schema import flag_named
-from slime.options.flags.sglang import check_ranks
 from slime.options.reward_model import derive_reward_model
 from slime.options.rollout import DEFAULT_ROLLOUT, SFT_ROLLOUT, generates_itself
 
@@ -57,7 +56,7 @@ def derive_all(args: Namespace, warnings: list[str], reasons: Reasons) -> SavedM
     reasons.of(_batches, args)
     reasons.of(_data, args)
     reasons.of(_evaluation, args, warnings)
-    reasons.of(_sampling, args, warnings)
+    reasons.of(_warn_of_sampling, args, warnings)
     reasons.of(check_rewards, args)
     reasons.of(derive_reward_model, args, warnings)
     resumed: SavedModel | None = reasons.of(derive_checkpoints, args)
@@ -68,12 +67,9 @@ def derive_all(args: Namespace, warnings: list[str], reasons: Reasons) -> SavedM
 
 
 def limit_prompts(args: Namespace) -> None:
-    """Lower contexts to what an engine takes, and prompts to what leaves room for one response token.
+    """Lower contexts to what an engine takes, and prompts to what leaves room for one response token; or OptionError.
 
     Needs the model's config. Supervised prompts are conversations, which only flags limit.
-
-    Raises:
-        OptionError: an engine's context that has no room for a prompt.
     """
     usable = usable_context(args)
     if usable < 2 and args.num_engines:
@@ -85,8 +81,9 @@ def limit_prompts(args: Namespace) -> None:
     args.eval_max_context_len = _smallest(args.eval_max_context_len or args.rollout_max_context_len, usable)
     if args.loss_type != "sft_loss":
         args.rollout_max_context_len = _smallest(args.rollout_max_context_len, usable)
-    args.eval_max_prompt_len = _smallest(args.eval_max_prompt_len or given, _less_one(args.eval_max_context_len))
-    args.rollout_max_prompt_len = _smallest(given, _less_one(args.rollout_max_context_len))
+    args.eval_max_prompt_len = _smallest(args.eval_max_prompt_len or given, args.eval_max_context_len - 1)
+    context = args.rollout_max_context_len
+    args.rollout_max_prompt_len = _smallest(given, None if context is None else context - 1)
 
 
 def usable_context(args: Namespace) -> int:
@@ -96,16 +93,11 @@ def usable_context(args: Namespace) -> int:
 
 
 def _smallest(*lengths: int | None) -> int | None:
-    """None stands for no limit."""
     return min((length for length in lengths if length is not None), default=None)
 
 
-def _less_one(context: int | None) -> int | None:
-    return None if context is None else context - 1
-
-
 def _missing(args: Namespace) -> Iterator[str]:
-    """One sentence a flag that the run cannot do without, so that one error names them all."""
+    """All that the run cannot do without, so that one error names it."""
     supervised, replays = args.loss_type == "sft_loss", args.load_debug_rollout_data is not None
     train_only = args.placement == "train_only"
     if args.hf_checkpoint is None:
@@ -133,7 +125,6 @@ def _missing(args: Namespace) -> Iterator[str]:
 
 
 def _placement(args: Namespace, warnings: list[str]) -> None:
-    """The slots of both sides."""
     args.actor_num_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
     args.world_size = args.actor_num_gpus
     if args.placement == "train_only":
@@ -162,7 +153,6 @@ def _engines(args: Namespace) -> None:
             f"{args.rollout_num_gpus} rollout slots are not a multiple of --rollout-num-gpus-per-engine {per_engine}"
         )
     args.num_engines = args.rollout_num_gpus // per_engine
-    check_ranks(vars(args), "--sglang-", "--rollout-num-gpus-per-engine")
 
 
 def _batches(args: Namespace) -> None:
@@ -217,11 +207,7 @@ def _evaluation(args: Namespace, warnings: list[str]) -> None:
         args.eval_function_path = DEFAULT_ROLLOUT if is_sft else args.rollout_function_path
 
 
-def _sampling(args: Namespace, warnings: list[str]) -> None:
-    """Sampling parameters that engines refuse, or that trainers do not know of."""
-    least, most = args.eval_min_new_tokens, args.eval_max_response_len or args.rollout_max_response_len
-    if least is not None and most is not None and least > most:
-        raise OptionError(f"--eval-min-new-tokens {least} is more than the {most} tokens of an evaluation's response")
+def _warn_of_sampling(args: Namespace, warnings: list[str]) -> None:
     if args.placement in ("train_only", "rollout_only") or args.loss_type == "sft_loss":
         return
     for name, of_all in (("rollout_top_p", 1.0), ("rollout_top_k", -1)):

@@ -61,7 +61,6 @@ class Call:
         return names[: len(names) - len(self._arguments.defaults)]
 
     def _by_name(self, signature: inspect.Signature) -> list[str]:
-        """What is passed by name to a function of this signature."""
         pairs = zip(self._arguments.kwonlyargs, self._arguments.kw_defaults, strict=True)
         return [a.arg for a, default in pairs if default is None or a.arg in signature.parameters]
 
@@ -75,7 +74,7 @@ class Call:
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
-    """A function's or class's signature; None for those that are not written in Python and have none."""
+    """A function's or class's signature; None for those that are not written in Python."""
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):
@@ -123,7 +122,9 @@ def _form_of(function: Callable[..., Any], calls: tuple[Call, ...], where: str) 
     if len(fitting) == 1:
         wrong = fitting[0].problem(signature)
         if wrong is None:
-            _check_async(function, fitting[0], where)
+            if _is_async(function) and not (fitting[0].is_async or fitting[0].may_be_async):
+                problem = "it is async, and nobody awaits it, so that it would never run"
+                raise CallError(f"{where}: {problem}: write def, not async def", problem, "write def, not async def")
             return fitting[0]
         problem = wrong
     else:
@@ -131,12 +132,6 @@ def _form_of(function: Callable[..., Any], calls: tuple[Call, ...], where: str) 
         problem = f"it must have a parameter {names}, not both: the name tells how it is called"
     forms = " or as ".join(f"({call.parameters})" for call in told or calls)
     raise CallError(f"{where}: it is called as {forms}, and takes {signature}: {problem}", problem)
-
-
-def _check_async(function: Callable[..., Any], call: Call, where: str) -> None:
-    if _is_async(function) and not (call.is_async or call.may_be_async):
-        problem = "it is async, and nobody awaits it, so that it would never run"
-        raise CallError(f"{where}: {problem}: write def, not async def", problem, "write def, not async def")
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

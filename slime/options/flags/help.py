@@ -44,11 +44,7 @@ class HelpAction(argparse.Action):
         most_used: Sequence[str] = (),
         **kwargs: Any,
     ) -> None:
-        """
-        Args:
-            sections: by the word that shows them, how the titles of groups begin that ``--help`` alone leaves out.
-            most_used: flags that it shows first.
-        """
+        """``sections``: by the word that shows them, how titles of groups begin that ``--help`` alone leaves out."""
         super().__init__(option_strings, dest, nargs="?", default=argparse.SUPPRESS, **kwargs)
         self.sections = sections
         self.most_used = most_used
@@ -106,7 +102,6 @@ class HelpAction(argparse.Action):
 
 
 def _in_short(action: argparse.Action) -> argparse.Action:
-    """The flag with the beginning of its help."""
     shown = copy.copy(action)
     shown.option_strings = action.option_strings[:1]
     shown.help = re.split(r"[.;:](?:\s|$)|\s\(", action.help or "")[0] + "."
@@ -119,7 +114,6 @@ def _name(group: Any) -> str:
 
 
 def _is_called(group: Any, word: str) -> bool:
-    """Whether every part of ``word`` begins a part of the group's name."""
     parts = _name(group).split("-")
     wanted = re.findall(r"[a-z0-9]+", word.lower())
     return bool(wanted) and all(any(part.startswith(each) for part in parts) for each in wanted)

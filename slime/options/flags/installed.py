@@ -68,35 +68,28 @@ class PendingFlags:
         if self._process is not None:
             end_child(self._process, _END_S)
             Path(self._output).unlink(missing_ok=True)
+            self._process = None
 
     def result(self) -> list[dict[str, Any]]:
-        """The flags, one dict each.
-
-        Raises:
-            InstalledFlagsError: the package does not import, or not in time.
-        """
+        """The flags, one dict each; InstalledFlagsError: the package does not import, or not in time."""
         if self._process is not None:
-            print(f"reading the flags of {self._package} {self._version} (kept for next time) ...", file=sys.stderr)
-            process, self._process = self._process, None
-            self._records = self._wait(process)
+            name = f"{self._package} {self._version}"
+            print(f"reading the flags of {name} (kept for next time) ...", file=sys.stderr)
+            with self:
+                try:
+                    _, errors = self._process.communicate(timeout=READ_TIMEOUT)
+                except subprocess.TimeoutExpired as error:
+                    raise InstalledFlagsError(
+                        f"reading the flags of {name} took more than {READ_TIMEOUT:.0f} s"
+                    ) from error
+                if self._process.returncode != 0:
+                    last = (errors.strip().splitlines() or ["no message"])[-1]
+                    told = re.sub(r"^slime(\.\w+)+: ", "", last)  # of our own errors the message is the whole story
+                    raise InstalledFlagsError(f"reading the flags of {name} failed: {told}")
+                self._records = json.loads(Path(self._output).read_text())
             _write_cache(self._file, self._records)
         assert self._records is not None
         return self._records
-
-    def _wait(self, process: subprocess.Popen[str]) -> list[dict[str, Any]]:
-        name = f"{self._package} {self._version}"
-        try:
-            _, errors = process.communicate(timeout=READ_TIMEOUT)
-            if process.returncode != 0:
-                last = (errors.strip().splitlines() or ["no message"])[-1]
-                told = re.sub(r"^slime(\.\w+)+: ", "", last)  # of our own errors the message is the whole story
-                raise InstalledFlagsError(f"reading the flags of {name} failed: {told}")
-            return list(json.loads(Path(self._output).read_text()))
-        except subprocess.TimeoutExpired as error:
-            raise InstalledFlagsError(f"reading the flags of {name} took more than {READ_TIMEOUT:.0f} s") from error
-        finally:
-            end_child(process, _END_S)
-            Path(self._output).unlink(missing_ok=True)
 
 
 def _cache_file(package: str, version: str | None, code: str) -> Path:
@@ -121,7 +114,7 @@ def _read_cache(file: Path) -> list[dict[str, Any]] | None:
 
 
 def _write_cache(file: Path, records: list[dict[str, Any]]) -> None:
-    """Keep the records where that is possible: parsing works without a cache, only slower."""
+    """Parsing works without a cache, only slower."""
     part = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

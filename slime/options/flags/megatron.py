@@ -143,7 +143,6 @@ def _add_field(group: Any, record: dict[str, Any], existing: set[str]) -> None:
 
 
 def _checked(convert: Callable[[str], Any], name: str) -> Callable[[str], Any]:
-    """A converter with the bounds of its number, where it makes one."""
     return bounded(convert, BOUNDS.get(name, {"at_least": 0})) if convert in (int, float, _integer) else convert
 
 
@@ -172,26 +171,18 @@ def config_kwargs(args: argparse.Namespace, cls: type) -> dict[str, Any]:
 
 
 def _to_field(value: Any, field: dataclasses.Field[Any]) -> Any:
-    """A value as the command line holds it -> as the field wants it."""
     if isinstance(field.default, enum.Enum):
         return type(field.default)[value]
     if isinstance(value, str) and value in _DTYPES and str(field.type) == "<class 'torch.dtype'>":
         import torch
 
         return getattr(torch, _DTYPES[value])
-    is_choice = get_origin(field.type) in (Union, types.UnionType)
-    if is_choice and isinstance(value, list) and len(value) == 1 and not _only_lists(field.type):
-        return value[0]
-    return value
-
-
-def _only_lists(annotation: Any) -> bool:
-    members = [a for a in get_args(annotation) if a is not type(None)]
-    return all(get_origin(a) is list for a in members)
+    members = get_args(field.type) if get_origin(field.type) in (Union, types.UnionType) else ()
+    takes_one = any(get_origin(a) is not list for a in members if a is not type(None))
+    return value[0] if takes_one and isinstance(value, list) and len(value) == 1 else value
 
 
 def _computed(args: argparse.Namespace) -> dict[str, Any]:
-    """Fields that no flag sets as they are."""
     import torch
 
     dtype = getattr(torch, args.params_dtype)

@@ -17,8 +17,7 @@ from slime.options.flags.schema import flag_named
 class Flag:
     """One flag: the attribute that it sets, and how.
 
-    ``const`` makes it a switch that sets this value. ``field`` is the dataclass field that the attribute stands for,
-    where the two names differ.
+    ``const`` makes it a switch that sets this value.
     """
 
     name: str
@@ -27,12 +26,15 @@ class Flag:
     convert: Callable[[str], Any] = str
     const: Any = None
     default: Any = None
-    field: str | None = None
     choices: tuple[Any, ...] | None = None
 
 
 def _flag(name: str, help: str, convert: Callable[[str], Any] = str, dest: str = "", **kwargs: Any) -> Flag:
     return Flag(name, dest or name[2:].replace("-", "_"), help, convert, **kwargs)
+
+
+def _choice(name: str, help: str, choices: str, default: str | None = None, dest: str = "") -> Flag:
+    return _flag(name, help, dest=dest, choices=tuple(choices.split()), default=default)
 
 
 def _switch(name: str, help: str, dest: str = "", const: Any = True, default: Any = False, **kwargs: Any) -> Flag:
@@ -41,8 +43,8 @@ def _switch(name: str, help: str, dest: str = "", const: Any = True, default: An
 
 FLAGS: tuple[Flag, ...] = (
     # Shape. What is not given comes from config.json; what is given must agree with it.
-    _flag("--num-experts", "Experts of a mixture-of-experts layer.", int, field="num_moe_experts"),
-    _flag("--norm-epsilon", "Epsilon of the norms.", float, default=1e-5, field="layernorm_epsilon"),
+    _flag("--num-experts", "Experts of a mixture-of-experts layer.", int),
+    _flag("--norm-epsilon", "Epsilon of the norms.", float, default=1e-5),
     _flag("--max-position-embeddings", "Longest sequence of the model.", int),
     _flag("--vocab-size", "Vocabulary size before padding.", int),
     _flag("--padded-vocab-size", "Vocabulary size of the trained model.", int),
@@ -52,7 +54,7 @@ FLAGS: tuple[Flag, ...] = (
         int,
         default=128,
     ),
-    _flag("--position-embedding-type", "Kind of position embedding.", default="rope", choices=("rope", "yarn", "none")),
+    _choice("--position-embedding-type", "Kind of position embedding.", "rope yarn none", "rope"),
     _switch(
         "--use-rotary-position-embeddings",
         "The same as --position-embedding-type rope.",
@@ -67,7 +69,7 @@ FLAGS: tuple[Flag, ...] = (
     _switch("--disable-bias-linear", "No biases in linear layers.", "add_bias_linear", const=False, default=True),
     _switch("--untie-embeddings-and-output-weights", "The output layer has weights of its own."),
     _switch("--group-query-attention", "Fewer key/value heads than query heads."),
-    _switch("--apply-layernorm-1p", "Norm weights are stored minus one.", field="layernorm_zero_centered_gamma"),
+    _switch("--apply-layernorm-1p", "Norm weights are stored minus one."),
     _switch("--use-gated-attention", "The same as --attention-output-gate.", "attention_output_gate"),
     _switch("--post-self-attn-layernorm", "A norm after attention (GLM-4)."),
     _switch("--post-mlp-layernorm", "A norm after the MLP (GLM-4)."),
@@ -87,24 +89,9 @@ FLAGS: tuple[Flag, ...] = (
         int,
         dest="virtual_pipeline_model_parallel_size",
     ),
-    _flag(
-        "--decoder-first-pipeline-num-layers",
-        "Layers of the first pipeline stage.",
-        int,
-        field="num_layers_in_first_pipeline_stage",
-    ),
-    _flag(
-        "--decoder-last-pipeline-num-layers",
-        "Layers of the last pipeline stage.",
-        int,
-        field="num_layers_in_last_pipeline_stage",
-    ),
-    _flag(
-        "--microbatch-group-size-per-virtual-pipeline-stage",
-        "Micro-batches of one chunk before the next chunk.",
-        int,
-        field="microbatch_group_size_per_vp_stage",
-    ),
+    _flag("--decoder-first-pipeline-num-layers", "Layers of the first pipeline stage.", int),
+    _flag("--decoder-last-pipeline-num-layers", "Layers of the last pipeline stage.", int),
+    _flag("--microbatch-group-size-per-virtual-pipeline-stage", "Micro-batches of one chunk before the next.", int),
     _flag("--pipeline-model-parallel-layout", "Layers of every pipeline stage, as in E|t*3|t*4|tL."),
     _switch("--no-overlap-p2p-communication", "Do not overlap pipeline sends.", "overlap_p2p_comm", const=False),
     _switch("--no-rope-fusion", "No fused rotary kernel.", "apply_rope_fusion", const=False),
@@ -114,25 +101,20 @@ FLAGS: tuple[Flag, ...] = (
     _switch(
         "--recompute-activations", "Recompute selectively.", "recompute_granularity", const="selective", default=None
     ),
-    _flag("--fp8-format", "FP8 format.", dest="fp8", choices=("e4m3", "hybrid")),
-    _flag("--fp4-format", "FP4 format.", dest="fp4", choices=("e2m1",)),
+    _choice("--fp8-format", "FP8 format.", "e4m3 hybrid", dest="fp8"),
+    _choice("--fp4-format", "FP4 format.", "e2m1", dest="fp4"),
     _switch("--enable-experimental", "Allow megatron-core's experimental features."),
     _switch("--allgather-cp", "Context parallelism by gathering keys and values (DSA models only)."),
     # Precision.
-    _switch(
-        "--bf16",
-        "Train in bfloat16 with float32 main weights (default).",
-        "precision",
-        const="bfloat16",
-        default="bfloat16",
+    *(
+        _switch(name, f"Train in {help}.", "precision", const=const, default="bfloat16")
+        for name, const, help in (
+            ("--bf16", "bfloat16", "bfloat16 with float32 main weights (default)"),
+            ("--fp16", "float16", "float16"),
+            ("--fp32", "float32", "float32"),
+        )
     ),
-    _switch("--fp16", "Train in float16.", "precision", const="float16", default="bfloat16"),
-    _switch("--fp32", "Train in float32.", "precision", const="float32", default="bfloat16"),
-    _switch(
-        "--accumulate-allreduce-grads-in-fp32",
-        "Accumulate and reduce gradients in float32.",
-        field="grad_reduce_in_fp32",
-    ),
+    _switch("--accumulate-allreduce-grads-in-fp32", "Accumulate and reduce gradients in float32."),
     # Data parallelism.
     _switch(
         "--no-check-for-nan-in-loss-and-grad",
@@ -140,34 +122,25 @@ FLAGS: tuple[Flag, ...] = (
         "check_for_nan_in_loss_and_grad",
         const=False,
         default=True,
-        field="check_for_nan_in_grad",
     ),
-    _flag("--ddp-bucket-size", "Parameters of one gradient bucket.", int, field="bucket_size"),
+    _flag("--ddp-bucket-size", "Parameters of one gradient bucket.", int),
     # Learning-rate and weight-decay schedule; steps are optimizer steps.
-    _flag(
-        "--lr-decay-style",
-        "Shape of the decay.",
-        default="linear",
-        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
-    ),
+    _choice("--lr-decay-style", "Shape of the decay.", "constant linear cosine inverse-square-root WSD", "linear"),
     _flag("--lr-decay-iters", "Steps of the decay; default all steps of the run.", int),
     _flag("--lr-warmup-iters", "Steps of linear warm-up.", int, default=0),
     _flag("--lr-warmup-fraction", "Warm-up as a part of the decay steps.", float),
     _flag("--lr-warmup-init", "Learning rate at which the warm-up begins.", float, default=0.0),
-    _flag(
+    _choice(
         "--lr-wsd-decay-style",
         "Shape of the last part of a WSD schedule.",
-        default="exponential",
-        choices=("exponential", "linear", "cosine", "minus_sqrt"),
+        "exponential linear cosine minus_sqrt",
+        "exponential",
     ),
     _flag("--lr-wsd-decay-iters", "Steps of the last part of a WSD schedule.", int),
     _flag("--start-weight-decay", "Weight decay of the first step.", float),
     _flag("--end-weight-decay", "Weight decay of the last step.", float),
-    _flag(
-        "--weight-decay-incr-style",
-        "How weight decay goes from start to end.",
-        default="constant",
-        choices=("constant", "linear", "cosine"),
+    _choice(
+        "--weight-decay-incr-style", "How weight decay goes from start to end.", "constant linear cosine", "constant"
     ),
     _switch(
         "--use-checkpoint-opt_param-scheduler",
@@ -175,14 +148,9 @@ FLAGS: tuple[Flag, ...] = (
     ),
     # Accepted, with the one value that has a meaning here.
     _switch("--no-position-embedding", "No learned position embedding.", "add_position_embedding", const=False),
-    _flag(
-        "--tokenizer-type",
-        "The tokenizer is that of --hf-checkpoint.",
-        default="HuggingFaceTokenizer",
-        choices=("HuggingFaceTokenizer",),
-    ),
+    _choice("--tokenizer-type", "That of --hf-checkpoint.", "HuggingFaceTokenizer", "HuggingFaceTokenizer"),
     _flag("--seq-length", "Sequences have their own lengths; accepted for model scripts.", int),
-    _flag("--ckpt-format", "Format of checkpoints.", default="torch_dist", choices=("torch_dist",)),
+    _choice("--ckpt-format", "Format of checkpoints.", "torch_dist", "torch_dist"),
 )
 
 
@@ -263,8 +231,15 @@ HIDDEN: frozenset[str] = frozenset(
 )
 """Fields that are no flag: callables, values that slime computes, and features that it does not run."""
 
-FIELD_OF: dict[str, str] = {flag.dest: flag.field for flag in FLAGS if flag.field and flag.field != flag.dest}
-"""Attribute -> field, where the names differ."""
-
-DEST_OF: dict[str, str] = {field: dest for dest, field in FIELD_OF.items()}
+DEST_OF: dict[str, str] = {
+    "num_moe_experts": "num_experts",
+    "layernorm_epsilon": "norm_epsilon",
+    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    "microbatch_group_size_per_vp_stage": "microbatch_group_size_per_virtual_pipeline_stage",
+    "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
+    "check_for_nan_in_grad": "check_for_nan_in_loss_and_grad",
+    "bucket_size": "ddp_bucket_size",
+}
 """Field -> attribute, where the names differ."""

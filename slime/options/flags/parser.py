@@ -74,7 +74,6 @@ class StrictParser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, reason) from error
 
     def _is_users(self, action: argparse.Action) -> bool:
-        """Whether a hook's ``add_arguments`` made the flag."""
         return (getattr(getattr(action, "container", None), "title", None) or "").startswith(HOOK_GROUP)
 
     def actions_by_dest(self) -> dict[str, list[argparse.Action]]:
@@ -139,7 +138,9 @@ class StrictParser(argparse.ArgumentParser):
             self.error("; ".join(dict.fromkeys(problems)))
         if problems:
             self.unavailable = list(dict.fromkeys(problems))
-            argv = [word for flag, words in flag_words(argv) if _is_available(flag, words) for word in (flag, *words)]
+            uses = [(flag, words) for flag, words in flag_words(argv) if explain_flag(flag) is None]
+            kept = [(flag, words) for flag, words in uses if not (words and explain_value(flag, words[0]))]
+            argv = [word for flag, words in kept for word in (flag, *words)]
         namespace, extra = self.parse_known_args(argv, argparse.Namespace())
         if extra:
             self.error("; ".join(self._explain_extra(argv, extra)))
@@ -173,13 +174,8 @@ class StrictParser(argparse.ArgumentParser):
         return by_name or next((action for action in self._actions if action.dest == key), None)
 
     def set_entry(self, key: str, value: Any, namespace: argparse.Namespace) -> None:
-        """Set what an entry of YAML or JSON means, through the types and checks of its flag.
-
-        An entry without a flag becomes an attribute as it is, and so does null.
-
-        Raises:
-            ValueError: a value that the flag does not take.
-        """
+        """Set what an entry of YAML or JSON means by its flag's types and checks (ValueError), or as it is without a
+        flag."""
         action = self._action_of(key)
         if action is None or value is None:
             setattr(namespace, key, value)
@@ -233,16 +229,8 @@ class StrictParser(argparse.ArgumentParser):
             raise ValueError(str(error)) from error
 
 
-def _is_available(flag: str, words: Sequence[str]) -> bool:
-    return explain_flag(flag) is None and not (words and explain_value(flag, words[0]))
-
-
 def _texts(action: argparse.Action, key: str, value: Any) -> list[list[str]]:
-    """The words of each use of a flag that stand for a value; a list or mapping for one word is its JSON.
-
-    Raises:
-        ValueError: the flag keeps that word as it is.
-    """
+    """The words of each use of a flag that stand for a value, as JSON where one word means a list; or ValueError."""
     if isinstance(value, list) and isinstance(action, argparse._AppendAction):  # every use adds a list, or one value
         one_each = action.nargs is None or any(isinstance(each, list) for each in value)
         uses = [each if isinstance(each, list) else [each] for each in value] if one_each else [value]
@@ -272,5 +260,5 @@ def flag_words(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 
 def flag_values(argv: Sequence[str]) -> list[tuple[str, str]]:
-    """Every (flag, first value) of an argument list, written ``--flag value`` or ``--flag=value``."""
+    """Every (flag, first value) of an argument list."""
     return [(flag, words[0] if words else "") for flag, words in flag_words(argv)]

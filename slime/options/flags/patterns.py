@@ -11,11 +11,7 @@ _MOST_LAYERS = 10_000
 
 
 def layer_pattern(text: str) -> int | list[int]:
-    """An interval ``4``, or one entry a layer: ``[0,1,1]``, ``([1]*3+[0]*1)*12``.
-
-    Raises:
-        argparse.ArgumentTypeError: anything else.
-    """
+    """An interval ``4``, or one entry a layer: ``[0,1,1]``, ``([1]*3+[0]*1)*12``; else ArgumentTypeError."""
     try:
         value = _evaluate(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError) as error:

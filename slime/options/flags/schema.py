@@ -41,17 +41,17 @@ def option(
         at_most: largest allowed value.
         bare: what the flag without a word means; of a field that is one of several words.
     """
-    metadata = {
-        "help": help,
-        "aliases": aliases,
-        "hook": hook,
-        "call": call,
-        "at_least": at_least,
-        "above": above,
-        "at_most": at_most,
-        "bare": bare,
-    }
+    metadata = {name: value for name, value in locals().items() if name != "default"}
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def function_path(
+    signature: str, help: str, names: tuple[str, ...], default: str | None = None, *, may_be_async: bool = False
+) -> Any:
+    """An `option` that is the path of a function with one form, ``(args) -> None``, with which its help begins."""
+    parameters, _, returns = signature[1:].partition(") -> ")
+    told = f"Function {signature.removesuffix(' -> None')}{help}"
+    return option(default, told, hook=names, call=(Call(parameters, returns, may_be_async=may_be_async),))
 
 
 def flag_of(field: dataclasses.Field[Any]) -> str:
@@ -65,11 +65,7 @@ def flag_named(name: str) -> str:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """A JSON object given on the command line.
-
-    Raises:
-        argparse.ArgumentTypeError: the text is no JSON object.
-    """
+    """A JSON object given on the command line; else ArgumentTypeError."""
     try:
         value = json_value(text)
     except ValueError as error:
@@ -80,11 +76,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def positive(text: str) -> int:
-    """An int above 0 given on the command line.
-
-    Raises:
-        argparse.ArgumentTypeError: it is not above 0.
-    """
+    """An int above 0 given on the command line; else ArgumentTypeError."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not above 0")
@@ -92,8 +84,7 @@ def positive(text: str) -> int:
 
 
 def beyond_bounds(bounds: Mapping[str, Any], value: Any) -> str | None:
-    """How a number breaks ``at_least``, ``above``, ``at_most`` or ``below`` of a field's metadata; None for any other
-    value."""
+    """How a number breaks the bounds of a field's metadata; None where it does not."""
     at_least, above, at_most, below = (bounds.get(bound) for bound in ("at_least", "above", "at_most", "below"))
     if at_least is not None and not value >= at_least:
         return f"must be at least {at_least}, not {value}"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.options.errors import OptionError
 from slime.options.flags.installed import PendingFlags
 from slime.options.flags.values import json_value, problem_of
 from slime.utils.patching import Patch, due
@@ -63,11 +62,8 @@ def write_router_flags(path: str) -> None:
 
 
 def router_parser(*, with_address: bool) -> argparse.ArgumentParser:
-    """The router's own parser, of which `RouterArgs.from_cli_args` takes the values; imports sglang_router.
-
-    Args:
-        with_address: whether it has ``--host`` and ``--port``.
-    """
+    """The router's own parser, for `RouterArgs.from_cli_args`, with ``--host`` and ``--port`` or not; imports
+    sglang_router."""
     from sglang_router.router_args import RouterArgs
 
     parser = argparse.ArgumentParser()
@@ -150,18 +146,11 @@ _CONVERTERS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def add_engine_flags(parser: argparse.ArgumentParser, pending: PendingFlags) -> None:
-    """Add ``--sglang-<flag>`` for every flag of the installed SGLang that slime neither sets nor has of its own."""
-    group = parser.add_argument_group("SGLang: flags of the installed server, with --sglang- in front")
+def add_flags(parser: argparse.ArgumentParser, program: str, title: str, pending: PendingFlags) -> None:
+    """Add ``--<program>-<flag>`` for every flag of an installed program that slime neither sets nor has of its own."""
+    group = parser.add_argument_group(f"{title}, with --{program}- in front")
     for record in pending.result():
-        _add(parser, group, record, "sglang")
-
-
-def add_router_flags(parser: argparse.ArgumentParser, pending: PendingFlags) -> None:
-    """Add ``--router-<flag>`` for every flag of the installed sglang-router that slime does not set."""
-    group = parser.add_argument_group("Router: flags of the installed sglang-router, with --router- in front")
-    for record in pending.result():
-        _add(parser, group, record, "router")
+        _add(parser, group, record, program)
 
 
 def _add(parser: argparse.ArgumentParser, group: Any, record: dict[str, Any], program: str) -> None:
@@ -193,29 +182,3 @@ def _add(parser: argparse.ArgumentParser, group: Any, record: dict[str, Any], pr
 def command_line(words: dict[str, list[str]]) -> list[str]:
     """The gathered words as one argument list."""
     return [word for passed in words.values() for word in passed]
-
-
-def check_ranks(values: Mapping[str, Any], prefix: str, width: str) -> None:
-    """An engine's slots are the tensor-parallel ranks of one model, and it has no other ranks.
-
-    Args:
-        values: what is set for the engine, by attribute (``sglang_dp_size``).
-        prefix: what stands before a flag of SGLang's.
-        width: the flag that says how many slots it has.
-
-    Raises:
-        OptionError: copies of the model, or pipeline stages, which would take slots that it does not have.
-    """
-    copies = values.get("sglang_dp_size") or 1
-    if copies > 1 and not values.get("sglang_enable_dp_attention"):
-        # SGLang 0.5.17 gives all of them the one --nccl-port that it is started with, too.
-        raise OptionError(
-            f"{prefix}dp-size {copies} needs {prefix}enable-dp-attention; copies of the whole model are engines of "
-            f"their own: {copies} times the slots, {width} each"
-        )
-    stages = values.get("sglang_pp_size") or 1
-    if stages > 1:
-        raise OptionError(
-            f"{prefix}pp-size {stages} cannot be used: an engine's {width} slots are all tensor-parallel "
-            f"ranks, and {stages} pipeline stages would take {stages} times as many; drop it"
-        )

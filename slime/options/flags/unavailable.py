@@ -77,17 +77,13 @@ NOT_YET: dict[str, str] = {
 }
 """Flags that later versions will have, by what to do until then: when one comes, its name goes."""
 
-NOT_YET_VALUES: dict[str, tuple[str, ...]] = {
-    "--update-weight-mode": ("delta",),
-    "--transformer-impl": ("inference_optimized",),
+UNAVAILABLE_VALUES: dict[tuple[str, str], str] = {
+    ("--log-probs-chunk-size", "-1"): ": logits of all tokens never exist at once; drop it",
+    ("--train-backend", "fsdp"): ": Megatron trains, and its distributed optimizer shards optimizer state; drop it",
+    ("--transformer-impl", "inference_optimized"): " yet in this version",
+    ("--update-weight-mode", "delta"): " yet in this version",
 }
-"""Values of available flags that later versions will have."""
-
-REPLACED_VALUES: dict[tuple[str, str], str] = {
-    ("--log-probs-chunk-size", "-1"): "logits of all tokens never exist at once; drop it",
-    ("--train-backend", "fsdp"): "Megatron trains, and its distributed optimizer shards optimizer state; drop it",
-}
-"""Values of available flags that will not come, with what to do."""
+"""Values of available flags that will not come, with what to do, or that later versions will have."""
 
 
 WITHOUT_EFFECT: dict[str, str] = {
@@ -181,6 +177,5 @@ def explain_flag(flag: str, value: str = "") -> str | None:
 
 def explain_value(flag: str, value: str) -> str | None:
     """Why a value of an available flag is not available, or None for any other value."""
-    if (flag, value) in REPLACED_VALUES:
-        return f"{flag} {value} is not available: {REPLACED_VALUES[flag, value]}"
-    return f"{flag} {value} is not available yet in this version" if value in NOT_YET_VALUES.get(flag, ()) else None
+    why = UNAVAILABLE_VALUES.get((flag, value))
+    return None if why is None else f"{flag} {value} is not available{why}"

@@ -37,11 +37,7 @@ def problem_of(value: Any) -> str | None:
 
 
 def json_value(text: str) -> Any:
-    """A value given as JSON.
-
-    Raises:
-        ValueError: the text is none, or has numbers or text in it that no option takes.
-    """
+    """A value given as JSON; ValueError: the text is none, or has values in it that no option takes."""
     try:
         value = json.loads(text)
     except RecursionError as error:
@@ -57,11 +53,7 @@ def shortened(text: str) -> str:
 
 
 def read_yaml(path: str) -> Any:
-    """What a YAML file holds.
-
-    Raises:
-        ValueError: it is no file or no YAML, or refers to itself; the message does not name it.
-    """
+    """What a YAML file holds; ValueError, which does not name it: it is no file or no YAML, or refers to itself."""
     place = os.path.expanduser(path)
     if not os.path.isfile(place):
         raise ValueError("it is no file" if os.path.exists(place) else "there is no such file")
