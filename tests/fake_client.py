@@ -98,9 +98,9 @@ class Engine:
         self.longest, self.made, self.version = longest, made, 1
         self.aborted: asyncio.Event | None = None
         self.asked: list[list[str] | None] = []
-        monkeypatch.setattr("slime.rollout.pool.abort_requests", self.abort)
+        monkeypatch.setattr(RolloutRuntime, "abort_requests", lambda runtime, rids: self.abort(rids))
 
-    async def abort(self, runtime: RolloutRuntime, rids: Iterable[str] | None) -> bool:
+    async def abort(self, rids: Iterable[str] | None) -> bool:
         self.asked.append(None if rids is None else list(rids))
         if self.aborted is not None:
             self.aborted.set()

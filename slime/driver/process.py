@@ -1,26 +1,54 @@
-"""A driver as a process: its loop, what an error or a signal makes of it, and its exit status."""
+"""A driver as a process: its loop, what an error or a signal makes of it, its exit status, its directory's lock."""
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
+import re
+import shlex
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
-from slime.driver.preflight.contract_hint import contract_hint
 from slime.driver.preflight.dry_run import dry_run
 from slime.driver.preflight.patch_report import check as check_patches
 from slime.driver.schedule import NothingLeftError, check_remaining
-from slime.files.storage import StorageError
-from slime.observability.console import program, say, warn
+from slime.files.storage import StorageError, why_not_written
+from slime.observability.progress import program, say, warn
 from slime.options.flags.values import shortened
-from slime.ray.supervision import RayDownError, RunError
+from slime.ray.supervision import InputError, RayDownError, RunError
 from slime.utils.command_line import strike_secrets
 from slime.utils.errors import BadInputError
 
+_CONTRACTS_FOLDER = Path(__file__).resolve().parents[2] / "tests" / "plugin_contracts"
+_LOADED = (
+    *("--data-source-path", "--buffer-filter-path", "--dynamic-sampling-filter-path", "--rollout-sample-filter-path"),
+    *("--rollout-all-samples-process-path", "--rollout-sample-hook-path", "--custom-rm-path", "--eval-function-path"),
+)
+_RUNTIME = (
+    *("--custom-rollout-log-function-path", "--custom-eval-rollout-log-function-path"),
+    *("--custom-reward-post-process-path", "--custom-convert-samples-to-train-data-path"),
+    *("--rollout-data-postprocess-path", "--custom-advantage-function-path", "--custom-loss-function-path"),
+    *("--custom-tis-function-path", "--custom-pg-loss-reducer-function-path", "--custom-megatron-init-path"),
+    *("--custom-model-provider-path", "--custom-megatron-before-log-prob-hook-path"),
+    *("--custom-megatron-before-train-step-hook-path", "--custom-update-weight-post-write-path"),
+)
+_GENERATE = "--custom-generate-function-path"
+CONTRACTS = {
+    _GENERATE: "test_plugin_generate_contracts.py",
+    **dict.fromkeys(_LOADED, "test_plugin_path_loading_contracts.py"),
+    "--rollout-function-path": "test_plugin_rollout_contracts.py",
+    **dict.fromkeys(_RUNTIME, "test_plugin_runtime_hook_contracts.py"),
+}
+"""The contract check of each function, by its flag."""
+_NAMED = re.compile(r"(--[a-z-]+-path) (\S*[^\s:,;])")
+_LOCK = "run.lock"
+_LONGEST = 1000
 _terminated = threading.Event()
 """By SIGTERM. Kept here, as where Ray waits it makes a handler's SystemExit one with status 1, and of classes of
 KeyboardInterrupt the plain one."""
@@ -65,3 +93,51 @@ def exit_status(error: KeyboardInterrupt | SystemExit) -> int:
 def _interrupt(signum: int, frame: FrameType | None) -> None:
     _terminated.set()
     raise KeyboardInterrupt
+
+
+def contract_hint(args: argparse.Namespace, message: str) -> str:
+    """A line with the command that checks the first of the user's functions that an error names, or nothing.
+
+    A reward may read what a generate function wrote, so that this is called in its check, too.
+    """
+    for flag, path in _NAMED.findall(message):
+        if flag not in CONTRACTS or not re.search(r"[.:]\w", path) or path.startswith("slime."):
+            continue
+        words = [flag, path]
+        generate = getattr(args, "custom_generate_function_path", None)
+        if flag == "--custom-rm-path" and generate is not None:
+            words += [_GENERATE, generate]
+        program = _CONTRACTS_FOLDER / CONTRACTS[flag]
+        if program.is_file():
+            return f"\ntest this function in seconds: {shlex.join(['python3', os.path.relpath(program), *words])}"
+    return ""
+
+
+def acquire_run_lock(directory: str | Path, flag: str) -> int:
+    """Make the directory that ``flag`` names, and keep other runs from it until the returned descriptor is closed, as
+    the kernel does when the driver ends. On a file system without locks it keeps nobody.
+
+    Raises:
+        InputError: another run has it, which; or nothing can be written there.
+    """
+    path = Path(directory, _LOCK)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        why = why_not_written(error, flag, directory) or f"{flag} {directory}: {error}"
+        raise InputError(f"the lock of a run, {_LOCK}, cannot be made: {why}") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(lock, _LONGEST, 0).decode().strip()
+        os.close(lock)
+        raise InputError(
+            f"{flag} {directory}: another run, {holder}, writes there: wait for its end, or name another --run-dir and "
+            "--save"
+        ) from None
+    except OSError:
+        return lock
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    return lock

@@ -19,7 +19,7 @@ from slime.data.rows.dataset import data_warnings
 from slime.data.source.data_source import DataSource, RolloutDataSource
 from slime.data.source.prompts import as_groups, put_back
 from slime.data.source.rollout_context import rollout_context
-from slime.fleet.membership import Membership
+from slime.fleet.engines import Membership
 from slime.fleet.routers import Routers
 from slime.fleet.spec import fleet_of
 from slime.observability import logs
@@ -35,7 +35,6 @@ from slime.rollout.batches.reward_log import RewardLog
 from slime.rollout.batches.sample_stats import sample_metrics
 from slime.rollout.batches.staleness import renew_stale, staleness_metrics
 from slime.rollout.batches.train_data import to_train_batches
-from slime.rollout.engine.abort import abort_requests
 from slime.rollout.engine.loop import background_loop
 from slime.rollout.evaluation import eval_metrics, evaluation_output, load_eval_prompts, warn_of_unscored
 from slime.rollout.runtime import RolloutRuntime
@@ -190,7 +189,7 @@ class RolloutManager:
         deadline = time.monotonic() + _CANCEL_S
         while True:
             background_loop().cancel(_CANCEL_S)
-            background_loop().run(abort_requests(self._runtime, None), timeout=_CANCEL_S, what="ending requests")
+            background_loop().run(self._runtime.abort_requests(None), timeout=_CANCEL_S, what="ending requests")
             if not self._under_way:
                 break
             if time.monotonic() > deadline:

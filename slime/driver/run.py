@@ -19,8 +19,7 @@ from ray.exceptions import RayError
 
 from slime.driver.memory_scheduler import MemoryScheduler
 from slime.driver.preflight.places import place_warnings, room_warnings
-from slime.driver.preflight.run_lock import acquire_run_lock
-from slime.driver.process import exit_status, interrupt_on_sigterm
+from slime.driver.process import acquire_run_lock, exit_status, interrupt_on_sigterm
 from slime.driver.rollout_manager import create_manager
 from slime.driver.saving import Saver
 from slime.driver.schedule import check_remaining, missing_exports, scores_start
@@ -31,9 +30,8 @@ from slime.fleet.placement import Placement, core_shortage, place
 from slime.fleet.spec import fleet_of
 from slime.fleet.train_group import TrainGroup
 from slime.observability import logs, trace
-from slime.observability.console import program, say, warn
 from slime.observability.metrics import MetricsLogger
-from slime.observability.progress import done_line, step_line
+from slime.observability.progress import done_line, program, say, step_line, warn
 from slime.observability.trace import span
 from slime.options.checks.checkpoint_rules import starting_point
 from slime.ray import janitor

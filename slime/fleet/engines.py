@@ -6,19 +6,61 @@ import argparse
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
 
-from slime.fleet.membership import Member, Membership
 from slime.fleet.placement import Placement, Slot
 from slime.fleet.spec import EngineSpec, Fleet
-from slime.observability.console import warn
+from slime.observability.progress import warn
 from slime.ray.cluster import actor_environment, as_actor, worker_options
 from slime.ray.engine_actor import EXAMINATION, EngineActor, EngineNode, EnginePlan
 from slime.ray.supervision import MARGIN_S, Deadline, RunError, Supervisor, limit_of
 from slime.weights import EngineAddress
+
+
+@dataclass(frozen=True)
+class Member:
+    """One engine that has started."""
+
+    name: str
+    """As messages call it: "engine 0". None of the run's other engines ever has the same."""
+    spec: EngineSpec
+    url: str
+    actor: Any = field(repr=False)
+    slots: tuple[Slot, ...] = field(repr=False)
+    serves: bool = True
+    """Whether it is to get requests: one that joins does when it has the current weights."""
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The engines of a run, in the order of their joining. A change makes another version, so that whoever was given
+    one can tell it from later ones."""
+
+    version: int = 0
+    engines: tuple[Member, ...] = ()
+
+    def having(self, *joined: Member) -> Membership:
+        """The next version, in which these are there, in the place of those of their names."""
+        members = {member.name: member for member in (*self.engines, *joined)}
+        return replace(self, version=self.version + 1, engines=tuple(members.values()))
+
+    def without(self, name: str) -> Membership:
+        """The next version, without the engine of this name."""
+        left = tuple(member for member in self.engines if member.name != name)
+        return replace(self, version=self.version + 1, engines=left)
+
+    @property
+    def trained(self) -> list[Member]:
+        """Those that get the trainers' weights."""
+        return [member for member in self.engines if member.spec.model.trained]
+
+    def serving(self, model: str) -> dict[str, Any]:
+        """The actors of a model's engines that are to get requests, by URL."""
+        return {m.url: m.actor for m in self.engines if m.serves and m.spec.model.name == model}
+
 
 _TIME = "%Y-%m-%d %H:%M:%S"
 _HEAD_LINES, _LOG_LINES = 2, 15

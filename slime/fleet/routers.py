@@ -5,24 +5,25 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 from slime.backends.sglang.router import Router
-from slime.fleet.membership import Membership
+from slime.fleet.engines import Membership
 from slime.fleet.spec import ModelSpec
 from slime.ray.cluster import serving_host
 from slime.ray.examination import Examiner
-from slime.rollout.engine.resend_log import ResendLog
 from slime.rollout.engine.state import place_of_request
 from slime.rollout.model_urls import ACTOR
 from slime.rollout.runtime import RolloutRuntime
 from slime.utils.environment import bypass_proxies
-from slime.utils.http_client import ROUTER_VARIABLES
+from slime.utils.http_client import ROUTER_VARIABLES, Http
 
 
 class Routers:
@@ -169,3 +170,37 @@ def _address(router: Router) -> tuple[str, int]:
     """An IPv6 host keeps its brackets, which hooks that put host and port together would forget."""
     address, port = router.url.removeprefix("http://").rsplit(":", 1)
     return address, int(port)
+
+
+_SHARE, _FEWEST = 0.01, 5
+logger = logging.getLogger(__name__)
+
+
+class ResendLog:
+    """Of the requests to one router."""
+
+    def __init__(self, http: Http, router_url: str) -> None:
+        self._http, self._url = http, router_url
+        self._failed: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def metrics(self, rollout_id: int, failed: Counter[str]) -> dict[str, float]:
+        """Counts since the last call, an evaluation's included; a warning where they pass one request in a hundred.
+
+        Args:
+            failed: tries at engines that failed, by cause, since the router's start (`Router.failed_tries`).
+        """
+        with self._lock:
+            requests, resent = self._http.take_counts(self._url)
+            by_router, self._failed = failed - self._failed, failed
+        total = resent.total() + by_router.total()
+        if total >= max(_FEWEST, _SHARE * requests):
+            causes = ", ".join(f"{n} {cause}" for cause, n in (resent + by_router).most_common())
+            logger.warning(
+                "rollout %d: %d tries at %d requests to engines failed and were made again (%s): the samples are "
+                "whole, but see the network and the logs of router and engines",
+                *(rollout_id, total, requests, causes),
+            )
+        counts = {f"rollout/resent/{cause}": n for cause, n in sorted(resent.items())}
+        counts |= {f"rollout/resent_by_router/{cause}": n for cause, n in sorted(by_router.items())}
+        return {"rollout/resent_requests": float(total)} | {name: float(n) for name, n in counts.items()}

@@ -1,10 +1,16 @@
-"""The lines that a driver prints at the end of a step, and of a run."""
+"""What a driver says to whoever started it: lines at the end of a step and of a run, warnings."""
 
 from __future__ import annotations
 
+import logging
 import re
+import sys
 from argparse import Namespace
 from collections.abc import Mapping
+from pathlib import Path
+from typing import TextIO
+
+logger = logging.getLogger(__name__)
 
 _REWARDS = ("rollout/raw_reward", "rollout/rewards")
 _LOSS = "train/loss"
@@ -60,3 +66,19 @@ def step_line(rollout_id: int, num_rollout: int, metrics: Mapping[str, float]) -
         longest = max(phases, key=phases.__getitem__)
         parts.append(f"bound by {longest} ({phases[longest]:.1f} s)")
     return " | ".join(parts)
+
+
+def say(line: str, stream: TextIO | None = None) -> None:
+    """Print a line, on standard output unless told, and have it in the driver's log."""
+    print(line, file=stream, flush=True)
+    logger.info(line)
+
+
+def warn(line: str) -> None:
+    """Say it as a warning, on standard error."""
+    say(f"{program()}: warning: {line}", sys.stderr)
+
+
+def program() -> str:
+    """What messages call the driver."""
+    return Path(sys.argv[0]).name

@@ -16,11 +16,11 @@ from typing import Any
 
 import ray
 
+from slime.files.storage import why_no_directory
 from slime.observability import logs, trace
 from slime.processes.kernel import RUN_MARK, TITLES
 from slime.ray import janitor, patches
-from slime.ray.directories import check_places, temporary_directory
-from slime.ray.supervision import RunError
+from slime.ray.supervision import InputError, RunError
 from slime.utils import device, patching
 from slime.utils.environment import bypass_proxies, guard_ray_token
 from slime.utils.http_utils import LOOPBACK, host_ip
@@ -181,3 +181,36 @@ def serving_host(api_keys: tuple[str, str] | None) -> str:
 def as_actor(cls: type, **threads: int) -> Any:
     """``cls`` as a Ray actor whose ``watch``, and each group of ``threads``, waits for none of its other methods."""
     return ray.remote(concurrency_groups={"watch": 1, **threads})(cls)
+
+
+_SOCKET_BYTES = 107
+"""The longest path of a Unix socket on Linux."""
+_RAYS_SHARE = "/ray/session_2025-01-01_00-00-00_000000_{pid}/sockets/plasma_store"
+"""What Ray adds to its temporary directory."""
+
+
+def check_places() -> None:
+    """Raise InputError, with what to set, where HOME or the temporary directory does not do for a local Ray."""
+    variable, temporary = temporary_directory()
+    given = f"{variable}={temporary}"
+    path, added = os.path.abspath(temporary), len(_RAYS_SHARE.format(pid=os.getpid()))
+    if (length := len(os.fsencode(path)) + added) > _SOCKET_BYTES:
+        raise InputError(
+            f"{given}: Ray's sockets there would have paths of {length} bytes, and the kernel takes {_SOCKET_BYTES}: "
+            f"set RAY_TMPDIR to a directory whose path has at most {_SOCKET_BYTES - added}, such as /tmp"
+        )
+    if why := why_no_directory(path):
+        raise InputError(f"{given}: Ray's sessions are written there, and {why}: set RAY_TMPDIR to another directory")
+    home = os.path.expanduser("~")
+    if why := why_no_directory(home):
+        raise InputError(
+            f"HOME={home}: Ray keeps its token there, and {why}: set HOME to a directory that can be written to"
+        )
+
+
+def temporary_directory() -> tuple[str, str]:
+    """The variable that says where a local Ray has its sessions, and the directory."""
+    for variable in ("RAY_TMPDIR", "TMPDIR"):
+        if variable in os.environ:
+            return variable, os.environ[variable]
+    return "RAY_TMPDIR", "/tmp"

@@ -14,16 +14,15 @@ from slime.data import Group, Sample, Status
 from slime.data.rows.conversation import RowError
 from slime.data.source.numbers import numbers_kept
 from slime.data.source.prompts import as_prompts, count_dropped, draw_groups, put_back
+from slime.observability.logs import should_log
 from slime.observability.trace import span
 from slime.rollout.base_types import flatten_samples
-from slime.rollout.engine.abort import abort_requests
 from slime.rollout.engine.loop import cancel, in_own_thread
 from slime.rollout.engine.state import RolloutState, position
 from slime.rollout.engine.versions import MASKED_TOKENS, mask_older_tokens, newest_version
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.group import GroupRun, untrainable
 from slime.rollout.sampling import seeded, train_sampling_params
-from slime.rollout.user.failure_log import should_log
 from slime.rollout.user.hooks import call_hook
 from slime.utils.errors import HookError, SettingError
 from slime.utils.misc import attribute_of, load_function
@@ -261,9 +260,9 @@ class Pool:
         deadline = time.monotonic() + _ABORT_S
         everything = not self._args.asynchronous  # nothing else generates at the same time
         if everything and not self._state.requests:
-            await abort_requests(self._state.runtime, None)  # those that a user's code has sent by itself
+            await self._state.runtime.abort_requests(None)  # those that a user's code has sent by itself
         while self._state.requests and time.monotonic() < deadline:
-            if not await abort_requests(self._state.runtime, None if everything else list(self._state.requests)):
+            if not await self._state.runtime.abort_requests(None if everything else list(self._state.requests)):
                 return
             await asyncio.sleep(_ABORT_POLL_S)
 

@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 from argparse import Namespace
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from slime.observability.logs import FailureLog
 from slime.rollout.engine.gate import Gate, Line, PauseSwitch
 from slime.rollout.engine.loop import HOOK_THREADS
-from slime.rollout.user.failure_log import FailureLog
-from slime.utils.http_client import Http, allow_open_files
+from slime.utils.http_client import Http, RequestError, allow_open_files
 from slime.utils.user_functions import TOLD, setting
 
+logger = logging.getLogger(__name__)
+
 _FIRST_VERSION = 0
+_ABORTS_AT_A_TIME = 256
+_ABORT_ANSWER_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -144,6 +149,36 @@ class RolloutRuntime:
                         asyncio.run_coroutine_threadsafe(listener(), loop)
         finally:
             self._pause.resume()  # nobody else would
+
+    async def abort_requests(self, rids: Iterable[str] | None) -> bool:
+        """Have every engine end requests with what they have, which they answer as ``abort``; whether there is an
+        engine. It is asked itself: the router forwards no such call.
+
+        Args:
+            rids: the ids of the requests, each at an engine that only the router knows; None for all requests there
+                are.
+
+        An engine that does not answer within 10 s has died or is stuck, which its supervisor says better: nothing
+        waits.
+        """
+        bodies: list[dict[str, object]] = [{"abort_all": True}] if rids is None else [{"rid": rid} for rid in rids]
+        key = self.engines.admin_key
+        await asyncio.gather(*(self._abort(url, key, bodies) for url in self.engines.urls))
+        return bool(self.engines.urls)
+
+    async def _abort(self, url: str, key: str | None, bodies: list[dict[str, object]]) -> None:
+        headers, places = {"Authorization": f"Bearer {key}"} if key else {}, asyncio.Semaphore(_ABORTS_AT_A_TIME)
+
+        async def send(body: dict[str, object]) -> None:
+            async with places:
+                with contextlib.suppress(RequestError):
+                    await self.http.request("POST", f"{url}/abort_request", body, retries=0, headers=headers)
+
+        try:
+            async with asyncio.timeout(_ABORT_ANSWER_S):
+                await asyncio.gather(*map(send, bodies))
+        except TimeoutError:
+            logger.warning("%s did not answer /abort_request within %g s", url, _ABORT_ANSWER_S)
 
     @contextlib.contextmanager
     def listening(self, listener: Callable[[], Coroutine[Any, Any, None]]) -> Iterator[None]:

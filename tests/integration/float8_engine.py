@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from slime.backends.sglang import fixes, patches
-from slime.backends.sglang.float8 import refuse_other_layouts
+from slime.backends.sglang.fixes import refuse_other_layouts
 from slime.utils.http_utils import PortReservation
 from slime.weights.float8 import Float8Blocks
 

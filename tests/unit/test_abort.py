@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from slime.rollout.engine.abort import abort_requests
 from slime.rollout.runtime import RolloutRuntime
 
 NUM_GPUS = 0
@@ -15,7 +14,7 @@ NUM_GPUS = 0
 def test_engine_that_does_not_answer_holds_up_no_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, runtime: RolloutRuntime
 ) -> None:
-    monkeypatch.setattr("slime.rollout.engine.abort._ANSWER_S", 0.2)
+    monkeypatch.setattr("slime.rollout.runtime._ABORT_ANSWER_S", 0.2)
 
     async def ended() -> bool:
         server = await asyncio.start_server(lambda reader, writer: asyncio.sleep(3600), "127.0.0.1", 0)
@@ -23,7 +22,7 @@ def test_engine_that_does_not_answer_holds_up_no_end(
         try:
             runtime.set_engines([url], None)
             async with asyncio.timeout(100):
-                return await abort_requests(runtime, [str(i) for i in range(1000)])
+                return await runtime.abort_requests([str(i) for i in range(1000)])
         finally:
             server.close()
 

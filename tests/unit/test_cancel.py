@@ -80,7 +80,7 @@ def aborted(monkeypatch: pytest.MonkeyPatch) -> list[None]:
         told.append(rids)
         return True
 
-    monkeypatch.setattr(rollout_manager, "abort_requests", abort)
+    monkeypatch.setattr(RolloutRuntime, "abort_requests", abort)
     return told
 
 

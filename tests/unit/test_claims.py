@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from slime.driver.preflight.run_lock import acquire_run_lock
+from slime.driver.process import acquire_run_lock
 from slime.ray.supervision import InputError
 
 NUM_GPUS = 0
 
 HOLDER = """
 import sys, time
-from slime.driver.preflight.run_lock import acquire_run_lock
+from slime.driver.process import acquire_run_lock
 held = acquire_run_lock(sys.argv[1], "--save")
 print("held", flush=True)
 time.sleep(600)

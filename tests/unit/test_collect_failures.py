@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from slime.data import Group, Status
+from slime.observability.logs import FailureLog
 from slime.options.flags.schema import flag_named
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.user.failure_log import FailureLog
 from slime.utils.errors import HookError, SettingError
 from slime.utils.misc import load_function
 from tests.fake_client import Engine, FakeClient, accounts, hook_file, indices, rollout

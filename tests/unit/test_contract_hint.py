@@ -1,4 +1,4 @@
-"""slime.driver.preflight.contract_hint: an error of a user's function names the program that checks it."""
+"""slime.driver.process: an error of a user's function names the program that checks it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slime.driver import process
-from slime.driver.preflight.contract_hint import CONTRACTS, contract_hint
+from slime.driver.process import CONTRACTS, contract_hint
 from slime.ray.supervision import InputError, RunError
 from tests.plugin_contracts import (
     test_plugin_generate_contracts,

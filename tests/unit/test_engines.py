@@ -17,8 +17,7 @@ from slime.driver import rollout_manager
 from slime.fleet import engines as fleet_engines
 from slime.fleet import placement
 from slime.fleet import routers as fleet_routers
-from slime.fleet.engines import Engines
-from slime.fleet.membership import Member, Membership
+from slime.fleet.engines import Engines, Member, Membership
 from slime.fleet.placement import Placement, Slot
 from slime.fleet.routers import Routers
 from slime.fleet.spec import Fleet

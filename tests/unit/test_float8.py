@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from slime.backends.megatron.weights import gather
-from slime.backends.sglang import float8 as server_float8
+from slime.backends.sglang import fixes as server_fixes
 from slime.convert import fp8
 from slime.files.block_scaled import SCALE_END
 from slime.files.hf_reader import HFWeights
@@ -255,7 +255,7 @@ def test_engines_that_repack_are_refused(
     if host is not None:
         sglang[host] = True
     with pytest.raises(SystemExit) as stop:
-        server_float8.refuse_other_layouts(Namespace(**AUTO | flags))
+        server_fixes.refuse_other_layouts(Namespace(**AUTO | flags))
     message = str(stop.value)
     assert message.startswith("--hf-checkpoint is in float8, and its weights are pushed: ")
     assert problem in message
@@ -273,4 +273,4 @@ def test_engines_that_repack_are_refused(
 def test_engines_that_keep_the_layout_are_not(host: str | None, flags: dict[str, str], sglang: dict[str, bool]) -> None:
     if host is not None:
         sglang[host] = True
-    server_float8.refuse_other_layouts(Namespace(**AUTO | flags))
+    server_fixes.refuse_other_layouts(Namespace(**AUTO | flags))

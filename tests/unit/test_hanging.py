@@ -17,8 +17,7 @@ from aiohttp import web
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from slime.backends.sglang.client import EngineControl, EngineError, GenerateClient, NoAnswerError
-from slime.backends.sglang.pulse import Pulse
-from slime.backends.sglang.server import Server
+from slime.backends.sglang.server import Pulse, Server
 from slime.ray.examination import Examiner
 from slime.utils import http_client
 from slime.utils.errors import DeadlineError

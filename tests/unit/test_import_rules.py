@@ -278,7 +278,7 @@ def test_file(file: Path) -> None:
         ("slime.driver.run", "from slime.weights import EngineAddress\nimport ray", True),
         ("slime.driver.run", "import sglang", False),
         ("slime.fleet.engines", "from slime.ray.supervision import Supervisor\nimport ray", True),
-        ("slime.rollout.engine.abort", "from slime.fleet.membership import Membership", False),
+        ("slime.rollout.engine.state", "from slime.fleet.engines import Membership", False),
         ("train", "from slime.driver.run import Run\nfrom slime.entry.arguments import parse_args", True),
         ("train", "from slime.rollout import loop", False),
     ],

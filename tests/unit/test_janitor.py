@@ -19,8 +19,8 @@ from slime.driver import process
 from slime.driver.preflight import places
 from slime.processes import kernel
 from slime.processes.kernel import Process
-from slime.ray import causes, janitor, supervision
-from slime.ray.directories import check_places
+from slime.ray import janitor, supervision
+from slime.ray.cluster import check_places
 from slime.ray.supervision import Deadline, InputError, RayDownError, RunError, Supervisor
 from tests.waiting import wait_for
 
@@ -183,7 +183,7 @@ def test_a_death_is_told_in_one_line(error: Any, expected: str, monkeypatch: pyt
 def test_the_death_of_rays_own_processes_is_not_blamed_on_ours(
     dead: dict[str, int], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(causes.worker, "_global_node", Node(**dead))
+    monkeypatch.setattr(supervision.worker, "_global_node", Node(**dead))
     with pytest.raises(RayDownError, match=f"^rollout 3: {expected}"):
         raise Supervisor()._failure(actor_error(WORKER_DIED), "the rollout manager", "rollout 3")
     with pytest.raises(RayDownError, match=f"^train: {expected}"):
@@ -191,20 +191,20 @@ def test_the_death_of_rays_own_processes_is_not_blamed_on_ours(
 
 
 def test_without_its_log_monitor_a_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(causes.worker, "_global_node", Node(log_monitor=-9))
-    assert causes.ray_failure() is None
-    monkeypatch.setattr(causes.worker, "_global_node", None)
-    assert causes.ray_failure() is None
+    monkeypatch.setattr(supervision.worker, "_global_node", Node(log_monitor=-9))
+    assert supervision.ray_failure() is None
+    monkeypatch.setattr(supervision.worker, "_global_node", None)
+    assert supervision.ray_failure() is None
 
 
 def test_processes_that_the_kernel_ended_for_memory_are_told_of(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "vmstat").write_text(f"nr_free 5\noom_kill {causes._BEFORE}\n")
-    monkeypatch.setattr(causes, "_KERNEL_COUNTS", tmp_path / "vmstat")
-    assert causes.memory_hint() == ""
-    (tmp_path / "vmstat").write_text(f"nr_free 5\noom_kill {causes._BEFORE + 2}\n")
-    assert "the kernel has ended 2 processes of this host for want of memory" in causes.memory_hint()
+    (tmp_path / "vmstat").write_text(f"nr_free 5\noom_kill {supervision._BEFORE}\n")
+    monkeypatch.setattr(supervision, "_KERNEL_COUNTS", tmp_path / "vmstat")
+    assert supervision.memory_hint() == ""
+    (tmp_path / "vmstat").write_text(f"nr_free 5\noom_kill {supervision._BEFORE + 2}\n")
+    assert "the kernel has ended 2 processes of this host for want of memory" in supervision.memory_hint()
 
 
 def test_a_driver_whose_ray_is_down_says_so_and_leaves_at_once(

@@ -20,7 +20,7 @@ import sys
 from typing import Any
 
 from slime.backends.sglang import patches
-from slime.backends.sglang.float8 import refuse_other_layouts
+from slime.backends.sglang.fixes import refuse_other_layouts
 from slime.processes.server_process import (
     ADMIN_KEY_VARIABLE,
     FLOAT8_VARIABLE,

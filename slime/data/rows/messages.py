@@ -7,7 +7,7 @@ import json
 from numbers import Number
 from typing import Any
 
-from slime.data.rows.values import JsonError, parse_json, value_problem
+from slime.data.rows.reading import JsonError, parse_json, value_problem
 from slime.utils.errors import BadInputError
 
 Messages = list[dict[str, Any]]

@@ -12,9 +12,8 @@ import numpy as np
 
 from slime.data.rows.conversation import ConversationEncoder, Encoded, render, with_answer
 from slime.data.rows.messages import RowError, as_text, check_messages, messages_of_json, without_arrow_nulls
-from slime.data.rows.reading import RawRow, RowFile, value_of
+from slime.data.rows.reading import JsonError, RawRow, RowFile, parse_json, value_of, value_problem
 from slime.data.rows.tokenizer import load_tokenizer
-from slime.data.rows.values import JsonError, parse_json, value_problem
 from slime.grading.answers import empty_label_problem, label_problem
 from slime.grading.graders import rm_type_problem
 from slime.grading.multiple_choice import choices_problem

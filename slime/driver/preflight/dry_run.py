@@ -15,8 +15,7 @@ from slime.fleet.placement import describe_placement
 from slime.options.checks.checkpoint_rules import starting_point
 from slime.options.errors import OptionError
 from slime.options.training import check_schedule
-from slime.ray.cluster import running_address
-from slime.ray.directories import check_places
+from slime.ray.cluster import check_places, running_address
 from slime.ray.supervision import LOAD_DATA, InputError, RunError
 from slime.rollout.batches.debug_data import check_recorded
 from slime.rollout.evaluation import load_eval_prompts

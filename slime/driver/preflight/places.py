@@ -14,7 +14,7 @@ from slime.files.hf_headers import read_headers
 from slime.files.storage import amount, nearest_directory, why_no_directory
 from slime.options.checks.export_rules import exports_after
 from slime.options.flags.schema import flag_named
-from slime.ray.directories import temporary_directory
+from slime.ray.cluster import temporary_directory
 from slime.utils.errors import BadInputError
 
 _ROOM = 1 << 30

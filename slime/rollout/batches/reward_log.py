@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from slime.data import Sample, TrainBatch
+from slime.observability.logs import should_log
 from slime.rollout.batches.train_data import ZERO_STD
-from slime.rollout.user.failure_log import should_log
 
 logger = logging.getLogger(__name__)
 
