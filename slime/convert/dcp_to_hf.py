@@ -79,11 +79,8 @@ def convert(source: Path, output: Path, origin: Path, *, shard_bytes: int, worke
 
 
 def find_checkpoint(directory: Path) -> Path:
-    """The directory itself or ``model`` in it.
-
-    Raises:
-        BadInputError: neither is a checkpoint, or it is one of Megatron's.
-    """
+    """The directory itself or ``model`` in it; BadInputError where neither is a checkpoint, or it is one of
+    Megatron's."""
     for place in (directory, directory / "model"):
         if (place / METADATA).is_file():
             if (place / "common.pt").is_file():
@@ -93,14 +90,9 @@ def find_checkpoint(directory: Path) -> Path:
 
 
 def assign(stored: Iterable[str], wanted: Mapping[str, Spec], optional: set[str]) -> dict[str, list[Part]]:
-    """Stored key -> the Hugging Face tensors that it becomes.
-
-    Keys may have anything before the Hugging Face names, the same before all of them; what has no such name is other
-    state.
-
-    Raises:
-        BadInputError: some of the wanted tensors, other than ``optional`` ones, are not stored.
-    """
+    """Stored key -> the Hugging Face tensors that it becomes; BadInputError where wanted ones, other than ``optional``,
+    are not stored. Keys may have anything before the Hugging Face names, the same before all of them; what has no such
+    name is other state."""
     keys = list(stored)
     candidates = {name: list(places(name)) for name in wanted}
     prefix = _prefix(keys, {key for own in candidates.values() for key, _ in own})

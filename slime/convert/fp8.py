@@ -81,11 +81,8 @@ def convert(source: Path, output: Path, *, block: tuple[int, int], shard_bytes: 
 
 
 def convert_to_bf16(source: Path, output: Path, *, shard_bytes: int, workers: int, force: bool) -> None:
-    """Write a Hugging Face directory in bfloat16, with every float8 tensor multiplied out; others keep their types.
-
-    Args:
-        source: a Hugging Face directory in float8 with scales.
-        output, shard_bytes, workers, force: as of `convert`.
+    """Write a Hugging Face directory in bfloat16, with every float8 tensor multiplied out; others keep their types. The
+    arguments are those of `convert`.
 
     Raises:
         BadInputError: there is nothing in float8, or no room for the output.

@@ -86,12 +86,8 @@ class HFOutput:
     """
 
     def __init__(self, directory: Path, specs: Mapping[str, Spec], shard_bytes: int) -> None:
-        """
-        Args:
-            directory: an existing empty one.
-            specs: every tensor that will be written.
-            shard_bytes: size of one file, which a single larger tensor may exceed.
-        """
+        """``directory`` is an existing empty one, ``specs`` has every tensor that will be written, and a file
+        ``shard_bytes``, which a single larger tensor may exceed."""
         self._directory, self._specs = directory, dict(specs)
         self._places: dict[str, _Place] = {}
         self._missing = set(specs)
@@ -131,12 +127,8 @@ class HFOutput:
         self._missing.discard(name)
 
     def finish(self, origin: Path, changes: Mapping[str, Any] | None = None) -> None:
-        """Close the files and add what else makes a model: index, config, tokenizer, generation settings.
-
-        Args:
-            origin: the Hugging Face directory of the same architecture that has them.
-            changes: entries of config.json to set.
-        """
+        """Close the files and add what else makes a model: index, config, tokenizer, generation settings, those of
+        ``origin``, a Hugging Face directory of the same architecture, with ``changes`` of config.json's entries."""
         assert not self._missing, f"never written: {sorted(self._missing)[:3]}"
         self.close()
         bytes_of: Counter[torch.dtype] = Counter()
@@ -191,10 +183,7 @@ def other_than_a_model(directory: Path, origins: Sequence[Path] = ()) -> str:
 
 def stored_specs(directory: Path, headers: Mapping[str, Header] | None = None) -> dict[str, Spec]:
     """The tensors of a Hugging Face directory, by the headers of its files, if these have been read already.
-
-    Raises:
-        BadInputError: as `read_headers`, or a tensor of a type that no model has.
-    """
+    BadInputError as of `read_headers`, or for a type that no model has."""
     headers = read_headers(directory) if headers is None else headers
     for name, header in headers.items():
         if header.dtype not in _DTYPE_OF:

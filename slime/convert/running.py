@@ -24,7 +24,7 @@ from tqdm import tqdm
 from slime.convert.hf_files import HFOutput, Spec, other_than_a_model
 from slime.files import atomic_io
 from slime.files.json_file import read_object
-from slime.files.storage import StorageError, writing
+from slime.files.storage import StorageError, amount, writing
 from slime.options.flags.schema import positive
 from slime.utils.errors import BadInputError
 
@@ -138,22 +138,10 @@ def byte_count(text: str) -> int:
     return value
 
 
-def amount(count: int) -> str:
-    """Bytes, in the largest unit of which there is one at least."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if count >= unit:
-            return f"{count / unit:.2f} {name}"
-    return f"{count} bytes"
-
-
 def check_output(output: Path, sources: Sequence[Path], *, force: bool) -> None:
-    """Refuse sources that are not there, and an output that is, or holds, one of them, or has something in it.
-
-    With ``force`` it may be a model, and nothing else. The last of the sources is to be a Hugging Face directory.
-
-    Raises:
-        BadInputError: there is nothing to read, or it must not be written to.
-    """
+    """Raise BadInputError for sources that are not there, and for an output that is, or holds, one of them, or has
+    something in it: with ``force`` it may be a model, and nothing else. The last source is to be a Hugging Face
+    directory."""
     _check_output(output, sources, force)
     if not (sources[-1] / "config.json").is_file():
         raise BadInputError(f"{sources[-1]} is no Hugging Face directory: there is no config.json in it")
@@ -177,11 +165,7 @@ def _check_output(output: Path, sources: Sequence[Path], force: bool) -> None:
 
 
 def check_room(output: Path, needed: int) -> None:
-    """Remove what a killed conversion to there left.
-
-    Raises:
-        BadInputError: there is no room for ``needed`` bytes.
-    """
+    """Remove what a killed conversion to there left; BadInputError where there is no room for ``needed`` bytes."""
     atomic_io.discard_directory(output)
     free = shutil.disk_usage(next(directory for directory in output.parents if directory.exists())).free
     if free < needed + _SPARE_BYTES:
@@ -190,13 +174,9 @@ def check_room(output: Path, needed: int) -> None:
 
 @contextlib.contextmanager
 def written_aside(output: Path, needed: int) -> Iterator[Path]:
-    """A directory to write to, which becomes ``output`` when the block ends, and is removed when it fails.
-
-    A killed process leaves it as ``.NAME.tmp`` beside the output; the next conversion to there removes it.
-
-    Raises:
-        BadInputError: there is no room for ``needed`` bytes.
-    """
+    """A directory to write to, which becomes ``output`` when the block ends, and is removed when it fails. A killed
+    process leaves it as ``.NAME.tmp`` beside the output; the next conversion to there removes it. BadInputError where
+    there is no room for ``needed`` bytes."""
     final = output.resolve()
     with atomic_io.removed_on_failure(final):
         check_room(final, needed)
@@ -213,16 +193,9 @@ def written_model(
     origin: Path,
     changes: Mapping[str, Any] | None = None,
 ) -> Iterator[Write]:
-    """A Hugging Face directory that is whole when the block ends, and absent when it fails; shows its progress.
-
-    Args:
-        what: name of the conversion.
-        specs: every tensor; the block writes each once.
-        origin, changes: as of `HFOutput.finish`.
-
-    Raises:
-        BadInputError: there is no room for it.
-    """
+    """A Hugging Face directory of which the block writes each of ``specs`` once; it is whole when the block ends, and
+    absent when it fails. Shows its progress; BadInputError where there is no room for it. ``origin`` and ``changes``
+    are as of `HFOutput.finish`."""
     total = sum(spec.nbytes for spec in specs.values())
     with (
         written_aside(output, total) as directory,

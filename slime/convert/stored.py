@@ -23,10 +23,7 @@ class StoredTensors:
     """Tensors by key; several threads may read at once."""
 
     def __init__(self, directory: Path) -> None:
-        """
-        Raises:
-            BadInputError: the directory holds no such checkpoint, or one that cannot be read.
-        """
+        """BadInputError where the directory holds no such checkpoint, or one that cannot be read."""
         if not (directory / METADATA).is_file():
             raise BadInputError(f"{directory} is no torch.distributed checkpoint: there is no {METADATA} in it")
         self.directory = directory
@@ -70,10 +67,7 @@ class StoredTensors:
 
     def read(self, key: str, offsets: tuple[int, ...] | None = None, sizes: tuple[int, ...] | None = None) -> Tensor:
         """A tensor, or the part of it that begins at ``offsets``; only the stored pieces that it touches are read.
-
-        Raises:
-            BadInputError: files are missing or damaged, or do not hold all of it.
-        """
+        BadInputError where files are missing or damaged, or do not hold all of it."""
         entry = self._tensors[key]
         sizes = self.shape(key) if sizes is None else sizes
         region = ChunkStorageMetadata(torch.Size(offsets or (0,) * len(sizes)), torch.Size(sizes))

@@ -130,11 +130,7 @@ def convert(
 
 
 def find_checkpoint(directory: Path) -> Path:
-    """A torch_dist checkpoint: the directory itself, or the latest in it.
-
-    Raises:
-        BadInputError: there is none.
-    """
+    """A torch_dist checkpoint: the directory itself, or the latest in it; BadInputError where there is none."""
     if is_torch_dist(directory):
         return directory
     if has_checkpoint(directory):
@@ -152,7 +148,6 @@ def find_checkpoint(directory: Path) -> Path:
 
 
 def _to_read(stored: StoredTensors, family: Family, shape: Shape, origin: Path) -> tuple[list[Task], list[str]]:
-    """All that is read of a checkpoint, and the model's Hugging Face tensors that it lacks."""
     if any(ADAPTER_MARK in key for key in stored):
         raise BadInputError(
             f"{stored.directory} holds low-rank adapters and no model: resume from it by --load of train.py with "
@@ -168,10 +163,8 @@ def _to_read(stored: StoredTensors, family: Family, shape: Shape, origin: Path) 
 
 
 def locate(stored: Mapping[str, object] | StoredTensors, name: str) -> Location | None:
-    """Where a global Megatron parameter is stored.
-
-    Layers are in one tensor, with a leading dimension, where all of them are alike; the experts of a layer always are.
-    """
+    """Where a global Megatron parameter is stored. Layers are in one tensor, with a leading dimension, where all of
+    them are alike; the experts of a layer always are."""
     expert = _EXPERT.search(name)
     if expert is not None:
         name = name.replace(expert[0], ".experts.experts.", 1)
@@ -242,11 +235,8 @@ def plan(stored: StoredTensors, located: Mapping[str, Location]) -> Iterator[Tas
 
 
 def specs_of(stored: StoredTensors, tasks: list[Task], family: Family, shape: Shape) -> dict[str, Spec]:
-    """The Hugging Face tensors that the tasks make.
-
-    Raises:
-        BadInputError: the stored parameters do not have the shapes of the model's rules.
-    """
+    """The Hugging Face tensors that the tasks make; BadInputError where the stored parameters do not have the shapes of
+    the model's rules."""
     specs: dict[str, Spec] = {}
     for task in tasks:
         meta = torch.empty(task.shape, dtype=stored.dtype(task.key), device="meta")

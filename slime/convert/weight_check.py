@@ -39,15 +39,13 @@ _ANOTHER = "is it another model's?"
 
 
 def check_weight_files(args: Namespace, resumed: SavedModel | None, *, downloaded: bool) -> None:
-    """Refuse weights that engines or trainers would fail to load, or that are not of the run's model.
+    """Refuse weights that engines or trainers would fail to load, or that are not of the run's model, by an OptionError
+    that names the flag, and the file or the tensor.
 
     Args:
         args: complete, with the model's shape.
         resumed: the checkpoint that ``--load`` goes on from.
         downloaded: whether the files of ``--hf-checkpoint`` are here: a dry run downloads none.
-
-    Raises:
-        OptionError: naming the flag, and the file or the tensor.
     """
     trains, own, ref = args.placement != "rollout_only", Path(args.hf_checkpoint), args.ref_load
     # Those of a run that is resumed are read for the reference, and for what adapters are added to.
@@ -82,8 +80,6 @@ def check_weight_files(args: Namespace, resumed: SavedModel | None, *, downloade
 
 @dataclass(frozen=True)
 class _Model:
-    """The model of a run."""
-
     config: Any
     family: Family
     headers: Headers
@@ -159,7 +155,6 @@ def _hf_weights(flag: str, directory: Path, args: Namespace, *, with_heads: bool
 
 
 def _without_scales(headers: Headers, block: tuple[int, ...] | None) -> list[str]:
-    """The names of tensors, of which those in float8 are read together with their scales."""
     for name, header in headers.items():
         if not header.dtype.startswith("F8_") or name.endswith(SCALE_END):
             continue
@@ -176,7 +171,6 @@ def _without_scales(headers: Headers, block: tuple[int, ...] | None) -> list[str
 
 
 def _check_same_model(flag: str, directory: Path, args: Namespace) -> None:
-    """Compare the model that a Hugging Face directory's config.json means with the run's."""
     if args.allow_config_mismatch:
         return
     config, own = hf_config(directory), hf_config(args.hf_checkpoint)
@@ -202,11 +196,8 @@ def _check_same_model(flag: str, directory: Path, args: Namespace) -> None:
 
 
 def _check_stored(flag: str, directory: Path, args: Namespace, model: _Model, *, resumes: bool = False) -> None:
-    """Whether a torch_dist checkpoint is whole and holds the run's model, or the run's adapters of it.
-
-    Args:
-        resumes: whether the run goes on from it: with ``--critic-load`` it must then be a critic's.
-    """
+    """Whether a torch_dist checkpoint is whole and holds the run's model, or the run's adapters of it. One of
+    ``--critic-load`` that the run ``resumes`` from must be a critic's."""
     with _named(flag, directory):
         if not (directory / METADATA).is_file():
             if not any(directory.glob("*.distcp")):

@@ -184,15 +184,8 @@ def _contradiction(column: Column) -> str | None:
 
 
 def from_samples(column: Column, samples: Sequence[Any], called: Callable[[int], str]) -> Values | None:
-    """What the samples carry of a column; None where none does and none must.
-
-    Args:
-        samples: of class `Sample`.
-        called: what messages call the sample at a position.
-
-    Raises:
-        ColumnError: a sample has none though others do, or has values of another shape or kind than declared.
-    """
+    """What the samples (of class `Sample`) carry of a column; None where none does and none must. ColumnError where one
+    has none though others do, or values of another shape or kind than declared; it is ``called`` so, by position."""
     if column.attribute is None:
         given = [sample.columns.get(column.name) for sample in samples]
     else:

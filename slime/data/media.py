@@ -77,14 +77,9 @@ def refer(path: str | Path, kind: str = "image") -> MediaRef:
 
 
 def keep(data: bytes, directory: str | Path, kind: str = "image") -> MediaRef:
-    """A reference to bytes that are in no file yet, such as those of a URL: they are written once, under their hash.
-
-    Args:
-        directory: for example ``args.run_dir + "/media"``; created where it is missing.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """A reference to bytes that are in no file yet, such as those of a URL: they are written once, under their hash, to
+    ``directory`` (for example ``args.run_dir + "/media"``), which is made if need be; OSError where it cannot be
+    written."""
     sha256 = hashlib.sha256(data).hexdigest()
     path = Path(os.path.abspath(directory), sha256[:2], sha256)
     if not path.exists() or path.stat().st_size != len(data):  # of a host that went down while it was written

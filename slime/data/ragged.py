@@ -24,11 +24,8 @@ class Ragged:
     def from_rows(
         cls, rows: Iterable[Sequence[Any] | np.ndarray], dtype: Any, trailing: tuple[int, ...] = ()
     ) -> Ragged:
-        """Join rows; ``offsets`` is int64 and has one entry more than there are rows.
-
-        Args:
-            trailing: the shape of an entry.
-        """
+        """Join rows, of entries of shape ``trailing``; ``offsets`` is int64 and has one entry more than there are
+        rows."""
         arrays = [np.asarray(row, dtype=dtype).reshape(-1, *trailing) for row in rows]
         offsets = np.zeros(len(arrays) + 1, dtype=np.int64)
         np.cumsum([len(a) for a in arrays], out=offsets[1:])

@@ -81,7 +81,6 @@ class PrefixCacheInfo(_Counters):
 
 
 def _count(meta_info: Mapping[str, Any], *names: str) -> int:
-    """The first of ``names`` that an engine gives; 0 without any."""
     return next((meta_info[name] for name in names if meta_info.get(name) is not None), 0)
 
 
@@ -156,11 +155,7 @@ class Sample:
         return self.response_length if self.loss_mask is None else sum(self.loss_mask)
 
     def get_reward_value(self, args: Any) -> float:
-        """The scalar reward; of a dict reward the entry named by ``--reward-key``.
-
-        Raises:
-            ValueError: no reward, a dict reward without ``--reward-key``, or a key that is not there.
-        """
+        """The scalar reward; of a dict reward the entry named by ``--reward-key``. ValueError where there is none."""
         key = getattr(args, "reward_key", None)
         if self.reward is None:
             raise ValueError(f"sample {self.index} (group {self.group_index}) has no reward")

@@ -8,15 +8,12 @@ from slime.driver.run import Run
 
 
 def first_to_wait(front: int, version: int, *, buffer_size: int, max_staleness: int) -> int:
-    """The first rollout that may not begin yet; all before it may.
+    """The first rollout that may not begin yet, while rollout ``front`` is trained or waited for and engines have
+    ``version``.
 
     Rollout k is trained by weights of version k, so it begins when the engines have version k - ``max_staleness`` or a
-    newer one: then nothing that it generates can be too old.
-
-    Args:
-        front: the rollout that is being trained, or waited for.
-        version: of the engines' weights.
-        buffer_size: complete rollouts that may wait, while another one is generated.
+    newer one: then nothing that it generates can be too old. ``buffer_size`` complete ones may wait, while another is
+    generated.
     """
     return min(front + buffer_size + 2, version + max_staleness + 1)
 

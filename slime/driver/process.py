@@ -96,10 +96,8 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 
 
 def contract_hint(args: argparse.Namespace, message: str) -> str:
-    """A line with the command that checks the first of the user's functions that an error names, or nothing.
-
-    A reward may read what a generate function wrote, so that this is called in its check, too.
-    """
+    """A line with the command that checks the first of the user's functions that an error names, or nothing. A reward
+    may read what a generate function wrote, so that this is called in its check, too."""
     for flag, path in _NAMED.findall(message):
         if flag not in CONTRACTS or not re.search(r"[.:]\w", path) or path.startswith("slime."):
             continue
@@ -115,11 +113,8 @@ def contract_hint(args: argparse.Namespace, message: str) -> str:
 
 def acquire_run_lock(directory: str | Path, flag: str) -> int:
     """Make the directory that ``flag`` names, and keep other runs from it until the returned descriptor is closed, as
-    the kernel does when the driver ends. On a file system without locks it keeps nobody.
-
-    Raises:
-        InputError: another run has it, which; or nothing can be written there.
-    """
+    the kernel does when the driver ends; on a file system without locks it keeps nobody. InputError where another run
+    has it, which, or nothing can be written there."""
     path = Path(directory, _LOCK)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -111,10 +111,8 @@ class RolloutManager:
             time.sleep(_POLL_S)
 
     def draw(self, rollout_id: int) -> int:
-        """Take the prompts of slime's own rollout from the data source, in order; how often `cancel` was called.
-
-        A rollout function of the user's takes them by itself, and is never called for two rollouts at the same time.
-        """
+        """Take the prompts of slime's own rollout from the data source, in order; how often `cancel` was called. A
+        rollout function of the user's takes them by itself, and is never called for two rollouts at the same time."""
         if rollouts_overlap(self._args):
             with rollout_context(rollout_id), span("rollout/draw", rollout=rollout_id):
                 self._drawn[rollout_id] = draw_first_groups(self._args, self._data_source)
@@ -280,14 +278,9 @@ def rollouts_overlap(args: argparse.Namespace) -> bool:
 
 
 def make_data_source(args: argparse.Namespace) -> Any:
-    """The run's data source, of the user's class where ``--data-source-path`` names one.
-
-    One with a parameter ``dataset`` is given that of ``--prompt-data``.
-
-    Raises:
-        BadInputError: a file or row that cannot be read, or what was made is no data source.
-        HookError: the user's class raised something else.
-    """
+    """The run's data source, of the user's class where ``--data-source-path`` names one; one with a parameter
+    ``dataset`` is given that of ``--prompt-data``. BadInputError for a file or row that cannot be read, or where what
+    was made is no data source; HookError where the user's class raised something else."""
     flag, path = "--data-source-path", args.data_source_path
     function = load_function(path, flag=flag)
     dataset = [RolloutDataSource(args).dataset] if "dataset" in parameters_of(function) else []

@@ -108,11 +108,8 @@ class Run:
             self._stop()
 
     def start(self) -> argparse.Namespace:
-        """Start data, engines, router and trainers, in parallel where they can; NothingLeftError if the run is over.
-
-        Returns:
-            The run's options, with the numbers of the first rollout and of all that follow from checkpoint and data.
-        """
+        """Start data, engines, router and trainers, in parallel where they can; the run's options, with the numbers of
+        the first rollout and of all that follow from checkpoint and data. NothingLeftError if the run is over."""
         args, began = self.args, time.monotonic()
         say(f"run directory: {args.run_dir}; loading the data")
         if begins := starting_point(args):
@@ -163,7 +160,6 @@ class Run:
         write_text("--run-dir", Path(args.run_dir, "config.yaml"), describe(args))
 
     def _start_together(self, placement: Placement, shared: bool) -> None:
-        """Start engines and trainers, which may share GPUs; returns when both are ready."""
         if shared:
             # One after the other: an engine takes a share of the GPU memory that it finds free.
             for name, prepared in self.engines.begin("prepare").items():
@@ -294,10 +290,8 @@ class Run:
         self.finish_evaluation()
 
     def begin_evaluation(self, version: int) -> None:
-        """As `evaluate`, in the background; its failure ends whatever the driver then waits for.
-
-        The engines must keep these weights until `finish_evaluation`.
-        """
+        """As `evaluate`, in the background; its failure ends whatever the driver then waits for. The engines must keep
+        these weights until `finish_evaluation`."""
         call = self._manager.evaluate.remote(version, self._manager.num_cancels.remote())
         self._supervisor.expect("the rollout manager", call, f"evaluation of weight version {version}")
         self._evaluation = call, version
@@ -344,7 +338,6 @@ class Run:
             warn(warning)
 
     def _answer(self, call: ray.ObjectRef, phase: str, limit: Deadline) -> Any:
-        """The rollout manager's."""
         return self._supervisor.wait({"the rollout manager": call}, phase, limit)[0]
 
     def _log(self, metrics: dict[str, float], step_key: str, step: int) -> None:

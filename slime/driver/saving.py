@@ -44,11 +44,8 @@ class Saver:
                 self._trainers.call(phase, method, self.limit, directory, rollout_id)
 
     def clean_up(self) -> list[str]:
-        """Remove what is unfinished, now that no trainer writes there: it would keep a full disk full.
-
-        Returns:
-            What could not be put back, for a warning: the disk that a save failed on may fail here too.
-        """
+        """Remove what is unfinished, now that no trainer writes there: it would keep a full disk full. What could not
+        be put back, for a warning: the disk that a save failed on may fail here too."""
         lost = []
         for final in self._unfinished:
             try:

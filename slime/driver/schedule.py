@@ -14,10 +14,8 @@ class NothingLeftError(Exception):
 
 
 def is_due(rollout_id: int, interval: int | None, last: int | None = None) -> bool:
-    """Whether something done every ``interval`` rollouts (None: never) is due after ``rollout_id``.
-
-    With ``last``, the number of rollouts of the run, it is also due after the run's last one.
-    """
+    """Whether something done every ``interval`` rollouts (None: never) is due after ``rollout_id``, or after the run's
+    last, where ``last`` says how many there are."""
     return rollout_id + 1 == last or (interval is not None and (rollout_id + 1) % interval == 0)
 
 
@@ -39,10 +37,8 @@ def scores_start(args: argparse.Namespace, start: int) -> bool:
 
 
 def missing_exports(args: argparse.Namespace, start: int) -> dict[str, str]:
-    """What a run that is resumed after its last rollout was to export of it, and has not: option -> directory.
-
-    They were asked for later, or it ended between the checkpoint and them.
-    """
+    """What a run that is resumed after its last rollout was to export of it, and has not, as it was asked for later, or
+    the run ended between the checkpoint and it: option -> directory."""
     if not args.load or start < args.num_rollout or args.start_rollout_id not in (None, start):
         return {}
     asked = exports_after(args, start - 1)
@@ -50,9 +46,8 @@ def missing_exports(args: argparse.Namespace, start: int) -> dict[str, str]:
 
 
 def check_remaining(args: argparse.Namespace) -> str:
-    """Find out that a run is over before anything is started for it; a line on what is left, if it is no rollout.
-
-    A run that only evaluates (``--num-rollout 0``) is never over, nor is one whose number of rollouts is not known yet.
+    """Find out that a run is over before anything is started for it; a line on what is left, if it is no rollout. A run
+    that only evaluates (``--num-rollout 0``) is never over, nor is one whose number of rollouts is not known yet.
 
     Raises:
         NothingLeftError: the checkpoint in ``--load``, or ``--start-rollout-id``, is after the last rollout, the

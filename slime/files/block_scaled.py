@@ -116,11 +116,8 @@ def num_blocks(shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def block_sizes(directory: Path) -> tuple[int, ...] | None:
-    """Rows and columns of a block of a Hugging Face directory's quantized tensors; None where there are none.
-
-    Raises:
-        ValueError: tensors that are quantized in another way.
-    """
+    """Rows and columns of a block of a Hugging Face directory's quantized tensors; None where there are none,
+    ValueError where they are quantized in another way."""
     config = read_object(directory / "config.json")
     quantization: dict[str, Any] | None = config.get("quantization_config")
     if not quantization:

@@ -30,11 +30,8 @@ class Header:
 
 def read_headers(directory: Path) -> dict[str, Header]:
     """Tensor name -> its header, of the files that a trainer reads: those of the index, or model.safetensors.
-
-    Raises:
-        BadInputError: there is neither, a file is missing, damaged or not whole, or lacks a tensor that the index has
-            in it.
-    """
+    BadInputError where there is neither, a file is missing, damaged or not whole, or lacks a tensor that the index has
+    in it."""
     index, single = directory / INDEX_NAME, directory / "model.safetensors"
     if not index.is_file():
         if not single.is_file():

@@ -17,11 +17,7 @@ from slime.utils.errors import BadInputError
 
 
 def opened(file: Path) -> Any:
-    """A safetensors file, to read in a ``with`` block.
-
-    Raises:
-        BadInputError: it is damaged.
-    """
+    """A safetensors file, to read in a ``with`` block; BadInputError where it is damaged."""
     try:
         return safe_open(file, framework="pt")
     except SafetensorError as error:
@@ -41,10 +37,8 @@ class FileTensor:
 
 
 class HFWeights:
-    """The tensors of a Hugging Face directory by name, read on demand; files are opened once and memory-mapped.
-
-    Of tensors in float8 with scales, their products are read, and the scales are no tensors of their own.
-    """
+    """The tensors of a Hugging Face directory by name, read on demand; files are opened once and memory-mapped. Of
+    tensors in float8 with scales, their products are read, and the scales are no tensors of their own."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -59,7 +53,6 @@ class HFWeights:
         return self._block is not None
 
     def __iter__(self) -> Iterator[str]:
-        """The names of its tensors."""
         return (name for name in self.file_of if self._block is None or not name.endswith(SCALE_END))
 
     def __enter__(self) -> HFWeights:

@@ -24,11 +24,8 @@ class HFWriter:
     """Writes into a directory; it is a complete model after `finish`, so write aside and rename it then."""
 
     def __init__(self, directory: Path, origin: Path) -> None:
-        """
-        Args:
-            directory: an existing empty one.
-            origin: the Hugging Face directory whose other files (config, tokenizer) belong to the weights.
-        """
+        """``directory`` is an existing empty one; the other files (config, tokenizer) of ``origin`` belong to the
+        weights."""
         self._directory = directory
         self._origin = origin
         self._parts: list[list[str]] = []
@@ -71,8 +68,6 @@ def complete(
     """Add to weights what else makes a model: an index, the origin's config, tokenizer and generation settings.
 
     Args:
-        directory: where the weights are.
-        origin: a Hugging Face directory of the same architecture.
         file_of: which file holds which tensor.
         bytes_of: how much of the weights has which type; config.json names the most common. Of weights in float8 it
             stays as it is: it names the type of the others, and says how these were quantised.

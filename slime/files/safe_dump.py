@@ -22,10 +22,7 @@ logger = logging.getLogger(__name__)
 
 def save_safe(path: Path, content: dict[str, Any], flag: str) -> None:
     """Write the file that ``flag`` asks for, whole or not at all, for `load_safe`; what is not plain as its text.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
+    StorageError where it cannot be written."""
     strange: dict[str, str] = {}
     values = _plain(content, "", strange)
     for kind, place in strange.items():

@@ -56,11 +56,8 @@ class StorageError(SlimeError):
 
 @contextlib.contextmanager
 def writing(flag: str, path: str | Path, *, note: str = "") -> Iterator[None]:
-    """Within the block something is written below ``path``, which ``flag`` names.
-
-    Raises:
-        StorageError: it could not be written; with ``note``, what is still whole. Errors that have other reasons pass.
-    """
+    """Within the block something is written below ``path``, which ``flag`` names. StorageError where it could not be;
+    with ``note``, what is still whole. Errors that have other reasons pass."""
     try:
         yield
     except (StorageError, KeyboardInterrupt, SystemExit):

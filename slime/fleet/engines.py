@@ -129,21 +129,15 @@ class Engines:
 
     def serve(self, manager: Any, opened: ray.ObjectRef | None) -> None:
         """Have the rollout manager send them requests, when ``opened``, its call that opens the routers, has returned.
-
-        From now on go on without one that dies where its model tolerates that, as long as it has another.
-        """
+        From now on go on without one that dies where its model tolerates that, as long as it has another."""
         self._tell(manager, START_ROUTER, opened)
         self._manager = manager
 
     def add(self, model: str) -> str:
-        """Start one more engine like the first of ``model``; its name.
-
-        One of the trained model gets no request before `push` has brought it the weights; others have their own.
-
-        Raises:
-            RunError: there is no such model, its engines are beside trainers, which have all that they share, no slot
-                is free, or it does not start; the engines are then those of before.
-        """
+        """Start one more engine like the first of ``model``; its name. One of the trained model gets no request before
+        `push` has brought it the weights; others have their own. RunError where there is no such model, its engines are
+        beside trainers, which have all that they share, no slot is free, or it does not start; the engines are then
+        those of before."""
         specs = {member.spec.model.name: member.spec for member in reversed(self._members.values())}
         if model not in specs:
             raise RunError(f"add an engine: no model {model!r} is served, there are: {', '.join(specs) or 'none'}")
@@ -209,17 +203,11 @@ class Engines:
         return {"rollout/engines_alive": float(len(trained))} if trained else {}
 
     def push(self, version: int, publish: Callable[[list[EngineAddress]], dict[str, float]]) -> dict[str, float]:
-        """Push weights to the trained model's that live, and say once of each other that it was skipped; those that
-        joined then get requests.
+        """Have ``publish`` push weights to the trained model's that live, and see to it that they have this version
+        then; say once of each other that it was skipped. Those that joined then get requests.
 
         A push during which an engine dies leaves the others paused, with weights of two versions: it is made again as a
-        whole, without that engine.
-
-        Args:
-            publish: pushes to these engines, and sees to it that they have this version then.
-
-        Raises:
-            RunError: the push failed although no engine died, or none is left.
+        whole, without that engine. RunError where it failed although no engine died, or none is left.
         """
         while True:
             before = self.membership

@@ -77,10 +77,7 @@ class Placement:
 
     def take(self, spec: EngineSpec, timeout: float) -> list[Slot]:
         """Slots for one more engine: those of one that left, or of the cluster's that are free in ``timeout`` seconds.
-
-        Raises:
-            RunError: it has none, or none where the run's servers may be.
-        """
+        RunError where there are none, or none where the run's servers may be."""
         for slots in self._left:
             if len(slots) == spec.width and not set(slots) & set(self.train):
                 self._left.remove(slots)
@@ -142,12 +139,8 @@ def describe_placement(args: argparse.Namespace) -> str:
 
 
 def place(args: argparse.Namespace, fleet: Fleet) -> Placement:
-    """Reserve the run's slots.
-
-    Raises:
-        InputError: the cluster has too few; with the command that would start enough.
-        RunError: they did not become free in time.
-    """
+    """Reserve the run's slots. InputError, with the command that would start enough, where the cluster has too few;
+    RunError where they did not become free in time."""
     total = fleet.total
     if total == 0:
         return Placement([], [], [])

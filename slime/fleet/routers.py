@@ -186,10 +186,7 @@ class ResendLog:
 
     def metrics(self, rollout_id: int, failed: Counter[str]) -> dict[str, float]:
         """Counts since the last call, an evaluation's included; a warning where they pass one request in a hundred.
-
-        Args:
-            failed: tries at engines that failed, by cause, since the router's start (`Router.failed_tries`).
-        """
+        ``failed`` are the tries at engines that failed, by cause, since the router's start (`Router.failed_tries`)."""
         with self._lock:
             requests, resent = self._http.take_counts(self._url)
             by_router, self._failed = failed - self._failed, failed

@@ -87,13 +87,8 @@ class FailureLog:
         self._heads: dict[tuple[str, str, str], set[str]] = {}
 
     def warn(self, what: str, reason: str, error: Exception) -> None:
-        """Warn of a failed try, or only count it.
-
-        Args:
-            what: sample and try.
-            reason: by which failures are counted in metrics.
-            error: whose message is the story, the traceback of a user's function included.
-        """
+        """Warn of a failed try, ``what``, or only count it. ``reason`` is that by which metrics count failures; the
+        message of ``error`` is the story, the traceback of a user's function included."""
         message = str(error)
         head = message.splitlines()[0] if message else ""
         where = head.partition(" raised ")[0] if " raised " in head else ""

@@ -7,7 +7,6 @@ import contextlib
 import json
 import math
 import secrets
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from typing import Any, Protocol
 
 from slime.files.storage import why_not_written, writing
 from slime.observability.lines import LineFile
+from slime.observability.progress import warn
 from slime.utils.command_line import strike_secrets
 from slime.utils.errors import BadInputError
 from slime.utils.redaction import redacted
@@ -46,16 +46,8 @@ class MetricsLogger:
             self._sinks.append(_Wandb(args))
 
     def log(self, metrics: Mapping[str, Any], step_key: str, step: int) -> None:
-        """Log one line.
-
-        Args:
-            metrics: scalars by name (numbers, numpy scalars, tensors of one element).
-            step_key: name of the x axis, e.g. ``"rollout/step"``.
-            step: position on it.
-
-        Raises:
-            TypeError: a metric is no scalar; the message names it.
-        """
+        """Log one line of scalars by name (numbers, numpy scalars, tensors of one element), at ``step`` of the x axis
+        ``step_key``, such as ``"rollout/step"``. TypeError names a metric that is no scalar."""
         scalars = {name: _scalar(name, value) for name, value in metrics.items()}
         for sink in self._sinks:
             self._go_on(sink, lambda sink=sink: sink.write(scalars, step_key, step))  # type: ignore[misc]
@@ -66,7 +58,7 @@ class MetricsLogger:
         for sink in sinks:
             self._go_on(sink, sink.close)
             if lost := self._lost[sink.place]:
-                _warn(f"{' '.join(sink.place)}: {lost} lines of metrics are lost")
+                warn(f"{' '.join(sink.place)}: {lost} lines of metrics are lost")
 
     def _go_on(self, sink: _Sink, do: Callable[[], None]) -> None:
         """Let a sink do something; a run does not end of what it cannot write there, and says so once."""
@@ -76,7 +68,7 @@ class MetricsLogger:
             self._lost[sink.place] += 1
             if self._lost[sink.place] == 1:
                 why = why_not_written(error, *sink.place) or f"{' '.join(sink.place)}: {type(error).__name__}: {error}"
-                _warn(f"{why}; the run goes on, and metrics are lost there until that is mended")
+                warn(f"{why}; the run goes on, and metrics are lost there until that is mended")
 
 
 def evaluated_versions(args: argparse.Namespace) -> set[int]:
@@ -87,10 +79,6 @@ def evaluated_versions(args: argparse.Namespace) -> set[int]:
         with contextlib.suppress(ValueError):  # half a line, of a host that went down
             versions.add(json.loads(line).get("eval/step"))
     return versions - {None}
-
-
-def _warn(text: str) -> None:
-    print(f"{Path(sys.argv[0]).name}: warning: {text}", file=sys.stderr, flush=True)
 
 
 def _lines(args: argparse.Namespace) -> Path:
@@ -109,10 +97,8 @@ def _scalar(name: str, value: Any) -> float:
 
 
 class _JsonLines:
-    """One JSON object a line: the metrics, the step key and ``time`` (seconds since the epoch).
-
-    JSON has no NaN and no infinity: they are the strings "NaN", "Infinity" and "-Infinity", which ``float()`` reads.
-    """
+    """One JSON object a line: the metrics, the step key and ``time`` (seconds since the epoch). JSON has no NaN and no
+    infinity: they are the strings "NaN", "Infinity" and "-Infinity", which ``float()`` reads."""
 
     def __init__(self, path: Path) -> None:
         self._file = LineFile(path).open()
@@ -156,8 +142,6 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """One W&B run; each group of metrics (``rollout/*``, ``train/*``, ...) is drawn over its own step key."""
-
     def __init__(self, args: argparse.Namespace) -> None:
         import wandb
 

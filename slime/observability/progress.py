@@ -39,13 +39,8 @@ def done_line(args: Namespace) -> str:
 
 
 def step_line(rollout_id: int, num_rollout: int, metrics: Mapping[str, float]) -> str:
-    """One line on a finished step: rollout, mean reward, loss, evaluation, seconds, longest phase.
-
-    Args:
-        rollout_id: counted from 0; printed from 1.
-        num_rollout: rollouts in the whole run.
-        metrics: everything logged during the step; what is not there is left out of the line.
-    """
+    """One line on a finished step: rollout (``rollout_id`` counts from 0, the line from 1), mean reward, loss,
+    evaluation, seconds, longest phase; without what ``metrics``, all that was logged during the step, do not have."""
     parts = [f"rollout {rollout_id + 1}/{num_rollout}"]
     reward = next((metrics[key] for key in _REWARDS if key in metrics), None)
     if reward is not None:

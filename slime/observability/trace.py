@@ -90,7 +90,6 @@ def flush() -> None:
 
 
 def _forget() -> None:
-    """In a fork: the parent writes its lines itself."""
     global _trace
     _trace = None
 

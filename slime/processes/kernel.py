@@ -94,10 +94,8 @@ def kill_all(find: Callable[[], Iterable[Process]], seconds: float) -> None:
 
 
 def end_child(child: subprocess.Popen[Any], seconds: float) -> None:
-    """KILL a child and close its pipes. One that has not ended within ``seconds`` is warned of, and waited for no more.
-
-    Such a one hangs in the kernel, in a file system that does not answer for one, or is held by a debugger.
-    """
+    """KILL a child and close its pipes. One that has not ended within ``seconds``, as it hangs in the kernel, in a file
+    system that does not answer for one, or is held by a debugger, is warned of, and waited for no more."""
     child.kill()
     try:
         child.wait(seconds)

@@ -116,12 +116,8 @@ class ServerProcess:
         return self._supervisor.poll() if self._supervisor else None
 
     def stop(self) -> None:
-        """End the whole tree: TERM, a grace period, KILL. Returns when it is gone; may be called again.
-
-        Raises:
-            RuntimeError: the supervisor did not end within its own deadlines (it is then killed, and the server dies
-                with it).
-        """
+        """End the whole tree: TERM, a grace period, KILL. Returns when it is gone; may be called again. RuntimeError
+        where the supervisor did not end within its own deadlines (it is then killed, and the server dies with it)."""
         if self._owner_end is not None:
             os.close(self._owner_end)
             self._owner_end = None

@@ -38,14 +38,9 @@ _ANSWER_S = 60.0
 
 
 def connect(slots: int) -> int:
-    """Join the Ray of RAY_ADDRESS, or start a local one with room for ``slots`` slots, which ends with this process.
-
-    It returns what `janitor.dismiss` takes at the run's end.
-
-    Raises:
-        RunError: the running Ray could not be joined, or a local one not be started.
-        InputError: a local one could not write where it has to.
-    """
+    """Join the Ray of RAY_ADDRESS, or start a local one with room for ``slots`` slots, which ends with this process;
+    what `janitor.dismiss` takes at the run's end. RunError where the running Ray could not be joined, or a local one
+    not be started, InputError where that could not write where it has to."""
     if not (sys.stdout.isatty() and sys.stderr.isatty()):
         # Ray colours the prefix of workers' lines, which this process prints, in files too.
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")

@@ -97,10 +97,7 @@ class EngineActor:
     @ray.method(concurrency_group=EXAMINATION)
     def examine(self, because: str, *, paused: bool) -> None:
         """Raise EngineError, ``because`` of what, if it does not answer; one that is ``paused`` need not generate."""
-        if paused:
-            self._engine.examine_control(because)
-        else:
-            self._engine.examine_generation(because)
+        self._engine.examine_all(because, paused=paused)
 
     def release_memory(self) -> None:
         """Give the GPU memory back, when no request runs."""

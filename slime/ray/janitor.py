@@ -67,12 +67,8 @@ class Tree:
     """The processes of a run, as often as they are looked for."""
 
     def __init__(self, owner: int, mark: str, spared: Mapping[int, int]) -> None:
-        """
-        Args:
-            owner: the driver's id.
-            mark: NAME=VALUE, in the environment of the run's processes.
-            spared: those that are not the run's, with what they start, unless marked: when each began, by its id.
-        """
+        """``mark`` is NAME=VALUE in the environment of the run's processes, ``spared`` when each of those began, by its
+        id, that are not the run's, with what they start, unless marked."""
         self._owner, self._mark, self._spared = owner, mark, dict(spared)
         self._known: dict[int, int] = {}
 

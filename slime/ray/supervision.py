@@ -144,11 +144,8 @@ class Supervisor:
         self.version = "none yet"
 
     def watch(self, name: str, actor: Any, on_death: _OnDeath | None = None) -> None:
-        """Fail every later `wait` when ``actor`` or the process that it owns dies.
-
-        Args:
-            on_death: called instead, once, with the phase and the cause; it raises RunError if the run cannot go on.
-        """
+        """Fail every later `wait` when ``actor`` or the process that it owns dies; or ``on_death`` is called instead,
+        once, with the phase and the cause, and raises RunError if the run cannot go on."""
         self._watches[actor.watch.remote()] = name, on_death
 
     def forget(self, name: str) -> None:
@@ -161,10 +158,7 @@ class Supervisor:
 
     def wait(self, calls: Mapping[str, ray.ObjectRef], phase: str, limit: Deadline) -> list[Any]:
         """The answers of ``calls`` (who was asked -> reference), in their order, without those of the survived dead.
-
-        Raises:
-            RunError: a call failed, of these or of those expected; a watched actor died; or the deadline passed.
-        """
+        RunError where a call failed, of these or of those expected, a watched actor died, or the deadline passed."""
         dead_before = len(self._dead)
         deadline = time.monotonic() + limit.seconds
         names = {ref: who for who, ref in calls.items()}
@@ -224,7 +218,6 @@ class Supervisor:
 
 
 def _ready(refs: list[ray.ObjectRef], seconds: float) -> list[ray.ObjectRef]:
-    """All of ``refs`` that are ready as soon as one is, in their order; none if none is within so many seconds."""
     first, _ = ray.wait(refs, num_returns=1, timeout=seconds)
     if not first or len(refs) == 1:
         return list(first)

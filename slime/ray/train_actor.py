@@ -63,11 +63,8 @@ class TrainActor:
         return host, self._store.port
 
     def start(self, master: tuple[str, int], num_rollout: int) -> tuple[int, int, dict[str, Any] | None]:
-        """Build the model and load its weights.
-
-        Returns:
-            The first rollout's id, the data-parallel size and, on rank 0 of a resumed run, the data side's saved state.
-        """
+        """Build the model and load its weights: the first rollout's id, the data-parallel size and, on rank 0 of a
+        resumed run, the data side's saved state."""
         os.environ.update(MASTER_ADDR=master[0], MASTER_PORT=str(master[1]))
         os.environ.setdefault(NODE_ADDRESS_VARIABLE, ray.util.get_node_ip_address())
         patching.apply([RENDEZVOUS], None)

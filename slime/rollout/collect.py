@@ -21,13 +21,8 @@ async def collect(
 ) -> RolloutFnTrainOutput:
     """Generate, reward and filter groups until ``num_groups`` are kept; what is left goes back to the data source.
 
-    Args:
-        drawn: the first groups; more are drawn from ``source``, ``--over-sampling-batch-size`` at a time or as many as
-            are missing.
-
-    Raises:
-        DeadlineError: ``--rollout-timeout`` passed.
-        HookError, RequestError: as of `Pool.advance`.
+    ``drawn`` are the first; more are drawn from ``source``, ``--over-sampling-batch-size`` at a time or as many as are
+    missing. DeadlineError where ``--rollout-timeout`` passed; HookError and RequestError as of `Pool.advance`.
     """
     started = time.monotonic()
     async with rollout_state(args, rank=rollout_id) as state:
@@ -65,11 +60,9 @@ def late(args: Namespace, rollout_id: int, progress: str) -> str:
 async def finish_batch(
     args: Namespace, source: Any, state: RolloutState, groups: list[list[Any]], all_done: list[list[Any]]
 ) -> None:
-    """Call the user's functions for a whole batch.
-
-    ``--rollout-sample-filter-path`` may set ``remove_sample``, which masks a sample out of the loss;
-    ``--rollout-all-samples-process-path`` sees all groups that were finished, filtered ones too.
-    """
+    """Call the user's functions for a whole batch: ``--rollout-sample-filter-path`` may set ``remove_sample``, which
+    masks a sample out of the loss; ``--rollout-all-samples-process-path`` sees all groups that were finished, filtered
+    ones too."""
     if (path := args.rollout_sample_filter_path) is not None:
         await call_batch_hook(state, "--rollout-sample-filter-path", path, groups, args, groups)
     if (path := args.rollout_all_samples_process_path) is not None:

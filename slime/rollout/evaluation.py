@@ -104,13 +104,10 @@ def eval_args(args: Namespace, dataset: EvalDataset) -> Namespace:
 
 
 async def eval_rollout(args: Namespace, version: int) -> RolloutFnEvalOutput:
-    """Generate and reward every dataset of ``args.eval_datasets``.
+    """Generate and reward every dataset of ``args.eval_datasets`` by weights of ``version``.
 
     Where the engine is deterministic, a prompt has the same sampling seeds in every evaluation, so that two of them
     differ by the weights alone.
-
-    Args:
-        version: of the weights that are scored, for the message of a deadline.
 
     Raises:
         BadInputError: there is no evaluation dataset, or one does not read.

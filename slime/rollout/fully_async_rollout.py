@@ -110,8 +110,6 @@ class Stream:
         return RolloutFnTrainOutput(samples=groups, metrics=metrics | {"perf/rollout_time": now - started})
 
     async def _until_enough(self) -> tuple[Pool, RolloutState]:
-        """Wait for as many groups as a rollout has; those that have become too old go back, to be generated anew."""
-
         def is_stale(sample: Sample) -> bool:
             return (staleness(sample, self._next) or 0) > self._args.max_weight_staleness
 

@@ -211,7 +211,6 @@ class GroupRun:
         )
 
     async def _show(self, sample: Sample) -> Sample:
-        """Give a sample that was generated to the hooks of ``--rollout-sample-hook-path``."""
         flag = "--rollout-sample-hook-path"
         for path in self.args.rollout_sample_hook_path or []:
             function = load_function(path, flag=flag, default_names=("sample_hook", "rollout_sample_hook"))
@@ -331,7 +330,6 @@ def _wants_reward(sample: Sample) -> bool:
 
 
 def _is_of_sample(error: Exception, what: str) -> bool:
-    """Whether only this sample is concerned; what is found out about the settings or the engines ends the run."""
     if isinstance(error, SettingError):
         return False
     if what != "generate":

@@ -100,15 +100,8 @@ class Pool:
             self._num_begun += 1
 
     async def advance(self, wanted: int) -> None:
-        """Wait until another group is done; keep it, or drop it with a reason.
-
-        Args:
-            wanted: how many groups the rollout needs.
-
-        Raises:
-            HookError: the filter failed, or more groups failed than the rollout needs.
-            Exception: what a group raised.
-        """
+        """Wait until another group is done; keep it, or drop it with a reason. HookError where the filter failed, or
+        more groups failed than are ``wanted``; else what a group raised."""
         task = await self._done.get()
         number, run = self._running[task]
         error = None if task.cancelled() else task.exception()
@@ -193,7 +186,6 @@ class Pool:
         return f"{len(self.kept)} groups kept, {dropped}; {self._state.progress()}"
 
     async def _judge(self, results: list[Any]) -> DynamicFilterOutput:
-        """What the user's filter says of a finished group."""
         if self._args.rollout_all_samples_process_path is not None:
             self.all_done.append(results)
         path = self._args.dynamic_sampling_filter_path

@@ -151,15 +151,10 @@ class RolloutRuntime:
             self._pause.resume()  # nobody else would
 
     async def abort_requests(self, rids: Iterable[str] | None) -> bool:
-        """Have every engine end requests with what they have, which they answer as ``abort``; whether there is an
-        engine. It is asked itself: the router forwards no such call.
+        """Have all engines end requests, by their ids or (None) all, with what they have, which they answer as
+        ``abort``; whether there is an engine. The router, which alone knows where each is, forwards no such call.
 
-        Args:
-            rids: the ids of the requests, each at an engine that only the router knows; None for all requests there
-                are.
-
-        An engine that does not answer within 10 s has died or is stuck, which its supervisor says better: nothing
-        waits.
+        One that does not answer within 10 s has died or is stuck, which its supervisor says better: nothing waits.
         """
         bodies: list[dict[str, object]] = [{"abort_all": True}] if rids is None else [{"rid": rid} for rid in rids]
         key = self.engines.admin_key

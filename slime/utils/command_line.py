@@ -17,11 +17,9 @@ _ARG_START = 45
 
 
 def strike_secrets() -> None:
-    """Replace the values of flags that are named for secrets, such as ``--wandb-key``, once they have been parsed.
-
-    In ``sys.argv``, which W&B records, and in the kernel's copy, which ``ps`` shows to every user of the host and from
-    which Ray takes the name of a job.
-    """
+    """Replace the values of flags that are named for secrets, such as ``--wandb-key``, once they have been parsed: in
+    ``sys.argv``, which W&B records, and in the kernel's copy, which ``ps`` shows to every user of the host and from
+    which Ray takes the name of a job."""
     sys.argv[1:] = redacted_words(sys.argv[1:])
     with contextlib.suppress(OSError, ValueError, IndexError):  # of a kernel that has no such files, or hides them
         _overwrite()

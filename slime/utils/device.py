@@ -268,9 +268,7 @@ class _PinnedMemory(mmap.mmap):
 
 def pinned(nbytes: int) -> torch.Tensor:
     """Host memory that the device copies from and to at full speed; uint8, at least one byte, its content undefined.
-
-    torch's own pinned allocator rounds up to a power of two, which for tens of GiB is memory that nobody has.
-    """
+    torch's own pinned allocator rounds up to a power of two, which for tens of GiB is memory that nobody has."""
     memory = _PinnedMemory(-1, nbytes)
     # Pages of 2 MiB take a fraction of the time to pin.
     memory.madvise(mmap.MADV_HUGEPAGE)
@@ -284,11 +282,9 @@ def pinned(nbytes: int) -> torch.Tensor:
 
 
 def share(tensor: torch.Tensor) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-    """How another process on this host opens a tensor's GPU memory: a function and its arguments, to be pickled.
-
-    The GPU is named by its UUID in place of its index, which differs between processes; the receiver, as SGLang's does,
-    has to put the index back.
-    """
+    """How another process on this host opens a tensor's GPU memory: a function and its arguments, to be pickled. The
+    GPU is named by its UUID in place of its index, which differs between processes; the receiver, as SGLang's does, has
+    to put the index back."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     rebuild, arguments = reduce_tensor(tensor)

@@ -83,10 +83,8 @@ def told(error: BaseException) -> str:
 
 
 def elsewhere(error: BaseException) -> str:
-    """To follow an error of a user's code: where to find what was written for the upstream system; else nothing.
-
-    It knows modules that are missing, names that are missing in one, and attributes of modules and objects.
-    """
+    """To follow an error of a user's code: where to find what was written for the upstream system; else nothing. It
+    knows modules that are missing, names that are missing in one, and attributes of modules and objects."""
     with contextlib.suppress(Exception):  # of objects that cannot be asked: a hint never takes an error's place
         return hint_for(_missing(error))
     return ""

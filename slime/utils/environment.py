@@ -27,10 +27,8 @@ _PORTS = {"http": 80, "https": 443}
 
 
 def server_environment(needs: Collection[str] = ()) -> dict[str, str]:
-    """This process's environment for a program that runs no code of users and asks nobody outside the run.
-
-    It is without proxies, and without secrets such as WANDB_API_KEY and HF_TOKEN, by their names, but for ``needs``.
-    """
+    """This process's environment for a program that runs no code of users and asks nobody outside the run: without
+    proxies, and without secrets such as WANDB_API_KEY and HF_TOKEN, by their names, but for ``needs``."""
     return {
         name: value
         for name, value in os.environ.items()

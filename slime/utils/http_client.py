@@ -74,7 +74,6 @@ def _first_word(url: str) -> str:
 
 
 def _routers() -> list[str]:
-    """The origins that the environment of a hook's process names."""
     return [origin_of(os.environ.get(name, "")) for name in ROUTER_VARIABLES.values()]
 
 
@@ -115,21 +114,15 @@ class Http:
         self._places[origin_of(url)] = place
 
     def examine_by(self, url: str, examine: Callable[[str], Awaitable[str | None]]) -> None:
-        """Have ``examine`` look into it when a request to the origin of ``url`` gets no reply in time.
-
-        Args:
-            examine: given what went wrong; None where a server that hung is out of the way, so that the request is sent
-                again, else why it is not to be. It raises RequestError where no server is left that answers.
-        """
+        """Have ``examine``, given what went wrong, look into it when a request to the origin of ``url`` gets no reply
+        in time: None where a server that hung is out of the way, so that the request is sent again, else why it is not
+        to be. It raises RequestError where no server is left that answers."""
         self._examiners[origin_of(url)] = examine
 
     def authorization(self, url: str) -> dict[str, str]:
-        """The headers that open one of our own servers.
-
-        Known origins are those of `add_api_keys` and, for processes that a hook starts, those that the variables
-        ``SLIME_ROUTER_URL`` and ``SLIME_REWARD_ROUTER_URL`` name; ``SLIME_ROUTER_API_KEY`` is the key of both. A key
-        never goes to any other origin.
-        """
+        """The headers that open one of our own servers: origins of `add_api_keys` and, for processes that a hook
+        starts, those that the variables ``SLIME_ROUTER_URL`` and ``SLIME_REWARD_ROUTER_URL`` name, with
+        ``SLIME_ROUTER_API_KEY`` for both. A key never goes to any other origin."""
         origin = origin_of(url)
         key = self._api_keys.get(origin + _first_word(url)) or self._api_keys.get(origin)
         if key is None and origin in _routers():
@@ -159,7 +152,9 @@ class Http:
         loads: Callable[[str], Any] = json.loads,
         proxy: str | None = None,
     ) -> Any:
-        """Send one request by the event loop's session, again with growing pauses where another try may succeed.
+        """Send one request by the event loop's session, again with growing pauses where another try may succeed; the
+        reply, parsed where it is JSON, else its text. RequestError names the URL, what came back and how often it was
+        tried.
 
         Tried again are connections that were refused or that broke off, be it in the middle of the reply, the statuses
         of `RETRIED_STATUSES`, what the router answers when the engine that had the request has died, and a request
@@ -173,12 +168,6 @@ class Http:
             dumps: makes JSON of ``payload``; None sends no body.
             loads: parses the reply, or raises ValueError where it is no JSON.
             proxy: URL of the one that the request goes through.
-
-        Returns:
-            The reply, parsed where it is JSON, else its text.
-
-        Raises:
-            RequestError: naming the URL, what came back and how often it was tried.
         """
         session, pause = await self._session(), _FIRST_BACKOFF_S
         with self._lock:
@@ -280,8 +269,7 @@ def current_http() -> Http | None:
 
 def allow_open_files(connections: int | None = None) -> None:
     """Let this process have so many connections, or as many as the host allows, which is often far above the 1,024 open
-    files that a process begins with. Warns where it is less.
-    """
+    files that a process begins with. Warns where it is less."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     needed = hard if connections is None else connections + _OTHER_FILES
@@ -302,7 +290,6 @@ def _too_few_files() -> str:
 
 
 def _error_code(text: str) -> Any:
-    """The code in an error of the router's; None in any other text."""
     error = reply.get("error") if isinstance(reply := _parse(text, json.loads), dict) else None
     return error.get("code") if isinstance(error, dict) else None
 

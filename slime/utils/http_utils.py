@@ -94,11 +94,8 @@ class PortReservation:
     """
 
     def __init__(self, host: str, count: int = 1, port: int | None = None) -> None:
-        """Reserve ``count`` ports for a server on ``host``, the first of which is ``port`` where no others will do.
-
-        Raises:
-            OSError: no ports are free, or ``host`` is not an address of this machine.
-        """
+        """Reserve ``count`` ports for a server on ``host``, the first of which is ``port`` where no others will do;
+        OSError where none are free, or ``host`` is not an address of this machine."""
         _check_address(host)
         self._locks: list[socket.socket] = []
         self._bound: list[socket.socket] = []

@@ -39,13 +39,10 @@ def refusing(what: str) -> Iterator[None]:
 
 
 def split_function_path(path: str) -> tuple[str, str | None]:
-    """Split a function path into what to import and the attribute to take from it.
+    """What to import, and the attribute to take from it; ValueError where the path names a module but no function.
 
-    ``pkg.mod.fn`` and ``pkg.mod:fn`` give ``("pkg.mod", "fn")``, ``path/to/file.py:fn`` gives
-    ``("path/to/file.py", "fn")``, and a bare ``path/to/file.py`` gives ``("path/to/file.py", None)``.
-
-    Raises:
-        ValueError: the path names a module but no function.
+    ``pkg.mod.fn`` and ``pkg.mod:fn`` give ``("pkg.mod", "fn")``, ``path/to/file.py:fn`` gives ``("path/to/file.py",
+    "fn")``, and a bare ``path/to/file.py`` gives ``("path/to/file.py", None)``.
     """
     if path.endswith(".py"):
         return path, None
@@ -120,16 +117,9 @@ def attribute_of(target: Any, name: str, default: Any, where: str) -> Any:
 
 
 def load_function(path: str, *, flag: str | None = None, default_names: Sequence[str] = ()) -> Any:
-    """The function or class that ``path`` names.
-
-    Args:
-        path: ``pkg.mod.fn``, ``pkg.mod:fn``, ``path/to/file.py:fn``, or ``path/to/file.py`` alone.
-        flag: the command-line flag that carried the path, for the error message.
-        default_names: for a file alone, the names to look for in it, first match wins.
-
-    Raises:
-        BadInputError: the path does not load; the message names flag, path and what is missing, with near names.
-    """
+    """The function or class that ``path`` names: ``pkg.mod.fn``, ``pkg.mod:fn``, ``path/to/file.py:fn``, or
+    ``path/to/file.py`` alone, in which the first of ``default_names`` is taken. BadInputError, with ``flag``, path,
+    what is missing and near names, where it does not load."""
     return find_function(path, flag=flag, default_names=default_names)[0]
 
 
@@ -159,14 +149,9 @@ def find_function(path: str, *, flag: str | None = None, default_names: Sequence
 
 
 def exec_command(cmd: str, capture_output: bool = False) -> str | None:
-    """Run ``cmd`` by ``bash -c``, and print it first, as ``EXEC: ...``, without its secrets.
-
-    Returns:
-        With ``capture_output`` its standard output, which is then not let through; else None.
-
-    Raises:
-        CommandError: its status is not 0. It is a `subprocess.CalledProcessError` too.
-    """
+    """Run ``cmd`` by ``bash -c``, and print it first, as ``EXEC: ...``, without its secrets; with ``capture_output``
+    its standard output, which is then not let through. CommandError, a `subprocess.CalledProcessError` too, where its
+    status is not 0."""
     shown = redacted_command(cmd)
     print(f"EXEC: {shown}", flush=True)
     known = _HF_BY_ITS_OLD_NAME + cmd if "huggingface-cli" in cmd and shutil.which("hf") else cmd

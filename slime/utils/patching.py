@@ -76,10 +76,8 @@ def due(
 ) -> Iterator[Patch[Facts]]:
     """The patches that a process with these facts carries out.
 
-    Where untested versions are allowed, those of other releases are left out, and ``warn`` told of each once a process.
-
-    Raises:
-        UntestedVersionError: an installed release is none of those that a wanted patch was made for.
+    Where untested versions are allowed, those of other releases are left out, and ``warn`` told of each once a process;
+    otherwise an UntestedVersionError says that an installed release is none of those that a wanted patch was made for.
     """
     for patch in patches:
         if not patch.wanted(facts):

@@ -35,18 +35,14 @@ _SWITCHES = ("", "0", "1", "false", "no", "off", "on", "true", "yes")
 
 def redacted(options: Mapping[str, Any]) -> dict[str, Any]:
     """A copy in which every secret is `REDACTED`, at any depth: what its name calls one, and all environment variables.
-
-    In a list, the words after ``--some-password`` are judged by that name, as on a command line.
-    """
+    In a list, the words after ``--some-password`` are judged by that name, as on a command line."""
     return {name: _redact(str(name), value) for name, value in options.items()}
 
 
 def is_secret(name: str, value: Any) -> bool:
-    """Whether the name of an option or an environment variable calls its value a secret.
-
-    A number, unless the name ends in key or token (``judge_token: 123``), is a count or an id, not a secret. Nor is a
-    switch, or the path of a file that is there.
-    """
+    """Whether the name of an option or an environment variable calls its value a secret. A number, unless the name ends
+    in key or token (``judge_token: 123``), is a count or an id, not a secret. Nor is a switch, or the path of a file
+    that is there."""
     if value is None or isinstance(value, bool) or name in _HARMLESS_VARIABLES:
         return False
     if isinstance(value, str) and (value.lower() in _SWITCHES or (os.path.isabs(value) and os.path.exists(value))):

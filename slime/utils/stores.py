@@ -20,10 +20,7 @@ NODE_ADDRESS_VARIABLE = "SLIME_NODE_ADDRESS"
 
 def serve_store(host: str, port: int = 0, **options: Any) -> TCPStore:
     """Serve a store that only ``host``, an address or a name of this machine, leads to; ``options`` are torch's.
-
-    Raises:
-        OSError: ``host`` is none of this machine's, or ``port`` (0: one that the kernel chooses) is taken.
-    """
+    OSError where ``host`` is none of this machine's, or ``port`` (0: one that the kernel chooses) is taken."""
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     # The kernel's own limit: all ranks may come at once.
     listener = socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN)

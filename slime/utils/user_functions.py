@@ -63,8 +63,7 @@ def call_user_function(
     """What the function that ``flag`` names by ``path`` returns; that it can be called so was seen with the flags.
 
     Args:
-        values: by their documented names; they are passed by position, in this order.
-        keywords: passed by name.
+        values: by their documented names; they are passed by position, in this order, and ``keywords`` by name.
 
     Raises:
         BadInputError: it is not there.

@@ -49,18 +49,9 @@ class Agreement:
             self._set(None, words)
 
     def settle(self, failure: Exception | None, timeout: float) -> Exception | None:
-        """Wait until every rank has told (collective).
-
-        Args:
-            failure: this rank's.
-            timeout: seconds.
-
-        Returns:
-            This rank's failure, otherwise an OtherRankError with the words of the first that has one.
-
-        Raises:
-            EngineError: ranks have told nothing in time; it names them.
-        """
+        """Wait ``timeout`` seconds until every rank has told (collective): this rank's ``failure``, otherwise an
+        OtherRankError with the words of the first that has one. EngineError names those that have told nothing in
+        time."""
         self.tell(failure)
         everyone = range(self._world_size) if self._rank == 0 else [None]
         keys = [self._key(rank) for rank in everyone]
@@ -81,5 +72,4 @@ class Agreement:
         self._told[1].append(key)
 
     def _key(self, rank: int | None) -> str:
-        """Of what a rank tells, or of what all have told, in this phase of the push."""
         return f"{self._push}/{self._phase}/{'all' if rank is None else rank}"

@@ -46,7 +46,6 @@ class DistributedPublisher(WeightPublisher):
             self._meet()
 
     def _meet(self) -> None:
-        """Open a group of this process and all ranks of all engines."""
         # A name of its own for each group: torch refuses one that this process, or a living engine, has used before.
         self._group_name = f"slime-weights-{os.getpid()}-{next(_group_numbers)}"
         loopback = all(engine.url.startswith(("http://127.", "http://[::1]")) for engine in self.engines)

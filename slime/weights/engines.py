@@ -47,14 +47,12 @@ def start_all(
     Args:
         calls: by the name under which an error mentions them.
         timeout: seconds for all of them, from now on.
-        phase: what is being done, for the error.
         settle: when one has failed, wait for the others as well, because they use what the caller then takes away. Not
             for calls that wait for each other.
 
     Returns:
-        A function that waits until all have returned, or one has failed; it returns what they did, by name, and raises
-        EngineError: a call has raised one, or the deadline has passed; it names the phase and the calls;
-        Exception: any other that a call raised.
+        What waits until all have returned, or one has failed; it returns what they did, by name, or raises what a call
+            did: EngineErrors, and one for the deadline, name ``phase`` and calls.
     """
     results: queue.SimpleQueue[tuple[str, _T | BaseException]] = queue.SimpleQueue()
 

@@ -44,14 +44,8 @@ class EqualityCheck:
             self._digests[name] = digest(tensor)
 
     def run(self, each_engine: Callable[[str, Callable[[EngineControl], Any]], dict[str, Any]]) -> None:
-        """Compare. The engines hold the directory's weights afterwards, equal or not.
-
-        Args:
-            each_engine: `WeightPublisher.each_engine`.
-
-        Raises:
-            EngineError: naming the tensors that were not pushed, or engine, rank and parameters that differ.
-        """
+        """Compare, by `WeightPublisher.each_engine`. The engines hold the directory's weights afterwards, equal or not.
+        EngineError names tensors that were not pushed, or engine, rank and parameters that differ."""
         missing = expected_names(self._template) - self._digests.keys()
         if missing:
             raise EngineError(f"check equal: tensors of {self._template} that were not pushed: {abbreviate(missing)}")

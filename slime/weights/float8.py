@@ -26,11 +26,7 @@ class Float8Blocks:
 
     @classmethod
     def of(cls, checkpoint: Path) -> Float8Blocks | None:
-        """Of a Hugging Face directory; None of one that is not quantised.
-
-        Raises:
-            ValueError: it is quantised in another way.
-        """
+        """Of a Hugging Face directory; None of one that is not quantised, ValueError of one that is in another way."""
         block = block_sizes(checkpoint)
         if block is None:
             return None

@@ -31,8 +31,6 @@ Wait = Callable[[], object]
 
 @dataclass
 class _Update:
-    """One publication under way."""
-
     version: int
     paused_at: float | None = None
     nbytes: int = 0
@@ -166,11 +164,8 @@ class WeightPublisher:
         return None
 
     def _deliver(self, bucket: NamedTensors, staged: Any) -> Wait | None:
-        """Begin to bring a bucket to the engines that this rank sends to (ranks that send).
-
-        Returns:
-            What waits for the end of it, which must not need the bucket's own tensors; None if nothing is left to do.
-        """
+        """Begin to bring a bucket to the engines that this rank sends to (ranks that send). What waits for the end of
+        it must not need the bucket's own tensors; None if nothing is left to do."""
         raise NotImplementedError
 
     def _seal(self, version: int) -> None:

@@ -103,14 +103,9 @@ def flat_parts(layout: list[SimpleNamespace], bucket: NamedTensors) -> Iterator[
 
 
 def can_push_local_experts(args: Namespace, engines: Sequence[EngineAddress]) -> bool:
-    """Whether every engine rank computes with just those experts that the training rank beside it trains.
-
-    Then none of them need be gathered, nor be brought to engine ranks that would drop them. Both sides divide experts
-    evenly and in order; what differs is which ranks cut an expert among them.
-
-    Args:
-        engines: of one push.
-    """
+    """Whether every engine rank computes with just those experts that the training rank beside it trains. Then none of
+    them need be gathered for a push to ``engines``, nor be brought to ranks that would drop them. Both sides divide
+    experts evenly and in order; what differs is which ranks cut an expert among them."""
     size, cut = args.expert_model_parallel_size, args.expert_tensor_parallel_size
     placed = {"sglang_ep_size": size} | _EXPERTS_IN_ORDER
     if size == 1 or args.update_weight_transport != "tensor" or args.lora_sync == "adapter":
@@ -204,11 +199,7 @@ class TensorPublisher(WeightPublisher):
 
 
 def serialize(payload: dict[str, Any], reduce: Callable[[object], Any]) -> str:
-    """A base64 pickle that an engine reads.
-
-    Args:
-        reduce: `pickle.Pickler.reducer_override`.
-    """
+    """A base64 pickle that an engine reads; ``reduce`` is as `pickle.Pickler.reducer_override`."""
     stream = io.BytesIO()
     _Pickler(stream, reduce).dump(payload)
     return base64.b64encode(stream.getvalue()).decode()

@@ -33,17 +33,33 @@ class NoAnswerError(EngineError):
     """A server that took a question and did not answer it in time."""
 
 
+def ask_server(
+    who: str, url: str, method: str, path: str, body: Any = None, *, key: str | None, timeout: float
+) -> requests.Response:
+    """The answer of an engine or a router to a control call; EngineError, which begins with ``who``, without any."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    if body is not None:
+        headers["Content-Type"] = "application/json"
+    data = None if body is None else orjson.dumps(body)  # json takes seconds over adapters
+    limits = (min(_CONNECT_TIMEOUT_S, timeout), timeout)
+    # A session for each call: control calls come from several threads, and one that a pause of minutes left open may
+    # have been closed by the server. Without trust_env no proxy of the host stands between us and the server.
+    with requests.Session() as session:
+        session.trust_env = False
+        try:
+            return session.request(method, url + path, data=data, headers=headers, timeout=limits)
+        except requests.Timeout as error:
+            raise NoAnswerError(f"{who}: {method} {path}: no answer within {timeout:.0f} s") from error
+        except requests.RequestException as error:
+            raise EngineError(f"{who}: {method} {path}: {error}") from error
+
+
 class EngineControl:
     """Control calls to one engine, straight to it (the router forwards none); synchronous, usable from any thread."""
 
     def __init__(self, url: str, admin_key: str | None, generate_key: str | None, timeout: float) -> None:
-        """
-        Args:
-            url: the engine's address.
-            admin_key: opens what changes the engine.
-            generate_key: opens what only reads it.
-            timeout: seconds that any one call may take.
-        """
+        """``admin_key`` opens what changes the engine, ``generate_key`` what only reads it; any one call may take
+        ``timeout`` seconds."""
         self.url = url
         self._admin_key = admin_key
         self._generate_key = generate_key
@@ -96,10 +112,8 @@ class EngineControl:
             time.sleep(_FLUSH_POLL_S)
 
     def release_memory(self) -> None:
-        """Give the GPU memory of weights, cache and CUDA graphs back; the engine must be idle, and forgets its cache.
-
-        A server that was started without a memory saver answers, and keeps it.
-        """
+        """Give the GPU memory of weights, cache and CUDA graphs back; the engine must be idle, and forgets its cache. A
+        server that was started without a memory saver answers, and keeps it."""
         self._post("/release_memory_occupation", {})
 
     def resume_memory(self, tags: Sequence[str]) -> None:
@@ -221,26 +235,7 @@ class EngineControl:
 
     def _request(self, method: str, path: str, body: Any = None, *, key: str | None = None) -> requests.Response:
         key = key or self._admin_key or self._generate_key
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        if body is not None:
-            headers["Content-Type"] = "application/json"
-        # A session for each call: control calls come from several threads, and one that a pause of minutes left open
-        # may have been closed by the server. Without trust_env no proxy of the host stands between us and the engine.
-        with requests.Session() as session:
-            session.trust_env = False
-            try:
-                return session.request(
-                    method,
-                    self.url + path,
-                    data=None if body is None else orjson.dumps(body),  # json takes seconds over adapters
-                    headers=headers,
-                    timeout=(min(_CONNECT_TIMEOUT_S, self.timeout), self.timeout),
-                )
-            except requests.Timeout as error:
-                problem = f"no answer within {self.timeout:.0f} s"
-                raise NoAnswerError(f"engine {self.url}: {method} {path}: {problem}") from error
-            except requests.RequestException as error:
-                raise EngineError(f"engine {self.url}: {method} {path}: {error}") from error
+        return ask_server(f"engine {self.url}", self.url, method, path, body, key=key, timeout=self.timeout)
 
     def _refusal(self, method: str, path: str, reply: requests.Response) -> EngineError:
         secrets = tuple(key for key in (self._admin_key, self._generate_key) if key)
@@ -254,12 +249,8 @@ class GenerateClient:
     def __init__(
         self, http: Http, router_url: str, api_key: str | None, retries: int, *, adapter: bool = False
     ) -> None:
-        """
-        Args:
-            http: sends them, each within its time limit, and counts them.
-            retries: how often a request is sent again where another try may succeed (`Http.send`).
-            adapter: whether the engines' adapter answers, and not the model without it.
-        """
+        """``retries`` is as of `Http.send`; with ``adapter`` the engines' adapter answers, and not the model without
+        it."""
         self._http = http
         self._url = f"{router_url}/generate"
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -274,19 +265,12 @@ class GenerateClient:
         headers: Mapping[str, str] | None = None,
         **fields: Any,
     ) -> dict[str, Any]:
-        """One completion with its tokens' log-probs.
+        """One completion of ``input_ids`` with its tokens' log-probs, in SGLang's reply (``text``, ``output_ids``,
+        ``meta_info``); RequestError where it failed for good.
 
         Args:
-            input_ids: the prompt's tokens.
-            sampling_params: SGLang's.
-            headers: further request headers, such as the router's routing key.
+            headers: further ones, such as the router's routing key.
             fields: further fields of the request (``rid``, ``return_routed_experts``, ...).
-
-        Returns:
-            SGLang's reply: ``text``, ``output_ids``, ``meta_info``.
-
-        Raises:
-            RequestError: the request failed for good.
         """
         payload = {
             "input_ids": list(input_ids),

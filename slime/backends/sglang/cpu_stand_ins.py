@@ -202,16 +202,8 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3 (x86, 32 bit) of (seed low, seed high, position, column), as SGLang's Triton kernel computes it.
-
-    Args:
-        seed: int64 or uint64 [rows].
-        positions: integers [rows].
-        col_indices: integers [columns].
-
-    Returns:
-        int64 [rows, columns] with values below 2**32.
-    """
+    """MurmurHash3 (x86, 32 bit) of (seed low, seed high, position, column), as SGLang's Triton kernel computes it: of
+    seeds (int64 or uint64) and positions [rows], and columns [columns], int64 [rows, columns] below 2**32."""
     # int64 products wrap modulo 2**64, so the low 32 bits that are kept after each step are exact.
     seed = seed.view(torch.int64) if seed.dtype == torch.uint64 else seed.to(torch.int64)
     state = torch.zeros_like(seed)

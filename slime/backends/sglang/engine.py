@@ -89,9 +89,7 @@ class Engine(Server):
             host: the address at which others reach the engine; it listens on no other.
             api_keys: (generate, admin), or None for an open server on loopback.
             cuda_devices: the GPUs it may use, as CUDA_VISIBLE_DEVICES names them; None without GPUs.
-            name: what messages call it, before its rank.
-            node: which of the engine's nodes this host is.
-            others: on the first node of several, the servers of those after it.
+            others: on the first of several nodes, of which this host is ``node``, the servers of those after it.
         """
         on = f" node {node}" if num_nodes > 1 else ""
         super().__init__(f"{name} {rank}{on}", args, host, log_path)
@@ -101,10 +99,8 @@ class Engine(Server):
         self._cuda_devices = cuda_devices
 
     def prepare(self) -> None:
-        """Start the server of an engine on one node as far as it takes no GPU memory; returns at once.
-
-        It imports, which takes a while, and then waits for `start`.
-        """
+        """Start the server of an engine on one node as far as it takes no GPU memory; returns at once. It imports,
+        which takes a while, and then waits for `start`."""
         if self._num_nodes == 1:
             self.join(self._meeting_point(), held=True)
 
@@ -120,10 +116,8 @@ class Engine(Server):
                 self._halt()
 
     def join(self, meeting: str | None, *, held: bool = False) -> None:
-        """Start the server of this node alone, to meet those of others at ``meeting``; returns at once.
-
-        One that is ``held`` only imports until `start`.
-        """
+        """Start the server of this node alone, to meet those of others at ``meeting``; returns at once. One that is
+        ``held`` only imports until `start`."""
         serving, collective = self._reserve(), self._reserve()
         self.url = http_url(self._host, serving)
         command, environment = self._command(serving, collective, meeting), self._environment()
@@ -147,13 +141,11 @@ class Engine(Server):
     def _ask(self, timeout: float) -> None:
         self.control(timeout).ask("/health")
 
-    def examine_generation(self, because: str) -> None:
-        """`examine` by a token, which every process of the engine takes part in; a paused engine makes none."""
-        self.examine(because, lambda timeout: self.control(timeout).ask("/health_generate", succeeds=True))
-
-    def examine_control(self, because: str) -> None:
-        """`examine` by a question to the engine's schedulers, which answer in a pause as well."""
-        self.examine(because, lambda timeout: self.control(timeout).ask("/server_info", succeeds=True))
+    def examine_all(self, because: str, *, paused: bool) -> None:
+        """`examine` by a token, which every process of the engine takes part in; one that is ``paused`` makes none, but
+        its schedulers answer a question then as well."""
+        path = "/server_info" if paused else "/health_generate"
+        self.examine(because, lambda timeout: self.control(timeout).ask(path, succeeds=True))
 
     def _halt(self) -> None:
         try:

@@ -81,7 +81,6 @@ class ServerFacts:
 
 
 def _config(directory: str | None) -> dict[str, Any]:
-    """A model's config.json; empty where there is none."""
     config = Path(directory, "config.json") if directory is not None else None
     return json.loads(config.read_text()) if config is not None and config.is_file() else {}
 

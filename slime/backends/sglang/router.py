@@ -12,7 +12,7 @@ from typing import Any
 
 import requests
 
-from slime.backends.sglang.client import EngineError, NoAnswerError
+from slime.backends.sglang.client import EngineError, ask_server
 from slime.backends.sglang.server import Server
 from slime.processes.server_process import ADMIN_KEY_VARIABLE, GENERATE_KEY_VARIABLE, ServerProcess, last_value
 from slime.utils.environment import server_environment
@@ -40,12 +40,9 @@ class Router(Server):
         log_path: str | Path,
         name: str = "router",
     ) -> None:
-        """
-        Args:
-            host: the address at which others reach the router; it listens on no other.
-            api_keys: (generate, admin) of the engines; the router asks for the first, which it shows to the engines,
-                and for the second where its own workers are concerned.
-        """
+        """``host`` is the address at which others reach the router; it listens on no other. ``api_keys`` are (generate,
+        admin) of the engines: the router asks for the first, which it shows to the engines, and for the second where
+        its own workers are concerned."""
         super().__init__(name, args, host, log_path)
         self._api_keys = api_keys
         self._port = self._reserve()
@@ -87,11 +84,8 @@ class Router(Server):
         self._call("POST", _WORKERS, {"url": url} | ({"api_key": self._api_keys[0]} if self._api_keys else {}))
 
     def wait_registered(self, urls: list[str], timeout: float) -> None:
-        """Wait until the router finds every engine healthy.
-
-        Raises:
-            EngineError: naming the engines that it does not, after ``timeout`` seconds.
-        """
+        """Wait until the router finds every engine healthy; EngineError, after ``timeout`` seconds, names those that it
+        does not."""
         self._wait_until(lambda: set(urls) <= self._healthy(), f"registered {', '.join(urls)}", timeout)
 
     def remove(self, url: str) -> None:
@@ -141,19 +135,11 @@ class Router(Server):
         also_good: Collection[int] = (),
         timeout: float = _CALL_TIMEOUT_S,
     ) -> requests.Response:
-        headers = {"Authorization": f"Bearer {self._api_keys[1]}"} if self._api_keys else {}
-        with requests.Session() as session:
-            session.trust_env = False
-            try:
-                reply = session.request(method, self.url + path, json=body, headers=headers, timeout=timeout)
-            except requests.Timeout as error:
-                late = f"{self._name} at {self.url}: {method} {path}: no answer within {timeout:.0f} s"
-                raise NoAnswerError(late) from error
-            except requests.RequestException as error:
-                raise EngineError(f"{self._name} at {self.url}: {method} {path}: {error}") from error
+        who, key = f"{self._name} at {self.url}", self._api_keys[1] if self._api_keys else None
+        reply = ask_server(who, self.url, method, path, body, key=key, timeout=timeout)
         if not reply.ok and reply.status_code not in also_good:
             text = redact(reply.text[:500], self._api_keys or ())
-            raise EngineError(f"{self._name} at {self.url}: {method} {path}: status {reply.status_code}: {text}")
+            raise EngineError(f"{who}: {method} {path}: status {reply.status_code}: {text}")
         return reply
 
 

@@ -27,12 +27,8 @@ class Pulse:
     """The answers of one server, from `begin` until `end`."""
 
     def __init__(self, ask: Ask, interval: float, timeout: float) -> None:
-        """
-        Args:
-            ask: a question that the server answers at once whatever else it does.
-            interval: seconds between two questions.
-            timeout: seconds that an answer may take.
-        """
+        """``ask`` is a question that the server answers at once whatever else it does, every ``interval`` seconds; it
+        has ``timeout`` seconds."""
         self._ask, self._interval, self._timeout = ask, interval, timeout
         self._answered = time.time()
         self._ended = threading.Event()
@@ -48,15 +44,8 @@ class Pulse:
         self._ended.set()
 
     def examine(self, ask: Ask | None = None, because: str = "") -> str | None:
-        """Ask now, and note where nothing is answered.
-
-        Args:
-            ask: another question, which more of the server's processes take part in.
-            because: why it is examined.
-
-        Returns:
-            ``silence``.
-        """
+        """Ask now, because of ``because``, and note where nothing is answered; ``silence``. ``ask`` may be another
+        question, which more of the server's processes take part in."""
         unanswered: list[EngineError] = []
         while len(unanswered) < _TRIES and not self._ended.is_set():
             try:
@@ -111,10 +100,8 @@ class Server:
 
     def start(self) -> None:
         """Start the server, an engine from its first node; returns when it answers, an engine's on all nodes.
-
-        Raises:
-            EngineError: it died, or did not answer within ``--engine-start-timeout``; with the last lines of its log.
-        """
+        EngineError, with the last lines of its log, where it died or did not answer within
+        ``--engine-start-timeout``."""
         try:
             self._start()
         except BaseException:

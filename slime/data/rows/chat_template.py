@@ -124,15 +124,10 @@ class ChatTemplate:
     # Data
 
     def prepared(self, messages: Messages) -> Messages:
-        """Messages in the form that the template reads: contents as text, tool calls' arguments as it takes them.
-
-        They are new objects. Keys of null are left out, as SGLang's server does. A key that the template does not read
-        is warned of, once.
-
-        Raises:
-            RowError: a content is no text, a role is none of the template's, or the arguments of a tool call are no
-                object.
-        """
+        """Messages, new objects, in the form that the template reads: contents as text, tool calls' arguments as it
+        takes them. Keys of null are left out, as SGLang's server does. A key that the template does not read is warned
+        of, once. RowError where a content is no text, a role none of the template's, or the arguments of a tool call no
+        object."""
         return [self._prepared(message, f"message {number}") for number, message in enumerate(messages)]
 
     def _prepared(self, message: dict[str, Any], where: str) -> dict[str, Any]:
@@ -151,7 +146,6 @@ class ChatTemplate:
         return prepared
 
     def _warn(self, message: dict[str, Any]) -> None:
-        """Warn, once, of what a message has and the template does not show."""
         for key in message:
             if key in self._read_keys or key in _UNSHOWN_KEYS or key in self._warned:
                 continue
@@ -187,7 +181,6 @@ class ChatTemplate:
         return self._roles[role]
 
     def _shows(self, role: str, content: Any) -> bool | None:
-        """Whether a message of a role is in the text; None where the template refuses it."""
         message = {"role": role, "content": content}
         arguments = "{}" if self._arguments_as_json else {}
         before = {"system": [], "tool": [_USER, _call(arguments) | self._no_content]}.get(role, [_USER])
@@ -306,7 +299,6 @@ def _mark(at: nodes.Node, kind: Literal["begin", "end", "open", "close"], number
 
 
 def _located(marked: str, left: str, right: str) -> Marked:
-    """Take the marks out of a rendering."""
     result, parts, length = Marked(""), [], 0
     begun: dict[str, tuple[int, int]] = {}  # loop -> the message that it is at, and where that began
     opened = 0

@@ -18,20 +18,14 @@ from slime.utils.errors import BadInputError
 
 def render(tokenizer: Any, messages: Messages, tools: Any, kwargs: str, *, generation_prompt: bool = True) -> str:
     """The text of a conversation by the tokenizer's chat template, with further arguments ``kwargs``, a JSON object.
-
-    Raises:
-        RowError: the template refuses the conversation, or a message has what no template takes.
-    """
+    RowError where the template refuses it, or a message has what no template takes."""
     template = chat_template(tokenizer, tools or None, kwargs)
     return template.text(template.prepared(messages), tools or None, generation_prompt=generation_prompt)
 
 
 def with_answer(prompt: str | Messages, label: Any) -> Messages:
-    """The conversation of a prompt: a string is the user's message, and the label what the assistant has not said.
-
-    JSON text of messages is read before, by `messages_of_json`. A label that would be said must be a plain value, else
-    RowError.
-    """
+    """The conversation of a prompt: a string is the user's message, and the label what the assistant has not said, a
+    plain value, else RowError. JSON text of messages is read before, by `messages_of_json`."""
     messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if label is not None and not any(message.get("role") == "assistant" for message in messages):
         if isinstance(label, (dict, list)):
@@ -79,11 +73,8 @@ class ConversationEncoder:
             raise BadInputError(f"--loss-type sft_loss: {checkpoint} has a slow tokenizer, without character offsets")
 
     def encode(self, messages: Messages, tools: Any = None) -> Encoded:
-        """Tokens and mask of a conversation.
-
-        Raises:
-            RowError: it is no conversation, its template refuses it, or none of its tokens is trained.
-        """
+        """Tokens and mask of a conversation; RowError where it is none, its template refuses it, or no token is
+        trained."""
         check_messages(messages, "the conversation")
         template = chat_template(self._tokenizer, tools or None, self._kwargs)
         turns = find_turns(template, template.prepared(messages), tools or None, last_only=self._last_only)

@@ -47,7 +47,6 @@ class Rejects:
     """How many rows have which problem, without what differs from row to row."""
 
     def add(self, where: str, problem: str) -> None:
-        """Take note of one bad row, in the order of the file."""
         self.count += 1
         self.reasons[reason(problem)] += 1
         if len(self.shown) < _SHOWN:
@@ -99,7 +98,6 @@ class PromptDataset:
     """Rows as pickles: a tenth of the memory that their objects would take."""
 
     def append(self, row: PromptRow) -> None:
-        """Add a row."""
         tokens = row.tokens
         self.prompt_lengths.append(0 if tokens is None else len(tokens))
         self._packed.append(pickle.dumps(row.packed(), protocol=pickle.HIGHEST_PROTOCOL))

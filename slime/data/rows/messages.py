@@ -18,7 +18,8 @@ class RowError(BadInputError):
 
 
 def check_messages(messages: Any, what: str) -> None:
-    """Raise RowError unless ``messages`` is a non-empty list of dicts with a ``role``."""
+    """Raise RowError unless ``messages`` is a non-empty list of dicts with a ``role``, each of which says something:
+    templates render one that does not as an empty turn, or fail."""
     if not isinstance(messages, list):
         raise RowError(f"{what} is a {type(messages).__name__}; a string or a list of chat messages is expected")
     if not messages:
@@ -26,6 +27,8 @@ def check_messages(messages: Any, what: str) -> None:
     for position, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise RowError(f"message {position} of {what} is not an object with a 'role': {message!r:.80}")
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise RowError(f"message {position} of {what} has neither 'content' nor 'tool_calls': {message!r:.80}")
 
 
 def as_text(value: Any) -> Any:
@@ -66,14 +69,12 @@ def without_arrow_nulls(value: Any) -> Any:
 
 def content_text(message: dict[str, Any], where: str) -> str | None:
     """What a message says: a text, a number, or parts of text, one after the other; None beside tool calls alone.
-    RowError where it says nothing, or has something else than text."""
+    RowError where it has something else than text."""
     content = as_text(message.get("content"))
     if isinstance(content, list):
         return "".join(
             _text_of_part(part, f"part {number} of the content of {where}") for number, part in enumerate(content)
         )
-    if content is None and not message.get("tool_calls"):
-        raise RowError(f"{where} has neither 'content' nor 'tool_calls': {message!r:.80}")
     if content is not None and not isinstance(content, str):
         raise RowError(f"the content of {where} is a {type(content).__name__}, not a text or a list of text parts")
     return content
@@ -90,11 +91,9 @@ def _text_of_part(part: Any, where: str) -> str:
 
 
 def with_arguments(calls: Any, where: str, *, as_json: bool) -> list[Any]:
-    """Tool calls whose arguments are objects, or JSON text where ``as_json``; rows may have them either way. RowError
-    where the calls are no list of objects, or the arguments of one no object.
-
-    SGLang's server parses the arguments of earlier calls likewise before it renders them.
-    """
+    """Tool calls whose arguments are objects, or JSON text where ``as_json``; rows may have them either way, and
+    SGLang's server parses those of earlier calls likewise. RowError where the calls are no list of objects, or
+    arguments no object."""
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise RowError(f"'tool_calls' of {where} is not a list of objects: {calls!r:.80}")
     changed = []

@@ -115,10 +115,7 @@ class RowEncoder:
     """Makes prompts of rows; what it makes of one depends on no other."""
 
     def __init__(self, spec: PromptSpec, file: RowFile) -> None:
-        """
-        Raises:
-            BadInputError: there is no tokenizer, or it has no chat template and needs one.
-        """
+        """BadInputError where there is no tokenizer, or it has no chat template and needs one."""
         self._spec = spec
         self._file = file
         self._tokenizer = load_tokenizer(spec.hf_checkpoint)
@@ -156,7 +153,6 @@ class RowEncoder:
         return found
 
     def _encoded(self, rows: list[PromptRow], found: Encoding) -> Iterator[tuple[PromptRow, int]]:
-        """Rows with their conversations' tokens, and how many these are."""
         assert self._conversations is not None
         for row in rows:
             try:
@@ -203,7 +199,6 @@ class RowEncoder:
 
 
 def _tokenising(function: Any, *arguments: Any) -> Any:
-    """``function(*arguments)``; whatever a tokenizer raises becomes a RowError."""
     try:
         return function(*arguments)
     except RowError:
@@ -248,7 +243,6 @@ def _steps(row: dict[str, Any], key: str) -> list[str]:
 
 
 def _take(row: dict[str, Any], key: str, flag: str) -> Any:
-    """The value of a column, or of an object in one."""
     parts = _steps(row, key)
     named = flag if len(parts) == 1 else f"{flag} {key}"
     value: Any = row
@@ -343,19 +337,11 @@ def _prompt(prompt: Any, tools: Any, spec: PromptSpec, tokenizer: Any) -> str | 
             return prompt
         prompt = [{"role": "user", "content": prompt}]
     check_messages(prompt, f"{spec.input_key!r} (--input-key)")
-    _check_contents(prompt, f"{spec.input_key!r} (--input-key)")
     if spec.apply_chat_template:
         return render(tokenizer, prompt, tools, spec.chat_template_kwargs)
     if not spec.messages_allowed:
         raise RowError(f"{spec.input_key!r} (--input-key) holds chat messages: add --apply-chat-template")
     return prompt
-
-
-def _check_contents(messages: list[dict[str, Any]], what: str) -> None:
-    """Raise RowError for a message that says nothing: templates render it as an empty turn, or fail."""
-    for position, message in enumerate(messages):
-        if message.get("content") is None and not message.get("tool_calls"):
-            raise RowError(f"message {position} of {what} has neither 'content' nor 'tool_calls': {message!r:.80}")
 
 
 def _measured_text(row: PromptRow, spec: PromptSpec, tokenizer: Any) -> str:

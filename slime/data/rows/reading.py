@@ -54,14 +54,8 @@ class RowFile:
         return f"{self.path}, {'row' if self.is_parquet else 'line'} {number}"
 
     def raw_rows(self, keys: Iterable[str] | None = None) -> Iterator[RawRow]:
-        """The rows in the order of the file; blank lines are none.
-
-        Args:
-            keys: of parquet, read those columns only that hold these keys (all: None); the others are None.
-
-        Raises:
-            BadInputError: the file cannot be read.
-        """
+        """The rows in the order of the file; blank lines are none. Of parquet, columns that hold none of ``keys``
+        (None: all are read) are None. BadInputError where the file cannot be read."""
         try:
             yield from _parquet(self, keys) if self.is_parquet else _json_lines(self)
         except OSError as error:

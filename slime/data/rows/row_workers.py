@@ -44,14 +44,8 @@ def num_workers(path: Path) -> int:
 def encodings(
     spec: PromptSpec, file: RowFile, encoder: RowEncoder, batches: Iterable[list[RawRow]], workers: int
 ) -> Iterator[Encoding]:
-    """What becomes of each batch of rows, in their order: the same in processes as in this one.
-
-    Args:
-        encoder: of this process, used where ``workers`` is 0.
-
-    Raises:
-        WorkerError: a process died.
-    """
+    """What becomes of each batch of rows, in their order: the same in processes as in this one, by ``encoder``, where
+    there are no ``workers``. WorkerError where a process died."""
     if not workers:
         yield from map(encoder.encode, batches)
         return

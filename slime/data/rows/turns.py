@@ -33,16 +33,11 @@ class Turns:
 
 
 def find_turns(template: ChatTemplate, messages: Messages, tools: Any, *, last_only: bool) -> Turns:
-    """The assistant's turns in a conversation that `ChatTemplate.prepared` gave, but for those of step_loss_mask 0.
+    """The assistant's turns in a conversation that `ChatTemplate.prepared` gave, or the last only, but for those of
+    step_loss_mask 0. RowError where the template refuses it, or it cannot be proven where a turn begins or ends.
 
     What a template marks as ``{% generation %}`` is taken as it is. Where a template ends a turn by the next role's
     token, as GLM's do, that token is part of the turn, and is appended to the text where the conversation ends.
-
-    Args:
-        last_only: only the last of the assistant's turns.
-
-    Raises:
-        RowError: the template refuses the conversation, or it cannot be proven where a turn begins or ends.
     """
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     wanted = [i for i in (turns[-1:] if last_only else turns) if messages[i].get("step_loss_mask", 1) == 1]
@@ -149,7 +144,6 @@ class _Finder:
         return shared
 
     def _other_piece(self, number: int, which: int) -> str:
-        """A turn's piece, had the assistant said something else."""
         if which not in self._others:
             turn = self._template.prepared([_saying(which)])[0]
             self._others[which] = self._rendered(

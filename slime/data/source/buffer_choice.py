@@ -27,11 +27,8 @@ class Choice:
     """One call of a buffer filter: it is given `views`, and `settle` reads what it has made of them."""
 
     def __init__(self, buffer: list[Group], wanted: int, where: str, *, pops: bool) -> None:
-        """
-        Args:
-            where: the filter, for error messages.
-            pops: whether it must take what it returns out of the buffer, as the API document's method does not.
-        """
+        """``where`` is the filter, for messages; with ``pops`` it must take what it returns out of the buffer, as the
+        API document's method does not."""
         self.views: list[Any] = [BufferedGroup(group) for group in buffer]
         self._before = {id(view): (view, group) for view, group in zip(self.views, buffer, strict=True)}
         self._wanted, self._where, self._pops = wanted, where, pops
@@ -44,14 +41,8 @@ class Choice:
         """Groups that it took out and did not return."""
 
     def settle(self, chosen: Any, buffer: list[Any]) -> None:
-        """
-        Args:
-            chosen: what the filter has returned.
-            buffer: what it has left there.
-
-        Raises:
-            BadInputError: it may not choose so; no group has changed.
-        """
+        """Read what the filter has returned (``chosen``) and what it has left; BadInputError where it may not choose
+        so, and then no group has changed."""
         for what, value in (("return", chosen), ("leave", buffer)):
             if not isinstance(value, (list, tuple)):
                 raise BadInputError(f"{self._where} must {what} a list of groups, not a {type(value).__name__}")

@@ -304,12 +304,8 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
             return function(args, self.rollout_id, buffer, num_samples)
 
     def get_samples(self, num_samples: int) -> list[Group]:
-        """Groups of the buffer, as `buffer_filter` chooses them, then new ones.
-
-        Raises:
-            BadInputError: it may not choose so (`Choice.settle`); the buffer is as it was.
-            HookError: it raised; the buffer is as it was.
-        """
+        """Groups of the buffer, as `buffer_filter` chooses them, then new ones. BadInputError where it may not choose
+        so (`Choice.settle`), HookError where it raised; the buffer is then as it was."""
         with self.lock:
             again = self._hand_again(num_samples)
             wanted = num_samples - len(again)

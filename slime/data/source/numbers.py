@@ -33,10 +33,7 @@ def numbers_of(sample: Sample) -> Numbers:
 
 def restore(sample: Sample, numbers: Numbers, where: str) -> None:
     """Give a sample its numbers back where they have changed, and say once of each whose function (``where``) changed
-    it.
-
-    A new sample without numbers gets those of group and rollout; it has no index of its own.
-    """
+    it. A new sample without numbers gets those of group and rollout; it has no index of its own."""
     for name, own in zip(_NAMES, numbers, strict=True):
         present = getattr(sample, name)
         if own is None or same(present, own) or (present is None and name == "index"):

@@ -28,14 +28,10 @@ TABLES: dict[str, tuple[Patch[Any], ...]] = {
 
 
 def check(args: argparse.Namespace, warn: Callable[[str], None]) -> None:
-    """Compare the packages that are installed on this host with what the run's patches are for.
-
-    Packages that are not here may be on the hosts that need them: each process looks at its own again. With
-    ``--allow-untested-versions``, ``warn`` gets a line for each patch that is left out.
-
-    Raises:
-        UntestedVersionError: one is of a release that a patch is not for.
-    """
+    """Compare the packages that are installed on this host with what the run's patches are for; UntestedVersionError
+    where one is of a release that a patch is not for. With ``--allow-untested-versions``, ``warn`` gets a line for each
+    patch that is left out. Packages that are not here may be on the hosts that need them: each process looks at its own
+    again."""
     for table, facts in _uses(args):
         here = [patch for patch in table if patch.installed() is not None]
         for _ in due(here, facts, warn):
@@ -57,7 +53,6 @@ def lines(args: argparse.Namespace) -> list[str]:
 
 
 def _uses(args: argparse.Namespace) -> Iterator[tuple[Iterable[Patch[Any]], Any]]:
-    """Tables, and the facts of a process of the run that carries them out."""
     yield _DRIVER, running_address() is None
     engines = fleet_of(args).engines
     for spec in engines:

@@ -33,9 +33,8 @@ class Converted:
 
 
 def convert(args: Namespace, samples: list[Sample]) -> Converted:
-    """What ``--custom-convert-samples-to-train-data-path`` makes of the samples: any number of rows, in any order.
-
-    A row belongs to the sample that ``sample_indices`` names, and has its group, rollout and segments.
+    """What ``--custom-convert-samples-to-train-data-path`` makes of the samples: any number of rows, in any order. A
+    row belongs to the sample that ``sample_indices`` names, and has its group, rollout and segments.
 
     Raises:
         BadInputError: it returned no such dict: a key is missing or unknown, or a column has another length.
@@ -99,7 +98,6 @@ def _columns(returned: Any, declared: tuple[str, ...], where: str) -> dict[str, 
 
 
 def _list(values: Any, what: str) -> list[Any]:
-    """A list of Python's numbers, also of an array or tensor."""
     with refusing(f"{what} raised"):
         values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, (list, tuple)):
@@ -146,7 +144,6 @@ def _sample(row: dict[str, Any], origin: Sample, where: str) -> Sample:
 
 
 def _check_sums(sums: list[Any], rows: list[Sample], where: str) -> None:
-    """A denominator for every row that has something to divide."""
     for row, (total, sample) in enumerate(zip(sums, rows, strict=True)):
         if not isinstance(total, int) or total < (1 if any(sample.loss_mask or ()) else 0):
             raise BadInputError(

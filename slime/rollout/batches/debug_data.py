@@ -29,14 +29,11 @@ class _OfEvaluation(int):
 
 
 def save_evaluation(args: Namespace, rollout_id: int, data: dict[str, Any]) -> None:
-    """Write the samples of an evaluation as `save_samples` does those of a rollout, with ``eval_7`` as its id.
+    """Write the samples of an evaluation as `save_samples` does those of a rollout, with ``eval_7`` as its id, after 7
+    rollouts. ``data`` has of each dataset what `RolloutFnEvalOutput` says.
 
     A sample's dataset is ``metadata["eval_dataset"]``; groups are numbered through all of them. A function of a user's
     own may give no samples, and then there is no file.
-
-    Args:
-        rollout_id: rollouts that the weights were trained on.
-        data: of each dataset what `RolloutFnEvalOutput` says.
     """
     entries: list[dict[str, Any]] = []
     for name, result in data.items():

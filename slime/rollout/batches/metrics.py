@@ -18,16 +18,12 @@ logger = logging.getLogger(__name__)
 
 
 def accounting(args: Namespace, source: RolloutDataSource, in_flight: int = 0) -> dict[str, float]:
-    """Where every prompt that was ever read is: trained, dropped, in the buffer, or in flight.
+    """Where every prompt that was ever read is: trained, dropped (``rollout/prompts_dropped/<reason>`` tells why), in
+    the buffer, or in flight: ``in_flight`` ones the rollout function still holds; a synchronous one holds none between
+    two rollouts.
 
-    ``rollout/prompts_dropped/<reason>`` tells why they were dropped.
-
-    Args:
-        in_flight: prompts that the rollout function still holds; a synchronous one holds none between two rollouts.
-
-    Raises:
-        RuntimeError: the sum is not what was read: prompts were lost, or trained twice. Of a user's own rollout
-            function or data source, which may do as it likes, it is a warning.
+    RuntimeError where the sum is not what was read: prompts were lost, or trained twice. Of a user's own rollout
+    function or data source, which may do as it likes, it is a warning.
     """
     dropped = source.num_dropped
     parts = {
@@ -53,10 +49,8 @@ def accounting(args: Namespace, source: RolloutDataSource, in_flight: int = 0) -
 
 
 def length_stats(samples: Sequence[Sample], prefix: str, *, effective: bool = False) -> dict[str, float]:
-    """Mean, median, maximum and minimum of response lengths, in tokens; nothing where there are no samples.
-
-    *Effective* tokens count in the loss, and samples without any of them are left out.
-    """
+    """Mean, median, maximum and minimum of response lengths, in tokens; nothing where there are no samples. *Effective*
+    tokens count in the loss, and samples without any of them are left out."""
     lengths = np.array([s.effective_response_length if effective else s.response_length for s in samples])
     if effective:
         lengths = lengths[lengths > 0]
@@ -70,11 +64,8 @@ def summary(values: np.ndarray, prefix: str) -> dict[str, float]:
 
 
 def speed_metrics(args: Namespace, samples: Sequence[Sample], seconds: float) -> dict[str, float]:
-    """Response tokens a second and slot, and of the longest sample; *effective* tokens count in the loss.
-
-    Args:
-        seconds: wall time of the rollout.
-    """
+    """Response tokens a second of wall time and slot, and of the longest sample; *effective* tokens count in the
+    loss."""
     slots = max(1, args.rollout_num_gpus or 1)
     lengths = [sample.response_length for sample in samples]
     effective = [sample.effective_response_length for sample in samples]

@@ -40,13 +40,8 @@ class RewardLog:
         batches: Sequence[TrainBatch],
         metrics: Mapping[str, float],
     ) -> None:
-        """Warn of a rollout, or only count it.
-
-        Args:
-            samples: of which one is shown.
-            batches: of all data-parallel ranks.
-            metrics: of `slime.rollout.batches.train_data.to_train_batches`, where the groups are counted.
-        """
+        """Warn of a rollout, whose ``batches`` are of all data-parallel ranks, or only count it. ``metrics``, of
+        `slime.rollout.batches.train_data.to_train_batches`, count the groups; one of ``samples`` is shown."""
         if args.loss_type != "policy_loss" or args.reward_baseline is None:
             return
         # Samples that a response was cut into may differ where responses do not.

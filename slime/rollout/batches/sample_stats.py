@@ -52,10 +52,8 @@ def by_response(samples: Sequence[Sample], rewards: Sequence[float | None]) -> l
 
 
 def pass_rates(prompts: Iterable[Sequence[float | None]]) -> dict[int, float]:
-    """pass@k for the powers of two up to n, and n, the most responses that a prompt has; a reward of 1 is a pass.
-
-    Each prompt counts with the rewards that it has, and for no k above their number.
-    """
+    """pass@k for the powers of two up to n, and n, the most responses that a prompt has; a reward of 1 is a pass. Each
+    prompt counts with the rewards that it has, and for no k above their number."""
     prompts = list(prompts)
     n = max((len(rewards) for rewards in prompts), default=0)
     known = [[reward for reward in rewards if reward is not None] for rewards in prompts]

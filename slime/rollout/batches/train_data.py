@@ -35,7 +35,6 @@ def to_train_batches(args: Namespace, samples: list[Sample], dp_size: int) -> tu
     """Check, normalise, schedule and deal out the samples of one rollout.
 
     Args:
-        args: `parse_args` namespace: kind of loss, reward normalisation, batch sizes, layout.
         samples: flat, in any order; samples that one rollout was cut into share ``rollout_id``.
         dp_size: data-parallel ranks.
 
@@ -70,7 +69,6 @@ def to_train_batches(args: Namespace, samples: list[Sample], dp_size: int) -> tu
 
 
 def _rows(args: Namespace, samples: list[Sample]) -> tuple[list[Sample], TrainBatch]:
-    """The samples that are trained on, a user's conversion's or those of the rollout, and their columns."""
     if args.custom_convert_samples_to_train_data_path is None:
         return samples, to_columns(args, samples)
     converted = convert(args, samples)
@@ -83,11 +81,8 @@ def _rows(args: Namespace, samples: list[Sample]) -> tuple[list[Sample], TrainBa
 
 
 def to_columns(args: Namespace, samples: list[Sample], converted: Converted | None = None) -> TrainBatch:
-    """Every sample as one row, unscheduled (``steps`` is empty). Raises ValueError as `to_train_batches` does.
-
-    Args:
-        converted: what a user's function says of the samples, which are its own, in place of what follows from them.
-    """
+    """Every sample as one row, unscheduled (``steps`` is empty), of what a user's function says of its samples where it
+    has ``converted`` them. Raises ValueError as `to_train_batches` does."""
     if not samples:
         raise ValueError("the rollout returned no samples")
     for position, sample in enumerate(samples):
@@ -112,7 +107,6 @@ def to_columns(args: Namespace, samples: list[Sample], converted: Converted | No
 def _made_of_rollout(
     args: Namespace, samples: list[Sample], converted: Converted | None
 ) -> dict[str, Callable[[], Values | None]]:
-    """By name, what makes the columns that follow from all samples of a rollout, or from a user's conversion."""
     rollout_ids = _rollout_ids(samples)
     loss_mask = Ragged.from_rows((_loss_mask(s) for s in samples), np.uint8)
     _, rollout_of_row = np.unique(rollout_ids, return_inverse=True)

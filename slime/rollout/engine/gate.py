@@ -14,10 +14,8 @@ FIRST = -1
 
 
 class Gate:
-    """Lets so many in at a time; whoever waits gets in by rank, those of one rank in the order of their coming.
-
-    A rank is a pair: of the rollout, and of the group within it.
-    """
+    """Lets so many in at a time; whoever waits gets in by rank (of the rollout, and of the group within it), those of
+    one rank in the order of their coming."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity

@@ -112,11 +112,7 @@ def _text_of(args: Namespace, tokens: list[int], start: int) -> str:
 
 def prompt_tokens(args: Namespace, sample: Sample) -> list[int]:
     """The prompt's token ids; ``--apply-chat-template`` renders chat messages, as a data source of a user's gives them.
-
-    Raises:
-        SettingError: the prompt is chat messages, without that flag.
-        RowError: the prompt is chat messages that the template refuses, or empty.
-    """
+    SettingError for messages without that flag, RowError for those that the template refuses, or an empty prompt."""
     tokenizer = load_tokenizer(args.hf_checkpoint)
     text = sample.prompt if isinstance(sample.prompt, str) else _rendered(args, sample, tokenizer)
     tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -86,14 +86,13 @@ class BackgroundLoop:
         return await coroutine
 
     def run(self, coroutine: Coroutine[Any, Any, T], *, timeout: float, what: str, keeps_it: bool = False) -> T:
-        """Run ``coroutine`` to its end and return its result.
+        """Run ``coroutine`` to its end and return its result; ``what`` is being done, for the error message.
 
         Args:
             timeout: seconds, which the coroutine keeps itself; this only notices, a little later, that it could not
                 because something blocks the loop.
-            what: what is being done, for the error message.
-            keeps_it: the coroutine's deadline stands still at times (`in_line`), so that only a loop that is blocked
-                is too late.
+            keeps_it: the coroutine's deadline stands still at times (`in_line`): only a loop that is blocked is too
+                late.
 
         Raises:
             DeadlineError: the loop is blocked; the message shows where. The next caller gets a new loop.
@@ -143,15 +142,8 @@ async def run_all(
     timeout: float | None = None,
     late: Callable[[], str] = lambda: "not all jobs finished in time",
 ) -> list[T]:
-    """Results of all jobs in order; the first failure, the deadline or a cancellation cancels the rest.
-
-    Args:
-        timeout: seconds for all of them together.
-        late: makes the error message while the late jobs are still there to be described.
-
-    Raises:
-        DeadlineError: the deadline passed.
-    """
+    """Results of all jobs in order; the first failure, the deadline or a cancellation cancels the rest. DeadlineError
+    after ``timeout`` seconds, with what ``late`` says while the late jobs are still there to be described."""
     tasks = [asyncio.ensure_future(job) for job in jobs]
     if not tasks:
         return []

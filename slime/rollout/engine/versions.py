@@ -41,11 +41,8 @@ def newest_version(args: Namespace, rollout_id: int | None = None) -> int:
 
 
 def note_version(sample: Sample, version: int, *, as_segment: bool = False) -> None:
-    """Give a response that a user's function filled by hand, and so has no versions, this one.
-
-    Args:
-        as_segment: whether it is that of all tokens there are, so that those to come are told from them.
-    """
+    """Give a response that a user's function filled by hand, and so has no versions, this one; ``as_segment`` as that
+    of all tokens there are, so that those to come are told from them."""
     if sample.response_length and not sample.weight_versions:
         sample.weight_versions = [str(version)]
         if as_segment:

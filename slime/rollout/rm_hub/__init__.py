@@ -129,9 +129,7 @@ async def custom_rewards(
     args: Namespace, samples: Sequence[Sample], path: str, flag: str, kwargs: dict[str, Any]
 ) -> list[Reward]:
     """The rewards of ``samples`` by one function: in one call where it takes a list, else in one each, all at once.
-
-    Raises HookError for its parameters, its answer or what it raised, DeadlineError past ``--reward-timeout``.
-    """
+    HookError for its parameters, its answer or what it raised, DeadlineError past ``--reward-timeout``."""
     where = f"{flag} {path}"
     function = load_function(path, flag=flag, default_names=GROUP_REWARD_NAMES if args.group_rm else REWARD_NAMES)
     try:

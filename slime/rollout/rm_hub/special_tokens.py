@@ -45,7 +45,6 @@ def without_usual_special_tokens(text: str) -> str:
 
 
 def _stop_text(args: Namespace, checkpoint: str, sample: Sample) -> str | None:
-    """The text of the last token, where that ended the response."""
     if not sample.tokens or not sample.response_length:
         return None
     last = sample.tokens[-1]

@@ -57,9 +57,7 @@ async def call_hook(
     whose caller was cancelled, and a coroutine that goes on when it is cancelled.
 
     Args:
-        function: the user's function.
         where: flag and path, for the error message.
-        limit: how long it may take.
 
     Raises:
         HookError: the function raised; the message holds its traceback.
@@ -166,15 +164,11 @@ async def _in_thread(call: Callable[[], T]) -> T:
     return await answer
 
 
-def accepts(function: Callable[..., Any], name: str) -> bool:
-    """Whether ``function`` takes a keyword argument ``name``."""
-    parameters = parameters_of(function)
-    return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-
-
 def accepted(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
     """Those of the keyword arguments that ``function`` takes."""
-    return {name: value for name, value in arguments.items() if accepts(function, name)}
+    parameters = parameters_of(function)
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return {name: value for name, value in arguments.items() if takes_any or name in parameters}
 
 
 def logs_rollout(

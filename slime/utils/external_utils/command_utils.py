@@ -172,10 +172,7 @@ def _parse_variables(text: str) -> dict[str, str]:
 
 def download_model(full_name: str, source: str = "hf") -> str:
     """Have ``ORG/NAME`` of a hub, ``hf`` or ``modelscope``, in `models_dir`, where it may be already; the directory.
-
-    Raises:
-        SlimeError: it is not there, and could not be downloaded.
-    """
+    SlimeError where it is not there, and could not be downloaded."""
     return downloads.download("model", full_name, models_dir(), source)
 
 
@@ -197,10 +194,8 @@ def check_has_nvlink() -> bool:
 
 
 def get_default_wandb_args(test_file: str, run_name_prefix: str | None = None, run_id: str | None = None) -> str:
-    """Flags that record a run with W&B, in a project named for the file; empty where WANDB_API_KEY is not set.
-
-    The key is none of them: the run has it by its environment.
-    """
+    """Flags that record a run with W&B, in a project named for the file; empty where WANDB_API_KEY is not set. The key
+    is none of them: the run has it by its environment."""
     if not os.environ.get("WANDB_API_KEY"):
         print("no W&B: WANDB_API_KEY is not set", flush=True)
         return ""

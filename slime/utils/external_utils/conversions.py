@@ -26,7 +26,8 @@ def convert_checkpoint(
     dir_dst: str | None = None,
     hf_checkpoint: str | None = None,
 ) -> str:
-    """Have a torch_dist checkpoint of a model in ``DIR_DST/MODEL_NAME_torch_dist``; one that is whole is kept.
+    """Have a torch_dist checkpoint of a model in ``DIR_DST/MODEL_NAME_torch_dist``, for ``--ref-load``; one that is
+    whole is kept.
 
     Args:
         megatron_model_type: as of `execute_train`.
@@ -35,9 +36,6 @@ def convert_checkpoint(
         extra_args: further flags of tools/convert_hf_to_torch_dist.py.
         dir_dst: by default `models_dir` where SLIME_MODELS_DIR is set, else /root.
         hf_checkpoint: by default the model in `models_dir`.
-
-    Returns:
-        The directory, for ``--ref-load``.
 
     Raises:
         CommandError: the conversion failed; nothing half-written is left in its place.

@@ -36,11 +36,9 @@ class JobError(SlimeError):
 
 
 def run_job(program: str, ray: Ray, variables: Mapping[str, str]) -> str:
-    """Run a program for bash whose ``launch`` submits to ``ray``, print the job's log, and wait for its end, SUCCEEDED.
-
-    Where this process leaves before that, by Ctrl-C for one, the job is stopped. The program has our environment, and
-    ``variables``. JobError if it ended otherwise, or was not taken.
-    """
+    """Run a program for bash whose ``launch`` submits to ``ray``, print the job's log, and wait for its end, SUCCEEDED;
+    JobError if it ended otherwise, or was not taken. Where this process leaves before that, by Ctrl-C for one, the job
+    is stopped. The program has our environment, and ``variables``."""
     job = f"raysubmit_{secrets.token_hex(8)}"
     log = ray.log_of(job)
     print(f"execute_train: submitting job {job}; its log: {log}", flush=True)
@@ -59,9 +57,7 @@ def run_job(program: str, ray: Ray, variables: Mapping[str, str]) -> str:
 
 def run_program(program: str, variables: Mapping[str, str]) -> tuple[int, str]:
     """Run a program for bash in a session of its own; its status, and the last line that it wrote to standard error.
-
-    Its text is not on a command line, which others on the host can read. It ends with this process.
-    """
+    Its text is not on a command line, which others on the host can read. It ends with this process."""
     with tempfile.TemporaryFile("w+") as file:
         file.write(program)
         file.flush()

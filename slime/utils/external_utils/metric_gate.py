@@ -87,15 +87,12 @@ class Seen:
 
 
 def check_metrics(test_file: str | Path, run_dir: str | Path, corridors: Sequence[Corridor]) -> Seen:
-    """Hold the metrics of a run against the corridors of its test, print a line each, and keep what was seen.
+    """Hold the metrics of a run against the corridors of its test, print a line each, and keep what was seen, which it
+    returns, as ``gate.json`` in the run's directory.
 
     Args:
         test_file: the test's ``__file__``; its baselines are in ``ci/baselines.json`` beside it.
         run_dir: the run's directory, with ``metrics.jsonl``.
-        corridors: what must hold.
-
-    Returns:
-        What was seen; ``gate.json`` in ``run_dir`` has it too.
 
     Raises:
         BadInputError: a file is missing or damaged.

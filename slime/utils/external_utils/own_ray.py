@@ -88,14 +88,8 @@ class Node:
 
 
 def this_node(count: int | None = None) -> Node:
-    """By NODE_RANK and MASTER_ADDR, or as SLURM says: SLURM_NODEID and SLURM_JOB_HOSTNAMES, names with blanks between.
-
-    Args:
-        count: how many nodes there are; None for as many as SLURM_JOB_HOSTNAMES has.
-
-    Raises:
-        BadInputError: it is not known which of several this is.
-    """
+    """By NODE_RANK and MASTER_ADDR, or as SLURM says: SLURM_NODEID and SLURM_JOB_HOSTNAMES, names with blanks between,
+    of which there are ``count``. BadInputError where it is not known which of several this is."""
     names = os.environ.get("SLURM_JOB_HOSTNAMES", "").split()
     rank = os.environ.get("NODE_RANK") or os.environ.get("SLURM_NODEID")
     head = os.environ.get("MASTER_ADDR") or (names[0] if names else None)
@@ -114,13 +108,9 @@ def this_node(count: int | None = None) -> Node:
 
 @contextlib.contextmanager
 def own_ray(slots: int, node: Node) -> Iterator[Ray]:
-    """Within the block a Ray runs of which this host, the first node, has ``slots`` slots.
-
-    It ends with the block, or with this process, however that ends, and with it all that it has started. Its logs stay.
-
-    Raises:
-        SlimeError: it did not start, or other nodes did not join it; a port that it has to have is taken.
-    """
+    """Within the block a Ray runs of which this host, the first node, has ``slots`` slots. It ends with the block, or
+    with this process, however that ends, and with it all that it has started. Its logs stay. SlimeError where it did
+    not start, other nodes did not join it, or a port that it has to have is taken."""
     from slime.processes.server_process import ServerProcess
 
     bypass_proxies([node.head, "169.254.169.254", "metadata.google.internal"])

@@ -12,12 +12,8 @@ from slime.utils.errors import BadInputError
 
 def dataclass_cli(func: Callable[[Any], Any], env_var_prefix: str = "SLIME_SCRIPT_") -> Callable[..., Any]:
     """For ``typer.run`` or ``app.command()``: field ``num_nodes`` is ``--num-nodes`` and ``SLIME_SCRIPT_NUM_NODES``.
-
     ``func`` has one parameter, annotated with the dataclass; the command returns what ``func`` does with it.
-
-    Raises:
-        BadInputError: ``func`` is no such function, or typer is not installed.
-    """
+    BadInputError where it has not, or typer is not installed."""
     try:
         import typer
     except ModuleNotFoundError as error:
