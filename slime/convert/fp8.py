@@ -37,11 +37,10 @@ def quantization_config(specs: Mapping[str, Spec], chosen: set[str], block: tupl
 
 
 def convert(source: Path, output: Path, *, block: tuple[int, int], shard_bytes: int, workers: int, force: bool) -> None:
-    """Write a Hugging Face directory in fp8.
+    """Write a Hugging Face directory, of ``source`` in 16 or 32 bit, in fp8; ``block`` is the rows and columns that
+    share a scale.
 
     Args:
-        source: a Hugging Face directory in 16 or 32 bit.
-        block: rows and columns that share a scale.
         shard_bytes: size of one safetensors file.
         workers: threads; each holds one tensor.
         force: replace an existing ``output``.

@@ -132,13 +132,8 @@ def block_sizes(directory: Path) -> tuple[int, ...] | None:
 
 
 class BlockScaled:
-    """A float8 tensor times the scales of its blocks, in float32; indexing reads and computes that part only.
-
-    Args:
-        values: float8 [rows, columns].
-        scales: [rows / block rows, columns / block columns], rounded up.
-        sizes: rows and columns of a block.
-    """
+    """A float8 tensor [rows, columns] times the scales of its blocks (of ``sizes``), in float32; indexing reads and
+    computes that part only. ``scales`` are [rows / block rows, columns / block columns], rounded up."""
 
     def __init__(self, values: Any, scales: Any, sizes: Sequence[int]) -> None:
         self._values, self._scales, self._sizes = values, scales, sizes

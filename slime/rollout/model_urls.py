@@ -11,16 +11,9 @@ ACTOR, REWARD = "actor", "reward"
 
 
 def get_model_url(args: Namespace, model_name: str = ACTOR, endpoint: str = "/generate") -> str:
-    """Where a model of the run answers; `http_utils.post` adds the key that its router wants.
-
-    Args:
-        args: as the hook was given it.
-        model_name: ``actor`` (or ``default``), the trained model; ``reward``, that of ``--rm-model-path``.
-        endpoint: a path of SGLang's that the router forwards.
-
-    Raises:
-        ValueError: no such model is served.
-    """
+    """Where ``endpoint``, a path of SGLang's that the router forwards, of a model of the run answers: ``actor`` (or
+    ``default``), the trained one, or ``reward``, that of ``--rm-model-path``; ValueError where it is not served.
+    `http_utils.post` adds the key that its router wants."""
     routers = dict(getattr(args, "sglang_model_routers", {}))
     if args.sglang_router_ip:
         routers[ACTOR] = args.sglang_router_ip, args.sglang_router_port

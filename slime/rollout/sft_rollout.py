@@ -18,15 +18,13 @@ from slime.utils.errors import BadInputError
 def generate_rollout(
     args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput:
-    """The next ``--rollout-batch-size`` conversations, with a loss mask over the assistant's turns.
+    """The next ``--rollout-batch-size`` conversations, with a loss mask over the assistant's turns. BadInputError for
+    one that nothing can be learnt from, or ``evaluation``, which takes engines.
 
     ``--input-key`` holds chat messages with the assistant's turns in them; a turn with ``step_loss_mask: 0`` is not
     trained. Where there is no assistant turn, the label (``--label-key``) is the assistant's answer, and a plain string
     is the user's message. Rows of ``--prompt-data`` were encoded when they were read; what a user's own data source
     gives is encoded here.
-
-    Raises:
-        BadInputError: a conversation that nothing can be learnt from; or ``evaluation``: it takes engines.
     """
     if evaluation:
         raise BadInputError(

@@ -41,12 +41,8 @@ class CommandError(SlimeError, subprocess.CalledProcessError):
     """A command ended with another status than 0; the message says which, without its secrets."""
 
     def __init__(self, message: str, status: int, command: str, output: str | None = None, errors: str | None = None):
-        """
-        Args:
-            status: its exit status; of one that a signal ended, the signal's number below 0.
-            command: as it may be shown.
-            output, errors: what it printed, where that was kept.
-        """
+        """``status`` is its exit status, or the number of the signal that ended it, below 0; ``command`` as it may be
+        shown; ``output`` and ``errors`` what it printed, where that was kept."""
         super().__init__(status, command, output, errors)
         self.message = message
 

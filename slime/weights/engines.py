@@ -39,20 +39,16 @@ class EngineAddress:
 def start_all(
     calls: Mapping[str, Callable[[], _T]], timeout: float, phase: str, *, settle: bool = False
 ) -> Callable[[], dict[str, _T]]:
-    """Start calls, all at the same time.
+    """Start calls, all at the same time, by the names under which errors mention them; they have ``timeout`` seconds
+    together. What it returns waits until all have returned, or one has failed: it returns what they did, by name, or
+    raises what one did. EngineErrors, and one for the deadline, name ``phase`` and calls.
 
     A call that blocks for ever cannot be cut off in Python. It is left to a daemon thread, which, unlike one of an
     executor, does not keep this process from ending.
 
     Args:
-        calls: by the name under which an error mentions them.
-        timeout: seconds for all of them, from now on.
         settle: when one has failed, wait for the others as well, because they use what the caller then takes away. Not
             for calls that wait for each other.
-
-    Returns:
-        What waits until all have returned, or one has failed; it returns what they did, by name, or raises what a call
-            did: EngineErrors, and one for the deadline, name ``phase`` and calls.
     """
     results: queue.SimpleQueue[tuple[str, _T | BaseException]] = queue.SimpleQueue()
 

@@ -32,14 +32,9 @@ ZERO_STD = "rollout/zero_std"
 
 
 def to_train_batches(args: Namespace, samples: list[Sample], dp_size: int) -> tuple[list[TrainBatch], dict[str, float]]:
-    """Check, normalise, schedule and deal out the samples of one rollout.
-
-    Args:
-        samples: flat, in any order; samples that one rollout was cut into share ``rollout_id``.
-        dp_size: data-parallel ranks.
-
-    Returns:
-        One batch per data-parallel rank, and the metrics of `rollout_metrics` and `reward_metrics`.
+    """Check, normalise, schedule and deal out the samples of one rollout, flat, in any order: a batch for each of
+    ``dp_size`` data-parallel ranks, and the metrics of `rollout_metrics` and `reward_metrics`. Samples that one rollout
+    was cut into share ``rollout_id``.
 
     Raises:
         ValueError: a sample that cannot be trained on (named by its index), or counts that do not divide into steps.

@@ -37,14 +37,11 @@ _, MANY = REWARD_CALLS
 
 
 async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Reward:
-    """The reward of one sample.
+    """The reward of one sample; ``kwargs`` are passed on to a user's function.
 
     Who computes it: ``sample.custom_rm_path``, else ``--custom-rm-path``, else ``metadata["rm_type"]``, else
     ``--rm-type``. Those by name judge the response without special tokens, with the prefix ``boxed_`` only the content
-    of its last ``\\boxed{}``. A user's function that takes a list gets one with this sample alone.
-
-    Args:
-        kwargs: passed on to a user's function.
+    of its last box. A user's function that takes a list gets one with this sample alone.
 
     Raises:
         BadInputError: nothing is configured, or an unknown ``rm_type``.

@@ -13,14 +13,9 @@ from slime.rollout.rm_hub.special_tokens import without_usual_special_tokens
 def compute_score(
     solution_str: str, ground_truth: Any, strict_box_verify: bool = False, pause_tokens_index: list[int] | None = None
 ) -> dict[str, Any]:
-    """``{"score": 1 or -1, "acc", "pred"}`` of a response's text, as ``--rm-type dapo`` judges.
-
-    Where the comparison takes algebra it holds up the caller, for 10 s at the most.
-
-    Args:
-        strict_box_verify: look at the last box, as ``--rm-type boxed_dapo`` does.
-        pause_tokens_index: taken for the sake of callers, and not read.
-    """
+    """``{"score": 1 or -1, "acc", "pred"}`` of a response's text, as ``--rm-type dapo`` judges, or with
+    ``strict_box_verify`` by the last box, as ``boxed_dapo`` does. Where the comparison takes algebra it holds up the
+    caller, for 10 s at the most. ``pause_tokens_index`` is taken for the sake of callers, and not read."""
     text = without_usual_special_tokens(solution_str)
     answer = last_boxed(text) if strict_box_verify else dapo_answer(text)
     labels = [] if ground_truth is None else accepted_labels(ground_truth)

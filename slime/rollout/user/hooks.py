@@ -51,17 +51,12 @@ class Limit:
 async def call_hook(
     function: Callable[..., Any], where: str, *args: Any, limit: Limit | None = None, **kwargs: Any
 ) -> Any:
-    """Call a sync or async user function; a sync one runs in a thread, so that it cannot stall the event loop.
+    """Call a sync or async user function, of ``where`` (flag and path); a sync one runs in a thread, so that it cannot
+    stall the event loop. HookError where it raised, with its traceback; DeadlineError where it took longer than
+    ``limit``.
 
     What cannot be ended is left alone, and counts no more among those that run: a thread that outlives its limit or
     whose caller was cancelled, and a coroutine that goes on when it is cancelled.
-
-    Args:
-        where: flag and path, for the error message.
-
-    Raises:
-        HookError: the function raised; the message holds its traceback.
-        DeadlineError: it took longer than ``limit``.
     """
     with naming(where):
         call = functools.partial(function, *args, **kwargs)
