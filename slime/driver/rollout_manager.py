@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -21,7 +21,7 @@ from slime.data.source.prompts import as_groups, put_back
 from slime.data.source.rollout_context import rollout_context
 from slime.fleet.engines import Membership
 from slime.fleet.routers import Routers
-from slime.fleet.spec import fleet_of
+from slime.fleet.spec import ModelSpec
 from slime.observability import logs
 from slime.observability.trace import span
 from slime.options.flags.calls import parameters_of
@@ -61,13 +61,14 @@ class RolloutManager:
     `hand_over` notes that the trainers take them.
     """
 
-    def __init__(self, args: argparse.Namespace, api_keys: tuple[str, str] | None) -> None:
+    def __init__(
+        self, args: argparse.Namespace, api_keys: tuple[str, str] | None, models: Sequence[ModelSpec] = ()
+    ) -> None:
         enter_actor(args, "rollout_manager")
         logs.hide(api_keys or ())
         self._runtime = RolloutRuntime(args)
         self._runtime.own_process()
-        fleet = fleet_of(args)
-        self._routers = Routers(args, api_keys, self._runtime, fleet.models if fleet.engines else ())
+        self._routers = Routers(args, api_keys, self._runtime, models)
         self._args = args = argparse.Namespace(**vars(args) | self._routers.options())
         self._data_source: Any = None
         self._drawn: dict[int, list[Group]] = {}
@@ -257,14 +258,14 @@ class RolloutManager:
         self._routers.stop()
 
 
-def create_manager(args: argparse.Namespace, api_keys: tuple[str, str] | None) -> Any:
+def create_manager(args: argparse.Namespace, api_keys: tuple[str, str] | None, models: Sequence[ModelSpec]) -> Any:
     """The rollout manager, on the driver's host: there are the files that the driver has checked."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options = {"num_cpus": 0, "runtime_env": actor_environment(), "scheduling_strategy": here}
     overlap = args.async_buffer_size + 2 if args.asynchronous and rollouts_overlap(args) else 1
     # Of routers two: while one waits for a router to find an engine healthy, the other takes that away if it dies.
     threads = {ROLLOUTS: overlap, EVALUATION: 1, ROUTERS: 2}
-    return as_actor(RolloutManager, **threads).options(**options).remote(args, api_keys)
+    return as_actor(RolloutManager, **threads).options(**options).remote(args, api_keys, models)
 
 
 def _naming(flag: str, path: str) -> contextlib.AbstractContextManager[None]:

@@ -9,7 +9,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,7 +27,7 @@ from slime.entry.arguments import describe
 from slime.files.storage import write_text, writing
 from slime.fleet.engines import START_ROUTER, Engines
 from slime.fleet.placement import Placement, core_shortage, place
-from slime.fleet.spec import fleet_of
+from slime.fleet.spec import ModelSpec, fleet_of
 from slime.fleet.train_group import TrainGroup
 from slime.observability import logs, trace
 from slime.observability.metrics import MetricsLogger
@@ -117,10 +117,10 @@ class Run:
         # Hexadecimal: a key may end up behind a flag, and must not look like one.
         keys = None if args.no_api_keys else (secrets.token_hex(24), secrets.token_hex(24))
         logs.hide(keys or ())
-        with span("driver/load_data"):
-            self._load_data(keys)
-        args = self.args
         fleet = fleet_of(args)
+        with span("driver/load_data"):
+            self._load_data(keys, fleet.models if fleet.engines else ())
+        args = self.args
         placement = self._placement = place(args, fleet)
         slots = sum(map(len, placement.engines))
         say(
@@ -147,9 +147,9 @@ class Run:
         say(f"started in {time.monotonic() - began:.0f} s{going_on}")
         return self.args
 
-    def _load_data(self, keys: tuple[str, str] | None) -> None:
+    def _load_data(self, keys: tuple[str, str] | None, models: Sequence[ModelSpec]) -> None:
         args = self.args
-        self._manager = create_manager(args, keys)
+        self._manager = create_manager(args, keys, models)
         self._supervisor.watch("the rollout manager", self._manager)
         limit = limit_of(args, "data_load_timeout")
         rollouts = self._answer(self._manager.load_data.remote(), LOAD_DATA, limit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from slime.driver.memory_scheduler import Turns
+from slime.driver.memory_scheduler import MemoryScheduler
 from slime.ray.supervision import Deadline
 from slime.utils.device import Memory
 
@@ -31,10 +31,10 @@ class Sides:
         self.calls.append(("engines", method, *values))
         return [None]
 
-    def turns(self, *, offload_train: bool = True, offload_rollout: bool = True) -> Turns:
+    def turns(self, *, offload_train: bool = True, offload_rollout: bool = True) -> MemoryScheduler:
         trainers: Any = Namespace(call=self.trainers)
         engines: Any = Namespace(call=self.engines)
-        return Turns(trainers, engines, LIMIT, offload_train=offload_train, offload_rollout=offload_rollout)
+        return MemoryScheduler(trainers, engines, LIMIT, offload_train=offload_train, offload_rollout=offload_rollout)
 
 
 def test_never_more_than_both_sides_weights_are_there_together() -> None:
