@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from slime.entry.arguments import parse_args
+from slime.files.checkpoints import LATEST, RUN_KEY
 from slime.models import family_of, hf_config, weight_shape
-from slime.options.checkpoint import LATEST, RUN_KEY
 
 Parse = Callable[..., Namespace]
 Fails = Callable[..., str]

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
 
+from slime.files.checkpoints import LATEST, RUN_KEY
 from slime.models import family_of, hf_config, weight_shape
 from slime.models.adapters import adapter_family, targeted_sources
 from slime.models.family import VALUE_HEAD_KEY
-from slime.options.checkpoint import LATEST, RUN_KEY
 
 TARGETS = ("q_proj", "down_proj")
 """Modules that the adapters are of."""

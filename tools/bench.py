@@ -26,8 +26,8 @@ from slime.entry.installation import check_installation  # noqa: E402
 
 check_installation()
 
+from slime.files.model_directory import has_weights  # noqa: E402
 from slime.options.flags.schema import flag_named, positive  # noqa: E402
-from slime.options.model import has_weights  # noqa: E402
 from slime.utils import device  # noqa: E402
 from tools.benchmarks import loop, rollout, train  # noqa: E402
 from tools.benchmarks.report import BenchError, Report  # noqa: E402

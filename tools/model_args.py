@@ -23,12 +23,12 @@ from slime.entry.installation import check_installation
 
 check_installation()
 
+from slime.files.model_directory import model_directory  # noqa: E402
 from slime.options.checks.model_shape import contradictions, take_rotary_factor  # noqa: E402
 from slime.options.flags import megatron  # noqa: E402
-from slime.options.flags.installed import InstalledFlagsError, PendingFlags  # noqa: E402
+from slime.options.flags.installed import PendingFlags  # noqa: E402
 from slime.options.flags.parser import StrictParser  # noqa: E402
 from slime.options.flags.patterns import written_pattern  # noqa: E402
-from slime.options.model import model_directory  # noqa: E402
 
 GROUPS = {
     "size": ("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size"),
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
             print(script(shape, options.name or options.model.removesuffix("/config.json")), end="")
             return 0
         found = contradictions(flags_of(Path(options.check)), shape)
-    except (ValueError, OSError, InstalledFlagsError) as error:
+    except (ValueError, OSError) as error:
         parser.error(" ".join(str(error).split()))
     for sentence in found.values():
         print(f"{options.check}: {sentence}")

@@ -30,8 +30,7 @@ from slime.entry.installation import check_installation  # noqa: E402
 
 check_installation()
 
-from slime.options.errors import OptionError  # noqa: E402
-from slime.options.model import model_directory  # noqa: E402
+from slime.files.model_directory import model_directory  # noqa: E402
 from slime.rollout.tokenizer import load_tokenizer  # noqa: E402
 from slime.utils.errors import BadInputError  # noqa: E402
 from tools.samples.rollouts import Query, Rollout, list_samples, read_rollout, show_sample  # noqa: E402
@@ -201,7 +200,7 @@ def main(argv: list[str] | None = None) -> int:
         library = Library(options.paths, options.train_data, tokenizer)
         names = list(library.files())
         library.rollout(names[-1])  # which the page opens first
-    except (BadInputError, OptionError, OSError) as error:
+    except (BadInputError, OSError) as error:
         return _fail(error)
     try:
         server = Server(options.host, options.port, library)

@@ -9,14 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slime.files.model_directory import has_weights, model_directory
 from slime.options.checks.model_shape import take_shape
 from slime.options.errors import OptionError
 from slime.options.flags import megatron
 from slime.options.flags.help import HelpAction
-from slime.options.flags.installed import InstalledFlagsError, PendingFlags
+from slime.options.flags.installed import PendingFlags
 from slime.options.flags.parser import StrictParser
 from slime.options.flags.schema import add_options, option
-from slime.options.model import has_weights, model_directory
+from slime.utils.errors import BadInputError
 
 _ONE_RANK: dict[str, Any] = {
     **dict.fromkeys(("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"), 1),
@@ -72,7 +73,7 @@ def parse_model_args(description: str, argv: Sequence[str] | None = None) -> arg
         args = argparse.Namespace(**{**defaults, **given})
         for warning in _resolve(args, set(given)):
             print(f"{parser.prog}: warning: {warning}", file=sys.stderr)
-    except (OptionError, InstalledFlagsError) as error:
+    except BadInputError as error:
         parser.error(str(error))
     return args
 

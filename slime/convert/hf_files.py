@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from slime.files.exports import EXPORT_MARK
 from slime.files.hf_headers import Header, read_headers
 from slime.files.hf_writer import INDEX_NAME, complete, file_name
 from slime.models import family_of, hf_config, weight_shape
 from slime.models.family import check_names
-from slime.options.checks.export_rules import EXPORT_MARK
 from slime.utils.errors import BadInputError
 
 logger = logging.getLogger(__name__)

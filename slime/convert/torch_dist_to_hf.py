@@ -22,10 +22,10 @@ from slime.convert.hf_files import Spec, stored_specs
 from slime.convert.running import check_output, run_all, written_model
 from slime.convert.stored import StoredTensors
 from slime.files.block_scaled import SCALE_END
+from slime.files.checkpoints import LATEST, checkpoint_directory, has_checkpoint, is_torch_dist, latest_name
 from slime.files.hf_reader import HFWeights, kept_dtype, tensors_that_begin, whole
 from slime.models import Family, Shape, family_of, hf_config, weight_shape
 from slime.models.family import ADAPTER_MARK, MODEL_PREFIXES, holds_heads
-from slime.options.checkpoint import LATEST, checkpoint_directory, has_checkpoint, is_torch_dist, latest_name
 from slime.utils.errors import BadInputError, abbreviate
 
 logger = logging.getLogger(__name__)

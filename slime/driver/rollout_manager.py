@@ -24,7 +24,6 @@ from slime.fleet.routers import Routers
 from slime.fleet.spec import ModelSpec
 from slime.observability import logs
 from slime.observability.trace import span
-from slime.options.flags.calls import parameters_of
 from slime.options.rollout import DEFAULT_ROLLOUT, generates_itself
 from slime.options.training import check_schedule
 from slime.ray.cluster import actor_environment, as_actor, enter_actor
@@ -40,6 +39,7 @@ from slime.rollout.evaluation import eval_metrics, evaluation_output, load_eval_
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.sglang_rollout import draw_first_groups, generate_groups
 from slime.rollout.user.hooks import accepted, logs_evaluation, logs_rollout
+from slime.utils.calls import parameters_of
 from slime.utils.errors import BadInputError, CancelledRolloutError, DeadlineError, SlimeError
 from slime.utils.misc import attribute_of, load_function
 from slime.utils.user_functions import naming

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from slime.files import atomic_io
+from slime.files.checkpoints import checkpoint_directory
+from slime.files.exports import exports_after
 from slime.fleet.train_group import TrainGroup
-from slime.options.checkpoint import checkpoint_directory
-from slime.options.checks.export_rules import exports_after
 from slime.ray.supervision import Deadline, limit_of
 
 

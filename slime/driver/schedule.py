@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+from slime.files.checkpoints import rollouts_done
+from slime.files.exports import exports_after, is_export
 from slime.observability.metrics import evaluated_versions
-from slime.options.checkpoint import rollouts_done
-from slime.options.checks.export_rules import exports_after, is_export
 
 
 class NothingLeftError(Exception):

@@ -11,13 +11,16 @@ from types import MappingProxyType
 from typing import Any
 
 from slime.entry.job_flags import given_words
+from slime.files.checkpoints import SavedModel
+from slime.files.model_directory import model_directory
 from slime.options.algorithm import AlgorithmOptions, CorrectionOptions, CriticOptions
 from slime.options.asynchronous import AsyncOptions
-from slime.options.checkpoint import CheckpointOptions, SavedModel
+from slime.options.checkpoint import CheckpointOptions
 from slime.options.checks.checkpoint_rules import check_saved_adapters
 from slime.options.checks.hook_paths import check_evaluation_hook, load_evaluation_hooks, load_hooks
 from slime.options.checks.layout import check_layout
 from slime.options.checks.model_shape import take_shape
+from slime.options.checks.quantization import check_quantization
 from slime.options.checks.reward_rules import reward_of_dataset
 from slime.options.checks.unheeded import unheeded
 from slime.options.checks.validate import derive_all, limit_prompts
@@ -29,14 +32,13 @@ from slime.options.eval_datasets import EvalOptions
 from slime.options.flags import megatron, sglang
 from slime.options.flags.describe import describe_changed, describe_groups
 from slime.options.flags.help import MOST_USED, HelpAction
-from slime.options.flags.installed import InstalledFlagsError, PendingFlags
+from slime.options.flags.installed import PendingFlags
 from slime.options.flags.parser import HOOK_GROUP, StrictParser, flag_values, flag_words
 from slime.options.flags.schema import add_options, flag_named, flag_of, hook_fields
 from slime.options.flags.unavailable import add_upstream_attributes, explain_flag, split_without_effect, without_effect
 from slime.options.flags.values import read_yaml
 from slime.options.hooks import HookOptions
 from slime.options.lora import LoraOptions, settle_lora_sync
-from slime.options.model import check_quantization, model_directory
 from slime.options.mtp import check_heads_training
 from slime.options.reward_model import find_reward_model, reward_engine_flags
 from slime.options.rollout import EngineOptions, RewardOptions, RolloutOptions
@@ -104,7 +106,7 @@ def parse_args(argv: Sequence[str] | None = None, *, asynchronous: bool = False)
         add_upstream_attributes(args)
         if parser.unavailable:
             parser.error("")
-    except (OptionError, InstalledFlagsError, BadInputError) as error:
+    except BadInputError as error:
         parser.error(str(error))
     except KeyboardInterrupt:
         parser.exit(130)
@@ -123,7 +125,7 @@ def check_flags(argv: Sequence[str]) -> None:
         _parse(parser, argv)
         if parser.unavailable:
             parser.error("")
-    except (OptionError, InstalledFlagsError) as error:
+    except BadInputError as error:
         parser.error(str(error))
 
 
@@ -198,18 +200,15 @@ def _add_hook_flags(parser: StrictParser, words: Sequence[str], yaml_values: Map
         with naming(f"{where}:"):
             source = split_function_path(path)[0]
             module = load_module(source)
-        try:
-            # A file may be named in several ways, and modules of C have none.
-            file = str(attribute_of(module, "__file__", None, where) or source)
-            add_arguments = attribute_of(module, "add_arguments", None, where)
-            if add_arguments is not None and file not in done:
-                group = parser.add_argument_group(f"{HOOK_GROUP}{source}")
-                with refusing(f"{where}: its add_arguments raised"):
-                    add_arguments(group)
-                for action in group._group_actions:
-                    _mend_help(parser, action)
-        except BadInputError as error:
-            raise OptionError(str(error)) from error
+        # A file may be named in several ways, and modules of C have none.
+        file = str(attribute_of(module, "__file__", None, where) or source)
+        add_arguments = attribute_of(module, "add_arguments", None, where)
+        if add_arguments is not None and file not in done:
+            group = parser.add_argument_group(f"{HOOK_GROUP}{source}")
+            with refusing(f"{where}: its add_arguments raised"):
+                add_arguments(group)
+            for action in group._group_actions:
+                _mend_help(parser, action)
         done.add(file)
 
 

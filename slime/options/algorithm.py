@@ -7,7 +7,7 @@ from argparse import Namespace
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from slime.options.checkpoint import same_place
+from slime.files.checkpoints import same_place
 from slime.options.checks.rules import Rule, check
 from slime.options.errors import OptionError
 from slime.options.flags.schema import LARGEST_SEED, function_path, option

@@ -2,108 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from slime.options.checks.rules import Rule
 from slime.options.flags.schema import option
-
-RUN_KEY = "distributed_optimizer"
-"""What the checkpoint of a run has in its ``common.pt``, and neither a conversion's nor one of Megatron-LM's own."""
-LATEST = "latest_checkpointed_iteration.txt"
-"""The file of a checkpoint directory that names the last checkpoint in it."""
-RELEASE = "release"
-"""What `LATEST` says, and the name of the checkpoint, where it is weights to start from and no state of a run."""
-
-
-def same_place(one: str | Path | None, other: str | Path | None) -> bool:
-    """Whether two paths lead to one place, by links and ``~`` too; it need not be there. None leads nowhere."""
-    if one is None or other is None:
-        return False
-    return os.path.realpath(os.path.expanduser(one)) == os.path.realpath(os.path.expanduser(other))
-
-
-def has_checkpoint(directory: str | Path) -> bool:
-    """Whether a directory names a checkpoint."""
-    return os.path.isfile(Path(directory, LATEST))
-
-
-def latest_name(directory: str | Path) -> str:
-    """What a directory that `has_checkpoint` calls its last one: a rollout's number, or `RELEASE`."""
-    return Path(directory, LATEST).read_text().strip()
-
-
-def checkpoint_directory(root: str | Path, rollout_id: int) -> Path:
-    """Where the state after ``rollout_id`` is, or would be."""
-    return Path(root, f"iter_{rollout_id:07d}")
-
-
-def is_release(directory: str | Path) -> bool:
-    """Whether the checkpoint that a directory names holds weights only."""
-    return has_checkpoint(directory) and latest_name(directory) == RELEASE
-
-
-def is_torch_dist(directory: str | Path) -> bool:
-    """Whether a directory itself is a whole torch_dist checkpoint: it has the file that is written last."""
-    return os.path.isfile(Path(directory, "metadata.json"))
-
-
-def find_checkpoint(load_dir: str | Path) -> tuple[Path, int] | None:
-    """The latest checkpoint as (directory, rollout id); None where there is none. Of weights only, the id is -1.
-
-    Raises:
-        FileNotFoundError: the one that the directory calls its latest is not there.
-        ValueError: a file of the latest that holds no number.
-    """
-    if not has_checkpoint(load_dir):
-        return None
-    latest, text = Path(load_dir, LATEST), latest_name(load_dir)
-    if not text.isdecimal() and text != RELEASE:
-        raise ValueError(f"{latest} should hold the number of a checkpoint or {RELEASE}, not {text!r}")
-    rollout_id = -1 if text == RELEASE else int(text)
-    directory = Path(load_dir, RELEASE) if text == RELEASE else checkpoint_directory(load_dir, rollout_id)
-    if not directory.is_dir():
-        present = sorted(p.name for p in Path(load_dir).glob("iter_*"))
-        raise FileNotFoundError(f"{latest} names {directory.name}, but {load_dir} has {', '.join(present) or 'none'}")
-    return directory, rollout_id
-
-
-def rollouts_done(load_dir: str | None) -> int:
-    """How many rollouts the latest checkpoint of ``--load`` was trained on, or 0; raises as `find_checkpoint`."""
-    found = find_checkpoint(load_dir) if load_dir else None
-    return found[1] + 1 if found else 0
-
-
-@dataclass(frozen=True)
-class SavedModel:
-    """What a torch_dist checkpoint says of the model in it."""
-
-    directory: Path
-    """Where it is."""
-    adapters: dict[str, Any] | None = None
-    """That it holds; None of one that holds a whole model."""
-    heads: bool = False
-    """Whether it has trained MTP heads."""
-    of_a_run: bool = True
-    """Whether a run of slime can go on from it, as far as its ``common.pt`` tells."""
-
-
-def saved_model(directory: Path) -> SavedModel:
-    """Read what a torch_dist checkpoint says of its model.
-
-    Megatron-LM's own have types in ``common.pt`` that only Megatron can read, and neither adapters nor trained heads.
-    """
-    import torch
-
-    try:
-        common = torch.load(directory / "common.pt", map_location="cpu", weights_only=True)
-    except OSError:  # `slime.convert.weight_check` says what is missing
-        return SavedModel(directory)
-    except Exception:  # what torch did not write plainly fails in many ways
-        return SavedModel(directory, of_a_run=False)
-    return SavedModel(directory, common.get("adapters"), bool(common.get("heads")), RUN_KEY in common)
 
 
 @dataclass

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.options.checks.rules import Rule
-from slime.options.flags.calls import Call
 from slime.options.flags.schema import function_path, option
+from slime.utils.calls import Call
 
 
 @dataclass

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Literal
 
-from slime.options.checkpoint import find_checkpoint, same_place
+from slime.files.checkpoints import find_checkpoint, same_place
 from slime.options.checks.rules import Rule
 from slime.options.errors import OptionError, naming
 from slime.options.flags.schema import flag_named, function_path, option

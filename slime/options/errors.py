@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from slime.utils.errors import BadInputError
 
-class OptionError(ValueError):
+
+class OptionError(BadInputError):
     """An option, or a combination of options, cannot be used; the message is one line and names the flags."""
 
 
@@ -24,7 +26,7 @@ def naming(what: str, *others: type[Exception]) -> Iterator[None]:
 class Reasons:
     """All reasons why a command line is refused, so that nobody learns them one a try.
 
-    A rule that raises `OptionError` leaves values unset that later rules need: what those then stumble over is no
+    A rule that refuses leaves values unset that later rules need: what those then stumble over is no
     reason of its own.
     """
 
@@ -35,7 +37,7 @@ class Reasons:
         """What a rule returns, or None where it or one before it refuses."""
         try:
             return rule(*values)
-        except OptionError as error:
+        except BadInputError as error:
             self._found.append(str(error))
         except Exception:
             if not self._found:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from slime.options.checkpoint import same_place
+from slime.files.checkpoints import same_place
 from slime.options.checks.rules import Rule, broken, check
 from slime.options.errors import OptionError
 from slime.options.flags.schema import flag_named, option

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from slime.options.checkpoint import same_place
+from slime.files.checkpoints import same_place
 from slime.options.checks.rules import Rule, check
 from slime.options.errors import OptionError
 

@@ -8,11 +8,11 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
+from slime.files.model_directory import has_weights, model_directory
 from slime.options.checks.rules import Rule, check
 from slime.options.errors import OptionError, naming
 from slime.options.flags.parser import StrictParser
 from slime.options.flags.sglang import PassThrough, command_line
-from slime.options.model import has_weights, model_directory
 from slime.options.rollout import RANKS
 
 _FLAG = "--rm-sglang-args"

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from slime.options.checks.rules import Rule
-from slime.options.flags.calls import Call
 from slime.options.flags.schema import LARGEST_SEED, function_path, option
+from slime.utils.calls import Call
 
 DEFAULT_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
 FULLY_ASYNC_ROLLOUT = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"

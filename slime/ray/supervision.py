@@ -24,7 +24,6 @@ from ray.exceptions import (
 )
 
 from slime.backends.sglang.client import EngineError
-from slime.options.errors import OptionError
 from slime.options.flags.schema import flag_named
 from slime.utils.errors import BadInputError, SlimeError
 
@@ -208,7 +207,7 @@ class Supervisor:
             return RunError(f"{phase}: {who} ended its watch without a failure")
         version = f"(weight version {self.version})"
         if isinstance(error, RayTaskError):
-            is_input = phase in _READS_INPUT and isinstance(error.cause, (BadInputError, OptionError))
+            is_input = phase in _READS_INPUT and isinstance(error.cause, BadInputError)
             kind = InputError if is_input else RunError
             return kind(f"{phase}: {who} failed {version}: {_reason(error)}")
         _check_ray(phase, _PATIENCE_S)
@@ -257,7 +256,7 @@ def _get(ref: ray.ObjectRef) -> Any:
 
 def _reason(error: RayTaskError) -> str:
     """The message of an error that tells all by itself; the end of the remote traceback of any other."""
-    if isinstance(error.cause, (SlimeError, OptionError)):
+    if isinstance(error.cause, SlimeError):
         return str(error.cause)
     if isinstance(error.cause, (ObjectStoreFullError, OutOfDiskError)):
         text = " ".join(str(error.cause).split())

@@ -13,7 +13,6 @@ from slime.data import Group, Sample, Status
 from slime.data.rows.conversation import RowError
 from slime.data.source.numbers import Numbers, numbers_kept, numbers_of, restore, same
 from slime.data.source.rollout_context import current_rollout
-from slime.options.flags.calls import parameters_of
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.batches.train_data import check_response
 from slime.rollout.engine.generation import generate
@@ -23,6 +22,7 @@ from slime.rollout.engine.versions import newest_version, note_version
 from slime.rollout.rm_hub import async_rm, batched_async_rm, judge_of
 from slime.rollout.sampling import request_seed
 from slime.rollout.user.hooks import Limit, accepted, call_hook
+from slime.utils.calls import parameters_of
 from slime.utils.errors import DeadlineError, HookError, SettingError, SlimeError
 from slime.utils.http_client import NoReplyError, RequestError
 from slime.utils.misc import load_function

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from slime.files import atomic_io
-from slime.options.checkpoint import LATEST, checkpoint_directory
-from slime.options.checks.export_rules import mark_export
+from slime.files.checkpoints import LATEST, checkpoint_directory
+from slime.files.exports import mark_export
 
 
 def begin_save(save_dir: str | Path, rollout_id: int) -> str:

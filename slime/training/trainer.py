@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.data import TrainBatch
+from slime.files.checkpoints import find_checkpoint
 from slime.observability.trace import span
-from slime.options.checkpoint import find_checkpoint
 from slime.options.checks.hook_paths import columns_of
 from slime.training.checks import check_finite, check_step
 from slime.training.loss import hooks

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from slime.convert import dcp_to_hf, fp8, torch_dist_to_hf
 from slime.convert.hf_files import stored_specs
 from slime.convert.stored import StoredTensors
-from slime.options.checkpoint import LATEST, has_checkpoint
+from slime.files.checkpoints import LATEST, has_checkpoint
 from tests.parallel import lora_reference, tiny
 from tests.parallel.conftest import ROOT, torchrun
 from tests.ranks import run_ranks

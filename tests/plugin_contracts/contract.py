@@ -16,11 +16,11 @@ from typing import Any
 
 from slime.entry.arguments import GROUPS
 from slime.options.errors import OptionError
-from slime.options.flags import calls
-from slime.options.flags.calls import Call, form_of, parameters_of, signature_of
 from slime.options.flags.schema import flag_of, hook_fields
 from slime.rollout.engine.state import router_url
 from slime.rollout.runtime import RolloutRuntime
+from slime.utils import calls
+from slime.utils.calls import Call, form_of, parameters_of, signature_of
 from slime.utils.errors import SlimeError
 from slime.utils.misc import load_function, load_module, split_function_path
 from tests.plugin_contracts.engine import StandInEngine

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from slime.options.errors import OptionError
-from slime.options.flags.calls import CallError, form_of
 from slime.options.flags.parser import flag_values
+from slime.utils.calls import CallError, form_of
 from slime.utils.errors import SlimeError
 from slime.utils.misc import find_function, split_function_path
 from tests.plugin_contracts.contract import FIELDS, BrokenError, Contract, NotMeantError, Subject, report, run_check

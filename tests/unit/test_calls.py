@@ -12,8 +12,8 @@ import pytest
 
 from slime.entry.arguments import GROUPS
 from slime.options.checks.hook_paths import load_hooks
-from slime.options.flags.calls import Call, CallError, form_of
 from slime.options.flags.schema import flag_of, hook_fields
+from slime.utils.calls import Call, CallError, form_of
 from slime.utils.misc import load_function
 from tests.command_line import failure, write_model, write_rows
 from tests.small_rollout import small_rollout

@@ -10,7 +10,7 @@ import pytest
 
 from slime.backends.megatron import trainer
 from slime.backends.megatron.hf_to_torch_dist import check_target
-from slime.options.checkpoint import LATEST, find_checkpoint, is_release, is_torch_dist
+from slime.files.checkpoints import LATEST, find_checkpoint, is_release, is_torch_dist
 from slime.options.errors import OptionError
 from slime.options.lora import check_adapters, check_base
 from slime.training.checkpoint_dirs import begin_save, commit_directory, commit_save, staging_directory

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from slime.entry.arguments import parse_args
-from slime.options.checkpoint import SavedModel
+from slime.files.checkpoints import SavedModel
+from slime.files.exports import mark_export
 from slime.options.checks import checkpoint_rules
 from slime.options.checks.checkpoint_rules import starting_point
-from slime.options.checks.export_rules import mark_export
 from tests.command_line import QWEN3, command, failure, write_checkpoint, write_model, write_rows
 
 NUM_GPUS = 0

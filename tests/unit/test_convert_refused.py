@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
 
 from slime.convert import fp8
-from slime.options.checks.export_rules import mark_export
+from slime.files.exports import mark_export
 from slime.utils.errors import BadInputError
 from tests.parallel import tiny
 from tests.unit.test_convert import SETTINGS, fp8_tool, fsdp_tool, torch_dist_tool
@@ -142,7 +142,7 @@ def test_bad_models(models: Callable[[str], Path], tmp_path: Path, monkeypatch: 
 
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: argparse.Namespace(free=1000))
-        refused(BadInputError, r"needs \d+\.\d\d KiB, and 1000 bytes are free there")
+        refused(BadInputError, r"needs \d+ KiB, and 1000 bytes are free there")
     save_file({**tensors, name: tensors[name] * float("nan")}, model / "model.safetensors")
     refused(BadInputError, f"{name} has entries that are not finite")
     (model / "model.safetensors").write_bytes(b"12345678")

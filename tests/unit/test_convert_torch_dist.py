@@ -18,7 +18,7 @@ from torch.distributed import checkpoint as dcp
 from slime.convert import torch_dist_to_hf
 from slime.convert.hf_files import stored_specs
 from slime.convert.stored import StoredTensors
-from slime.options.checkpoint import LATEST
+from slime.files.checkpoints import LATEST
 from slime.utils.errors import BadInputError
 from tests.unit.test_convert import SETTINGS, torch_dist_tool
 

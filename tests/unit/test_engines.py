@@ -520,7 +520,7 @@ def test_who_says_that_an_engine_is_gone_waits_for_nobody(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(rollout_manager, "as_actor", as_actor)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: Namespace(get_node_id=lambda: "00" * 28))
-    rollout_manager.create_manager(Namespace(asynchronous=False), None)
+    rollout_manager.create_manager(Namespace(asynchronous=False), None, ())
     assert threads[rollout_manager.ROUTERS] == 2
 
 

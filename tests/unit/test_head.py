@@ -228,8 +228,8 @@ def critic(directory: Path, name: str, options: dict[str, Any]) -> dict[str, Any
     from megatron.core import dist_checkpointing
 
     from slime.backends.megatron.weights import checkpoint
+    from slime.files.checkpoints import find_checkpoint
     from slime.models.family import VALUE_HEAD_KEY
-    from slime.options.checkpoint import find_checkpoint
     from slime.training import checkpoint_dirs
 
     args = rollouts.arguments(

@@ -47,7 +47,10 @@ RULES = (
     # The documentation's pages are made of these, where neither torch nor numpy is.
     Rule(
         "slime.options",
-        ("slime.files.storage", "slime.processes", "slime.utils.patching"),
+        (
+            *("slime.files.checkpoints", "slime.files.model_directory", "slime.processes"),
+            *("slime.utils.calls", "slime.utils.errors", "slime.utils.patching"),
+        ),
         engines=("megatron", "sglang", "sglang_router"),
     ),
     Rule("slime.options.checks", (*BASE, "slime.options", "slime.data", "slime.models")),

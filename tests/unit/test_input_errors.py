@@ -14,10 +14,10 @@ import pytest
 
 from slime.data import Sample
 from slime.entry.arguments import parse_args
+from slime.files.model_directory import _download, model_directory
 from slime.grading.graders import GRADERS
 from slime.options.checks.reward_rules import NEEDS_LABEL
 from slime.options.errors import OptionError
-from slime.options.model import _download, model_directory
 from slime.options.rollout import DEFAULT_ROLLOUT
 from slime.options.training import check_schedule
 from slime.utils.errors import BadInputError
@@ -246,6 +246,6 @@ def test_only_weights_that_someone_reads_are_downloaded(monkeypatch: pytest.Monk
 )
 def test_only_what_could_be_one_is_told_of_hub_ids(name: str, hub: bool) -> None:
     expected = f"--hf-checkpoint {name}: there is no such directory" + (", and a hub id is OWNER/MODEL" if hub else "")
-    with pytest.raises(OptionError) as error:
+    with pytest.raises(BadInputError) as error:
         model_directory(name, with_weights=False)
     assert str(error.value) == expected

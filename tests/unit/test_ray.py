@@ -60,11 +60,13 @@ def test_an_interrupt_is_answered_before_anything_is_stopped(
     error: type[BaseException] | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[str] = []
-    made = Run(Namespace())
+    made = Run(Namespace(num_rollout=0, placement="rollout_only", run_dir="runs/a"))
     monkeypatch.setattr(made, "_stop", lambda: seen.append(capsys.readouterr().err))
     made.__exit__(error, error() if error else None, None)
     expected = f"{Path(sys.argv[0]).name}: interrupted: stopping engines and trainers (up to 30 s)\n" if error else ""
     assert seen == [expected]
+    done = "" if error else "done: 0 rollouts, metrics and logs in runs/a\n"
+    assert capsys.readouterr().out == done
 
 
 def test_environment_values_are_text() -> None:
@@ -349,14 +351,14 @@ def test_a_disk_that_fails_again_at_the_end_neither_hides_the_error_nor_keeps_th
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.setattr(f"{Saver.__module__}.checkpoint_directory", lambda *_: Stale(tmp_path / "iter_0000007"))
     watches, made._janitor = os.pipe()
-    made._claims = [os.open(tmp_path, os.O_RDONLY)]
+    made._run_locks = [os.open(tmp_path, os.O_RDONLY)]
     with pytest.raises(RunError, match="the disk fails") as failed:
         made.save(7)
     made.__exit__(RunError, failed.value, None)
     assert os.read(watches, 9) == b"", "the janitor is told"
     os.close(watches)
     with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(made._claims[0])
+        os.fstat(made._run_locks[0])
     (warning,) = capsys.readouterr().err.splitlines()
     assert re.search(r"warning: .*iter_0000007: Stale file handle; what .*\.iter_0000007\.replaced$", warning)
 

@@ -14,7 +14,7 @@ from slime.driver import run as whole_run
 from slime.driver.process import run_driver
 from slime.driver.schedule import NothingLeftError, check_remaining, is_due, times_due
 from slime.entry.arguments import parse_args
-from slime.options.checks.export_rules import mark_export
+from slime.files.exports import mark_export
 from slime.utils.errors import BadInputError
 from tests.command_line import command, write_checkpoint, write_model, write_rows
 

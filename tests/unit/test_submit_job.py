@@ -20,8 +20,8 @@ import psutil
 import pytest
 import ray
 
+from slime.entry import job_flags
 from slime.entry.job_flags import JOB_VARIABLE, given_words
-from slime.utils import command_line
 from slime.utils.errors import BadInputError
 from tests import shipped
 from tests.forked import forked
@@ -391,7 +391,7 @@ def test_no_secret_is_part_of_a_job_nor_stays_in_its_submitters_command_line(
     (content,) = server.kept.values()
     assert b"s3cret" not in content[:15], "which Ray logs where it cannot keep it"
 
-    monkeypatch.setattr(command_line, "_take", lambda place: server.kept.pop(place, None))
+    monkeypatch.setattr(job_flags, "_take", lambda place: server.kept.pop(place, None))
     monkeypatch.setenv(JOB_VARIABLE, variables[JOB_VARIABLE])
     monkeypatch.setattr(sys, "argv", shlex.split(given["entrypoint"])[2:])
     assert given_words() == ["-h", "--lr", "1", *secret, *words[:2], words[-1]]

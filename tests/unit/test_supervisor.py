@@ -195,7 +195,7 @@ def test_a_supervisor_has_time_to_end_a_stubborn_tree_itself(tmp_path: Path) -> 
 
 HANGS = """
 import sys, time
-from slime.backends.sglang import supervisor
+from slime.processes import supervisor
 supervisor._KILL_DEADLINE_S = 1.0
 supervisor.Supervisor._end_tree = lambda self: time.sleep(600)
 supervisor.Supervisor(int(sys.argv[1]), 0.5, None).run(sys.argv[2:])
@@ -251,7 +251,7 @@ def test_a_server_without_its_guard_still_ends_in_order(server: ServerProcess, t
 
 GUARDED = """
 import os, signal, sys, time
-from slime.backends.sglang import supervisor
+from slime.processes import supervisor
 sent, start = [], supervisor.Supervisor._start_guard
 def start_guard(self):
     ours = start(self)

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from slime.entry.arguments import parse_args
 from slime.files import hf_headers
+from slime.files.checkpoints import LATEST
 from slime.files.hf_headers import read_headers
 from slime.files.hf_writer import INDEX_NAME
-from slime.options.checkpoint import LATEST
-from slime.options.model import stored_weights
+from slime.files.model_directory import stored_weights
 from tests.command_line import command, failure, write_headers, write_rows
 from tests.parallel import tiny
 from tests.stored_models import TARGETS, save_adapters, save_critic, save_model

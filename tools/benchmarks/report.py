@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from slime.files.model_directory import has_weights
 from slime.options.flags.installed import version_of
-from slime.options.model import has_weights
 from slime.utils import device
 from tools import make_tiny_model
 

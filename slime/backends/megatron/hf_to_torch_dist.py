@@ -46,10 +46,10 @@ from slime.backends.megatron.weights.checkpoint_validation import built_shape, c
 from slime.backends.megatron.weights.weights_io import global_weights  # noqa: E402
 from slime.convert.running import Progress, check_room  # noqa: E402
 from slime.files import atomic_io  # noqa: E402
+from slime.files.checkpoints import LATEST, RELEASE, is_release  # noqa: E402
 from slime.files.hf_reader import HFWeights, kept_dtype  # noqa: E402
 from slime.models import Family, Shape, family_of, hf_config, weight_shape  # noqa: E402
 from slime.models.family import check_names  # noqa: E402
-from slime.options.checkpoint import LATEST, RELEASE, is_release  # noqa: E402
 from slime.training.checkpoint_dirs import commit_directory, staging_directory  # noqa: E402
 from slime.utils.errors import BadInputError  # noqa: E402
 

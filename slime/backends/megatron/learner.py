@@ -29,7 +29,7 @@ from slime.backends.megatron.optimizer import (
     wrap_data_parallel,
 )
 from slime.backends.megatron.weights import checkpoint, weights_io
-from slime.options.model import stored_weights
+from slime.files.model_directory import stored_weights
 from slime.training.checks import check_finite
 from slime.training.memory.sleep import SleepingTensors
 from slime.training.memory.weight_sets import CURRENT, REFERENCE, WeightSets

@@ -8,8 +8,8 @@ from typing import Any
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 
-from slime.options.flags.calls import parameters_of
 from slime.utils import device
+from slime.utils.calls import parameters_of
 from slime.utils.errors import BadInputError
 from slime.utils.misc import load_function
 from slime.utils.user_functions import call_user_function

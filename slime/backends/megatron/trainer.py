@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from slime.backends.megatron import patches
+from slime.files.checkpoints import checkpoint_directory
 from slime.files.hf_writer import NamedTensors
 from slime.models import family_of, hf_config, weight_shape
-from slime.options.checkpoint import checkpoint_directory
 from slime.options.training import critic_options
 
 patches.install()  # before anything imports megatron.core

@@ -13,7 +13,6 @@ from slime.driver.schedule import check_remaining
 from slime.entry.arguments import describe
 from slime.fleet.placement import describe_placement
 from slime.options.checks.checkpoint_rules import starting_point
-from slime.options.errors import OptionError
 from slime.options.training import check_schedule
 from slime.ray.cluster import check_places, running_address
 from slime.ray.supervision import LOAD_DATA, InputError, RunError
@@ -46,7 +45,7 @@ def _check(args: argparse.Namespace) -> tuple[argparse.Namespace, list[str]]:
             check_recorded(args)
         else:
             args, data = _check_prompts(args)
-    except (BadInputError, OptionError) as error:
+    except BadInputError as error:
         raise InputError(f"{LOAD_DATA}: {' '.join(str(error).split())}") from None
     except SlimeError as error:
         raise RunError(f"{LOAD_DATA}: {error}") from None

@@ -10,9 +10,9 @@ from math import prod
 from pathlib import Path
 
 from slime.driver.schedule import times_due
+from slime.files.exports import exports_after
 from slime.files.hf_headers import read_headers
 from slime.files.storage import amount, nearest_directory, why_no_directory
-from slime.options.checks.export_rules import exports_after
 from slime.options.flags.schema import flag_named
 from slime.ray.cluster import temporary_directory
 from slime.utils.errors import BadInputError

@@ -7,8 +7,7 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-from slime.files.storage import why_no_directory
-from slime.options.checkpoint import (
+from slime.files.checkpoints import (
     LATEST,
     SavedModel,
     find_checkpoint,
@@ -19,10 +18,11 @@ from slime.options.checkpoint import (
     same_place,
     saved_model,
 )
+from slime.files.model_directory import has_weights
+from slime.files.storage import why_no_directory
 from slime.options.errors import OptionError, naming
 from slime.options.flags.schema import flag_named
 from slime.options.lora import Modules, check_adapters, described
-from slime.options.model import has_weights
 from slime.options.mtp import check_saved_heads
 
 _PLACES = {

@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import glob
-import json
 import os
 import re
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from string import Formatter
-from typing import Any
 
-from slime.options.checkpoint import rollouts_done
+from slime.files.checkpoints import rollouts_done
+from slime.files.exports import EXPORT_MARK, EXPORTS, is_export, read_mark
 from slime.options.errors import OptionError
 from slime.options.flags.schema import flag_named
 
-EXPORT_MARK = "slime_export.json"
-"""A file in every directory that ``--save-hf`` or ``--save-lora`` wrote, with the names of the others, which a later
-export may replace."""
-_EXPORTS = ("save_hf", "save_lora")
 _OTHERS = ("hf_checkpoint", "ref_load", "load", "save", "critic_load", "critic_save", "run_dir", "prompt_data")
-
-
-def exports_after(args: Namespace, rollout_id: int) -> dict[str, str]:
-    """The exports that are asked for after a rollout: option -> directory."""
-    places = {name: getattr(args, name) for name in _EXPORTS}
-    return {name: place.format(rollout_id=rollout_id) for name, place in places.items() if place}
 
 
 def check_exports(args: Namespace) -> None:
@@ -34,7 +23,7 @@ def check_exports(args: Namespace) -> None:
 
     `derive_checkpoints` and `derive_templates` come before.
     """
-    paths = {name: path for name in _EXPORTS if (path := getattr(args, name)) is not None}
+    paths = {name: path for name in EXPORTS if (path := getattr(args, name)) is not None}
     if not paths or args.placement == "rollout_only":
         return
     first = rollouts_done(args.load) if args.start_rollout_id is None else args.start_rollout_id
@@ -55,7 +44,7 @@ def check_exports(args: Namespace) -> None:
 def _is_past(directory: Path, args: Namespace, path: str, first: int) -> bool:
     """Whether a directory is an export of a rollout before ``first``, which will not be written again: the last of
     these is, where it is not whole or another run's (`slime.driver.schedule.missing_exports`)."""
-    mark, model = _mark(directory), os.path.expanduser(args.hf_checkpoint)
+    mark, model = read_mark(directory), os.path.expanduser(args.hf_checkpoint)
     rollout_id = mark.get("rollout_id")
     # A hub id may not be on disk yet: it is taken for the mark's.
     model = os.path.realpath(model) if os.path.isdir(model) else mark.get("hf_checkpoint")
@@ -68,35 +57,9 @@ def _is_past(directory: Path, args: Namespace, path: str, first: int) -> bool:
     )
 
 
-def mark_export(directory: Path, args: Namespace, rollout_id: int) -> None:
-    """Write the mark of a run's export after a rollout into its directory, when all else is there."""
-    files = sorted(path.name for path in directory.iterdir())
-    (directory / EXPORT_MARK).write_text(json.dumps(_origin(args, rollout_id) | {"files": files}, indent=1))
-
-
-def is_export(directory: str | Path, args: Namespace, rollout_id: int) -> bool:
-    """Whether a directory is a run's export after a rollout, and whole."""
-    mark = _mark(directory)
-    files = map(str, mark.pop("files", [None]))
-    return mark == _origin(args, rollout_id) and all(Path(directory, file).exists() for file in files)
-
-
-def _origin(args: Namespace, rollout_id: int) -> dict[str, Any]:
-    """Which weights an export is of. A run that writes no checkpoints goes on with those that it was resumed from."""
-    return {"hf_checkpoint": args.hf_checkpoint, "checkpoints": args.save or args.load, "rollout_id": rollout_id}
-
-
 def _other_than_an_export(directory: Path) -> str:
-    own = {EXPORT_MARK, *map(str, _mark(directory).get("files", ()))}
+    own = {EXPORT_MARK, *map(str, read_mark(directory).get("files", ()))}
     return min({path.name for path in directory.iterdir()} - own, default="")
-
-
-def _mark(directory: str | Path) -> dict[str, Any]:
-    try:
-        mark = json.loads(Path(directory, EXPORT_MARK).read_bytes())
-    except (FileNotFoundError, ValueError):
-        return {}
-    return mark if isinstance(mark, dict) and isinstance(mark.get("files"), list) else {}
 
 
 def _parts(path: str) -> list[str | None]:
@@ -107,7 +70,7 @@ def _parts(path: str) -> list[str | None]:
 
 def _other_places(args: Namespace, export: str) -> Iterator[tuple[str, Path]]:
     yield "the directory where this was started", Path(os.path.realpath(args.launch_dir))
-    for name in (*_OTHERS, *_EXPORTS):
+    for name in (*_OTHERS, *EXPORTS):
         place = getattr(args, name)
         if place is not None and name != export:
             flag = args.ref_load_flag if name == "ref_load" else flag_named(name)

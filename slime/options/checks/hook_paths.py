@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from slime.options.errors import OptionError, naming
 from slime.options.eval_datasets import EvalDataset, EvalOptions
-from slime.options.flags.calls import Call, form_of
 from slime.options.flags.schema import flag_of, hook_fields
 from slime.options.rollout import GROUP_REWARD_NAMES
+from slime.utils.calls import Call, form_of
 from slime.utils.misc import attribute_of, find_function, load_function, load_module, split_function_path
 
 if TYPE_CHECKING:  # the documentation is built of the options without numpy

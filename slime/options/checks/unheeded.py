@@ -1,7 +1,7 @@
 """Megatron's settings that a run overwrites or has no use for: one table, so that a user is told when flags are read.
 
 Left out are those of a feature that is off, such as ``--fp8-recipe`` without ``--fp8-format``, and those that are
-refused. What changes the model is compared with config.json (`slime.options.model`).
+refused. What changes the model is compared with config.json (`slime.options.checks.model_shape`).
 """
 
 from __future__ import annotations

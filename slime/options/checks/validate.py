@@ -6,11 +6,11 @@ import os
 from argparse import Namespace
 from collections.abc import Iterator
 
+from slime.files.checkpoints import SavedModel
 from slime.options import asynchronous, cluster, data, debug, lora, mtp, rollout
 from slime.options import checkpoint as checkpoints
 from slime.options.algorithm import derive_algorithm
 from slime.options.asynchronous import check_staleness
-from slime.options.checkpoint import SavedModel
 from slime.options.checks.checkpoint_rules import derive_checkpoints, load_release
 from slime.options.checks.export_rules import check_exports
 from slime.options.checks.reward_rules import check_rewards, comes_before_reward, has_own_source, rows_may_name_rewards

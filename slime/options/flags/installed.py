@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.processes.kernel import end_child
+from slime.utils.errors import BadInputError
 
 READ_TIMEOUT = 300.0
 """Seconds that importing a package may take."""
@@ -26,7 +27,7 @@ _END_S = 10.0
 _ROOT = Path(__file__).resolve().parents[3]
 
 
-class InstalledFlagsError(RuntimeError):
+class InstalledFlagsError(BadInputError):
     """The flags of an installed package could not be read."""
 
 

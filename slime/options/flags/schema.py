@@ -9,8 +9,8 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from slime.options.flags.calls import Call
 from slime.options.flags.values import json_value, problem_of
+from slime.utils.calls import Call
 
 LARGEST_SEED = 2**32 - 1
 """What numpy takes."""

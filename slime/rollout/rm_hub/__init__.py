@@ -11,12 +11,12 @@ from typing import Any
 from slime.data import Sample
 from slime.grading.answers import last_boxed
 from slime.grading.graders import ASKS_A_SERVER, BOXED, BOXED_GRADERS, GRADERS, remote_reward, rm_type_problem
-from slime.options.flags.calls import CallError, form_of
 from slime.options.rollout import GROUP_REWARD_NAMES, REWARD_CALLS, REWARD_NAMES
 from slime.rollout.engine.loop import run_all
 from slime.rollout.rm_hub.math_utils import grade_answer_verl
 from slime.rollout.rm_hub.special_tokens import response_without_special_tokens
 from slime.rollout.user.hooks import Limit, call_hook, within
+from slime.utils.calls import CallError, form_of
 from slime.utils.errors import BadInputError, HookError
 from slime.utils.misc import load_function
 

@@ -20,10 +20,10 @@ import numpy as np
 
 from slime.data import Sample
 from slime.data.source.numbers import numbers_kept
-from slime.options.flags.calls import parameters_of
 from slime.rollout.engine.loop import background_loop, cancel
 from slime.rollout.engine.state import seconds_in_line
 from slime.rollout.runtime import current
+from slime.utils.calls import parameters_of
 from slime.utils.errors import DeadlineError, HookError
 from slime.utils.misc import load_function
 from slime.utils.user_functions import is_first, naming

@@ -72,7 +72,7 @@ def convert_checkpoint(
 
 def _is_converted(target: Path) -> bool:
     """Whether there is a whole checkpoint, of which the file that names it is written last."""
-    from slime.options.checkpoint import find_checkpoint, is_torch_dist
+    from slime.files.checkpoints import find_checkpoint, is_torch_dist
 
     try:
         found = find_checkpoint(target)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from slime.options.errors import OptionError
+from slime.utils.errors import BadInputError
 
 
-class CallError(OptionError):
+class CallError(BadInputError):
     """A user's function cannot be called as slime would.
 
     Args:
