@@ -1,6 +1,6 @@
 """Model families: Hugging Face config -> Megatron-LM arguments, Hugging Face weights <-> Megatron weights.
 
-A new family is one file with its table and one entry in `FAMILIES`.
+A new family is a table in `families.py`.
 """
 
 from __future__ import annotations
@@ -9,14 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slime.models import deepseek_v3, glm4, glm4_moe, glm4_moe_lite, llama, qwen2, qwen3, qwen3_moe
+from slime.models.families import FAMILIES
 from slime.models.family import Family, Shape
 from slime.models.shape import rule_shape
-
-FAMILIES = (
-    *(llama.FAMILY, qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY),
-    *(glm4.FAMILY, glm4_moe.FAMILY, glm4_moe_lite.FAMILY, deepseek_v3.FAMILY),
-)
 
 
 def hf_config(directory: str | Path) -> Any:

@@ -147,7 +147,7 @@ class Row:
     """The Megatron argument without which a model does not have it."""
     unless: str | None = None
     """The Megatron argument with which a model does not have it."""
-    together: str | None = None
+    same_bucket: str | None = None
     """What a layer has in rows of the same word goes to engines at once: they make one tensor of it, and forget what
     came in another call."""
     along: int = 0

@@ -57,10 +57,15 @@ QK_NORM = (
 
 LATENT_ATTENTION = (
     _row("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", dim=0, unless="q_lora_rank"),
-    _row("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight", when="q_lora_rank", together="down"),
+    _row(
+        "self_attention.linear_q_down_proj.weight",
+        "self_attn.q_a_proj.weight",
+        when="q_lora_rank",
+        same_bucket="down",
+    ),
     _row("self_attention.q_layernorm.weight", "self_attn.q_a_layernorm.weight", when="q_lora_rank"),
     _row("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight", dim=0, when="q_lora_rank"),
-    _row("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", together="down"),
+    _row("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", same_bucket="down"),
     _row("self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight"),
     _row("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", dim=0),
     _row("self_attention.linear_proj.weight", "self_attn.o_proj.weight", dim=1),
@@ -157,7 +162,7 @@ def head_rows(
             megatron=row.megatron.replace(_LAYER, f"{_HEAD}transformer_layer."),
             hf=tuple(hf.replace(_HF_LAYER, prefix) for hf in row.hf),
             layers=layers,
-            together=row.together and f"head's {row.together}",
+            same_bucket=row.same_bucket and f"head's {row.same_bucket}",
         )
         for row in layer
         if row.layers in ("all", mlp)

@@ -48,8 +48,8 @@ class Float8Blocks:
         """The same buckets with values and, right after each, its scales: the bytes that convert_hf_to_fp8 writes, but
         for weights that came from float8 and have moved little: engines follow those in the mean.
 
-        A bucket stays one, so that what SGLang needs at once (`Row.together`, values and their scales) still comes at
-        once, and is smaller: a byte for two, and four for a block.
+        A bucket stays one, so that what SGLang needs at once (`Row.same_bucket`, values and their scales) still comes
+        at once, and is smaller: a byte for two, and four for a block.
         """
         return map(self._each, buckets)  # which, unlike a loop, holds none while the next is made
 

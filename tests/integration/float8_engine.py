@@ -25,7 +25,7 @@ from slime.utils.http_utils import PortReservation
 from slime.weights.float8 import Float8Blocks
 
 PAIR = ("q_a_proj", "kv_a_proj_with_mqa")
-"""What `Row.together` has of these families."""
+"""What `Row.same_bucket` has of these families."""
 
 
 def sglang_model(checkpoint: Path) -> Any:

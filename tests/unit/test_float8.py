@@ -192,7 +192,7 @@ def entries(config: Path) -> list[gather._Entry]:
         row, index = family.row(name)
         if "mlp" in name:
             continue
-        unit = (row.together, *map(str, index)) if row.together else (name,)
+        unit = (row.same_bucket, *map(str, index)) if row.same_bucket else (name,)
         made.append(gather._Entry(name, owner, (10, 10), ((name, (10, 10)),), in_order=True, unit=unit))
     return made
 
@@ -200,7 +200,7 @@ def entries(config: Path) -> list[gather._Entry]:
 @pytest.mark.parametrize("limit", [1, 200, 500, 10**6])
 def test_what_sglang_fuses_is_in_one_bucket_whatever_its_size(limit: int, origins: Path) -> None:
     made = entries(origins / "deepseek_v3")
-    ordered = gather._units_together(made)
+    ordered = gather._by_unit(made)
     assert sorted(entry.name for entry in ordered) == sorted(entry.name for entry in made)
     buckets = list(gather._cut(ordered, limit))
     assert [entry for bucket in buckets for entry in bucket] == ordered
@@ -211,7 +211,7 @@ def test_what_sglang_fuses_is_in_one_bucket_whatever_its_size(limit: int, origin
         pairs += len(halves)
         assert len(names) * 200 <= max(limit, 200 if not halves else 400)
     assert pairs == 4
-    assert gather._units_together(made[:3]) == made[:3], "the order of the others stays"
+    assert gather._by_unit(made[:3]) == made[:3], "the order of the others stays"
 
 
 # ---- where the engine makes another layout of what it was given

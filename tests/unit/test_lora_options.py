@@ -9,7 +9,7 @@ import pytest
 from slime.entry.arguments import parse_args
 from slime.models import family_of, hf_config, weight_shape
 from slime.models.adapters import last_names, linear_modules, module_names, targeted_sources
-from slime.models.qwen2 import FAMILY
+from slime.models.families import QWEN2
 from tests.command_line import LATENT as LATENT_MODEL
 from tests.command_line import command, failure, write_checkpoint, write_model, write_rows
 from tests.shipped import CONFIGS
@@ -127,20 +127,20 @@ def test_targets_are_compared_by_what_they_stand_for(
 
 
 def test_targets_match_whole_parts_of_names() -> None:
-    row, _ = FAMILY.row("decoder.layers.0.self_attention.linear_qkv.weight")
+    row, _ = QWEN2.row("decoder.layers.0.self_attention.linear_qkv.weight")
     assert targeted_sources(row, ["q_proj", "self_attn.v_proj"]) == (True, False, True)
     assert targeted_sources(row, ["proj", "mlp.q_proj"]) == (False, False, False)
     assert targeted_sources(row, ["all-linear"]) == (True, True, True)
-    norm, _ = FAMILY.row("decoder.layers.0.input_layernorm.weight")
+    norm, _ = QWEN2.row("decoder.layers.0.input_layernorm.weight")
     assert targeted_sources(norm, ["all-linear"]) == (False,)
 
 
 def test_files_name_modules_as_the_user_does_and_engines_by_their_last_names(directory: Path) -> None:
     shape = weight_shape(hf_config(directory / "model"))
-    names = module_names(FAMILY, shape, ["mlp.down_proj", "q_proj", "q_proj"])
+    names = module_names(QWEN2, shape, ["mlp.down_proj", "q_proj", "q_proj"])
     assert names == ["mlp.down_proj", "q_proj"]
     assert last_names([*names, "self_attn.q_proj"]) == ["down_proj", "q_proj"]
-    assert module_names(FAMILY, shape, ["all-linear"]) == linear_modules(FAMILY, shape)
+    assert module_names(QWEN2, shape, ["all-linear"]) == linear_modules(QWEN2, shape)
 
 
 GROUPED = ["q_proj", "k_proj", "v_proj", "o_proj"]

@@ -19,8 +19,8 @@ from slime.backends.sglang.engine import Engine
 from slime.entry.arguments import parse_args
 from slime.files.hf_writer import NamedTensors
 from slime.fleet.spec import fleet_of
-from slime.models import qwen2
 from slime.models.adapters import completed
+from slime.models.families import QWEN2
 from slime.utils.http_client import Http
 from slime.weights import EngineAddress, make_publisher
 from slime.weights.adapter import AdapterPublisher
@@ -353,9 +353,9 @@ def test_engines_check_what_they_get(
 
 def test_a_row_has_adapters_of_all_its_sources_or_of_none() -> None:
     buckets = adapters()
-    whole = completed(dict(buckets[0] + buckets[1]), qwen2.FAMILY)
+    whole = completed(dict(buckets[0] + buckets[1]), QWEN2)
     assert {name.split(".")[6] for name in whole} == {"q_proj", "k_proj", "v_proj"}
-    assert completed(whole, qwen2.FAMILY).keys() == whole.keys()
+    assert completed(whole, QWEN2).keys() == whole.keys()
 
 
 def test_memory_is_pinned_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

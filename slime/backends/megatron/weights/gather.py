@@ -50,7 +50,7 @@ class _Entry:
     in_order: bool
     """`Row.in_order`."""
     unit: tuple[str, ...]
-    """What shares it goes into one bucket: `Row.together` and the layer, or the name alone."""
+    """What shares it goes into one bucket: `Row.same_bucket` and the layer, or the name alone."""
 
     @property
     def local_numel(self) -> int:
@@ -93,13 +93,13 @@ class Gatherer:
         # The ranks of one pipeline have the same expert-parallel rank.
         where = union(where, *([] if own_experts else [experts]), stages)
         entries = [self._entry(name, *where[name]) for name in family.parameters(shape) if name in where]
-        self.entries = _units_together(
+        self.entries = _by_unit(
             sorted((e for e in entries if e.hf), key=lambda e: (e.owner.is_expert, e.owner.stage, e.owner.expert_rank))
         )
 
     def _entry(self, name: str, owner: _Owner, local_shape: tuple[int, ...]) -> _Entry:
         row, index = self.family.row(name)
-        unit = (row.together, *map(str, index)) if row.together else (name,)
+        unit = (row.same_bucket, *map(str, index)) if row.same_bucket else (name,)
         form = row.megatron, local_shape  # a row's layers and experts differ by name alone
         if form not in self._forms:
             shapes = [shape for _, shape in hf_shapes(self.family, self.shape, name, local_shape)]
@@ -193,7 +193,7 @@ def _broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
         dist.broadcast(tensor, group_src=source, group=group)
 
 
-def _units_together(entries: list[_Entry]) -> list[_Entry]:
+def _by_unit(entries: list[_Entry]) -> list[_Entry]:
     """The entries of a unit at the place of its first one; otherwise the same order."""
     first: dict[tuple[str, ...], int] = {}
     for position, entry in enumerate(entries):

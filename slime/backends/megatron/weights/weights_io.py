@@ -127,7 +127,7 @@ def export_hf_buckets(
     gatherers: Gatherers | None = None,
 ) -> Iterator[list[tuple[str, Tensor]]]:
     """The whole model as Hugging Face tensors, in buckets of at most ``bucket_bytes`` (or one tensor, if larger, or
-    what `Row.together` keeps together).
+    what `Row.same_bucket` keeps together).
 
     Collective over all ranks: each gets the same buckets, in the same order at every call, with full tensors on its
     device. They share one buffer per bucket, which is freed when its tensors are. Tied output layers are left out, the
