@@ -1,4 +1,4 @@
-"""What every conversion does: refuse bad outputs, write aside, show progress, use several threads."""
+"""What every conversion does: refuse bad outputs, stage and commit, show progress, use several threads."""
 
 from __future__ import annotations
 
@@ -142,13 +142,6 @@ def check_output(output: Path, sources: Sequence[Path], *, force: bool) -> None:
     """Raise BadInputError for sources that are not there, and for an output that is, or holds, one of them, or has
     something in it: with ``force`` it may be a model, and nothing else. The last source is to be a Hugging Face
     directory."""
-    _check_output(output, sources, force)
-    if not (sources[-1] / "config.json").is_file():
-        raise BadInputError(f"{sources[-1]} is no Hugging Face directory: there is no config.json in it")
-    read_object(sources[-1] / "config.json")
-
-
-def _check_output(output: Path, sources: Sequence[Path], force: bool) -> None:
     for source in sources:
         if not source.is_dir():
             raise BadInputError(f"{source}: there is no such directory")
@@ -156,12 +149,14 @@ def _check_output(output: Path, sources: Sequence[Path], force: bool) -> None:
             raise BadInputError(f"{output} would replace {source}, which it is made from: name another output")
     if reason := atomic_io.why_not_replaced(output):
         raise BadInputError(reason)
-    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
-        return
-    if not force:
-        raise BadInputError(f"{output} is there already; pass --force to replace it")
-    if other := other_than_a_model(output, sources):
-        raise BadInputError(f"{output} has other things in it than a model ({other}): name another output")
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        if not force:
+            raise BadInputError(f"{output} is there already; pass --force to replace it")
+        if other := other_than_a_model(output, sources):
+            raise BadInputError(f"{output} has other things in it than a model ({other}): name another output")
+    if not (sources[-1] / "config.json").is_file():
+        raise BadInputError(f"{sources[-1]} is no Hugging Face directory: there is no config.json in it")
+    read_object(sources[-1] / "config.json")
 
 
 def check_room(output: Path, needed: int) -> None:
@@ -173,9 +168,9 @@ def check_room(output: Path, needed: int) -> None:
 
 
 @contextlib.contextmanager
-def written_aside(output: Path, needed: int) -> Iterator[Path]:
-    """A directory to write to, which becomes ``output`` when the block ends, and is removed when it fails. A killed
-    process leaves it as ``.NAME.tmp`` beside the output; the next conversion to there removes it. BadInputError where
+def staged(output: Path, needed: int) -> Iterator[Path]:
+    """A staging directory, committed as ``output`` when the block ends, and removed when it fails. A killed process
+    leaves it as ``.NAME.tmp`` in the output's parent; the next conversion to there removes it. BadInputError where
     there is no room for ``needed`` bytes."""
     final = output.resolve()
     with atomic_io.removed_on_failure(final):
@@ -198,7 +193,7 @@ def written_model(
     are as of `HFOutput.finish`."""
     total = sum(spec.nbytes for spec in specs.values())
     with (
-        written_aside(output, total) as directory,
+        staged(output, total) as directory,
         contextlib.closing(HFOutput(directory, specs, shard_bytes)) as out,
         contextlib.closing(Progress(what, total)) as progress,
     ):

@@ -46,7 +46,7 @@ class DistributedPublisher(WeightPublisher):
             self._meet()
 
     def _meet(self) -> None:
-        # A name of its own for each group: torch refuses one that this process, or a living engine, has used before.
+        # A name of its own for each group: torch refuses one that this process, or an engine alive, has had before.
         self._group_name = f"slime-weights-{os.getpid()}-{next(_group_numbers)}"
         loopback = all(engine.url.startswith(("http://127.", "http://[::1]")) for engine in self.engines)
         # Where the run reaches this host, which may have other addresses that the engines cannot reach.

@@ -18,7 +18,7 @@ from slime.files.storage import writing
 
 
 class HFDirectoryWriter(HFWriter):
-    """A `HFWriter` that writes aside; `commit` renames its directory into place."""
+    """A `HFWriter` of a staging directory, which `commit` renames into place."""
 
     def __init__(self, args: Namespace, name: str) -> None:
         """In `weights_directory`, where one of the name is replaced; its other files (config, tokenizer) are those of

@@ -132,7 +132,7 @@ class WeightPublisher:
         except Exception as error:
             failure = error
             if self._agreement is not None:
-                with contextlib.suppress(RuntimeError):  # rank 0, which serves the store, may be gone
+                with contextlib.suppress(RuntimeError):  # rank 0, which serves the store, may be dead
                     self._agreement.tell(error)
         self._end(update, failure)
         if isinstance(failure, torch.OutOfMemoryError):
@@ -146,7 +146,7 @@ class WeightPublisher:
         return {"paused_seconds": end - paused, "bytes": float(update.nbytes)}
 
     def close(self) -> None:
-        """Leave the transport: undo `_open` and `_prepare`. May be called again, and with engines that are gone."""
+        """Leave the transport: undo `_open` and `_prepare`. May be called again, and with engines that are dead."""
 
     @property
     def _sends(self) -> bool:
@@ -204,13 +204,13 @@ class WeightPublisher:
         them after their last one.
         """
         self._open()
-        failure = self._agree(self._attempt(lambda: self._begin(update), self.rank == 0))
+        failure = self._agree(self._attempt(self.rank == 0, self._begin, update))
         late = self._drain(update, buckets, full_buckets, failure)
         if failure is None:
             failure = self._agree(late)
         self._release()
         if failure is None:
-            failure = self._agree(self._attempt(lambda: self._finish(update), self.rank == 0))
+            failure = self._agree(self._attempt(self.rank == 0, self._finish, update))
         return failure
 
     def _drain(
@@ -226,15 +226,14 @@ class WeightPublisher:
             with span("push/stage"):
                 staged = self._stage(bucket)
             # After any failure too: engines may still be reading what `_stage` writes next.
-            late = self._attempt(update.settle, self._sends)
-            deliver = functools.partial(self._begin_delivery, update, bucket, staged)
-            failure = failure or late or self._attempt(deliver, self._sends)
+            late = self._attempt(self._sends, update.settle)
+            failure = failure or late or self._attempt(self._sends, self._begin_delivery, update, bucket, staged)
             if full_buckets is None:
-                failure = failure or self._attempt(functools.partial(update.note, bucket), self.rank == 0)
-            del bucket, staged, deliver  # the next one is gathered in their place
-        late = self._attempt(update.settle, self._sends)
+                failure = failure or self._attempt(self.rank == 0, update.note, bucket)
+            del bucket, staged  # the next one is gathered in their place
+        late = self._attempt(self._sends, update.settle)
         for bucket in full_buckets or ():
-            failure = failure or self._attempt(functools.partial(update.note, bucket), self.rank == 0)
+            failure = failure or self._attempt(self.rank == 0, update.note, bucket)
             del bucket
         return failure or late
 
@@ -244,12 +243,12 @@ class WeightPublisher:
             return failure
         return self._agreement.settle(failure, max(0.0, self._deadline - time.monotonic()) + _AGREE_S)
 
-    def _attempt(self, step: Callable[[], None], here: bool) -> Exception | None:
+    def _attempt(self, here: bool, step: Callable[..., None], *args: Any) -> Exception | None:
         """Take a step where it is to be taken; what it raised, of which the other ranks hear when they next agree."""
         if not here:
             return None
         try:
-            step()
+            step(*args)
         except Exception as error:
             return error
         return None
@@ -291,7 +290,7 @@ class WeightPublisher:
         self.each_engine("continue", lambda control: control.continue_())
 
     def _end(self, update: _Update, failure: Exception | None) -> None:
-        self._attempt(update.settle, self._sends)  # where the gather failed, engines still read the bucket before
+        self._attempt(self._sends, update.settle)  # where the gather failed, engines still read the bucket before
         if update.check is not None:
             update.check.discard()
         if failure is not None and (self._sends or self.rank == 0):

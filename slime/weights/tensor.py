@@ -41,8 +41,8 @@ their defaults."""
 class SharedBuffer:
     """A flat uint8 tensor that engines on the same host can open.
 
-    Without GPUs it is an anonymous memory file, opened through ``/proc/PID/fd/N`` and gone with the last process that
-    maps it. torch's own sharing of CPU tensors would leave files in /dev/shm when a trainer is killed, fills a
+    Without GPUs it is an anonymous memory file, opened through ``/proc/PID/fd/N``, which ends with the last process
+    that maps it. torch's own sharing of CPU tensors would leave files in /dev/shm when a trainer is killed, fills a
     container's small /dev/shm, and hands descriptors by a socket whose key the server does not know.
     """
 

@@ -349,14 +349,14 @@ def test_an_output_that_was_half_replaced_is_put_back(tmp_path: Path, monkeypatc
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old").touch()
     monkeypatch.setattr(Path, "rename", interrupted)
-    with pytest.raises(KeyboardInterrupt), running.written_aside(tmp_path / "out", 0):
+    with pytest.raises(KeyboardInterrupt), running.staged(tmp_path / "out", 0):
         pass
     assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == ["out", "out/old"]
 
 
 def test_what_was_there_and_what_others_put_there_stays(tmp_path: Path) -> None:
     def interrupted() -> None:
-        with running.written_aside(tmp_path / "mine" / "new" / "newer" / "out", 0) as directory:
+        with running.staged(tmp_path / "mine" / "new" / "newer" / "out", 0) as directory:
             (directory.parents[1] / "notes.txt").touch()
             raise KeyboardInterrupt
 

@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
-from slime.backends.megatron.fixes import offsets_without_padding
+from slime.backends.megatron.patches import offsets_without_padding
 
 NUM_GPUS = 0
 

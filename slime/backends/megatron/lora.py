@@ -23,8 +23,6 @@ from megatron.core.tensor_parallel.layers import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
@@ -32,6 +30,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from slime.backends.megatron.layers.experts import Groups, StackedLinear, grouped_linear
+from slime.backends.megatron.layers.head import to_every_rank
 from slime.backends.megatron.layers.latent_attention import ReplicatedLinear
 from slime.backends.megatron.model import expert_name, global_namer, local_experts
 from slime.models import Family, Shape
@@ -196,20 +195,16 @@ def _initial(name: str, module: Any, inputs: int, sources: int, settings: LoraSe
 
 def _exchange(name: str, module: Any) -> Exchange:
     """What carries ``x A^T``, of few numbers a token, between the ranks that share a layer."""
-    if isinstance(module, StackedLinear):
-        if parallel_state.get_expert_tensor_parallel_world_size() > 1:
-            raise ValueError(f"adapters of {name}: experts must be whole; add --expert-tensor-parallel-size 1")
-        return lambda inner: inner
-    if isinstance(module, ReplicatedLinear):
+    if isinstance(module, StackedLinear) and parallel_state.get_expert_tensor_parallel_world_size() > 1:
+        raise ValueError(f"adapters of {name}: experts must be whole; add --expert-tensor-parallel-size 1")
+    if isinstance(module, (StackedLinear, ReplicatedLinear)):
         return lambda inner: inner
     if isinstance(module, ColumnParallelLinear) and not module.gather_output:
-        together = gather_from_sequence_parallel_region, copy_to_tensor_model_parallel_region
-    elif isinstance(module, RowParallelLinear) and module.input_is_parallel:
-        together = reduce_scatter_to_sequence_parallel_region, reduce_from_tensor_model_parallel_region
-    else:
-        raise ValueError(f"adapters of {name}: not known for a {type(module).__name__} of this kind")
-    exchange = together[0] if module.sequence_parallel else together[1]
-    return lambda inner: cast(Tensor, exchange(inner, group=module.tp_group))
+        return partial(to_every_rank, group=module.tp_group, sequence_parallel=module.sequence_parallel)
+    if isinstance(module, RowParallelLinear) and module.input_is_parallel:
+        by_part, whole = reduce_scatter_to_sequence_parallel_region, reduce_from_tensor_model_parallel_region
+        return partial(by_part if module.sequence_parallel else whole, group=module.tp_group)
+    raise ValueError(f"adapters of {name}: not known for a {type(module).__name__} of this kind")
 
 
 def _mark(adapter: Adapter, module: Any) -> None:

@@ -10,8 +10,7 @@ in chunks, by the same fused kernel as without the flag, while links to the host
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +62,10 @@ class _Run:
     chunks: list[_Chunk] = field(default_factory=list)
     places: dict[Tensor, tuple[int, int]] = field(default_factory=dict)
     size: int = 0
+
+    @property
+    def moments(self) -> list[str]:
+        return [kind for kind in self.kinds if kind != MAIN]
 
     def add(self, parameter: Tensor) -> None:
         """Give a parameter its place, and as many chunks as it needs."""
@@ -125,16 +128,15 @@ class HostState:
 
     def _move(self, run: _Run) -> None:
         """Main parameters to their host arrays, moments of 0 to theirs."""
-        for kind in run.kinds if run.size else ():
-            if kind != MAIN:
-                run.host[kind].zero_()
+        for kind in run.moments if run.size else ():
+            run.host[kind].zero_()
         for parameter in run.places:
             where = parameter.device
             if MAIN in run.kinds:
                 host = run.host_view(MAIN, parameter)
                 host.copy_(parameter.data)
                 parameter.data = host
-            state = {kind: run.host_view(kind, parameter) for kind in run.kinds if kind != MAIN}
+            state = {kind: run.host_view(kind, parameter) for kind in run.moments}
             steps = {"step": torch.zeros((), dtype=torch.float32, device=where)} if "exp_avg" in state else {}
             self._inner.state[parameter] = steps | state
 
@@ -144,9 +146,7 @@ class HostState:
         for run in self._runs:
             for parameter in run.places:
                 state = self._inner.state[parameter]
-                for kind in run.kinds:
-                    if kind == MAIN:
-                        continue
+                for kind in run.moments:
                     host = run.host_view(kind, parameter)
                     if state[kind].data_ptr() != host.data_ptr():
                         host.copy_(state[kind])
@@ -180,7 +180,7 @@ class HostState:
         self._step_on([(parameter, parameter) for parameter in self._resident])
         for parameter in self._resident:
             if parameter in self._models:
-                self._models[parameter]().copy_(parameter.view(-1))
+                self._models[parameter].detach().view(-1).copy_(parameter.view(-1))
         for run in self._runs:
             self._step_run(run)
 
@@ -233,7 +233,7 @@ class HostState:
             state = self._inner.state.pop(own)
             counted[s.parameter] = {name: state[name] for name in names}
             if s.parameter in self._models:
-                self._models[s.parameter]()[s.begin : s.end].copy_(own)
+                self._models[s.parameter].detach().view(-1)[s.begin : s.end].copy_(own)
 
     def _step_on(self, chosen: list[tuple[Tensor, Tensor]]) -> None:
         """torch's step on the second of each pair alone, with the settings of the first's group as they are now."""
@@ -249,17 +249,12 @@ class HostState:
             inner.param_groups = every
 
 
-def _model_weights(part: Any) -> dict[Tensor, Callable[[], Tensor]]:
-    """Main parameter -> the weights, flat, that it is the float32 of; what is float32 itself has none."""
+def _model_weights(part: Any) -> dict[Tensor, Tensor]:
+    """Main parameter -> the weights that it is the float32 of; what is float32 itself has none."""
     if hasattr(part, "shard_fp32_from_float16_groups"):
         groups = zip(part.shard_fp32_from_float16_groups, part.shard_float16_groups, strict=True)
     elif hasattr(part, "fp32_from_float16_groups"):
         groups = zip(part.fp32_from_float16_groups, part.float16_groups, strict=True)
     else:
         return {}
-    pairs = [pair for mains, models in groups for pair in zip(mains, models, strict=True)]
-    return {main: functools.partial(_flat, model) for main, model in pairs}
-
-
-def _flat(weight: Tensor) -> Tensor:
-    return weight.detach().view(-1)
+    return dict(pair for mains, models in groups for pair in zip(mains, models, strict=True))

@@ -46,17 +46,17 @@ class SleepingTensors:
         for storage, _ in self._asleep:
             storage.resize_(0)
 
-    def wake(self, *, beside: bool = False) -> None:
+    def wake(self, *, side_stream: bool = False) -> None:
         """Take the memory again, with the values where they are kept.
 
-        With ``beside`` they come while other work goes on; whoever needs them calls `device.wait_side_stream` first.
+        With ``side_stream`` they come there, while other work goes on: who needs them calls `device.wait_side_stream`.
         """
         for storage, nbytes in self._asleep:
             storage.resize_(nbytes)
         if self._keep and self._asleep:
-            with device.side_stream() if beside else contextlib.nullcontext():
+            with device.side_stream() if side_stream else contextlib.nullcontext():
                 self._copy(lambda host, own: own.copy_(host, non_blocking=True))
-            if not beside:
+            if not side_stream:
                 device.synchronize()
         self._asleep = []
 

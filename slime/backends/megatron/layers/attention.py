@@ -145,8 +145,10 @@ class AttentionPlan:
         return from_host(torch.cat(rows), self.device)
 
 
-def plan_of(params: PackedSeqParams, cp_size: int, cp_rank: int, device: torch.device) -> AttentionPlan:
-    """The plan of a micro-batch, computed at its first use."""
+def plan_of(params: PackedSeqParams | None, cp_size: int, cp_rank: int, device: torch.device) -> AttentionPlan:
+    """The plan of a micro-batch, computed at its first use; ValueError without ``params``."""
+    if params is None:
+        raise ValueError("this model takes packed sequences only: pass packed_seq_params")
     plan: AttentionPlan | None = params.__dict__.get("attention_plan")
     if plan is None:
         padded = params.cu_seqlens_q_padded
@@ -304,8 +306,6 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """[tokens, heads, channels] of this rank -> [tokens, heads * value channels]."""
-        if packed_seq_params is None:
-            raise ValueError("this model takes packed sequences only: pass packed_seq_params")
         plan = plan_of(packed_seq_params, self.cp_group.size(), self.cp_group.rank(), query.device)
         if self.rotary is not None:
             cos, sin = self.rotary.angles(plan)

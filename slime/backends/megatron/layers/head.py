@@ -9,7 +9,7 @@ parallelism waits for parameters where a module is called.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,12 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from slime.models.family import VALUE_HEAD_KEY
+
+
+def to_every_rank(hidden: Tensor, group: dist.ProcessGroup, sequence_parallel: bool) -> Tensor:
+    """[T or, under sequence parallelism, T / tp, ...] -> [T, ...] on every rank; backward sums the ranks' gradients."""
+    bring = gather_from_sequence_parallel_region if sequence_parallel else copy_to_tensor_model_parallel_region
+    return cast(Tensor, bring(hidden, group=group))
 
 
 class LanguageHead(ColumnParallelLinear):
@@ -44,9 +50,7 @@ class LanguageHead(ColumnParallelLinear):
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
         """[T or, under sequence parallelism, T / tp, 1, h] -> [T, 1, h]; backward sums gradients over the ranks."""
-        if self.sequence_parallel:
-            return gather_from_sequence_parallel_region(hidden, group=self.tp_group), None
-        return copy_to_tensor_model_parallel_region(hidden, group=self.tp_group), None
+        return to_every_rank(hidden, self.tp_group, self.sequence_parallel), None
 
 
 class ValueHead(torch.nn.Module):

@@ -14,17 +14,14 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import MLATransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules, MultiLatentAttention
 from torch import Tensor
 
 from slime.backends.megatron.layers.attention import plan_of
+from slime.backends.megatron.layers.head import to_every_rank
 from slime.backends.megatron.layers.norm import RMSNorm
 from slime.backends.megatron.layers.rotary import Rotary, rotate
 from slime.utils import device
@@ -92,8 +89,6 @@ class LatentAttention(MultiLatentAttention):
         Args:
             hidden_states: [tokens, 1, h], under sequence parallelism this rank's part of the tokens.
         """
-        if packed_seq_params is None:
-            raise ValueError("this model takes packed sequences only: pass packed_seq_params")
         config, cp = self.config, self.pg_collection.cp
         hidden = hidden_states.squeeze(1)
         cos, sin = self.rotary.angles(plan_of(packed_seq_params, cp.size(), cp.rank(), hidden.device))
@@ -113,18 +108,13 @@ class LatentAttention(MultiLatentAttention):
         latent = self.kv_layernorm(latent)
         key_value = self._by_head(self.linear_kv_up_proj(latent)[0])
         plain, value = key_value.split((config.qk_head_dim, config.v_head_dim), dim=-1)
-        shared = rotate(self._to_all_heads(positional)[:, None], cos, sin, self.rotary.interleaved)
+        positional = to_every_rank(positional, self.pg_collection.tp, config.sequence_parallel)  # all heads share it
+        shared = rotate(positional[:, None], cos, sin, self.rotary.interleaved)
         key = torch.cat((plain, shared.expand(-1, plain.size(1), -1)), dim=-1)
         return query, key, value, query_latent, latent
 
     def _by_head(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.num_attention_heads_per_partition, -1))
-
-    def _to_all_heads(self, x: Tensor) -> Tensor:
-        """All tokens of what every head reads; its gradient is the sum over the ranks' heads."""
-        if self.config.sequence_parallel:
-            return gather_from_sequence_parallel_region(x, group=self.pg_collection.tp)
-        return copy_to_tensor_model_parallel_region(x, group=self.pg_collection.tp)
 
 
 class ReplicatedLinear(torch.nn.Module):

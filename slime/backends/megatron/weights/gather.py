@@ -127,17 +127,15 @@ class Gatherer:
         if owner.stage == parallel_state.get_pipeline_model_parallel_rank():
             experts = parallel_state.get_expert_model_parallel_group()
             if not owner.is_expert or owner.expert_rank == experts.rank():
-                self._fill(full, tensors, owner, entries, read)
+                self._fill(full, tensors, entries, read)
             if owner.is_expert and not self._own_experts:
                 _broadcast(full, owner.expert_rank, experts)
         _broadcast(full, owner.stage, parallel_state.get_pipeline_model_parallel_group())
         return tensors
 
-    def _fill(
-        self, full: Tensor, tensors: list[tuple[str, Tensor]], owner: _Owner, entries: list[_Entry], read: _Read
-    ) -> None:
+    def _fill(self, full: Tensor, tensors: list[tuple[str, Tensor]], entries: list[_Entry], read: _Read) -> None:
         """Gather the shards over tensor-parallel ranks, all in one collective, and put them where they belong."""
-        group = _tensor_group(is_expert=owner.is_expert)
+        group = tensor_group(entries[0].name)
         if group.size() == 1:
             torch.cat([tensor.flatten() for entry in entries for tensor in self._whole(entry, read)], out=full)
             return
@@ -168,12 +166,13 @@ def hf_shapes(
     Args:
         local_shape: of one tensor-parallel shard.
     """
-    shards = [torch.empty(local_shape, device="meta")] * _tensor_group(is_expert=".experts." in name).size()
+    shards = [torch.empty(local_shape, device="meta")] * tensor_group(name).size()
     return tuple((hf, tuple(tensor.shape)) for hf, tensor in family.join(name, shards, shape))
 
 
-def _tensor_group(*, is_expert: bool) -> dist.ProcessGroup:
-    if is_expert:
+def tensor_group(name: str) -> dist.ProcessGroup:
+    """The ranks that a parameter of this global name is cut over."""
+    if ".experts." in name:
         return parallel_state.get_expert_tensor_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()
 

@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from slime.backends.megatron import lora
 from slime.backends.megatron.layers.head import ValueHead
 from slime.backends.megatron.model import EXPERTS, expert_name, global_namer, has_heads, local_experts, unwrap
 from slime.backends.megatron.weights.checkpoint_validation import built_shape, check_hf
-from slime.backends.megatron.weights.gather import Gatherer
+from slime.backends.megatron.weights.gather import Gatherer, tensor_group
 from slime.files.hf_reader import HFWeights, tensors_that_begin, whole
 from slime.files.hf_writer import HFWriter, save_tensors
 from slime.models import Family, Shape, family_of, hf_config, weight_shape
@@ -102,19 +101,13 @@ def load_hf(chunks: Sequence[torch.nn.Module], hf_dir: str | Path) -> None:
             raise BadInputError(str(error)) from None
         check_hf(directory, weights, chunks, parameters, family, shape)
         for name, tensor in parameters.items():
-            rank = _shard_rank(name)
+            rank = tensor_group(name).rank()
             tensor.copy_(family.shard(name, weights.__getitem__, shape, tuple(tensor.shape), rank))
 
 
 def _shape_of(chunks: Sequence[torch.nn.Module], config: Any) -> Shape:
     """What config.json means, cut as the model cuts it."""
     return built_shape(weight_shape(config, with_heads=has_heads(chunks)), unwrap(chunks[0]).config)
-
-
-def _shard_rank(name: str) -> int:
-    if ".experts." in name:
-        return parallel_state.get_expert_tensor_parallel_rank()
-    return parallel_state.get_tensor_model_parallel_rank()
 
 
 def export_hf_buckets(
