@@ -43,15 +43,13 @@ class Part:
 
 
 def convert(source: Path, output: Path, origin: Path, *, shard_bytes: int, workers: int, force: bool) -> None:
-    """Write a Hugging Face directory.
+    """Write a Hugging Face directory; BadInputError where the checkpoint does not hold the origin's tensors, or where
+    there is no room for the output.
 
     Args:
         source: the checkpoint, or a directory with it in ``model``.
         origin: the Hugging Face directory that the model came from, whose tensors are looked for.
         output, shard_bytes, workers, force: as of `fp8.convert`.
-
-    Raises:
-        BadInputError: the checkpoint does not hold the origin's tensors, or there is no room for the output.
     """
     check_output(output, [source, origin], force=force)
     stored = StoredTensors(find_checkpoint(source))

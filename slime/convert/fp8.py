@@ -37,16 +37,14 @@ def quantization_config(specs: Mapping[str, Spec], chosen: set[str], block: tupl
 
 
 def convert(source: Path, output: Path, *, block: tuple[int, int], shard_bytes: int, workers: int, force: bool) -> None:
-    """Write a Hugging Face directory, of ``source`` in 16 or 32 bit, in fp8; ``block`` is the rows and columns that
-    share a scale.
+    """Write a Hugging Face directory, of ``source`` in 16 or 32 bit, in fp8. BadInputError where there is nothing to
+    quantise, weights are not finite, or there is no room for the output.
 
     Args:
+        block: the rows and columns that share a scale.
         shard_bytes: size of one safetensors file.
         workers: threads; each holds one tensor.
         force: replace an existing ``output``.
-
-    Raises:
-        BadInputError: there is nothing to quantise, weights are not finite, or there is no room for the output.
     """
     check_output(output, [source], force=force)
     headers = read_headers(source)
@@ -81,11 +79,7 @@ def convert(source: Path, output: Path, *, block: tuple[int, int], shard_bytes: 
 
 def convert_to_bf16(source: Path, output: Path, *, shard_bytes: int, workers: int, force: bool) -> None:
     """Write a Hugging Face directory in bfloat16, with every float8 tensor multiplied out; others keep their types. The
-    arguments are those of `convert`.
-
-    Raises:
-        BadInputError: there is nothing in float8, or no room for the output.
-        ValueError: tensors that are quantized in another way.
+    arguments are those of `convert`. ValueError where there is nothing in float8, or another quantization, or no room.
     """
     check_output(output, [source], force=force)
     with HFWeights(source) as weights:

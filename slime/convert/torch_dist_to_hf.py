@@ -85,7 +85,8 @@ def convert(
     workers: int,
     force: bool,
 ) -> None:
-    """Write a Hugging Face directory.
+    """Write a Hugging Face directory; BadInputError where the checkpoint does not hold the model that the origin's
+    config.json describes, or there is no room for the output.
 
     Args:
         source: a checkpoint, or a directory of them, of which the latest is taken.
@@ -94,10 +95,6 @@ def convert(
         add_missing: take what the checkpoint lacks from the origin.
         workers: threads; each holds one parameter, or the experts of one stored piece.
         output, shard_bytes, force: as of `fp8.convert`.
-
-    Raises:
-        BadInputError: the checkpoint does not hold the model that the origin's config.json describes, or there is no
-            room for the output.
     """
     check_output(output, [source, origin], force=force)
     stored = StoredTensors(find_checkpoint(source))

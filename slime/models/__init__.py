@@ -5,7 +5,6 @@ A new family is a table in `families.py`.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +40,7 @@ def hf_config(directory: str | Path) -> Any:
 
 
 def family_of(config: Any) -> Family:
-    """The family of a Hugging Face config.
-
-    Raises:
-        ValueError: its ``model_type`` is in no table; the message lists those that are.
-    """
+    """The family of a Hugging Face config; ValueError lists the ``model_type``s that are in a table."""
     return _family(config.model_type)
 
 
@@ -63,19 +58,12 @@ def trainable_heads() -> list[str]:
 
 
 def shape_from_hf(config: Any) -> dict[str, Any]:
-    """The model's shape under Megatron-LM's argument names (``num_layers``, ``norm_epsilon``, ``swiglu``, ...).
-
-    Raises:
-        ValueError: an unsupported ``model_type``, or a setting that the Megatron model would not compute.
-    """
+    """The model's shape under Megatron-LM's argument names (``num_layers``, ``norm_epsilon``, ``swiglu``, ...);
+    ValueError for an unsupported ``model_type``, or a setting that the Megatron model would not compute."""
     return family_of(config).megatron_args(config)
 
 
 def weight_shape(config: Any, *, with_heads: bool = False) -> Shape:
-    """What the weight rules of the config's family need; errors as `shape_from_hf`.
-
-    Args:
-        with_heads: the MTP heads are parameters of the model, and not carried along.
-    """
-    args = shape_from_hf(config)
-    return replace(rule_shape(args), next_token_heads=(args["mtp_num_layers"] or 0) if with_heads else 0)
+    """What the weight rules of the config's family need; errors as `shape_from_hf`. ``with_heads``: the MTP heads are
+    parameters of the model, and not carried along."""
+    return rule_shape(shape_from_hf(config), with_heads=with_heads)

@@ -27,7 +27,7 @@ def linear_rows(family: Family, shape: Shape) -> list[Row]:
 
 def linear_modules(family: Family, shape: Shape) -> list[str]:
     """The last names of a model's Hugging Face modules that can have adapters: ``q_proj``, ``down_proj``, ..."""
-    return last_names([_module(source) for row in linear_rows(family, shape) for source in row.hf])
+    return last_names(targeted_modules(family, shape, [ALL_LINEAR]))
 
 
 def module_names(family: Family, shape: Shape, targets: Collection[str]) -> list[str]:
@@ -57,11 +57,8 @@ def peft_config(rank: int, alpha: float, base: str, modules: list[str]) -> dict[
 
 
 def targeted_sources(row: Row, targets: Collection[str]) -> tuple[bool, ...]:
-    """For each source of a row, whether it gets an adapter.
-
-    Args:
-        targets: names as PEFT takes them, the last part or parts of a module's name; or `ALL_LINEAR`.
-    """
+    """For each source of a row, whether it gets an adapter; ``targets`` are names as PEFT takes them, the last part or
+    parts of a module's name, or `ALL_LINEAR`."""
     return tuple(_is_linear(row) and _matches(_module(source), targets) for source in row.hf)
 
 
@@ -106,8 +103,9 @@ def is_adapter_name(name: str, targets: Collection[str]) -> bool:
 def _adapter_rows(row: Row, targets: Collection[str]) -> tuple[Row, Row]:
     megatron = row.megatron.removesuffix(".weight") + ADAPTER_MARK
     chosen = targeted_sources(row, targets)
-    first = tuple(_peft(source, _FIRST) for source, is_targeted in zip(row.hf, chosen, strict=True) if is_targeted)
-    second = tuple(_peft(source, _SECOND) for source in row.hf)
+    modules = [_PEFT + _module(source) for source in row.hf]
+    first = tuple(module + _FIRST for module, is_targeted in zip(modules, chosen, strict=True) if is_targeted)
+    second = tuple(module + _SECOND for module in modules)
     a, b = replace(row, megatron=megatron + "a", hf=first), replace(row, megatron=megatron + "b", hf=second)
     if row.dim == 0:
         return replace(a, rule=_stacked(len(first)), dim=None), b
@@ -137,7 +135,3 @@ def _last(name: str) -> str:
 
 def _module(source: str) -> str:
     return source.removesuffix(".weight")
-
-
-def _peft(source: str, which: str) -> str:
-    return f"{_PEFT}{_module(source)}{which}"

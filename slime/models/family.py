@@ -242,11 +242,7 @@ class Family:
         return tuple(head + copy for head in self.carried(config) for copy in self.heads.copies)
 
     def row(self, name: str) -> tuple[Row, tuple[int, ...]]:
-        """The row of a global Megatron parameter name, and its layer and expert numbers.
-
-        Raises:
-            KeyError: no row has that name.
-        """
+        """The row of a global Megatron parameter name, and its layer and expert numbers; KeyError without one."""
         parts = name.split(".")
         template = ".".join("{}" if part.isdigit() else part for part in parts)
         row = self._by_template.get(template)
@@ -281,19 +277,12 @@ class Family:
         return row.targets(shape, index)
 
     def shard(
-        self,
-        name: str,
-        get: Callable[[str], Source],
-        shape: Shape,
-        local_shape: Sequence[int],
-        rank: int,
+        self, name: str, get: Callable[[str], Source], shape: Shape, local_shape: Sequence[int], rank: int
     ) -> Tensor:
-        """Tensor-parallel rank ``rank``'s part of a Megatron parameter, of shape ``local_shape``.
+        """Tensor-parallel rank ``rank``'s part of a Megatron parameter, of shape ``local_shape``; ValueError where the
+        tensors do not have the shapes that the model's configuration implies.
 
         Only the slices of the Hugging Face tensors that this part holds are read. Vocabulary padding is zero.
-
-        Raises:
-            ValueError: the tensors do not have the shapes that the model's configuration implies.
         """
         row, _ = self.row(name)
         names = self.sources(name, shape)

@@ -75,11 +75,8 @@ def decoder_args(
 
 
 def rope_args(config: Any) -> dict[str, Any]:
-    """Megatron-LM arguments of rotary position embeddings; transformers 5 keeps them in ``rope_parameters``.
-
-    Raises:
-        ValueError: a scaling that megatron-core does not compute.
-    """
+    """Megatron-LM arguments of rotary position embeddings, which transformers 5 keeps in ``rope_parameters``;
+    ValueError for a scaling that megatron-core does not compute."""
     rope, kind, args = _rope(config)
     args["use_rope_scaling"] = kind == "llama3"
     if kind == "llama3":
@@ -112,11 +109,8 @@ def context_length(config: Any) -> int:
     """Tokens of the longest context that SGLang serves a model with, by its Hugging Face config.
 
     A scaling of the positions lengthens it, where the config does not say what length it starts from: then
-    ``max_position_embeddings`` is the scaled one. This is `get_context_length` of SGLang 0.5.17, in
-    sglang/srt/utils/hf_transformers/common.py.
-
-    Raises:
-        ValueError: the config has something else than numbers there.
+    ``max_position_embeddings`` is the scaled one. ValueError where there is no number. This is `get_context_length` of
+    SGLang 0.5.17, in sglang/srt/utils/hf_transformers/common.py.
     """
     rope = getattr(config, "rope_scaling", None) or {}
     lengthened = "original_max_position_embeddings" not in rope and rope.get("rope_type") != "llama3"
@@ -134,10 +128,8 @@ def context_length(config: Any) -> int:
 def latent_args(config: Any) -> dict[str, Any]:
     """Megatron-LM arguments of a decoder with DeepSeek's multi-latent attention.
 
-    It has no ``kv_channels`` and no biases of query, key and value: what flags say of them is of no effect.
-
-    Raises:
-        ValueError: the config asks for something that the Megatron model does not have.
+    It has no ``kv_channels`` and no biases of query, key and value: what flags say of them is of no effect. ValueError
+    where the config asks for something that the Megatron model does not have.
     """
     if not getattr(config, "rope_interleave", True):
         raise ValueError(f"{config.model_type} with rope_interleave=false is not supported")
@@ -157,11 +149,8 @@ def latent_args(config: Any) -> dict[str, Any]:
 
 
 def latent_rope_args(config: Any) -> dict[str, Any]:
-    """Megatron-LM arguments of the rotary embeddings of multi-latent attention, plain or YaRN with DeepSeek's scales.
-
-    Raises:
-        ValueError: a scaling that megatron-core does not compute.
-    """
+    """Megatron-LM arguments of the rotary embeddings of multi-latent attention, plain or YaRN with DeepSeek's scales;
+    ValueError for a scaling that megatron-core does not compute."""
     rope, kind, args = _rope(config)
     args["use_rope_scaling"] = False
     if kind == "default":
@@ -191,16 +180,12 @@ def latent_rope_args(config: Any) -> dict[str, Any]:
 
 
 def sigmoid_moe_args(config: Any, layers: list[int] | None = None) -> dict[str, Any]:
-    """Megatron-LM arguments of a mixture of experts as DeepSeek-V3 has it, from that family's config names.
+    """Megatron-LM arguments of a mixture of experts as DeepSeek-V3 has it, from that family's config names; ValueError
+    for routing that megatron-core computes otherwise.
 
-    Experts are chosen by sigmoid score plus bias, in the best groups only, and weighted by
-    their scores alone; every token goes through the shared experts, which are one MLP, as well.
-
-    Args:
-        layers: 1 for each layer that has experts; by default all but the first ``first_k_dense_replace``.
-
-    Raises:
-        ValueError: routing that megatron-core computes otherwise.
+    Experts are chosen by sigmoid score plus bias, in the best groups only, and weighted by their scores alone; every
+    token goes through the shared experts, which are one MLP, as well. ``layers`` has 1 for each layer with experts; by
+    default these are all but the first ``first_k_dense_replace``.
     """
     topk, groups, kept = config.num_experts_per_tok, config.n_group, config.topk_group
     if groups > kept and topk // kept != 2:
@@ -249,8 +234,8 @@ def _refuse_unsupported(config: Any, *biases: str) -> None:
             raise ValueError(f"{config.model_type} with {flag}=true is not supported")
 
 
-def rule_shape(args: dict[str, Any]) -> Shape:
-    """The part of a family's arguments that the weight rules use."""
+def rule_shape(args: dict[str, Any], *, with_heads: bool = False) -> Shape:
+    """The part of a family's arguments that the weight rules use; with the MTP heads, where these are trained."""
     pattern = args.get("moe_layer_freq") or ()
     return Shape(
         num_layers=args["num_layers"],
@@ -263,4 +248,5 @@ def rule_shape(args: dict[str, Any]) -> Shape:
         num_experts=args.get("num_experts") or 0,
         moe_layers=tuple(bool(moe) for moe in pattern),
         given=frozenset(name for name, value in args.items() if value),
+        next_token_heads=(args["mtp_num_layers"] or 0) if with_heads else 0,
     )

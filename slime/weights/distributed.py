@@ -127,15 +127,12 @@ class DistributedPublisher(WeightPublisher):
 
     def _leave(self) -> dist.ProcessGroup | None:
         """Have the engines leave, those that still answer; the group that this side has yet to leave."""
-        group, self._group = self._group, None
+        group, name, self._group = self._group, self._group_name, None
         if group is not None:
 
             def leave(engines: Sequence[EngineAddress]) -> Wait:
-                controls = {engine.url: engine.control(_LEAVE_TIMEOUT_S) for engine in engines}
-                calls = {
-                    url: functools.partial(control.destroy_weights_update_group, self._group_name)
-                    for url, control in controls.items()
-                }
+                controls = [each.control(_LEAVE_TIMEOUT_S) for each in engines]
+                calls = {each.url: functools.partial(each.destroy_weights_update_group, name) for each in controls}
                 return start_all(calls, _CLOSE_S, "leave", settle=True)
 
             leave([each for each in self._members if each not in self.engines])  # not waited for: they may be dead

@@ -44,11 +44,8 @@ def start_all(
     raises what one did. EngineErrors, and one for the deadline, name ``phase`` and calls.
 
     A call that blocks for ever cannot be cut off in Python. It is left to a daemon thread, which, unlike one of an
-    executor, does not keep this process from ending.
-
-    Args:
-        settle: when one has failed, wait for the others as well, because they use what the caller then takes away. Not
-            for calls that wait for each other.
+    executor, does not keep this process from ending. With ``settle`` the others are waited for as well when one has
+    failed, because they use what the caller then takes away: not for calls that wait for each other.
     """
     results: queue.SimpleQueue[tuple[str, _T | BaseException]] = queue.SimpleQueue()
 

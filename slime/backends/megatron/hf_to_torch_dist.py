@@ -34,11 +34,7 @@ patches.install()  # before anything imports megatron.core
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config  # noqa: E402
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
-from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
-    ShardedObject,
-    ShardedTensor,
-    apply_factories,
-)
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories  # noqa: E402
 
 from slime.backends.megatron.model import build_model  # noqa: E402
 from slime.backends.megatron.weights.checkpoint import model_state  # noqa: E402
@@ -85,13 +81,8 @@ class Part:
 
 
 def check_target(save: Path, *, force: bool) -> None:
-    """Refuse a directory that has something in it, but for what an earlier conversion wrote there, with ``force``.
-
-    What an interrupted one left is nothing.
-
-    Raises:
-        BadInputError: it must not be written to.
-    """
+    """Refuse, by a BadInputError, a directory that has something in it, other than what an interrupted conversion left
+    there or, with ``force``, an earlier one wrote."""
     final, latest = save / RELEASE, save / LATEST
     leftovers = {atomic_io.unfinished(final), atomic_io.replaced(final), atomic_io.unfinished(latest)}
     present = set(save.iterdir()) - leftovers if save.is_dir() else {save} if save.exists() else set()
@@ -125,13 +116,8 @@ def joined_ranks() -> Iterator[None]:
 
 
 def parts_of_model(args: Namespace) -> tuple[list[Part], list[ShardedObject], list[Any]]:
-    """What Megatron stores of the model, in the model's order: pieces of tensors, and objects that hold no weights.
-
-    The third is the model, of fake tensors.
-
-    Raises:
-        BadInputError: the model has weights that no table of `slime.models` knows.
-    """
+    """What Megatron stores of the model, in the model's order: pieces of tensors, and objects that hold no weights; and
+    the model, of fake tensors. BadInputError where it has weights that no table of `slime.models` knows."""
     # Fake parameters cannot be moved, and those of a model that is not computed with need not be.
     with FakeTensorMode(), mock.patch.object(torch.nn.Module, "to", lambda module, *args, **kwargs: module):
         chunks = build_model(args)
@@ -155,7 +141,6 @@ _Sources = dict[int, list[tuple[str, Tensor]]]
 
 
 def _parts(stored: ShardedTensor, sources: _Sources) -> Iterator[Part]:
-    """A stored piece, cut into its experts where it has several of them."""
     data = stored.data
     owners = sources.get(data.untyped_storage()._cdata)
     if owners is None:
@@ -243,11 +228,8 @@ class _Planner(dcp.DefaultSavePlanner):
 def convert(args: Namespace, save: Path) -> None:
     """Write ``SAVE/release``, which ``SAVE/latest_checkpointed_iteration.txt`` names; collective over all ranks.
 
-    The model's ``args`` are of `slime.convert.arguments.parse_model_args`.
-
-    Raises:
-        ValueError: the weights do not fit config.json or the model of the flags.
-        BadInputError: there is no room for the checkpoint.
+    The model's ``args`` are of `slime.convert.arguments.parse_model_args`. ValueError where the weights do not fit
+    config.json or the model of the flags, BadInputError where there is no room.
     """
     hf_dir = Path(args.hf_checkpoint)
     config = hf_config(hf_dir)
@@ -279,12 +261,8 @@ def convert(args: Namespace, save: Path) -> None:
 
 
 def _save(directory: Path, planner: _Planner, progress: Progress) -> None:
-    """Write what the planners of all ranks have; collective.
-
-    Raises:
-        KeyboardInterrupt, OSError: a rank was interrupted, or had no room: torch takes both for any error.
-        BadInputError: a rank failed otherwise.
-    """
+    """Collective: a rank that was interrupted, or had no room, is that error, which torch takes for any; BadInputError
+    says how one failed otherwise."""
     try:
         dcp.save({}, storage_writer=dcp.FileSystemWriter(directory, per_thread_copy_ahead=0), planner=planner)
     except dcp.api.CheckpointException as error:

@@ -58,7 +58,6 @@ class LoraSettings:
 
     @property
     def scale(self) -> float:
-        """Of what adapters add."""
         return self.alpha / self.rank
 
 
@@ -119,9 +118,7 @@ def attach(chunks: Sequence[torch.nn.Module], family: Family, shape: Shape, sett
     """Put adapters on the targeted layers and freeze everything else, before data-parallel wrapping.
 
     What they add is 0 at first. Initial weights depend on the seed and the layer only, not on the parallel layout.
-
-    Raises:
-        ValueError: a targeted layer is none that adapters are known for.
+    ValueError where a targeted layer is none that adapters are known for.
     """
     for chunk in chunks:
         chunk.requires_grad_(False)
@@ -194,7 +191,6 @@ def _initial(name: str, module: Any, inputs: int, sources: int, settings: LoraSe
 
 
 def _exchange(name: str, module: Any) -> Exchange:
-    """What carries ``x A^T``, of few numbers a token, between the ranks that share a layer."""
     if isinstance(module, StackedLinear) and parallel_state.get_expert_tensor_parallel_world_size() > 1:
         raise ValueError(f"adapters of {name}: experts must be whole; add --expert-tensor-parallel-size 1")
     if isinstance(module, (StackedLinear, ReplicatedLinear)):
@@ -209,7 +205,7 @@ def _exchange(name: str, module: Any) -> Exchange:
 
 def _mark(adapter: Adapter, module: Any) -> None:
     """Tell Megatron which weights ranks share, and whose gradients are parts of sums."""
-    for which, parameter in (("a", adapter.a), ("b", adapter.b)):
+    for which, parameter in adapter.named_parameters():
         if isinstance(module, StackedLinear):
             parameter.allreduce = False  # type: ignore[attr-defined]
             # Without, the gradient norm leaves them out on all tensor-parallel ranks but the first.
@@ -268,9 +264,9 @@ def sharded_state(chunk: torch.nn.Module) -> dict[str, Any]:
     global_name = global_namer(chunk)
     state = {}
     for name, adapter in adapters(chunk):
-        for which, parameter in (("a", adapter.a), ("b", adapter.b)):
-            sharded = _sharded(f"{global_name(name)}{ADAPTER_MARK}{which}", parameter, adapter, adapter.cuts(which))
-            state[f"{name}{ADAPTER_MARK}{which}"] = sharded
+        for which, parameter in adapter.named_parameters():
+            key = f"{global_name(name)}{ADAPTER_MARK}{which}"
+            state[f"{name}{ADAPTER_MARK}{which}"] = _sharded(key, parameter, adapter, adapter.cuts(which))
     return state
 
 

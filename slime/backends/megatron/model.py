@@ -160,11 +160,8 @@ def default_stage(
     *,
     tied: bool | None = None,
 ) -> GPTModel:
-    """The stage that is built without ``--custom-model-provider-path``, whose function may start from it.
-
-    Args:
-        tied: whether the output layer is the embedding; default as the options say.
-    """
+    """The stage that is built without ``--custom-model-provider-path``, whose function may start from it; ``tied``:
+    whether the output layer is the embedding, by default as the options say."""
     return GPTModel(
         config,
         _block_spec(args, config, vp_stage),
@@ -181,20 +178,20 @@ def default_stage(
 def _build_stage(args: Namespace, role: str, config: TransformerConfig, vp_stage: int | None) -> GPTModel:
     pre_process = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
     post_process = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+    is_critic = role == "critic"
     if args.custom_model_provider_path is not None:
         model = provided_stage(args, config, pre_process, post_process, vp_stage)
-        if role == "critic":
+        if is_critic:
             model.share_embeddings_and_output_weights = False
     else:
-        tied = False if role == "critic" else None
+        tied = False if is_critic else None
         model = default_stage(args, config, pre_process, post_process, vp_stage, tied=tied)
-    if model.post_process:
-        if role == "critic":
-            model.output_layer = ValueHead(config, model.pg_collection.tp, args.seed)
-        else:
-            model.output_layer = LanguageHead(model.output_layer)
+    if model.post_process and is_critic:
+        model.output_layer = ValueHead(config, model.pg_collection.tp, args.seed)
+    elif model.post_process:
+        model.output_layer = LanguageHead(model.output_layer)
     model.unpadded_vocab_size = args.vocab_size
-    model.next_token_heads = args.mtp_num_layers if args.enable_mtp_training and role == "actor" else 0
+    model.next_token_heads = args.mtp_num_layers if args.enable_mtp_training and not is_critic else 0
     if model.post_process and model.next_token_heads:
         mtp.attach(model, args)
     dispatch.attach(model)

@@ -53,11 +53,8 @@ def provided_stage(
     """One pipeline stage of ``--custom-model-provider-path``.
 
     Its function gets the stage's number where the pipeline is interleaved or it has a parameter of that name, and the
-    options and the model's configuration where it has parameters ``args`` and ``config``.
-
-    Raises:
-        BadInputError: it returned something else, or a stage without its first or last part.
-        HookError: it raised.
+    options and the model's configuration where it has parameters ``args`` and ``config``. HookError where it raises,
+    BadInputError where it returns something else, or a stage without its first or last part.
     """
     flag, path = "--custom-model-provider-path", args.custom_model_provider_path
     offered = {"vp_stage": vp_stage, "args": args, "config": config}

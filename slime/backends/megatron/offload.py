@@ -213,11 +213,8 @@ class HostState:
     def _step_chunk(
         self, stretches: list[_Stretch], buffers: dict[str, Tensor], counted: dict[Tensor, dict[str, Any]]
     ) -> None:
-        """Step on the stretches as parameters of their own, and bring main parameters to the weights.
-
-        Args:
-            counted: where what is no moment, the number of steps, goes when it has been counted on.
-        """
+        """Step on the stretches as parameters of their own, and bring main parameters to the weights; the number of
+        steps, which is no moment, goes to ``counted``."""
         stepped = []
         for s in stretches:
             if s.parameter.grad is None:

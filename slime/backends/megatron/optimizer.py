@@ -170,10 +170,8 @@ def make_scheduler(args: Namespace, optimizer: MegatronOptimizer) -> OptimizerPa
     """Learning rate and weight decay by optimizer step, of ``num_rollout * num_steps_per_rollout`` in all.
 
     Unless ``--use-checkpoint-opt_param-scheduler`` is given, a resumed run takes the schedule of its own options, and
-    from the checkpoint only how many steps were made.
-
-    Raises:
-        ValueError: a warm-up that is not shorter than the decay, which with ``--num-epoch`` is first known here.
+    from the checkpoint only how many steps were made. ValueError where a warm-up is not shorter than the decay, which
+    with ``--num-epoch`` is first known here.
     """
     warmup_steps, decay_steps = warmup_and_decay_steps(args)
     start_decay, end_decay = weight_decays(args)

@@ -54,7 +54,6 @@ class MegatronTrainer(RolloutTrainer):
             self._critic = _make_critic(args, source, found[1] if found else None) if args.use_critic else None
 
     def _adapt(self, source: str, chunks: list[Any]) -> None:
-        """Put the adapters of the options on the actor, whose weights are from ``source``."""
         args = self.args
         settings = lora.LoraSettings(args.lora_rank, args.lora_alpha, tuple(args.lora_target_modules), args.seed)
         begins = f"random weights of --seed {args.seed} and the layout" if args.random_weights else source

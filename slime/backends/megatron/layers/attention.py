@@ -50,8 +50,6 @@ def packed_params(lengths: Sequence[int]) -> PackedSeqParams:
 
 @dataclass(frozen=True)
 class _PaddedGroup:
-    """Sequences that one SDPA call computes as a padded batch."""
-
     batch: int
     query_rows: int
     """batch * queries, rows of the padded layout in which groups follow one another."""
@@ -263,12 +261,8 @@ Kernel = Callable[[Tensor, Tensor, Tensor, AttentionPlan, float], Tensor]
 
 
 class PackedAttention(MegatronModule):
-    """Megatron's ``core_attention`` for packed causal sequences, with the rotary embedding before it.
-
-    Args:
-        rotary: None where queries and keys are rotated already.
-        kernel: what computes it.
-    """
+    """Megatron's ``core_attention`` for packed causal sequences, with the rotary embedding before it, unless ``rotary``
+    is None, as where queries and keys are rotated already."""
 
     def __init__(
         self,

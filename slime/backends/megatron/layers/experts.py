@@ -65,16 +65,8 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-    """`torch.nn.functional.linear` of each expert's rows with its own matrix.
-
-    Args:
-        rows: [t, k], sorted by expert.
-        weight: [experts, n, k].
-        groups: which rows are whose.
-
-    Returns:
-        [t, n].
-    """
+    """`torch.nn.functional.linear` of each expert's rows with its own matrix: rows [t, k], sorted by expert, and weight
+    [experts, n, k] -> [t, n]."""
     return cast(Tensor, _GroupedLinear.apply(rows.contiguous(), weight, groups))
 
 

@@ -31,11 +31,8 @@ _LATENT_NORM_EPSILON = 1e-6
 
 
 class LatentAttention(MultiLatentAttention):
-    """Queries, keys and values by way of small latent vectors, for Megatron's attention module.
-
-    Args:
-        rotary: angles of the part of queries and keys that holds the position.
-    """
+    """Queries, keys and values by way of small latent vectors, for Megatron's attention module; ``rotary`` has the
+    angles of the part of queries and keys that holds the position."""
 
     def __init__(
         self,
@@ -64,7 +61,6 @@ class LatentAttention(MultiLatentAttention):
         self.linear_kv_up_proj = self._cut(config.kv_lora_rank, heads * (config.qk_head_dim + config.v_head_dim))
 
     def _cut(self, inputs: int, outputs: int) -> ColumnParallelLinear:
-        """A projection whose outputs tensor parallelism cuts, by heads."""
         return ColumnParallelLinear(
             inputs,
             outputs,
@@ -84,11 +80,8 @@ class LatentAttention(MultiLatentAttention):
         inference_context: Any = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-        """Query, key and value [tokens, heads, channels], and the normed latents of query and of key and value.
-
-        Args:
-            hidden_states: [tokens, 1, h], under sequence parallelism this rank's part of the tokens.
-        """
+        """Query, key and value [tokens, heads, channels], and the normed latents of query and of key and value, of
+        [tokens, 1, h], under sequence parallelism this rank's part of the tokens."""
         config, cp = self.config, self.pg_collection.cp
         hidden = hidden_states.squeeze(1)
         cos, sin = self.rotary.angles(plan_of(packed_seq_params, cp.size(), cp.rank(), hidden.device))

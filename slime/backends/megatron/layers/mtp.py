@@ -43,11 +43,7 @@ class NextTokenHead(MegatronModule):
     """
 
     def __init__(self, config: TransformerConfig, layer: ModuleSpec, number: int, vp_stage: int | None) -> None:
-        """
-        Args:
-            layer: of the decoder's last layer.
-            number: of the head, from 0.
-        """
+        """``layer`` is of the decoder's last layer, ``number`` counts heads from 0."""
         super().__init__(config)
         self.enorm, self.hnorm, self.final_layernorm = (
             RMSNorm(config, config.hidden_size, config.layernorm_epsilon) for _ in range(3)
@@ -98,11 +94,7 @@ class NextTokenHeads(MegatronModule):
 
 
 def attach(model: GPTModel, args: Namespace) -> None:
-    """Put heads on a last pipeline stage.
-
-    Raises:
-        BadInputError: the stage has no layer that theirs could be like.
-    """
+    """Put heads on a last pipeline stage; BadInputError where it has no layer that theirs could be like."""
     style = family_of(hf_config(args.hf_checkpoint)).heads
     assert style is not None
     layers = model.decoder.submodules.layer_specs
@@ -113,10 +105,8 @@ def attach(model: GPTModel, args: Namespace) -> None:
 
 @contextmanager
 def embedding_at_hand(chunks: Sequence[Any]) -> Iterator[None]:
-    """Within: the heads of a model have its embedding, as it is now and wherever in the pipeline it is.
-
-    Collective over the pipeline's first and last ranks.
-    """
+    """Within: the heads of a model have its embedding, as it is now and wherever in the pipeline it is; collective over
+    the pipeline's first and last ranks."""
     last = chunks[-1]
     weight = _embedding(chunks[0], last) if last.next_token_heads else None
     if weight is None:
@@ -195,7 +185,6 @@ def _later(responses: Responses, column: Tensor, number: int) -> Tensor:
 
 
 def _own_part(rows: Tensor, model: Any) -> Tensor:
-    """The rows of this rank under sequence parallelism, otherwise all."""
     group = model.pg_collection.tp
     return rows.chunk(group.size())[group.rank()].contiguous() if model.config.sequence_parallel else rows
 

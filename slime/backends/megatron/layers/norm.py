@@ -67,13 +67,8 @@ def _normalized(
 
 
 def normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """What `torch.nn.functional.rms_norm` gives, and its gradients, by kernels compiled for this number of channels.
-
-    Args:
-        x: [tokens, ..., channels], three dimensions or more.
-        weight: [channels]
-        eps: added to the mean of the squares.
-    """
+    """What `torch.nn.functional.rms_norm` gives, and its gradients, by kernels compiled for this number of channels: x
+    [tokens, ..., channels], of three dimensions or more, and weight [channels]."""
     return cast(Tensor, _Normalise.apply(x, weight, eps))
 
 

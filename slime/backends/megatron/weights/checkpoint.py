@@ -56,10 +56,8 @@ def save_state(
 def load_model(directory: str | Path, model_chunks: Sequence[Any]) -> None:
     """Read the weights only, whatever parallel layout they were saved from; collective.
 
-    The value head of a critic, which an actor's checkpoint lacks, keeps its initial weight.
-
-    Raises:
-        ValueError: it holds another model's weights, or heads on one side only.
+    The value head of a critic, which an actor's checkpoint lacks, keeps its initial weight. ValueError where it holds
+    another model's weights, or heads on one side only.
     """
     present = dist_checkpointing.load_tensors_metadata(str(directory))
     _check_heads(directory, holds_heads(present), has_heads(model_chunks))
@@ -80,11 +78,7 @@ def load_state(
     """Continue from what `save_state` wrote: training then goes on as if it had never stopped; collective.
 
     Random state of another tensor or pipeline layout belongs to no rank of this one: it stays as seeded, with a
-    warning.
-
-    Raises:
-        ValueError: the state of a distributed optimizer for one that is not, or the other way round; or other adapters,
-            or those of another base, or heads on one side only; or of another model or optimizer.
+    warning. ValueError where model, adapters, their base, heads, or the kind of optimizer are others.
     """
     saved = dist_checkpointing.load_common_state_dict(str(directory))
     modules_of = getattr(model_chunks[0], "modules_of", set)
@@ -153,7 +147,6 @@ def model_state(model_chunks: Sequence[Any]) -> dict[str, Any]:
 
 
 def _check_heads(directory: str | Path, found: bool, wanted: bool) -> None:
-    """Raise BadInputError where a checkpoint lacks the heads that the model trains; warn where it has more."""
     if wanted and not found:
         raise BadInputError(
             f"{directory} has no MTP heads, which --enable-mtp-training trains: convert the model with this flag"

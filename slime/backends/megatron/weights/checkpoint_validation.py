@@ -50,15 +50,12 @@ def check_hf(
     family: Family,
     shape: Shape,
 ) -> None:
-    """Compare a Hugging Face directory, whose names fit its config.json, with the model; collective.
+    """Compare a Hugging Face directory, whose names fit its config.json, with the model; collective. BadInputError
+    where the model has others than all layers, experts and other tensors of config.json, or one of another shape.
 
     Args:
         parameters: this rank's weights, by global name.
         shape: of its config.json, with the numbers of `built_shape`.
-
-    Raises:
-        BadInputError: the model has others than all layers, experts and other tensors of config.json, or a tensor has
-            another shape than in the model.
     """
     _check_names(directory, chunks, parameters, family, shape)
     shape = replace(shape, vocab_size=unwrap(chunks[0]).unpadded_vocab_size)
@@ -89,7 +86,7 @@ def _check_names(
     wanted = dict.fromkeys(family.parameters(shape))
     lacking = [name for name in wanted if name not in held and not name.startswith(OUTPUT_PREFIX)]
     more = [name for name in held if name not in wanted]
-    if not lacking and not more:
+    if not (lacking or more):
         return
     counts = (
         ("layers", model.config.num_layers, shape.num_layers),
@@ -97,9 +94,8 @@ def _check_names(
     )
     problems = [f"it has {built} {what}, config.json {meant}" for what, built, meant in counts if built != meant]
     if lacking:
-        problems.append(
-            "it lacks " + abbreviate([source for name in lacking for source in family.sources(name, shape)])
-        )
+        sources = [source for name in lacking for source in family.sources(name, shape)]
+        problems.append(f"it lacks {abbreviate(sources)}")
     if more:
         problems.append(f"it has also {abbreviate(more)}")
     raise BadInputError(
@@ -113,16 +109,14 @@ def check_torch_dist(
     state: dict[str, Any],
     chunks: Sequence[torch.nn.Module],
 ) -> None:
-    """Compare the stored tensors of a torch_dist checkpoint with the model; collective.
+    """Compare the stored tensors of a torch_dist checkpoint with the model; collective. BadInputError where it lacks
+    one, has one more, or one of another shape.
 
     How many rows pad the vocabulary depends on the layout: only as many as tokens must be there.
 
     Args:
         present: what is stored, by key.
         state: of the model, as it is to be loaded; it is used up.
-
-    Raises:
-        BadInputError: it lacks a tensor, has one more, or one of another shape.
     """
     apply_factories(state)
     own = {entry.key: entry for entry in nested_values(state) if isinstance(entry, ShardedTensor)}

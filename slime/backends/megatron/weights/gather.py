@@ -161,11 +161,7 @@ class Gatherer:
 def hf_shapes(
     family: Family, shape: Shape, name: str, local_shape: tuple[int, ...]
 ) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """The names and shapes of the Hugging Face tensors that a parameter is written to.
-
-    Args:
-        local_shape: of one tensor-parallel shard.
-    """
+    """Names and shapes of the Hugging Face tensors that a parameter with shards of ``local_shape`` is written to."""
     shards = [torch.empty(local_shape, device="meta")] * tensor_group(name).size()
     return tuple((hf, tuple(tensor.shape)) for hf, tensor in family.join(name, shards, shape))
 

@@ -19,10 +19,8 @@ _BUCKET_BYTES = 64 * 2**20
 
 
 def record(chunks: Sequence[torch.nn.Module], family: Family, shape: Shape, source: str) -> None:
-    """Keep with the model what a checkpoint of its adapters says of the base that it now holds; collective.
-
-    ``source`` is where that is from, for errors.
-    """
+    """Keep with the model what a checkpoint of its adapters says of the base that it now holds, which is from
+    ``source``; collective."""
     chunks[0].base = {"source": source, "sha256": fingerprint(chunks, family, shape)}  # type: ignore[assignment]
 
 

@@ -86,9 +86,8 @@ def _global(
 def load_hf(chunks: Sequence[torch.nn.Module], hf_dir: str | Path) -> None:
     """Fill the model's weights from a Hugging Face directory; collective. Each rank reads only slices that it holds.
 
-    Raises:
-        FileNotFoundError: no safetensors files.
-        ValueError: missing, unexpected or wrongly shaped tensors, by name; or a model of other layers or experts.
+    FileNotFoundError where there are no safetensors files; ValueError names tensors that are missing, unexpected or of
+    another shape.
     """
     directory = Path(hf_dir)
     config = hf_config(directory)
@@ -106,7 +105,6 @@ def load_hf(chunks: Sequence[torch.nn.Module], hf_dir: str | Path) -> None:
 
 
 def _shape_of(chunks: Sequence[torch.nn.Module], config: Any) -> Shape:
-    """What config.json means, cut as the model cuts it."""
     return built_shape(weight_shape(config, with_heads=has_heads(chunks)), unwrap(chunks[0]).config)
 
 
@@ -164,11 +162,8 @@ def _kept(gatherers: Gatherers | None, key: _Gathered, make: Callable[[], Gather
 
 
 def save_hf(chunks: Sequence[torch.nn.Module], directory: str | Path, origin_hf_dir: str | Path) -> None:
-    """Write the model as a Hugging Face directory: sharded safetensors and the origin's config and tokenizer files.
-
-    Collective; rank 0 writes, one file at a time, into the existing directory ``directory``. The caller makes the
-    directory visible under its final name afterwards.
-    """
+    """Write sharded safetensors and the origin's config and tokenizer files into the existing directory ``directory``;
+    collective, rank 0 writes, one file at a time."""
     target, origin = Path(directory), Path(origin_hf_dir)
     config, with_heads = hf_config(origin), has_heads(chunks)
     buckets = export_hf_buckets(chunks, family_of(config), _shape_of(chunks, config), _SHARD_BYTES)
@@ -200,10 +195,8 @@ def save_adapters(
 def write_hf(
     buckets: Iterable[list[tuple[str, Tensor]]], target: Path, origin: Path, *, with_heads: bool = False
 ) -> None:
-    """Write buckets of tensors, one safetensors file each, and what else makes a Hugging Face directory.
-
-    MTP heads are taken from the origin, unless the buckets are ``with_heads``.
-    """
+    """Write buckets of tensors, one safetensors file each, and what else makes a Hugging Face directory; MTP heads from
+    the origin, unless the buckets are ``with_heads``."""
     writer = HFWriter(target, origin)
     for bucket in chain(buckets, _carried(origin, with_heads=with_heads)):
         writer.add(bucket)
