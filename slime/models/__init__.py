@@ -16,9 +16,8 @@ from slime.models.shape import rule_shape
 def hf_config(directory: str | Path) -> Any:
     """The config of a Hugging Face directory, by a class of transformers: code that lies beside it is never run.
 
-    Raises:
-        ValueError: its ``model_type`` is in no table, or it lacks what transformers asks of it.
-        OSError: there is no readable config.json.
+    ValueError where its ``model_type`` is in no table, or it lacks what transformers asks of it; OSError where there is
+    no readable config.json.
     """
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 

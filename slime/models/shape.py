@@ -39,15 +39,13 @@ _LENGTHS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_lengt
 def decoder_args(
     config: Any, rope: Callable[[Any], dict[str, Any]] | None = None, *, qkv_bias: bool = False
 ) -> dict[str, Any]:
-    """Megatron-LM arguments of a Llama-like decoder.
+    """Megatron-LM arguments of a Llama-like decoder; ValueError where the config asks for something that the Megatron
+    model does not have.
 
     Args:
         rope: gives those of its position embeddings; default `rope_args`.
         qkv_bias: whether query, key and value have a bias and attention's output has none, which in some families is
             what the config's ``attention_bias`` means.
-
-    Raises:
-        ValueError: the config asks for something that the Megatron model does not have.
     """
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads

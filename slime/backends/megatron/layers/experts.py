@@ -145,13 +145,8 @@ class Experts(MegatronModule):
         )
 
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """Outputs of tokens sorted by expert, weighted by the router's probabilities, and no bias.
-
-        Args:
-            hidden: [t, h]
-            tokens_per_expert: int64 [experts], in host memory.
-            probs: [t]
-        """
+        """Outputs of tokens [t, h], sorted by expert, weighted by the router's probabilities [t], and no bias;
+        ``tokens_per_expert`` is int64 [experts], in host memory."""
         groups = Groups.of(tokens_per_expert, hidden.device)
         inner = self.linear_fc1(hidden, groups)
         if not self.recompute_activation:
