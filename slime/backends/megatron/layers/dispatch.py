@@ -102,8 +102,8 @@ class DedupDispatcher(MoETokenDispatcher):
         self._here: Copies | None = None
 
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """What is sent: tokens [copies, h] and their probabilities for the receiving rank's experts [copies, experts]; of
-        t tokens [..., h], and routing map (bool) and probabilities [t, all experts]. Waits for the device, once."""
+        """What is sent: tokens [copies, h] and their probabilities for the receiving rank's experts [copies, experts],
+        of t tokens [..., h], and routing map (bool) and probabilities [t, all experts]. Waits for the device, once."""
         self._shape = tokens.shape
         chosen = routing_map.view(-1, self.ep_size, self.local_experts)
         goes = chosen.any(2)
