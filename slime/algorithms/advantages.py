@@ -35,10 +35,7 @@ def group_relative(rewards: Tensor, mask: Tensor, kl: Tensor | None = None, kl_c
     Rewards that `slime.algorithms.rewards.normalize_rewards` made relative to their group give the advantages of GRPO
     (arXiv:2402.03300, section 4.1.2, outcome supervision), GSPO (arXiv:2507.18071), CISPO (arXiv:2506.13585),
     RLOO (arXiv:2402.14740) and the baseline form of REINFORCE++ (arXiv:2501.03262). The KL penalty is subtracted for
-    all of them alike.
-
-    Returns:
-        [R, N].
+    all of them alike. [R, N].
     """
     dtype = _dtype(rewards)
     advantages = rewards.to(dtype)[:, None].expand(mask.shape)
@@ -54,10 +51,7 @@ def reinforce_plus_plus(
     whitened over the whole batch.
 
     ``rho_t = -kl_coef * kl_t``, and the response's reward on top at its last token; t counts tokens with mask 1, and
-    ``gamma`` is the discount of each.
-
-    Returns:
-        [R, N].
+    ``gamma`` is the discount of each. [R, N].
     """
     order, valid = _compression(mask)
     sums = discounted_sums(_token_rewards(rewards, valid, order, kl, kl_coef), gamma)
@@ -106,16 +100,9 @@ def whitening_sums(x: Tensor, mask: Tensor) -> Tensor:
 def whiten(x: Tensor, mask: Tensor, sums: Tensor, epsilon: float = 1e-8) -> Tensor:
     """``(x - mean) / sqrt(variance + epsilon)`` where ``mask`` is 1, and 0 elsewhere.
 
-    The variance is the unbiased one, over n - 1, and 0 for a single token, which becomes 0.
-
-    Args:
-        x: float, any shape.
-        mask: the shape of ``x``.
-        sums: float64 [3], `whitening_sums` added up over all ranks.
-        epsilon: keeps equal entries, whose variance is 0, finite.
-
-    Raises:
-        ValueError: no token has mask 1 on any rank.
+    ``x`` is float, of any shape, ``sums`` `whitening_sums` added up over all ranks. The variance is the unbiased one,
+    over n - 1, and 0 for a single token, which becomes 0; ``epsilon`` keeps equal entries finite. ValueError where no
+    token has mask 1 on any rank.
     """
     count, total, squares = sums.tolist()
     if count == 0:
@@ -140,7 +127,6 @@ def _compression(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _restore(compressed: Tensor, order: Tensor, valid: Tensor) -> Tensor:
-    """Back from the front of the rows to the places in ``order``."""
     return torch.zeros_like(compressed).scatter(1, order, torch.where(valid, compressed, 0.0))
 
 

@@ -25,19 +25,11 @@ Level = Literal["token", "sequence", "geometric"]
 Mode = Literal["truncate", "clip", "mask"]
 
 
-def _truncate(ratio: Tensor, low: float, high: float) -> Tensor:
-    return ratio.clamp(max=high)
-
-
-def _clip(ratio: Tensor, low: float, high: float) -> Tensor:
-    return ratio.clamp(low, high)
-
-
-def _mask(ratio: Tensor, low: float, high: float) -> Tensor:
-    return torch.where(_inside(ratio, low, high), ratio, 0.0)
-
-
-MODES: dict[str, Callable[[Tensor, float, float], Tensor]] = {"truncate": _truncate, "clip": _clip, "mask": _mask}
+MODES: dict[str, Callable[[Tensor, float, float], Tensor]] = {
+    "truncate": lambda ratio, low, high: ratio.clamp(max=high),
+    "clip": lambda ratio, low, high: ratio.clamp(low, high),
+    "mask": lambda ratio, low, high: torch.where(_inside(ratio, low, high), ratio, 0.0),
+}
 
 
 def correction(
@@ -59,21 +51,15 @@ def correction(
     ``mask`` keeps it where it lies in [low, high] and gives 0 elsewhere (at token level IcePop, arXiv:2510.18855).
 
     Args:
-        old_log_probs: float, the trainer's.
-        rollout_log_probs: float, the engine's.
+        old_log_probs, rollout_log_probs: float, the trainer's and the engine's.
         mask: 1 at tokens of the loss.
         row_mean: mean over the response; called at level ``geometric`` only.
         row_sum: sum over the response; called at level ``sequence`` only.
-        level: what the ratio is of.
-        mode: what becomes of ratios out of bounds.
-        low: lower bound; ``truncate`` has none.
-        high: upper bound.
+        level, mode: what the ratio is of, and what becomes of ratios out of bounds; ValueError of unknown ones.
+        low, high: bounds; ``truncate`` has no lower one.
 
     Returns:
         The weight, float, and a bool tensor: where it is not the ratio itself.
-
-    Raises:
-        ValueError: an unknown ``level`` or ``mode``.
     """
     if mode not in MODES:
         raise ValueError(f"importance correction mode {mode!r} is none of {', '.join(MODES)}")
@@ -103,14 +89,11 @@ def rejection_keep(
     with one token whose own ratio is below ``veto`` is dropped whole.
 
     Args:
-        row_min: smallest value of the response; called with ``veto`` only. Those before it as of `correction`.
+        row_min: smallest value of the response; called with ``veto`` only. The others are as of `correction`.
         veto: smallest ratio that any token of a response may have, above 0; None for no such bound.
 
     Returns:
         Float, the dtype of ``old_log_probs``.
-
-    Raises:
-        ValueError: an unknown ``level``.
     """
     log_ratio = _log_ratio(old_log_probs, rollout_log_probs, mask)
     keep = _inside(_ratio(log_ratio, row_mean, row_sum, level), low, high)

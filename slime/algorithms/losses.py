@@ -39,13 +39,10 @@ def policy_loss(
         advantages: same shape.
         eps_clip: lower clip range, and the upper one where ``eps_clip_high`` is None.
         eps_clip_high: upper clip range.
-        eps_clip_c: dual-clip bound, above 1; None turns it off.
+        eps_clip_c: dual-clip bound, above 1, else a ValueError; None turns it off.
 
     Returns:
         The loss, and a bool tensor: where the clipped term was the larger one.
-
-    Raises:
-        ValueError: ``eps_clip_c`` not above 1.
     """
     if eps_clip_c is not None and eps_clip_c <= 1.0:
         raise ValueError(f"--eps-clip-c must be above 1, got {eps_clip_c}")
@@ -92,20 +89,17 @@ def opsm_keep(log_ratio: Tensor, advantages: Tensor, row_mean: Callable[[Tensor]
     return (~((advantages < 0) & (drift > delta))).to(log_ratio.dtype)
 
 
-def _k1(d: Tensor) -> Tensor:
-    return d
-
-
-def _k2(d: Tensor) -> Tensor:
-    return d.square() / 2
-
-
 def _k3(d: Tensor) -> Tensor:
     d = d.clamp(min=-MAX_LOG_RATIO)  # of both terms: that which stays would push away from the base
     return (-d).expm1() + d  # near 0, exp(-d) - 1 in float32 is mostly rounding
 
 
-KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": _k1, "k2": _k2, "k3": _k3, "low_var_kl": _k3}
+KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda d: d,
+    "k2": lambda d: d.square() / 2,
+    "k3": _k3,
+    "low_var_kl": _k3,
+}
 
 
 def kl_estimate(
@@ -120,9 +114,7 @@ def kl_estimate(
     With ``importance_log_ratio``, log of the policy over the one that drew the tokens, the estimate is multiplied by
     its exponential, through which the gradient flows too: k1 and k3 are then unbiased off-policy, and so are their
     gradients (DeepSeek-V3.2, arXiv:2512.02556, section 3.1, for k3). The limit of low_var_kl comes after that.
-
-    Raises:
-        ValueError: an unknown ``kind``.
+    ValueError of an unknown ``kind``.
     """
     if kind not in KL_ESTIMATORS:
         raise ValueError(f"--kl-loss-type {kind!r} is none of {', '.join(KL_ESTIMATORS)}")
@@ -173,13 +165,11 @@ def token_weights(
         num_rollouts: rollouts of the step, for the per-rollout mean: all of them for a loss, those with a trained token
             for a metric. 0 is as 1: there is nothing to divide.
         num_tokens: loss tokens of the step, for the per-token mean.
-        constant_length: tokens that every rollout is divided by, at least 1; goes with ``num_rollouts``.
+        constant_length: tokens that every rollout is divided by, at least 1.
 
     Returns:
-        float32, the shape of ``mask``.
-
-    Raises:
-        ValueError: not exactly one of ``num_rollouts`` and ``num_tokens``, or ``constant_length`` with the latter.
+        float32, the shape of ``mask``. ValueError of not exactly one of ``num_rollouts`` and ``num_tokens``, or
+        ``constant_length`` with the latter.
     """
     if (num_rollouts is None) == (num_tokens is None):
         raise ValueError(f"give num_rollouts or num_tokens, not {num_rollouts=} and {num_tokens=}")

@@ -72,10 +72,7 @@ def normalize_rewards(
         divide_by_std: False subtracts the baseline only (Dr. GRPO, arXiv:2503.20783).
 
     Returns:
-        float64 [rows].
-
-    Raises:
-        ValueError: a rollout that belongs to two groups.
+        float64 [rows]; ValueError of a rollout that belongs to two groups.
     """
     rewards = np.asarray(rewards, dtype=np.float64)
     rollouts, first_row, rollout_of_row = np.unique(rollout_ids, return_index=True, return_inverse=True)

@@ -10,9 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slime.batching.dealing import deal_by_cost, deal_in_turn
 from slime.batching.packing import pack_by_cost, pack_by_tokens, pack_in_order, split_largest
 from slime.data import OptimizerStep, TrainBatch
+
+_CLOSE = 1e-4
+"""Loads this close, as a share of the mean load, count as equal: the cost model is not that exact."""
+_WORTH = 0.99
+"""An exchange has to bring the difference of two loads below this share of it, so that they come to an end."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +63,8 @@ def build_schedule(
             ``max_tokens``. That may take more micro-batches, up to 2% or one ``micro_batch_multiple`` a rank,
             whichever is more; where that is not enough, they are packed as without it.
 
-    Raises:
-        ValueError: rollouts that do not divide into steps, a step with too few rows for the ranks, or arguments that
-            contradict each other.
+    ValueError of rollouts that do not divide into steps, a step with too few rows for the ranks, or arguments that
+    contradict each other.
     """
     lengths, mask_sums = np.asarray(lengths, dtype=np.int64), np.asarray(mask_sums, dtype=np.int64)
     rollouts = np.asarray(rollouts)
@@ -100,8 +103,7 @@ def train_batches(columns: TrainBatch, schedule: list[ScheduledStep]) -> list[Tr
         columns: every row of the rollout; its ``steps`` are ignored.
         schedule: from `build_schedule` over the same rows; row indices are renumbered to the rank's own.
     """
-    dp_size = len(schedule[0].micro_batches)
-    return [_of_rank(columns, schedule, rank) for rank in range(dp_size)]
+    return [_of_rank(columns, schedule, rank) for rank in range(len(schedule[0].micro_batches))]
 
 
 def _of_rank(columns: TrainBatch, schedule: list[ScheduledStep], rank: int) -> TrainBatch:
@@ -119,7 +121,6 @@ def _of_rank(columns: TrainBatch, schedule: list[ScheduledStep], rank: int) -> T
 
 
 def _rows_of_steps(rollouts: np.ndarray, global_batch_size: int) -> list[np.ndarray]:
-    """Row indices of each step, in the given order of rows."""
     _, first_row, rollout_of_row = np.unique(rollouts, return_index=True, return_inverse=True)
     num_rollouts = len(first_row)
     if num_rollouts == 0 or num_rollouts % global_batch_size:
@@ -181,3 +182,62 @@ def _check_sizes(**sizes: int | None) -> None:
     for name, size in sizes.items():
         if size is not None and size < 1:
             raise ValueError(f"{name} is {size}, it has to be at least 1")
+
+
+def deal_in_turn(count: int, dp_size: int) -> np.ndarray:
+    """int64 [dp_size, count / dp_size]: each next micro-batch to the next rank."""
+    return np.arange(count, dtype=np.int64).reshape(-1, dp_size).T.copy()
+
+
+def deal_by_cost(costs: np.ndarray, dp_size: int) -> np.ndarray:
+    """int64 [dp_size, count / dp_size]: micro-batches of each rank, costliest first, the sums of costs close.
+
+    Of each next ``dp_size`` costliest, most goes to the rank with least; then the ranks with most exchange single
+    micro-batches with others, as long as that helps. Starting from the better of that and `deal_in_turn`, and never
+    raising the largest load, it is never worse than the latter. Like costs come to lie at about the same place of every
+    rank, where expert parallelism waits for all. ``costs`` is float [count], and ``dp_size`` divides ``count``.
+    """
+    starts = (_costliest_first(costs, dp_size), deal_in_turn(len(costs), dp_size))
+    dealt = _exchange(min(starts, key=lambda ranks: float(costs[ranks].sum(axis=1).max())), costs)
+    order = np.argsort(-costs[dealt], axis=1, kind="stable")
+    return np.take_along_axis(dealt, order, axis=1)
+
+
+def _costliest_first(costs: np.ndarray, dp_size: int) -> np.ndarray:
+    rounds = np.argsort(-costs, kind="stable").reshape(-1, dp_size)
+    dealt = np.empty((dp_size, len(rounds)), dtype=np.int64)
+    loads = np.zeros(dp_size)
+    for number, micro_batches in enumerate(rounds):
+        lightest_first = np.argsort(loads, kind="stable")
+        dealt[lightest_first, number] = micro_batches
+        loads[lightest_first] += costs[micro_batches]
+    return dealt
+
+
+def _exchange(dealt: np.ndarray, costs: np.ndarray) -> np.ndarray:
+    """Exchange pairs between the heaviest rank and the lightest that it can profitably do so with, to the end."""
+    dealt = dealt.copy()
+    loads = costs[dealt].sum(axis=1)
+    close = _CLOSE * loads.mean()
+    while True:
+        heavy = int(loads.argmax())
+        for light in np.argsort(loads, kind="stable").tolist():
+            gap = float(loads[heavy] - loads[light])
+            if gap <= close:
+                return dealt
+            give, take, moved = _best_pair(costs[dealt[heavy]], costs[dealt[light]], gap)
+            if abs(gap - 2 * moved) < _WORTH * gap:
+                dealt[heavy, give], dealt[light, take] = dealt[light, take], dealt[heavy, give]
+                loads[heavy] -= moved
+                loads[light] += moved
+                break
+
+
+def _best_pair(heavy: np.ndarray, light: np.ndarray, gap: float) -> tuple[int, int, float]:
+    """Positions whose exchange moves a cost closest to half the gap, and that cost."""
+    order = np.argsort(light, kind="stable")
+    above = np.searchsorted(light[order], heavy - gap / 2)
+    near = np.stack([np.maximum(above - 1, 0), np.minimum(above, len(light) - 1)])
+    moved = heavy - light[order[near]]
+    side, give = np.unravel_index(np.abs(moved - gap / 2).argmin(), moved.shape)
+    return int(give), int(order[near[side, give]]), float(moved[side, give])

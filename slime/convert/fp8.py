@@ -12,8 +12,7 @@ import torch
 from slime.convert.hf_files import Spec, natural, stored_specs, warn_of_tensors
 from slime.convert.running import check_output, run_all, written_model
 from slime.files.block_scaled import FP8, SCALE_END, is_linear, num_blocks, quantise
-from slime.files.hf_headers import read_headers
-from slime.files.hf_reader import HFWeights, kept_dtype, opened, whole
+from slime.files.hf_reader import HFWeights, kept_dtype, opened, read_headers, whole
 from slime.utils.errors import BadInputError
 
 

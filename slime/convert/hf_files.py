@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from slime.files.exports import EXPORT_MARK
-from slime.files.hf_headers import Header, read_headers
+from slime.files.hf_reader import Header, read_headers
 from slime.files.hf_writer import INDEX_NAME, complete, file_name
 from slime.models import family_of, hf_config, weight_shape
 from slime.models.family import check_names

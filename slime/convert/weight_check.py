@@ -14,7 +14,7 @@ from slime.convert.stored import METADATA, StoredTensors
 from slime.convert.torch_dist_to_hf import locate_all, plan, specs_of, unused
 from slime.files.block_scaled import SCALE_END, block_sizes, num_blocks
 from slime.files.checkpoints import LATEST, SavedModel, find_checkpoint, has_checkpoint, is_torch_dist, same_place
-from slime.files.hf_headers import Header, read_engine_headers, read_headers
+from slime.files.hf_reader import Header, read_engine_headers, read_headers
 from slime.files.model_directory import has_weights
 from slime.models import Family, family_of, hf_config, shape_from_hf, weight_shape
 from slime.models.adapters import adapter_family, targeted_sources

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from slime.data.columns import LOSS_MASK, SAMPLE_INDICES, TOKENS, Values, take
+from slime.data.columns import LOSS_MASK, SAMPLE_INDICES, TOKENS, Values
 from slime.data.ragged import Ragged
 
 T = TypeVar("T")
@@ -30,14 +30,17 @@ class OptimizerStep:
     num_trained_rollouts: int
 
 
-class _Column(Generic[T]):
-    """A column by its name, None where the batch has none."""
+class ColumnByName(Generic[T]):
+    """An attribute that is the column of its name: what its owner's ``get`` has, and ``put`` takes."""
 
-    def __set_name__(self, owner: type, name: str) -> None:
+    def __set_name__(self, kind: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, batch: TrainBatch | None, owner: type | None = None) -> T:
-        return self if batch is None else batch.columns.get(self._name)  # type: ignore[return-value]
+    def __get__(self, owner: Any, kind: type | None = None) -> T:
+        return self if owner is None else owner.get(self._name)  # type: ignore[return-value]
+
+    def __set__(self, owner: Any, value: T) -> None:
+        owner.put(self._name, value)
 
 
 @dataclass(frozen=True)
@@ -48,21 +51,25 @@ class TrainBatch:
     """By name, of the declared type; those that the run does not have are not there."""
     steps: list[OptimizerStep] = field(default_factory=list)
 
-    tokens = _Column[Ragged]()
-    loss_mask = _Column[Ragged]()
-    rewards = _Column[np.ndarray]()
-    raw_rewards = _Column[np.ndarray]()
-    truncated = _Column[np.ndarray]()
-    sample_indices = _Column[np.ndarray]()
-    rollout_ids = _Column[np.ndarray]()
-    group_indices = _Column[np.ndarray]()
-    rollout_mask_sums = _Column[np.ndarray]()
-    rollout_log_probs = _Column[Ragged | None]()
-    weight_versions = _Column[Ragged | None]()
-    metadata = _Column[np.ndarray | None]()
+    tokens = ColumnByName[Ragged]()
+    loss_mask = ColumnByName[Ragged]()
+    rewards = ColumnByName[np.ndarray]()
+    raw_rewards = ColumnByName[np.ndarray]()
+    truncated = ColumnByName[np.ndarray]()
+    sample_indices = ColumnByName[np.ndarray]()
+    rollout_ids = ColumnByName[np.ndarray]()
+    group_indices = ColumnByName[np.ndarray]()
+    rollout_mask_sums = ColumnByName[np.ndarray]()
+    rollout_log_probs = ColumnByName[Ragged | None]()
+    weight_versions = ColumnByName[Ragged | None]()
+    metadata = ColumnByName[np.ndarray | None]()
 
     def __len__(self) -> int:
         return len(self.columns[TOKENS])
+
+    def get(self, name: str) -> Values | None:
+        """A column; None where the batch has none of that name."""
+        return self.columns.get(name)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -85,7 +92,11 @@ class TrainBatch:
 
     def take(self, rows: np.ndarray, steps: list[OptimizerStep]) -> TrainBatch:
         """The chosen rows, in that order, copied, to be trained on in other steps."""
-        return TrainBatch(take(self.columns, rows), steps)
+        columns = {
+            name: values.take(rows) if isinstance(values, Ragged) else values[rows]
+            for name, values in self.columns.items()
+        }
+        return TrainBatch(columns, steps)
 
     def changed(self, **columns: Any) -> TrainBatch:
         """With other columns under these names; None takes one out."""

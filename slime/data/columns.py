@@ -232,8 +232,3 @@ def _checked(column: Column, value: Any, sample: Any) -> Any:
     if cast is not array and np.issubdtype(column.dtype, np.integer) and not (cast == array).all():
         raise ColumnError(f"has values that {np.dtype(column.dtype)} does not hold")
     return cast
-
-
-def take(columns: Mapping[str, Values], rows: np.ndarray) -> dict[str, Values]:
-    """The chosen rows of every column, in that order, copied."""
-    return {name: values.take(rows) if isinstance(values, Ragged) else values[rows] for name, values in columns.items()}

@@ -181,7 +181,8 @@ class Sample:
     ) -> None:
         """Append tokens to the response, keeping mask, log-probs, length, versions, counters and status consistent.
 
-        The sample's lists grow in place: who holds one of them sees what is appended.
+        The sample's lists grow in place: who holds one of them sees what is appended. ValueError, and the sample as it
+        was, of trainable tokens without as many log-probs, or lengths that contradict each other.
 
         Args:
             tokens: token ids to append: a list, an array or a tensor; None for a reply without any.
@@ -193,10 +194,6 @@ class Sample:
                 from it.
             text: text to append to ``response``.
             update_terminal_info: whether ``meta_info`` decides ``status``.
-
-        Raises:
-            ValueError: trainable tokens without as many log-probs, or lengths that contradict each other; the sample
-                is as it was.
         """
         new = [] if tokens is None else [int(token) for token in tokens]
         given = None if log_probs is None else [float(log_prob) for log_prob in log_probs]

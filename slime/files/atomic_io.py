@@ -1,4 +1,4 @@
-"""Files and directories that are complete or absent: written aside, flushed to the disk, then renamed into place."""
+"""Files and directories that are complete or absent: staged, flushed to the disk, then renamed into place."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def discard_directory(final: Path) -> None:
 
 @contextlib.contextmanager
 def removed_on_failure(final: Path) -> Iterator[None]:
-    """A block that writes ``final`` aside and commits it; a failure removes that, and directories made above it."""
+    """A block that stages ``final`` and commits it; a failure removes that, and directories made above it."""
     made = [directory for directory in final.parents if not directory.exists()]
     try:
         yield

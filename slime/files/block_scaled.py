@@ -55,10 +55,7 @@ def quantise(weight: Tensor, block: Sequence[int], *, in_the_mean: bool = False)
 
     Returns:
         The same bytes on every device; with ``in_the_mean`` on every device of one kind, whose powers of two may differ
-        from another's in the last bit.
-
-    Raises:
-        ValueError: an entry is not finite.
+        from another's in the last bit. ValueError where an entry is not finite.
     """
     high, wide = block
     # A part at a time, whole blocks: in float32 this takes many times a weight's memory.
@@ -102,8 +99,8 @@ def _rounded_in_the_mean(scaled: Tensor) -> Tensor:
 
 def _are_anywhere(places: Tensor) -> bool:
     """Whether places between whole numbers are as frequent as these; places of 0 do not count."""
-    aside = (places - places.round()).abs_().mul_(2 * _PARTS).int().clamp_(max=_PARTS - 1)
-    found = aside.flatten().bincount(minlength=_PARTS).tolist()
+    distance = (places - places.round()).abs_().mul_(2 * _PARTS).int().clamp_(max=_PARTS - 1)
+    found = distance.flatten().bincount(minlength=_PARTS).tolist()
     found[0] -= places.numel() - int(places.count_nonzero())
     count = sum(found)
     # Less than the emptiest part of matrices in bfloat16 that were never in float8 had in thousands of draws.

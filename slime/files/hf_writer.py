@@ -21,7 +21,7 @@ _INDEX_END = ".index.json"
 
 
 class HFWriter:
-    """Writes into a directory; it is a complete model after `finish`, so write aside and rename it then."""
+    """Writes into a staging directory, which is a complete model after `finish`: commit it then."""
 
     def __init__(self, directory: Path, origin: Path) -> None:
         """``directory`` is an existing empty one; the other files (config, tokenizer) of ``origin`` belong to the

@@ -133,11 +133,10 @@ def amount(count: float) -> str:
 def why_no_directory(path: str | Path) -> str:
     """Why no file could be written in a directory at ``path``, which need not be there yet; empty where one could."""
     place = Path(os.path.expanduser(path)).absolute()
-    # It may be written beside itself, under longer names.
-    aside_it = atomic_io.replaced(place) if place.name else place
-    if len(os.fsencode(aside_it)) >= _LONGEST_PATH or any(
-        len(os.fsencode(part)) > _LONGEST_NAME for part in (*place.parts, aside_it.name)
-    ):
+    # It may be staged in the same directory, under longer names.
+    longest = atomic_io.replaced(place) if place.name else place
+    names = (*place.parts, longest.name)
+    if len(os.fsencode(longest)) >= _LONGEST_PATH or any(len(os.fsencode(name)) > _LONGEST_NAME for name in names):
         return "the path, or a name in it, is too long"
     nearest = next(each for each in (place, *place.parents) if os.path.lexists(each))
     what = "it" if nearest == place else str(nearest)
@@ -182,10 +181,11 @@ def _of_storage(error: BaseException | None) -> tuple[int | None, str] | None:
 def _belongs(file: str, place: Path) -> bool:
     """Whether a file is one that is written for ``place``, or a directory above it; links to either are followed."""
     real, its = Path(os.path.realpath(file)), Path(os.path.realpath(place))
-    # What is written aside lies beside the place itself, also where that is a link.
-    beside = Path(os.path.realpath(place.parent), place.name) if place.name else place
-    own = [its, *(of(each) for each in {its, beside} if each.name for of in (atomic_io.unfinished, atomic_io.replaced))]
-    return any(each in (real, *real.parents) for each in own) or real in (*its.parents, *beside.parents)
+    # A staging directory lies where the place itself does, also where that is a link.
+    own_place = Path(os.path.realpath(place.parent), place.name) if place.name else place
+    stages = (atomic_io.unfinished, atomic_io.replaced)
+    own = [its, *(stage(each) for each in {its, own_place} if each.name for stage in stages)]
+    return any(each in (real, *real.parents) for each in own) or real in (*its.parents, *own_place.parents)
 
 
 def _told_by_text(error: BaseException) -> tuple[int, str] | None:

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from slime.grading.notation import canonical, compact
 from slime.grading.numerals import exact_value, is_unread, without_commas
-from slime.grading.units import Unit, is_number, singular, split_unit, together
+from slime.grading.units import Unit, is_number, singular, split_unit, summed_units
 
 Algebra = Callable[[str, str], bool]
 """Says of two expressions in LaTeX, without units and lists, whether they are equal."""
@@ -98,7 +98,7 @@ def _same(left: str, right: str, algebra: Algebra, depth: int) -> bool:
     letters = _LETTER.match(left), _LETTER.match(right)
     if letters[0] and letters[1] and (letters[0][1] or letters[1][1]):
         return letters[0][2].lower() == letters[1][2].lower()
-    left, right = (_unwrapped(together(text) or text) for text in (left, right))
+    left, right = (_unwrapped(summed_units(text) or text) for text in (left, right))
     if compact(left) == compact(right):
         return left != ""
     if depth > 8 or not left or not right:
@@ -218,8 +218,8 @@ def _same_lists(left: str, right: str, lists: tuple[_List | None, _List | None],
     return all(_same(*pair, algebra, depth + 1) for pair in zip(lefts, rights, strict=True))
 
 
-def _covers(some: list[str], others: list[str], algebra: Algebra, depth: int) -> bool:
-    return all(any(_same(one, other, algebra, depth + 1) for other in others) for one in some)
+def _covers(ones: list[str], others: list[str], algebra: Algebra, depth: int) -> bool:
+    return all(any(_same(one, other, algebra, depth + 1) for other in others) for one in ones)
 
 
 def _same_in_some_order(lefts: list[str], rights: list[str], algebra: Algebra, depth: int) -> bool:

@@ -45,7 +45,6 @@ def _labels(sample: Sample, name: str) -> list[str]:
 
 
 async def _is_right(sample: Sample, name: str, readings: list[str]) -> bool:
-    """Whether an answer, by any of its readings, equals any label."""
     for reading, label in itertools.product(readings, _labels(sample, name)):
         if await answers_equal(reading, label):
             return True

@@ -114,7 +114,7 @@ def currency_behind(text: str) -> str:
     return text
 
 
-def together(text: str) -> str | None:
+def summed_units(text: str) -> str | None:
     """``2 hours 30 minutes`` as a number of the first unit; None of what is no such sum."""
     parts = _PART.findall(text)
     if len(parts) < 2 or _PART.sub("", text).strip():

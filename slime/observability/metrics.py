@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slime.files.storage import why_not_written, writing
-from slime.observability.lines import LineFile
+from slime.observability.logs import LineFile
 from slime.observability.progress import warn
 from slime.utils.command_line import strike_secrets
 from slime.utils.errors import BadInputError
@@ -106,19 +106,12 @@ class _JsonLines:
 
     def write(self, metrics: dict[str, float], step_key: str, step: int) -> None:
         line: dict[str, Any] = {step_key: step, "time": time.time()}
-        line |= {name: _json_value(value) for name, value in metrics.items() if name not in line}
+        others = {name: value for name, value in metrics.items() if name not in line}
+        line |= {name: value if math.isfinite(value) else json.dumps(value) for name, value in others.items()}
         self._file.append(json.dumps(line, allow_nan=False).encode() + b"\n")
 
     def close(self) -> None:
         self._file.close()
-
-
-def _json_value(value: float) -> float | str:
-    if math.isfinite(value):
-        return value
-    if math.isnan(value):
-        return "NaN"
-    return "Infinity" if value > 0 else "-Infinity"
 
 
 class _TensorBoard:

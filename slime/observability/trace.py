@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from slime.observability.lines import LineFile
+from slime.observability.logs import LineFile
 
 _EVERY_S = 1.0
 """Written earlier is what ends with the span around it all."""

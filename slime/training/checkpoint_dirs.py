@@ -2,7 +2,8 @@
 
 ``SAVE/iter_0000012/`` is the state after rollout 12 and ``SAVE/latest_checkpointed_iteration.txt`` names the last one.
 A checkpoint is written in ``SAVE/.iter_0000012.tmp`` and renamed when it is whole, so that a run that dies while it
-saves leaves the one before in place.
+saves leaves the one before in place. With ``torch.distributed`` all ranks, of one file system, call each function;
+those that commit, after their last write.
 """
 
 from __future__ import annotations
@@ -18,18 +19,12 @@ from slime.files.exports import mark_export
 
 
 def begin_save(save_dir: str | Path, rollout_id: int) -> str:
-    """An empty directory to write the checkpoint of ``rollout_id`` in; what an earlier try left there is removed.
-
-    With ``torch.distributed`` all ranks call it.
-    """
+    """An empty directory to write the checkpoint of ``rollout_id`` in; what an earlier try left there is removed."""
     return str(staging_directory(checkpoint_directory(save_dir, rollout_id)))
 
 
 def commit_save(save_dir: str | Path, rollout_id: int) -> None:
-    """Give the directory of `begin_save` its name and make it the latest, each in one step.
-
-    With ``torch.distributed`` all ranks call it, each after its last write.
-    """
+    """Give the directory of `begin_save` its name and make it the latest, each in one step."""
     commit_directory(checkpoint_directory(save_dir, rollout_id))
     if _is_first_rank():
         atomic_io.write_file(Path(save_dir, LATEST), lambda path: path.write_text(str(rollout_id)))
@@ -37,7 +32,7 @@ def commit_save(save_dir: str | Path, rollout_id: int) -> None:
 
 
 def staging_directory(final: Path) -> Path:
-    """`atomic_io.staging_directory`, where all ranks call it and see the same file system."""
+    """`atomic_io.staging_directory`, by all ranks."""
     if _is_first_rank():
         atomic_io.staging_directory(final)
     _barrier()
@@ -45,7 +40,7 @@ def staging_directory(final: Path) -> Path:
 
 
 def commit_directory(final: Path) -> None:
-    """`atomic_io.commit_directory`, where all ranks call it, each after its last write."""
+    """`atomic_io.commit_directory`, by all ranks."""
     _barrier()
     if _is_first_rank():
         atomic_io.commit_directory(final)

@@ -31,14 +31,12 @@ def check_finite(args: Namespace, where: str, what: str, value: float) -> None:
 def check_step(
     args: Namespace, where: str, metrics: dict[str, float], trained_tokens: float, *, is_first: bool
 ) -> None:
-    """Check a step's metrics.
+    """Check a step's metrics; TrainingError where a check of ``--ci-test`` failed, or with ``--stop-on-mismatch``
+    trainer and engine disagree.
 
     Args:
         trained_tokens: of all ranks; without any the means are 0, and say nothing.
         is_first: the actor's first step of all: on policy, and at the reference.
-
-    Raises:
-        TrainingError: a check of ``--ci-test`` failed, or with ``--stop-on-mismatch`` trainer and engine disagree.
     """
     if not trained_tokens:
         logger.warning(

@@ -7,7 +7,8 @@ micro-batch there at a time, and the next one is prepared in host memory meanwhi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -18,29 +19,19 @@ from torch import Tensor
 
 from slime.algorithms.losses import token_weights
 from slime.data import Column, OptimizerStep, Ragged, TrainBatch
+from slime.data.batch import ColumnByName
 from slime.data.columns import LOSS_MASK, TOKENS
-from slime.training.media import load_media
-from slime.training.packing import PackLayout, Stream
-from slime.training.responses import Responses, sum_over_ranks
+from slime.data.media import MediaError, MediaRef
+from slime.training.packing import PackLayout, Responses, Stream
+from slime.training.parallel import sum_over_ranks
 from slime.utils.device import from_host
+from slime.utils.errors import BadInputError
+from slime.utils.misc import refusing
 
 T = TypeVar("T")
 _LABELS, _COUNTS, _WEIGHTS, _MEAN_WEIGHTS = "<labels>", "<row counts>", "<weights>", "<mean weights>"
 _POSITIONS, _ROWS, _RESPONSES = "<positions>", "<rows>", "<responses>"
 """What is worked out of columns, under names that none has."""
-
-
-class _Column:
-    """A token vector by its name, None where there is none; float32 [T] unless it says otherwise."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, micro_batch: MicroBatch | None, owner: type | None = None) -> Any:
-        return self if micro_batch is None else micro_batch.get(self._name)
-
-    def __set__(self, micro_batch: MicroBatch, value: Tensor | None) -> None:
-        micro_batch.put(self._name, value)
 
 
 class MicroBatch:
@@ -51,31 +42,24 @@ class MicroBatch:
         lengths: tokens of each sample, prompt and response.
         step: the optimizer step that they belong to.
         columns: those of the run.
+
+    Token vectors are float32 [T] where they do not say otherwise, and None where there are none.
     """
 
-    rollout_log_probs = _Column()
+    rollout_log_probs = ColumnByName[Any]()
     """From the engine; 0 outside responses."""
-    weight_versions = _Column()
+    weight_versions = ColumnByName[Any]()
     """int64, the version that made the target token; -1 elsewhere."""
-    advantages = _Column()
-    returns = _Column()
-    values = _Column()
-    old_log_probs = _Column()
+    advantages = ColumnByName[Any]()
+    returns = ColumnByName[Any]()
+    values = ColumnByName[Any]()
+    old_log_probs = ColumnByName[Any]()
     """Under the behaviour policy; None: the present pass's own."""
-    ref_log_probs = _Column()
+    ref_log_probs = ColumnByName[Any]()
 
     def __init__(self, batch: TrainBatch, rows: np.ndarray, step: OptimizerStep, layout: PackLayout) -> None:
-        """The rows as one stream.
-
-        Args:
-            batch: this data-parallel rank's rows.
-            rows: int64, which of them, in order.
-            step: the optimizer step that the rows belong to; its denominators go into the weights.
-            layout: padding and context parallelism.
-
-        Raises:
-            ValueError: a row whose first token is a response token.
-        """
+        """The ``rows`` (int64) of ``batch``, this data-parallel rank's, in order, as one stream; the denominators of
+        ``step`` go into the weights. ValueError of a row whose first token is a response token."""
         self.rows, self.step = rows, step
         self._batch, self._layout = batch, layout
         self._stream = Stream(batch, rows, layout)
@@ -298,7 +282,6 @@ class MicroBatch:
         return {keyword: self._array(values) for keyword, values in self._prepared(name).items()}
 
     def _prepared(self, name: str) -> Any:
-        """In host memory, what goes to the device under a name."""
         if name not in self._host:
             if name in (_WEIGHTS, _MEAN_WEIGHTS):
                 sums = self._batch.rollout_mask_sums[self.rows]
@@ -316,7 +299,7 @@ class MicroBatch:
             return torch.from_numpy(self._stream.place(self._columns[TOKENS], self._batch.tokens, shift=1))
         column, values = self._columns[name], self._batch.columns[name]
         if column.load is not None:
-            return load_media(column, self._batch, self.rows.tolist(), self._layout.args)
+            return _load_media(column, self._batch, self.rows.tolist(), self._layout.args)
         assert isinstance(values, Ragged)
         return torch.from_numpy(self._stream.place(column, values))
 
@@ -335,6 +318,28 @@ class MicroBatch:
         return [weigh(num_rollouts=None if per_token else count, constant_length=length) for count, length in counts]
 
 
+def _load_media(column: Column, batch: TrainBatch, rows: Sequence[int], args: Namespace) -> dict[str, np.ndarray]:
+    """By keyword of the forward call, what the column's ``load`` makes of the rows' media, in the rows' order;
+    BadInputError, with the sample, where bytes are missing or have changed, or the function raised."""
+    assert column.load is not None
+    parts: dict[str, list[np.ndarray]] = {}
+    known: dict[MediaRef, bytes] = {}  # members of a group share them
+    for row in rows:
+        where = f"{batch.name_of(row)}: column {column.name}"
+        references = batch.columns[column.name][row]
+        try:
+            known |= {reference: reference.load() for reference in references if reference not in known}
+        except MediaError as error:
+            raise BadInputError(f"{where}: {error}") from error
+        if not references:
+            continue
+        with refusing(f"{where}: its load raised"):
+            for keyword, values in column.load(args, [known[reference] for reference in references]).items():
+                parts.setdefault(keyword, []).append(np.asarray(values))
+    with refusing(f"column {column.name}: what its load gave of {len(rows)} samples does not fit together:"):
+        return {keyword: np.concatenate(arrays) for keyword, arrays in parts.items()}
+
+
 class Pass:
     """One pass over micro-batches, by one taker or several that each go through all of them, as the model chunks of an
     interleaved pipeline do: the next one is prepared meanwhile, and one that all are done with is let go.
@@ -344,7 +349,7 @@ class Pass:
 
     def __init__(self, micro_batches: Sequence[MicroBatch], takers: int = 1) -> None:
         self._micro_batches = micro_batches
-        self._beside = ThreadPoolExecutor(1)
+        self._preparing = ThreadPoolExecutor(1)
         self._prepared: dict[int, Future[None]] = {}
         self._left = [takers] * len(micro_batches)
 
@@ -353,7 +358,7 @@ class Pass:
 
     def __exit__(self, *exc: object) -> None:
         # Not waited for: after an error of another rank, or of storage that hangs, it may go on for long.
-        self._beside.shutdown(wait=False, cancel_futures=True)
+        self._preparing.shutdown(wait=False, cancel_futures=True)
         for micro_batch in self._micro_batches:
             micro_batch.unload()
 
@@ -370,19 +375,4 @@ class Pass:
 
     def _prepare(self, number: int) -> None:
         if number < len(self._micro_batches) and number not in self._prepared:
-            self._prepared[number] = self._beside.submit(self._micro_batches[number].prepare)
-
-
-def known_columns(micro_batches: Sequence[MicroBatch], without: Container[str] = ()) -> dict[str, list[Any]]:
-    """What is known of every sample, under the names for users' functions, in lists with an entry a sample.
-
-    Of columns with an entry a token that is a tensor with those of the sample's response, or of all its tokens, under
-    every layout; columns ``without`` are left out. Collective over the context-parallel ranks.
-    """
-    data: dict[str, list[Any]] = {}
-    for column in micro_batches[0].columns:
-        if column.shown and column.name not in without:
-            parts = [micro_batch.whole(column) for micro_batch in micro_batches]
-            if parts[0] is not None:
-                data[column.name_for_users] = [entry for part in parts for entry in part or []]
-    return data
+            self._prepared[number] = self._preparing.submit(self._micro_batches[number].prepare)

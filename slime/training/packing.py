@@ -1,4 +1,4 @@
-"""Where the rows of a batch lie in a packed stream, and which part of it a context-parallel rank holds.
+"""Where the rows of a batch lie in a packed stream, which part of it a context-parallel rank holds, and the way back.
 
 Sequences lie one after the other in one stream, with no padding between them but for context parallelism. Columns with
 an entry a response token are aligned with its *target*: entry t belongs to the prediction, made at position t, of the
@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from slime.data import Column, Ragged, TrainBatch
-from slime.training.parallel import Parallel
+from slime.training.parallel import Parallel, sum_over_ranks
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,7 @@ class Stream:
     """
 
     def __init__(self, batch: TrainBatch, rows: np.ndarray, layout: PackLayout) -> None:
-        """
-        Raises:
-            ValueError: a row whose first token is a response token: nothing predicts it.
-        """
+        """ValueError of a row whose first token is a response token: nothing predicts it."""
         self.rows = rows
         self.lengths, self.response_lengths = batch.lengths[rows], batch.response_lengths[rows]
         if (bad := np.flatnonzero(self.response_lengths >= self.lengths)).size:
@@ -85,16 +83,48 @@ class Stream:
         """A column's entries where they lie in this rank's part of the stream, each ``shift`` positions earlier:
         [T, *trailing], padding elsewhere."""
         full = np.full((self.total, *column.trailing), column.padding, dtype=column.packed_as or column.dtype)
-        full[self.targets if column.span == "response" else self._sequences] = _values(values, self.rows)
+        entries = ranges(values.offsets[self.rows], values.lengths[self.rows])
+        full[self.targets if column.span == "response" else self._sequences] = values.values[entries]
         return (np.roll(full, -shift, axis=0) if shift else full)[self.local]
 
 
-def zigzag_index(lengths: Sequence[int], cp_size: int, cp_rank: int) -> Tensor:
-    """int64 [sum(lengths) / cp_size]: which tokens of the full packed stream a context-parallel rank holds, in order.
+@dataclass(frozen=True)
+class Responses:
+    """Where the response tokens of a micro-batch lie; N of them in R responses.
 
-    Raises:
-        ValueError: a length that is not a multiple of ``2 * cp_size``.
+    A token vector has one entry for each of the T tokens that this rank holds, aligned as in `MicroBatch`; a response
+    vector has one for each response token, response after response, and is the same on all context-parallel ranks. An
+    entry may be a tensor of its own: [T, *trailing] and [N, *trailing].
     """
+
+    positions: Tensor
+    """int64 [N], in the whole stream, of the prediction of each response token."""
+    lengths: Tensor
+    """int64 [R], on the CPU."""
+    local: Tensor
+    """int64 [T], in the whole stream, of each token of this rank."""
+    stream_length: int
+    group: dist.ProcessGroup | None
+    """The context-parallel ranks."""
+
+    def gather(self, column: Tensor) -> Tensor:
+        """A token vector as a response vector, differentiable; collective over the context-parallel ranks."""
+        stream = column.new_zeros((self.stream_length, *column.shape[1:])).index_put((self.local,), column)
+        return sum_over_ranks(stream, self.group)[self.positions]
+
+    def scatter(self, values: Tensor) -> Tensor:
+        """A response vector as a token vector, 0 outside the responses; differentiable."""
+        stream = values.new_zeros((self.stream_length, *values.shape[1:])).index_put((self.positions,), values)
+        return stream[self.local]
+
+    def rows(self, column: Tensor) -> list[Tensor]:
+        """A token vector as one tensor a response; collective as `gather` is."""
+        return list(self.gather(column).split(self.lengths.tolist()))
+
+
+def zigzag_index(lengths: Sequence[int], cp_size: int, cp_rank: int) -> Tensor:
+    """int64 [sum(lengths) / cp_size]: which tokens of the full packed stream a context-parallel rank holds, in order;
+    ValueError of a length that is not a multiple of ``2 * cp_size``."""
     parts, start = [], 0
     for length in lengths:
         chunk = chunk_length(length, cp_size)
@@ -121,10 +151,6 @@ def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     lengths = np.asarray(lengths, dtype=np.int64)
     before = np.cumsum(lengths) - lengths
     return np.repeat(np.asarray(starts, dtype=np.int64) - before, lengths) + np.arange(int(lengths.sum()))
-
-
-def _values(column: Ragged, rows: np.ndarray) -> np.ndarray:
-    return column.values[ranges(column.offsets[rows], column.lengths[rows])]
 
 
 def _padded_lengths(lengths: np.ndarray, layout: PackLayout) -> np.ndarray:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -56,3 +59,34 @@ class Parallel:
             "tensor_parallel_rank": self.tp.rank,
             "pipeline_parallel_rank": self.pp.rank,
         }
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """An all-reduce whose gradient is one too: every rank's loss may depend on every rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = gradients[0].clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def sum_over_ranks(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The sum over a group's ranks, differentiable; None is a group of one."""
+    return x if group is None or group.size() == 1 else _SumOverRanks.apply(x, group)
+
+
+def gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """What each of a group's ranks gave, on all of them; None is a group of one."""
+    if group is None or group.size() == 1:
+        return [value]
+    of_ranks = [None] * group.size()
+    dist.all_gather_object(of_ranks, value, group)
+    return of_ranks

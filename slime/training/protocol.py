@@ -42,15 +42,9 @@ class Trainer(Protocol):
         """Into how many batches a rollout is divided."""
 
     def train(self, rollout_id: int, batch: TrainBatch) -> list[dict[str, float]]:
-        """Train on this rank's part of one rollout.
-
-        Returns:
-            One dict of metrics an optimizer step, the same on every rank: ``train/*`` and ``rollout/*`` of the step,
-            and on the last also ``perf/*`` of the whole call, in seconds.
-
-        Raises:
-            TrainingError: a loss or gradient that is not finite, or a check that failed.
-        """
+        """Train on this rank's part of one rollout; a dict of metrics an optimizer step, the same on every rank:
+        ``train/*`` and ``rollout/*``, and on the last also ``perf/*`` of the whole call, in seconds. TrainingError of
+        a loss or gradient that is not finite, or a check that failed."""
 
     def sleep(self, *, keep_weights: bool) -> None:
         """Give back the GPU's memory, but for the actor's weights if they are to stay."""
@@ -62,12 +56,8 @@ class Trainer(Protocol):
         """What is around a push of `export_buckets`, so that its memory and time are told of."""
 
     def export_buckets(self, version: int, *, own_experts: bool = False) -> Iterator[NamedTensors]:
-        """What engines get of the actor, in Hugging Face's names; in buckets of ``--update-weight-buffer-size``.
-
-        Args:
-            version: what engines will call these weights.
-            own_experts: without the experts of other expert-parallel ranks.
-        """
+        """What engines get of the actor, and will call ``version``, in Hugging Face's names; in buckets of
+        ``--update-weight-buffer-size``. With ``own_experts`` without those of other expert-parallel ranks."""
 
     def save(self, directory: str) -> None:
         """Write everything that the actor continues from into an existing empty directory."""
@@ -103,11 +93,8 @@ class Learner(Protocol):
         on the last pipeline stage only."""
 
     def optimizer_step(self, where: str) -> dict[str, float]:
-        """One step by these gradients; its metrics, the same on every rank.
-
-        Raises:
-            TrainingError: a gradient that is not finite; it begins with ``where``, rollout and step.
-        """
+        """One step by these gradients; its metrics, the same on every rank. TrainingError, which begins with ``where``,
+        rollout and step, of a gradient that is not finite."""
 
     def gathering_parameters(self) -> AbstractContextManager[None]:
         """What is around steps, but around no other pass."""

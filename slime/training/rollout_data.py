@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from torch import Tensor
 from slime.data import OptimizerStep, TrainBatch
 from slime.data.columns import LOSS_MASK, METADATA
 from slime.files.safe_dump import save_safe
-from slime.training.micro_batch import MicroBatch, known_columns
+from slime.training.micro_batch import MicroBatch
+from slime.training.parallel import gathered
 from slime.utils.errors import BadInputError
 from slime.utils.user_functions import call_user_function
 
@@ -33,12 +34,24 @@ def rollout_data(micro_batches: list[MicroBatch]) -> dict[str, Any]:
     } | known_columns(micro_batches)
 
 
-def response_rows(data: Mapping[str, Any], key: str, lengths: list[int], like: Tensor, where: str) -> list[Tensor]:
-    """``data[key]``, after a user's function, as one tensor of ``like``'s type and device a sample.
+def known_columns(micro_batches: Sequence[MicroBatch], without: Container[str] = ()) -> dict[str, list[Any]]:
+    """What is known of every sample, under the names for users' functions, in lists with an entry a sample.
 
-    Raises:
-        BadInputError: it is not one value for every token of every response.
+    Of columns with an entry a token that is a tensor with those of the sample's response, or of all its tokens, under
+    every layout; columns ``without`` are left out. Collective over the context-parallel ranks.
     """
+    data: dict[str, list[Any]] = {}
+    for column in micro_batches[0].columns:
+        if column.shown and column.name not in without:
+            parts = [micro_batch.whole(column) for micro_batch in micro_batches]
+            if parts[0] is not None:
+                data[column.name_for_users] = [entry for part in parts for entry in part or []]
+    return data
+
+
+def response_rows(data: Mapping[str, Any], key: str, lengths: list[int], like: Tensor, where: str) -> list[Tensor]:
+    """``data[key]``, after a user's function, as one tensor of ``like``'s type and device a sample; BadInputError where
+    it is not one value for every token of every response."""
     rows = data.get(key)
     try:
         tensors = [torch.as_tensor(row).to(like) for row in rows or []]
@@ -63,11 +76,8 @@ def postprocess(
     """Let ``--rollout-data-postprocess-path`` change a rollout's per-token columns, which are then trained on.
 
     Last pipeline stage only, where these columns are; collective over the data- and context-parallel ranks, of which
-    ``group`` has the former.
-
-    Raises:
-        BadInputError: it changed a length, or what is for reading only.
-        HookError: it raised.
+    ``group`` has the former. BadInputError where it changed a length or what is for reading only, HookError where it
+    raised.
     """
     flag, path = "--rollout-data-postprocess-path", args.rollout_data_postprocess_path
     where, data = f"{flag} {path}", rollout_data(micro_batches)
@@ -118,11 +128,9 @@ def _trained(
     for m, keys in zip(micro_batches, rollouts, strict=True):
         for key, count in zip(keys, m.row_counts.tolist(), strict=True):
             own[key] += int(count)
-    of_ranks: list[Any] = [own]
-    if group is not None and group.size() > 1:
-        of_ranks = [None] * group.size()
-        dist.all_gather_object(of_ranks, own, group)
-    total: Counter[tuple[int, int]] = sum(of_ranks, Counter())  # without rollouts that have no trained token
+    total: Counter[tuple[int, int]] = sum(
+        gathered(own, group), Counter()
+    )  # without rollouts that have no trained token
     counted = [[n for (step, _), n in total.items() if step == number] for number in range(len(numbers))]
     return (
         [np.array([total[key] for key in keys], dtype=np.int64) for keys in rollouts],

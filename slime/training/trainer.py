@@ -5,28 +5,29 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import profile
 
 from slime.data import TrainBatch
 from slime.files.checkpoints import find_checkpoint
+from slime.files.storage import writing
 from slime.observability.trace import span
 from slime.options.checks.hook_paths import columns_of
 from slime.training.checks import check_finite, check_step
 from slime.training.loss import hooks
 from slime.training.loss.advantages import set_advantages
 from slime.training.loss.log_probs import logits, token_terms
-from slime.training.loss.token_loss import LOSSES, mismatch_report, reduce_tokens, value_loss
+from slime.training.loss.token_loss import LOSSES, mismatch_report, reduce_tokens, step_metrics, value_loss
 from slime.training.memory.log import MemoryLog
 from slime.training.memory.weight_sets import REFERENCE
-from slime.training.metrics import step_metrics
 from slime.training.micro_batch import MicroBatch
 from slime.training.packing import PackLayout
 from slime.training.parallel import Parallel
-from slime.training.profiling import profiled
 from slime.training.protocol import Learner, LossOf, Report
 from slime.training.rollout_data import postprocess, save_train_data, weigh
 from slime.utils import device
@@ -84,9 +85,14 @@ class RolloutTrainer:
         args, seconds = self.args, self._seconds
         seconds.clear()
         device.synchronize_stream()
-        with profiled(args, "train_overall", rollout_id), span("train/rollout", rollout=rollout_id) as whole:
-            packed = self._pack(batch)
+        with _profiled(args, "train_overall", rollout_id), span("train/rollout", rollout=rollout_id) as whole:
+            with self._span("pack"):
+                packed = [
+                    [MicroBatch(batch, rows, step, self._layout) for rows in step.micro_batches] for step in batch.steps
+                ]
             everything = [m for micro_batches in packed for m in micro_batches]
+            if args.custom_convert_samples_to_train_data_path is not None and self.parallel.is_last_stage:
+                weigh(batch, everything, self.parallel.dp.group)
             if args.loss_type != "sft_loss":
                 self._compute_log_probs(rollout_id, everything, len(packed))
                 self._compute_advantages(batch, everything)
@@ -94,7 +100,7 @@ class RolloutTrainer:
             steps: list[dict[str, float]] = [{} for _ in packed]
             for learner, loss, name in self._training_order(rollout_id):
                 with (
-                    profiled(args, f"train_{name}", rollout_id),
+                    _profiled(args, f"train_{name}", rollout_id),
                     self._span(f"{name}_train"),
                     learner.gathering_parameters(),
                 ):
@@ -114,20 +120,11 @@ class RolloutTrainer:
         steps[-1] |= seconds | {f"perf/{name}_train_tok_per_s": rate} | self._memory.peaks()
         return steps
 
-    def _pack(self, batch: TrainBatch) -> list[list[MicroBatch]]:
-        with self._span("pack"):
-            packed = [
-                [MicroBatch(batch, rows, step, self._layout) for rows in step.micro_batches] for step in batch.steps
-            ]
-        if self.args.custom_convert_samples_to_train_data_path is not None and self.parallel.is_last_stage:
-            weigh(batch, [m for micro_batches in packed for m in micro_batches], self.parallel.dp.group)
-        return packed
-
     def _compute_log_probs(self, rollout_id: int, everything: list[MicroBatch], steps: int) -> None:
         """Those of the reference and those before the first step, where anything needs them."""
         args, trains_actor = self.args, self._trains_actor(rollout_id)
         before_training = args.kl_coef != 0 or any(getattr(args, name) is not None for name in _READS_LOG_PROBS)
-        with profiled(args, "train_log_probs", rollout_id):
+        with _profiled(args, "train_log_probs", rollout_id):
             if args.needs_reference and (before_training or trains_actor):
                 with self._span("ref_log_probs"):
                     self._actor.compute_column(everything, "ref_log_probs", self._log_probs, REFERENCE)
@@ -136,7 +133,6 @@ class RolloutTrainer:
                     self._compute_old_log_probs(rollout_id, everything)
 
     def _compute_advantages(self, batch: TrainBatch, everything: list[MicroBatch]) -> None:
-        """Those of the actor, by the critic's values if there are any."""
         if self._critic is not None:
             with self._span("values"):
                 self._critic.compute_column(everything, "values", _values)
@@ -169,7 +165,6 @@ class RolloutTrainer:
         return rollout_id >= self.args.num_critic_only_steps
 
     def _step_metrics(self, where: str, micro_batches: list[MicroBatch], reports: list[Report]) -> dict[str, float]:
-        """Of all ranks, with a loss that is finite."""
         tokens, trained = sum(sum(m.lengths) for m in micro_batches), sum(m.num_trained for m in micro_batches)
         metrics = step_metrics(reports, {"tokens": tokens, _TRAINED_TOKENS: trained}, self.parallel)
         for name, value in metrics.items():
@@ -179,8 +174,7 @@ class RolloutTrainer:
 
     @contextmanager
     def _span(self, name: str) -> Iterator[None]:
-        """Note the time of a phase of training, and its memory."""
-        device.synchronize_stream()  # not what goes on beside: optimizer state that wakes during the first passes
+        device.synchronize_stream()  # not the side stream: optimizer state wakes on it during the first passes
         with self._memory.phase(name) as timed:
             yield
             device.synchronize_stream()
@@ -280,3 +274,18 @@ def _version_name(version: int) -> str:
 
 def _values(micro_batch: MicroBatch, output: Tensor) -> Tensor:
     return output[0, :, 0].float()
+
+
+@contextmanager
+def _profiled(args: Namespace, target: str, rollout_id: int) -> Iterator[None]:
+    """Within: record, where ``--profile-target`` has ``target`` for this rollout; after: ``traces`` has the file."""
+    if target not in (args.profile_target or ()) or not args.profile_step_start <= rollout_id < args.profile_step_end:
+        yield
+        return
+    with profile(record_shapes=True) as recorded:
+        yield
+        device.synchronize()
+    directory = Path(args.run_dir, "traces")
+    with writing("--profile-target, in --run-dir", directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        recorded.export_chrome_trace(str(directory / f"{target}_{rollout_id}_rank{dist.get_rank()}.json.gz"))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from slime.backends.sglang.client import EngineControl, EngineError
-from slime.files.hf_headers import read_engine_headers
+from slime.files.hf_reader import read_engine_headers
 from slime.files.hf_writer import NamedTensors
 from slime.models import family_of, hf_config
 from slime.utils.errors import abbreviate

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from slime.files.block_scaled import SCALE_END, block_sizes, is_linear, quantise
-from slime.files.hf_headers import read_headers
+from slime.files.hf_reader import read_headers
 from slime.files.hf_writer import NamedTensors
 
 

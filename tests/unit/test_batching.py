@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from slime.batching.dealing import deal_by_cost
 from slime.batching.flops import DecoderShape, LatentShape, forward_flops
 from slime.batching.packing import pack_by_cost, pack_by_tokens
-from slime.batching.schedule import ScheduledStep, build_schedule, train_batches
+from slime.batching.schedule import ScheduledStep, build_schedule, deal_by_cost, train_batches
 from slime.data import Ragged, TrainBatch
 from tools.bench_schedule import QWEN3_8B, skewed_lengths
 

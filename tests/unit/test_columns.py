@@ -17,7 +17,8 @@ from slime.data.columns import COLUMNS, from_samples, with_declared
 from slime.options.checks.hook_paths import columns_of
 from slime.options.errors import OptionError
 from slime.rollout.batches.train_data import to_columns
-from slime.training.micro_batch import MicroBatch, Pass, known_columns
+from slime.training.micro_batch import MicroBatch, Pass
+from slime.training.rollout_data import known_columns
 from slime.utils.errors import BadInputError
 from tests import column_hooks
 from tests.micro_batches import fresh_rows, pack_layout, part_of_rank, step_of, whole_stream
@@ -30,7 +31,6 @@ GENERIC = (
     *(
         "slime/batching",
         "slime/training/packing.py",
-        "slime/training/responses.py",
         "slime/rollout/batches/debug_data.py",
     ),
     *("slime/data/ragged.py", "slime/data/batch.py", "slime/driver/rollout_manager.py", "slime/ray/train_actor.py"),

@@ -266,7 +266,7 @@ def test_file(file: Path) -> None:
         ("slime.rollout.generate", "import importlib\nimportlib.import_module('megatron.core')", False),
         ("slime.backends.megatron.model", "def f():\n    from sglang import srt", False),
         ("slime.backends.megatron.model", "from slime.backends.sglang.client import EngineControl", False),
-        ("slime.training.metrics", "from megatron.core import parallel_state", False),
+        ("slime.training.checks", "from megatron.core import parallel_state", False),
         ("slime.training.trainer", "def f():\n    from slime.backends.megatron import lora", False),
         ("slime.backends.trainers", "from slime.backends.megatron.trainer import MegatronTrainer", False),
         ("slime.backends.sglang.engine", "import ray", False),

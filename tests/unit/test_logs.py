@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from slime.observability import lines, logs
-from slime.observability.lines import LineFile
+from slime.observability import logs
+from slime.observability.logs import LineFile
 
 NUM_GPUS = 0
 ours = logging.getLogger("slime.test_logs")
@@ -99,7 +99,7 @@ def test_a_large_file_makes_room_for_another(
     shown: io.StringIO, begin: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = begin()
-    monkeypatch.setattr(lines, "_MOST_BYTES", 1)
+    monkeypatch.setattr(logs, "_MOST_BYTES", 1)
     for text in ("first", "second", "third"):
         ours.info(text)
     assert [path.read_text().split()[-1] for path in (Path(f"{file}.1"), file)] == ["second", "third"]

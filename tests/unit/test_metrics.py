@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from slime.data import Ragged
-from slime.training.loss.token_loss import MAXIMUM
-from slime.training.metrics import step_metrics
+from slime.training.loss.token_loss import MAXIMUM, step_metrics
 from slime.training.parallel import Parallel, Ranks
 from tests.micro_batches import fresh_rows, step_of
 from tests.ranks import run_ranks

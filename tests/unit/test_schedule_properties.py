@@ -9,9 +9,8 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from slime.batching.dealing import deal_by_cost, deal_in_turn
 from slime.batching.packing import pack_by_cost, pack_by_tokens
-from slime.batching.schedule import ScheduledStep, build_schedule
+from slime.batching.schedule import ScheduledStep, build_schedule, deal_by_cost, deal_in_turn
 
 NUM_GPUS = 0
 

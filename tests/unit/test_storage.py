@@ -120,9 +120,9 @@ def test_an_error_with_a_file_is_of_its_own_disk(number: int, tmp_path: Path) ->
     assert why_not_written(failing(number, "/elsewhere/prompts.jsonl"), "--save", tmp_path) is None
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    aside_of_link = (("link", ".link.tmp/y"), ("link", ".link.replaced/y"), ("real/../link", ".link.tmp"))
+    staged_of_link = (("link", ".link.tmp/y"), ("link", ".link.replaced/y"), ("real/../link", ".link.tmp"))
     real = (("link", "real/iter/x"), ("real", "link/x"), ("link/x", "real/.x.tmp/y"), ("real/x", "link"))
-    for place, file in (*real, *aside_of_link):
+    for place, file in (*real, *staged_of_link):
         line = why_not_written(failing(number, str(tmp_path / file)), "--save", tmp_path / place)
         assert line is not None
         assert line.startswith(f"--save {tmp_path / place}: {storage._CAUSES[number]}")

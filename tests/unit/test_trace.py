@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from slime.observability import trace
-from slime.observability.lines import LineFile
+from slime.observability.logs import LineFile
 from slime.observability.trace import span
 
 NUM_GPUS = 0

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime.entry.arguments import parse_args
-from slime.files import hf_headers
+from slime.files import hf_reader
 from slime.files.checkpoints import LATEST
-from slime.files.hf_headers import read_headers
+from slime.files.hf_reader import read_headers
 from slime.files.hf_writer import INDEX_NAME
 from slime.files.model_directory import stored_weights
 from tests.command_line import command, failure, write_headers, write_rows
@@ -161,8 +161,8 @@ def test_what_is_not_read_is_not_checked(directory: Path) -> None:
 @pytest.mark.parametrize("words", ["", "--ref-load model"])
 def test_each_file_is_opened_once(directory: Path, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
     opened: list[str] = []
-    read = hf_headers._read
-    monkeypatch.setattr(hf_headers, "_read", lambda file, *more: opened.append(file.name) or read(file, *more))
+    read = hf_reader._read
+    monkeypatch.setattr(hf_reader, "_read", lambda file, *more: opened.append(file.name) or read(file, *more))
     parse_args(command(words))
     assert sorted(opened) == sorted(path.name for path in Path("model").glob("*.safetensors"))
 

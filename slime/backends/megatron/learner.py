@@ -109,7 +109,7 @@ class MegatronLearner:
         if not weights_only:
             self._sleeping_gradients.wake()
             # The first to need it is the optimizer's step: forward and backward passes hide the copying.
-            self._sleeping_state.wake(side_stream=True)
+            self._sleeping_state.wake(on_side_stream=True)
 
     def _optimizer_state(self) -> Iterator[Tensor]:
         """Tensors that the optimizer alone has: master weights and moments, not the weights themselves."""

@@ -230,9 +230,7 @@ def _call(arguments: Any) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [{"id": "0", "type": "function", "function": function}]}
 
 
-@functools.lru_cache(maxsize=32)
-def _template(tokenizer: Any, source: str, kwargs: str) -> ChatTemplate:
-    return ChatTemplate(tokenizer, source, kwargs)
+_cached = functools.lru_cache(maxsize=32)(ChatTemplate)
 
 
 def chat_template(tokenizer: Any, tools: Any, kwargs: str) -> ChatTemplate:
@@ -242,7 +240,7 @@ def chat_template(tokenizer: Any, tools: Any, kwargs: str) -> ChatTemplate:
         source = tokenizer.get_chat_template(None, tools)
     except ValueError as error:
         raise RowError(str(error)) from error
-    return _template(tokenizer, source, kwargs)
+    return _cached(tokenizer, source, kwargs)
 
 
 @contextmanager

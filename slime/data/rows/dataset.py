@@ -145,13 +145,9 @@ def train_prompt_spec(args: Namespace) -> PromptSpec:
 
 
 def load_prompts(spec: PromptSpec) -> PromptDataset:
-    """Read, check, render, tokenise and filter all rows of a file; large files in several processes.
-
-    Raises:
-        BadInputError: the file does not read, rows are bad (the message names flag, file, row and what is wrong of the
-            first, and how many there are), or no row is left.
-        WorkerError: one of the processes died.
-    """
+    """Read, check, render, tokenise and filter all rows of a file; large files in several processes, WorkerError where
+    one of them died. BadInputError where the file does not read, rows are bad (the message names flag, file, row and
+    what is wrong of the first, and how many there are), or no row is left."""
     try:
         file = open_rows(spec.path)
     except BadInputError as error:

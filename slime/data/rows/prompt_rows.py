@@ -137,7 +137,9 @@ class RowEncoder:
             try:
                 if value is None:
                     raise RowError(problem)
-                prompt = _raw_prompt(value, self._spec)
+                prompt = _take(value, self._spec.input_key, "--input-key")
+                _check_value(prompt, self._spec.input_key, "--input-key")
+                prompt = as_text(prompt)
                 digest = _digest(prompt)
                 parsed.append(_parse(raw.number, value, prompt, self._spec, self._tokenizer, self._file.is_parquet))
             except RowError as error:
@@ -207,12 +209,6 @@ def _tokenising(function: Any, *arguments: Any) -> Any:
         raise RowError(f"the tokenizer fails: {type(error).__name__}: {error}"[:300]) from error
 
 
-def _raw_prompt(row: dict[str, Any], spec: PromptSpec) -> Any:
-    prompt = _take(row, spec.input_key, "--input-key")
-    _check_value(prompt, spec.input_key, "--input-key")
-    return as_text(prompt)
-
-
 def _digest(prompt: Any) -> bytes:
     """Of the value of a prompt, whichever kind of file it is from."""
     text = json.dumps(without_arrow_nulls(prompt), sort_keys=True, default=repr)
@@ -259,7 +255,6 @@ def _take(row: dict[str, Any], key: str, flag: str) -> Any:
 
 
 def _check_reward(label: Any, metadata: dict[str, Any], spec: PromptSpec) -> None:
-    """Raise RowError where the row's built-in reward does not exist, or can compare nothing with the label."""
     if not spec.built_in_reward:
         return
     rm_type = spec.rm_type

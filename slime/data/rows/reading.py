@@ -8,7 +8,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -131,10 +131,9 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 def value_of(row: RawRow) -> tuple[dict[str, Any] | None, str | None]:
     """The value of a row, or what is wrong with it."""
-    return _json_value(row.content) if isinstance(row.content, bytes) else (row.content, row.problem)
-
-
-def _json_value(line: bytes) -> tuple[dict[str, Any] | None, str | None]:
+    line = row.content
+    if not isinstance(line, bytes):
+        return line, row.problem
     if b"\0" in line:
         return None, "not JSON: it has NUL bytes, as files have that were not written to their end"
     try:
@@ -161,7 +160,9 @@ def _parquet(source: RowFile, keys: Iterable[str] | None) -> Iterator[RawRow]:
         names = table.schema_arrow.names
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise BadInputError(f"{source.path} is no readable parquet file: {_one_line(error)}") from error
-    columns = names if keys is None else _columns(names, keys)
+    # Keys are the names of columns or, where none has it, begin with one and a dot.
+    wanted = names if keys is None else {key if key in names else key.partition(".")[0] for key in keys}
+    columns = [name for name in names if name in wanted]
     for name in columns:
         if names.count(name) > 1:
             raise BadInputError(f"{source.path} has the column {name!r} twice")
@@ -176,12 +177,6 @@ def _parquet(source: RowFile, keys: Iterable[str] | None) -> Iterator[RawRow]:
                     if start < row.number <= stop:
                         yield row._replace(content={**unread, **row.content}) if isinstance(row.content, dict) else row
             first = end
-
-
-def _columns(names: Collection[str], keys: Iterable[str]) -> list[str]:
-    """The columns that hold ``keys``: those of their names or, where none has it, of what stands before their dot."""
-    wanted = {key if key in names else key.partition(".")[0] for key in keys}
-    return [name for name in names if name in wanted]
 
 
 def _row_group(table: Any, group: int, columns: list[str], numbers: range) -> Iterator[RawRow]:

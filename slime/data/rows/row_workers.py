@@ -27,7 +27,6 @@ FEWEST_BYTES = 2 * _SHARE
 """Below, one process reads as fast as several."""
 _MAX_WORKERS = 8
 _END_S = 10.0
-_LENGTH = 8
 
 
 class WorkerError(SlimeError):
@@ -99,8 +98,8 @@ class _Worker:
                 _send(self._process.stdin, self._begin)
                 self._begin = None
             _send(self._process.stdin, batch)
-            answer = _receive(self._process.stdout)
-        except (OSError, EOFError):
+            answer = pickle.load(self._process.stdout)
+        except (OSError, EOFError, pickle.UnpicklingError):
             # Its pipes are closed: it has ended, or is no more of use.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_END_S)
@@ -118,18 +117,8 @@ class _Worker:
 
 
 def _send(pipe: IO[bytes], value: object) -> None:
-    content = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-    pipe.write(len(content).to_bytes(_LENGTH, "little"))
-    pipe.write(content)
+    pickle.dump(value, pipe, protocol=pickle.HIGHEST_PROTOCOL)
     pipe.flush()
-
-
-def _receive(pipe: IO[bytes]) -> object:
-    length = pipe.read(_LENGTH)
-    content = pipe.read(int.from_bytes(length, "little"))
-    if len(length) < _LENGTH or len(content) < int.from_bytes(length, "little"):
-        raise EOFError
-    return pickle.loads(content)
 
 
 def main() -> None:
@@ -139,17 +128,16 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print is no answer
     sys.modules["torch"] = None  # type: ignore[assignment]  # 250 MB that transformers imports for no tokenizer
     try:
-        begin = _receive(sys.stdin.buffer)
-        encoder = RowEncoder(*begin)  # type: ignore[misc]
+        encoder = RowEncoder(*pickle.load(sys.stdin.buffer))
         while True:
-            batch = _receive(sys.stdin.buffer)
+            batch = pickle.load(sys.stdin.buffer)
             try:
-                _send(answers, encoder.encode(batch))  # type: ignore[arg-type]
+                _send(answers, encoder.encode(batch))
             except BadInputError as error:
                 _send(answers, error)
             except Exception:
                 _send(answers, RuntimeError(traceback.format_exc()))
-    except (EOFError, BrokenPipeError, KeyboardInterrupt):
+    except (EOFError, pickle.UnpicklingError, BrokenPipeError, KeyboardInterrupt):
         return
 
 

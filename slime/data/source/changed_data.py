@@ -9,23 +9,14 @@ from slime.utils.errors import BadInputError
 _RESTART = "--restart-epoch begins this epoch anew with the data as it is now"
 
 
-def changed_data(then: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """How the prompts or their order differ between two states; None where they are the same, as far as is known.
-
-    States of earlier versions have no digest of this meaning.
-    """
-    names = ["num_prompts", "shuffle"]
-    if then.get("prompts_digest") and now.get("prompts_digest"):
-        names.append("prompts_digest")
-    changed = [f"{name}: {then[name]} then, {now[name]} now" for name in names if then[name] != now[name]]
-    return "; ".join(changed) or None
-
-
 def cursor_over(then: dict[str, Any], now: dict[str, Any], *, restart: bool) -> tuple[int, str | None]:
     """Where in its epoch a run goes on, and a warning if its data changed, where ``restart`` begins the epoch anew.
     BadInputError where the position lies beyond the data."""
-    cursor, changed = then["cursor"], changed_data(then, now)
-    if changed is None:
+    cursor, names = then["cursor"], ["num_prompts", "shuffle"]
+    if then.get("prompts_digest") and now.get("prompts_digest"):  # not in states of earlier versions
+        names.append("prompts_digest")
+    changed = "; ".join(f"{name}: {then[name]} then, {now[name]} now" for name in names if then[name] != now[name])
+    if not changed:
         return cursor, None
     if restart:
         return 0, f"--restart-epoch: epoch {then['epoch']} begins anew, since the prompts have changed ({changed})"

@@ -18,7 +18,7 @@ from slime.data.rows.dataset import PromptDataset, load_prompts, train_prompt_sp
 from slime.data.sample import flatten_samples
 from slime.data.source.buffer_choice import Choice, is_group
 from slime.data.source.changed_data import changed_group_size, cursor_over
-from slime.data.source.numbers import numbers_kept
+from slime.data.source.numbers import fill_numbers, numbers_kept
 from slime.data.source.rollout_context import current_rollout
 from slime.utils.errors import BadInputError, SlimeError
 from slime.utils.misc import load_function
@@ -138,19 +138,15 @@ class RolloutDataSource(DataSource):
             self._hand_out([group for group in groups if self._number(group)])
 
     def _number(self, group: Group) -> bool:
-        """Give a group the numbers that it lacks; whether it lacked its own."""
-        lacked = any(sample.group_index is None for sample in group)
-        if lacked:
-            for sample in group:
-                sample.group_index = self.num_read
-            self.num_read += 1
-        for sample in group:
-            if sample.index is None:
-                sample.index = self._num_samples
-                self._num_samples += 1
-            if sample.rollout_id is None:
-                sample.rollout_id = sample.index
-        return lacked
+        return fill_numbers(group, self._next_number, self._next_index)
+
+    def _next_number(self) -> int:
+        self.num_read += 1
+        return self.num_read - 1
+
+    def _next_index(self) -> int:
+        self._num_samples += 1
+        return self._num_samples - 1
 
     def _came_back(self, samples: Iterable[Sample]) -> None:
         """Take groups out of those in flight; one that is not among them came from a user's code, and is added."""
@@ -171,11 +167,9 @@ class RolloutDataSource(DataSource):
         prompt = pickle.dumps(self.dataset[int(self._order[self._cursor])])
         self._cursor += 1
         group: Group = [pickle.loads(prompt) for _ in range(self.args.n_samples_per_prompt)]
-        for sample in group:
-            sample.group_index = self.num_read
-            sample.index = sample.rollout_id = self._num_samples
-            self._num_samples += 1
-        self.num_read += 1
+        for sample in group:  # a data set of the user's own may have given some
+            sample.group_index = sample.index = sample.rollout_id = None
+        self._number(group)
         return group
 
     def add_samples(self, samples: list[Group]) -> None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from slime.data import Sample
+from slime.data import Group, Sample
 from slime.utils.user_functions import is_first
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,21 @@ Numbers = tuple[Any, ...]
 def numbers_of(sample: Sample) -> Numbers:
     """The numbers that a sample has now."""
     return tuple(getattr(sample, name) for name in _NAMES)
+
+
+def fill_numbers(group: Group, next_group: Callable[[], int], next_sample: Callable[[], int]) -> bool:
+    """Give a group and its samples the numbers that they lack; whether the group lacked its own."""
+    lacked = any(sample.group_index is None for sample in group)
+    if lacked:
+        number = next_group()
+        for sample in group:
+            sample.group_index = number
+    for sample in group:
+        if sample.index is None:
+            sample.index = next_sample()
+        if sample.rollout_id is None:
+            sample.rollout_id = sample.index
+    return lacked
 
 
 def restore(sample: Sample, numbers: Numbers, where: str) -> None:

@@ -12,6 +12,7 @@ from slime.data import Group, Sample
 from slime.data.sample import begun_anew
 from slime.data.source.buffer_choice import is_group
 from slime.data.source.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
+from slime.data.source.numbers import fill_numbers
 from slime.utils.errors import BadInputError, SlimeError
 from slime.utils.user_functions import naming
 
@@ -36,7 +37,7 @@ def draw_groups(args: Namespace, data_source: Any, num_groups: int) -> list[Grou
         data_source.adopt(groups)
     else:
         for group in groups:
-            _number(group)
+            fill_numbers(group, _numbers.__next__, _numbers.__next__)
     return groups
 
 
@@ -66,18 +67,6 @@ def _grouped(args: Namespace, samples: Sequence[Sample]) -> list[Group]:
     for sample in samples:
         groups.setdefault(sample.group_index, []).append(sample)
     return list(groups.values())
-
-
-def _number(group: Group) -> None:
-    if any(sample.group_index is None for sample in group):
-        number = next(_numbers)
-        for sample in group:
-            sample.group_index = number
-    for sample in group:
-        if sample.index is None:
-            sample.index = next(_numbers)
-        if sample.rollout_id is None:
-            sample.rollout_id = sample.index
 
 
 def put_back(data_source: Any, groups: list[Group]) -> None:

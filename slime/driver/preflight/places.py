@@ -11,7 +11,7 @@ from pathlib import Path
 
 from slime.driver.schedule import times_due
 from slime.files.exports import exports_after
-from slime.files.hf_headers import read_headers
+from slime.files.hf_reader import read_headers
 from slime.files.storage import amount, nearest_directory, why_no_directory
 from slime.options.flags.schema import flag_named
 from slime.ray.cluster import temporary_directory

@@ -16,12 +16,8 @@ def corrected(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss times what ``--use-tis`` and ``--use-rs`` make of it, and metrics to report as means.
 
-    Args:
-        pg_loss: [T], with gradient.
-        train_log_probs: [T], by the trainer, before the rollout's first step.
-
-    Raises:
-        ValueError: samples without the engine's log-probs.
+    ``pg_loss`` is [T], with gradient; ``train_log_probs`` [T], by the trainer, before the rollout's first step.
+    ValueError of samples without the engine's log-probs.
     """
     if not (args.use_tis or args.use_rs):
         return pg_loss, {}
@@ -60,11 +56,7 @@ def corrected(
 
 
 def engine_log_probs(batch: MicroBatch, flag: str) -> Tensor:
-    """The engine's log-probs, [T], which ``flag`` needs.
-
-    Raises:
-        ValueError: samples without.
-    """
+    """The engine's log-probs, [T], which ``flag`` needs; ValueError of samples without."""
     if batch.rollout_log_probs is None:
         raise ValueError(f"{flag} needs the engine's log-probs, and the samples have no rollout_log_probs")
     return batch.rollout_log_probs

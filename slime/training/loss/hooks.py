@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from slime.data.columns import LOSS_MASK, TOKENS
-from slime.training.micro_batch import MicroBatch, known_columns
+from slime.training.micro_batch import MicroBatch
+from slime.training.rollout_data import known_columns
 from slime.utils.misc import attribute_of, load_function
 from slime.utils.user_functions import call_user_function
 

@@ -40,14 +40,11 @@ def token_terms(
         vocab_size: rows that exist; those from here to V only pad the vocabulary and have probability 0.
         temperature: what the logits are divided by, above 0.
         group: the tensor-parallel group; None where the vocabulary is not split. Two small collectives a call.
-        chunk_size: tokens whose logits are held at a time; None for all at once.
+        chunk_size: tokens whose logits are held at a time, else a ValueError at least 1; None for all at once.
         wants_entropy_gradient: without, the entropy is a metric, and its backward term is left out.
 
     Returns:
         Two float32 [T], the same on every rank.
-
-    Raises:
-        ValueError: a ``chunk_size`` below 1.
     """
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}: it is a number of tokens, or None for all at once")
@@ -62,11 +59,7 @@ def token_terms(
 
 def logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """All logits of this rank's columns, float32 [T, V / tp], for losses that want them; the temperature is theirs.
-
-    Args:
-        hidden: [T, h], from the model.
-        weight: [V / tp, h], this rank's rows.
-    """
+    ``hidden`` is [T, h], ``weight`` [V / tp, h], this rank's rows."""
     return torch.nn.functional.linear(hidden.to(weight.dtype), weight).float()
 
 

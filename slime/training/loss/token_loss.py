@@ -10,15 +10,17 @@ from argparse import Namespace
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from slime.algorithms import losses
 from slime.training.loss import hooks
 from slime.training.loss.correction import corrected, engine_log_probs
 from slime.training.micro_batch import MicroBatch
+from slime.training.parallel import Parallel, gathered
 
 MAXIMUM = "largest:"
-"""What the name of a maximum begins with until `slime.training.metrics` has taken it over all ranks."""
+"""What the name of a maximum begins with until `step_metrics` has taken it over all ranks."""
 
 
 @dataclass
@@ -44,7 +46,9 @@ def policy_loss(args: Namespace, batch: MicroBatch, log_probs: Tensor, entropy: 
     """
     assert batch.advantages is not None
     present = log_probs.detach()
-    old = behaviour_log_probs(args, batch, present)
+    old = present if batch.old_log_probs is None else batch.old_log_probs
+    if args.use_rollout_logprobs:
+        old = engine_log_probs(batch, "--use-rollout-logprobs")
     log_ratio = log_probs - old
     pg_loss, clipped = _surrogate(args, batch, log_probs, log_ratio)
     result = TokenLoss(loss=torch.zeros_like(pg_loss))
@@ -74,15 +78,7 @@ def policy_loss(args: Namespace, batch: MicroBatch, log_probs: Tensor, entropy: 
     return result
 
 
-def behaviour_log_probs(args: Namespace, batch: MicroBatch, present: Tensor) -> Tensor:
-    """Log-probs under the policy that the ratio is taken to; ``present`` on the first step on policy."""
-    if args.use_rollout_logprobs:
-        return engine_log_probs(batch, "--use-rollout-logprobs")
-    return present if batch.old_log_probs is None else batch.old_log_probs
-
-
 def _surrogate(args: Namespace, batch: MicroBatch, log_probs: Tensor, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """The policy loss of the estimator, and where it is clipped."""
     clips = {"eps_clip": args.eps_clip, "eps_clip_high": args.eps_clip_high}
     assert batch.advantages is not None
     if args.advantage_estimator == "cispo":
@@ -157,3 +153,38 @@ def reduce_tokens(loss: TokenLoss, batch: MicroBatch, name: str = "train/loss") 
     for key, value in loss.maxima.items():
         report[MAXIMUM + key] = torch.where(batch.mask > 0, value.detach(), 0.0).amax()
     return total, report
+
+
+def step_metrics(reports: list[dict[str, Tensor]], counts: dict[str, float], parallel: Parallel) -> dict[str, float]:
+    """Sums and maxima of the micro-batches over all ranks, and ``counts``, likewise summed.
+
+    Args:
+        reports: of `reduce_tokens`, one a micro-batch; none before the last stage.
+        counts: of this rank's rows, under names that no report has.
+    """
+    metrics = _reduce(reports, counts, parallel) if parallel.is_last_stage else {}
+    if parallel.pp.size > 1:
+        box = [metrics]
+        dist.broadcast_object_list(box, group_src=parallel.pp.size - 1, group=parallel.pp.group)
+        metrics = box[0]
+    return metrics
+
+
+def _reduce(reports: list[dict[str, Tensor]], counts: dict[str, float], parallel: Parallel) -> dict[str, float]:
+    group = parallel.dp_cp.group
+    # Of all ranks, in the same order on each: a user's loss may report what only some micro-batches have.
+    own = dict.fromkeys(name for report in reports for name in report)
+    names = list(dict.fromkeys(name for each in gathered(own, group) for name in each))
+    zero = torch.zeros_like(next(iter(reports[0].values())))
+    table = torch.stack([torch.stack([report.get(name, zero) for name in names]) for report in reports])
+    is_maximum = torch.tensor([name.startswith(MAXIMUM) for name in names], device=table.device)
+    maxima = table.amax(0)
+    of_rows = [count * parallel.counts_rows for count in counts.values()]
+    sums = torch.cat([table.double().sum(0), torch.tensor(of_rows, dtype=torch.float64, device=table.device)])
+    if parallel.dp_cp.size > 1:
+        dist.all_reduce(sums, group=group)
+        if is_maximum.any():
+            dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
+    sums[: len(names)] = torch.where(is_maximum, maxima.double(), sums[: len(names)])
+    shown = [f"{name.removeprefix(MAXIMUM)}_max" if name.startswith(MAXIMUM) else name for name in names]
+    return dict(zip([*shown, *counts], sums.tolist(), strict=True))

@@ -35,12 +35,8 @@ class MemoryLog:
 
     @contextmanager
     def phase(self, name: str, **fields: int) -> Iterator[span]:
-        """Note what the block takes, in memory and, with ``fields``, time.
-
-        Raises:
-            DeviceMemoryError: in place of torch's error of memory that is used up; ``push`` and ``save`` have advice of
-                their own.
-        """
+        """Note what the block takes, in memory and, with ``fields``, time; DeviceMemoryError in place of torch's error
+        of memory that is used up."""
         device.reset_peak()
         try:
             with span(f"train/{name}", **fields) as timed:

@@ -14,7 +14,7 @@ _ALIGNMENT = 512
 
 
 class SleepingTensors:
-    """Tensors whose device memory is given back, and taken again, together.
+    """Tensors whose device memory is given back, and taken again, at the same time.
 
     Not the tensors but the storages beneath are emptied: parameters, the buffers that they are views of, optimizer
     state and whoever else refers to them need not know. An allocator that pauses (torch_memory_saver) would do it too,
@@ -46,17 +46,17 @@ class SleepingTensors:
         for storage, _ in self._asleep:
             storage.resize_(0)
 
-    def wake(self, *, side_stream: bool = False) -> None:
+    def wake(self, *, on_side_stream: bool = False) -> None:
         """Take the memory again, with the values where they are kept.
 
-        With ``side_stream`` they come there, while other work goes on: who needs them calls `device.wait_side_stream`.
+        With ``on_side_stream`` they come while other work goes on: who needs them calls `device.wait_side_stream`.
         """
         for storage, nbytes in self._asleep:
             storage.resize_(nbytes)
         if self._keep and self._asleep:
-            with device.side_stream() if side_stream else contextlib.nullcontext():
+            with device.side_stream() if on_side_stream else contextlib.nullcontext():
                 self._copy(lambda host, own: own.copy_(host, non_blocking=True))
-            if not side_stream:
+            if not on_side_stream:
                 device.synchronize()
         self._asleep = []
 

@@ -38,11 +38,7 @@ class WeightSets:
             copy.copy_(tensor)
 
     def switch(self, name: str) -> None:
-        """Put the kept set ``name`` into the model; the one that it held is kept.
-
-        Raises:
-            KeyError: a set that was never kept.
-        """
+        """Put the kept set ``name`` into the model; the one that it held is kept. KeyError where it never was."""
         if name == self.current:
             return
         if name not in self._copies:

@@ -31,7 +31,7 @@ from slime.models import family_of, hf_config
 from slime.models.family import Heads
 from slime.training.loss.log_probs import token_terms
 from slime.training.micro_batch import MicroBatch
-from slime.training.responses import Responses
+from slime.training.packing import Responses
 from slime.utils.errors import BadInputError
 
 
