@@ -82,7 +82,7 @@ class Supervisor:
             preexec_fn=functools.partial(kernel.die_with_parent, os.getpid()),
         )
         self._server = server.pid
-        while self._status is None and not self._stop_asked and not self._owner_is_gone():
+        while self._status is None and not self._stop_asked and not self._owner_is_dead():
             self._wait(_OWNER_CHECK_S)
             self._note_scratch()
             self._reap()
@@ -123,7 +123,7 @@ class Supervisor:
     def _outlast_supervisor(self, ended: int) -> None:
         """In the guard: return when the supervisor has ended, and see to it that it does when its owner has gone."""
         waits = [ended, self._owner_fd]
-        while not select.select(waits, [], [], _OWNER_CHECK_S)[0] and not self._owner_is_gone():
+        while not select.select(waits, [], [], _OWNER_CHECK_S)[0] and not self._owner_is_dead():
             pass
         self._send_to_supervisor(signal.SIGCONT)
         # Twice its own deadline: it shall always have ended the tree by itself, unless it cannot.
@@ -141,7 +141,7 @@ class Supervisor:
             for process in self._tree():
                 self._left_over |= mapped_files(process.pid, self._scratch)
 
-    def _owner_is_gone(self) -> bool:
+    def _owner_is_dead(self) -> bool:
         # The parent is looked at as well: a process forked by the owner may have kept the pipe's other end open.
         ready, _, _ = select.select([self._owner_fd], [], [], 0)
         supervisor = kernel.with_id(self._pid)
@@ -181,7 +181,7 @@ class Supervisor:
         self._reap()
 
     def _tree(self) -> list[Process]:
-        """All living processes below this one but for the guard, parents before children."""
+        """All processes that are alive below this one but for the guard, parents before children."""
         found = kernel.below([os.getpid()], kernel.running().values())
         return [process for process in found if process.pid != self._guard]
 

@@ -88,7 +88,7 @@ _POLL_S = 1.0
 _GRACE_S = 5.0
 _ENGINE_GRACE_S = 20.0
 """How long after a call to it failed an engine may take to be dead: its server's tree has ten seconds to end."""
-_PATIENCE_S, _PATIENCE_POLL_S = 1.0, 0.1
+_RAY_GRACE_S, _RAY_POLL_S = 1.0, 0.1
 """How long after its workers a raylet's own end may be seen."""
 _FRAMES = 3
 
@@ -178,7 +178,7 @@ class Supervisor:
                     who, its_phase = self._background.pop(ref, (names.get(ref, ""), phase))
                     if who not in self._dead and (error := _error_of(ref)):
                         self._raise_root_cause(error, who, its_phase, 0.0 if known > dead_before else _grace_of(error))
-                if len(self._dead) > known:  # their answers, and their ends, which blame has found, are none any more
+                if len(self._dead) > known:  # also those found as a root cause: no answer of theirs counts
                     pending = dict.fromkeys(ref for ref in pending if names[ref] not in self._dead)
                 if not pending:
                     break  # what else is ready is the next wait's
@@ -210,7 +210,7 @@ class Supervisor:
             is_input = phase in _READS_INPUT and isinstance(error.cause, BadInputError)
             kind = InputError if is_input else RunError
             return kind(f"{phase}: {who} failed {version}: {_reason(error)}")
-        _check_ray(phase, _PATIENCE_S)
+        _check_ray(phase, _RAY_GRACE_S)
         if isinstance(error, (RayActorError, OutOfMemoryError)):
             return RunError(f"{phase}: {why_it_died(error, who)} {version}")
         return RunError(f"{phase}: Ray could not run {who} {version}: {' '.join(str(error).split())}")
@@ -232,7 +232,7 @@ def _check_ray(phase: str, grace: float = 0.0) -> None:
             raise RayDownError(f"{phase}: {why}")
         if time.monotonic() >= deadline:
             return
-        time.sleep(_PATIENCE_POLL_S)
+        time.sleep(_RAY_POLL_S)
 
 
 def _grace_of(error: RayError) -> float:

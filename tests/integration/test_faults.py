@@ -184,7 +184,7 @@ def test_requests_of_an_engine_that_dies_are_sent_to_the_other(tmp_path: Path) -
             return web.Response()
 
         on_it: list[web.Request] = []
-        (living, url), (doomed, doomed_url) = await serve(lives), await serve(dies)
+        (alive, url), (doomed, doomed_url) = await serve(lives), await serve(dies)
         asked = {"rollout_health_check_interval": 60.0, "rollout_health_check_timeout": 1.0}
         router = Router(engine_args(tmp_path, tmp_path, **asked), "127.0.0.1", KEYS, tmp_path / "router.log")
         http = Http(60.0)
@@ -213,7 +213,7 @@ def test_requests_of_an_engine_that_dies_are_sent_to_the_other(tmp_path: Path) -
         finally:
             await http.close()
             await asyncio.to_thread(router.stop)
-            await living.cleanup()
+            await alive.cleanup()
             await doomed.cleanup()
 
     asyncio.run(asyncio.wait_for(scenario(), 300))

@@ -113,7 +113,7 @@ def test_what_ran_before_is_spared_when_it_loses_its_parent_too(monkeypatch: pyt
     assert sorted(tree.look()) == [there[-1], ours, marked], "another one that got its id"
 
 
-# ---- who is to blame
+# ---- the root cause
 
 
 class Daemon:
@@ -163,7 +163,7 @@ NODE_DIED = "The actor died because its node has died. Node Id: ab\n\tpid: 123\n
     ],
 )
 def test_a_death_is_told_in_one_line(error: Any, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervision, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(supervision, "_RAY_GRACE_S", 0.0)
     line = str(Supervisor()._failure(error, "trainer 0", "train"))
     assert line.startswith(f"train: {expected}")
     assert line.endswith("(weight version none yet)")

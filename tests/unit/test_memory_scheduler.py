@@ -31,7 +31,7 @@ class Sides:
         self.calls.append(("engines", method, *values))
         return [None]
 
-    def turns(self, *, offload_train: bool = True, offload_rollout: bool = True) -> MemoryScheduler:
+    def scheduler(self, *, offload_train: bool = True, offload_rollout: bool = True) -> MemoryScheduler:
         trainers: Any = Namespace(call=self.trainers)
         engines: Any = Namespace(call=self.engines)
         return MemoryScheduler(trainers, engines, LIMIT, offload_train=offload_train, offload_rollout=offload_rollout)
@@ -39,11 +39,11 @@ class Sides:
 
 def test_never_more_than_both_sides_weights_are_there_together() -> None:
     sides = Sides(Memory())
-    turns = sides.turns()
-    turns.trainers_started()
+    scheduler = sides.scheduler()
+    scheduler.trainers_started()
     for _ in range(2):
-        turns.to_trainers()
-        with turns.pushing():
+        scheduler.to_trainers()
+        with scheduler.pushing():
             sides.calls.append(("push",))
     step = [
         ("engines", "release_memory"),
@@ -60,17 +60,17 @@ def test_never_more_than_both_sides_weights_are_there_together() -> None:
 def test_the_fullest_gpu_is_noted_while_both_sleep() -> None:
     gib = 2**30
     sides = Sides(Memory(used=4 * gib, reserved=gib), Memory(used=11 * gib, reserved=7 * gib), Memory(used=3 * gib))
-    turns = sides.turns()
-    turns.trainers_started()
-    turns.to_trainers()
-    figures = turns.figures()
+    scheduler = sides.scheduler()
+    scheduler.trainers_started()
+    scheduler.to_trainers()
+    figures = scheduler.figures()
     assert (figures["perf/asleep_gib"], figures["perf/asleep_trainer_gib"]) == (11.0, 7.0)
-    assert turns.figures() == {}
+    assert scheduler.figures() == {}
 
 
 def test_nothing_is_noted_without_gpus_or_where_engines_stay() -> None:
     for sides, stays in ((Sides(Memory()), False), (Sides(), False), (Sides(Memory(used=1)), True)):
-        turns = sides.turns(offload_rollout=not stays)
-        turns.trainers_started()
-        turns.to_trainers()
-        assert not any("asleep" in name for name in turns.figures())
+        scheduler = sides.scheduler(offload_rollout=not stays)
+        scheduler.trainers_started()
+        scheduler.to_trainers()
+        assert not any("asleep" in name for name in scheduler.figures())

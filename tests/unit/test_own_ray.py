@@ -70,7 +70,7 @@ def seen(ray: Ray) -> dict[str, object]:
     return found
 
 
-def living(pids: object) -> list[int]:
+def alive_of(pids: object) -> list[int]:
     assert isinstance(pids, list)
     return [pid for pid in pids if alive(pid)]
 
@@ -94,11 +94,11 @@ def test_two_on_one_host_share_nothing_and_end_with_all_that_they_started(
             assert "RAY_API_SERVER_ADDRESS" not in environment
             assert int(environment["RAY_JOB_STOP_WAIT_TIME_S"]) > 30
             assert environment["RAY_USAGE_STATS_REPORT_URL"].startswith("http://127.0.0.1:")
-            assert len(living(pids)) == 2
+            assert len(alive_of(pids)) == 2
             assert second["--node-ip-address"] == "127.0.0.1", "of a name"
-        assert living(pids) == []
-        assert len(living(seen(one)["pids"])) == 2, "the other one's end is its own"
-    assert living(seen(one)["pids"]) == []
+        assert alive_of(pids) == []
+        assert len(alive_of(seen(one)["pids"])) == 2, "the other one's end is its own"
+    assert alive_of(seen(one)["pids"]) == []
     assert one.directory is not None
     assert [path.name for path in (one.directory / "session_latest").iterdir()] == ["logs"]
 
@@ -106,7 +106,7 @@ def test_two_on_one_host_share_nothing_and_end_with_all_that_they_started(
 def test_an_exception_ends_it(fake: Callable[[str], None]) -> None:
     with pytest.raises(KeyboardInterrupt), own_ray.own_ray(1, ALONE) as ray:
         raise KeyboardInterrupt
-    assert living(seen(ray)["pids"]) == []
+    assert alive_of(seen(ray)["pids"]) == []
 
 
 def test_it_ends_with_a_process_that_is_killed(fake: Callable[[str], None], tmp_path: Path) -> None:
@@ -123,10 +123,10 @@ with own_ray.own_ray(1, own_ray.Node(1, 0, "127.0.0.1")) as ray:
     assert owner.stdout is not None
     assert "Ray started for this run" in owner.stdout.readline()
     pids = seen(Ray("", Path(owner.stdout.readline().strip())))["pids"]
-    assert len(living(pids)) == 2
+    assert len(alive_of(pids)) == 2
     owner.send_signal(signal.SIGKILL)
     owner.wait(60)
-    wait_for(lambda: not living(pids), "the Ray of a killed process ends")
+    wait_for(lambda: not alive_of(pids), "the Ray of a killed process ends")
     owner.stdout.close()
 
 

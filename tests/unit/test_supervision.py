@@ -50,7 +50,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(ray, "wait", wait)
     monkeypatch.setattr(ray, "get", get)
-    monkeypatch.setattr(supervision, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(supervision, "_RAY_GRACE_S", 0.0)
     return waits
 
 
