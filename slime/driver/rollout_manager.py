@@ -29,9 +29,8 @@ from slime.options.training import check_schedule
 from slime.ray.cluster import actor_environment, as_actor, enter_actor
 from slime.rollout.base_types import train_output
 from slime.rollout.batches.debug_data import check_recorded, load_samples, save_evaluation, save_samples
-from slime.rollout.batches.metrics import accounting
+from slime.rollout.batches.metrics import accounting, sample_metrics
 from slime.rollout.batches.reward_log import RewardLog
-from slime.rollout.batches.sample_stats import sample_metrics
 from slime.rollout.batches.staleness import renew_stale, staleness_metrics
 from slime.rollout.batches.train_data import to_train_batches
 from slime.rollout.engine.loop import background_loop

@@ -19,8 +19,7 @@ from slime.options.checks.reward_rules import unmet_rewards
 from slime.options.eval_datasets import CONFIG, PAIRS, EvalDataset
 from slime.options.rollout import generates_itself
 from slime.rollout.base_types import RolloutFnEvalOutput, flatten_samples
-from slime.rollout.batches.metrics import length_stats
-from slime.rollout.batches.sample_stats import by_response, pass_rates, reward_or_none
+from slime.rollout.batches.metrics import by_response, length_stats, pass_rates, reward_or_none
 from slime.rollout.engine.gate import FIRST
 from slime.rollout.engine.loop import run_all
 from slime.rollout.engine.state import rollout_state

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slime.data import Sample
-from slime.rollout.batches.sample_stats import num_turns, pass_at_k, pass_rates, sample_metrics
+from slime.rollout.batches.metrics import num_turns, pass_at_k, pass_rates, sample_metrics
 from slime.rollout.filter_hub.dynamic_sampling_filters import check_reward_nonzero_std
 
 NUM_GPUS = 0
