@@ -21,14 +21,13 @@ from slime.driver.memory_scheduler import MemoryScheduler
 from slime.driver.preflight.places import place_warnings, room_warnings
 from slime.driver.process import acquire_run_lock, exit_status, interrupt_on_sigterm
 from slime.driver.rollout_manager import create_manager
-from slime.driver.saving import Saver
 from slime.driver.schedule import check_remaining, missing_exports, scores_start
 from slime.entry.arguments import describe
 from slime.files.storage import write_text, writing
 from slime.fleet.engines import START_ROUTER, Engines
 from slime.fleet.placement import Placement, core_shortage, place
 from slime.fleet.spec import ModelSpec, fleet_of
-from slime.fleet.train_group import TrainGroup
+from slime.fleet.train_group import Saver, TrainGroup
 from slime.observability import logs, trace
 from slime.observability.metrics import MetricsLogger
 from slime.observability.progress import done_line, program, say, step_line, warn

@@ -14,8 +14,7 @@ class NothingLeftError(Exception):
 
 
 def is_due(rollout_id: int, interval: int | None, last: int | None = None) -> bool:
-    """Whether something done every ``interval`` rollouts (None: never) is due after ``rollout_id``, or after the run's
-    last, where ``last`` says how many there are."""
+    """Whether what is done every ``interval`` rollouts (None: never), and after the ``last``, is due after this one."""
     return rollout_id + 1 == last or (interval is not None and (rollout_id + 1) % interval == 0)
 
 
@@ -29,8 +28,7 @@ def times_due(first: int, interval: int | None, last: int) -> int:
 
 
 def scores_start(args: argparse.Namespace, start: int) -> bool:
-    """Whether the weights that a run starts from, trained on ``start`` rollouts, are to be scored; not again those at
-    which it is resumed."""
+    """Whether the weights of a run's start, of ``start`` rollouts, are to be scored; not again after a resume."""
     if not args.eval_interval or args.skip_eval_before_train:
         return False
     return start == 0 or start not in evaluated_versions(args)
@@ -46,13 +44,9 @@ def missing_exports(args: argparse.Namespace, start: int) -> dict[str, str]:
 
 
 def check_remaining(args: argparse.Namespace) -> str:
-    """Find out that a run is over before anything is started for it; a line on what is left, if it is no rollout. A run
-    that only evaluates (``--num-rollout 0``) is never over, nor is one whose number of rollouts is not known yet.
-
-    Raises:
-        NothingLeftError: the checkpoint in ``--load``, or ``--start-rollout-id``, is after the last rollout, the
-            weights there are not to be scored, and the exports that are asked for are there.
-    """
+    """A line on what is left of a run that has no rollout to train, before anything is started for it; NothingLeftError
+    where neither scores nor exports are missing. A run that only evaluates (``--num-rollout 0``) is never over, nor is
+    one whose number of rollouts is not known yet."""
     if not args.num_rollout:
         return ""
     done = 0 if args.placement == "rollout_only" else rollouts_done(args.load)

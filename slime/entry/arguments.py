@@ -84,14 +84,9 @@ _MISSPELT = 0.88
 
 
 def parse_args(argv: Sequence[str] | None = None, *, asynchronous: bool = False) -> argparse.Namespace:
-    """The command line as one flat namespace with every option, Megatron and SGLang value under its upstream name.
-
-    A bad input prints one line that names the flag and exits with status 2, before any device is taken.
-
-    Args:
-        argv: the words; default those of this process.
-        asynchronous: whether they are train_async.py's.
-    """
+    """The command line (``argv``, or that of this process; if ``asynchronous``, of train_async.py) as one flat
+    namespace with every option, Megatron and SGLang value under its upstream name. A bad input prints one line that
+    names the flag and exits with status 2, before any device is taken."""
     if os.getcwd() not in sys.path:  # hooks beside the user's script, as in the workers
         sys.path.insert(0, os.getcwd())
     parser = StrictParser(description="Reinforcement learning of language models: Megatron trains, SGLang generates.")
@@ -116,10 +111,8 @@ def parse_args(argv: Sequence[str] | None = None, *, asynchronous: bool = False)
 
 
 def check_flags(argv: Sequence[str]) -> None:
-    """Whether train.py knows these flags, and takes their values one by one: not whether they fit each other.
-
-    If not, it prints train.py's line and exits with status 2.
-    """
+    """Exit with status 2 and train.py's line unless it knows these flags and takes their values one by one; whether
+    they fit each other is not looked at."""
     parser = StrictParser(prog="train.py")
     try:
         _parse(parser, argv)
@@ -193,7 +186,6 @@ def _paths(value: Any) -> list[str]:
 
 
 def _add_hook_flags(parser: StrictParser, words: Sequence[str], yaml_values: Mapping[str, Any]) -> None:
-    """Let the modules that function paths name add flags of their own, by ``add_arguments(parser)``."""
     done: set[str] = set()
     for flag, path in _given_hooks(words, yaml_values):
         where = f"{flag} {path}"
@@ -233,8 +225,7 @@ def _read_yaml(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _check_keys(parser: StrictParser, values: dict[str, Any]) -> list[str]:
-    """Refuse entries of engines or router that no flag has; warnings of others, the user's own, that may be
-    misspelt."""
+    """Refuse entries of engines or router that no flag has; warnings of the user's own that may be misspelt."""
     unknown = [key for key, v in values.items() if not parser.has(key) and not explain_flag(flag_named(key), str(v))]
     passed = [parser.explain_unknown(flag_named(key)) for key in unknown if key.startswith(("sglang_", "router_"))]
     if passed:

@@ -36,8 +36,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Membership:
-    """The engines of a run, in the order of their joining. A change makes another version, so that whoever was given
-    one can tell it from later ones."""
+    """The engines of a run, in the order of their joining; whoever was given a version can tell it from later ones."""
 
     version: int = 0
     engines: tuple[Member, ...] = ()
@@ -135,9 +134,8 @@ class Engines:
 
     def add(self, model: str) -> str:
         """Start one more engine like the first of ``model``; its name. One of the trained model gets no request before
-        `push` has brought it the weights; others have their own. RunError where there is no such model, its engines are
-        beside trainers, which have all that they share, no slot is free, or it does not start; the engines are then
-        those of before."""
+        `push` has brought it the weights. RunError where there is no such model, its engines are beside trainers, no
+        slot is free, or it does not start; the engines are then those of before."""
         specs = {member.spec.model.name: member.spec for member in reversed(self._members.values())}
         if model not in specs:
             raise RunError(f"add an engine: no model {model!r} is served, there are: {', '.join(specs) or 'none'}")

@@ -56,8 +56,7 @@ class Placement:
         return len({slot.host for slot in self.slots}) == 1
 
     def interface(self) -> dict[str, str]:
-        """Variables for actors: on one host nobody else needs to reach where ranks meet, and gloo would listen where
-        the host's name leads to."""
+        """Variables for actors: on one host ranks meet on loopback, and gloo would listen where its name leads."""
         if not self.on_one_host:
             return {}
         return {NODE_ADDRESS_VARIABLE: LOOPBACK, "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}

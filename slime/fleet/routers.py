@@ -92,8 +92,7 @@ class Routers:
             os.environ |= {ROUTER_VARIABLES[name]: self._routers[name].url for name in known}
 
     def serve(self, membership: Membership) -> None:
-        """Send requests to the engines of a membership that are to get some, and to no others; have in flight, and
-        ended, what these have."""
+        """Send requests to a membership's engines that are to get some, and no others; limits and aborts follow."""
         deadline, joined = time.monotonic() + self._args.engine_start_timeout, dict[str, list[str]]()
         with self._changing:
             if membership.version < self._version:

@@ -1,13 +1,18 @@
-"""The trainers of a run as one: made, started, called and ended together."""
+"""The trainers of a run as one: made, started, called and ended together, and what they write."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import ray
 
+from slime.files import atomic_io
+from slime.files.checkpoints import checkpoint_directory
+from slime.files.exports import exports_after
 from slime.fleet.placement import Placement
 from slime.ray.cluster import actor_environment, as_actor, worker_options
 from slime.ray.supervision import RESTORE_DATA, START_TRAINERS, Deadline, Supervisor, limit_of
@@ -97,3 +102,52 @@ class TrainGroup:
         values = ((rollout_id, batches[rank]) for rank in self._dp_ranks)
         answers = self.call_each(f"train on rollout {rollout_id}", "train", limit, values)
         return answers[0] if answers else []
+
+
+class Saver:
+    """Has trainers write checkpoints, Hugging Face directories and adapters, and knows what they have not finished."""
+
+    def __init__(self, args: argparse.Namespace, trainers: TrainGroup) -> None:
+        self._args, self._trainers = args, trainers
+        self._unfinished: list[Path] = []
+
+    @property
+    def limit(self) -> Deadline:
+        """Of whatever is saved."""
+        return limit_of(self._args, "checkpoint_timeout")
+
+    def save(self, rollout_id: int, state: dict[str, Any]) -> None:
+        """Write what is asked for after a rollout; ``state`` is what a resumed run needs besides the trainers' own."""
+        args, phase = self._args, f"save after rollout {rollout_id}"
+        if args.save:
+            saves = (args.save, args.critic_save if args.use_critic else None)
+            values = [(rollout_id, None if rank else state) for rank in range(len(self._trainers.actors))]
+            with self._staging([checkpoint_directory(each, rollout_id) for each in saves if each]):
+                self._trainers.call_each(phase, "save", self.limit, values)
+        self.export(rollout_id, exports_after(args, rollout_id), phase)
+
+    def export(self, rollout_id: int, places: dict[str, str], phase: str) -> None:
+        """Write the directories of ``places``, by the option that asks for each."""
+        for option, directory in places.items():
+            with self._staging([Path(directory)]):
+                self._trainers.call(phase, "export", self.limit, option, directory, rollout_id)
+
+    def clean_up(self) -> list[str]:
+        """Remove what is unfinished, now that no trainer writes there: it would keep a full disk full. What could not
+        be put back, for a warning: the disk that a save failed on may fail here too."""
+        lost = []
+        for final in self._unfinished:
+            try:
+                atomic_io.put_back(final)
+            except OSError as error:
+                why = error.strerror or str(error)
+                lost.append(f"{final}: {why}; what was there before may be at {atomic_io.replaced(final)}")
+            atomic_io.discard_directory(final)
+        return lost
+
+    @contextlib.contextmanager
+    def _staging(self, finals: list[Path]) -> Iterator[None]:
+        """Within, trainers write what becomes ``finals``; what is unfinished when that fails is left to `clean_up`."""
+        self._unfinished = finals
+        yield
+        self._unfinished = []

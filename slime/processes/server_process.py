@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO
 
 import slime
 from slime.files.storage import writing
@@ -46,16 +45,12 @@ class ServerProcess:
         scratch: str | None = None,
         held: bool = False,
     ) -> None:
-        """
-        Args:
-            command: the server's command line; flags that are named for secrets come to it by environment.
-            env: its whole environment.
-            log_path: file that standard output and error are appended to.
-            secrets: strings that `tail` replaces by ``***``.
-            grace: seconds that the server has to end in order before it is killed.
-            scratch: prefix of paths; files of such paths that the server maps into memory are removed when it has
-                ended, nobody else's.
-            held: the server only imports until `let_go`.
+        """``command``, whose flags that are named for secrets come to it by environment, runs with ``env`` as its whole
+        environment, its output appended to ``log_path``; `tail` replaces ``secrets`` by ``***``.
+
+        It has ``grace`` seconds to end in order before it is killed. Files that it maps into memory whose paths begin
+        with ``scratch`` are removed when it has ended, nobody else's. If it is ``held``, it only imports until
+        `let_go`.
         """
         self._command, hidden = apart(command)
         self._env = {**env, "PYTHONPATH": _with_our_package(env.get("PYTHONPATH", ""))}
@@ -79,7 +74,10 @@ class ServerProcess:
         if self._scratch is not None:
             options += ["--scratch", self._scratch]
         try:
-            with self._log() as log:
+            with writing("--run-dir, log", self._log_path):
+                self._log_path.parent.mkdir(parents=True, exist_ok=True)
+                log = self._log_path.open("ab")
+            with log:
                 self._supervisor = subprocess.Popen(
                     [*supervisor, *options, "--", *self._command],
                     env=self._env,
@@ -91,11 +89,6 @@ class ServerProcess:
                 )
         finally:
             os.close(supervisor_end)
-
-    def _log(self) -> BinaryIO:
-        with writing("--run-dir, log", self._log_path):
-            self._log_path.parent.mkdir(parents=True, exist_ok=True)
-            return self._log_path.open("ab")
 
     def let_go(self) -> None:
         """Have a server that is held go on; one that has ended is left to `poll`."""

@@ -25,9 +25,8 @@ class Examiner:
     def __init__(
         self, engines: Callable[[], Mapping[str, Any]], answer: float, remove: Callable[[str], object]
     ) -> None:
-        """``engines`` gives the actors of those that get requests, by URL; each may take ``answer`` seconds to answer,
-        and is asked twice. ``remove`` is called with the URL of one that hangs, unless all do; it then gets none any
-        more."""
+        """``engines`` gives the actors of those that get requests, by URL; each is asked twice, with ``answer`` seconds
+        to answer. ``remove`` is called with the URL of one that hangs, unless all do; it then gets none any more."""
         self._engines, self._remove = engines, remove
         self._limit = 2 * answer + _MARGIN_S
         self._lock = threading.Lock()

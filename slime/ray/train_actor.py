@@ -19,6 +19,7 @@ from slime.data import TrainBatch
 from slime.files.hf_writer import NamedTensors
 from slime.files.storage import writing
 from slime.observability import logs
+from slime.options.flags.schema import flag_named
 from slime.ray.cluster import enter_actor
 from slime.training import checkpoint_dirs
 from slime.training.protocol import Trainer
@@ -63,8 +64,7 @@ class TrainActor:
         return host, self._store.port
 
     def start(self, master: tuple[str, int], num_rollout: int) -> tuple[int, int, dict[str, Any] | None]:
-        """Build the model and load its weights: the first rollout's id, the data-parallel size and, on rank 0 of a
-        resumed run, the data side's saved state."""
+        """Load the model: the first rollout, the data-parallel size and, on rank 0, the data's state to resume."""
         os.environ.update(MASTER_ADDR=master[0], MASTER_PORT=str(master[1]))
         os.environ.setdefault(NODE_ADDRESS_VARIABLE, ray.util.get_node_ip_address())
         patching.apply([RENDEZVOUS], None)
@@ -146,15 +146,11 @@ class TrainActor:
         with writing("--save", args.save, note=_STILL_WHOLE):
             checkpoint_dirs.commit_save(args.save, rollout_id)
 
-    def save_hf(self, directory: str, rollout_id: int) -> None:
-        """Write the present weights, those after a rollout, as a Hugging Face directory."""
-        with writing("--save-hf", directory):
-            self._trainer.save_hf(directory, rollout_id)
-
-    def save_lora(self, directory: str, rollout_id: int) -> None:
-        """Write the present adapters, those after a rollout, in PEFT's format."""
-        with writing("--save-lora", directory):
-            self._trainer.save_lora(directory, rollout_id)
+    def export(self, option: str, directory: str, rollout_id: int) -> None:
+        """Write what is there after a rollout: by ``save_hf`` weights in a Hugging Face directory, by ``save_lora``
+        adapters in PEFT's format."""
+        with writing(flag_named(option), directory):
+            getattr(self._trainer, option)(directory, rollout_id)
 
     def stop(self) -> None:
         """Leave the transport's process groups."""

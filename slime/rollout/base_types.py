@@ -30,7 +30,6 @@ class RolloutFnEvalOutput:
 
 
 def train_output(returned: Any) -> RolloutFnTrainOutput:
-    """What a rollout function returned, with its samples as one flat list (`flatten_samples`); they alone may stand for
-    it."""
+    """What a rollout function returned, or its samples alone, with these as one flat list (`flatten_samples`)."""
     output = returned if isinstance(returned, RolloutFnTrainOutput) else RolloutFnTrainOutput(samples=returned)
     return RolloutFnTrainOutput(flatten_samples(output.samples), output.metrics)

@@ -60,9 +60,8 @@ def late(args: Namespace, rollout_id: int, progress: str) -> str:
 async def finish_batch(
     args: Namespace, source: Any, state: RolloutState, groups: list[list[Any]], all_done: list[list[Any]]
 ) -> None:
-    """Call the user's functions for a whole batch: ``--rollout-sample-filter-path`` may set ``remove_sample``, which
-    masks a sample out of the loss; ``--rollout-all-samples-process-path`` sees all groups that were finished, filtered
-    ones too."""
+    """Call the user's functions for a whole batch: ``--rollout-sample-filter-path`` may mask samples out of the loss by
+    ``remove_sample``; ``--rollout-all-samples-process-path`` sees all finished groups, filtered ones too."""
     if (path := args.rollout_sample_filter_path) is not None:
         await call_batch_hook(state, "--rollout-sample-filter-path", path, groups, args, groups)
     if (path := args.rollout_all_samples_process_path) is not None:

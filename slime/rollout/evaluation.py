@@ -103,15 +103,9 @@ def eval_args(args: Namespace, dataset: EvalDataset) -> Namespace:
 
 
 async def eval_rollout(args: Namespace, version: int) -> RolloutFnEvalOutput:
-    """Generate and reward every dataset of ``args.eval_datasets`` by weights of ``version``.
-
-    Where the engine is deterministic, a prompt has the same sampling seeds in every evaluation, so that two of them
-    differ by the weights alone.
-
-    Raises:
-        BadInputError: there is no evaluation dataset, or one does not read.
-        DeadlineError: ``--rollout-timeout`` passed.
-    """
+    """Generate and reward every dataset of ``args.eval_datasets`` by weights of ``version``. Where the engine is
+    deterministic, a prompt has the same seeds in every evaluation, so that two of them differ by the weights alone.
+    BadInputError where there is no dataset, or one does not read; DeadlineError past ``--rollout-timeout``."""
     if not args.eval_datasets:
         raise BadInputError(f"there is nothing to evaluate on: give {PAIRS} or {CONFIG}")
     started = time.monotonic()

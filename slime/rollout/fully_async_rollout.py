@@ -30,12 +30,8 @@ from slime.utils.errors import DeadlineError
 def generate_rollout_fully_async(
     args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """The next ``--rollout-batch-size`` groups that are done; generation of others goes on. Or an evaluation.
-
-    Raises:
-        DeadlineError: ``--rollout-timeout`` passed before as many were done.
-        HookError, RequestError: more groups failed, or crashed, than a rollout has.
-    """
+    """The next ``--rollout-batch-size`` groups that are done, while generation of others goes on; or an evaluation.
+    DeadlineError past ``--rollout-timeout``; HookError or RequestError where more groups failed than a rollout has."""
     if evaluation:
         return generate_rollout(args, rollout_id, data_source, evaluation=True)
     what = f"rollout {rollout_id} (--rollout-timeout)"

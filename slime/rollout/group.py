@@ -41,20 +41,13 @@ _REFUSED = (400, 413, 422)
 async def generate_and_rm(
     args: Namespace, sample_or_group: Sample | Group, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Any:
-    """Generate and reward a sample or a group.
+    """Generate and reward a sample, or all of a group; one that is complete is only rewarded, one that has a reward is
+    left as it is. ``evaluation`` is passed on to functions of the user that take it. A ``sampling_seed`` is a group's:
+    each of its samples gets one derived from it, because requests with equal seeds and prompts give equal responses.
 
-    Args:
-        sample_or_group: a sample that is already complete is only rewarded, one that has a reward is left as it is.
-        sampling_params: a ``sampling_seed`` in them is a group's: each of its samples gets one derived from it, because
-            requests with equal seeds and prompts give equal responses.
-        evaluation: passed on to functions of the user that take it.
-
-    Returns:
-        The sample, or the list of samples that a custom generate function cut it into; for a group a list of these. A
-        sample that failed for good, where ``--on-sample-error`` lets the run go on, has status FAILED and no reward.
-
-    Raises:
-        HookError, DeadlineError, RequestError: a sample failed and ``--on-sample-error`` is ``stop``, or engines do.
+    Returns the sample, or the list of samples that a custom generate function cut it into; for a group a list of these.
+    A sample that failed for good has status FAILED and no reward; with ``--on-sample-error stop``, or where engines
+    fail, its HookError, DeadlineError or RequestError is raised.
     """
     async with state_of_call(args) as state:
         if isinstance(sample_or_group, Sample):
@@ -169,8 +162,7 @@ class GroupRun:
             failed.status, failed.failure = Status.FAILED, sample.failure
 
     def _as_it_was(self, position: int) -> Sample:
-        """A sample for another try: an object of its own where a user's function that was given up may go on writing
-        into the one before."""
+        """For another try: a new object where a user's function, given up, may go on writing into the old one."""
         sample = self.results[position]
         assert isinstance(sample, Sample)
         if position in self._untouched:
@@ -180,11 +172,9 @@ class GroupRun:
         return sample
 
     async def _custom(self, position: int, path: str, sample: Sample, params: dict[str, Any]) -> Sample | list[Sample]:
-        """Call a user's generate function; one with a parameter ``samples`` is given a list of the one sample.
-
-        One that reports an aborted request, by the status of a sample, is called again with a new copy of the sample:
-        only it knows how it could go on.
-        """
+        """Call a user's generate function; one with a parameter ``samples`` is given a list of the one sample. One that
+        reports an aborted request, by a sample's status, is called again with a new copy: only it knows how to go
+        on."""
         flag = "--custom-generate-function-path"
         if path == sample.generate_function_path:
             flag = "Sample.generate_function_path"

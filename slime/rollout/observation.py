@@ -13,17 +13,13 @@ from slime.rollout.engine.generation import room_left
 def append_observation(
     args: Namespace, sample: Sample, sampling_params: dict[str, Any], text: str, *, special_tokens: bool = False
 ) -> bool:
-    """Append ``text`` to the response with mask 0, and say whether the model has room to go on.
+    """Append ``text`` to the response with mask 0, and say whether the model has room to go on. If not even one token
+    of an answer fits behind it, nothing is appended, and the status is ``TRUNCATED``.
 
-    Only the new text is tokenised: what was there before stays as the engine made it.
-
-    Args:
-        sampling_params: ``max_new_tokens`` in them counts the whole response, the environment's words included.
-        special_tokens: whether ``<|im_end|>`` and the like in ``text`` become special tokens. Leave it off for what a
-            tool or a document says: it could end the model's turn, or speak as the user.
-
-    Returns:
-        False where text and one token of an answer do not fit: nothing is appended, the status is ``TRUNCATED``.
+    Only the new text is tokenised: what was there before stays as the engine made it. ``max_new_tokens`` of the
+    ``sampling_params`` counts the whole response, the environment's words included. With ``special_tokens``
+    ``<|im_end|>`` and the like in ``text`` become special tokens. Leave it off for what a tool or a document says: it
+    could end the model's turn, or speak as the user.
     """
     tokenizer = load_tokenizer(args.hf_checkpoint)
     tokens = tokenizer(text, add_special_tokens=False, split_special_tokens=not special_tokens)["input_ids"]

@@ -18,7 +18,7 @@ from slime.observability.logs import should_log
 from slime.observability.trace import span
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.engine.loop import cancel, in_own_thread
-from slime.rollout.engine.state import RolloutState, position
+from slime.rollout.engine.state import POSITION, RolloutState
 from slime.rollout.engine.versions import MASKED_TOKENS, mask_older_tokens, newest_version
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.group import GroupRun, untrainable
@@ -26,6 +26,7 @@ from slime.rollout.sampling import seeded, train_sampling_params
 from slime.rollout.user.hooks import call_hook
 from slime.utils.errors import HookError, SettingError
 from slime.utils.misc import attribute_of, load_function
+from slime.utils.user_functions import setting
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +39,7 @@ _MANY_DROPPED = 32
 
 
 async def call_batch_hook(state: RolloutState, flag: str, path: str, samples: list[Any], *values: Any) -> Any:
-    """What the user's function of a whole group or batch, which sees ``samples``, however deeply nested, gives; the
-    rollout's deadline names it while it runs."""
+    """What a user's function of a whole group or batch (``samples``) gives; the deadline's message names it."""
     where = f"{flag} {path}"
     with state.busy(f"waiting for {where}"), numbers_kept(flatten_samples(samples), where):
         return await call_hook(load_function(path, flag=flag), where, *values)
@@ -93,7 +93,7 @@ class Pool:
             self._state.num_samples += len(group)
             params_of = seeded(self._args, params, "rollout", self._rollout_id, group[0].group_index)
             run = GroupRun(self._args, self._state, group, params_of)
-            with position(self._num_begun):
+            with setting(POSITION, self._num_begun):
                 task = asyncio.create_task(run.run())
             self._running[task] = self._num_begun, run
             task.add_done_callback(self._done.put_nowait)

@@ -117,8 +117,7 @@ class RolloutRuntime:
 
     @contextlib.asynccontextmanager
     async def acquire(self, rank: tuple[int, int], held: Callable[[], object] = lambda: None) -> AsyncIterator[None]:
-        """A place among the requests in flight, by rank (`Gate`), of which ``held`` is told, and not before requests
-        may be sent (`pause_generation`)."""
+        """A place among the requests in flight, by rank (`Gate`), which ``held`` is told of, when nothing pauses."""
         gate = self.here().gate
         await gate.enter(rank)
         try:

@@ -30,17 +30,10 @@ __all__ = [
 def generate_rollout(
     args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """One rollout of ``--rollout-batch-size`` groups, in the order of the data source, or an evaluation.
-
-    Args:
-        rollout_id: of an evaluation, the version of the weights that it scores.
-
-    Raises:
-        DeadlineError: ``--rollout-timeout`` passed; the message says how many samples were done and what was waited
-            for.
-        RequestError: the engines refused, or died.
-        HookError: a user's function failed, and ``--on-sample-error`` does not let the run go on.
-    """
+    """One rollout of ``--rollout-batch-size`` groups, in the order of the data source; or an evaluation, with the
+    version of its weights as ``rollout_id``. DeadlineError past ``--rollout-timeout``, which says how many samples were
+    done and what was waited for; RequestError where engines refused, or died; HookError where a user's function failed,
+    and ``--on-sample-error`` does not let the run go on."""
     if evaluation:
         from slime.rollout.evaluation import eval_rollout  # it generates by the functions below
 

@@ -97,7 +97,6 @@ def hint_for(missing: str) -> str:
 
 
 def _missing(error: BaseException) -> str:
-    """The dotted name that an error found missing; empty where it is about something else."""
     if isinstance(error, ModuleNotFoundError):
         return error.name or ""
     if isinstance(error, ImportError):

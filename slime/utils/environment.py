@@ -102,7 +102,6 @@ def address_of(host: str) -> _Address | None:
 
 
 def _is_for(entry: str, host: str, address: _Address | None, port: int | None) -> bool:
-    """Whether an entry of ``no_proxy`` is for this host (in lower case) and port."""
     if entry == "*":
         return True
     if "/" in entry:

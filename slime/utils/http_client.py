@@ -68,11 +68,6 @@ def origin_of(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}"
 
 
-def _first_word(url: str) -> str:
-    word = urlsplit(url).path.split("/")[1:2]
-    return f"/{word[0]}" if word and word[0] else ""
-
-
 def _routers() -> list[str]:
     return [origin_of(os.environ.get(name, "")) for name in ROUTER_VARIABLES.values()]
 
@@ -123,8 +118,8 @@ class Http:
         """The headers that open one of our own servers: origins of `add_api_keys` and, for processes that a hook
         starts, those that the variables ``SLIME_ROUTER_URL`` and ``SLIME_REWARD_ROUTER_URL`` name, with
         ``SLIME_ROUTER_API_KEY`` for both. A key never goes to any other origin."""
-        origin = origin_of(url)
-        key = self._api_keys.get(origin + _first_word(url)) or self._api_keys.get(origin)
+        origin, first_word = origin_of(url), "/".join(urlsplit(url).path.split("/")[:2])
+        key = self._api_keys.get(origin + first_word) or self._api_keys.get(origin)
         if key is None and origin in _routers():
             key = os.environ.get("SLIME_ROUTER_API_KEY")
         return {"Authorization": f"Bearer {key}"} if key else {}
@@ -152,9 +147,10 @@ class Http:
         loads: Callable[[str], Any] = json.loads,
         proxy: str | None = None,
     ) -> Any:
-        """Send one request by the event loop's session, again with growing pauses where another try may succeed; the
-        reply, parsed where it is JSON, else its text. RequestError names the URL, what came back and how often it was
-        tried.
+        """Send one request by the event loop's session, through a ``proxy`` if one is given, again with growing pauses
+        where another try may succeed; the reply, parsed by ``loads`` where that raises no ValueError, else its text.
+        ``dumps`` makes JSON of a payload; None sends no body. RequestError names the URL, what came back and how often
+        it was tried.
 
         Tried again are connections that were refused or that broke off, be it in the middle of the reply, the statuses
         of `RETRIED_STATUSES`, what the router answers when the engine that had the request has died, and a request
@@ -163,11 +159,6 @@ class Http:
         is then done twice: send nothing this way, with retries, that must happen at most once. Not tried again are
         other error statuses, which would come back, other timeouts, whose work may still be under way, and replies that
         are no HTTP.
-
-        Args:
-            dumps: makes JSON of ``payload``; None sends no body.
-            loads: parses the reply, or raises ValueError where it is no JSON.
-            proxy: URL of the one that the request goes through.
         """
         session, pause = await self._session(), _FIRST_BACKOFF_S
         with self._lock:

@@ -44,30 +44,22 @@ async def post(
     action: str = "post",
     headers: Mapping[str, str] | None = None,
 ) -> Any:
-    """Send ``payload`` as JSON and return the parsed reply; the key of our own servers is added.
+    """Send ``payload``, anything JSON can hold, and return the parsed reply; the key of our own servers is added,
+    unless ``headers`` have an ``Authorization``.
 
     It goes through the proxy that the environment names for the URL, to a run's own servers never. To a run's router it
     waits for a place among the requests that ``--sglang-server-concurrency`` allows. ``--request-timeout`` is how long
-    each try may take.
-
-    Args:
-        url: where to; the router's address for generation.
-        payload: anything JSON can hold; None sends no body.
-        max_retries: how often to try again after a lost connection or a status of `http_client.RETRIED_STATUSES`; see
-            `Http.send` for what the server may then do twice.
-        action: the HTTP method, in lower case as upstream's hooks write it.
-        headers: further headers; an ``Authorization`` here wins over ours.
-
-    Raises:
-        RequestError: the request failed for good.
+    each try may take; after a lost connection or a status of `http_client.RETRIED_STATUSES` there are up to
+    ``max_retries`` more (`Http.send` says what the server may then do twice). ``action`` is the HTTP method, in lower
+    case as upstream's hooks write it; a payload of None sends no body. RequestError where the request failed for good.
     """
-    if (http := current_http()) is not None:
-        return await http.request(action.upper(), url, payload, retries=max_retries, headers=headers)
-    http = Http()
+    known = current_http()
+    http = known or Http()
     try:
         return await http.request(action.upper(), url, payload, retries=max_retries, headers=headers)
     finally:
-        await http.close()
+        if known is None:
+            await http.close()
 
 
 async def get(url: str, max_retries: int = 60, headers: Mapping[str, str] | None = None) -> Any:

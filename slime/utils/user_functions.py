@@ -60,15 +60,9 @@ def _from_theirs(trace: TracebackType | None) -> TracebackType | None:
 def call_user_function(
     flag: str, path: str, values: Mapping[str, Any], keywords: Mapping[str, Any] | None = None
 ) -> Any:
-    """What the function that ``flag`` names by ``path`` returns; that it can be called so was seen with the flags.
-
-    Args:
-        values: by their documented names; they are passed by position, in this order, and ``keywords`` by name.
-
-    Raises:
-        BadInputError: it is not there.
-        HookError: it raised, where the message holds its traceback, or it is an ``async`` function in disguise.
-    """
+    """What the function that ``flag`` names by ``path`` returns, given ``values`` by position in their order, by their
+    documented names, and ``keywords`` by name. BadInputError where it is not there; HookError, with its traceback,
+    where it raised, or is an ``async`` function in disguise."""
     function, where = load_function(path, flag=flag), f"{flag} {path}"
     with naming(where):
         answer = function(*values.values(), **(keywords or {}))

@@ -22,8 +22,8 @@ from slime.data import Sample
 from slime.data.source.data_source import DataSource, RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.driver.rollout_manager import restore_source, source_state
 from slime.driver.run import Run
-from slime.driver.saving import Saver
 from slime.fleet.spec import fleet_of
+from slime.fleet.train_group import Saver
 from slime.observability import logs, trace
 from slime.options.errors import OptionError
 from slime.ray import janitor, supervision

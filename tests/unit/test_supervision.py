@@ -92,7 +92,7 @@ def test_one_answer_alone_costs_one_question(waits: list[int]) -> None:
 
 
 @pytest.mark.parametrize("late", [1, 3], ids=["with the failure", "soon after"])
-def test_a_death_is_blamed_for_the_call_that_failed_with_it(late: int) -> None:
+def test_a_death_is_the_root_cause_of_the_call_that_failed_with_it(late: int) -> None:
     """The failed call comes first in a pass, and says less than the death of another process."""
     run = Survivors(trainer=Ref(RayActorError(), late), engine=Ref(ready_at=NEVER))
     with pytest.raises(RunError, match=r"^sleep: the process of trainer died: "):

@@ -23,6 +23,7 @@ _FLUSH_POLL_S = 0.1
 _ABORT_S = 0.5
 _ABORT_POLL_S = 0.01
 _BODY_IN_ERROR = 2000
+_BUCKET = {"load_format": "flattened_bucket", "flush_cache": False}
 
 
 class EngineError(SlimeError):
@@ -58,8 +59,7 @@ class EngineControl:
     """Control calls to one engine, straight to it (the router forwards none); synchronous, usable from any thread."""
 
     def __init__(self, url: str, admin_key: str | None, generate_key: str | None, timeout: float) -> None:
-        """``admin_key`` opens what changes the engine, ``generate_key`` what only reads it; any one call may take
-        ``timeout`` seconds."""
+        """``admin_key`` opens what changes the engine, ``generate_key`` what reads it; ``timeout`` is a call's."""
         self.url = url
         self._admin_key = admin_key
         self._generate_key = generate_key
@@ -74,8 +74,7 @@ class EngineControl:
             return False
 
     def ask(self, path: str, *, succeeds: bool = False) -> None:
-        """Raise EngineError, which names the question, where the server does not answer within the client's timeout,
-        or, with ``succeeds``, answers by an error."""
+        """Raise EngineError, naming the question, without an answer in time or, if it ``succeeds``, at an error."""
         reply = self._request("GET", path, key=self._generate_key)
         if succeeds and not reply.ok:
             raise EngineError(f"engine {self.url}: GET {path}: status {reply.status_code}")
@@ -100,8 +99,7 @@ class EngineControl:
         self._post("/continue_generation", {})
 
     def flush_cache(self) -> None:
-        """Forget every cached key and value; waits while requests that `pause` aborted are still leaving, until the
-        deadline."""
+        """Forget every cached key and value; waits, until the deadline, while aborted requests are still leaving."""
         deadline = time.monotonic() + self.timeout
         while True:
             reply = self._request("POST", "/flush_cache", {})
@@ -134,38 +132,21 @@ class EngineControl:
         return [rank["checksums"] for rank in reply["ranks"]]
 
     def update_weights_from_tensor(self, payloads: Sequence[str], *, leaves_draft: bool = False) -> None:
-        """Load one flattened bucket, a base64 pickle for each rank of the engine, also into a model that the engine
-        drafts by, unless ``leaves_draft``."""
-        body = {"serialized_named_tensors": list(payloads), "load_format": "flattened_bucket", "flush_cache": False}
-        self._post("/update_weights_from_tensor", body | ({"disable_draft_model": True} if leaves_draft else {}))
+        """Load a flattened bucket, a base64 pickle a rank, also into a model to draft by, unless ``leaves_draft``."""
+        body = {"serialized_named_tensors": list(payloads)} | ({"disable_draft_model": True} if leaves_draft else {})
+        self._post("/update_weights_from_tensor", body | _BUCKET)
 
-    def init_weights_update_group(
-        self, *, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str
-    ) -> None:
-        """Have the engine's ranks join a collective group, in order from ``rank_offset`` on; rank 0 sends."""
-        body = {
-            "master_address": master_address,
-            "master_port": master_port,
-            "rank_offset": rank_offset,
-            "world_size": world_size,
-            "group_name": group_name,
-            "backend": backend,
-        }
-        self._post("/init_weights_update_group", body)
+    def init_weights_update_group(self, **group: str | int) -> None:
+        """Have the engine's ranks join a collective group, in order from ``rank_offset`` on; rank 0 sends. SGLang's
+        fields: master_address, master_port, rank_offset, world_size, group_name, backend."""
+        self._post("/init_weights_update_group", group)
 
     def update_weights_from_distributed(
         self, *, names: list[str], dtypes: list[str], shapes: list[list[int]], group_name: str
     ) -> None:
         """Have the engine receive one broadcast, a flattened bucket of these tensors, and load it."""
-        body = {
-            "names": names,
-            "dtypes": dtypes,
-            "shapes": shapes,
-            "group_name": group_name,
-            "load_format": "flattened_bucket",
-            "flush_cache": False,
-        }
-        self._post("/update_weights_from_distributed", body)
+        body = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group_name}
+        self._post("/update_weights_from_distributed", body | _BUCKET)
 
     def destroy_weights_update_group(self, group_name: str) -> None:
         """Have the engine leave a collective group."""
@@ -185,13 +166,9 @@ class EngineControl:
     def load_adapter(
         self, config: Mapping[str, Any], payloads: Sequence[str], checksums: Mapping[str, str] | None = None
     ) -> None:
-        """Give the engine, which has none, an adapter; requests get it by ``"lora_path": ADAPTER``.
-
-        Args:
-            config: PEFT's.
-            payloads: one base64 pickle for each rank of the engine, of all the adapter's tensors as one flat bucket.
-            checksums: SHA-256 by tensor; an engine that has received anything else says so in its log and ends.
-        """
+        """Give the engine, which has none, an adapter; requests get it by ``"lora_path": ADAPTER``. ``config`` is
+        PEFT's, ``payloads`` are all tensors as one flat bucket, a base64 pickle for each rank, ``checksums`` SHA-256 by
+        tensor: an engine that has received anything else says so in its log and ends."""
         body: dict[str, Any] = {"lora_name": ADAPTER, "config_dict": dict(config), "load_format": "flattened_bucket"}
         body |= {"serialized_named_tensors": list(payloads), "expected_checksums": checksums}
         # Not one of SGLang's control calls, though it changes the engine.
@@ -249,8 +226,7 @@ class GenerateClient:
     def __init__(
         self, http: Http, router_url: str, api_key: str | None, retries: int, *, adapter: bool = False
     ) -> None:
-        """``retries`` is as of `Http.send`; with ``adapter`` the engines' adapter answers, and not the model without
-        it."""
+        """``retries`` is as of `Http.send`; with ``adapter`` the engines' adapter answers, not the model without it."""
         self._http = http
         self._url = f"{router_url}/generate"
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -266,12 +242,8 @@ class GenerateClient:
         **fields: Any,
     ) -> dict[str, Any]:
         """One completion of ``input_ids`` with its tokens' log-probs, in SGLang's reply (``text``, ``output_ids``,
-        ``meta_info``); RequestError where it failed for good.
-
-        Args:
-            headers: further ones, such as the router's routing key.
-            fields: further fields of the request (``rid``, ``return_routed_experts``, ...).
-        """
+        ``meta_info``); RequestError where it failed for good. Further ``headers``, such as the router's routing key,
+        and ``fields`` (``rid``, ...) are the request's."""
         payload = {
             "input_ids": list(input_ids),
             "sampling_params": dict(sampling_params),

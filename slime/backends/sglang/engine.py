@@ -99,8 +99,7 @@ class Engine(Server):
         self._cuda_devices = cuda_devices
 
     def prepare(self) -> None:
-        """Start the server of an engine on one node as far as it takes no GPU memory; returns at once. It imports,
-        which takes a while, and then waits for `start`."""
+        """Start a one-node engine's server as far as it takes no GPU memory: it imports, and waits for `start`."""
         if self._num_nodes == 1:
             self.join(self._meeting_point(), held=True)
 
@@ -116,8 +115,7 @@ class Engine(Server):
                 self._halt()
 
     def join(self, meeting: str | None, *, held: bool = False) -> None:
-        """Start the server of this node alone, to meet those of others at ``meeting``; returns at once. One that is
-        ``held`` only imports until `start`."""
+        """Start this node's server, to meet those of others at ``meeting``; a ``held`` one only imports as yet."""
         serving, collective = self._reserve(), self._reserve()
         self.url = http_url(self._host, serving)
         command, environment = self._command(serving, collective, meeting), self._environment()
@@ -142,8 +140,7 @@ class Engine(Server):
         self.control(timeout).ask("/health")
 
     def examine_all(self, because: str, *, paused: bool) -> None:
-        """`examine` by a token, which every process of the engine takes part in; one that is ``paused`` makes none, but
-        its schedulers answer a question then as well."""
+        """`examine` by a token, which all processes take part in, or if ``paused`` by what schedulers answer."""
         path = "/server_info" if paused else "/health_generate"
         self.examine(because, lambda timeout: self.control(timeout).ask(path, succeeds=True))
 

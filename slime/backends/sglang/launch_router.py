@@ -12,9 +12,6 @@ from slime.options.flags.sglang import router_parser
 from slime.processes.server_process import ADMIN_KEY_VARIABLE, GENERATE_KEY_VARIABLE, secret_flags
 from slime.utils.http_client import allow_open_files
 
-_NAMES = ("slime", "slime")
-"""Id and name of the key, as the router's log of control calls has them."""
-
 
 def main() -> None:
     """Run the router until it is told to end."""
@@ -29,7 +26,8 @@ def main() -> None:
     router = RouterArgs.from_cli_args(values, use_router_prefix=False)
     if ADMIN_KEY_VARIABLE in os.environ:
         # Else the key for generation opens /workers too, by which a stranger would come between a run and its engines.
-        router.control_plane_api_keys += [(*_NAMES, os.environ[ADMIN_KEY_VARIABLE], "admin")]
+        # The router's log of control calls has the key's id and name.
+        router.control_plane_api_keys += [("slime", "slime", os.environ[ADMIN_KEY_VARIABLE], "admin")]
     launch_router(router)
 
 

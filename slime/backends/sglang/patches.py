@@ -212,6 +212,6 @@ SERVER_PROCESS: tuple[Patch[ServerFacts], ...] = (
 ROUTER = (ROUTER_POLICY,)
 
 
-def install(server: ServerFacts | None = None) -> None:
-    """Make ``import sglang`` work on a host without CUDA, in a process of this server; does nothing on one with."""
-    patching.apply(CPU_STAND_INS, server or ServerFacts())
+def install() -> None:
+    """Make ``import sglang`` work on a host without CUDA, in a process that serves nothing; nothing on one with."""
+    patching.apply(CPU_STAND_INS, ServerFacts())

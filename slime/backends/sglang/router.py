@@ -40,9 +40,8 @@ class Router(Server):
         log_path: str | Path,
         name: str = "router",
     ) -> None:
-        """``host`` is the address at which others reach the router; it listens on no other. ``api_keys`` are (generate,
-        admin) of the engines: the router asks for the first, which it shows to the engines, and for the second where
-        its own workers are concerned."""
+        """``host`` is the address at which it is reached, and listens. ``api_keys`` are the engines' (generate, admin):
+        it asks for the first, which it shows to them, and for the second where its own workers are concerned."""
         super().__init__(name, args, host, log_path)
         self._api_keys = api_keys
         self._port = self._reserve()
@@ -84,8 +83,7 @@ class Router(Server):
         self._call("POST", _WORKERS, {"url": url} | ({"api_key": self._api_keys[0]} if self._api_keys else {}))
 
     def wait_registered(self, urls: list[str], timeout: float) -> None:
-        """Wait until the router finds every engine healthy; EngineError, after ``timeout`` seconds, names those that it
-        does not."""
+        """Wait until the router finds all engines healthy; EngineError, with their URLs, after ``timeout`` seconds."""
         self._wait_until(lambda: set(urls) <= self._healthy(), f"registered {', '.join(urls)}", timeout)
 
     def remove(self, url: str) -> None:

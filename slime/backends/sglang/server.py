@@ -27,8 +27,7 @@ class Pulse:
     """The answers of one server, from `begin` until `end`."""
 
     def __init__(self, ask: Ask, interval: float, timeout: float) -> None:
-        """``ask`` is a question that the server answers at once whatever else it does, every ``interval`` seconds; it
-        has ``timeout`` seconds."""
+        """Every ``interval`` seconds ``ask`` what the server answers at once, within ``timeout``, whatever it does."""
         self._ask, self._interval, self._timeout = ask, interval, timeout
         self._answered = time.time()
         self._ended = threading.Event()
@@ -149,7 +148,6 @@ class Server:
         self.check()
 
     def _ask(self, timeout: float) -> None:
-        """Raise EngineError if the server does not answer within so many seconds."""
         raise NotImplementedError
 
     def stop(self) -> None:

@@ -28,10 +28,9 @@ TABLES: dict[str, tuple[Patch[Any], ...]] = {
 
 
 def check(args: argparse.Namespace, warn: Callable[[str], None]) -> None:
-    """Compare the packages that are installed on this host with what the run's patches are for; UntestedVersionError
-    where one is of a release that a patch is not for. With ``--allow-untested-versions``, ``warn`` gets a line for each
-    patch that is left out. Packages that are not here may be on the hosts that need them: each process looks at its own
-    again."""
+    """Compare this host's packages with what the run's patches are for; UntestedVersionError where one is of a release
+    that a patch is not for, or with ``--allow-untested-versions`` a line to ``warn`` for each patch left out. Packages
+    that are not here may be on the hosts that need them: each process looks at its own again."""
     for table, facts in _uses(args):
         here = [patch for patch in table if patch.installed() is not None]
         for _ in due(here, facts, warn):

@@ -70,7 +70,6 @@ def checkpoint_bytes(args: argparse.Namespace, parameters: int) -> int:
 
 
 def _saves(args: argparse.Namespace) -> Iterator[tuple[str, str, int, int]]:
-    """Flag, place, how many and about how large each is."""
     if args.placement == "rollout_only" or args.random_weights or args.lora_rank or args.num_rollout is None:
         return
     try:

@@ -34,12 +34,8 @@ class Converted:
 
 def convert(args: Namespace, samples: list[Sample]) -> Converted:
     """What ``--custom-convert-samples-to-train-data-path`` makes of the samples: any number of rows, in any order. A
-    row belongs to the sample that ``sample_indices`` names, and has its group, rollout and segments.
-
-    Raises:
-        BadInputError: it returned no such dict: a key is missing or unknown, or a column has another length.
-        HookError: it raised.
-    """
+    row belongs to the sample that ``sample_indices`` names, and has its group, rollout and segments. BadInputError
+    where a key is missing or unknown, or a column has another length; HookError where it raised."""
     where = f"{FLAG} {args.custom_convert_samples_to_train_data_path}"
     with numbers_kept(samples, where):
         returned = call_user_function(

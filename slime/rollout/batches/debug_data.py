@@ -29,12 +29,9 @@ class _OfEvaluation(int):
 
 
 def save_evaluation(args: Namespace, rollout_id: int, data: dict[str, Any]) -> None:
-    """Write the samples of an evaluation as `save_samples` does those of a rollout, with ``eval_7`` as its id, after 7
-    rollouts. ``data`` has of each dataset what `RolloutFnEvalOutput` says.
-
-    A sample's dataset is ``metadata["eval_dataset"]``; groups are numbered through all of them. A function of a user's
-    own may give no samples, and then there is no file.
-    """
+    """Write the samples of an evaluation, ``data`` of `RolloutFnEvalOutput`, as `save_samples` does those of a rollout:
+    ``eval_7`` is its id after 7 rollouts, ``metadata["eval_dataset"]`` a sample's dataset, and groups are numbered
+    through all of them. No file where a user's function gave no samples."""
     entries: list[dict[str, Any]] = []
     for name, result in data.items():
         groups = 1 + max((entry["group_index"] or 0 for entry in entries), default=-1)
@@ -50,8 +47,7 @@ def save_evaluation(args: Namespace, rollout_id: int, data: dict[str, Any]) -> N
 
 
 def check_recorded(args: Namespace) -> None:
-    """Raise BadInputError unless the rollouts of a replay are there; of a resumed one the last, whatever it goes on
-    after."""
+    """Raise BadInputError unless a replay's rollouts are there; of a resumed one, wherever it goes on, the last."""
     last = args.num_rollout - 1
     first = last if args.load is not None else args.start_rollout_id or 0
     for rollout_id in range(max(first, 0), args.num_rollout):
@@ -64,8 +60,7 @@ def check_recorded(args: Namespace) -> None:
 
 
 def load_samples(args: Namespace, rollout_id: int) -> list[Sample]:
-    """What ``--load-debug-rollout-data`` has of a rollout, of each of its groups all samples or none; BadInputError
-    where it has none."""
+    """A rollout of ``--load-debug-rollout-data``, of each of its groups all samples or none; BadInputError without."""
     flag = "--load-debug-rollout-data"
     path = Path(args.load_debug_rollout_data.format(rollout_id=rollout_id))
     content = load_safe(path, f"{flag}, rollout {rollout_id}")

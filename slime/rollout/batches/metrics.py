@@ -24,12 +24,9 @@ _PASSED = 1
 
 def accounting(args: Namespace, source: RolloutDataSource, in_flight: int = 0) -> dict[str, float]:
     """Where every prompt that was ever read is: trained, dropped (``rollout/prompts_dropped/<reason>`` tells why), in
-    the buffer, or in flight: ``in_flight`` ones the rollout function still holds; a synchronous one holds none between
-    two rollouts.
-
-    RuntimeError where the sum is not what was read: prompts were lost, or trained twice. Of a user's own rollout
-    function or data source, which may do as it likes, it is a warning.
-    """
+    the buffer, or in flight: ``in_flight`` ones the rollout function still holds, a synchronous one none between two
+    rollouts. RuntimeError where prompts were lost, or trained twice; of a user's own rollout function or data source,
+    which may do as it likes, a warning."""
     dropped = source.num_dropped
     parts = {
         "trained": source.num_trained,
@@ -69,8 +66,7 @@ def summary(values: np.ndarray, prefix: str) -> dict[str, float]:
 
 
 def speed_metrics(args: Namespace, samples: Sequence[Sample], seconds: float) -> dict[str, float]:
-    """Response tokens a second of wall time and slot, and of the longest sample; *effective* tokens count in the
-    loss."""
+    """Response tokens a second of wall time and slot, and of the longest sample; *effective* ones count in the loss."""
     slots = max(1, args.rollout_num_gpus or 1)
     lengths = [sample.response_length for sample in samples]
     effective = [sample.effective_response_length for sample in samples]
@@ -119,11 +115,8 @@ def sample_metrics(args: Namespace, samples: list[Sample]) -> dict[str, float]:
 
 
 def by_response(samples: Sequence[Sample], rewards: Sequence[float | None]) -> list[list[float | None]]:
-    """Rewards of each prompt's responses.
-
-    A response that was cut into several samples counts once, by `rollout_rewards`; it is None where no sample of it has
-    a reward. Without samples every reward is a prompt of its own.
-    """
+    """Rewards of each prompt's responses. A response that was cut into several samples counts once, by
+    `rollout_rewards`: None where no sample of it has a reward. Without samples every reward is a prompt of its own."""
     if not samples:
         return [[reward] for reward in rewards]
     prompts: dict[object, list[tuple[int | None, float | None]]] = {}

@@ -19,14 +19,12 @@ from slime.rollout.sglang_rollout import generate_groups
 def renew_stale(
     args: Namespace, rollout_id: int, samples: list[Sample], source: Any
 ) -> tuple[list[Sample], dict[str, float]]:
-    """Replace groups with a sample that is staler than ``--max-weight-staleness``, under the engines' present weights.
+    """The samples to train on, and counts of groups that were ``regenerated`` and ``dropped`` as a sample of theirs was
+    staler than ``--max-weight-staleness``, under the engines' present weights.
 
     slime's own rollout begins when the engines' weights are new enough, and is only too stale where it goes on with
     responses of earlier ones; a rollout function that keeps a pool of samples may be. What the data source has handed
     out is generated anew, by slime's own rollout; any other group is dropped and a new one generated in its place.
-
-    Returns:
-        The samples to train on, and how many groups were ``regenerated`` and ``dropped``.
     """
     too_old = [s for s in samples if (staleness(s, rollout_id) or 0) > args.max_weight_staleness]
     stale = {sample.group_index for sample in too_old}

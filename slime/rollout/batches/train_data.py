@@ -34,11 +34,8 @@ ZERO_STD = "rollout/zero_std"
 def to_train_batches(args: Namespace, samples: list[Sample], dp_size: int) -> tuple[list[TrainBatch], dict[str, float]]:
     """Check, normalise, schedule and deal out the samples of one rollout, flat, in any order: a batch for each of
     ``dp_size`` data-parallel ranks, and the metrics of `rollout_metrics` and `reward_metrics`. Samples that one rollout
-    was cut into share ``rollout_id``.
-
-    Raises:
-        ValueError: a sample that cannot be trained on (named by its index), or counts that do not divide into steps.
-    """
+    was cut into share ``rollout_id``. ValueError for a sample that cannot be trained on (named by its index), or counts
+    that do not divide into steps."""
     samples, columns = _rows(args, samples)
     lengths = _padded_lengths(args, columns.lengths)
     dynamic = args.use_dynamic_batch_size
@@ -296,7 +293,6 @@ def _weight_versions(samples: list[Sample]) -> Ragged:
 
 
 def _rewards(args: Namespace, samples: list[Sample], rollout_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Raw and post-processed rewards, float64 [rows]."""
     if args.loss_type == "sft_loss":
         zeros = np.zeros(len(samples))
         return zeros, zeros
@@ -353,6 +349,5 @@ def _reward_column(rewards: Iterable[float], samples: list[Sample], what: str) -
 
 
 def _row_sums(mask: Ragged) -> np.ndarray:
-    """int64 [rows]"""
     totals = np.concatenate([[0], np.cumsum(mask.values, dtype=np.int64)])
     return np.diff(totals[mask.offsets])

@@ -14,8 +14,7 @@ FIRST = -1
 
 
 class Gate:
-    """Lets so many in at a time; whoever waits gets in by rank (of the rollout, and of the group within it), those of
-    one rank in the order of their coming."""
+    """Lets so many in at a time; who waits gets in by rank (of the rollout, then the group), then by time of coming."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -126,13 +125,11 @@ class Line:
 
     @contextlib.asynccontextmanager
     async def waiting(self, rank: int, seconds: float | None) -> AsyncIterator[None]:
-        """`asyncio.timeout` that counts only the time in which nobody of a smaller rank is in line.
+        """`asyncio.timeout` that counts only the time in which nobody of a smaller rank is in line; without ``seconds``
+        for who keeps its deadline by itself, and is in line for others to see.
 
         Requests of older rollouts, and of evaluations before these, get their places first: how long a rollout waits
         behind them says nothing of itself. Each of them has a deadline, so that the time in line is bounded as well.
-
-        Args:
-            seconds: None for who keeps its deadline by itself, and is in line for others to see.
         """
         async with asyncio.timeout(None) as limit:
             clock = _Clock(rank, seconds, limit)

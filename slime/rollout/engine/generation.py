@@ -43,10 +43,8 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
     response is empty has its prompt in them. A request that a weight update aborts goes on with what it has, under the
     new weights, so callers see no aborts; each part is a segment with a version of its own in ``weight_versions``. Only
     where the rollout itself ends what is still under way is the sample returned as it is then, with status ABORTED.
-
-    Raises:
-        BadInputError: the prompt has no tokens (`prompt_tokens`).
-        RequestError: the request failed for good, or was aborted again and again without a token or a new version.
+    BadInputError where the prompt has no tokens (`prompt_tokens`), RequestError where the request failed for good, or
+    was aborted again and again without a token or a new version.
     """
     if not sample.tokens:
         sample.tokens = prompt_tokens(args, sample)
@@ -103,7 +101,6 @@ def _params_of_rest(
 
 
 def _text_of(args: Namespace, tokens: list[int], start: int) -> str:
-    """The text of ``tokens`` from ``start`` on, as it follows those before it."""
     decode = load_tokenizer(args.hf_checkpoint).decode
     how = {"skip_special_tokens": args.rollout_skip_special_tokens, "spaces_between_special_tokens": False}
     context = tokens[max(0, start - _CONTEXT) : start]

@@ -27,8 +27,7 @@ _GRACE_S = 45.0
 
 
 class BackgroundLoop:
-    """One event loop in a daemon thread, which outlives a rollout: users' modules keep sessions, locks and semaphores
-    that belong to one loop."""
+    """One event loop in a daemon thread, for all rollouts: users' modules keep sessions and locks of one loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -86,17 +85,12 @@ class BackgroundLoop:
         return await coroutine
 
     def run(self, coroutine: Coroutine[Any, Any, T], *, timeout: float, what: str, keeps_it: bool = False) -> T:
-        """Run ``coroutine`` to its end and return its result; ``what`` is being done, for the error message.
+        """The result of ``coroutine``, run to its end; ``what`` is being done, for the error message.
 
-        Args:
-            timeout: seconds, which the coroutine keeps itself; this only notices, a little later, that it could not
-                because something blocks the loop.
-            keeps_it: the coroutine's deadline stands still at times (`in_line`): only a loop that is blocked is too
-                late.
-
-        Raises:
-            DeadlineError: the loop is blocked; the message shows where. The next caller gets a new loop.
-            CancelledRolloutError: `cancel` was called.
+        It keeps its ``timeout`` (seconds) itself; this only notices, a little later, that something blocks the loop: a
+        DeadlineError shows where, and the next caller gets a new loop. With ``keeps_it`` its deadline stands still at
+        times (`in_line`), so that only a loop that is blocked is too late. CancelledRolloutError where `cancel` was
+        called.
         """
         future = asyncio.run_coroutine_threadsafe(self._tracked(coroutine), self._loop)
         limit = timeout + _GRACE_S

@@ -123,7 +123,7 @@ class RolloutState:
         with contextlib.ExitStack() as line:
             goes_on = line.enter_context(doing.in_line("waiting for a place among the requests in flight"))
             held = functools.partial(goes_on, "held back by a weight update")
-            async with self.runtime.acquire((self._rank, _position.get()), held):
+            async with self.runtime.acquire((self._rank, POSITION.get()), held):
                 line.close()
                 yield
 
@@ -167,14 +167,8 @@ class RolloutState:
         return f"{self.num_samples_done} of {self.num_samples} samples finished{waiting}{busy}"
 
 
-_position: ContextVar[int] = ContextVar("position_of_the_group", default=0)
-
-
-def position(number: int) -> contextlib.AbstractContextManager[None]:
-    """Within the block requests are those of the rollout's ``number``-th group."""
-    return setting(_position, number)
-
-
+POSITION: ContextVar[int] = ContextVar("position_of_the_group", default=0)
+"""Of which of the rollout's groups requests are, in the order of their beginning."""
 _current: ContextVar[RolloutState | None] = ContextVar("rollout_state", default=None)
 
 

@@ -17,8 +17,7 @@ OLDER_THAN_ANY = -1
 
 
 def as_number(version: str) -> int:
-    """A version of a segment; `OLDER_THAN_ANY` of one that is no number: a hook's, or "default", which an engine says
-    until weights have been pushed to it."""
+    """A segment's version; `OLDER_THAN_ANY` of no number: a hook's, or "default" of an engine before the first push."""
     return int(version) if str(version).isdecimal() else OLDER_THAN_ANY
 
 

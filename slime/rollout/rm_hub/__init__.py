@@ -41,12 +41,9 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Reward:
 
     Who computes it: ``sample.custom_rm_path``, else ``--custom-rm-path``, else ``metadata["rm_type"]``, else
     ``--rm-type``. Those by name judge the response without special tokens, with the prefix ``boxed_`` only the content
-    of its last box. A user's function that takes a list gets one with this sample alone.
-
-    Raises:
-        BadInputError: nothing is configured, or an unknown ``rm_type``.
-        HookError: the user's function failed or returned no reward.
-        DeadlineError: the user's function or ``--rm-url`` took longer than ``--reward-timeout``.
+    of its last box. A user's function that takes a list gets one with this sample alone. BadInputError where nothing is
+    configured, or an unknown ``rm_type``; HookError where the function failed or gave no reward; DeadlineError past
+    ``--reward-timeout``.
     """
     hook = hook_of(args, sample)
     if hook is None:

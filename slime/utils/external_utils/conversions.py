@@ -29,16 +29,10 @@ def convert_checkpoint(
     """Have a torch_dist checkpoint of a model in ``DIR_DST/MODEL_NAME_torch_dist``, for ``--ref-load``; one that is
     whole is kept.
 
-    Args:
-        megatron_model_type: as of `execute_train`.
-        num_gpus_per_node: processes that convert; they use no GPU.
-        multinode: this runs on each of several nodes, which share ``dir_dst``.
-        extra_args: further flags of tools/convert_hf_to_torch_dist.py.
-        dir_dst: by default `models_dir` where SLIME_MODELS_DIR is set, else /root.
-        hf_checkpoint: by default the model in `models_dir`.
-
-    Raises:
-        CommandError: the conversion failed; nothing half-written is left in its place.
+    ``num_gpus_per_node`` processes convert, which use no GPU; if ``multinode``, on each of several nodes, which share
+    ``dir_dst``. That is by default `models_dir` where SLIME_MODELS_DIR is set, else /root, and ``hf_checkpoint`` the
+    model in `models_dir`. ``megatron_model_type`` is as of `execute_train`; ``extra_args`` are further flags of
+    tools/convert_hf_to_torch_dist.py. CommandError where it failed; nothing half-written is left in its place.
     """
     below = dir_dst or (models_dir() if os.environ.get("SLIME_MODELS_DIR") else "/root")
     target = Path(below, f"{model_name}_torch_dist").absolute()

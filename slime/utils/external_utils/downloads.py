@@ -58,19 +58,10 @@ def datasets_dir() -> str:
 
 
 def download(kind: str, name: str, below: str, source: str) -> str:
-    """Have a model or data set in a directory below ``below``, whole; the directory. One that is whole is kept.
-
-    An interrupted download goes on where it ended; until it is whole it is in ``.NAME.tmp`` beside the directory.
-
-    Args:
-        kind: ``model`` or ``dataset``.
-        name: as on the hub, ``Qwen/Qwen3-4B``.
-        source: ``hf`` or ``modelscope``.
-
-    Raises:
-        BadInputError: no such name or hub, or no program to download from it.
-        SlimeError: it could not be downloaded, or is not whole.
-    """
+    """Have ``name`` (``Qwen/Qwen3-4B``), a ``model`` or ``dataset``, of a hub, ``hf`` or ``modelscope``, in a directory
+    below ``below``, whole; the directory. One that is whole is kept, and an interrupted download goes on where it
+    ended; until it is whole it is in ``.NAME.tmp`` beside the directory. BadInputError where there is no such hub or no
+    program to download from it, SlimeError where it could not be downloaded, or is not whole."""
     own_name = name.rpartition("/")[2]
     if not own_name:
         raise BadInputError(f"{kind} {name!r}: a name on a hub is ORG/NAME")

@@ -88,16 +88,9 @@ class Seen:
 
 def check_metrics(test_file: str | Path, run_dir: str | Path, corridors: Sequence[Corridor]) -> Seen:
     """Hold the metrics of a run against the corridors of its test, print a line each, and keep what was seen, which it
-    returns, as ``gate.json`` in the run's directory.
-
-    Args:
-        test_file: the test's ``__file__``; its baselines are in ``ci/baselines.json`` beside it.
-        run_dir: the run's directory, with ``metrics.jsonl``.
-
-    Raises:
-        BadInputError: a file is missing or damaged.
-        MetricGateError: a metric is missing, not finite or out of its corridor, or a baseline is missing.
-    """
+    returns, as ``gate.json`` in ``run_dir``, where ``metrics.jsonl`` is. Baselines are in ``ci/baselines.json`` beside
+    ``test_file``, the test's ``__file__``. BadInputError where a file is missing or damaged; MetricGateError where a
+    metric is missing, not finite or out of its corridor, or has no baseline."""
     test, run_dir = baseline_key(test_file), Path(run_dir)
     baseline = read_baselines(baselines_file(test_file)).get(test)
     by_step, card = _by_step(run_dir / "metrics.jsonl"), _card()

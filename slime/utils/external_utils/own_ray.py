@@ -194,7 +194,6 @@ def _has_gpu() -> bool:
 
 
 def _ip(host: str) -> str:
-    """SLURM's names of hosts as addresses, which alone Ray takes."""
     return host if ":" in host else socket.gethostbyname(host)
 
 
