@@ -1,7 +1,10 @@
-# Sourced by the run-*.sh beside it: how a run is started.
+# Sourced by the run-*.sh beside it and by examples/*/run.sh: how a run is started.
 #
 #   launch train.py FLAG ...     this process becomes train.py, which starts a Ray of its own; a program that is not
 #                                in the checkout is named by its whole path
+#   start_server NAME PLACE COMMAND ...
+#                                before it: a server that ends with the run, and prints a line once it listens;
+#                                not in a dry run
 #
 #   DRY_RUN=1                        print the command, and check it (--dry-run); nothing is started
 #   RAY_ADDRESS=http://HOST:8265     submit it as a job to the Ray whose job server that is
@@ -39,6 +42,19 @@ launch() {
    else
       [ -z "${RAY_ADDRESS:-}" ] || _use_token
       exec "${command[@]}"
+   fi
+}
+
+start_server() {
+   local name=$1 place=$2 server
+   [ "${DRY_RUN:-0}" = 0 ] || return 0
+   exec 4< <(exec "${@:3}")
+   server=$!
+   # This process becomes the run: when that ends, however it ends, the pipe closes and the server is ended.
+   exec 3> >(trap '' HUP INT TERM; cat > /dev/null; kill "$server" 2> /dev/null)
+   if ! read -r -t 120 <&4; then
+      printf 'launch: error: %s did not come up on %s: it ended, or took 120 s\n' "$name" "$place" >&2
+      exit 1
    fi
 }
 

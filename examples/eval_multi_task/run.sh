@@ -2,15 +2,13 @@
 # Score a model on two tasks; nothing is trained.
 #
 #   bash examples/eval_multi_task/run.sh [MODEL] [FLAG OF train.py ...]
-set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/launch.sh" # DRY_RUN, RAY_ADDRESS and more
 MODEL=${1:-outputs/quickstart/sft/hf}
 shift || true
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-PYTHON=${PYTHON:-python3}
 DATA=outputs/eval_multi_task # as eval.yaml has it
 
-"$PYTHON" "$ROOT/tools/make_arithmetic_data.py" "$DATA/two_digits" --digits 2 --num-eval 64
-"$PYTHON" "$ROOT/tools/make_arithmetic_data.py" "$DATA/one_digit" --digits 1 --num-eval 20
+"$PYTHON" "$SLIME_DIR/tools/make_arithmetic_data.py" "$DATA/two_digits" --digits 2 --num-eval 64
+"$PYTHON" "$SLIME_DIR/tools/make_arithmetic_data.py" "$DATA/one_digit" --digits 1 --num-eval 20
 
 RUN_ARGS=(
    --hf-checkpoint "$MODEL"
@@ -22,7 +20,7 @@ RUN_ARGS=(
 
 EVAL_ARGS=(
    --eval-interval 1
-   --eval-config "$ROOT/examples/eval_multi_task/eval.yaml"
+   --eval-config "$SLIME_DIR/examples/eval_multi_task/eval.yaml"
 )
 
 # Every run is asked for these; here nothing is trained on them.
@@ -37,4 +35,4 @@ ROLLOUT_ARGS=(
    --rollout-max-response-len 16
 )
 
-exec "$PYTHON" "$ROOT/train.py" "${RUN_ARGS[@]}" "${EVAL_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "$@"
+launch train.py "${RUN_ARGS[@]}" "${EVAL_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "$@"

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # GRPO on the quickstart's task with a rollout that never stops: one slot trains, one generates.
 # Needs the model and data of `bash scripts/quickstart.sh`, or HF_CHECKPOINT and PROMPT_DATA. Further flags may follow.
-set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/launch.sh" # DRY_RUN, RAY_ADDRESS and more
+cd "$SLIME_DIR"
 QUICKSTART_DIR=${QUICKSTART_DIR:-outputs/quickstart}
 OUTPUT_DIR=${OUTPUT_DIR:-outputs/fully_async}
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 ROLLOUT_ARGS=(
    --rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async
@@ -40,4 +40,4 @@ PERF_ARGS=(
    --lr-decay-style constant
 )
 
-exec "${PYTHON:-python3}" train_async.py "${ROLLOUT_ARGS[@]}" "${GRPO_ARGS[@]}" "${PERF_ARGS[@]}" "$@"
+launch train_async.py "${ROLLOUT_ARGS[@]}" "${GRPO_ARGS[@]}" "${PERF_ARGS[@]}" "$@"

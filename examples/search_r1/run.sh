@@ -1,67 +1,19 @@
 #!/usr/bin/env bash
 # Search-R1 in small: a search server, a warm-up on demonstrations, and GRPO with several turns.
-# Further flags of train.py may follow; they win over those of the GRPO run, but --eval-prompt-data adds a dataset. With
-# HF_CHECKPOINT set to a model (and PROMPT_DATA, EVAL_DATA to your files) nothing is made or warmed up.
-set -euo pipefail
-OUTPUT_DIR=${OUTPUT_DIR:-outputs/search_r1}
-SEED=${SEED:-0}
-PYTHON=${PYTHON:-python3}
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+# Variables: HF_CHECKPOINT, PROMPT_DATA, EVAL_DATA, OUTPUT_DIR, SEED, SFT_STEPS, SEARCH_URL or SEARCH_PORT.
+# Further flags of train.py may follow; they win over those of the GRPO run, but --eval-prompt-data adds a dataset.
+EXAMPLE=search_r1
+source "$(dirname "${BASH_SOURCE[0]}")/../tiny_model.sh" # warm_up, launch_grpo, DRY_RUN and more
 
-SFT_ARGS=(
-   --hf-checkpoint "${OUTPUT_DIR}/model"
-   --save-hf "${OUTPUT_DIR}/sft/hf"
-   --run-dir "${OUTPUT_DIR}/sft"
-   --rollout-function-path examples.demonstrations.generate_rollout
-   --prompt-data "${OUTPUT_DIR}/data/sft.jsonl"
-   --input-key prompt
-   --rollout-shuffle
-   --num-rollout "${SFT_STEPS:-240}"
-   --rollout-batch-size 32
-   --loss-type sft_loss
-   --calculate-per-token-loss
-   --disable-compute-advantages-and-returns
-   --debug-train-only
-   --actor-num-gpus-per-node 1
-   --use-dynamic-batch-size
-   --max-tokens-per-gpu 8192
-   --fp32
-   --seed "${SEED}"
-   --optimizer adam
-   --lr 2e-3
-   --min-lr 0.0
-   --lr-decay-style linear
-   --lr-warmup-iters 10
-   --weight-decay 0.0
-   --adam-beta2 0.98
-)
-
-if [ -z "${HF_CHECKPOINT:-}" ]; then
-   "$PYTHON" tools/make_tiny_model.py "${OUTPUT_DIR}/model" --overwrite --seed "${SEED}"
-   "$PYTHON" -m examples.search_r1.make_data "${OUTPUT_DIR}/data" --seed "${SEED}"
-   "$PYTHON" train.py "${SFT_ARGS[@]}"
-fi
+warm_up examples.demonstrations.generate_rollout prompt
 
 # The search server of this run; for one that runs elsewhere set SEARCH_URL.
 if [ -z "${SEARCH_URL:-}" ]; then
    SEARCH_PORT=${SEARCH_PORT:-8765}
    SEARCH_URL=http://127.0.0.1:${SEARCH_PORT}/retrieve
-   exec 4< <(exec "$PYTHON" -u -m examples.search_r1.search_server "${OUTPUT_DIR}/data/corpus.jsonl" --port "${SEARCH_PORT}")
-   SERVER=$!
-   # This process becomes train.py: when that ends, however it ends, the pipe closes and the server is ended.
-   exec 3> >(trap '' HUP INT TERM; cat > /dev/null; kill "${SERVER}" 2> /dev/null)
-   # It prints a line once it listens; without a server every search of the run would fail.
-   if ! read -r -t 120 <&4; then
-      echo "run.sh: the search server did not come up on port ${SEARCH_PORT} (SEARCH_PORT): it ended, or took 120 s" >&2
-      exit 1
-   fi
+   start_server "the search server" "port ${SEARCH_PORT} (SEARCH_PORT)" \
+      "$PYTHON" -u -m examples.search_r1.search_server "${OUTPUT_DIR}/data/corpus.jsonl" --port "${SEARCH_PORT}"
 fi
-
-CKPT_ARGS=(
-   --hf-checkpoint "${HF_CHECKPOINT:-${OUTPUT_DIR}/sft/hf}"
-   --save-hf "${OUTPUT_DIR}/hf"
-   --run-dir "${OUTPUT_DIR}/grpo"
-)
 
 ROLLOUT_ARGS=(
    --prompt-data "${PROMPT_DATA:-${OUTPUT_DIR}/data/train.jsonl}"
@@ -86,40 +38,4 @@ CUSTOM_ARGS=(
    --search-topk 1
 )
 
-EVAL_ARGS=(
-   --eval-interval 10
-   --eval-prompt-data search_r1 "${EVAL_DATA:-${OUTPUT_DIR}/data/eval.jsonl}"
-   --eval-temperature 1.0
-   --n-samples-per-eval-prompt 4
-)
-
-PERF_ARGS=(
-   --actor-num-gpus-per-node 1
-   --colocate
-   --use-dynamic-batch-size
-   --max-tokens-per-gpu 8192
-   --fp32
-   --seed "${SEED}"
-)
-
-GRPO_ARGS=(
-   --advantage-estimator grpo
-   --eps-clip 0.2
-   --eps-clip-high 0.28
-)
-
-OPTIMIZER_ARGS=(
-   --optimizer adam
-   --lr 3e-4
-   --lr-decay-style constant
-   --weight-decay 0.0
-   --adam-beta2 0.98
-)
-
-SGLANG_ARGS=(
-   --rollout-num-gpus-per-engine 1
-)
-
-exec "$PYTHON" train.py \
-   "${CKPT_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${CUSTOM_ARGS[@]}" "${EVAL_ARGS[@]}" "${PERF_ARGS[@]}" \
-   "${GRPO_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${SGLANG_ARGS[@]}" "$@"
+launch_grpo "$@"

@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 
 from tests import shipped
+from tests.recorder import run, write_recorder
 from tests.waiting import wait_for
 
 NUM_GPUS = 0
 STANDS_IN = f"""#!{sys.executable} -S
 import os, signal, sys, time
-what = "train" if sys.argv[1] == "train.py" else "server"
+what = "train" if sys.argv[1].endswith("/train.py") else "server"
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
 open(os.path.join(os.environ["PIDS"], what), "w").write(str(os.getpid()))
 if what == os.environ.get("ENDS"):
@@ -56,6 +57,21 @@ def environment_of(pids: Path) -> dict[str, str]:
     return given | {"PATH": os.environ["PATH"]}
 
 
+@pytest.mark.parametrize("name", ["retool", "multi_agent", "search_r1"])
+def test_a_dry_run_checks_warm_up_and_run_and_starts_nothing(name: str, tmp_path: Path) -> None:
+    write_recorder(tmp_path)
+    script = shipped.ROOT / "examples" / name / "run.sh"
+    ran, commands = run(str(script), tmp_path, tmp_path / "record", "--lr", "1", DRY_RUN="1", OUTPUT_DIR="out")
+    assert ran.returncode == 0, ran.stderr
+    made, data, warm_up, grpo = commands
+    assert made == ["tools/make_tiny_model.py", "out/model", "--overwrite", "--seed", "0"]
+    assert data == ["-m", f"examples.{name}.make_data", "out/data", "--seed", "0"]
+    for command, run_dir in ((warm_up, "out/sft"), (grpo, "out/grpo")):
+        assert command[:3] == [f"{shipped.ROOT}/train.py", "--hf-checkpoint", "out/model"]
+        assert command[command.index("--run-dir") + 1] == run_dir
+    assert (warm_up[-1], grpo[-3:]) == ("--dry-run", ["--lr", "1", "--dry-run"])
+
+
 def command_of(name: str) -> list[str]:
     return ["bash", str(shipped.ROOT / "examples" / name / "run.sh")]
 
@@ -74,5 +90,5 @@ def test_without_its_search_server_there_is_no_run(pids: Path) -> None:
     environment = environment_of(pids) | {"ENDS": "server", "SEARCH_PORT": "18765"}
     ended = subprocess.run(command_of("search_r1"), env=environment, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
-    assert re.fullmatch(r"run\.sh: the search server did not come up on port 18765 .*\n", ended.stderr)
+    assert re.fullmatch(r"launch: error: the search server did not come up on port 18765 .*\n", ended.stderr)
     assert not (pids / "train").exists()
