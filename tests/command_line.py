@@ -18,6 +18,7 @@ from slime.files.checkpoints import LATEST, RUN_KEY
 from slime.models import family_of, hf_config, weight_shape
 
 Parse = Callable[..., Namespace]
+Flags = tuple[str, str]
 Fails = Callable[..., str]
 """What the fixtures of these names give: of words to add and flags to leave out, the options or the error."""
 
@@ -126,10 +127,25 @@ def command(words: str = "", without: str = "") -> list[str]:
     return [word for pair in kept.items() for word in pair if word] + words.split()
 
 
-def failure(capsys: pytest.CaptureFixture[str], words: str = "", without: str = "") -> str:
+def refused(table: str) -> pytest.MarkDecorator:
+    """Parametrizes a test by rows ``FLAGS -> PART OF THE MESSAGE``, or ``FLAGS less FLAGS OF BASE -> PART``.
+
+    A case is what the fixture ``fails`` takes, as ``flags``, and that part of the ``message``. An indented line belongs
+    to the one above it.
+    """
+    cases = []
+    for row in re.sub(r"\n +", " ", table.strip()).splitlines():
+        flags, _, message = row.partition(" -> ")
+        words, _, without = f" {flags}".partition(" less ")
+        assert message, row
+        cases.append(pytest.param((words.strip(), without), message, id=flags))
+    return pytest.mark.parametrize(("flags", "message"), cases)
+
+
+def failure(capsys: pytest.CaptureFixture[str], words: str = "", without: str = "", asynchronous: bool = False) -> str:
     """The one line, with exit status 2, that `command` fails with."""
     with pytest.raises(SystemExit) as stop:
-        parse_args(command(words, without))
+        parse_args(command(words, without), asynchronous=asynchronous)
     line = capsys.readouterr().err
     assert stop.value.code == 2
     match = re.search(r"^[^\n]*: error: ([^\n]+)\n\Z", line, re.MULTILINE)

@@ -12,20 +12,18 @@ from slime.entry.arguments import parse_args
 from slime.options.errors import OptionError
 from slime.options.flags.schema import flag_named
 from slime.options.training import check_schedule, critic_options, warmup_and_decay_steps
-from tests.command_line import command, failure, write_model, write_rows
+from tests.command_line import Fails, Flags, Parse, command, refused
 
 NUM_GPUS = 0
 PPO = "--advantage-estimator ppo"
 
 
 @pytest.fixture(autouse=True)
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def directory(launch_directory: Path) -> Path:
     """The working directory of a test."""
-    write_model(tmp_path / "model")
-    write_rows(tmp_path / "data.jsonl")
-    (tmp_path / "functions.py").write_text("".join(f"def {name}(*_, **__): ...\n" for name in ("run", *HOOKS.values())))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    functions = "".join(f"def {name}(*_, **__): ...\n" for name in ("run", *HOOKS.values()))
+    (launch_directory / "functions.py").write_text(functions)
+    return launch_directory
 
 
 HOOKS = {
@@ -89,8 +87,8 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def test_defaults() -> None:
-    args = parse_args(command())
+def test_defaults(parse: Parse) -> None:
+    args = parse()
     assert {name: getattr(args, name) for name in DEFAULTS} == DEFAULTS
 
 
@@ -144,8 +142,8 @@ def test_defaults() -> None:
         ("--stop-on-mismatch --mismatch-threshold 0.02", {"mismatch_threshold": 0.02, "stop_on_mismatch": True}),
     ],
 )
-def test_what_options_imply(words: str, derived: dict[str, Any]) -> None:
-    args = parse_args(command(words))
+def test_what_options_imply(words: str, derived: dict[str, Any], parse: Parse) -> None:
+    args = parse(words)
     assert {name: getattr(args, name) for name in derived} == derived
 
 
@@ -155,126 +153,129 @@ def test_functions_in_a_bare_file(name: str, function: str, directory: Path) -> 
     assert getattr(args, name) == f"{directory}/functions.py:{function}"
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("--overlong-penalty-factor 2", "--overlong-penalty-factor 2.0 has no effect without --overlong-buffer-len"),
-        ("--overlong-buffer-len 9 --rollout-max-response-len 8",
-         "--overlong-buffer-len 9 is more than --rollout-max-response-len 8"),
-        ("--overlong-buffer-len 4 --loss-type sft_loss", "--overlong-buffer-len 4 has no effect with --loss-type sft"),
-        ("--overlong-buffer-len 0", "argument --overlong-buffer-len: must be at least 1, not 0"),
-        ("--overlong-buffer-len 4 --overlong-penalty-factor 0", "argument --overlong-penalty-factor: must be above 0"),
-        ("--overlong-buffer-len 4 --custom-reward-post-process-path functions.py:run",
-         "--overlong-buffer-len 4 has no effect with --custom-reward-post-process-path, which makes the rewards"),
-        ("--kl-loss-coef 0.1", "--kl-loss-coef 0.1 has no effect without --use-kl-loss"),
-        ("--use-unbiased-kl", "--use-unbiased-kl has no effect without --use-kl-loss"),
-        ("--kl-coef 0.1", "--kl-coef 0.1 needs --ref-load"),
-        ("--use-kl-loss", "--use-kl-loss needs --ref-load"),
-        ("--loss-constant-length 5 --calculate-per-token-loss",
-         "--loss-constant-length 5 and --calculate-per-token-loss exclude each other"),
-        (f"--loss-type custom_loss --custom-loss-function-path functions.py:run {PPO}",
-         "--loss-type custom_loss trains no critic, whose values --advantage-estimator ppo needs"),
-        ("--loss-constant-length 5 --custom-pg-loss-reducer-function-path functions.py:run",
-         "--loss-constant-length 5 would divide KL and entropy, and not what --custom-pg-loss-reducer-function-path"),
-        ("--rs-veto-threshold 1e-4", "--rs-veto-threshold 0.0001 has no effect without --use-rs"),
-        ("--use-rs --tis-mode mask --tis-clip 5", "--tis-mode mask has no effect without --use-tis"),
-        ("--use-tis --rs-level token", "--rs-level token has no effect without --use-rs"),
-        ("--opsm-delta 0.01", "--opsm-delta 0.01 has no effect without --use-opsm"),
-        *((f"{flag} 1.5", f"argument {flag}: must be at most 1, not 1.5")
-          for flag in ("--gamma", "--lambd", "--eps-clip")),
-        ("--loss-type custom_loss", "--loss-type custom_loss needs --custom-loss-function-path"),
-        ("--custom-loss-function-path functions.py:run",
-         "--custom-loss-function-path has no effect without --loss-type custom_loss"),
-        ("--disable-compute-advantages-and-returns",
-         "--disable-compute-advantages-and-returns leaves --loss-type policy_loss nothing to train"),
-        ("--custom-pg-loss-reducer-function-path functions.py:run --loss-type sft_loss",
-         "--custom-pg-loss-reducer-function-path has no effect without --loss-type policy_loss"),
-        ("--n-samples-per-prompt 1", "--n-samples-per-prompt 1 leaves --advantage-estimator grpo nothing"),
-        ("--n-samples-per-prompt 1 --advantage-estimator rloo",
-         "--n-samples-per-prompt 1 leaves --advantage-estimator rloo nothing"),
-        ("--advantage-estimator reinforce_plus_plus",
-         "--advantage-estimator reinforce_plus_plus is defined with whitened advantages: add --normalize-advantages"),
-        ("--advantage-estimator reinforce_plus_plus_baseline",
-         "reinforce_plus_plus_baseline is defined with whitened advantages: add --normalize-advantages"),
-        ("--use-rollout-logprobs --use-tis", "which leaves --use-tis nothing to do: drop one of them"),
-        ("--use-rollout-logprobs --use-rs", "which leaves --use-rs nothing to do: drop one of them"),
-        ("--custom-tis-function-path functions.py:run", "functions.py:run has no effect without --use-tis"),
-        ("--use-tis --tis-clip 0.5 --tis-clip-low 0.6", "--tis-clip-low 0.6 is above --tis-clip 0.5"),
-        (
-            "--use-tis --tis-mode truncate --tis-clip-low 0.9",
-            "--tis-clip-low 0.9 has no effect with --tis-mode truncate, which has an upper bound alone",
-        ),
-        ("--use-rs --rs-lower-bound 3", "--rs-lower-bound 3.0 is above --rs-upper-bound 2.0"),
-        ("--critic-lr 1e-5", "--critic-lr 1e-05 has no effect: only --advantage-estimator ppo has a critic"),
-        ("--critic-lr-warmup-iters 2", "--critic-lr-warmup-iters 2 has no effect: only --advantage-estimator ppo"),
-        ("--critic-load c", "--critic-load c has no effect: only --advantage-estimator ppo"),
-        (f"{PPO} --critic-load /no/such", "--critic-load /no/such: there is no such directory"),
-        (f"{PPO} --critic-load new --critic-save new", "/new: there is no such directory"),
-        ("--critic-save c", "--critic-save c has no effect: only --advantage-estimator ppo"),
-        ("--num-critic-only-steps 2", "--num-critic-only-steps 2 has no effect: only --advantage-estimator ppo"),
-        (f"{PPO} --save ckpt --critic-save ./ckpt/", "is --save: actor and critic would overwrite each other"),
-        ("--lr-warmup-fraction 0.1 --lr-warmup-iters 3", "--lr-warmup-fraction 0.1 and --lr-warmup-iters 3 exclude"),
-        (f"{PPO} --critic-lr 1e-8 --min-lr 1e-7", "--min-lr 1e-07 is above --critic-lr 1e-08"),
-        ("--advantage-estimator cispo --eps-clip-c 2", "--eps-clip-c 2.0 has no effect with --advantage-estimator"),
-        *((f"--loss-type sft_loss {flag}", f"{flag} has no effect without --loss-type policy_loss")
-          for flag in ("--use-rollout-logprobs", "--use-tis", "--use-rs", "--use-opsm")),
-        *((f"--loss-type sft_loss --use-kl-loss {words}", f"{words} has no effect with --loss-type sft_loss: drop it")
-          for words in ("--kl-loss-coef 0.1", "--kl-coef 0.1", "--entropy-coef 0.1")),
-        ("--keep-old-actor", "--keep-old-actor is of train_async.py"),
-        (f"{PPO} --num-critic-only-steps 3", "--num-critic-only-steps 3 leaves none of --num-rollout 3 to the actor"),
-        ("--eps-clip-c 1", "--eps-clip-c"),
-        ("--rs-veto-threshold 0", "--rs-veto-threshold"),
-        ("--loss-constant-length 0", "--loss-constant-length"),
-        ("--tis-level word", "--tis-level"),
-        ("--advantage-estimator gppo", "--advantage-estimator"),
-        ("--custom-advantage-function-path functions.py:nothing", "functions.py has no 'nothing'"),
-        ("--use-critic", "--use-critic is not available: --advantage-estimator ppo has a critic; drop it"),
-        ("--critic-num-nodes 1", "--critic-num-nodes is not available: the critic is on the actor's slots; drop it"),
-        ("--critic-num-gpus-per-node 1", "--critic-num-gpus-per-node is not available: the critic is on the actor's"),
-    ],
-)  # fmt: skip
-def test_what_does_not_go_together(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert expected in failure(capsys, words)
+@refused(
+    f"""
+--overlong-penalty-factor 2 -> --overlong-penalty-factor 2.0 has no effect without --overlong-buffer-len
+--overlong-buffer-len 9 --rollout-max-response-len 8
+    -> --overlong-buffer-len 9 is more than --rollout-max-response-len 8
+--overlong-buffer-len 4 --loss-type sft_loss -> --overlong-buffer-len 4 has no effect with --loss-type sft
+--overlong-buffer-len 0 -> argument --overlong-buffer-len: must be at least 1, not 0
+--overlong-buffer-len 4 --overlong-penalty-factor 0 -> argument --overlong-penalty-factor: must be above 0
+--overlong-buffer-len 4 --custom-reward-post-process-path functions.py:run
+    -> --overlong-buffer-len 4 has no effect with --custom-reward-post-process-path, which makes the rewards
+--kl-loss-coef 0.1 -> --kl-loss-coef 0.1 has no effect without --use-kl-loss
+--use-unbiased-kl -> --use-unbiased-kl has no effect without --use-kl-loss
+--kl-coef 0.1 -> --kl-coef 0.1 needs --ref-load
+--use-kl-loss -> --use-kl-loss needs --ref-load
+--loss-constant-length 5 --calculate-per-token-loss
+    -> --loss-constant-length 5 and --calculate-per-token-loss exclude each other
+--loss-type custom_loss --custom-loss-function-path functions.py:run {PPO}
+    -> --loss-type custom_loss trains no critic, whose values --advantage-estimator ppo needs
+--loss-constant-length 5 --custom-pg-loss-reducer-function-path functions.py:run
+    -> --loss-constant-length 5 would divide KL and entropy, and not what --custom-pg-loss-reducer-function-path
+--rs-veto-threshold 1e-4 -> --rs-veto-threshold 0.0001 has no effect without --use-rs
+--use-rs --tis-mode mask --tis-clip 5 -> --tis-mode mask has no effect without --use-tis
+--use-tis --rs-level token -> --rs-level token has no effect without --use-rs
+--opsm-delta 0.01 -> --opsm-delta 0.01 has no effect without --use-opsm
+--loss-type custom_loss -> --loss-type custom_loss needs --custom-loss-function-path
+--custom-loss-function-path functions.py:run
+    -> --custom-loss-function-path has no effect without --loss-type custom_loss
+--disable-compute-advantages-and-returns
+    -> --disable-compute-advantages-and-returns leaves --loss-type policy_loss nothing to train
+--custom-pg-loss-reducer-function-path functions.py:run --loss-type sft_loss
+    -> --custom-pg-loss-reducer-function-path has no effect without --loss-type policy_loss
+--n-samples-per-prompt 1 -> --n-samples-per-prompt 1 leaves --advantage-estimator grpo nothing
+--n-samples-per-prompt 1 --advantage-estimator rloo
+    -> --n-samples-per-prompt 1 leaves --advantage-estimator rloo nothing
+--advantage-estimator reinforce_plus_plus
+    -> --advantage-estimator reinforce_plus_plus is defined with whitened advantages: add --normalize-advantages
+--advantage-estimator reinforce_plus_plus_baseline
+    -> reinforce_plus_plus_baseline is defined with whitened advantages: add --normalize-advantages
+--use-rollout-logprobs --use-tis -> which leaves --use-tis nothing to do: drop one of them
+--use-rollout-logprobs --use-rs -> which leaves --use-rs nothing to do: drop one of them
+--custom-tis-function-path functions.py:run -> functions.py:run has no effect without --use-tis
+--use-tis --tis-clip 0.5 --tis-clip-low 0.6 -> --tis-clip-low 0.6 is above --tis-clip 0.5
+--use-tis --tis-mode truncate --tis-clip-low 0.9
+    -> --tis-clip-low 0.9 has no effect with --tis-mode truncate, which has an upper bound alone
+--use-rs --rs-lower-bound 3 -> --rs-lower-bound 3.0 is above --rs-upper-bound 2.0
+--critic-lr 1e-5 -> --critic-lr 1e-05 has no effect: only --advantage-estimator ppo has a critic
+--critic-lr-warmup-iters 2 -> --critic-lr-warmup-iters 2 has no effect: only --advantage-estimator ppo
+--gamma 1.5 -> argument --gamma: must be at most 1, not 1.5
+--lambd 1.5 -> argument --lambd: must be at most 1, not 1.5
+--eps-clip 1.5 -> argument --eps-clip: must be at most 1, not 1.5
+--loss-type sft_loss --use-rollout-logprobs -> --use-rollout-logprobs has no effect without --loss-type policy_loss
+--loss-type sft_loss --use-tis -> --use-tis has no effect without --loss-type policy_loss
+--loss-type sft_loss --use-rs -> --use-rs has no effect without --loss-type policy_loss
+--loss-type sft_loss --use-opsm -> --use-opsm has no effect without --loss-type policy_loss
+--loss-type sft_loss --use-kl-loss --kl-loss-coef 0.1
+    -> --kl-loss-coef 0.1 has no effect with --loss-type sft_loss: drop it
+--loss-type sft_loss --use-kl-loss --kl-coef 0.1 -> --kl-coef 0.1 has no effect with --loss-type sft_loss: drop it
+--loss-type sft_loss --use-kl-loss --entropy-coef 0.1
+    -> --entropy-coef 0.1 has no effect with --loss-type sft_loss: drop it
+--critic-load c -> --critic-load c has no effect: only --advantage-estimator ppo
+{PPO} --critic-load /no/such -> --critic-load /no/such: there is no such directory
+{PPO} --critic-load new --critic-save new -> /new: there is no such directory
+--critic-save c -> --critic-save c has no effect: only --advantage-estimator ppo
+--num-critic-only-steps 2 -> --num-critic-only-steps 2 has no effect: only --advantage-estimator ppo
+{PPO} --save ckpt --critic-save ./ckpt/ -> is --save: actor and critic would overwrite each other
+--lr-warmup-fraction 0.1 --lr-warmup-iters 3 -> --lr-warmup-fraction 0.1 and --lr-warmup-iters 3 exclude
+{PPO} --critic-lr 1e-8 --min-lr 1e-7 -> --min-lr 1e-07 is above --critic-lr 1e-08
+--advantage-estimator cispo --eps-clip-c 2 -> --eps-clip-c 2.0 has no effect with --advantage-estimator
+--keep-old-actor -> --keep-old-actor is of train_async.py
+{PPO} --num-critic-only-steps 3 -> --num-critic-only-steps 3 leaves none of --num-rollout 3 to the actor
+--eps-clip-c 1 -> --eps-clip-c
+--rs-veto-threshold 0 -> --rs-veto-threshold
+--loss-constant-length 0 -> --loss-constant-length
+--tis-level word -> --tis-level
+--advantage-estimator gppo -> --advantage-estimator
+--custom-advantage-function-path functions.py:nothing -> functions.py has no 'nothing'
+--use-critic -> --use-critic is not available: --advantage-estimator ppo has a critic; drop it
+--critic-num-nodes 1 -> --critic-num-nodes is not available: the critic is on the actor's slots; drop it
+--critic-num-gpus-per-node 1 -> --critic-num-gpus-per-node is not available: the critic is on the actor's
+"""
+)
+def test_what_does_not_go_together(flags: Flags, message: str, fails: Fails) -> None:
+    assert message in fails(*flags)
 
 
-def test_no_reward(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_reward(fails: Fails, parse: Parse) -> None:
     expected = "--rm-type or --custom-rm-path is missing: responses need a reward"
-    assert failure(capsys, PPO, "--rm-type") == expected
-    assert failure(capsys, "--eval-prompt-data e data.jsonl --eval-interval 1", "--rm-type").startswith(expected)
+    assert fails(PPO, "--rm-type") == expected
+    assert fails("--eval-prompt-data e data.jsonl --eval-interval 1", "--rm-type").startswith(expected)
     Path("named.jsonl").write_text('\n {"input": "p", "label": "1", "metadata": {"rm_type": "f1"}}\n')
     words = "--prompt-data named.jsonl --eval-prompt-data e named.jsonl --eval-interval 1"
-    assert parse_args(command(words, "--rm-type --prompt-data")).rm_type is None
-    assert parse_args(command("--load-debug-rollout-data dump/{rollout_id}.pt", "--rm-type")).rm_type is None
+    assert parse(words, "--rm-type --prompt-data").rm_type is None
+    assert parse("--load-debug-rollout-data dump/{rollout_id}.pt", "--rm-type").rm_type is None
     Path("eval.yaml").write_text("datasets: [{name: e, path: named.jsonl, rm_type: remote_rm}]")
-    line = failure(capsys, "--eval-config eval.yaml --eval-interval 1")
+    line = fails("--eval-config eval.yaml --eval-interval 1")
     assert line == "--eval-config eval.yaml: e: rm_type remote_rm needs --rm-url"
 
 
-def test_critic_directories(directory: Path) -> None:
-    args = parse_args(command(f"{PPO} --load ckpt --save ckpt"))
+def test_critic_directories(directory: Path, parse: Parse) -> None:
+    args = parse(f"{PPO} --load ckpt --save ckpt")
     assert (args.critic_load, args.critic_save) == (f"{directory}/ckpt/critic",) * 2
     assert args.critic_source is None
-    args = parse_args(command(f"{PPO} --save ckpt"))
+    args = parse(f"{PPO} --save ckpt")
     assert (args.critic_load, args.critic_save) == (None, f"{directory}/ckpt/critic")
-    args = parse_args(command(f"{PPO} --save ckpt --critic-save other --critic-load model"))
+    args = parse(f"{PPO} --save ckpt --critic-save other --critic-load model")
     assert (args.critic_load, args.critic_save) == (f"{directory}/model", f"{directory}/other")
     assert args.critic_source == f"{directory}/model"
-    args = parse_args(command(PPO))
+    args = parse(PPO)
     assert (args.critic_load, args.critic_save, args.critic_source) == (None, None, None)
 
 
-def test_a_critic_that_a_dead_run_left_is_no_source(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_critic_that_a_dead_run_left_is_no_source(directory: Path, fails: Fails, parse: Parse) -> None:
     (directory / "ckpt" / "critic" / "iter_0000000").mkdir(parents=True)
     for given in ("", "--critic-load ckpt/critic"):
-        args = parse_args(command(f"{PPO} --load ckpt --save ckpt {given}"))
+        args = parse(f"{PPO} --load ckpt --save ckpt {given}")
         assert args.critic_load == f"{directory}/ckpt/critic"
         assert args.critic_source is None
     expected = "ckpt/critic: there is no checkpoint (no latest_checkpointed_iteration.txt) and no model (no config.json"
-    assert expected in failure(capsys, f"{PPO} --critic-load ckpt/critic")
+    assert expected in fails(f"{PPO} --critic-load ckpt/critic")
 
 
-def test_schedules_count_the_rollouts_that_a_model_learns_from() -> None:
-    args = parse_args(command(f"{PPO} --num-rollout 10 --num-critic-only-steps 4 --lr-warmup-fraction 0.5"))
+def test_schedules_count_the_rollouts_that_a_model_learns_from(parse: Parse) -> None:
+    args = parse(f"{PPO} --num-rollout 10 --num-critic-only-steps 4 --lr-warmup-fraction 0.5")
     assert warmup_and_decay_steps(args) == (3, 6)
     assert warmup_and_decay_steps(critic_options(args)) == (5, 10)
     args.num_rollout = 4  # as with --num-epoch, once the prompts are counted
@@ -282,16 +283,16 @@ def test_schedules_count_the_rollouts_that_a_model_learns_from() -> None:
         check_schedule(args)
 
 
-def test_supervised_training_needs_no_advantages(capsys: pytest.CaptureFixture[str]) -> None:
+def test_supervised_training_needs_no_advantages(parse: Parse) -> None:
     words = "--loss-type sft_loss --debug-train-only --n-samples-per-prompt 1 --use-kl-loss --kl-loss-coef 0"
-    args = parse_args(command(words, "--rm-type"))
+    args = parse(words, "--rm-type")
     assert args.disable_compute_advantages_and_returns
     assert not args.needs_reference
     assert not args.use_critic
 
 
-def test_from_yaml(directory: Path) -> None:
+def test_from_yaml(directory: Path, parse: Parse) -> None:
     settings = {"advantage_estimator": "rloo", "use_tis": True, "tis_threshold": 3, "loss_constant_length": 9}
     (directory / "c.yaml").write_text(json.dumps(settings))
-    args = parse_args(command("--custom-config-path c.yaml --advantage-estimator grpo"))
+    args = parse("--custom-config-path c.yaml --advantage-estimator grpo")
     assert (args.reward_baseline, args.tis_clip, args.loss_constant_length) == ("leave_one_out", 3.0, 9)

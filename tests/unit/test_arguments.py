@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from slime.entry.arguments import describe, parse_args
-from tests.command_line import QWEN3, Fails, Parse, command, write_model, write_rows
+from tests.command_line import QWEN3, Fails, Flags, Parse, command, refused, write_model, write_rows
 
 NUM_GPUS = 0
 QWEN3_MOE = QWEN3 | {
@@ -26,14 +26,6 @@ QWEN3_MOE = QWEN3 | {
     "norm_topk_prob": True,
     "mlp_only_layers": [],
 }
-
-TEMPLATES = [
-    "--save-hf",
-    "--save-lora",
-    "--load-debug-rollout-data",
-    "--save-debug-rollout-data",
-    "--save-debug-train-data",
-]
 
 
 @pytest.fixture(autouse=True)
@@ -133,123 +125,122 @@ def test_hooks_are_loaded_and_their_flags_known(parse: Parse, directory: Path, f
     assert "unknown flag --tool-budget" in fails("--tool-budget 7")
 
 
-@pytest.mark.parametrize(
-    ("words", "without", "expected"),
-    [
-        ("", "--hf-checkpoint", "--hf-checkpoint is missing"),
-        ("--hf-checkpoint /no/model", "", "--hf-checkpoint /no/model: there is no such directory"),
-        ("--hf-checkpoint nobody/no-such-model", "", "nobody/no-such-model: no such directory, not in the Hugging"),
-        ("--hf-checkpoint .", "", "there is no config.json"),
-        ("", "--prompt-data", "--prompt-data is missing"),
-        ("--prompt-data no.jsonl@[0:3]", "", "--prompt-data no.jsonl@[0:3]: there is no file no.jsonl"),
-        ("", "--rollout-batch-size", "--rollout-batch-size is missing"),
-        ("", "--num-rollout", "--num-rollout or --num-epoch is missing"),
-        ("", "--rm-type", "--rm-type or --custom-rm-path is missing"),
-        ("--rm-type maths", "", "--rm-type maths: there are dapo"),
-        ("--rm-type remote_rm", "", "--rm-type remote_rm needs --rm-url"),
-        ("--rm-type remote_rm --rm-url me:pw@judge/score", "", "remote_rm needs an address in --rm-url, such as http:"),
-        ("--rm-type boxed_remote_rm --rm-url http://judge:80000", "", "boxed_remote_rm needs an address in --rm-url"),
-        ("", "--rollout-max-response-len", "--rollout-max-response-len is missing"),
-        ("--global-batch-size 5", "", "--rollout-batch-size 4 x --n-samples-per-prompt 4 = 16 is not a multiple of --"),
-        ("--num-steps-per-rollout 3", "", "= 16 is not a multiple of --num-steps-per-rollout 3"),
-        ("--num-steps-per-rollout 2 --global-batch-size 16", "", "= 16, but --global-batch-size 16 x --num-steps"),
-        ("--n-samples-per-prompt 1", "", "--n-samples-per-prompt 1 leaves --advantage-estimator grpo nothing"),
-        ("--use-dynamic-batch-size", "", "--use-dynamic-batch-size needs --max-tokens-per-gpu"),
-        ("", "--colocate", "--rollout-num-gpus is missing"),
-        ("--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2", "--colocate", "3 rollout slots are not a multiple"),
-        ("--rollout-num-gpus-per-engine 12", "", "12 is more than --num-gpus-per-node 8 and no multiple of it"),
-        ("--debug-rollout-only --debug-train-only", "", "--debug-rollout-only and --debug-train-only exclude"),
-        ("--use-kl-loss", "", "--use-kl-loss needs --ref-load"),
-        ("--use-kl-loss --ref-load /no/ref", "", "--ref-load /no/ref: there is no such directory"),
-        ("--kl-loss-coef 0.1", "", "--kl-loss-coef 0.1 has no effect without --use-kl-loss"),
-        ("--save-interval 3", "", "--save-interval 3 needs --save"),
-        ("--eval-interval 3", "", "--eval-interval 3 needs --eval-prompt-data"),
-        ("--eval-prompt-data a aime.jsonl b", "", "--eval-prompt-data takes pairs NAME PATH, not 3 words"),
-        ("--eval-prompt-data a aime.jsonl a gsm8k.jsonl", "", "--eval-prompt-data names 'a' twice"),
-        ("--eval-prompt-data a no.jsonl", "", "--eval-prompt-data no.jsonl: there is no file"),
-        ("--update-weight-transport distributed", "", "distributed needs separate slots"),
-        ("--update-weight-transport tensor --rollout-num-gpus 1", "--colocate", "tensor needs --colocate"),
-        ("--custom-rm-path hook.py:reward", "", "--custom-rm-path hook.py:reward: hook.py has no 'reward'; did you"),
-        ("--custom-rm-path none.py", "", "--custom-rm-path none.py: there is no file"),
-        ("--rollout-function-path slime.nowhere.fn", "", "--rollout-function-path slime.nowhere.fn: there is no"),
-        ("--tensor-model-parallel-size 4", "", "2 training slots"),
-        ("--transformer-impl transformer_engine --fp32", "", "does not go with --fp32, in which its attention"),
-        ("--transformer-impl transformer_engine --bf16 --lora-rank 8", "", "does not go with --lora-rank 8: drop one"),
-        ("--transformer-impl transformer_engine --bf16 --tp-comm-overlap", "", "does not go with --tp-comm-overlap"),
-        ("--transformer-impl inference_optimized", "", "--transformer-impl inference_optimized is not available yet"),
-        ("--lr-warmup-fraction 0.1 --lr-warmup-iters 3", "", "exclude each other"),
-        ("--lr-warmup-iters 3", "", "--lr-warmup-iters 3: the learning rate would warm up for 3 optimizer steps of 3"),
-        ("--lr-warmup-fraction 1", "", "--lr-warmup-fraction: must be below 1, not 1.0"),
-        ("--lr-warmup-iters 2 --lr-decay-iters 2 --num-epoch 1", "--num-rollout", "2 optimizer steps of 2"),
-        ("--lr 1e-5 --min-lr 1e-4", "", "--min-lr 0.0001 is above --lr 1e-05"),
-        ("--lr-warmup-init 1", "", "--lr-warmup-init 1.0 is above --lr 1e-06"),
-        ("--lr-warmup-iters -1", "", "--lr-warmup-iters: must be at least 0, not -1"),
-        ("--lr-decay-style WSD", "", "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
-        ("--lr-decay-style WSD --lr-wsd-decay-iters 4", "", "-iters 4: there are 3 optimizer steps after the warm-up"),
-        ("--lr-decay-style WSD --lr-wsd-decay-iters 3 --lr-warmup-iters 1", "", "there are 2 optimizer steps after"),
-        ("--end-weight-decay 0.1", "", "--start-weight-decay 0.01 and --end-weight-decay 0.1 (--weight-decay"),
-        ("--start-weight-decay 0.1 --weight-decay-incr-style linear", "", "weight decay is at least 0 and does not"),
-        ("--weight-decay -1", "", "--weight-decay: must be at least 0, not -1.0"),
-        ("--start-weight-decay 0.2", "", "weight decay is at least 0 and does not fall"),
-        ("--weight-decay-incr-style cosine", "", "are the same; set them, or drop it"),
-        ("--optimizer sgd --use-distributed-optimizer", "", "--optimizer sgd cannot be distributed"),
-        ("--overlap-cpu-optimizer-d2h-h2d", "", "-d2h-h2d has no effect without --optimizer-cpu-offload"),
-        ("--no-pin-cpu-params", "", "--no-pin-cpu-params has no effect without --optimizer-cpu-offload"),
-        ("--optimizer-cpu-offload --optimizer-offload-fraction 0", "", "-fraction: must be above 0, not 0.0"),
-        ("--exp-avg-dtype bf16 --main-params-dtype fp16", "", "--main-params-dtype fp16, --exp-avg-dtype bf16: the op"),
-        ("--optimizer lion", "", "--optimizer lion: there are adam and sgd"),
-        ("--padded-vocab-size 299", "", "--padded-vocab-size 299 is less than --vocab-size 300"),
-        ("--padded-vocab-size 301 --tensor-model-parallel-size 2", "", "301 is not a multiple of --tensor-model"),
-        ("--hf-checkpoint moe --moe-aux-loss-coeff 0 0.01", "", "--moe-aux-loss-coeff 0.0 0.01 is not available"),
-        ("--hf-checkpoint moe --moe-z-loss-coeff 0.1", "", "--moe-z-loss-coeff 0.1 is not available yet"),
-        ("--attention-dropout 0.1", "", "--attention-dropout 0.1 is not available yet"),
-        ("--hidden-dropout 0.1", "", "--hidden-dropout 0.1 is not available yet"),
-        ("--apply-layernorm-1p", "", "--apply-layernorm-1p is not available yet"),
-        ("--post-self-attn-layernorm", "", "--post-self-attn-layernorm is True, config.json means False"),
-        ("--post-mlp-layernorm", "", "--post-mlp-layernorm is True, config.json means False"),
-        ("--enable-experimental", "", "--enable-experimental is not available yet"),
-        ("--overlap-moe-expert-parallel-comm", "", "--overlap-moe-expert-parallel-comm is not available yet"),
-        ("--delay-wgrad-compute", "", "--delay-wgrad-compute is not available yet"),
-        ("--batch-invariant-mode", "", "--batch-invariant-mode is not available yet"),
-        ("--fine-grained-activation-offloading", "", "--fine-grained-activation-offloading is not available yet"),
-        ("--qk-clip", "", "--qk-clip is not available yet"),
-        ("--log-num-zeros-in-grad", "", "--log-num-zeros-in-grad is not available yet"),
-        ("--log-max-attention-logit", "", "--log-max-attention-logit is not available yet"),
-        ("--symmetric-ar-type two_shot", "", "--symmetric-ar-type two_shot is not available yet"),
-        ("--use-kitchen", "", "--use-kitchen is not available yet"),
-        ("--test-mode", "", "--test-mode is not available yet"),
-        ("--enable-cuda-graph", "", "--enable-cuda-graph is not available yet"),
-        ("--cuda-graph-impl local", "", "--cuda-graph-impl local is not available yet"),
-        ("--num-distributed-optimizer-instances 2", "", "--num-distributed-optimizer-instances 2 is not available yet"),
-        ("--cpu-offloading", "", "--cpu-offloading needs --transformer-impl transformer_engine"),
-        ("--window-size 128,0", "", "--window-size is not available yet"),
-        ("--softmax-type off-by-one", "", "--softmax-type is not available yet"),
-        ("--offload", "", "--offload is not available: use --offload-train"),
-        ("--offload-rollout --rollout-num-gpus 1", "--colocate", "--offload-rollout needs --colocate"),
-        ("--rotary-scaling-factor 4 --rope-scaling-factor 8", "", "--rotary-scaling-factor 4.0 and --rope-scaling-fac"),
-        ("--save-debug-rollout-data {rollout}/{rollout_id}.pt", "", "only {rollout_id} is filled in"),
-        ("--load-debug-rollout-data {}.pt", "", "--load-debug-rollout-data {}.pt: only {rollout_id}"),
-        ("--save-hf {rollout_id", "", "--save-hf {rollout_id: only {rollout_id}"),
-        ("--save-hf {rollout_id.x}", "", "--save-hf {rollout_id.x}: only {rollout_id}"),
-        *(
-            (f"{flag} {place} --lora-rank 4", "", f"{flag} {place}: {place}: write {{rollout_id}}, or {{rollout_id:0")
-            for flag in TEMPLATES
-            for place in ("{rollout_id:>99999999999}", "{rollout_id:100}", "{rollout_id:.99999f}", "{rollout_id!r}")
-        ),
-        ("--save-debug-train-data {rollout_id}_{rank:{rollout_id}}", "", "{rank:{rollout_id}}: write {rank}, or"),
-        ("--hf-checkpoint bare", "", "bare: there are no *.safetensors in it"),
-        ("--hf-checkpoint bare --debug-rollout-only", "", "bare: there are no *.safetensors in it"),
-        ("--hf-checkpoint moe --expert-tensor-parallel-size 3", "",
-         "not a multiple of --expert-tensor-parallel-size 3"),
-        ("--rolout-batch-size 4", "", "unknown flag --rolout-batch-size; did you mean --rollout-batch-size?"),
-    ],
-)  # fmt: skip
-def test_bad_input_is_one_line_with_status_2(
-    fails: Fails, directory: Path, words: str, without: str, expected: str
-) -> None:
+@refused(
+    """
+less --hf-checkpoint -> --hf-checkpoint is missing
+--hf-checkpoint /no/model -> --hf-checkpoint /no/model: there is no such directory
+--hf-checkpoint nobody/no-such-model -> nobody/no-such-model: no such directory, not in the Hugging
+--hf-checkpoint . -> there is no config.json
+less --prompt-data -> --prompt-data is missing
+--prompt-data no.jsonl@[0:3] -> --prompt-data no.jsonl@[0:3]: there is no file no.jsonl
+less --rollout-batch-size -> --rollout-batch-size is missing
+less --num-rollout -> --num-rollout or --num-epoch is missing
+less --rm-type -> --rm-type or --custom-rm-path is missing
+--rm-type maths -> --rm-type maths: there are dapo
+--rm-type remote_rm -> --rm-type remote_rm needs --rm-url
+--rm-type remote_rm --rm-url me:pw@judge/score -> remote_rm needs an address in --rm-url, such as http:
+--rm-type boxed_remote_rm --rm-url http://judge:80000 -> boxed_remote_rm needs an address in --rm-url
+less --rollout-max-response-len -> --rollout-max-response-len is missing
+--global-batch-size 5 -> --rollout-batch-size 4 x --n-samples-per-prompt 4 = 16 is not a multiple of --
+--num-steps-per-rollout 3 -> = 16 is not a multiple of --num-steps-per-rollout 3
+--num-steps-per-rollout 2 --global-batch-size 16 -> = 16, but --global-batch-size 16 x --num-steps
+--use-dynamic-batch-size -> --use-dynamic-batch-size needs --max-tokens-per-gpu
+less --colocate -> --rollout-num-gpus is missing
+--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2 less --colocate -> 3 rollout slots are not a multiple
+--rollout-num-gpus-per-engine 12 -> 12 is more than --num-gpus-per-node 8 and no multiple of it
+--debug-rollout-only --debug-train-only -> --debug-rollout-only and --debug-train-only exclude
+--use-kl-loss --ref-load /no/ref -> --ref-load /no/ref: there is no such directory
+--save-interval 3 -> --save-interval 3 needs --save
+--eval-interval 3 -> --eval-interval 3 needs --eval-prompt-data
+--eval-prompt-data a aime.jsonl b -> --eval-prompt-data takes pairs NAME PATH, not 3 words
+--eval-prompt-data a aime.jsonl a gsm8k.jsonl -> --eval-prompt-data names 'a' twice
+--eval-prompt-data a no.jsonl -> --eval-prompt-data no.jsonl: there is no file
+--update-weight-transport distributed -> distributed needs separate slots
+--update-weight-transport tensor --rollout-num-gpus 1 less --colocate -> tensor needs --colocate
+--custom-rm-path hook.py:reward -> --custom-rm-path hook.py:reward: hook.py has no 'reward'; did you
+--custom-rm-path none.py -> --custom-rm-path none.py: there is no file
+--rollout-function-path slime.nowhere.fn -> --rollout-function-path slime.nowhere.fn: there is no
+--tensor-model-parallel-size 4 -> 2 training slots
+--transformer-impl transformer_engine --fp32 -> does not go with --fp32, in which its attention
+--transformer-impl transformer_engine --bf16 --lora-rank 8 -> does not go with --lora-rank 8: drop one
+--transformer-impl transformer_engine --bf16 --tp-comm-overlap -> does not go with --tp-comm-overlap
+--transformer-impl inference_optimized -> --transformer-impl inference_optimized is not available yet
+--lr-warmup-iters 3 -> --lr-warmup-iters 3: the learning rate would warm up for 3 optimizer steps of 3
+--lr-warmup-fraction 1 -> --lr-warmup-fraction: must be below 1, not 1.0
+--lr-warmup-iters 2 --lr-decay-iters 2 --num-epoch 1 less --num-rollout -> 2 optimizer steps of 2
+--lr 1e-5 --min-lr 1e-4 -> --min-lr 0.0001 is above --lr 1e-05
+--lr-warmup-init 1 -> --lr-warmup-init 1.0 is above --lr 1e-06
+--lr-warmup-iters -1 -> --lr-warmup-iters: must be at least 0, not -1
+--lr-decay-style WSD -> --lr-decay-style WSD needs --lr-wsd-decay-iters
+--lr-decay-style WSD --lr-wsd-decay-iters 4 -> -iters 4: there are 3 optimizer steps after the warm-up
+--lr-decay-style WSD --lr-wsd-decay-iters 3 --lr-warmup-iters 1 -> there are 2 optimizer steps after
+--end-weight-decay 0.1 -> --start-weight-decay 0.01 and --end-weight-decay 0.1 (--weight-decay
+--start-weight-decay 0.1 --weight-decay-incr-style linear -> weight decay is at least 0 and does not
+--weight-decay -1 -> --weight-decay: must be at least 0, not -1.0
+--start-weight-decay 0.2 -> weight decay is at least 0 and does not fall
+--weight-decay-incr-style cosine -> are the same; set them, or drop it
+--optimizer sgd --use-distributed-optimizer -> --optimizer sgd cannot be distributed
+--overlap-cpu-optimizer-d2h-h2d -> -d2h-h2d has no effect without --optimizer-cpu-offload
+--no-pin-cpu-params -> --no-pin-cpu-params has no effect without --optimizer-cpu-offload
+--optimizer-cpu-offload --optimizer-offload-fraction 0 -> -fraction: must be above 0, not 0.0
+--exp-avg-dtype bf16 --main-params-dtype fp16 -> --main-params-dtype fp16, --exp-avg-dtype bf16: the op
+--optimizer lion -> --optimizer lion: there are adam and sgd
+--padded-vocab-size 299 -> --padded-vocab-size 299 is less than --vocab-size 300
+--padded-vocab-size 301 --tensor-model-parallel-size 2 -> 301 is not a multiple of --tensor-model
+--hf-checkpoint moe --moe-aux-loss-coeff 0 0.01 -> --moe-aux-loss-coeff 0.0 0.01 is not available
+--hf-checkpoint moe --moe-z-loss-coeff 0.1 -> --moe-z-loss-coeff 0.1 is not available yet
+--attention-dropout 0.1 -> --attention-dropout 0.1 is not available yet
+--hidden-dropout 0.1 -> --hidden-dropout 0.1 is not available yet
+--apply-layernorm-1p -> --apply-layernorm-1p is not available yet
+--post-self-attn-layernorm -> --post-self-attn-layernorm is True, config.json means False
+--post-mlp-layernorm -> --post-mlp-layernorm is True, config.json means False
+--enable-experimental -> --enable-experimental is not available yet
+--overlap-moe-expert-parallel-comm -> --overlap-moe-expert-parallel-comm is not available yet
+--delay-wgrad-compute -> --delay-wgrad-compute is not available yet
+--batch-invariant-mode -> --batch-invariant-mode is not available yet
+--fine-grained-activation-offloading -> --fine-grained-activation-offloading is not available yet
+--qk-clip -> --qk-clip is not available yet
+--log-num-zeros-in-grad -> --log-num-zeros-in-grad is not available yet
+--log-max-attention-logit -> --log-max-attention-logit is not available yet
+--symmetric-ar-type two_shot -> --symmetric-ar-type two_shot is not available yet
+--use-kitchen -> --use-kitchen is not available yet
+--test-mode -> --test-mode is not available yet
+--enable-cuda-graph -> --enable-cuda-graph is not available yet
+--cuda-graph-impl local -> --cuda-graph-impl local is not available yet
+--num-distributed-optimizer-instances 2 -> --num-distributed-optimizer-instances 2 is not available yet
+--cpu-offloading -> --cpu-offloading needs --transformer-impl transformer_engine
+--window-size 128,0 -> --window-size is not available yet
+--softmax-type off-by-one -> --softmax-type is not available yet
+--offload -> --offload is not available: use --offload-train
+--offload-rollout --rollout-num-gpus 1 less --colocate -> --offload-rollout needs --colocate
+--rotary-scaling-factor 4 --rope-scaling-factor 8 -> --rotary-scaling-factor 4.0 and --rope-scaling-fac
+--save-debug-rollout-data {rollout}/{rollout_id}.pt -> only {rollout_id} is filled in
+--load-debug-rollout-data {}.pt -> --load-debug-rollout-data {}.pt: only {rollout_id}
+--save-hf {rollout_id -> --save-hf {rollout_id: only {rollout_id}
+--save-hf {rollout_id.x} -> --save-hf {rollout_id.x}: only {rollout_id}
+--save-debug-train-data {rollout_id}_{rank:{rollout_id}} -> {rank:{rollout_id}}: write {rank}, or
+--hf-checkpoint bare -> bare: there are no *.safetensors in it
+--hf-checkpoint bare --debug-rollout-only -> bare: there are no *.safetensors in it
+--hf-checkpoint moe --expert-tensor-parallel-size 3 -> not a multiple of --expert-tensor-parallel-size 3
+--rolout-batch-size 4 -> unknown flag --rolout-batch-size; did you mean --rollout-batch-size?
+"""
+)
+def test_bad_input_is_one_line_with_status_2(fails: Fails, directory: Path, flags: Flags, message: str) -> None:
     (directory / "bare").mkdir()
     (directory / "bare" / "config.json").write_text(json.dumps(QWEN3))
-    assert expected.replace("{directory}", str(directory)) in fails(words, without)
+    assert message.replace("{directory}", str(directory)) in fails(*flags)
+
+
+@pytest.mark.parametrize(
+    "place", ["{rollout_id:>99999999999}", "{rollout_id:100}", "{rollout_id:.99999f}", "{rollout_id!r}"]
+)
+@pytest.mark.parametrize(
+    "flag",
+    ["--save-hf", "--save-lora", "--load-debug-rollout-data", "--save-debug-rollout-data", "--save-debug-train-data"],
+)
+def test_numbers_of_rollouts_in_paths_have_few_digits(fails: Fails, flag: str, place: str) -> None:
+    expected = f"{flag} {place}: {place}: write {{rollout_id}}, or {{rollout_id:0"
+    assert expected in fails(f"{flag} {place} --lora-rank 4")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import re
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,27 +14,23 @@ import yaml
 
 from slime.entry.arguments import describe, parse_args
 from slime.options.eval_datasets import EvalDataset
-from tests.command_line import command, failure, write_model, write_rows
+from tests.command_line import Fails, Flags, Parse, command, refused, write_rows
 
 NUM_GPUS = 0
 
 FLAGS = "--eval-interval 2 --eval-config eval.yaml "
-Parse = Callable[..., Namespace]
 
 
 @pytest.fixture(autouse=True)
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def directory(launch_directory: Path) -> Path:
     """The working directory: a model, data, and a file of hooks."""
-    write_model(tmp_path / "model")
-    for name in ("data", "aime", "gsm8k"):
-        write_rows(tmp_path / f"{name}.jsonl")
-    (tmp_path / "eval_hook.py").write_text(
+    for name in ("aime", "gsm8k"):
+        write_rows(launch_directory / f"{name}.jsonl")
+    (launch_directory / "eval_hook.py").write_text(
         "async def reward_func(args, sample, **kwargs):\n    return 1.0\n"
         "async def generate(args, sample, sampling_params):\n    return sample\n"
     )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    return tmp_path
+    return launch_directory
 
 
 @pytest.fixture
@@ -129,75 +124,55 @@ def test_datasets_with_rewards_of_their_own_need_no_label_and_no_reward_flag(par
     parse(random, supervised, "--rm-type --label-key")
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ("a: [", "--eval-config eval.yaml: while parsing"),
-        ("[]", "--eval-config eval.yaml: there are no datasets in it"),
-        ("eval: {defaults: {}}", "there are no datasets in it"),
-        ("datasets: 3", "datasets: neither a list nor a mapping by name, but 3"),
-        ("{datasets: {a: {path: aime.jsonl}}, dfaults: {}}", "unknown key 'dfaults': there are defaults and datasets"),
-        ("datasets: {a: aime.jsonl}", "eval.yaml: a: not a mapping of keys to values, but 'aime.jsonl'"),
-        ("datasets: [{path: aime.jsonl}]", "dataset 0: its name must be text, not None"),
-        ("datasets: {2024: {path: aime.jsonl}}", "dataset 0: its name must be text, not 2024"),
-        ("datasets: {a: {name: b, path: aime.jsonl}}", "a: a dataset by name has no key 'name'"),
-        ("datasets: {a: {}}", "eval.yaml: a: path is missing"),
-        ("datasets: {a: {path: no.jsonl}}", "eval.yaml: a: path no.jsonl: there is no file no.jsonl"),
-        ("datasets: [{name: a, path: aime.jsonl}, {name: a, path: aime.jsonl}]", "eval.yaml: names 'a' twice"),
-        (
-            "datasets: {a: {path: aime.jsonl, temprature: 1}}",
-            "eval.yaml: a: unknown key 'temprature'; did you mean temperature?",
-        ),
-        (
-            "{defaults: {n_samples: 3}, datasets: {a: {path: aime.jsonl}}}",
-            "eval.yaml: defaults: unknown key 'n_samples'",
-        ),
-        ("{defaults: {path: x}, datasets: {a: {path: aime.jsonl}}}", "defaults: unknown key 'path'"),
-        ("datasets: {a: {path: aime.jsonl, multimodal_keys: {}}}", "multimodal_keys is not available yet"),
-        ("datasets: {a: {path: aime.jsonl, app_service: x}}", "app_service has no effect in the upstream system"),
-        ("datasets: {a: {path: aime.jsonl, temperature: hot}}", "a: temperature must be a number, not 'hot'"),
-        ("datasets: {a: {path: aime.jsonl, temperature: -1}}", "a: temperature must be at least 0, not -1"),
-        ("datasets: {a: {path: aime.jsonl, top_p: 0}}", "a: top_p must be above 0, not 0"),
-        ("datasets: {a: {path: aime.jsonl, top_k: 0}}", "a: top_k must be -1 (all) or at least 1, not 0"),
-        ("datasets: {a: {path: aime.jsonl, top_k: true}}", "a: top_k must be a whole number, not True"),
-        ("datasets: {a: {path: aime.jsonl, stop: [1]}}", "a: stop must be a list, each text, not [1]"),
-        (
-            "datasets: {a: {path: aime.jsonl, stop: [END, '']}}",
-            "a: stop has an empty text in it: drop it, or",
-        ),
-        ("datasets: {a: {path: aime.jsonl, stop: ''}}", "a: stop has an empty text in it"),
-        ("{defaults: {stop: ['']}, datasets: {a: {path: aime.jsonl}}}", "defaults: stop has an empty text in it"),
-        ("datasets: {a: {path: aime.jsonl, input_key: ''}}", "a: input_key is empty: drop it, or write null"),
-        ("datasets: {a: {path: aime.jsonl, min_new_tokens: 17}}", "min_new_tokens 17 is more than max_response_len 16"),
-        ("datasets: {a: {path: aime.jsonl, rm_type: maths}}", "eval.yaml: a: rm_type maths: there are dapo"),
-        (
-            "datasets: {a: {path: aime.jsonl, rm_type: dapo}}",
-            "a: rm_type dapo answers with an object: --eval-reward-key",
-        ),
-        *(
-            (f"datasets: {{a: {{path: aime.jsonl, metadata_overrides: {{rm_type: {name}}}}}}}", f"rm_type {problem}")
-            for name, problem in {
-                "dapo": "dapo answers with an object: --eval-reward-key",
-                "boxed_remote_rm": "boxed_remote_rm needs --rm-url",
-                "maths": "maths: there are dapo",
-                "3": "must be text, not 3",
-            }.items()
-        ),
-        (
-            "datasets: {a: {path: aime.jsonl, rm_type: f1, custom_rm_path: eval_hook.py}}",
-            "a: rm_type and custom_rm_path exclude each other",
-        ),
-        (
-            "datasets: {a: {path: aime.jsonl, custom_rm_path: eval_hook.py:reward}}",
-            "eval.yaml: a: custom_rm_path eval_hook.py:reward: eval_hook.py has no 'reward'; did you mean reward_func?",
-        ),
-    ],
+@refused(
+    """
+a: [ -> --eval-config eval.yaml: while parsing
+[] -> --eval-config eval.yaml: there are no datasets in it
+eval: {defaults: {}} -> there are no datasets in it
+datasets: 3 -> datasets: neither a list nor a mapping by name, but 3
+{datasets: {a: {path: aime.jsonl}}, dfaults: {}} -> unknown key 'dfaults': there are defaults and datasets
+datasets: {a: aime.jsonl} -> eval.yaml: a: not a mapping of keys to values, but 'aime.jsonl'
+datasets: [{path: aime.jsonl}] -> dataset 0: its name must be text, not None
+datasets: {2024: {path: aime.jsonl}} -> dataset 0: its name must be text, not 2024
+datasets: {a: {name: b, path: aime.jsonl}} -> a: a dataset by name has no key 'name'
+datasets: {a: {}} -> eval.yaml: a: path is missing
+datasets: {a: {path: no.jsonl}} -> eval.yaml: a: path no.jsonl: there is no file no.jsonl
+datasets: [{name: a, path: aime.jsonl}, {name: a, path: aime.jsonl}] -> eval.yaml: names 'a' twice
+datasets: {a: {path: aime.jsonl, temprature: 1}}
+    -> eval.yaml: a: unknown key 'temprature'; did you mean temperature?
+{defaults: {n_samples: 3}, datasets: {a: {path: aime.jsonl}}} -> eval.yaml: defaults: unknown key 'n_samples'
+{defaults: {path: x}, datasets: {a: {path: aime.jsonl}}} -> defaults: unknown key 'path'
+datasets: {a: {path: aime.jsonl, multimodal_keys: {}}} -> multimodal_keys is not available yet
+datasets: {a: {path: aime.jsonl, app_service: x}} -> app_service has no effect in the upstream system
+datasets: {a: {path: aime.jsonl, temperature: hot}} -> a: temperature must be a number, not 'hot'
+datasets: {a: {path: aime.jsonl, temperature: -1}} -> a: temperature must be at least 0, not -1
+datasets: {a: {path: aime.jsonl, top_p: 0}} -> a: top_p must be above 0, not 0
+datasets: {a: {path: aime.jsonl, top_k: 0}} -> a: top_k must be -1 (all) or at least 1, not 0
+datasets: {a: {path: aime.jsonl, top_k: true}} -> a: top_k must be a whole number, not True
+datasets: {a: {path: aime.jsonl, stop: [1]}} -> a: stop must be a list, each text, not [1]
+datasets: {a: {path: aime.jsonl, stop: [END, '']}} -> a: stop has an empty text in it: drop it, or
+datasets: {a: {path: aime.jsonl, stop: ''}} -> a: stop has an empty text in it
+{defaults: {stop: ['']}, datasets: {a: {path: aime.jsonl}}} -> defaults: stop has an empty text in it
+datasets: {a: {path: aime.jsonl, input_key: ''}} -> a: input_key is empty: drop it, or write null
+datasets: {a: {path: aime.jsonl, min_new_tokens: 17}} -> min_new_tokens 17 is more than max_response_len 16
+datasets: {a: {path: aime.jsonl, rm_type: maths}} -> eval.yaml: a: rm_type maths: there are dapo
+datasets: {a: {path: aime.jsonl, rm_type: dapo}} -> a: rm_type dapo answers with an object: --eval-reward-key
+datasets: {a: {path: aime.jsonl, metadata_overrides: {rm_type: dapo}}}
+    -> rm_type dapo answers with an object: --eval-reward-key
+datasets: {a: {path: aime.jsonl, metadata_overrides: {rm_type: boxed_remote_rm}}}
+    -> rm_type boxed_remote_rm needs --rm-url
+datasets: {a: {path: aime.jsonl, metadata_overrides: {rm_type: maths}}} -> rm_type maths: there are dapo
+datasets: {a: {path: aime.jsonl, metadata_overrides: {rm_type: 3}}} -> rm_type must be text, not 3
+datasets: {a: {path: aime.jsonl, rm_type: f1, custom_rm_path: eval_hook.py}}
+    -> a: rm_type and custom_rm_path exclude each other
+datasets: {a: {path: aime.jsonl, custom_rm_path: eval_hook.py:reward}}
+    -> eval.yaml: a: custom_rm_path eval_hook.py:reward: eval_hook.py has no 'reward'; did you mean reward_func?
+"""
 )
-def test_what_is_wrong_is_one_line_with_its_place(
-    directory: Path, capsys: pytest.CaptureFixture[str], content: str, expected: str
-) -> None:
-    (directory / "eval.yaml").write_text(content)
-    assert expected in failure(capsys, FLAGS)
+def test_what_is_wrong_is_one_line_with_its_place(directory: Path, fails: Fails, flags: Flags, message: str) -> None:
+    """Here ``flags`` are the file's content."""
+    (directory / "eval.yaml").write_text(flags[0])
+    assert message in fails(FLAGS)
 
 
 @pytest.mark.parametrize("page", ["run.md", "zh/run.md"])
@@ -214,16 +189,16 @@ def test_the_documentation_has_every_key_and_its_example_is_right(page: str, par
 
 
 def test_a_file_that_is_missing_a_name_in_both_sources_and_no_interval(
-    directory: Path, capsys: pytest.CaptureFixture[str]
+    directory: Path, fails: Fails, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "--eval-config none.yaml: " in failure(capsys, "--eval-config none.yaml --eval-interval 1")
+    assert "--eval-config none.yaml: " in fails("--eval-config none.yaml --eval-interval 1")
     (directory / "eval.yaml").write_text("datasets: {a: {path: aime.jsonl}}")
-    both = failure(capsys, f"{FLAGS} --eval-prompt-data a aime.jsonl")
+    both = fails(f"{FLAGS} --eval-prompt-data a aime.jsonl")
     assert "--eval-config eval.yaml: names 'a', and so does --eval-prompt-data" in both
     (directory / "eval.yaml").write_text("datasets: {a: {path: aime.jsonl, rm_type: f1}}")
-    no_label = failure(capsys, f"{FLAGS} --loss-type sft_loss --n-samples-per-prompt 1", "--label-key --rm-type")
+    no_label = fails(f"{FLAGS} --loss-type sft_loss --n-samples-per-prompt 1", "--label-key --rm-type")
     assert "--eval-config eval.yaml: a: rm_type f1 compares responses" in no_label
     parse_args(command("--eval-config eval.yaml"))
     assert "warning: --eval-config has no effect without --eval-interval" in capsys.readouterr().err
-    nothing = failure(capsys, "--num-rollout 0 --eval-config eval.yaml", "--num-rollout")
+    nothing = fails("--num-rollout 0 --eval-config eval.yaml", "--num-rollout")
     assert nothing == "--num-rollout 0 with --eval-config evaluates nothing: add --eval-interval 1"

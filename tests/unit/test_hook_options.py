@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from slime.entry.arguments import parse_args
 from slime.options.debug import TrackingOptions
 from slime.options.eval_datasets import EvalOptions
 from slime.options.flags.schema import flag_of, hook_fields
 from slime.options.hooks import HookOptions
-from tests.command_line import Fails, command
+from tests.command_line import Fails, Flags, Parse, refused
 
 NUM_GPUS = 0
 FIELDS = {
@@ -20,7 +19,7 @@ FIELDS = {
     if field.metadata["help"].startswith("Function (")
 }
 DISK = "--update-weight-transport disk "
-REPLAY = "--load-debug-rollout-data d/{rollout_id}.pt "
+REPLAY = "--load-debug-rollout-data d/{rollout_id}.pt"
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +28,7 @@ def directory(launch_directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_every_hook_is_checked_when_flags_are_read(name: str, directory: Path, fails: Fails) -> None:
+def test_every_hook_is_checked_when_flags_are_read(name: str, directory: Path, fails: Fails, parse: Parse) -> None:
     field = FIELDS[name]
     flag, names, (call,) = flag_of(field), field.metadata["hook"], field.metadata["call"]
     parameters = ", ".join(call.positional)
@@ -39,7 +38,7 @@ def test_every_hook_is_checked_when_flags_are_read(name: str, directory: Path, f
         f"def none(): pass\ndef more({parameters}, needed): pass\n"
         "values = 3\n"
     )
-    assert getattr(parse_args(command(f"{DISK}{flag} {mine}")), name) == f"{mine}:{names[0]}"
+    assert getattr(parse(f"{DISK}{flag} {mine}"), name) == f"{mine}:{names[0]}"
     assert fails(f"{DISK}{flag} {mine}:none").startswith(
         f"{flag} {mine}:none: it is called as ({call.parameters}), and"
     )
@@ -69,44 +68,41 @@ def test_a_hook_of_the_disk_transport(directory: Path, fails: Fails) -> None:
     assert fails(f"--custom-update-weight-post-write-path {directory}/mine.py") == expected
 
 
-def test_dump_details_is_both_templates(directory: Path) -> None:
-    args = parse_args(command("--dump-details {details}"))
+def test_dump_details_is_both_templates(directory: Path, parse: Parse) -> None:
+    args = parse("--dump-details {details}")
     paths = (args.save_debug_rollout_data.format(rollout_id=3), args.save_debug_train_data.format(rollout_id=3, rank=1))
     assert paths == (f"{directory}/{{details}}/rollout_data/3.pt", f"{directory}/{{details}}/train_data/3_1.pt")
-    args = parse_args(command("--dump-details d --save-debug-rollout-data x{rollout_id}"))
+    args = parse("--dump-details d --save-debug-rollout-data x{rollout_id}")
     assert args.save_debug_rollout_data == f"{directory}/x{{rollout_id}}"
     assert args.save_debug_train_data == f"{directory}/d/train_data/{{rollout_id}}_{{rank}}.pt"
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("--save-debug-train-data {step}", "only {rollout_id} and {rank} are filled in, and braces of its own are"),
-        ("--save-debug-rollout-data {rollout_id}{rank}", "only {rollout_id} is filled in, and braces of its own are"),
-        (REPLAY + "--save-debug-rollout-data d/{rollout_id}.pt", "--save-debug-rollout-data and --load-debug-rollout-"),
-        (REPLAY + "--num-epoch 1", "{rollout_id}.pt needs --num-rollout: there are no epochs of recorded"),
-        ("--load-debug-rollout-data-subsample 0.5", "--load-debug-rollout-data-subsample 0.5 needs --load-debug-"),
-        (REPLAY + "--load-debug-rollout-data-subsample 0", "must be above 0, not 0"),
-        (REPLAY + "--load-debug-rollout-data-subsample 1.5", "must be at most 1, not 1.5"),
-        ("--profile-target train_actor train_overall", "train_actor train_overall: train_overall has all of them"),
-        ("--profile-target train_actors", "argument --profile-target: invalid choice: 'train_actors'"),
-        ("--profile-target train_actor --profile-step-start 2", "--profile-step-start 2 is not before --profile-step-"),
-        ("--use-pytorch-profiler", "--use-pytorch-profiler is not available: use --profile-target"),
-        (
-            REPLAY + "--load-debug-rollout-data-subsample 0.25 --num-steps-per-rollout 8",
-            "keeps 1 of --rollout-batch-size 4 groups, whose 4 samples are not a multiple of the 8 steps of a rollout",
-        ),
-    ],
+@refused(
+    f"""
+--save-debug-train-data {{step}} -> only {{rollout_id}} and {{rank}} are filled in, and braces of its own are
+--save-debug-rollout-data {{rollout_id}}{{rank}} -> only {{rollout_id}} is filled in, and braces of its own are
+{REPLAY} --save-debug-rollout-data d/{{rollout_id}}.pt -> --save-debug-rollout-data and --load-debug-rollout-
+{REPLAY} --num-epoch 1 less --num-rollout -> {{rollout_id}}.pt needs --num-rollout: there are no epochs of recorded
+--load-debug-rollout-data-subsample 0.5 -> --load-debug-rollout-data-subsample 0.5 needs --load-debug-
+{REPLAY} --load-debug-rollout-data-subsample 0 -> must be above 0, not 0
+{REPLAY} --load-debug-rollout-data-subsample 1.5 -> must be at most 1, not 1.5
+{REPLAY} --load-debug-rollout-data-subsample 0.25 --num-steps-per-rollout 8
+    -> keeps 1 of --rollout-batch-size 4 groups, whose 4 samples are not a multiple of the 8 steps of a rollout
+--profile-target train_actor train_overall -> train_actor train_overall: train_overall has all of them
+--profile-target train_actors -> argument --profile-target: invalid choice: 'train_actors'
+--profile-target train_actor --profile-step-start 2 -> --profile-step-start 2 is not before --profile-step-
+--use-pytorch-profiler -> --use-pytorch-profiler is not available: use --profile-target
+"""
 )
-def test_debug_data(words: str, expected: str, fails: Fails) -> None:
-    assert expected in fails(words, "--num-rollout" if "--num-epoch" in words else "")
+def test_debug_data(flags: Flags, message: str, fails: Fails) -> None:
+    assert message in fails(*flags)
 
 
-def test_parts_of_training_to_record(directory: Path) -> None:
-    args = parse_args(command("--profile-target train_actor train_log_probs"))
+def test_parts_of_training_to_record(directory: Path, parse: Parse) -> None:
+    args = parse("--profile-target train_actor train_log_probs")
     assert args.profile_target == ["train_actor", "train_log_probs"]
     (directory / "c.yaml").write_text("profile_target: [train_overall]\n")
-    assert parse_args(command("--custom-config-path c.yaml")).profile_target == ["train_overall"]
+    assert parse("--custom-config-path c.yaml").profile_target == ["train_overall"]
 
 
 def test_no_two_kinds_of_data_are_the_same_files(fails: Fails) -> None:
@@ -116,7 +112,7 @@ def test_no_two_kinds_of_data_are_the_same_files(fails: Fails) -> None:
 
 
 @pytest.mark.parametrize(("words", "batch"), [("0.5", 8), ("1", 16), ("0.5 --num-steps-per-rollout 2", 4)])
-def test_a_subsample_makes_steps_smaller(words: str, batch: int) -> None:
-    args = parse_args(command(f"{REPLAY}--load-debug-rollout-data-subsample {words}"))
+def test_a_subsample_makes_steps_smaller(words: str, batch: int, parse: Parse) -> None:
+    args = parse(f"{REPLAY} --load-debug-rollout-data-subsample {words}")
     assert args.global_batch_size == batch
     assert args.train_iters == 3 * args.num_steps_per_rollout

@@ -6,14 +6,12 @@ import asyncio
 import random
 import re
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slime.data import Sample
-from slime.entry.arguments import parse_args
 from slime.files.model_directory import _download, model_directory
 from slime.grading.graders import GRADERS
 from slime.options.checks.reward_rules import NEEDS_LABEL
@@ -21,7 +19,7 @@ from slime.options.errors import OptionError
 from slime.options.rollout import DEFAULT_ROLLOUT
 from slime.options.training import check_schedule
 from slime.utils.errors import BadInputError
-from tests.command_line import BASE, QWEN3, command, failure, write_model, write_rows
+from tests.command_line import BASE, QWEN3, Fails, Flags, Parse, refused, write_model, write_rows
 
 NUM_GPUS = 0
 
@@ -39,27 +37,16 @@ EVAL = "--eval-interval 1 --eval-prompt-data aime.jsonl"
 SFT = "--loss-type sft_loss --n-samples-per-prompt 1"
 
 
-@pytest.fixture
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(autouse=True)
+def directory(launch_directory: Path) -> Path:
     """Models, data and a hook beside each other, as the working directory."""
-    monkeypatch.chdir(tmp_path)
-    write_model(tmp_path / "model")
-    write_model(tmp_path / "moe", MOE)
-    for name in ("data.jsonl", "aime.jsonl"):
-        write_rows(tmp_path / name)
-    (tmp_path / "own.py").write_text(
+    write_model(launch_directory / "moe", MOE)
+    write_rows(launch_directory / "aime.jsonl")
+    (launch_directory / "own.py").write_text(
         "def generate_rollout(*a, **k): ...\nasync def custom_rm(args, sample, **k): ...\n"
         "class Source:\n    def __init__(self, args): ...\n"
     )
-    return tmp_path
-
-
-Parse = Callable[..., Namespace]
-
-
-@pytest.fixture
-def parse(directory: Path) -> Parse:
-    return lambda words="", without="": parse_args(command(words, without))
+    return launch_directory
 
 
 @pytest.mark.parametrize(
@@ -84,64 +71,49 @@ def test_conversations_are_not_cut_but_their_evaluation_is(parse: Parse) -> None
     assert (args.eval_max_context_len, args.eval_max_prompt_len) == (94, 93)
 
 
-@pytest.mark.parametrize(
-    ("words", "without", "expected"),
-    [
-        ("--rm-type f1", "--label-key", "--rm-type f1 compares responses with the expected answers: --label-key is"),
-        ("--rm-type boxed_math", "--label-key", "--rm-type boxed_math compares responses with the expected"),
-        (
-            f"{SFT} {EVAL}",
-            "--label-key",
-            "--rm-type math compares responses with the expected answers: --eval-label",
-        ),
-        ("--sglang-dp-size 2", "", "--sglang-dp-size 2 needs --sglang-enable-dp-attention; copies of the whole model"),
-        (
-            "--sglang-pipeline-parallel-size 2",
-            "",
-            "--sglang-pp-size 2 cannot be used: an engine's slots (--rollout-num-gpus-per",
-        ),
-        ("--sglang-context-length 7", "", "an engine's context of 7 tokens"),
-        ("--rm-type dapo", "", "--rm-type dapo answers with an object: --reward-key must be score or acc"),
-        ("--rm-type boxed_dapo --reward-key pred", "", "object: --reward-key must be score or acc, not pred"),
-        (f"--rm-type dapo {SFT} {EVAL}", "", "--rm-type dapo answers with an object: --eval-reward-key must"),
-        (
-            f"--rm-type dapo {EVAL} --reward-key acc --eval-reward-key x",
-            "",
-            "must be score or acc, not x",
-        ),
-        (f"{SFT} {EVAL}", "--rm-type", "--eval-interval needs --rm-type or --custom-rm-path"),
-        ("--debug-train-only", "", "--debug-train-only starts no engine to generate with: give --load-debug-rollout"),
-        ("--rollout-top-p 1.5", "", "argument --rollout-top-p: must be at most 1, not 1.5"),
-        (f"--eval-top-p 1.01 {EVAL}", "", "argument --eval-top-p: must be at most 1, not 1.01"),
-        ("--rollout-top-k 0", "", "--rollout-top-k 0 must be -1 (all) or at least 1"),
-        (f"--eval-top-k 0 {EVAL}", "", "--eval-top-k 0 must be -1 (all) or at least 1"),
-        (f"--eval-min-new-tokens 17 {EVAL}", "", "--eval-min-new-tokens 17 is more than --rollout-max-response-len 16"),
-        ("--fp8-format hybrid", "", "--fp8-format hybrid is not available yet"),
-        ("--rotary-interleaved", "", "--rotary-interleaved is True, config.json means False"),
-        ("--num-experts 4", "", "--num-experts is 4, config.json means none"),
-        ("--multi-latent-attention", "", "--multi-latent-attention is True, config.json means False"),
-        ("--use-gated-attention", "", "--attention-output-gate is True, config.json means False"),
-        ("--mtp-num-layers 1", "", "--mtp-num-layers is 1, config.json means none"),
-        ("--linear-attention-freq 2", "", "--linear-attention-freq is 2, config.json means none"),
-        ("--rotary-seq-len-interpolation-factor 2", "", "--rotary-seq-len-interpolation-factor is 2.0, config.json"),
-        ("--hf-checkpoint moe --moe-layer-freq 2", "", "config.json means [0]*1+[1]*1+[0]*1+[1]*1"),
-        ("--hf-checkpoint moe --moe-layer-freq 0", "", "--moe-layer-freq is 0, config.json means"),
-        ("--hf-checkpoint moe --moe-shared-expert-intermediate-size 8", "", "intermediate-size is 8, config.json"),
-    ],
+@refused(
+    f"""
+--rm-type f1 less --label-key -> --rm-type f1 compares responses with the expected answers: --label-key is
+--rm-type boxed_math less --label-key -> --rm-type boxed_math compares responses with the expected
+{SFT} {EVAL} less --label-key -> --rm-type math compares responses with the expected answers: --eval-label
+--sglang-dp-size 2 -> --sglang-dp-size 2 needs --sglang-enable-dp-attention; copies of the whole model
+--sglang-pipeline-parallel-size 2 -> --sglang-pp-size 2 cannot be used: an engine's slots (--rollout-num-gpus-per
+--sglang-context-length 7 -> an engine's context of 7 tokens
+--rm-type dapo -> --rm-type dapo answers with an object: --reward-key must be score or acc
+--rm-type boxed_dapo --reward-key pred -> object: --reward-key must be score or acc, not pred
+--rm-type dapo {SFT} {EVAL} -> --rm-type dapo answers with an object: --eval-reward-key must
+--rm-type dapo {EVAL} --reward-key acc --eval-reward-key x -> must be score or acc, not x
+{SFT} {EVAL} less --rm-type -> --eval-interval needs --rm-type or --custom-rm-path
+--debug-train-only -> --debug-train-only starts no engine to generate with: give --load-debug-rollout
+--rollout-top-p 1.5 -> argument --rollout-top-p: must be at most 1, not 1.5
+--eval-top-p 1.01 {EVAL} -> argument --eval-top-p: must be at most 1, not 1.01
+--rollout-top-k 0 -> --rollout-top-k 0 must be -1 (all) or at least 1
+--eval-top-k 0 {EVAL} -> --eval-top-k 0 must be -1 (all) or at least 1
+--eval-min-new-tokens 17 {EVAL} -> --eval-min-new-tokens 17 is more than --rollout-max-response-len 16
+--fp8-format hybrid -> --fp8-format hybrid is not available yet
+--rotary-interleaved -> --rotary-interleaved is True, config.json means False
+--num-experts 4 -> --num-experts is 4, config.json means none
+--multi-latent-attention -> --multi-latent-attention is True, config.json means False
+--use-gated-attention -> --attention-output-gate is True, config.json means False
+--mtp-num-layers 1 -> --mtp-num-layers is 1, config.json means none
+--linear-attention-freq 2 -> --linear-attention-freq is 2, config.json means none
+--rotary-seq-len-interpolation-factor 2 -> --rotary-seq-len-interpolation-factor is 2.0, config.json
+--hf-checkpoint moe --moe-layer-freq 2 -> config.json means [0]*1+[1]*1+[0]*1+[1]*1
+--hf-checkpoint moe --moe-layer-freq 0 -> --moe-layer-freq is 0, config.json means
+--hf-checkpoint moe --moe-shared-expert-intermediate-size 8 -> intermediate-size is 8, config.json
+"""
 )
-def test_one_line_with_status_2(
-    directory: Path, capsys: pytest.CaptureFixture[str], words: str, without: str, expected: str
-) -> None:
-    assert expected in failure(capsys, words, without)
+def test_one_line_with_status_2(directory: Path, fails: Fails, flags: Flags, message: str) -> None:
+    assert message in fails(*flags)
 
 
-def test_everything_that_is_missing_is_named_at_once(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = failure(capsys, "", " ".join(BASE))
+def test_everything_that_is_missing_is_named_at_once(directory: Path, fails: Fails) -> None:
+    line = fails("", " ".join(BASE))
     flags = re.findall(r"(--[a-z-]+)(?: or --[a-z-]+)? is missing", line)
     needed = ["--hf-checkpoint", "--rollout-num-gpus", "--prompt-data", "--num-rollout", "--rollout-batch-size"]
     assert flags == [*needed, "--rollout-max-response-len", "--rm-type"]
     assert line.startswith("--hf-checkpoint is missing; ")
-    supervised = failure(capsys, "--loss-type sft_loss --debug-train-only", " ".join(BASE))
+    supervised = fails("--loss-type sft_loss --debug-train-only", " ".join(BASE))
     assert re.findall(r"(--[a-z-]+)(?: or --[a-z-]+)? is missing", supervised) == [needed[0], *needed[2:]]
 
 

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from slime.entry.arguments import parse_args
 from slime.models import family_of, hf_config, weight_shape
 from slime.models.adapters import last_names, linear_modules, module_names, targeted_sources
 from slime.models.families import QWEN2
 from tests.command_line import LATENT as LATENT_MODEL
-from tests.command_line import command, failure, write_checkpoint, write_model, write_rows
+from tests.command_line import Fails, Flags, Parse, refused, write_checkpoint, write_model
 from tests.shipped import CONFIGS
 from tests.unit.test_input_errors import MOE
 
@@ -19,87 +18,68 @@ NUM_GPUS = 0
 
 
 @pytest.fixture
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    write_model(tmp_path / "model")
-    write_model(tmp_path / "moe", MOE)
-    write_model(tmp_path / "latent", LATENT_MODEL)
-    write_rows(tmp_path / "data.jsonl")
-    return tmp_path
+def directory(launch_directory: Path) -> Path:
+    write_model(launch_directory / "moe", MOE)
+    write_model(launch_directory / "latent", LATENT_MODEL)
+    return launch_directory
 
 
-def test_defaults_follow_from_the_rank_and_the_reference_is_free(directory: Path) -> None:
-    args = parse_args(command("--lora-rank 8 --use-kl-loss --kl-loss-coef 0.1"))
+def test_defaults_follow_from_the_rank_and_the_reference_is_free(directory: Path, parse: Parse) -> None:
+    args = parse("--lora-rank 8 --use-kl-loss --kl-loss-coef 0.1")
     assert (args.lora_alpha, args.lora_target_modules) == (16.0, ["all-linear"])
     assert args.needs_reference
     assert args.ref_load is None
-    args = parse_args(command("--lora-rank 8 --lora-alpha 4 --lora-target-modules q_proj mlp.down_proj"))
+    args = parse("--lora-rank 8 --lora-alpha 4 --lora-target-modules q_proj mlp.down_proj")
     assert (args.lora_alpha, args.lora_target_modules) == (4.0, ["q_proj", "mlp.down_proj"])
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--lora-alpha 4", "--lora-alpha 4.0 needs --lora-rank"),
-        ("--lora-target-modules q_proj", "--lora-target-modules q_proj needs --lora-rank"),
-        ("--save-lora adapters --save-interval 1", "--save-lora adapters needs --lora-rank"),
-        ("--lora-rank 0", "argument --lora-rank: must be at least 1, not 0"),
-        (
-            "--lora-rank 8 --lora-target-modules q_proj query",
-            "--lora-target-modules query: the model has no such layer; there are q_proj, k_proj, v_proj, o_proj, "
-            "gate_proj, up_proj, down_proj, all-linear",
-        ),
-        (
-            "--hf-checkpoint moe --lora-rank 8 --tensor-model-parallel-size 2 --sequence-parallel",
-            "all-linear: experts with adapters must be whole; add --expert-tensor-parallel-size 1",
-        ),
-        (
-            "--hf-checkpoint moe --lora-rank 8 --moe-router-bias-update-rate 0.001",
-            "--moe-router-bias-update-rate 0.001 changes what --lora-rank 8 freezes: drop it",
-        ),
-        (
-            "--lora-rank 8 --hf-checkpoint latent --lora-target-modules q_proj",
-            "the model has no such layer; there are q_a_proj, ",
-        ),
-        ("--lora-rank 8 --lora-target-modules lm_head", "--lora-target-modules lm_head: the model has no such layer"),
-    ],
+@refused(
+    """
+--lora-alpha 4 -> --lora-alpha 4.0 needs --lora-rank
+--lora-target-modules q_proj -> --lora-target-modules q_proj needs --lora-rank
+--save-lora adapters --save-interval 1 -> --save-lora adapters needs --lora-rank
+--lora-rank 0 -> argument --lora-rank: must be at least 1, not 0
+--lora-rank 8 --lora-target-modules q_proj query
+    -> --lora-target-modules query: the model has no such layer; there are q_proj, k_proj, v_proj, o_proj, gate_proj,
+    up_proj, down_proj, all-linear
+--hf-checkpoint moe --lora-rank 8 --tensor-model-parallel-size 2 --sequence-parallel
+    -> all-linear: experts with adapters must be whole; add --expert-tensor-parallel-size 1
+--hf-checkpoint moe --lora-rank 8 --moe-router-bias-update-rate 0.001
+    -> --moe-router-bias-update-rate 0.001 changes what --lora-rank 8 freezes: drop it
+--lora-rank 8 --hf-checkpoint latent --lora-target-modules q_proj
+    -> the model has no such layer; there are q_a_proj,
+--lora-rank 8 --lora-target-modules lm_head -> --lora-target-modules lm_head: the model has no such layer
+"""
 )
-def test_what_cannot_be(directory: Path, capsys: pytest.CaptureFixture[str], flags: str, message: str) -> None:
-    assert message in failure(capsys, flags)
+def test_what_cannot_be(directory: Path, fails: Fails, flags: Flags, message: str) -> None:
+    assert message in fails(*flags)
 
 
 ADAPTERS = {"rank": 8, "alpha": 16.0, "target_modules": ["o_proj", "q_proj"]}
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            "--load ckpt --lora-rank 4 --lora-alpha 16 --lora-target-modules q_proj o_proj",
-            "--load {directory}/ckpt/iter_0000002 holds other adapters: go on with --lora-rank 8$",
-        ),
-        (
-            "--load ckpt --lora-rank 8 --lora-target-modules q_proj",
-            "iter_0000002 holds other adapters: go on with --lora-target-modules o_proj q_proj$",
-        ),
-        (
-            "--load ckpt",
-            "iter_0000002 holds adapters: go on with --lora-rank 8 --lora-alpha 16.0 --lora-target-modules o_proj q_p",
-        ),
-        ("--load whole --lora-rank 8", "iter_0000002 holds a whole model, and this run trains adapters"),
-        ("--ref-load ckpt --lora-rank 8", "--ref-load {directory}/ckpt holds adapters and no model"),
-        ("--ref-load ckpt/iter_0000002", "--ref-load {directory}/ckpt/iter_0000002 holds adapters and no model"),
-    ],
+@refused(
+    """
+--load ckpt --lora-rank 4 --lora-alpha 16 --lora-target-modules q_proj o_proj
+    -> --load {directory}/ckpt/iter_0000002 holds other adapters: go on with --lora-rank 8$
+--load ckpt --lora-rank 8 --lora-target-modules q_proj
+    -> iter_0000002 holds other adapters: go on with --lora-target-modules o_proj q_proj$
+--load ckpt
+    -> iter_0000002 holds adapters: go on with --lora-rank 8 --lora-alpha 16.0 --lora-target-modules o_proj q_p
+--load whole --lora-rank 8 -> iter_0000002 holds a whole model, and this run trains adapters
+--ref-load ckpt --lora-rank 8 -> --ref-load {directory}/ckpt holds adapters and no model
+--ref-load ckpt/iter_0000002 -> --ref-load {directory}/ckpt/iter_0000002 holds adapters and no model
+"""
 )
 def test_adapters_of_a_checkpoint_are_the_runs(
-    directory: Path, capsys: pytest.CaptureFixture[str], flags: str, message: str
+    directory: Path, fails: Fails, flags: Flags, message: str, parse: Parse
 ) -> None:
     write_checkpoint(directory / "ckpt", "2", {"adapters": ADAPTERS})
     write_checkpoint(directory / "whole", "2", {"adapters": None})
-    said = failure(capsys, flags)
+    said = fails(*flags)
     assert message.replace("{directory}", str(directory)) in f"{said}$"
-    parse_args(command("--load ckpt --lora-rank 8 --lora-target-modules q_proj o_proj"))
-    parse_args(command("--load whole"))
+    parse("--load ckpt --lora-rank 8 --lora-target-modules q_proj o_proj")
+    parse("--load whole")
 
 
 @pytest.mark.parametrize(
@@ -114,16 +94,16 @@ def test_adapters_of_a_checkpoint_are_the_runs(
     ],
 )
 def test_targets_are_compared_by_what_they_stand_for(
-    directory: Path, capsys: pytest.CaptureFixture[str], model: str, saved: str, own: str, differs: bool
+    directory: Path, model: str, saved: str, own: str, differs: bool, fails: Fails, parse: Parse
 ) -> None:
     adapters = {"rank": 8, "alpha": 16.0, "target_modules": sorted(saved.split())}
     write_checkpoint(directory / "ckpt", "2", {"adapters": adapters})
     flags = f"--hf-checkpoint {model} --load ckpt --lora-rank 8 --lora-target-modules {own}"
     if not differs:
-        parse_args(command(flags))
+        parse(flags)
         return
     expected = f"holds other adapters: go on with --lora-target-modules {' '.join(sorted(saved.split()))}"
-    assert failure(capsys, flags).endswith(expected)
+    assert fails(flags).endswith(expected)
 
 
 def test_targets_match_whole_parts_of_names() -> None:

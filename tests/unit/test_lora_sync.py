@@ -24,7 +24,7 @@ from slime.models.families import QWEN2
 from slime.utils.http_client import Http
 from slime.weights import EngineAddress, make_publisher
 from slime.weights.adapter import AdapterPublisher
-from tests.command_line import LATENT, QWEN3, command, failure, write_checkpoint, write_model, write_rows
+from tests.command_line import LATENT, QWEN3, Fails, Flags, Parse, command, refused, write_checkpoint, write_model
 from tests.fake_control import addresses_of
 from tests.unit.test_input_errors import MOE
 
@@ -34,94 +34,74 @@ ADAPTER_SYNC = "--lora-rank 8 --lora-sync adapter"
 
 
 @pytest.fixture
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    write_model(tmp_path / "model")
-    write_model(tmp_path / "other")
-    write_model(tmp_path / "moe", MOE)
-    write_checkpoint(tmp_path / "converted", "release", {})
-    write_rows(tmp_path / "data.jsonl")
-    (tmp_path / "own_requests.py").write_text("async def generate(args, sample, sampling_params): return sample\n")
+def directory(launch_directory: Path) -> Path:
+    write_model(launch_directory / "other")
+    write_model(launch_directory / "moe", MOE)
+    write_checkpoint(launch_directory / "converted", "release", {})
+    (launch_directory / "own_requests.py").write_text(
+        "async def generate(args, sample, sampling_params): return sample\n"
+    )
     dataset = {"name": "d", "path": "data.jsonl", "custom_generate_function_path": "own_requests.py"}
-    (tmp_path / "eval.yaml").write_text(json.dumps({"eval": {"datasets": [dataset]}}))
-    return tmp_path
+    (launch_directory / "eval.yaml").write_text(json.dumps({"eval": {"datasets": [dataset]}}))
+    return launch_directory
 
 
-def test_merged_is_the_default(directory: Path) -> None:
-    assert parse_args(command("--lora-rank 8")).lora_sync == "merged"
-    args = parse_args(command(f"{ADAPTER_SYNC} --lora-target-modules q_proj mlp.down_proj --ref-load model"))
+def test_merged_is_the_default(directory: Path, parse: Parse) -> None:
+    assert parse("--lora-rank 8").lora_sync == "merged"
+    args = parse(f"{ADAPTER_SYNC} --lora-target-modules q_proj mlp.down_proj --ref-load model")
     assert (args.lora_sync, args.lora_modules) == ("adapter", ["q_proj", "down_proj"])
-    assert parse_args(command(ADAPTER_SYNC)).lora_modules[-1] == "down_proj"
-    parse_args(command(f"{ADAPTER_SYNC} --hf-checkpoint moe --lora-target-modules q_proj o_proj"))
-    parse_args(command(f"{ADAPTER_SYNC} --sglang-load-format safetensors --sglang-lora-backend triton"))
-    parse_args(command(f"{ADAPTER_SYNC} --rollout-function-path slime.rollout.sglang_rollout.generate_rollout"))
+    assert parse(ADAPTER_SYNC).lora_modules[-1] == "down_proj"
+    parse(f"{ADAPTER_SYNC} --hf-checkpoint moe --lora-target-modules q_proj o_proj")
+    parse(f"{ADAPTER_SYNC} --sglang-load-format safetensors --sglang-lora-backend triton")
+    parse(f"{ADAPTER_SYNC} --rollout-function-path slime.rollout.sglang_rollout.generate_rollout")
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--debug-rollout-only", "--debug-rollout-only cannot be used with --lora-sync adapter: there is no trainer"),
-        ("--ref-load other", "other cannot be used with --lora-sync adapter: adapters would be added to engines' own"),
-        ("--random-weights", "--random-weights cannot be used with --lora-sync adapter: engines have other random"),
-        ("--update-weight-transport disk", "--update-weight-transport disk cannot be used with --lora-sync adapter"),
-        ("--update-weight-disk-dir d", "--update-weight-disk-dir d cannot be used with --lora-sync adapter"),
-        ("--update-weight-disk-keep-files", "--update-weight-disk-keep-files cannot be used with --lora-sync adapter"),
-        (
-            "--custom-generate-function-path own_requests.py",
-            "own_requests.py:generate cannot be used with --lora-sync adapter",
-        ),
-        (
-            "--eval-config eval.yaml --eval-interval 1",
-            "own_requests.py:generate cannot be used with --lora-sync adapter",
-        ),
-        (
-            "--sglang-speculative-algorithm EAGLE",
-            "--sglang-speculative-algorithm EAGLE cannot be used with",
-        ),
-        ("--sglang-tokenizer-worker-num 2", "--sglang-tokenizer-worker-num 2 cannot be used with --lora-sync adapter"),
-        (
-            "--sglang-load-format dummy",
-            "--sglang-load-format dummy cannot be used with --lora-sync adapter: engines would",
-        ),
-        (
-            "--sglang-custom-weight-loader x.y",
-            "cannot be used with --lora-sync adapter: engines would add",
-        ),
-        ("--sglang-max-lora-rank 4", "--sglang-max-lora-rank 4 cannot be used with --lora-sync adapter: slime sets it"),
-        ("--sglang-lora-paths slime=model", "--sglang-lora-paths slime=model cannot be used with --lora-sync adapter"),
-        ("--hf-checkpoint moe", "all-linear cannot be used with --lora-sync adapter: of a model with experts"),
-    ],
+@refused(
+    """
+--debug-rollout-only -> --debug-rollout-only cannot be used with --lora-sync adapter: there is no trainer
+--ref-load other -> other cannot be used with --lora-sync adapter: adapters would be added to engines' own
+--random-weights -> --random-weights cannot be used with --lora-sync adapter: engines have other random
+--update-weight-transport disk -> --update-weight-transport disk cannot be used with --lora-sync adapter
+--update-weight-disk-dir d -> --update-weight-disk-dir d cannot be used with --lora-sync adapter
+--update-weight-disk-keep-files -> --update-weight-disk-keep-files cannot be used with --lora-sync adapter
+--custom-generate-function-path own_requests.py -> own_requests.py:generate cannot be used with --lora-sync adapter
+--eval-config eval.yaml --eval-interval 1 -> own_requests.py:generate cannot be used with --lora-sync adapter
+--sglang-speculative-algorithm EAGLE -> --sglang-speculative-algorithm EAGLE cannot be used with
+--sglang-tokenizer-worker-num 2 -> --sglang-tokenizer-worker-num 2 cannot be used with --lora-sync adapter
+--sglang-load-format dummy -> --sglang-load-format dummy cannot be used with --lora-sync adapter: engines would
+--sglang-custom-weight-loader x.y -> cannot be used with --lora-sync adapter: engines would add
+--sglang-max-lora-rank 4 -> --sglang-max-lora-rank 4 cannot be used with --lora-sync adapter: slime sets it
+--sglang-lora-paths slime=model -> --sglang-lora-paths slime=model cannot be used with --lora-sync adapter
+--hf-checkpoint moe -> all-linear cannot be used with --lora-sync adapter: of a model with experts
+--load converted -> --load {directory}/converted cannot be used with --lora-sync adapter
+--ref-load converted -> --ref-load {directory}/converted cannot be used with --lora-sync adapter
+--hf-checkpoint float8 --bf16 -> the float8 of --hf-checkpoint
+"""
 )
-def test_what_cannot_be(directory: Path, capsys: pytest.CaptureFixture[str], flags: str, message: str) -> None:
-    error = failure(capsys, f"{ADAPTER_SYNC} {flags}")
-    assert message in error
+def test_what_cannot_be(directory: Path, fails: Fails, flags: Flags, message: str) -> None:
+    blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    write_model(directory / "float8", {**QWEN3, "quantization_config": blocks})
+    error = fails(f"{ADAPTER_SYNC} {flags[0]}")
+    assert message.replace("{directory}", str(directory)) in error
     assert "use --lora-sync merged" in error
 
 
-def test_other_weights_are_named_by_the_flag_that_gave_them(
-    directory: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for flag in ("--load", "--ref-load"):
-        error = failure(capsys, f"{ADAPTER_SYNC} {flag} converted")
-        assert f"{flag} {directory}/converted cannot be used with --lora-sync adapter" in error
-
-
-def test_without_adapters_there_are_none_to_push(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_adapters_there_are_none_to_push(directory: Path, fails: Fails) -> None:
     for sync in ("adapter", "auto"):
-        assert f"--lora-sync {sync} needs --lora-rank" in failure(capsys, f"--lora-sync {sync}")
+        assert f"--lora-sync {sync} needs --lora-rank" in fails(f"--lora-sync {sync}")
 
 
 @pytest.mark.parametrize("flags", ["--sglang-enable-lora", "--sglang-lora-paths a=model"])
 def test_engines_with_other_adapters_cannot_take_weights(
-    directory: Path, capsys: pytest.CaptureFixture[str], flags: str
+    directory: Path, flags: str, fails: Fails, parse: Parse
 ) -> None:
-    error = failure(capsys, f"--lora-rank 8 {flags}")
+    error = fails(f"--lora-rank 8 {flags}")
     assert f"{flags}: SGLang does not find weights that are pushed to layers with adapters" in error
-    parse_args(command(f"{flags} --debug-rollout-only"))
+    parse(f"{flags} --debug-rollout-only")
 
 
 @pytest.mark.parametrize(
-    ("model", "modules", "refused"),
+    ("model", "modules", "told"),
     [
         ("latent", "q_a_proj kv_a_proj_with_mqa q_b_proj o_proj", None),
         ("latent", "o_proj", None),
@@ -135,16 +115,16 @@ def test_engines_with_other_adapters_cannot_take_weights(
     ],
 )
 def test_engines_have_some_layers_of_latent_attention(
-    directory: Path, capsys: pytest.CaptureFixture[str], model: str, modules: str, refused: str | None
+    directory: Path, model: str, modules: str, told: str | None, fails: Fails, parse: Parse
 ) -> None:
     write_model(directory / "latent", LATENT)
     write_model(directory / "whole_queries", LATENT | {"q_lora_rank": None})
     words = f"{ADAPTER_SYNC} --hf-checkpoint {model} --lora-target-modules {modules}"
-    if refused is None:
-        assert parse_args(command(words)).lora_modules == modules.split()
+    if told is None:
+        assert parse(words).lora_modules == modules.split()
     else:
-        error = failure(capsys, words)
-        assert f"--lora-target-modules {refused} cannot be used with --lora-sync adapter: " in error
+        error = fails(words)
+        assert f"--lora-target-modules {told} cannot be used with --lora-sync adapter: " in error
         assert "use --lora-sync merged" in error
 
 
@@ -161,21 +141,13 @@ def test_engines_have_some_layers_of_latent_attention(
     ],
 )
 def test_auto_gives_engines_adapters_where_they_can_have_them(
-    directory: Path, capsys: pytest.CaptureFixture[str], flags: str, reason: str | None
+    directory: Path, capsys: pytest.CaptureFixture[str], flags: str, reason: str | None, parse: Parse
 ) -> None:
-    args = parse_args(command(f"--lora-rank 8 --lora-sync auto {flags}"))
+    args = parse(f"--lora-rank 8 --lora-sync auto {flags}")
     warned = capsys.readouterr().err
     assert args.lora_sync == ("adapter" if reason is None else "merged")
     assert (reason is None) == ("--lora-sync auto pushes merged weights" not in warned)
     assert reason is None or reason in warned
-
-
-def test_engines_in_float8_are_refused(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-    write_model(directory / "float8", {**QWEN3, "quantization_config": blocks})
-    error = failure(capsys, f"{ADAPTER_SYNC} --hf-checkpoint float8 --bf16")
-    assert "the float8 of --hf-checkpoint" in error
-    assert "use --lora-sync merged" in error
 
 
 def engine_flags(directory: Path, cuda_devices: list[str] | None, **changes: Any) -> list[str]:

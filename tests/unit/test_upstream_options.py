@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.entry.arguments import parse_args
-from tests.command_line import Fails, Parse, command
+from tests.command_line import Fails, Parse
 
 NUM_GPUS = 0
 
@@ -86,7 +85,7 @@ def test_null_in_yaml_means_unset(directory: Path, parse: Parse) -> None:
     assert (args.rs_lower_bound, args.lr, args.mine, args.tis_mode) == (0.5, 1e-6, None, "mask")
 
 
-def test_a_reward_is_not_demanded_where_own_code_may_give_it(directory: Path) -> None:
+def test_a_reward_is_not_demanded_where_own_code_may_give_it(directory: Path, parse: Parse) -> None:
     functions = (
         "async def generate(args, sample, sampling_params): ...",
         "def roll(args, rollout_id, data_source, evaluation=False): ...",
@@ -101,7 +100,7 @@ def test_a_reward_is_not_demanded_where_own_code_may_give_it(directory: Path) ->
         "--data-source-path giving.py:Source",
         evaluates + "--rollout-sample-hook-path giving.py",
     ):
-        assert parse_args(command(words, "--rm-type")).rm_type is None
+        assert parse(words, "--rm-type").rm_type is None
 
 
 @pytest.mark.parametrize("source", ["slime.rollout.data_source:RolloutDataSource", "slime.data.RolloutDataSource"])
