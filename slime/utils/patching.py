@@ -7,6 +7,7 @@ installed version first: over newer code a patch would quietly undo it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import inspect
 import logging
@@ -27,6 +28,15 @@ Facts = TypeVar("Facts")
 """What decides which of a table's patches a process needs."""
 _told: set[str] = set()
 """Names of patches of whose omission this process has told."""
+
+
+@functools.cache  # a package's whole description is read for it, 5 ms each, and a dry run asks a hundred times
+def version_of(package: str) -> str | None:
+    """A package's version in this environment, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 class UntestedVersionError(BadInputError):
@@ -58,10 +68,7 @@ class Patch(Generic[Facts]):
 
     def installed(self) -> str | None:
         """The package's version in this environment, or None."""
-        try:
-            return importlib.metadata.version(self.package)
-        except importlib.metadata.PackageNotFoundError:
-            return None
+        return version_of(self.package)
 
     def is_tested(self) -> bool:
         """Whether the installed release is one of ``versions``; builds of it (2.11.0+cu129) count as the release."""

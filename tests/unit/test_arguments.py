@@ -147,7 +147,7 @@ less --rollout-max-response-len -> --rollout-max-response-len is missing
 --use-dynamic-batch-size -> --use-dynamic-batch-size needs --max-tokens-per-gpu
 less --colocate -> --rollout-num-gpus is missing
 --rollout-num-gpus 3 --rollout-num-gpus-per-engine 2 less --colocate -> 3 rollout slots are not a multiple
---rollout-num-gpus-per-engine 12 -> 12 is more than --num-gpus-per-node 8 and no multiple of it
+--rollout-num-gpus-per-engine 12 -> 12 is more than --num-gpus-per-node 8 and not a multiple of it
 --debug-rollout-only --debug-train-only -> --debug-rollout-only and --debug-train-only exclude
 --use-kl-loss --ref-load /no/ref -> --ref-load /no/ref: there is no such directory
 --save-interval 3 -> --save-interval 3 needs --save

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import re
 from collections import Counter
@@ -52,7 +51,7 @@ def test_patches_are_for_the_pinned_versions(file: Path) -> None:
     pins = dict(re.findall(r"^([A-Za-z0-9._-]+)==(\S+)$", file.read_text(), re.MULTILINE))
     versions = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pins.items()}
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(importlib.metadata, "version", versions.__getitem__)
+        patched.setattr(patching, "version_of", versions.__getitem__)
         assert [(patch.name, versions[patch.package]) for patch in EVERY if not patch.is_tested()] == []
 
 
@@ -72,7 +71,7 @@ def test_patches_are_for_the_pinned_versions(file: Path) -> None:
 def test_builds_count_as_their_release(
     versions: str, installed: str, tested: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda package: installed)
+    monkeypatch.setattr(patching, "version_of", lambda package: installed)
     assert record([], versions=versions).is_tested() == tested
 
 

@@ -65,7 +65,7 @@ def transformer_config(args: Namespace) -> TransformerConfig:
         moe_grouped_gemm=True,
         moe_token_dispatcher_type="alltoall",
         moe_enable_deepep=False,
-        mtp_num_layers=None,  # the heads are slime's own: see next_tokens
+        mtp_num_layers=None,  # the heads are slime's own: see layers.mtp
         calculate_per_token_loss=True,
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,

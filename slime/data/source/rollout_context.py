@@ -7,7 +7,7 @@ from contextvars import ContextVar
 
 from slime.utils.user_functions import setting
 
-_current: ContextVar[int | None] = ContextVar("rollout_under_way", default=None)
+_current: ContextVar[int | None] = ContextVar("rollout_id", default=None)
 
 
 def rollout_context(rollout_id: int) -> contextlib.AbstractContextManager[None]:

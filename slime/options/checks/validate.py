@@ -145,8 +145,8 @@ def _engines(args: Namespace) -> None:
     per_engine, per_node = args.rollout_num_gpus_per_engine, args.num_gpus_per_node
     if per_engine > per_node and per_engine % per_node:
         raise OptionError(
-            f"--rollout-num-gpus-per-engine {per_engine} is more than --num-gpus-per-node {per_node} and no multiple "
-            "of it: an engine over several nodes has as many slots on each"
+            f"--rollout-num-gpus-per-engine {per_engine} is more than --num-gpus-per-node {per_node} and not a "
+            "multiple of it: an engine over several nodes has as many slots on each"
         )
     if args.rollout_num_gpus % per_engine:
         raise OptionError(

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from slime.options.flags.installed import version_of
+from slime.utils.patching import version_of
 
 PACKAGES = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers")
 PASSED_ON = ("sglang_cli", "router_cli", "rm_sglang_cli")

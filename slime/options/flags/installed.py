@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
 import json
 import os
 import re
@@ -19,6 +18,7 @@ from typing import Any
 
 from slime.processes.kernel import end_child
 from slime.utils.errors import BadInputError
+from slime.utils.patching import version_of
 
 READ_TIMEOUT = 300.0
 """Seconds that importing a package may take."""
@@ -29,14 +29,6 @@ _ROOT = Path(__file__).resolve().parents[3]
 
 class InstalledFlagsError(BadInputError):
     """The flags of an installed package could not be read."""
-
-
-def version_of(package: str) -> str | None:
-    """The installed version, or None."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 class PendingFlags:
