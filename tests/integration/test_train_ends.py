@@ -102,16 +102,16 @@ def test_sigterm_while_ray_waits_has_its_status(tmp_path: Path) -> None:
 import os, signal, threading, time
 from argparse import Namespace
 import ray
-from slime.ray import driver
+from slime.driver import process
 
 def wait(args):
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
     ray.wait([ray.remote(lambda: time.sleep(60)).remote()], timeout=60)
 
 ray.init("local", num_cpus=1, include_dashboard=False)
-driver.interrupt_on_sigterm()
-driver.check_patches = lambda *_: None
-driver.run_driver(wait, Namespace(dry_run=False, num_rollout=None))
+process.interrupt_on_sigterm()
+process.check_patches = lambda *_: None
+process.run_driver(wait, Namespace(dry_run=False, num_rollout=None))
 """
     )
     with (tmp_path / "log").open("w") as log:

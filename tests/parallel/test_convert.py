@@ -88,7 +88,7 @@ def test_experts_are_stored_one_by_one(work: Path) -> None:
 
 DIES = """
 import os, signal
-from slime.convert import hf_to_torch_dist
+from slime.backends.megatron import hf_to_torch_dist
 read, calls = hf_to_torch_dist._Reader.read, []
 def dying(self, part):
     calls.append(part)
