@@ -1,4 +1,4 @@
-"""Every test file that runs by a label, with a tiny model on CPU slots: one always, all with ``--full``."""
+"""Every test file that runs by a label, with a tiny model on CPU slots."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from tests.ci.registry import TestFile, read_all
 from tests.integration.harness import ROOT, TrainProcess
 
 NUM_GPUS = 0
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.full]
 
 LIMIT_S = 2400
 REGISTERED = [file for file in read_all(ROOT) if file.labels]
-IN_CI = "tests/test_qwen2.5_0.5B_short.py"
 NEEDS_GPUS = {"SLIME_TEST_USE_FP8_ROLLOUT=1": "only the published checkpoint is in float8; unset SLIME_TEST_SCALE"}
 """Variants that no CPU runs, and what they say."""
 
@@ -23,9 +22,8 @@ def runs() -> list[object]:
     """Each variant of each file."""
     found = []
     for file in REGISTERED:
-        marks = [] if file.path == IN_CI else [pytest.mark.full]
         names = [" ".join([file.path, variant]).rstrip() for variant in file.variants]
-        found += [pytest.param(file, v, marks=marks, id=n) for v, n in zip(file.variants, names, strict=True)]
+        found += [pytest.param(file, v, id=n) for v, n in zip(file.variants, names, strict=True)]
     return found
 
 
