@@ -23,7 +23,7 @@ case $mode in
     -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; exit 0 ;;
     *) status=2 die "the argument must be cuda or cpu, not '$mode'" ;;
 esac
-[ -f "$SLIME_DIR/scripts/install.sh" ] || status=2 die "SLIME_DIR=$SLIME_DIR is no checkout of slime"
+[ -f "$SLIME_DIR/scripts/install.sh" ] || status=2 die "SLIME_DIR=$SLIME_DIR is not a checkout of slime"
 # shellcheck source=requirements/pins.sh
 source "$SLIME_DIR/requirements/pins.sh"
 export SLIME_CUDA MAMBA_ROOT_PREFIX=${MAMBA_ROOT_PREFIX:-$BASE_DIR/micromamba}

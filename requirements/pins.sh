@@ -1,4 +1,4 @@
-# What has a version and is no Python package: those are in the *.txt beside this. Sourced by scripts/install.sh,
+# What has a version and is not a Python package: those are in the *.txt beside this. Sourced by scripts/install.sh,
 # docker/build.sh and build_conda.sh, where a variable of the environment wins. The Dockerfiles repeat what they need
 # before they can read a file; tests/unit/test_repository_pins.py compares.
 : "${SLIME_PYTHON:=3.12}" # of images and of the conda environment: 3.11 or 3.12

@@ -30,7 +30,7 @@ install() { # makes $venv anew, unless it has what requirements/docs.txt asks fo
     local python=${PYTHON:-python3} log=build/docs-install.log
     [ "$(cat "$venv/.installed" 2>/dev/null)" != "$(cat requirements/docs.txt)" ] || return 0
     "$python" -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
-        die "'$python' is no Python 3.11 or later with venv; name one by PYTHON=, e.g. PYTHON=python3.12"
+        die "'$python' is not a Python 3.11 or later with venv; name one by PYTHON=, e.g. PYTHON=python3.12"
     mkdir -p build
     { rm -rf "$venv" && "$python" -m venv "$venv" &&
         "$venv/bin/python" -m pip install --disable-pip-version-check -r requirements/docs.txt; } >"$log" 2>&1 ||

@@ -59,7 +59,7 @@ start_server() {
 }
 
 _check_nodes() { # A dry run may be of the whole run, without a node's own variables.
-   [[ $NUM_NODES =~ ^[1-9][0-9]*$ ]] || _die "NUM_NODES=$NUM_NODES is no whole number from 1"
+   [[ $NUM_NODES =~ ^[1-9][0-9]*$ ]] || _die "NUM_NODES=$NUM_NODES is not a whole number from 1"
    [ "$NUM_NODES" -gt 1 ] && [ -z "${RAY_ADDRESS:-}" ] || return 0
    if [ "${DRY_RUN:-0}" != 0 ] && [ -z "${NODE_RANK:-}" ]; then
       printf 'launch: a run on %s nodes needs NODE_RANK and MASTER_ADDR on each of them\n' "$NUM_NODES" >&2
@@ -67,7 +67,7 @@ _check_nodes() { # A dry run may be of the whole run, without a node's own varia
    fi
    [ -n "${NODE_RANK:-}" ] || _die "NUM_NODES=$NUM_NODES needs NODE_RANK, from 0 to $((NUM_NODES - 1))"
    [[ $NODE_RANK =~ ^(0|[1-9][0-9]*)$ ]] && [ "$NODE_RANK" -lt "$NUM_NODES" ] ||
-      _die "NODE_RANK=$NODE_RANK is no node of NUM_NODES=$NUM_NODES: from 0 to $((NUM_NODES - 1))"
+      _die "NODE_RANK=$NODE_RANK is not a node of NUM_NODES=$NUM_NODES: from 0 to $((NUM_NODES - 1))"
    [ -n "${MASTER_ADDR:-}" ] || _die "NUM_NODES=$NUM_NODES needs MASTER_ADDR, the address of node 0"
 }
 

@@ -162,7 +162,7 @@ def write(options: argparse.Namespace) -> int:
     logging.disable_progress_bar()
     output = Path(options.output)
     if output.exists() and not output.is_dir():
-        raise ValueError(f"{output} is no directory")
+        raise ValueError(f"{output} is not a directory")
     if reason := atomic_io.why_not_replaced(output):
         raise ValueError(reason)
     if output.is_dir() and any(output.iterdir()):

@@ -210,10 +210,10 @@ def choose_start(phases: Phases, output: Path) -> dict[str, Any]:
         )
     if chosen["well_formed"] < _WELL_FORMED_NEEDED:
         raise QuickstartError(f"only {chosen['well_formed']:.1%} of the answers are well-formed before RL")
-    # Written aside, so that what is there is whole: `tools/compare_algorithms.py` goes on from it.
+    # Staged, so that what is there is whole: `tools/compare_algorithms.py` goes on from it.
     with writing("--output-dir", output):
-        aside = shutil.copytree(chosen["model"], output / "sft" / ".hf")
-        aside.rename(output / "sft" / "hf")
+        staged = shutil.copytree(chosen["model"], output / "sft" / ".hf")
+        staged.rename(output / "sft" / "hf")
     return chosen
 
 

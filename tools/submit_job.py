@@ -169,7 +169,7 @@ def _object(name: str, text: str) -> dict[str, Any]:
     with _bad_input(name):
         value = json.loads(text)
         if not isinstance(value, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
         return value
 
 

@@ -87,7 +87,7 @@ class Library:
             return list_samples(rollout, Query.parse(values))
         place = values.get("place", "")
         if not place.isdecimal():
-            raise BadInputError(f"place={place!r} is no number")
+            raise BadInputError(f"place={place!r} is not a number")
         return show_sample(rollout, int(place), self._tokenizer)
 
 

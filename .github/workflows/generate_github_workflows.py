@@ -56,7 +56,7 @@ def generated() -> Iterator[tuple[Path, str]]:
     """Path and text of each workflow that has a template.
 
     Raises:
-        RegistryError: a test file declares something wrong, or a template is no template.
+        RegistryError: a test file declares something wrong, or a template is not a template.
     """
     files = read_all(ROOT)
     for template in sorted(HERE.glob("*.yml.j2")):

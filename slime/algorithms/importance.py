@@ -62,7 +62,7 @@ def correction(
         The weight, float, and a bool tensor: where it is not the ratio itself.
     """
     if mode not in MODES:
-        raise ValueError(f"importance correction mode {mode!r} is none of {', '.join(MODES)}")
+        raise ValueError(f"importance correction mode {mode!r} is not one of {', '.join(MODES)}")
     log_ratio = _log_ratio(old_log_probs, rollout_log_probs, mask)
     ratio = _ratio(log_ratio, row_mean, row_sum, level)
     weight = MODES[mode](ratio, low, high)
@@ -113,5 +113,5 @@ def _log_ratio(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -
 def _ratio(log_ratio: Tensor, row_mean: RowReduction, row_sum: RowReduction, level: str) -> Tensor:
     at_level: dict[str, RowReduction] = {"token": lambda x: x, "sequence": row_sum, "geometric": row_mean}
     if level not in at_level:
-        raise ValueError(f"importance correction level {level!r} is none of {', '.join(at_level)}")
+        raise ValueError(f"importance correction level {level!r} is not one of {', '.join(at_level)}")
     return at_level[level](log_ratio).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

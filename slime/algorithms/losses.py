@@ -117,7 +117,7 @@ def kl_estimate(
     ValueError of an unknown ``kind``.
     """
     if kind not in KL_ESTIMATORS:
-        raise ValueError(f"--kl-loss-type {kind!r} is none of {', '.join(KL_ESTIMATORS)}")
+        raise ValueError(f"--kl-loss-type {kind!r} is not one of {', '.join(KL_ESTIMATORS)}")
     kl = KL_ESTIMATORS[kind](log_probs - base_log_probs)
     if importance_log_ratio is not None:
         kl = _ratio(importance_log_ratio) * kl

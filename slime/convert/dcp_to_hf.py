@@ -84,7 +84,7 @@ def find_checkpoint(directory: Path) -> Path:
             if (place / "common.pt").is_file():
                 raise BadInputError(f"{place} is Megatron's (it has common.pt): use tools/convert_torch_dist_to_hf.py")
             return place
-    raise BadInputError(f"there is no {METADATA} in {directory} or {directory / 'model'}: it is no whole checkpoint")
+    raise BadInputError(f"there is no {METADATA} in {directory} or {directory / 'model'}: it is not a whole checkpoint")
 
 
 def assign(stored: Iterable[str], wanted: Mapping[str, Spec], optional: set[str]) -> dict[str, list[Part]]:

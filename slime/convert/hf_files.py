@@ -136,7 +136,7 @@ class HFOutput:
             bytes_of[spec.dtype] += spec.nbytes
         file_of = {name: place.file for name, place in self._places.items()}
         complete(self._directory, origin, file_of, bytes_of, changes)
-        (self._directory / EXPORT_MARK).unlink(missing_ok=True)  # of the origin: this is no export of a run
+        (self._directory / EXPORT_MARK).unlink(missing_ok=True)  # of the origin: this is not an export of a run
 
     def close(self) -> None:
         """Close the files, whole or not."""

@@ -126,7 +126,7 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
 def without_effect(program: str, flag: str, value: object, reason: str) -> None:
     """Say that a flag of upstream's tool is taken and changes nothing here; nothing where it was not given."""
     if value is not None:
-        print(f"{program}: warning: {flag} means nothing here: {reason}", file=sys.stderr)
+        print(f"{program}: warning: {flag} is ignored: {reason}", file=sys.stderr)
 
 
 def byte_count(text: str) -> int:
@@ -155,7 +155,7 @@ def check_output(output: Path, sources: Sequence[Path], *, force: bool) -> None:
         if other := other_than_a_model(output, sources):
             raise BadInputError(f"{output} has other things in it than a model ({other}): name another output")
     if not (sources[-1] / "config.json").is_file():
-        raise BadInputError(f"{sources[-1]} is no Hugging Face directory: there is no config.json in it")
+        raise BadInputError(f"{sources[-1]} is not a Hugging Face directory: there is no config.json in it")
     read_object(sources[-1] / "config.json")
 
 

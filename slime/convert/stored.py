@@ -25,7 +25,7 @@ class StoredTensors:
     def __init__(self, directory: Path) -> None:
         """BadInputError where the directory holds no such checkpoint, or one that cannot be read."""
         if not (directory / METADATA).is_file():
-            raise BadInputError(f"{directory} is no torch.distributed checkpoint: there is no {METADATA} in it")
+            raise BadInputError(f"{directory} is not a torch.distributed checkpoint: there is no {METADATA} in it")
         self.directory = directory
         self._reader = FileSystemReader(directory)
         try:

@@ -141,7 +141,7 @@ def find_checkpoint(directory: Path) -> Path:
         raise BadInputError(
             f"{directory} has no {LATEST} that says which to take: name one in it: {abbreviate(whole_ones)}"
         )
-    raise BadInputError(f"{directory} is no torch_dist checkpoint (no metadata.json), and no directory of them")
+    raise BadInputError(f"{directory} is not a torch_dist checkpoint (no metadata.json), and no directory of them")
 
 
 def _to_read(stored: StoredTensors, family: Family, shape: Shape, origin: Path) -> tuple[list[Task], list[str]]:

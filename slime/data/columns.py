@@ -169,7 +169,7 @@ def _contradiction(column: Column) -> str | None:
     if column.made_by != "sample" or column.changeable:
         return "one that is declared outside slime is made_by 'sample', and not changeable"
     if column.model_input is not None and (not per_token or column.model_input in _OF_FORWARD):
-        return f"a model input has an entry a token, and a keyword that is none of {', '.join(_OF_FORWARD)}"
+        return f"a model input has an entry a token, and a keyword that is not one of {', '.join(_OF_FORWARD)}"
     if (column.load is not None) != (column.span == "media"):
         return "media, and no others, have a function to load them"
     try:

@@ -280,7 +280,7 @@ def rollouts_overlap(args: argparse.Namespace) -> bool:
 def make_data_source(args: argparse.Namespace) -> Any:
     """The run's data source, of the user's class where ``--data-source-path`` names one; one with a parameter
     ``dataset`` is given that of ``--prompt-data``. BadInputError for a file or row that cannot be read, or where what
-    was made is no data source; HookError where the user's class raised something else."""
+    was made is not a data source; HookError where the user's class raised something else."""
     flag, path = "--data-source-path", args.data_source_path
     function = load_function(path, flag=flag)
     dataset = [RolloutDataSource(args).dataset] if "dataset" in parameters_of(function) else []

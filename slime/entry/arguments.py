@@ -232,7 +232,7 @@ def _check_keys(parser: StrictParser, values: dict[str, Any]) -> list[str]:
         raise OptionError(f"--custom-config-path: {'; '.join(passed)}")
     kept = "is kept as an attribute of args"
     meant = {
-        key: f"; else it means nothing here: {reason}"
+        key: f"; otherwise it is ignored: {reason}"
         if (reason := without_effect(flag_named(key), str(values[key])))
         else parser.nearest(flag_named(key), _MISSPELT)
         for key in unknown

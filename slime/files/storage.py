@@ -26,7 +26,7 @@ _CAUSES = {
     errno.EACCES: "it may not be written to by this user",
     errno.EPERM: "it may not be written to by this user",
     errno.ENOENT: "a directory was removed, or cannot be made there",
-    errno.ENOTDIR: "something that is no directory is in the place of one",
+    errno.ENOTDIR: "something that is not a directory is in the place of one",
     errno.ESTALE: "the network file system has lost it (stale file handle)",
     errno.ENOTCONN: "the network file system is not connected",
     errno.EIO: "the disk, or the network that it is reached by, fails (input/output error)",
@@ -62,7 +62,7 @@ def writing(flag: str, path: str | Path, *, note: str = "") -> Iterator[None]:
         yield
     except (StorageError, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # torch's CheckpointException is no Exception
+    except BaseException as error:  # torch's CheckpointException is not an Exception
         if (line := why_not_written(error, flag, path)) is None:
             raise
         raise StorageError(f"{line}{f'; {note}' if note else ''}") from error

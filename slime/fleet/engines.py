@@ -108,9 +108,7 @@ class Engines:
             part = slots[first : first + spec.on_node]
             options = {**where, **self._placement.options(part[0], trains=False)}
             nodes.append(EngineNode(options, [slot.gpu for slot in part if slot.gpu is not None] or None))
-        its_args = spec.options(worker_options(self._args))
-        if its_args.offload_rollout is None:
-            its_args.offload_rollout = self._placement.on_gpus
+        its_args = spec.options(worker_options(self._args), self._placement.on_gpus)
         plan = EnginePlan(its_args, rank, self._keys, nodes, spec.model.called("engine"))
         actor = as_actor(EngineActor, **{EXAMINATION: 1}).options(**nodes[0].options).remote(plan)
         name = f"{plan.name} {rank}"

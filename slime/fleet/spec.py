@@ -65,8 +65,9 @@ class EngineSpec:
         """Slots of one engine on each of its hosts."""
         return min(self.width, self.per_node)
 
-    def options(self, args: argparse.Namespace) -> argparse.Namespace:
-        """The run's options as one of these engines sees them."""
+    def options(self, args: argparse.Namespace, on_gpus: bool = False) -> argparse.Namespace:
+        """The run's options as one of these engines sees them: beside trainers it sleeps if that is asked for, or by
+        default where it is ``on_gpus``."""
         own: dict[str, Any] = {
             "hf_checkpoint": self.model.checkpoint,
             "rollout_num_gpus_per_engine": self.width,
@@ -74,6 +75,8 @@ class EngineSpec:
         }
         if not self.beside_trainers:
             own["offload_rollout"] = False
+        elif args.offload_rollout is None:
+            own["offload_rollout"] = on_gpus
         if not self.model.trained:
             own |= _AS_ITS_FILES_ARE
         return argparse.Namespace(**vars(args) | own)

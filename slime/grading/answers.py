@@ -23,9 +23,9 @@ def label_problem(label: Any) -> str | None:
     """
     many = label if isinstance(label, list) else [label]
     if any(each is None or (isinstance(each, float) and not math.isfinite(each)) for each in many if many is label):
-        return "holds null or NaN, which is no answer"
+        return "holds null or NaN, which is not an answer"
     if isinstance(label, float) and not math.isfinite(label):
-        return f"is {label}, which is no answer"
+        return f"is {label}, which is not an answer"
     if any(isinstance(each, bytes | bytearray) for each in many):
         return f"{'holds' if many is label else 'is'} bytes, which are no answer: write the column as text"
     found = next((each for each in many if isinstance(each, dict)), None)
@@ -33,8 +33,8 @@ def label_problem(label: Any) -> str | None:
         return None
     keys = ", ".join(map(repr, found))
     return (
-        f"{'is' if found is label else 'holds'} an object with the keys {keys}, which is no answer: name the key too, "
-        "as in --label-key reward_model.ground_truth"
+        f"{'is' if found is label else 'holds'} an object with the keys {keys}, which is not an answer: name the key "
+        "too, as in --label-key reward_model.ground_truth"
     )
 
 

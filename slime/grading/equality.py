@@ -36,7 +36,7 @@ _TEXT = re.compile(r"\$?\s*\\(?:text|math|mbox|hbox)[a-z]*\s*\{\s*[A-Za-z]{2,}\s
 """A word, and no product of variables, however short it is."""
 _LETTER = re.compile(r"(\()?([A-Za-z])\)?$")
 _SHORT_WORD = re.compile(r"yes|no|odd|all|[^aeiou][aeiou][^aeiou]")
-"""What is no product of variables, though it is short."""
+"""What is not a product of variables, though it is short."""
 _CAPITALS = re.compile(r"[A-Z](?: ?[A-Z])+$")
 """Tosses, colours, vertices: in their order."""
 _CLOCK = re.compile(r"\d:\d\d(?!\d)")

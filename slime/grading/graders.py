@@ -176,7 +176,7 @@ taken it; waiting for a worker, as a whole rollout does at its end, is no sign o
 
 
 def rm_type_problem(name: Any) -> str | None:
-    """Why ``name`` is no built-in reward; None where it is one."""
+    """Why ``name`` is not a built-in reward; None where it is one."""
     if isinstance(name, str) and name.removeprefix(BOXED) in GRADERS:
         return None
     return f"unknown rm_type {name!r:.60}: there are {', '.join(sorted(GRADERS))}, each also as {BOXED}<name>"

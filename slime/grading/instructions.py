@@ -1,7 +1,7 @@
 """``--rm-type ifbench``: whether a response follows instructions that a program can verify.
 
 The checkers here are those of IFEval (Zhou et al. 2023, arXiv:2311.07911) that need no language model. Those of IFBench
-(Pyatkin et al. 2025, arXiv:2507.02833) are its authors' program, which is no package: where its directory is on
+(Pyatkin et al. 2025, arXiv:2507.02833) are its authors' program, which is not a package: where its directory is on
 PYTHONPATH, its ``instructions_registry`` is asked for every other instruction.
 """
 
@@ -55,7 +55,7 @@ def _follows(sample: Sample, response: str, name: str, given: dict[str, Any]) ->
         checkers = _others_checkers()
         if name not in checkers:
             raise BadInputError(
-                f"{where} is none of slime's ({', '.join(CHECKERS)})"
+                f"{where} is not one of slime's ({', '.join(CHECKERS)})"
                 + ("" if checkers else f"; to use IFBench's own, put its directory, with {_REGISTRY}.py, on PYTHONPATH")
             )
         instruction = checkers[name](name)

@@ -44,7 +44,7 @@ def without_commas(text: str) -> str:
 
 
 def is_unread(text: str) -> bool:
-    """Whether something is left, after `written_out`, that is no number in any of these ways: ``3 4``, ``29_8``."""
+    """Whether something is left, after `written_out`, that is not a number in any of these ways: ``3 4``, ``29_8``."""
     return _UNREAD.search(text) is not None
 
 
@@ -92,7 +92,7 @@ def _latex(value: Fraction) -> str:
 
 
 class _NotExact(Exception):
-    """The text is no arithmetic of rational numbers."""
+    """The text is not arithmetic of rational numbers."""
 
 
 _TOKEN = re.compile(rf"\s*({_DECIMAL}|\\frac|\\times|\\cdot|\\div|[-+*/^(){{}}!])")

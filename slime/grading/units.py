@@ -74,7 +74,7 @@ _NO_UNIT = re.compile(
     r"undefined|infinity|otherwise|plus|minus|times|divided|equals|where|when|for|only|but|unless|pm|am",
     re.I,
 )
-"""Words that change what is said, so that what they stand in is no number with a unit."""
+"""Words that change what is said, so that what they stand in is not a number with a unit."""
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _CURRENCIES = {"$": "dollar", "US$": "dollar", "\u20ac": "euro", "\u00a3": "GBP", "\u00a5": "yen", "\u20b9": "rupee"}
 _SIGN = r"US\\?\$|USD|EUR|GBP|INR|Rs\.?|\\?[$\u20ac\u00a3\u00a5\u20b9]"
@@ -127,7 +127,7 @@ def summed_units(text: str) -> str | None:
 
 
 def spelled_out(name: str) -> str:
-    """A name of one or two letters as a word that is no product of variables: ``m`` is ``meter``."""
+    """A name of one or two letters as a word that is not a product of variables: ``m`` is ``meter``."""
     kind, size = _KNOWN.get(name, ("", None))
     return next((each for each, of in _KNOWN.items() if of == (kind, size) and len(each) > 2), name)
 

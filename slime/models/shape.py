@@ -120,7 +120,7 @@ def context_length(config: Any) -> int:
     try:
         return int(factor * lengths[name])
     except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{name} {lengths[name]!r}, with rope_scaling's factor {factor!r}, is no length") from error
+        raise ValueError(f"{name} {lengths[name]!r}, with rope_scaling's factor {factor!r}, is not a length") from error
 
 
 def latent_args(config: Any) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class MetricsLogger:
 
     def log(self, metrics: Mapping[str, Any], step_key: str, step: int) -> None:
         """Log one line of scalars by name (numbers, numpy scalars, tensors of one element), at ``step`` of the x axis
-        ``step_key``, such as ``"rollout/step"``. TypeError names a metric that is no scalar."""
+        ``step_key``, such as ``"rollout/step"``. TypeError names a metric that is not a scalar."""
         scalars = {name: _scalar(name, value) for name, value in metrics.items()}
         for sink in self._sinks:
             self._go_on(sink, lambda sink=sink: sink.write(scalars, step_key, step))  # type: ignore[misc]

@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from slime.files.checkpoints import same_place
-from slime.options.checks.rules import Rule, check
 from slime.options.errors import OptionError
 from slime.options.flags.schema import LARGEST_SEED, function_path, option
 from slime.options.rollout import DEFAULT_ROLLOUT, SFT_ROLLOUT
+from slime.options.rules import Rule, check
 
 Level = Literal["token", "sequence", "geometric"]
 

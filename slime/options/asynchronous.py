@@ -5,9 +5,9 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import dataclass
 
-from slime.options.checks.rules import Rule
 from slime.options.errors import OptionError
 from slime.options.flags.schema import option
+from slime.options.rules import Rule
 
 
 @dataclass
@@ -37,8 +37,8 @@ class AsyncOptions:
 RULES = (
     Rule(
         "@update_weights_interval @async_buffer_size @max_weight_staleness @keep_old_actor",
-        "is of train_async.py: train.py pushes weights after every rollout, and then generates the next one, so that "
-        "nothing is ever stale",
+        "only works with train_async.py: train.py pushes weights after every rollout, and then generates the next one, "
+        "so that nothing is ever stale",
         when="!asynchronous",
     ),
     Rule(

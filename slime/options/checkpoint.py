@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime.options.checks.rules import Rule
 from slime.options.flags.schema import option
+from slime.options.rules import Rule
 
 
 @dataclass

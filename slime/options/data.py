@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from slime.options.checks.rules import Rule
 from slime.options.flags.schema import function_path, option
+from slime.options.rules import Rule
 from slime.utils.calls import Call
 
 

@@ -11,9 +11,9 @@ from string import Formatter
 from typing import Literal
 
 from slime.files.checkpoints import find_checkpoint, same_place
-from slime.options.checks.rules import Rule
 from slime.options.errors import OptionError, naming
 from slime.options.flags.schema import flag_named, function_path, option
+from slime.options.rules import Rule
 
 _TEMPLATES: dict[str, tuple[str, ...]] = {
     "save_hf": (),

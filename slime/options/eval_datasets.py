@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from slime.options.checks.rules import Rule
 from slime.options.errors import OptionError, naming
 from slime.options.flags.schema import beyond_bounds, function_path, option
 from slime.options.flags.values import problem_of, read_yaml
 from slime.options.rollout import GENERATE_CALLS, REWARD_CALLS, REWARD_NAMES
+from slime.options.rules import Rule
 
 PAIRS, CONFIG = "--eval-prompt-data", "--eval-config"
 

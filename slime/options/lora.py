@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slime.files.checkpoints import same_place
-from slime.options.checks.rules import Rule, broken, check
 from slime.options.errors import OptionError
 from slime.options.flags.schema import flag_named, option
+from slime.options.rules import Rule, broken, check
 
 _OURS = "slime.rollout."
 _OWN_GENERATION = ("custom_generate_function_path", "rollout_function_path", "eval_function_path")

@@ -6,8 +6,8 @@ from argparse import Namespace
 from pathlib import Path
 
 from slime.files.checkpoints import same_place
-from slime.options.checks.rules import Rule, check
 from slime.options.errors import OptionError
+from slime.options.rules import Rule, check
 
 FLAG = "--enable-mtp-training"
 _DRAFTS_BY_HEADS = ("EAGLE", "NEXTN")

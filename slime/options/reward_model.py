@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from slime.files.model_directory import has_weights, model_directory
-from slime.options.checks.rules import Rule, check
 from slime.options.errors import OptionError, naming
 from slime.options.flags.parser import StrictParser
 from slime.options.flags.sglang import PassThrough, command_line
 from slime.options.rollout import RANKS
+from slime.options.rules import Rule, check
 
 _FLAG = "--rm-sglang-args"
 
@@ -62,7 +62,7 @@ def reward_engine_flags(parser: StrictParser, values: Mapping[str, Any] | None) 
         if name not in known:
             near = difflib.get_close_matches(name, known, n=3)
             raise OptionError(
-                f"{_FLAG}: {key!r} is no flag of the installed SGLang, or one that slime decides"
+                f"{_FLAG}: {key!r} is not a flag of the installed SGLang, or one that slime decides"
                 + (f"; did you mean {' or '.join(near)}?" if near else "")
             )
         with naming(f"{_FLAG}:"):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from slime.options.checks.rules import Rule
 from slime.options.flags.schema import LARGEST_SEED, function_path, option
+from slime.options.rules import Rule
 from slime.utils.calls import Call
 
 DEFAULT_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"

@@ -6,8 +6,8 @@ import importlib
 from argparse import Namespace
 
 from slime.options.algorithm import CRITIC_ONLY
-from slime.options.checks.rules import Rule, check
 from slime.options.errors import OptionError
+from slime.options.rules import Rule, check
 
 RULES = (
     # The model here goes without them, or, as with auxiliary losses, Megatron scales them by token counts by which

@@ -61,7 +61,7 @@ class RolloutRuntime:
         self.http = Http(args.request_timeout)
         self.failures = FailureLog()
         self.judges_of_numbers: set[str] = set()
-        """Who has given a reward that is no dict."""
+        """Who has given a reward that is not a dict."""
         self.told: set[tuple[str, ...]] = set()
         """What was warned of, and is not again (`is_first`)."""
         self.version = _FIRST_VERSION

@@ -169,7 +169,7 @@ def _same(before: list[Any], after: Any) -> bool:
 
 
 def _equal(before: Any, after: Any) -> bool:
-    """What is no number is the same as another such."""
+    """What is not a number is the same as another such."""
     if isinstance(before, Tensor):
         other = torch.as_tensor(after).to(before.device)
         if before.shape != other.shape or before.dtype != other.dtype:

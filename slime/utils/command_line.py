@@ -72,7 +72,7 @@ def _value(word: str) -> str:
 
 
 def _value_start(word: str) -> int:
-    """Where a word's value begins: behind ``--name=``; of what is no flag, or has none, at its begin."""
+    """Where a word's value begins: behind ``--name=``; of what is not a flag, or has none, at its begin."""
     return word.find("=") + 1 if is_flag(word) else 0
 
 

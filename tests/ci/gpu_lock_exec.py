@@ -76,14 +76,14 @@ def _seconds(text: str) -> float:
     with contextlib.suppress(ValueError):
         if 0 <= (value := float(text)) < math.inf:
             return value
-    raise argparse.ArgumentTypeError(f"'{text}' is no number of seconds")
+    raise argparse.ArgumentTypeError(f"'{text}' is not a number of seconds")
 
 
 def _positive(text: str) -> int:
     with contextlib.suppress(ValueError):
         if (value := int(text)) > 0:
             return value
-    raise argparse.ArgumentTypeError(f"'{text}' is no number of at least 1; what needs no GPU needs no lock")
+    raise argparse.ArgumentTypeError(f"'{text}' is not a number of at least 1; what needs no GPU needs no lock")
 
 
 def _pattern(text: str) -> str:
@@ -94,7 +94,7 @@ def _pattern(text: str) -> str:
 
 def _variable(text: str) -> str:
     if not re.fullmatch(r"[A-Za-z_]\w*", text):
-        raise argparse.ArgumentTypeError(f"'{text}' is no name of a variable")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a name of a variable")
     return text
 
 

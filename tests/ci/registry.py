@@ -60,7 +60,7 @@ def read(root: Path, path: str) -> TestFile:
     """What the file at ``path`` below ``root`` declares.
 
     Raises:
-        RegistryError: it is no Python, lacks ``NUM_GPUS``, or declares something of another kind.
+        RegistryError: it is not Python, lacks ``NUM_GPUS``, or declares something of another kind.
     """
     if not _WORD.fullmatch(path):
         raise RegistryError(f"{path!r}: a test file's name has letters, digits and ._- alone; rename it")
@@ -142,7 +142,9 @@ def _strings(path: str, name: str, assigned: Mapping[str, ast.expr]) -> tuple[st
     value = _literal(path, name, assigned) if name in assigned else ()
     are_strings = isinstance(value, tuple) and all(isinstance(item, str) for item in value)
     if not are_strings or len(set(value)) < len(value):
-        raise RegistryError(f'{path}: {name} = {value!r} is no tuple of different strings; write ("a",) or ("a", "b")')
+        raise RegistryError(
+            f'{path}: {name} = {value!r} is not a tuple of different strings; write ("a",) or ("a", "b")'
+        )
     return value
 
 

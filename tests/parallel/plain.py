@@ -24,7 +24,7 @@ from tests.parallel.outcome import CRITIC, VALUE_HEAD, Outcome, Tensors
 
 _INIT_STD = 0.02
 _LOSSES = {"train/loss", "train/pg_loss", "train/kl_loss", "train/critic-value_loss"}
-"""Metrics that are reduced as the loss is, where that is no mean."""
+"""Metrics that are reduced as the loss is, where that is not a mean."""
 
 
 class Learner:

@@ -221,7 +221,7 @@ def test_functions_in_a_bare_file(name: str, function: str, directory: Path) -> 
 --lr-warmup-fraction 0.1 --lr-warmup-iters 3 -> --lr-warmup-fraction 0.1 and --lr-warmup-iters 3 exclude
 {PPO} --critic-lr 1e-8 --min-lr 1e-7 -> --min-lr 1e-07 is above --critic-lr 1e-08
 --advantage-estimator cispo --eps-clip-c 2 -> --eps-clip-c 2.0 has no effect with --advantage-estimator
---keep-old-actor -> --keep-old-actor is of train_async.py
+--keep-old-actor -> --keep-old-actor only works with train_async.py
 {PPO} --num-critic-only-steps 3 -> --num-critic-only-steps 3 leaves none of --num-rollout 3 to the actor
 --eps-clip-c 1 -> --eps-clip-c
 --rs-veto-threshold 0 -> --rs-veto-threshold

@@ -51,7 +51,7 @@ def test_engines_without_slots_are_not_advised_to_share(capsys: pytest.CaptureFi
     "words", ["--update-weights-interval 2", "--async-buffer-size 1", "--max-weight-staleness 0"], ids=str.split
 )
 def test_train_py_refuses_what_it_cannot_do(words: str, fails: Fails) -> None:
-    assert fails(words).startswith(f"{words} is of train_async.py: train.py pushes weights")
+    assert fails(words).startswith(f"{words} only works with train_async.py: train.py pushes weights")
     assert fails(FULLY_ASYNC) == f"{FULLY_ASYNC} generates while the trainer trains: use train_async.py"
 
 

@@ -31,13 +31,13 @@ def directory(launch_directory: Path) -> Path:
 --load ckpt -> ckpt: there is no checkpoint in it (no latest_checkpointed_iteration.txt)
 --load ckpt --save other -> ckpt: there is no checkpoint in it
 --load model --save model -> model is a Hugging Face directory: --load is for resuming
---load broken -> broken: iter_0000003 is no whole checkpoint (no metadata.json in it)
+--load broken -> broken: iter_0000003 is not a whole checkpoint (no metadata.json in it)
 --load gone -> latest_checkpointed_iteration.txt names iter_0000004, but
 --load converted -> --load converted: converted/latest_checkpointed_iteration.txt names release, but
---save data.jsonl -> --save {directory}/data.jsonl: it is no directory
---save data.jsonl/x/ckpt -> /data.jsonl/x/ckpt: {directory}/data.jsonl is no directory
+--save data.jsonl -> --save {directory}/data.jsonl: it is not a directory
+--save data.jsonl/x/ckpt -> /data.jsonl/x/ckpt: {directory}/data.jsonl is not a directory
 --save-hf data.jsonl/{rollout_id} -> --save-hf data.jsonl/{rollout_id}: {directory}/data.jsonl is no
---run-dir data.jsonl -> --run-dir {directory}/data.jsonl: it is no directory
+--run-dir data.jsonl -> --run-dir {directory}/data.jsonl: it is not a directory
 --save link/ckpt -> /link/ckpt: {directory}/link is a link to elsewhere, which is not there
 --save /proc/x -> --save /proc/x: no directory can be made in /proc:
 --update-weight-transport disk --update-weight-disk-dir /proc/x -> --update-weight-disk-dir /proc/x: no dir
@@ -85,8 +85,8 @@ def test_a_run_goes_on_with_checkpoints_of_slime_only(directory: Path, common: A
     else:
         torch.save(common, file)
     expected = (
-        f"--load {file.parent} is no checkpoint of a run of slime (its common.pt is Megatron-LM's own, or damaged): to "
-        f"start from its weights name it by --ref-load {directory}/ckpt, not by --load, and save elsewhere"
+        f"--load {file.parent} is not a checkpoint of a run of slime (its common.pt is Megatron-LM's own, or damaged): "
+        f"to start from its weights name it by --ref-load {directory}/ckpt, not by --load, and save elsewhere"
     )
     assert fails("--load ckpt --save ckpt") == expected
     assert starting_point(parse("--ref-load ckpt")) == f"training starts from {directory}/ckpt (--ref-load)"

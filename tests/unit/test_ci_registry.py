@@ -71,8 +71,8 @@ def test_only_a_file_that_reads_it_is_told_to_go_on_without_end(reading: str, tm
         ("NUM_GPUS = True\n", "has NUM_GPUS = True"),
         ("NUM_GPUS = count()\n", "NUM_GPUS is computed, and this file is read, not run"),
         ("NUM_GPUS = 8\ndef f(:\n", "not readable as Python (invalid syntax (test_a.py, line 2)); mend it"),
-        ("NUM_GPUS = 8\nLABELS = 'run-ci-short'\n", "LABELS = 'run-ci-short' is no tuple of different strings"),
-        ("NUM_GPUS = 8\nLABELS = ('a', 'a')\n", "is no tuple of different strings"),
+        ("NUM_GPUS = 8\nLABELS = 'run-ci-short'\n", "LABELS = 'run-ci-short' is not a tuple of different strings"),
+        ("NUM_GPUS = 8\nLABELS = ('a', 'a')\n", "is not a tuple of different strings"),
         ("NUM_GPUS = 8\nLABELS = ('a',)\nVARIANTS = ('--x',)\n", "VARIANTS hands it --x, which it does not read"),
         ("NUM_GPUS = 8\nLABELS = ('a',)\nVARIANTS = ('SLIME_TEST_X=1',)\n", "VARIANTS hands it SLIME_TEST_X, which"),
         (

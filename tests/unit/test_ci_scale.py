@@ -113,7 +113,9 @@ def test_a_tiny_model_has_the_published_architecture(
     assert made["hidden_size"] == 64
     assert scale.model_flags("ORG/NAME").split() == ["--hf-checkpoint", str(directory), "--fp32"]
     weights = load_file(directory / "model.safetensors")
-    assert weights["model.embed_tokens.weight"].norm(dim=-1).min() > 0.1, "the gradient of a norm at 0 is no gradient"
+    assert weights["model.embed_tokens.weight"].norm(dim=-1).min() > 0.1, (
+        "the gradient of a norm at 0 is not a gradient"
+    )
     shape = shape_from_hf(hf_config(directory))
     assert shape["num_layers"] == made["num_hidden_layers"] == 2
     assert (tmp_path / "tiny" / "data" / "train.jsonl").is_file()

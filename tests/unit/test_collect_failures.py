@@ -176,7 +176,7 @@ BUFFER_FILTERS = [
     ("    return (buffer.pop() for _ in range(2))\n", ValueError, "must return a list of groups, not a generator"),
     ("    return {i: buffer.pop() for i in range(2)}\n", ValueError, "must return a list of groups, not a dict"),
     ("    buffer[1].clear(); return [buffer.pop(1)]\n", ValueError, "has emptied a group"),
-    ("    buffer.append(3); return []\n", ValueError, "put what is no list of samples into the buffer"),
+    ("    buffer.append(3); return []\n", ValueError, "put what is not a list of samples into the buffer"),
     ("    buffer.pop(); buffer[0].clear(); return buffer[0][5]\n", HookError, r":pop raised IndexError"),
 ]
 

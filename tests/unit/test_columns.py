@@ -221,7 +221,7 @@ def test_columns_come_and_go_with_a_sample(carried: Callable[..., list[Sample]])
         (Column("mine", np.float32, "response", made_by="trainer"), "is made_by 'sample'"),
         (Column("mine", np.float32, "response", changeable=True), "and not changeable"),
         (Column("mine", np.float32, "row", model_input="mine"), "a model input has an entry a token"),
-        (Column("mine", np.int64, "sequence", model_input="position_ids"), "a keyword that is none of input_ids"),
+        (Column("mine", np.int64, "sequence", model_input="position_ids"), "a keyword that is not one of input_ids"),
         (Column("mine", np.int64, "row", upstream="response_lengths"), "there is something else of that name already"),
         (Column("my column", np.int64, "row"), "a name is of letters"),
         (Column("mine", "nonsense", "row"), "data type 'nonsense' not understood"),

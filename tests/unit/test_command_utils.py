@@ -535,7 +535,7 @@ def test_variables_of_a_config_are_json_or_words(launched: Callable[..., dict[st
 @pytest.mark.parametrize(
     ("config", "runtime_env", "said"),
     [
-        ('{"A"', "", "extra_env_vars is no JSON object: "),
+        ('{"A"', "", "extra_env_vars is not a JSON object: "),
         ("A", "", "extra_env_vars: 'A' is not NAME=VALUE"),
         ("", "[]", "RUNTIME_ENV_JSON cannot be used: "),
         ("", "{", "RUNTIME_ENV_JSON cannot be used: "),

@@ -38,7 +38,7 @@ def test_requests_get_what_the_engine_leaves_of_a_lengthened_context(launch_dire
         ({}, '{"rope_scaling":{"rope_type":"linear","factor":2.0}}', "rotary_base 10000 for 1000000"),
         ({}, '{"rope_parameters":{"rope_type":"linear","factor":2.0,"rope_theta":1e6}}', "factor 2.0 for none)"),
         ({}, '{"num_hidden_layers":1}', "(num_layers 1 for 4): change config.json instead"),
-        ({}, '{"a":', "is no JSON: "),
+        ({}, '{"a":', "is not JSON: "),
         ({}, "[1]", "should be an object"),
         ({}, '{"num_hidden_layers":"x"}', "Field 'num_hidden_layers' expected int"),
         ({}, '{"rope_parameters":{"rope_type":"of_mine","factor":2.0}}', "of_mine"),
@@ -46,7 +46,7 @@ def test_requests_get_what_the_engine_leaves_of_a_lengthened_context(launch_dire
         (
             {},
             '{"rope_parameters":{"rope_type":"linear","factor":null}}',
-            "with rope_scaling's factor None, is no length",
+            "with rope_scaling's factor None, is not a length",
         ),
         (
             {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 8192}},
@@ -75,7 +75,7 @@ def test_engines_may_have_another_context(launch_directory: Path, parse: Parse) 
 @pytest.mark.parametrize(
     ("said", "problem"),
     [
-        ({"seq_length": "x"}, "seq_length 'x', with rope_scaling's factor 1, is no length"),
+        ({"seq_length": "x"}, "seq_length 'x', with rope_scaling's factor 1, is not a length"),
         ({"seq_length": math.inf}, "seq_length inf, with"),
         ({"rope_scaling": {"factor": None}}, "max_position_embeddings 2048, with rope_scaling's factor None, is no"),
         ({"rope_scaling": {"rope_type": "linear", "factor": None}}, "not 'NoneType'"),

@@ -53,9 +53,7 @@ def test_the_tools_take_the_flags_of_upstreams(capsys: pytest.CaptureFixture[str
         ["--input-dir", "a", "--output-dir", "b", "--origin-hf-dir", "c", "--model-name", "qwen3"]
     )
     printed = capsys.readouterr().err
-    assert printed.endswith(
-        "warning: --model-name means nothing here: config.json of --origin-hf-dir says which model it is\n"
-    )
+    assert printed.endswith("warning: --model-name is ignored: config.json of --origin-hf-dir says which model it is\n")
     assert printed.count("\n") == 1
 
 

@@ -110,14 +110,14 @@ def test_only_a_model_is_replaced(
 def test_published_models_and_copies_of_the_origins_files_are_replaced(
     models: Callable[[str], Path], tmp_path: Path, capsys: Any
 ) -> None:
-    """A file that the conversion copied is no loss, and one of that name with something else in it is."""
+    """A file that the conversion copied is not a loss, and one of that name with something else in it is."""
     model, output = tmp_path / "model", tmp_path / "out"
     shutil.copytree(models("qwen3"), model)
     (model / "questions.json").write_text("{}")
     mark_export(model, argparse.Namespace(hf_checkpoint="origin", save="ckpt", load=None), 3)
     words = ["--model-dir", str(model), "--save-dir", str(output), "--force", "--chunk-size", "100kB"]
     assert fp8_tool.main(words) == 0
-    assert not (output / "slime_export.json").exists(), "this is no run's export"
+    assert not (output / "slime_export.json").exists(), "this is not a run's export"
     for name in ("README.md", "LICENSE-MODEL", "merges.txt", "tokenizer.model", "slime_export.json", "modeling_x.py"):
         (output / name).write_text(name)
     assert (output / "model.safetensors.index.json").is_file()

@@ -78,7 +78,7 @@ def test_files_that_do_not_read(rollout_args: Args, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"x.csv: unknown suffix '.csv'; use .jsonl, .json, .ndjson or .parquet"):
         load(rollout_args(prompt_data=str(tmp_path / "x.csv")))
     (tmp_path / "x.parquet").write_text("no parquet")
-    with pytest.raises(ValueError, match=r"x.parquet is no readable parquet file"):
+    with pytest.raises(ValueError, match=r"x.parquet is not a readable parquet file"):
         load(rollout_args(prompt_data=str(tmp_path / "x.parquet")))
 
 
@@ -271,7 +271,7 @@ BAD_ROWS: list[tuple[Any, str]] = [
     ({"prompt": [{"role": "user", "content": "x"}], "label": "x"}, "holds chat messages: add --apply-chat-template"),
     ({"prompt": "", "label": "x"}, r"'prompt' \(--input-key\) is empty"),
     ({"prompt": "p", "label": None}, r"'label' \(--label-key\) is null"),
-    ({"prompt": "p", "label": "x", "metadata": "{no"}, r"'metadata' \(--metadata-key\) is a string that is no JSON"),
+    ({"prompt": "p", "label": "x", "metadata": "{no"}, r"'metadata' \(--metadata-key\) is a string that is not JSON"),
     ({"prompt": "p", "label": "x", "metadata": "[1]"}, r"'metadata' \(--metadata-key\) is a list, not an object"),
     ({"prompt": "p", "label": "x", "tools": "{}"}, r"'tools' \(--tool-key\) is a dict, not a list of tools"),
     (
@@ -284,11 +284,11 @@ BAD_ROWS: list[tuple[Any, str]] = [
     ('{"prompt": "p", "label": 1e999}', r"'label' \(--label-key\) is .*inf"),
     (
         {"prompt": "p", "label": "x", "metadata": {"a": [float("nan")]}},
-        r"'metadata' .* is or holds nan, which is no number",
+        r"'metadata' .* is or holds nan, which is not a number",
     ),
     ({"prompt": "p", "label": "x", "metadata": '{"a": -Infinity}'}, r"'metadata' .* is or holds -inf"),
     ('{"prompt": "p", "label": ' + "[" * 100_000 + "]" * 100_000 + "}", "not JSON: it is nested too deeply"),
-    ({"prompt": "p", "label": "x", "metadata": "[" * 100_000}, "is a string that is no JSON: it is nested too deeply"),
+    ({"prompt": "p", "label": "x", "metadata": "[" * 100_000}, "is a string that is not JSON: it is nested too deeply"),
     (
         '{"prompt": "p", "label": ' + "[" * 200 + "]" * 200 + "}",
         r"'label' \(--label-key\) is nested more than 100 deep",

@@ -224,9 +224,8 @@ def test_an_installation_that_fails_is_one_line(tmp_path: Path) -> None:
         shutil.copy(ROOT / name, tmp_path / name)
     command = ["bash", str(tmp_path / "scripts" / "docs.sh"), "build"]
     result = subprocess.run(command, env={**os.environ, "PYTHON": "/no/python"}, capture_output=True, text=True)
-    said = (
-        "docs: error: '/no/python' is no Python 3.11 or later with venv; name one by PYTHON=, e.g. PYTHON=python3.12\n"
-    )
+    said = "docs: error: '/no/python' is not a Python 3.11 or later with venv; name one by PYTHON=, e.g. "
+    said += "PYTHON=python3.12\n"
     assert (result.returncode, result.stderr) == (1, said)
 
 

@@ -232,7 +232,7 @@ def test_what_would_fail_or_end_when_the_run_starts(
         in capsys.readouterr().out
     )
     file = str(model / "config.json")
-    for words, expected in (([*lora, "4"], "go on with --lora-rank 8"), (["--save", file], "is no directory")):
+    for words, expected in (([*lora, "4"], "go on with --lora-rank 8"), (["--save", file], "is not a directory")):
         assert _dry_run(model, row, monkeypatch, *words) == 2
         (error,) = capsys.readouterr().err.strip().splitlines()
         assert expected in error

@@ -401,7 +401,7 @@ def test_an_engine_joins_with_the_next_push_and_leaves(killed: list[Actor], monk
     assert [call[0] for call in joined.calls] == ["start", "leave"]
     assert killed == [joined]
     joined.die()
-    assert cluster.rollout() == ["samples"], "its end is no death"
+    assert cluster.rollout() == ["samples"], "its end is not a death"
     with pytest.raises(RunError, match="no model 'teacher' is served, there are: actor, reward"):
         cluster.add("teacher")
     with pytest.raises(RunError, match=r"remove engine 2: there is no such engine, there are: engine 0, engine 1, rew"):

@@ -376,13 +376,13 @@ def test_a_probe_takes_nothing_and_makes_no_file(host: Host, probe: Callable[[st
 REFUSED = [
     ("--count 9 --total-gpus 8", "--count 9: the GPUs to choose from are only 8 (--total-gpus 8)"),
     ("--total-gpus 8", "no GPUs asked for: pass --count N or --devices A,B"),
-    ("--count 0", "argument --count: '0' is no number of at least 1"),
+    ("--count 0", "argument --count: '0' is not a number of at least 1"),
     ("--count 1 --devices 0", "argument --devices: not allowed with argument --count"),
     ("--devices 1,4 --total-gpus 4", "--devices '1,4': must be one or more of the GPUs there are: 0, 1, 2, 3 ("),
     ("--devices , --total-gpus 4", "--devices ',': must be one or more of"),
     ("--devices 1,01 --total-gpus 4", "--devices 1,01 names one GPU twice: 1"),
-    ("--count 1 --timeout nan", "argument --timeout: 'nan' is no number of seconds"),
-    ("--count 1 --target-env-name A=B", "argument --target-env-name: 'A=B' is no name of a variable"),
+    ("--count 1 --timeout nan", "argument --timeout: 'nan' is not a number of seconds"),
+    ("--count 1 --target-env-name A=B", "argument --target-env-name: 'A=B' is not a name of a variable"),
     ("--count 1 --cuont 2 x", "unrecognized arguments: --cuont 2 x; flags go before --, the command after it"),
 ]
 

@@ -160,7 +160,7 @@ def test_only_what_the_level_needs_is_reduced() -> None:
 
 def test_unknown_names_are_errors() -> None:
     case = make_case()
-    with pytest.raises(ValueError, match="mode 'drop' is none of truncate, clip, mask"):
+    with pytest.raises(ValueError, match="mode 'drop' is not one of truncate, clip, mask"):
         correct(case, "token", "drop", 0.5, 2.0)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="level 'word' is none of token, sequence, geometric"):
+    with pytest.raises(ValueError, match="level 'word' is not one of token, sequence, geometric"):
         keep_of(case, "word", 0.5, 2.0)  # type: ignore[arg-type]

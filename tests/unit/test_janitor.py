@@ -251,7 +251,7 @@ def test_a_place_that_cannot_be_written_to_is_named(
     check_places()
     set_places(monkeypatch, **{variable: "/dev/null/x"})
     to_set = {"HOME": "set HOME"}.get(variable, "set RAY_TMPDIR")
-    with pytest.raises(InputError, match=rf"^{variable}=/dev/null/x: .*/dev/null is no directory: {to_set}"):
+    with pytest.raises(InputError, match=rf"^{variable}=/dev/null/x: .*/dev/null is not a directory: {to_set}"):
         check_places()
 
 

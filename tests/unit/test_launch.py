@@ -77,13 +77,13 @@ def test_what_several_nodes_need(files: Path, tmp_path: Path, missing: str, expe
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({"NUM_NODES": "two"}, "NUM_NODES=two is no whole number from 1"),
-        ({"NUM_NODES": "0"}, "NUM_NODES=0 is no whole number from 1"),
-        ({"NUM_NODES": "two", "RAY_ADDRESS": "http://127.0.0.1:1"}, "NUM_NODES=two is no whole number from 1"),
-        ({"NUM_NODES": "2", "NODE_RANK": "7"}, "NODE_RANK=7 is no node of NUM_NODES=2: from 0 to 1"),
-        ({"NUM_NODES": "2", "NODE_RANK": "2"}, "NODE_RANK=2 is no node of NUM_NODES=2: from 0 to 1"),
-        ({"NUM_NODES": "2", "NODE_RANK": "-1"}, "NODE_RANK=-1 is no node of NUM_NODES=2: from 0 to 1"),
-        ({"NUM_NODES": "2", "NODE_RANK": "one"}, "NODE_RANK=one is no node of NUM_NODES=2: from 0 to 1"),
+        ({"NUM_NODES": "two"}, "NUM_NODES=two is not a whole number from 1"),
+        ({"NUM_NODES": "0"}, "NUM_NODES=0 is not a whole number from 1"),
+        ({"NUM_NODES": "two", "RAY_ADDRESS": "http://127.0.0.1:1"}, "NUM_NODES=two is not a whole number from 1"),
+        ({"NUM_NODES": "2", "NODE_RANK": "7"}, "NODE_RANK=7 is not a node of NUM_NODES=2: from 0 to 1"),
+        ({"NUM_NODES": "2", "NODE_RANK": "2"}, "NODE_RANK=2 is not a node of NUM_NODES=2: from 0 to 1"),
+        ({"NUM_NODES": "2", "NODE_RANK": "-1"}, "NODE_RANK=-1 is not a node of NUM_NODES=2: from 0 to 1"),
+        ({"NUM_NODES": "2", "NODE_RANK": "one"}, "NODE_RANK=one is not a node of NUM_NODES=2: from 0 to 1"),
         ({"NUM_NODES": "2", "NODE_RANK": "0"}, "NUM_NODES=2 needs MASTER_ADDR, the address of node 0"),
     ],
 )  # fmt: skip

@@ -276,7 +276,7 @@ def test_kl_estimators_agree_with_the_divergence_in_expectation() -> None:
 
 
 def test_an_unknown_kl_type_is_an_error() -> None:
-    with pytest.raises(ValueError, match="--kl-loss-type 'k4' is none of k1, k2, k3, low_var_kl"):
+    with pytest.raises(ValueError, match="--kl-loss-type 'k4' is not one of k1, k2, k3, low_var_kl"):
         kl_estimate(torch.zeros(1), torch.zeros(1), "k4")
 
 

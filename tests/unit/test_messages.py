@@ -79,7 +79,7 @@ def test_text_parts_are_text(family: str, tokenizer: Any) -> None:
 )
 def test_other_parts_are_an_error(part: Any, rollout_args: Args, write_jsonl: Write) -> None:
     rows = [{"prompt": [{"role": "user", "content": [*parts("look: "), part]}], "label": "x"}]
-    with pytest.raises(BadInputError, match=r"line 1: part 1 of the content of message 0 is no text but"):
+    with pytest.raises(BadInputError, match=r"line 1: part 1 of the content of message 0 is not text but"):
         load(rollout_args(prompt_data=write_jsonl(rows), apply_chat_template=True))
 
 
@@ -107,7 +107,7 @@ def test_arguments_are_objects_or_json(family: str, tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ([call("{no", content="")], "the arguments of tool call 0 of message 0 are a string that is no JSON"),
+        ([call("{no", content="")], "the arguments of tool call 0 of message 0 are a string that is not JSON"),
         ([call("[1]", content="")], "the arguments of tool call 0 of message 0 are a list, not an object"),
         ([call(5, content="")], "the arguments of tool call 0 of message 0 are a int, not an object"),
         ([call('{"x": NaN}', content="")], "the object of the arguments of tool call 0 of message 0 is or holds nan"),

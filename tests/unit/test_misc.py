@@ -157,7 +157,7 @@ def test_what_raises_when_it_is_asked_for_a_function(tmp_path: Path, names: str,
 @pytest.mark.parametrize("statement", ["raise SystemExit(3)", "import asyncio\nraise asyncio.CancelledError(3)"])
 def test_an_import_may_raise_anything(tmp_path: Path, statement: str) -> None:
     file = tmp_path / "ends.py"
-    for _ in range(2):  # what has failed is no module
+    for _ in range(2):  # what has failed is not a module
         file.write_text(statement)
         with pytest.raises(BadInputError, match=rf"importing {file} failed: (SystemExit|CancelledError): 3"):
             load_function(f"{file}:fn")

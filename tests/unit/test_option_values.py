@@ -49,7 +49,7 @@ NUM_GPUS = 0
         ('--apply-chat-template-kwargs {"a":NaN}', "must be a finite number, not nan"),
         ('--apply-chat-template-kwargs {"a":"\\u0000"}', "has a NUL byte in it"),
         ("--custom-rm-path builtins:True", "'True' is a bool, not a function or class"),
-        ("--custom-config-path model", "--custom-config-path model: it is no file"),
+        ("--custom-config-path model", "--custom-config-path model: it is not a file"),
         ("--custom-config-path none.yaml", "--custom-config-path none.yaml: there is no such file"),
         ("--hf-checkpoint ~nobody-here/x", "--hf-checkpoint ~nobody-here/x: there is no such directory"),
         ("--prompt-data ~nobody-here/x.jsonl", "--prompt-data ~nobody-here/x.jsonl: there is no file"),

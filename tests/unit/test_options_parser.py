@@ -227,7 +227,7 @@ def test_entries_go_through_their_flags(values: Any, expected: Any, full_parser:
     ("key", "value", "expected"),
     [
         ("bf16", False, "bf16: False is not true, all that --bf16 can say: leave it out, or set precision"),
-        ("precision", True, "precision: True is none of bfloat16, float16, float32"),
+        ("precision", True, "precision: True is not one of bfloat16, float16, float32"),
         ("recompute_granularity", True, "--recompute-granularity takes a value, not True"),
         ("lr", [1, 2], "argument --lr: invalid float value"),
         ("run_dir", ["a"], "run_dir: --run-dir does not take ['a']"),

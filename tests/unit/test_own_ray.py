@@ -159,7 +159,7 @@ def test_a_port_that_is_asked_for_is_had_or_refused(
             own_ray.own_ray(1, ALONE).__enter__()
     for port in ("first", "0", "70000"):
         monkeypatch.setenv(variable, port)
-        with pytest.raises(BadInputError, match=f"{variable}={port} is no port"):
+        with pytest.raises(BadInputError, match=f"{variable}={port} is not a port"):
             own_ray.own_ray(1, ALONE).__enter__()
 
 
@@ -227,8 +227,8 @@ HOSTS = "n0\nn1"
         (None, {"SLURM_NODEID": "1"}, "several nodes need SLURM_NODEID"),
         (2, {"NODE_RANK": "1"}, "several nodes need SLURM_NODEID"),
         (2, {"SLURM_JOB_HOSTNAMES": HOSTS}, "several nodes need SLURM_NODEID"),
-        (2, {"NODE_RANK": "2", "MASTER_ADDR": "a"}, "node 2 is none of 2: SLURM_NODEID .* is from 0 to 1"),
-        (2, {"NODE_RANK": "one", "MASTER_ADDR": "a"}, "node one is none of 2"),
+        (2, {"NODE_RANK": "2", "MASTER_ADDR": "a"}, "node 2 is not one of 2: SLURM_NODEID .* is from 0 to 1"),
+        (2, {"NODE_RANK": "one", "MASTER_ADDR": "a"}, "node one is not one of 2"),
     ],
 )
 def test_which_node_this_is(

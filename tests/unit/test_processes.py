@@ -86,7 +86,7 @@ def test_a_killed_child_that_does_not_end_is_left_behind(module: str, tmp_path: 
 def test_a_stopped_worker_ends_with_its_parent(module: str, tmp_path: Path) -> None:
     with parent_of(module, tmp_path / "errors") as (parent, child):
         one, two = (Path(f"/proc/{child}/fd/{number}") for number in (1, 2))
-        wait_for(lambda: one.readlink() == two.readlink(), "it has begun: what libraries print is no answer")
+        wait_for(lambda: one.readlink() == two.readlink(), "it has begun: what libraries print is not an answer")
         os.kill(child, signal.SIGSTOP)
         wait_for(lambda: psutil.Process(child).status() == psutil.STATUS_STOPPED, "it is stopped")
         try:

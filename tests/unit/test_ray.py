@@ -40,7 +40,7 @@ def test_engines_of_the_reward_model_serve_it_and_never_sleep() -> None:
     args = slot_options("colocate", train=4, rollout=4, reward=1, width=4, sglang_cli=["--x"], offload_rollout=True)
     args.random_weights, args.pushes_float8, args.seed = True, True, 7
     args.rm_sglang_cli = ["--context-length", "64"]
-    actors, judges = (spec.options(args) for spec in fleet_of(args).engines)
+    actors, judges = (spec.options(args, on_gpus=True) for spec in fleet_of(args).engines)
     assert (judges.hf_checkpoint, judges.rollout_num_gpus_per_engine, judges.seed) == ("judge", 1, 7)
     assert (judges.sglang_cli, judges.offload_rollout) == (["--context-length", "64"], False)
     assert (judges.random_weights, judges.pushes_float8) == (False, False)

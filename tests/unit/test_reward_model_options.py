@@ -49,9 +49,9 @@ def test_it_has_slots_and_flags_of_its_own(tmp_path: Path, parse: Parse) -> None
     -> --rm-num-gpus-per-engine 16 is more than --num-gpus-per-node 8: an engine of the reward model over
 --rm-model-path nowhere --rm-num-gpus 1 -> --rm-model-path nowhere: there is no such directory
 --rm-model-path o/m --rm-num-gpus 1 -> --rm-model-path o/m: no such directory, not in the Hugging Face cache
-{SERVED} --rm-sglang-args {{"contxt_length":1}} -> 'contxt_length' is no flag of the installed SGLang, or one
-{SERVED} --rm-sglang-args {{"tp_size":2}} -> --rm-sglang-args: 'tp_size' is no flag of the installed SGLang
-{SERVED} --rm-sglang-args {{"server_concurrency":2}} -> 'server_concurrency' is no flag
+{SERVED} --rm-sglang-args {{"contxt_length":1}} -> 'contxt_length' is not a flag of the installed SGLang, or one
+{SERVED} --rm-sglang-args {{"tp_size":2}} -> --rm-sglang-args: 'tp_size' is not a flag of the installed SGLang
+{SERVED} --rm-sglang-args {{"server_concurrency":2}} -> 'server_concurrency' is not a flag
 {SERVED} --rm-sglang-args {{"context_length":"x"}} -> --sglang-context-length: invalid value: 'x'
 {SERVED} --rm-sglang-args {{"disable_radix_cache":3}} -> --rm-sglang-args: sglang_disable_radix_cache: 3 is
 {SERVED} --rm-sglang-args {{"dp_size":2}}

@@ -165,14 +165,16 @@ def test_a_label_that_is_an_object_ends_the_run(rm_type: str, rollout_args: Args
         message = (
             f"rm_type {name}: the label of sample 3 {holds} an object with the keys 'style', 'ground_truth', which"
         )
-        with pytest.raises(SettingError, match=f"{message} is no answer: name the key too, as in --label-key reward_"):
+        with pytest.raises(
+            SettingError, match=f"{message} is not an answer: name the key too, as in --label-key reward_"
+        ):
             reward(args, "2", given)
 
 
 @pytest.mark.parametrize("rm_type", ["math", "deepscaler", "dapo", "boxed_dapo", "f1", "gpqa"])
 @pytest.mark.parametrize("label", [float("nan"), float("inf"), ["2", float("nan")], [None], b"2", [b"2"]], ids=repr)
 def test_nothing_equals_a_label_that_is_no_answer(rm_type: str, label: Any, rollout_args: Args) -> None:
-    problem = r"((is (nan|inf)|holds null or NaN), which is no answer|(is|holds) bytes, which are no answer: wri)"
+    problem = r"((is (nan|inf)|holds null or NaN), which is not an answer|(is|holds) bytes, which are no answer: wri)"
     with pytest.raises(SettingError, match=f"the label of sample 3 {problem}"):
         reward(rollout_args(rm_type=rm_type), f"</think>\\boxed{{{label}}}\nAnswer: {label}", label)
 

@@ -10,9 +10,9 @@ import pytest
 from slime.entry.arguments import assemble
 from slime.options import algorithm, lora, training
 from slime.options.checks import layout, validate
-from slime.options.checks.rules import Rule
 from slime.options.checks.unheeded import UNHEEDED
 from slime.options.flags.parser import StrictParser
+from slime.options.rules import Rule
 from tools.website.observability_pages import with_tables
 from tools.website.rules_page import PAGES, rules, table
 

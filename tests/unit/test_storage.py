@@ -271,7 +271,7 @@ def test_a_run_directory_that_cannot_be_made_is_one_line(
         process.run_driver(train, Namespace(dry_run=False))
     assert ended.value.code == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"error: --run-dir {tmp_path}/file/run/metrics.jsonl: something that is no directory is in" in line
+    assert f"error: --run-dir {tmp_path}/file/run/metrics.jsonl: something that is not a directory is in" in line
     assert re.search(FREE, line)
 
 

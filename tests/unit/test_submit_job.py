@@ -303,7 +303,7 @@ def test_an_answer_may_leave_open_whether_the_job_was_taken(server: _Server, ans
     ("text", "expected"),
     [
         ('{"x', "Unterminated string starting at: line 1 column 2 (char 1)"),
-        ("[1]", "it is no JSON object"),
+        ("[1]", "it is not a JSON object"),
         ('{"env_vars": {"A": 1}}', "runtime_env['env_vars'] "),
         ('{"working_dir": "/nowhere"}', "/nowhere is not a valid path"),
     ],

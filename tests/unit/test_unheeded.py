@@ -70,7 +70,7 @@ PINNED = "--optimizer-cpu-offload --no-pin-cpu-params"
 )
 def test_flags_that_mean_nothing_are_told_of(flags: Flags, message: str, parse: Parse) -> None:
     """Only where the run does something else than they say; several warnings stand in the table with & between them."""
-    warnings = [line.replace(" means nothing here: ", " ") for line in parse(*flags).option_warnings]
+    warnings = [line.replace(" is ignored: ", " ") for line in parse(*flags).option_warnings]
     assert " & ".join(warnings) == message
 
 
@@ -98,7 +98,7 @@ def test_they_are_told_of_in_the_words_of_others(parse: Parse, capsys: pytest.Ca
     parse("--attention-backend fused")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(
-        ": warning: --attention-backend fused means nothing here: attention is torch's; --transformer-impl "
+        ": warning: --attention-backend fused is ignored: attention is torch's; --transformer-impl "
         "transformer_engine has several"
     )
 
@@ -108,7 +108,7 @@ def test_a_files_settings_are_flags(launch_directory: Path, parse: Parse) -> Non
     words = "--custom-config-path more.yaml"
     assert [line.partition(" means")[0] for line in parse(words).option_warnings] == ["--attention-backend flash"]
     assert parse(f"{words} --bf16", without="--fp32").option_warnings[0] == (
-        "--no-accumulate-allreduce-grads-in-fp32 means nothing here: gradients of bfloat16 are always summed in float32"
+        "--no-accumulate-allreduce-grads-in-fp32 is ignored: gradients of bfloat16 are always summed in float32"
     )
 
 
@@ -139,7 +139,7 @@ def test_latent_attention_has_no_use_for_widths_of_heads(launch_directory: Path,
     assert parse("--kv-channels 32 --no-add-qkv-bias").option_warnings == []
     write_model(launch_directory / "model", LATENT)
     (line,) = parse("--kv-channels 32 --no-add-qkv-bias").option_warnings
-    assert line == "--kv-channels 32 means nothing here: multi-latent attention has widths of its own"
+    assert line == "--kv-channels 32 is ignored: multi-latent attention has widths of its own"
 
 
 def test_every_setting_of_the_table_can_be_given(parse: Parse) -> None:

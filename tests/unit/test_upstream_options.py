@@ -24,10 +24,10 @@ def test_flags_that_mean_nothing_here_are_taken_with_a_line(parse: Parse, capsys
     assert args.lr == 0.5
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition("warning: ")[2].partition(":")[0] for line in lines] == [
-        "--spec means nothing here",
-        "--data-pad-size-multiplier means nothing here",
-        "--async-save means nothing here",
-        "--te-rng-tracker means nothing here",
+        "--spec is ignored",
+        "--data-pad-size-multiplier is ignored",
+        "--async-save is ignored",
+        "--te-rng-tracker is ignored",
     ]
 
 
@@ -40,11 +40,11 @@ def test_what_is_done_anyway_is_taken_with_a_line(
         "--rollout-health-check-first-wait 30 --lr 0.5"
     )
     assert (args.lr, len(args.option_warnings)) == (0.5, 9)
-    assert all(" means nothing here: " in warning for warning in args.option_warnings)
+    assert all(" is ignored: " in warning for warning in args.option_warnings)
     (directory / "thd.yaml").write_text("qkv_format: thd\nmegatron-to-hf-mode: raw\n")
     capsys.readouterr()
     assert parse("--custom-config-path thd.yaml").qkv_format == "thd"
-    assert capsys.readouterr().err.count("else it means nothing here: ") == 2
+    assert capsys.readouterr().err.count("otherwise it is ignored: ") == 2
     for flag, value, instead in (
         ("--qkv-format", "bshd", "without their padding; drop it, --use-dynamic-batch-size and --max-tokens-per-gpu"),
         ("--megatron-to-hf-mode", "bridge", "there is no bridge; drop it, --ref-load takes Hugging Face directories"),
@@ -63,7 +63,7 @@ def test_yaml_entries_that_mean_nothing_here_are_told_of(
     args = parse("--custom-config-path idle.yaml")
     assert (args.async_save, args.train_memory_margin_bytes) == (True, 5)
     async_save, margin = capsys.readouterr().err.splitlines()
-    expected = "async_save is kept as an attribute of args; else it means nothing here: a checkpoint"
+    expected = "async_save is kept as an attribute of args; otherwise it is ignored: a checkpoint"
     assert expected in async_save
     assert "train_memory_margin_bytes is kept" in margin
 

@@ -90,7 +90,7 @@ def test_the_text_has_every_part_with_its_reason_and_its_log(tmp_path: Path) -> 
     made.log_capture, made.key_lines = Item("Log capture", PASS, "out: a log"), [("level_0_loop", "ok, 3 s")]
     lines = made.text().splitlines()
     assert lines[0].startswith(
-        "Result: Blocked - could not run here, which is no evidence against the model's support: level 0"
+        "Result: Blocked - could not run here, which is not evidence against the model's support: level 0"
     )
     assert lines[0].endswith("; not run: level 3; passed: level 0, training")
     assert lines[1:4] == ["Requested coverage: Level 0/3", "Model: a model", "Deliverables:"]

@@ -211,7 +211,7 @@ def test_all_instructions_must_be_followed(rollout_args: Args) -> None:
         ),
         (
             {"instruction_id_list": ["no:such"], "kwargs": [{}]},
-            r"'no:such' is none of slime's \(keywords.* on PYTHONPATH",
+            r"'no:such' is not one of slime's \(keywords.* on PYTHONPATH",
         ),
         (
             {
@@ -257,5 +257,5 @@ def test_checkers_on_the_import_path_are_asked_for_the_rest(rollout_args: Args) 
     }
     assert score(args, "Well then", **metadata) == 1.0
     assert score(args, "No then", **metadata) == score(args, "Well, then", **metadata) == 0.0
-    with pytest.raises(BadInputError, match=r"'no:such' is none of slime's \([^;]*\)$"):
+    with pytest.raises(BadInputError, match=r"'no:such' is not one of slime's \([^;]*\)$"):
         score(args, "Well", instruction_id_list=["no:such"], kwargs=[{}])

@@ -22,8 +22,8 @@ from slime.rollout.tokenizer import load_tokenizer
 from slime.utils.errors import BadInputError
 from tests.saved_rollouts import HOSTILE, make_samples, write_rollout, write_train_data
 from tools import make_tiny_model, view_samples
-from tools.samples.plain import load_safe
 from tools.samples.rollouts import Query, Rollout, list_samples, question, read_rollout, show_sample, token_texts
+from tools.samples.safe_files import load_safe
 
 NUM_GPUS = 0
 
@@ -379,7 +379,7 @@ def test_rollouts_and_train_data_that_come_later_are_shown(
         ("/api/samples", {}, "there is no rollout ''"),
         ("/api/samples", {"rollout": "../../model/tokenizer.json"}, "there is no rollout"),
         ("/api/samples", {"rollout": "2.pt", "sort": "x"}, "sort is one of"),
-        ("/api/sample", {"rollout": "2.pt", "place": "x"}, "place='x' is no number"),
+        ("/api/sample", {"rollout": "2.pt", "place": "x"}, "place='x' is not a number"),
         ("/api/sample", {"rollout": "2.pt", "place": "99"}, "no sample 99"),
     ],
 )

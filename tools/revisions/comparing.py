@@ -170,5 +170,5 @@ def _weights(directory: Path) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is not a dict
     return tensors

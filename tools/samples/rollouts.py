@@ -15,7 +15,7 @@ import torch
 
 from slime.data import Sample
 from slime.utils.errors import BadInputError
-from tools.samples.plain import load_safe, to_json
+from tools.samples.safe_files import load_safe, to_json
 from tools.samples.train_data import mean_gap, read_train_data
 
 _COLUMNS = ("loss_mask", "rollout_log_probs", "teacher_log_probs")
@@ -79,7 +79,7 @@ class Query:
             try:
                 parsed[name] = kinds.get(types[name], str)(value)
             except (KeyError, ValueError) as error:
-                raise BadInputError(f"{name}={value!r} is no filter") from error
+                raise BadInputError(f"{name}={value!r} is not a filter") from error
         query = cls(**parsed)
         if query.sort not in _SORTS or query.offset < 0 or not 1 <= query.limit <= 1000:
             raise BadInputError(f"sort is one of {', '.join(_SORTS)}, offset at least 0, limit 1 to 1000")
@@ -90,7 +90,7 @@ def read_rollout(path: Path, train_files: Iterable[Path] = ()) -> Rollout:
     """The samples of a file of ``--save-debug-rollout-data``, with what ``train_files`` know of them.
 
     Raises:
-        BadInputError: it is none, or one of the others is no file of a training rank.
+        BadInputError: it is none, or one of the others is not a file of a training rank.
     """
     content = load_safe(path)
     if not isinstance(content, dict) or not isinstance(content.get("samples"), list):

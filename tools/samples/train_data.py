@@ -13,7 +13,7 @@ import torch
 
 from slime.data import Sample
 from slime.utils.errors import BadInputError
-from tools.samples.plain import load_safe
+from tools.samples.safe_files import load_safe
 
 _KNOWN = ("tokens", "loss_masks", "rollout_log_probs")
 """Columns that the rollout's own file has."""

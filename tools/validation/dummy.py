@@ -87,7 +87,7 @@ def _values(path: Path, tiny: bool) -> dict[str, Any]:
         raise BadInputError(f"{path.parent}: there is no config.json in it")
     values = json.loads(path.read_text())
     if not isinstance(values, dict):
-        raise BadInputError(f"{path} is no JSON object")
+        raise BadInputError(f"{path} is not a JSON object")
     _config(values, str(path))
     missing = [name for name in _NEEDED if not isinstance(values.get(name), int)]
     if tiny and missing:
@@ -105,7 +105,7 @@ def _config(values: dict[str, Any], what: str) -> Any:
         except Exception as error:  # transformers checks some values, and trips over others
             reason = " ".join(str(error).replace(directory, what).split())
             raise BadInputError(
-                f"{what} is no config of a supported model: {type(error).__name__}: {reason}"
+                f"{what} is not a config of a supported model: {type(error).__name__}: {reason}"
             ) from error
     return config
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class Status(Enum):
-    """How a part of the ladder came out; ``BLOCKED`` is no evidence against the model's support."""
+    """How a part of the ladder came out; ``BLOCKED`` is not evidence against the model's support."""
 
     PASS = "Pass"
     FAIL = "Fail"
@@ -149,7 +149,7 @@ class Report:
             return f"failed: {wrong}; {ran}"
         ran_at_all = {level.number for level in self.levels if level.status is not Status.SKIPPED}
         left_out = [str(number) for number in self.requested if number not in ran_at_all]
-        reasons = [f"could not run here, which is no evidence against the model's support: {wrong}"] if wrong else []
+        reasons = [f"could not run here, which is not evidence against the model's support: {wrong}"] if wrong else []
         reasons += [f"not run: level {', '.join(left_out)}"] if left_out else []
         return "; ".join([*reasons, ran])
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import ModuleType
 
 import slime.options
-from slime.options.checks.rules import Rule
 from slime.options.checks.unheeded import Unheeded
+from slime.options.rules import Rule
 from tools.website.observability_pages import with_tables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +33,7 @@ _WORDS = {
     "--placement colocate or disaggregate": "training and engines",
     "--placement disaggregate": "slots kept apart",
 }
-"""What rows call by an attribute that is derived, and so is no flag."""
+"""What rows call by an attribute that is derived, and so is not a flag."""
 _DERIVED = re.compile("|".join(map(re.escape, _WORDS)))
 _TWO_SPELLINGS = re.compile(r"([\w.]+)\.(\w+) or \1:\2")
 _CODE = re.compile(r"(?<![\w`-])--[a-z][\w-]*|\b[\w]+(?:\.[\w]+){2,}|\btrain(?:_async)?\.py\b")

@@ -214,7 +214,7 @@ class HostState:
         self, stretches: list[_Stretch], buffers: dict[str, Tensor], counted: dict[Tensor, dict[str, Any]]
     ) -> None:
         """Step on the stretches as parameters of their own, and bring main parameters to the weights; the number of
-        steps, which is no moment, goes to ``counted``."""
+        steps, which is not a moment, goes to ``counted``."""
         stepped = []
         for s in stretches:
             if s.parameter.grad is None:

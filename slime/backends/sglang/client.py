@@ -256,7 +256,7 @@ class GenerateClient:
             "POST", self._url, payload, headers=all_headers, retries=self._retries, dumps=_dumps, loads=_loads
         )
         if not isinstance(reply, dict):
-            raise RequestError(f"POST {self._url}: the reply is no JSON object: {str(reply)[:200]}")
+            raise RequestError(f"POST {self._url}: the reply is not a JSON object: {str(reply)[:200]}")
         return reply
 
 

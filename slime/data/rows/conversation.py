@@ -113,6 +113,6 @@ class ConversationEncoder:
         try:
             encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         except (TypeError, UnicodeError) as error:  # half a surrogate pair
-            raise RowError(f"the conversation is no text that can be tokenised: {error}") from error
+            raise RowError(f"the conversation is not text that can be tokenised: {error}") from error
         starts, ends = np.asarray(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
         return np.asarray(encoding["input_ids"], dtype=np.int32), starts, ends

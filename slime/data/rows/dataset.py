@@ -87,7 +87,7 @@ class PromptDataset:
     num_too_long: int = 0
     """Rows whose prompt was longer than `PromptSpec.max_prompt_len`."""
     warnings: list[str] = field(default_factory=list)
-    """What is no error and may still be a mistake, one line each; logged when the file was read."""
+    """What is not an error and may still be a mistake, one line each; logged when the file was read."""
     digest: str | None = None
     """Of the prompts of all rows that were read, in their order: the values at ``--input-key``, as JSONL and parquet
     alike have them before any other flag decides what becomes of them."""

@@ -86,7 +86,7 @@ def _text_of_part(part: Any, where: str) -> str:
     kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
     text = part.get("text") if isinstance(part, dict) and kind in ("text", None) else None
     if not isinstance(text, str):
-        raise RowError(f'{where} is no text but {kind!r}: only {{"type": "text", "text": ...}} can be rendered')
+        raise RowError(f'{where} is not text but {kind!r}: only {{"type": "text", "text": ...}} can be rendered')
     return text
 
 
@@ -113,7 +113,7 @@ def _arguments(value: Any, where: str) -> dict[str, Any]:
         try:
             value = parse_json(value) if value.strip() else {}
         except JsonError as error:
-            raise RowError(f"the arguments of {where} are a string that is no JSON: {error}") from error
+            raise RowError(f"the arguments of {where} are a string that is not JSON: {error}") from error
     if value is None:
         return {}
     if not isinstance(value, dict):

@@ -317,7 +317,7 @@ def _decoded(value: Any, key: str | None, flag: str, arrow: bool) -> Any:
         try:
             value = parse_json(value) if value.strip() else None
         except JsonError as error:
-            raise RowError(f"{key!r} ({flag}) is a string that is no JSON: {error}") from error
+            raise RowError(f"{key!r} ({flag}) is a string that is not JSON: {error}") from error
     elif arrow:
         value = without_arrow_nulls(value)
     _check_value(value, key, flag)

@@ -64,7 +64,7 @@ class RowFile:
 
 def split_slice(path: str) -> tuple[Path, slice]:
     """``"data.jsonl@[10:-5]"`` as ``(Path("data.jsonl"), slice(10, -5))``; without a slice, all rows. BadInputError
-    where what follows ``@[`` is no slice of two integers."""
+    where what follows ``@[`` is not a slice of two integers."""
     match = _SLICE.search(path)
     if match is None:
         if "@[" in path:
@@ -159,7 +159,7 @@ def _parquet(source: RowFile, keys: Iterable[str] | None) -> Iterator[RawRow]:
         table = pyarrow.parquet.ParquetFile(source.path, page_checksum_verification=True)
         names = table.schema_arrow.names
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise BadInputError(f"{source.path} is no readable parquet file: {_one_line(error)}") from error
+        raise BadInputError(f"{source.path} is not a readable parquet file: {_one_line(error)}") from error
     # Keys are the names of columns or, where none has it, begin with one and a dot.
     wanted = names if keys is None else {key if key in names else key.partition(".")[0] for key in keys}
     columns = [name for name in names if name in wanted]
@@ -200,7 +200,7 @@ def _row_group(table: Any, group: int, columns: list[str], numbers: range) -> It
 def _values(batch: Any, numbers: range) -> Iterator[RawRow]:
     try:
         values = batch.to_pylist(maps_as_pydicts="strict")
-    except Exception:  # whatever one value does not become: text that is no UTF-8, a date beyond the year 9999
+    except Exception:  # whatever one value does not become: text that is not UTF-8, a date beyond the year 9999
         values = [None] * batch.num_rows
     for position, (number, value) in enumerate(zip(numbers, values, strict=False)):
         yield RawRow(number, value) if value is not None else _one_value(batch.slice(position, 1), number)
@@ -214,15 +214,15 @@ def _one_value(batch: Any, number: int) -> RawRow:
 
 
 _DEEPEST = 100
-_NOT_FINITE = "which is no number: write null, or leave such rows out"
+_NOT_FINITE = "which is not a number: write null, or leave such rows out"
 
 
 class JsonError(ValueError):
-    """Why a text is no JSON, in one line."""
+    """Why a text is not JSON, in one line."""
 
 
 def parse_json(text: str) -> Any:
-    """What a JSON text holds; JsonError where it is no JSON, names a key twice, is nested too deeply, or has a number
+    """What a JSON text holds; JsonError where it is not JSON, names a key twice, is nested too deeply, or has a number
     too long to be read."""
     try:
         return _DECODER.decode(text)
@@ -252,7 +252,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object)
 def value_problem(value: Any, room: int = _DEEPEST) -> str | None:
     """Why no sample can carry a value, to follow its name; None where one can.
 
-    Text with half of a surrogate pair is no UTF-8, so that no tokenizer, engine or log takes it. NaN and infinity are
+    Text with half of a surrogate pair is not UTF-8, so that no tokenizer, engine or log takes it. NaN and infinity are
     no JSON, and every comparison with them fails. What is nested very deeply cannot be copied between processes.
     """
     if isinstance(value, str):
@@ -267,7 +267,7 @@ def value_problem(value: Any, room: int = _DEEPEST) -> str | None:
         return next(filter(None, (value_problem(item, room - 1) for item in value)), None)
     for key, item in value.items():
         if not isinstance(key, str):
-            return f"has the key {key!r:.60}, which is no text"
+            return f"has the key {key!r:.60}, which is not text"
         if (problem := _surrogate(key) or value_problem(item, room - 1)) is not None:
             return problem
     return None

@@ -125,7 +125,7 @@ def main() -> None:
     """Answer batches of rows from the standard input on the standard output, until the input ends."""
     die_with_parent()  # the end of the input is seen between two batches only, and not by a process that is stopped
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # what libraries print is not an answer
     sys.modules["torch"] = None  # type: ignore[assignment]  # 250 MB that transformers imports for no tokenizer
     try:
         encoder = RowEncoder(*pickle.load(sys.stdin.buffer))

@@ -53,7 +53,9 @@ class Choice:
                 + ("" if taken <= self._before.keys() else ", not all of them of the buffer")
             )
         if not all(map(is_group, [*chosen, *buffer])):
-            raise BadInputError(f"{self._where} has emptied a group, or put what is no list of samples into the buffer")
+            raise BadInputError(
+                f"{self._where} has emptied a group, or put what is not a list of samples into the buffer"
+            )
         if len(taken) < len(chosen) or len(left) < len(buffer):
             raise BadInputError(f"{self._where} has returned a group twice, or left one twice in the buffer")
         if taken & left and self._pops:

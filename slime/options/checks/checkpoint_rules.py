@@ -107,11 +107,11 @@ def _resumed(args: Namespace, directory: Path) -> SavedModel | None:
         _check_empty(args, directory)
         return None
     if not is_torch_dist(latest):
-        raise OptionError(f"--load {directory}: {latest.name} is no whole checkpoint (no metadata.json in it)")
+        raise OptionError(f"--load {directory}: {latest.name} is not a whole checkpoint (no metadata.json in it)")
     resumed = saved_model(latest)
     if not resumed.of_a_run:
         raise OptionError(
-            f"--load {latest} is no checkpoint of a run of slime (its common.pt is Megatron-LM's own, or damaged): "
+            f"--load {latest} is not a checkpoint of a run of slime (its common.pt is Megatron-LM's own, or damaged): "
             f"to start from its weights name it by --ref-load {directory}, not by --load, and save elsewhere"
         )
     check_saved_heads(f"--load {latest}", resumed.heads, args.enable_mtp_training)

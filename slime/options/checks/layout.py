@@ -6,9 +6,9 @@ import re
 from argparse import Namespace
 from math import prod
 
-from slime.options.checks.rules import Rule, check
 from slime.options.errors import OptionError
 from slime.options.flags.schema import flag_named
+from slime.options.rules import Rule, check
 
 RULES = (
     Rule("allgather_cp", "is not available yet in this version with", "context_parallel_size>1"),

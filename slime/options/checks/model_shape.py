@@ -66,7 +66,7 @@ def _apply(args: Namespace, shape: dict[str, Any], given: set[str], warnings: li
 
 def _config_of_engines(config: Any, given: str) -> Any:
     """A Hugging Face config as SGLang changes it by these overrides."""
-    with naming(f"{_OVERRIDES} {given} is no JSON:"):
+    with naming(f"{_OVERRIDES} {given} is not JSON:"):
         overrides = json_value(given)
     if not isinstance(overrides, dict):
         raise OptionError(f"{_OVERRIDES} {given} should be an object {{...}}")

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slime.options.checks.rules import hold
 from slime.options.flags.megatron_names import shown_setting
+from slime.options.rules import hold
 
 _OWN = "!custom_model_provider_path"
 _OWN_ALONE = f"{_OWN} transformer_impl!=transformer_engine"
@@ -29,7 +29,7 @@ class Unheeded:
     """What the run does whatever is set, or a function of the options that tells: who sets that much is told nothing.
     None: nothing that such a setting could mean."""
     when: str = ""
-    """Terms of `slime.options.checks.rules`."""
+    """Terms of `slime.options.rules`."""
 
 
 UNHEEDED = (
@@ -152,5 +152,5 @@ def unheeded(args: Namespace, given: Mapping[str, Any]) -> list[str]:
         if names and hold(args, row.when):
             does = row.does(args) if callable(row.does) else row.does
             ignored = [shown_setting(name, given[name]) for name in names if given[name] != does]
-            lines += [f"{setting} means nothing here: {row.why}" for setting in ignored]
+            lines += [f"{setting} is ignored: {row.why}" for setting in ignored]
     return lines

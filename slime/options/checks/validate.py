@@ -14,7 +14,6 @@ from slime.options.asynchronous import check_staleness
 from slime.options.checks.checkpoint_rules import derive_checkpoints, load_release
 from slime.options.checks.export_rules import check_exports
 from slime.options.checks.reward_rules import check_rewards, comes_before_reward, has_own_source, rows_may_name_rewards
-from slime.options.checks.rules import Rule, check
 from slime.options.debug import check_profile, derive_subsample, derive_templates
 from slime.options.errors import OptionError, Reasons
 from slime.options.eval_datasets import CONFIG, PAIRS, data_file, eval_datasets
@@ -22,6 +21,7 @@ from slime.options.eval_datasets import RULES as EVAL_RULES
 from slime.options.flags.schema import flag_named
 from slime.options.reward_model import derive_reward_model
 from slime.options.rollout import DEFAULT_ROLLOUT, SFT_ROLLOUT, generates_itself
+from slime.options.rules import Rule, check
 
 ENGINE_KEEPS = 6
 """Tokens of a context that sglang 0.5.17 takes no prompt into: its scheduler aborts a prompt of context - 6 or more."""

@@ -206,7 +206,7 @@ class StrictParser(argparse.ArgumentParser):
         if same is not None:
             self._use(same, same.option_strings[0], [], namespace)
         elif not all(const in (True, False, None) for const in kinds):
-            raise ValueError(f"{key}: {value!r} is none of {', '.join(map(str, kinds))}")
+            raise ValueError(f"{key}: {value!r} is not one of {', '.join(map(str, kinds))}")
         elif not isinstance(value, bool):
             raise ValueError(f"{key}: {value!r} is neither true nor false")
         else:

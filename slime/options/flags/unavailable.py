@@ -133,7 +133,7 @@ def split_without_effect(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             reason = without_effect(flag, value if equals else following)
             is_kept = reason is None
             if not is_kept:
-                left_out[flag] = f"{flag} means nothing here: {reason}"
+                left_out[flag] = f"{flag} is ignored: {reason}"
         if is_kept:
             kept.append(token)
     return kept, list(left_out.values())

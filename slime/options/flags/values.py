@@ -53,10 +53,10 @@ def shortened(text: str) -> str:
 
 
 def read_yaml(path: str) -> Any:
-    """What a YAML file holds; ValueError, which does not name it: it is no file or no YAML, or refers to itself."""
+    """What a YAML file holds; ValueError, which does not name it: it is not a file or no YAML, or refers to itself."""
     place = os.path.expanduser(path)
     if not os.path.isfile(place):
-        raise ValueError("it is no file" if os.path.exists(place) else "there is no such file")
+        raise ValueError("it is not a file" if os.path.exists(place) else "there is no such file")
     try:
         with open(place, "rb") as file:
             value = yaml.safe_load(file.read().decode("utf-8-sig"))

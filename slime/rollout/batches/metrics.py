@@ -171,7 +171,7 @@ def _turn_stats(samples: list[Sample]) -> dict[str, float]:
 
 
 def _category_shares(samples: list[Sample], key: str) -> dict[str, float]:
-    """Shares of the values of ``key``; "missing" where the reward is no dict or has no such entry."""
+    """Shares of the values of ``key``; "missing" where the reward is not a dict or has no such entry."""
     rewards = [sample.reward if isinstance(sample.reward, dict) else {} for sample in samples]
     counts = Counter(str(reward.get(key, "missing")) for reward in rewards)
     return {f"rollout/error_cat/{category}": count / len(samples) for category, count in counts.items()}

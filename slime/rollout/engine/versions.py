@@ -52,7 +52,7 @@ def mask_older_tokens(samples: Iterable[Sample], version: int) -> int:
     """Take tokens that weights older than ``version`` generated out of the loss; how many that are.
 
     A token whose weights are not known, as where a hook wrote the versions by hand, counts as made by the sample's
-    oldest. A version that is no number is older than any; in a sample that has no other, nothing is masked.
+    oldest. A version that is not a number is older than any; in a sample that has no other, nothing is masked.
     """
     masked = 0
     for sample in samples:

@@ -69,7 +69,7 @@ def custom_loss(
     that takes the values of all response tokens, one sample after the other, to the sum over samples of the mean over
     its trained tokens. ``batch["log_probs_and_entropy"]()`` gives two lists with a tensor for every sample's response,
     with gradient. It returns the loss, so reduced, and a dict of scalars, likewise, in which what is missing counts as
-    0. A loss that is a constant is no mistake: where nothing is left to learn from, there is no gradient. A function
+    0. A loss that is a constant is not a mistake: where nothing is left to learn from, there is no gradient. A function
     whose attribute ``needs_logits`` is False gets None for them, and they are not computed.
 
     Args:

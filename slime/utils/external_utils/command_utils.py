@@ -89,7 +89,7 @@ def execute_train(
 
     Raises:
         JobError: the job did not succeed.
-        BadInputError: no such script, a port that is asked for is taken, or RAY_ADDRESS is no job server's.
+        BadInputError: no such script, a port that is asked for is taken, or RAY_ADDRESS is not a job server's.
         SlimeError: Ray did not start, or a dry run found a fault.
     """
     config = config or ExecuteTrainConfig()
@@ -163,7 +163,7 @@ def _parse_variables(text: str) -> dict[str, str]:
         try:
             return as_environment(json.loads(text))
         except ValueError as error:
-            raise BadInputError(f"extra_env_vars is no JSON object: {error}") from error
+            raise BadInputError(f"extra_env_vars is not a JSON object: {error}") from error
     words = shlex.split(text)
     if wrong := [word for word in words if "=" not in word]:
         raise BadInputError(f"extra_env_vars: {wrong[0]!r} is not NAME=VALUE")

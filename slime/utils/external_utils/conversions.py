@@ -42,7 +42,7 @@ def convert_checkpoint(
         shape = f"source {shlex.quote(str(model_script(megatron_model_type)))} && "
         words.append('"${MODEL_ARGS[@]}"')
     words += ["--hf-checkpoint", shlex.quote(hf_checkpoint or f"{models_dir()}/{model_name}")]
-    # What is there and is no whole checkpoint is replaced, if an earlier conversion wrote it, and refused otherwise.
+    # What is there and is not a whole checkpoint is replaced, if an earlier conversion wrote it, and refused otherwise.
     words += ["--save", shlex.quote(str(target)), "--force", extra_args]
     meeting = ["--standalone"]
     if multinode:

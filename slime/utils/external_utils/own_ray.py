@@ -102,7 +102,7 @@ def this_node(count: int | None = None) -> Node:
             '"$SLURM_JOB_NODELIST"` prints it (to run, MASTER_ADDR does instead), on each of them'
         )
     if not (rank.isdecimal() and int(rank) < count):
-        raise BadInputError(f"node {rank} is none of {count}: SLURM_NODEID (or NODE_RANK) is from 0 to {count - 1}")
+        raise BadInputError(f"node {rank} is not one of {count}: SLURM_NODEID (or NODE_RANK) is from 0 to {count - 1}")
     return Node(count, int(rank), head)
 
 
@@ -213,7 +213,7 @@ def _reserve(node: Node, held: contextlib.ExitStack) -> dict[str, int]:
     for flag in sorted(_PORTS, key=lambda flag: not wanted[flag]):
         port, variable = wanted[flag], _PORTS[flag]
         if port and not (port.isdecimal() and 0 < int(port) < 2**16):
-            raise BadInputError(f"{variable}={port} is no port")
+            raise BadInputError(f"{variable}={port} is not a port")
         try:
             reservations[flag] = PortReservation(node.head, port=int(port) if port else None)
         except OSError as error:

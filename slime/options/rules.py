@@ -26,7 +26,7 @@ _NAMES = {
     "precision=float32": "--fp32",
     "asynchronous": "train_async.py",
 }
-"""Terms of what is no flag by itself."""
+"""Terms of what is not a flag by itself."""
 _COMPARED: dict[str, Callable[[Any, Any], bool]] = {
     "is above": operator.gt,
     "is more than": operator.gt,
