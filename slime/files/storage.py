@@ -141,7 +141,7 @@ def why_no_directory(path: str | Path) -> str:
     nearest = next(each for each in (place, *place.parents) if os.path.lexists(each))
     what = "it" if nearest == place else str(nearest)
     if not nearest.is_dir():
-        where = f"a link to {nearest.readlink()}, which is not there" if nearest.is_symlink() else "no directory"
+        where = f"a link to {nearest.readlink()}, which is not there" if nearest.is_symlink() else "not a directory"
         return f"{what} is {where}"
     try:
         # Tried: permissions do not tell it of file systems like /proc, nor to root; and an empty file of a full disk.

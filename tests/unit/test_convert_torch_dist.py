@@ -125,7 +125,7 @@ def test_which_torch_dist_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "iter_0000009").mkdir()  # not whole
     with pytest.raises(BadInputError, match=f"has no {LATEST} .*: name one in it: iter_0000007, release$"):
         torch_dist_to_hf.find_checkpoint(tmp_path)
-    with pytest.raises(BadInputError, match="no torch_dist checkpoint"):
+    with pytest.raises(BadInputError, match="not a torch_dist checkpoint"):
         torch_dist_to_hf.find_checkpoint(tmp_path / "iter_0000009")
     for latest in ("7", "release"):
         (tmp_path / LATEST).write_text(latest)

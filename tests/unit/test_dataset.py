@@ -150,8 +150,8 @@ def test_objects_are_no_labels_of_built_in_rewards(
     row = {"prompt": "p", "reward_model": VERL["reward_model"], "metadata": metadata}
     args = rollout_args(prompt_data=write_jsonl([row]), label_key="reward_model", **changes)
     message = (
-        r"line 1: 'reward_model' \(--label-key\) is an object with the keys 'style', 'ground_truth', 'of', which is no "
-        r"answer: name the key too, as in --label-key reward_model.ground_truth"
+        r"line 1: 'reward_model' \(--label-key\) is an object with the keys 'style', 'ground_truth', 'of', which is "
+        r"not an answer: name the key too, as in --label-key reward_model.ground_truth"
     )
     with pytest.raises(ValueError, match=message):
         load(args)

@@ -209,7 +209,7 @@ def test_the_conda_environment_is_installed_by_the_same_script(
     [
         (["gpu"], {}, "build_conda.sh: error: the argument must be cuda or cpu, not 'gpu'"),
         (["cuda", "13.0"], {}, "build_conda.sh: error: one argument at most, not 'cuda 13.0'"),
-        ([], {"SLIME_DIR": "/nowhere"}, "build_conda.sh: error: SLIME_DIR=/nowhere is no checkout of slime"),
+        ([], {"SLIME_DIR": "/nowhere"}, "build_conda.sh: error: SLIME_DIR=/nowhere is not a checkout of slime"),
         ([], {"SLIME_CUDA": "12.4"}, "error: SLIME_CUDA must be 12.9 or 13.0, not '12.4'"),
     ],
 )

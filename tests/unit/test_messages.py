@@ -112,7 +112,7 @@ def test_arguments_are_objects_or_json(family: str, tokenizer: Any) -> None:
         ([call(5, content="")], "the arguments of tool call 0 of message 0 are a int, not an object"),
         ([call('{"x": NaN}', content="")], "the object of the arguments of tool call 0 of message 0 is or holds nan"),
         ([call({"x": float("inf")}, content="")], "the object of the arguments of tool call 0 .* is or holds inf"),
-        ([call('{"x": 1, "x": 2}', content="")], "tool call 0 of message 0 are a .* no JSON: it has the key 'x' twice"),
+        ([call('{"x": 1, "x": 2}', content="")], "call 0 of message 0 are a .* not JSON: it has the key 'x' twice"),
         ([call('{"x": "\\ud800"}', content="")], "of tool call 0 of message 0 has half a character"),
         ([call('{"x": ' * 3000 + "1" + "}" * 3000, content="")], "tool call 0 of message 0 .*nested"),
         ([{"role": "assistant", "content": "", "tool_calls": "get()"}], "'tool_calls' of message 0 is not a list of"),

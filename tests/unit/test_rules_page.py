@@ -33,7 +33,7 @@ def test_every_table_is_found_and_its_rows_stand_once_where_they_are_declared() 
     places = {row: path for path, row in rules()}
     assert places[lora.RULES[0]] == "lora.py"  # not that of the checks, whose table has it too
     assert places[layout.RULES[0]] == "checks/layout.py"
-    assert sum(row.form == "means nothing" for row in found) == len(UNHEEDED)
+    assert sum(row.form == "is ignored" for row in found) == len(UNHEEDED)
 
 
 def test_a_row_has_its_context_in_a_cell_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

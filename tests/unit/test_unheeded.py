@@ -106,7 +106,7 @@ def test_they_are_told_of_in_the_words_of_others(parse: Parse, capsys: pytest.Ca
 def test_a_files_settings_are_flags(launch_directory: Path, parse: Parse) -> None:
     (launch_directory / "more.yaml").write_text("accumulate_allreduce_grads_in_fp32: false\nattention_backend: flash\n")
     words = "--custom-config-path more.yaml"
-    assert [line.partition(" means")[0] for line in parse(words).option_warnings] == ["--attention-backend flash"]
+    assert [line.partition(" is ignored")[0] for line in parse(words).option_warnings] == ["--attention-backend flash"]
     assert parse(f"{words} --bf16", without="--fp32").option_warnings[0] == (
         "--no-accumulate-allreduce-grads-in-fp32 is ignored: gradients of bfloat16 are always summed in float32"
     )
@@ -125,14 +125,14 @@ def test_transformer_engine_heeds_more(
 ) -> None:
     monkeypatch.setattr(training, "import_transformer_engine", lambda: None)
     args = parse(f"--transformer-impl transformer_engine --bf16 {words}", without="--fp32")
-    assert [line.partition(" means")[0] for line in args.option_warnings] == left
+    assert [line.partition(" is ignored")[0] for line in args.option_warnings] == left
 
 
 def test_a_model_of_the_users_may_heed_more(launch_directory: Path, parse: Parse) -> None:
     """What slime's own parts do in place of Megatron's does not hold for it; what is overwritten does."""
     (launch_directory / "mine.py").write_text("def model(pre_process=True, post_process=True, vp_stage=None): ...\n")
     args = parse("--custom-model-provider-path mine.py:model --attention-backend flash --persist-layer-norm")
-    assert [line.partition(" means")[0] for line in args.option_warnings] == ["--persist-layer-norm"]
+    assert [line.partition(" is ignored")[0] for line in args.option_warnings] == ["--persist-layer-norm"]
 
 
 def test_latent_attention_has_no_use_for_widths_of_heads(launch_directory: Path, parse: Parse) -> None:

@@ -53,7 +53,7 @@ def rules() -> Iterator[tuple[str, Rule]]:
 def _rule(row: object) -> Rule | None:
     """A row of any table, if it is about options."""
     if isinstance(row, Unheeded):
-        return Rule(row.names, "means nothing", why=f": {row.why}", when=row.when)
+        return Rule(row.names, "is ignored", why=f": {row.why}", when=row.when)
     return row if isinstance(row, Rule) else None
 
 
