@@ -98,7 +98,7 @@ class Run:
         self._ended_well, self._ray_is_down = error is None, isinstance(error, RayDownError)
         if not isinstance(error, (KeyboardInterrupt, SystemExit)):
             self._stop()
-            if self._ended_well:
+            if self._ended_well and self.args.start_rollout_id is not None:  # else nothing was started
                 say(done_line(self.args))
             return
         seconds = _STOP_S + _SHUTDOWN_S

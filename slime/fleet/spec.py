@@ -65,9 +65,9 @@ class EngineSpec:
         """Slots of one engine on each of its hosts."""
         return min(self.width, self.per_node)
 
-    def options(self, args: argparse.Namespace, on_gpus: bool = False) -> argparse.Namespace:
+    def options(self, args: argparse.Namespace, on_gpus: bool | None = None) -> argparse.Namespace:
         """The run's options as one of these engines sees them: beside trainers it sleeps if that is asked for, or by
-        default where it is ``on_gpus``."""
+        default where it is ``on_gpus``; where nobody knows yet, that is left open, as None."""
         own: dict[str, Any] = {
             "hf_checkpoint": self.model.checkpoint,
             "rollout_num_gpus_per_engine": self.width,

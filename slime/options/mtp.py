@@ -33,11 +33,17 @@ RULES = (
 )
 
 DRAFT = (
-    Rule(
-        "sglang_speculative_draft_model_path sglang_speculative_algorithm",
-        ": with",
-        "update_weight_transport=disk check_weight_update_equal",
-        " SGLang would load the trained weights into the draft model too: drop the check, use tensor or distributed",
+    *(
+        Rule(
+            "sglang_speculative_draft_model_path sglang_speculative_algorithm",
+            ": with",
+            way,
+            f" SGLang would load the trained weights into the draft model too: {instead}",
+        )
+        for way, instead in (
+            ("update_weight_transport=disk", "use tensor or distributed"),
+            ("check_weight_update_equal", "the check has it read a directory; drop one of them"),
+        )
     ),
 )
 """Of engines that draft by a model of their own."""

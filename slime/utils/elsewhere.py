@@ -18,6 +18,7 @@ _ELSEWHERE = {
     "slime.backends.megatron_utils": "a custom loss is given what it needs, see docs/algorithms.md",
     "slime.observability.trace_utils": _TRACES,
     "slime.observability.trace_viewer": _TRACES,
+    "slime.options.schema": "slime.options.flags.schema has it",
     "slime.rollout.base_types.call_rollout_fn": "call the function; --rollout-function-path may name it",
     "slime.rollout.filter_hub.base_types.call_dynamic_filter": (
         "call the filter; it gives a bool or a DynamicFilterOutput"
@@ -38,6 +39,7 @@ _ELSEWHERE = {
     "slime.rollout.rm_hub.deepscaler": _BY_RM_TYPE,
     "slime.rollout.rm_hub.f1": _BY_RM_TYPE,
     "slime.rollout.rm_hub.gpqa": _BY_RM_TYPE,
+    "slime.rollout.reward.graders": "slime.grading.graders has them",
     "slime.rollout.rm_hub.graders": "slime.grading.graders has them",
     "slime.rollout.sample_hooks": "write a hook of your own for --rollout-sample-hook-path, see docs/customize.md",
     "slime.rollout.sglang_rollout.abort": _GENERATE_ROLLOUT,
@@ -54,6 +56,7 @@ _ELSEWHERE = {
     "slime.utils.http_utils.get_rollout_num_engines": _ENGINES,
     "slime.utils.http_utils.init_http_client": _HTTP,
     "slime.utils.http_utils.is_port_available": _PORTS,
+    "slime.utils.installation": "slime.entry.installation has it",
     "slime.utils.mask_utils": "slime.data.rows.conversation.ConversationEncoder makes masks of conversations",
     "slime.utils.misc.Box": "keep the value itself: nothing here wraps references of Ray's",
     "slime.utils.misc.SingletonMeta": "functools.cache on a function that makes the object gives one a process",
@@ -64,12 +67,13 @@ _ELSEWHERE = {
     "slime.utils.misc.should_run_periodic_action": "compare (rollout_id + 1) % interval with 0",
     "slime.utils.ppo_utils": "slime.algorithms has the losses",
     "slime.utils.processing_utils": "slime.rollout.tokenizer has load_tokenizer",
+    "slime.utils.storage": "slime.files.storage has it",
     "slime.utils.timer": "perf/ in metrics.jsonl has the times of a run's parts, see docs/metrics.md",
     "slime.utils.types.MultimodalTypes": "images are not available yet in this version",
     "slime.utils.types.ParamInfo": "slime.models maps parameters to Hugging Face names, see docs/add_a_model.md",
     "slime_plugins": "write a custom generate function, see docs/customize.md",
 }
-"""Modules and names of the upstream system that users' functions import, and what to use here."""
+"""Modules and names that users' functions import, of the upstream system or of earlier versions, and what to use."""
 _NAME_MISSING = re.compile(r"cannot import name '(\w+)' from '([\w.]+)'")
 
 

@@ -45,6 +45,11 @@ def test_engines_of_the_reward_model_serve_it_and_never_sleep() -> None:
     assert (judges.sglang_cli, judges.offload_rollout) == (["--context-length", "64"], False)
     assert (judges.random_weights, judges.pushes_float8) == (False, False)
     assert vars(actors) == vars(args)
+    args.offload_rollout = None
+    sleeps = [
+        [spec.options(args, on_gpus).offload_rollout for spec in fleet_of(args).engines] for on_gpus in (None, True)
+    ]
+    assert sleeps == [[None, False], [True, False]]
 
 
 def test_a_deadline_names_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +65,7 @@ def test_an_interrupt_is_answered_before_anything_is_stopped(
     error: type[BaseException] | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[str] = []
-    made = Run(Namespace(num_rollout=0, placement="rollout_only", run_dir="runs/a"))
+    made = Run(Namespace(start_rollout_id=0, num_rollout=0, placement="rollout_only", run_dir="runs/a"))
     monkeypatch.setattr(made, "_stop", lambda: seen.append(capsys.readouterr().err))
     made.__exit__(error, error() if error else None, None)
     expected = f"{Path(sys.argv[0]).name}: interrupted: stopping engines and trainers (up to 30 s)\n" if error else ""
