@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from slime.data import Sample
+from slime.files.safe_dump import load_safe
 from tests import column_hooks
 from tests.integration.harness import TrainProcess, series
 from tests.integration.replays import training
@@ -37,7 +38,7 @@ def columns_flags(workspace: Path, run_dir: Path, **changes: Value) -> list[str]
 
 
 def samples_of(run_dir: Path, rollout_id: int) -> list[Sample]:
-    content = torch.load(run_dir / f"samples_{rollout_id}.pt", weights_only=True)
+    content = load_safe(run_dir / f"samples_{rollout_id}.pt", "--save-debug-rollout-data")
     return [Sample.from_dict(fields) for fields in content["samples"]]
 
 
