@@ -172,17 +172,16 @@ class Run:
         self.engines.started(self._supervisor.wait(starts, "start engines", limit))
 
     def _start_trainers(self, placement: Placement) -> None:
-        args = self.args
+        args, first = self.args, 0
         if placement.train:
             self._trainers.create(placement)
             first = self._trainers.start(args.num_rollout)
-            if args.start_rollout_id is None:
-                args = self.args = argparse.Namespace(**vars(args) | {"start_rollout_id": first})
-            if self._trainers.restore(self._manager) and (missing := missing_exports(args, first)):
-                self._saver.export(first - 1, missing, "export what is missing")
-                places = " and ".join(missing.values())
-                say(f"nothing is left to train; wrote {places}, missing after rollout {first}")
-        self.args = argparse.Namespace(**vars(args) | {"start_rollout_id": args.start_rollout_id or 0})
+        if args.start_rollout_id is None:
+            args = self.args = argparse.Namespace(**vars(args) | {"start_rollout_id": first})
+        if self._trainers.restore(self._manager) and (missing := missing_exports(args, first)):
+            self._saver.export(first - 1, missing, "export what is missing")
+            places = " and ".join(missing.values())
+            say(f"nothing is left to train; wrote {places}, missing after rollout {first}")
         self._memory.trainers_started()
 
     def _stop(self) -> None:
