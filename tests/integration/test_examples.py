@@ -169,6 +169,7 @@ async def search_server(args: Namespace) -> AsyncIterator[None]:
         await runner.cleanup()
 
 
+@pytest.mark.full
 def test_turns_with_a_real_engine(service: Service, tiny_model_dir: Path, taught: torch.nn.Module) -> None:
     """Each example's generate function with a model that was taught to call tools."""
     args = {module: example_args(service, tiny_model_dir, module) for module in (search, retool, agents)}

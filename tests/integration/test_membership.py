@@ -91,6 +91,7 @@ def versions_of(run_dir: Path, rollout_id: int) -> set[str]:
     return {version for sample in samples_of(run_dir, rollout_id) for version in sample.weight_versions}
 
 
+@pytest.mark.full
 def test_an_engine_joins_between_two_rollouts_serves_the_new_weights_and_leaves(tmp_path: Path) -> None:
     workspace, run_dir = make_workspace(tmp_path), tmp_path / "run"
     line = flags(

@@ -57,7 +57,7 @@ IN_CI: dict[str, tuple[str, ...]] = {
     "tp2_cp2": ("grpo_token", "ppo"),
     "cp2_dp2": ("gspo_token", "ppo"),
 }
-IN_FULL = ("pp2", "dp2", "tp2_cp2", "cp2_dp2")
+IN_FULL = ("tp2_sp", "pp2", "dp2", "tp2_cp2", "cp2_dp2")
 """Without GPUs in the full tier only: what is special to each is in CI in another layout, or by test_trainer."""
 ONE_MORE_IN_CI: dict[str, tuple[tuple[str, str], ...]] = {
     "tp2_sp": (("custom", ""), ("grpo", "recompute")),

@@ -116,7 +116,7 @@ def test_what_a_run_without_rollouts_does_is_said_first(directory: Path, words: 
     assert said == (line.strip() if expected else "")
 
 
-@pytest.mark.parametrize("place", ["hf", "hf_{rollout_id}"])
+@pytest.mark.parametrize("place", [pytest.param("hf", marks=pytest.mark.full), "hf_{rollout_id}"])
 def test_a_run_is_not_over_without_its_last_export(directory: Path, place: str) -> None:
     """Asked for later, or the run ended between the checkpoint and it."""
     words = f"--load ckpt --save-hf {place}"
