@@ -28,7 +28,7 @@ from slime.fleet.engines import START_ROUTER, Engines
 from slime.fleet.placement import Placement, core_shortage, place
 from slime.fleet.spec import ModelSpec, fleet_of
 from slime.fleet.train_group import Saver, TrainGroup
-from slime.observability import logs, trace
+from slime.observability import events, logs, trace
 from slime.observability.metrics import MetricsLogger
 from slime.observability.progress import done_line, program, say, step_line, warn
 from slime.observability.trace import span
@@ -85,6 +85,7 @@ class Run:
                 Path(args.run_dir, "logs").mkdir(exist_ok=True)
             logs.begin(args, "driver")
             trace.begin(args.run_dir, "driver")
+            events.begin(args.run_dir, "driver")
             self._metrics = MetricsLogger(args)
             self._janitor = connect(fleet_of(args).total)
             # Again: Ray has put its own in the place of ours.

@@ -17,7 +17,7 @@ from typing import Any
 import ray
 
 from slime.files.storage import why_no_directory
-from slime.observability import logs, trace
+from slime.observability import events, logs, trace
 from slime.processes.kernel import RUN_MARK, TITLES
 from slime.ray import janitor, patches
 from slime.ray.supervision import InputError, RunError
@@ -162,6 +162,7 @@ def enter_actor(args: argparse.Namespace, role: str) -> None:
     logging.basicConfig(level=logging.WARNING, format=logs.FORMAT)
     logs.begin(args, role)
     trace.begin(args.run_dir, role)
+    events.begin(args.run_dir, role)
     if os.path.isdir(args.launch_dir):
         os.chdir(args.launch_dir)
         if args.launch_dir not in sys.path:
