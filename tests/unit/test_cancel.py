@@ -16,7 +16,7 @@ import ray
 from slime.data import Group, Sample
 from slime.driver import rollout_manager
 from slime.driver.rollout_manager import RolloutManager, make_data_source
-from slime.observability import logs, trace
+from slime.observability import events, logs, trace
 from slime.rollout.engine import state as state_module
 from slime.rollout.runtime import RolloutRuntime
 from slime.utils.errors import CancelledRolloutError
@@ -102,6 +102,7 @@ def make_manager(
         monkeypatch.setattr(rollout_manager.RewardLog, "check", lambda *_: None)
         monkeypatch.setattr(logs, "begin", lambda *_: None)
         monkeypatch.setattr(trace, "begin", lambda *_: None)
+        monkeypatch.setattr(events, "begin", lambda *_: None)
         made = RolloutManager(args, None)
         made._data_source = make_data_source(args)
         return made
