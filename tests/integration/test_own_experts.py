@@ -67,6 +67,7 @@ def make_model(directory: Path, *more: str) -> str:
     return subprocess.run(made, check=True, capture_output=True, text=True, timeout=300).stdout
 
 
+@pytest.mark.full
 def test_experts_are_found_near_the_one_before(tmp_path: Path) -> None:
     """And weights are loaded byte for byte as without the fix, in whatever order they come."""
     make_model(tmp_path / "model", "--num-experts", "64", "--intermediate-size", "16", "--dtype", "bfloat16")

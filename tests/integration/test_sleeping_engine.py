@@ -61,6 +61,7 @@ def _release(rank: int, work: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.full
 def test_the_memory_of_all_ranks_is_gone_when_the_first_answers(tmp_path: Path) -> None:
     run_ranks(_release, (str(tmp_path),), 2, forks=False)
     of_sglang, mended = json.loads((tmp_path / "early.json").read_text())

@@ -191,6 +191,7 @@ def test_checkpoints_are_complete_and_load_in_transformers(colocated: Path) -> N
     assert any(not torch.equal(first[name], last[name]) for name in first)
 
 
+@pytest.mark.full
 def test_a_run_that_is_over_starts_neither_engine_nor_trainer(workspace: Path, colocated: Path) -> None:
     """Its rollouts come from ``--num-epoch``, so that it must read its data to know."""
     logged = (colocated / "metrics.jsonl").read_text()
