@@ -72,9 +72,17 @@ wanted_state() { # MODE PYTHON
 }
 
 pip_install() { # LABEL PIP_ARGUMENT...
-    local label=$1 start=$SECONDS
+    local label=$1 start=$SECONDS pip
     shift
-    if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@" >>"$log" 2>&1; then
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@" >>"$log" 2>&1 &
+    pip=$!
+    trap 'kill "$pip" 2>/dev/null; exit 130' INT # of itself it would go on
+    trap 'kill "$pip" 2>/dev/null; exit 143' TERM
+    while sleep 2 && kill -0 "$pip" 2>/dev/null; do # pip itself says nothing for minutes
+        [ $(((SECONDS - start) % 60)) -lt 58 ] || say "$label: $((SECONDS - start)) s, $(du -sh "$venv" | cut -f 1) so far"
+    done
+    trap - INT TERM
+    if ! wait "$pip"; then
         # pip repeats one such warning per package and configured but missing index directory.
         grep -v '^WARNING: Location ' "$log" | tail -n 30 >&2 || true
         die "pip could not install $label; whole log: $log"

@@ -275,6 +275,8 @@ def _resolve(args: argparse.Namespace, values: Mapping[str, Any], asynchronous: 
         reasons.end()  # before anything is downloaded
     with_weights = not args.dry_run
     found = reasons.of(partial(model_directory, with_weights=with_weights), args.hf_checkpoint)
+    if found is None:
+        reasons.end()  # what follows looks into it
     args.hf_checkpoint = found or args.hf_checkpoint
     reasons.of(find_reward_model, args)
     reasons.of(take_shape, args, given, warnings)

@@ -327,6 +327,15 @@ def test_the_first_bad_rows_and_their_number_are_shown(
     assert f"skipped: 7 rows of {path} in all: 2 x not JSON: Expecting property name" in caplog.text
 
 
+def test_what_is_wrong_with_every_row_is_one_line(rollout_args: Args, write_jsonl: Write) -> None:
+    path = write_jsonl(rows(40))
+    with pytest.raises(BadInputError) as error:
+        load(rollout_args(prompt_data=path, label_key="answer"))
+    assert str(error.value).startswith(f"--prompt-data {path}, line 1: there is no key 'answer' (--label-key")
+    assert str(error.value).endswith(" (the same in all 40 rows)")
+    assert len(str(error.value).splitlines()) == 1
+
+
 def test_whatever_a_tokenizer_raises_is_of_its_row(
     rollout_args: Args, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,8 @@ class Rejects:
         """Raise BadInputError if there are bad rows: one line, or one for each of the first and one with the count."""
         if not self.count:
             return
+        if self.count == num_read > 1 and len(self.reasons) == 1:
+            raise BadInputError(f"{flag} {self.shown[0]} (the same in all {num_read} rows)")
         lines = [f"{flag} {line}" for line in self.shown]
         way_out = "--skip-bad-rows leaves such rows out and counts them"
         if self.count == 1:
