@@ -11,7 +11,7 @@ from slime.fleet.spec import EngineSpec, ModelSpec
 from slime.rollout.batches.reward_log import RewardLog
 from slime.rollout.runtime import RolloutRuntime
 
-ACTOR = ModelSpec("actor", "to generate", "model", trained=True, tolerates_loss=True)
+ACTOR = ModelSpec("actor", "to generate", "model", trained=True, tolerates_loss=True, generates=True)
 REWARD = ModelSpec("reward", "for a reward model", "judge", trained=False, tolerates_loss=False)
 
 
@@ -28,6 +28,7 @@ def slot_options(kind: str, train: int, rollout: int, reward: int = 0, width: in
     values = {"placement": kind, "actor_num_gpus": train, "actor_num_gpus_per_node": train, "num_gpus_per_node": 8}
     values |= {"rollout_num_gpus": rollout, "rollout_num_gpus_per_engine": width, "hf_checkpoint": "model"}
     values |= {"rm_num_gpus": reward, "rm_num_gpus_per_engine": 1, "rm_model_path": "judge", "rm_sglang_cli": []}
+    values |= {"sglang_models": [], "sglang_config": None, "sglang_router_ip": None, "sglang_router_port": None}
     return Namespace(**values | {"sglang_cli": [], "router_cli": []} | more)
 
 

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import logging
 import math
+import os
 import time
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -14,6 +15,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from slime.backends.sglang.router import KEY_VARIABLES, RouterKeys
 from slime.data import Group, Sample
 from slime.data.rows.dataset import data_warnings
 from slime.data.source.data_source import DataSource, RolloutDataSource
@@ -61,13 +63,17 @@ class RolloutManager:
     """
 
     def __init__(
-        self, args: argparse.Namespace, api_keys: tuple[str, str] | None, models: Sequence[ModelSpec] = ()
+        self,
+        args: argparse.Namespace,
+        api_keys: tuple[str, str] | None,
+        models: Sequence[ModelSpec] = (),
+        running_keys: RouterKeys = (None, None),
     ) -> None:
         enter_actor(args, "rollout_manager")
-        logs.hide(api_keys or ())
+        logs.hide((*(api_keys or ()), *filter(None, running_keys)))
         self._runtime = RolloutRuntime(args)
         self._runtime.own_process()
-        self._routers = Routers(args, api_keys, self._runtime, models)
+        self._routers = Routers(args, api_keys, self._runtime, models, running_keys)
         self._args = args = argparse.Namespace(**vars(args) | self._routers.options())
         self._data_source: Any = None
         self._drawn: dict[int, list[Group]] = {}
@@ -259,12 +265,14 @@ class RolloutManager:
 
 def create_manager(args: argparse.Namespace, api_keys: tuple[str, str] | None, models: Sequence[ModelSpec]) -> Any:
     """The rollout manager, on the driver's host: there are the files that the driver has checked."""
+    running = bool(models) and args.sglang_router_ip is not None
+    running_keys = tuple(os.environ.get(name) if running else None for name in KEY_VARIABLES)
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options = {"num_cpus": 0, "runtime_env": actor_environment(), "scheduling_strategy": here}
     overlap = args.async_buffer_size + 2 if args.asynchronous and rollouts_overlap(args) else 1
     # Of routers two: while one waits for a router to find an engine healthy, the other takes that away if it dies.
     threads = {ROLLOUTS: overlap, EVALUATION: 1, ROUTERS: 2}
-    return as_actor(RolloutManager, **threads).options(**options).remote(args, api_keys, models)
+    return as_actor(RolloutManager, **threads).options(**options).remote(args, api_keys, models, running_keys)
 
 
 def _naming(flag: str, path: str) -> contextlib.AbstractContextManager[None]:

@@ -40,8 +40,10 @@ from slime.options.flags.values import read_yaml
 from slime.options.hooks import HookOptions
 from slime.options.lora import LoraOptions, settle_lora_sync
 from slime.options.mtp import check_heads_training
-from slime.options.reward_model import find_reward_model, reward_engine_flags
 from slime.options.rollout import EngineOptions, RewardOptions, RolloutOptions
+from slime.options.serving.overrides import engine_flags
+from slime.options.serving.reward_model import REWARD_ARGS, find_reward_model
+from slime.options.serving.sglang_config import find_models, read_models
 from slime.options.training import check_training
 from slime.utils.errors import BadInputError
 from slime.utils.misc import attribute_of, load_module, refusing, split_function_path
@@ -95,7 +97,8 @@ def parse_args(argv: Sequence[str] | None = None, *, asynchronous: bool = False)
         defaults, given, warnings = _parse(parser, words)
         parser.check_required(given)
         args = argparse.Namespace(**(defaults | given))
-        args.rm_sglang_cli = reward_engine_flags(parser, args.rm_sglang_args)
+        args.rm_sglang_cli = engine_flags(parser, args.rm_sglang_args, REWARD_ARGS)
+        args.sglang_models = read_models(parser, args)
         args.given_options = sorted(given)
         args.option_warnings = [*warnings, *_resolve(args, given, asynchronous)]
         add_upstream_attributes(args)
@@ -258,8 +261,7 @@ def _resolve(args: argparse.Namespace, values: Mapping[str, Any], asynchronous: 
     given = set(values)
     args.sglang_cli = sglang.command_line(vars(args).pop("sglang_words", {}))
     args.router_cli = sglang.command_line(vars(args).pop("router_words", {}))
-    args.sglang_router_ip = args.sglang_router_port = args.sglang_router_api_key = None  # known once the router runs
-    args.sglang_model_routers = {}
+    args.sglang_router_api_key, args.sglang_model_routers = None, {}  # known once routers run, as are their addresses
     load_hooks(args, given, GROUPS)
     if args.lora_rank is not None:
         args.lora_alpha = args.lora_alpha or 2.0 * args.lora_rank
@@ -279,6 +281,7 @@ def _resolve(args: argparse.Namespace, values: Mapping[str, Any], asynchronous: 
         reasons.end()  # what follows looks into it
     args.hf_checkpoint = found or args.hf_checkpoint
     reasons.of(find_reward_model, args)
+    reasons.of(find_models, args)
     reasons.of(take_shape, args, given, warnings)
     reasons.of(check_heads_training, args, warnings)
     reasons.of(check_quantization, args)

@@ -160,7 +160,8 @@ class Engines:
         if name not in named:
             raise RunError(f"remove {name}: there is no such engine, there are: {', '.join(named)}")
         member = named[name]
-        if not self.membership.serving(member.spec.model.name).keys() - {member.url}:
+        others = [m for m in self.membership.engines if m.serves and m.spec.is_like(member.spec) and m is not member]
+        if not others:
             raise RunError(f"remove {name}: no other engine serves the model {member.spec.model.name!r}")
         self.membership = self.membership.without(name)
         self._supervisor.forget(name)  # first: it may die meanwhile
@@ -226,7 +227,8 @@ class Engines:
     def _address(self, member: Member) -> EngineAddress:
         generate_key, admin_key = self._keys or (None, None)
         first = self._placement.number(member.slots[0])
-        return EngineAddress(member.url, member.spec.width, generate_key, admin_key, first)
+        apart = not member.spec.beside_trainers
+        return EngineAddress(member.url, member.spec.width, generate_key, admin_key, first, apart)
 
     def _examine(self, because: str) -> None:
         """Find out whether one hangs, which is then dead: who waits for its answer knows only that there is none."""
@@ -248,12 +250,12 @@ class Engines:
         if self._manager is not None and member in self.membership.engines:  # without its address yet
             self._leave_out(member)  # `add`, which waits for it, says so
             return
-        lost = [other for other in self._deaths if self._members[other].spec.model == model]
-        alive = [other for other in self.membership.engines if other.spec.model == model and other.name != name]
+        lost = [other for other in self._deaths if member.spec.is_like(self._members[other].spec)]
+        alive = [m for m in self.membership.engines if member.spec.is_like(m.spec) and m.name != name]
         if self._manager is None or not model.tolerates_loss or (lost == [name] and not alive):
             raise RunError(cause)
         self.membership = self.membership.without(name)
-        if not self.membership.serving(model.name):
+        if not any(other.serves for other in alive):
             causes = [f"{each} was lost at {': '.join(self._deaths[each])}" for each in lost]
             waiting = f" (without weights yet: {', '.join(other.name for other in alive)})" if alive else ""
             first = f"{phase}: no engine is left{waiting}, {' and '.join(lost)} were lost"

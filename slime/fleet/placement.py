@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime.fleet.spec import EngineSpec, Fleet, fleet_of
+from slime.options.serving.sglang_config import CONFIG
 from slime.ray.supervision import InputError, RunError
 from slime.utils import device
 from slime.utils.http_utils import LOOPBACK
@@ -114,7 +116,11 @@ def core_shortage(args: argparse.Namespace) -> str | None:
     if fleet.total <= cores or device.is_cuda() or os.environ.get("RAY_ADDRESS"):
         return None
     given = [f"--actor-num-gpus-per-node {args.actor_num_gpus_per_node}"]
-    given += [f"{spec.flag} {spec.slots}" for spec in fleet.engines if not spec.beside_trainers]
+    slots: Counter[str] = Counter()
+    for spec in fleet.engines:
+        if not spec.beside_trainers:
+            slots[spec.flag] += spec.slots
+    given += [f"{count} slots in {flag}" if flag == CONFIG else f"{flag} {count}" for flag, count in slots.items()]
     return (
         f"{fleet.total} slots share the {cores} cores of this host, which has no GPU: fewer may well be faster "
         f"({', '.join(given)})"
@@ -125,13 +131,13 @@ def describe_placement(args: argparse.Namespace) -> str:
     """One line a slot: who trains and who generates there."""
     fleet = fleet_of(args)
     users = [[f"training rank {slot}"] if slot < fleet.trainers else [] for slot in range(fleet.total)]
-    for spec, place in zip(fleet.engines, fleet.places(), strict=True):
-        for slot in place:
-            engine, part = divmod(slot - place.start, spec.width)
+    for spec, first in zip(fleet.engines, fleet.first_numbers(), strict=True):
+        for slot in spec.place:
+            engine, part = divmod(slot - spec.first_slot, spec.width)
             node = f" node {part // spec.per_node}" if spec.width > spec.per_node else ""
-            users[slot].append(f"{spec.model.called('engine')} {engine}{node}")
+            users[slot].append(f"{spec.model.called('engine')} {first + engine}{node}")
     lines = [f"placement: {args.placement}, {fleet.total} slots of one {'GPU' if device.is_cuda() else 'CPU'}"]
-    lines += [f"  slot {slot}: {', '.join(names)}" for slot, names in enumerate(users)]
+    lines += [f"  slot {slot}: {', '.join(names) or 'left empty'}" for slot, names in enumerate(users)]
     if shortage := core_shortage(args):
         lines.append(f"warning: {shortage}")
     return "\n".join(lines)
@@ -149,7 +155,7 @@ def place(args: argparse.Namespace, fleet: Fleet) -> Placement:
     if available < total:
         flag = "--num-gpus" if resource == "GPU" else "--num-cpus"
         users = ", ".join([f"{fleet.trainers} to train", *(f"{s.slots} {s.model.role}" for s in fleet.engines)])
-        flags = " / ".join(["--actor-num-gpus-per-node", *(spec.flag for spec in fleet.engines)])
+        flags = " / ".join(dict.fromkeys(["--actor-num-gpus-per-node", *(spec.flag for spec in fleet.engines)]))
         raise InputError(
             f"placement: the run needs {total} {resource} slots ({users}) and Ray has {available}; lower "
             f"{flags}, or start more: `ray start --head {flag} {total}`"
@@ -198,7 +204,7 @@ def _check_engines(slots: list[Slot], spec: EngineSpec) -> None:
             part = f"{together} slots of " if width > together else ""
             raise InputError(
                 f"placement: {part}engine {first // width} of {width} slots would lie on the hosts "
-                f"{', '.join(hosts)}; choose {spec.flag}-per-engine, --actor-num-gpus-per-node and "
+                f"{', '.join(hosts)}; choose {spec.width_flag}, --actor-num-gpus-per-node and "
                 "--num-gpus-per-node so that servers end where hosts do"
             )
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from slime.backends.sglang.router import Router
+from slime.backends.sglang.router import Router, RouterKeys, RunningRouter
 from slime.fleet.engines import Membership
 from slime.fleet.spec import ModelSpec
 from slime.ray.cluster import serving_host
@@ -23,7 +23,7 @@ from slime.rollout.engine.state import place_of_request
 from slime.rollout.model_urls import ACTOR
 from slime.rollout.runtime import RolloutRuntime
 from slime.utils.environment import bypass_proxies
-from slime.utils.http_client import ROUTER_VARIABLES, Http
+from slime.utils.http_client import Http, router_variable
 
 
 class Routers:
@@ -35,9 +35,13 @@ class Routers:
         api_keys: tuple[str, str] | None,
         runtime: RolloutRuntime,
         models: Sequence[ModelSpec] = (),
+        running_keys: RouterKeys = (None, None),
     ) -> None:
+        """``running_keys`` are those of a router that runs already (``--sglang-router-ip``)."""
+        self._running_keys = running_keys
         self._args, self._api_keys, self._runtime = args, api_keys, runtime
         self._models = {model.name: model for model in models}
+        self._generating = next((model.name for model in models if model.generates), ACTOR)
         self._routers = {model.name: self._router_of(model) for model in models}
         """By the name of the model behind it."""
         self._engines: dict[str, dict[str, Any]] = {}
@@ -52,7 +56,11 @@ class Routers:
         self._changing = threading.Lock()
 
     def _router_of(self, model: ModelSpec) -> Router:
-        its_args = argparse.Namespace(**vars(self._args) | {"router_cli": list(model.router_flags)})
+        own = {"router_cli": list(model.router_flags), "prefills_apart": model.prefills_apart}
+        its_args = argparse.Namespace(**vars(self._args) | own)
+        if model.generates and self._args.sglang_router_ip is not None:
+            address = self._args.sglang_router_ip, self._args.sglang_router_port
+            return RunningRouter(its_args, address, self._api_keys, self._running_keys)
         name = model.called("router")
         log_path = f"{self._args.run_dir}/logs/{name.replace(' ', '_')}.log"
         return Router(its_args, serving_host(self._api_keys), self._api_keys, log_path, name)
@@ -62,34 +70,36 @@ class Routers:
         if not self._routers:
             return {}
         addresses = {model: _address(router) for model, router in self._routers.items()}
-        ip, port = addresses[ACTOR]
-        key = self._api_keys[0] if self._api_keys else None
+        ip, port = addresses[self._generating]
+        key = self._routers[self._generating].generate_key
         of_actor = {"sglang_router_ip": ip, "sglang_router_port": port, "sglang_router_api_key": key}
         return {"sglang_model_routers": addresses} | of_actor
 
     def open(self) -> None:
         """Start them."""
         args, http = self._args, self._runtime.http
-        bypass_proxies([serving_host(self._api_keys)])  # hooks may ask the router by clients of their own
+        hosts = {urlsplit(router.url).hostname or "" for router in self._routers.values()}
+        bypass_proxies([serving_host(self._api_keys), *hosts])  # hooks may ask routers by clients of their own
         for model in self._models.values():
             router = self._routers[model.name]
             router.start()
             router.listen()
             http.add_api_keys(router.api_keys())
             self._engines[model.name] = {}
-            if model.trained:
+            if model.trained or model.generates:
                 http.limit_posts(router.url, place_of_request)
+            if model.generates:
                 self._resend_log = ResendLog(http, router.url)
             if model.tolerates_loss:
                 engines = functools.partial(self._engines.__getitem__, model.name)
                 leave_out = functools.partial(self.leave_out, model.name)
                 self._examiners.append(Examiner(engines, args.rollout_health_check_timeout, leave_out))
                 http.examine_by(router.url, self._examiners[-1])
-        if self._api_keys:
+        if self._routers and (key := self._routers[self._generating].generate_key):
             # For programs that hooks start: `http_utils.post` there adds the key for these addresses only.
-            os.environ |= {"SLIME_ROUTER_API_KEY": self._api_keys[0]}
-            known = ROUTER_VARIABLES.keys() & self._routers.keys()
-            os.environ |= {ROUTER_VARIABLES[name]: self._routers[name].url for name in known}
+            os.environ |= {"SLIME_ROUTER_API_KEY": key}
+            opened = {name: router.url for name, router in self._routers.items() if router.generate_key == key}
+            os.environ |= {router_variable(None if n == self._generating else n): url for n, url in opened.items()}
 
     def serve(self, membership: Membership) -> None:
         """Send requests to a membership's engines that are to get some, and no others; limits and aborts follow."""
@@ -133,7 +143,7 @@ class Routers:
 
     def _make_known(self) -> None:
         """To whoever ends requests, and to the bound on those in flight."""
-        self._runtime.set_engines(list(self._engines[ACTOR]), self._api_keys[1] if self._api_keys else None)
+        self._runtime.set_engines(list(self._engines[self._generating]), self._api_keys[1] if self._api_keys else None)
 
     def check(self) -> None:
         """Raise EngineError when one has died or hangs."""
@@ -157,7 +167,7 @@ class Routers:
         """Metrics of requests of the trained model that were sent again; none where there is no router."""
         if self._resend_log is None:
             return {}
-        return self._resend_log.metrics(rollout_id, self._routers[ACTOR].failed_tries())
+        return self._resend_log.metrics(rollout_id, self._routers[self._generating].failed_tries())
 
     def stop(self) -> None:
         """End them."""

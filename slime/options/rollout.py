@@ -166,6 +166,17 @@ class EngineOptions:
     """Engines: SGLang's own flags are under --help sglang and --help router."""
 
     sglang_server_concurrency: int = option(512, "Requests in flight per engine.", at_least=1)
+    sglang_config: str | None = option(
+        None,
+        "YAML file of the models to serve and the groups of their engines, with sizes and SGLang flags of their own.",
+    )
+    prefill_num_servers: int | None = option(
+        None, "So many engines compute prompts only, and all others go on from there.", at_least=1
+    )
+    sglang_router_ip: str | None = option(
+        None, "Host of a router that runs already: engines are registered there, and it is neither started nor ended."
+    )
+    sglang_router_port: int | None = option(None, "Its port.", at_least=1, at_most=65535)
 
 
 RANKS = (
@@ -223,4 +234,7 @@ RULES = (
     ),
     Rule("rollout_top_k=0 eval_top_k=0", "must be -1 (all) or at least 1"),
     Rule("rm_num_gpus rm_sglang_args!=None", "needs", "rm_model_path"),
+    Rule("sglang_config", "and", "prefill_num_servers", " exclude each other"),
+    Rule("sglang_router_ip", "needs", "sglang_router_port"),
+    Rule("sglang_router_port", "needs", "sglang_router_ip"),
 )

@@ -15,9 +15,9 @@ def get_model_url(args: Namespace, model_name: str = ACTOR, endpoint: str = "/ge
     ``default``), the trained one, or ``reward``, that of ``--rm-model-path``; ValueError where it is not served.
     `http_utils.post` adds the key that its router wants."""
     routers = dict(getattr(args, "sglang_model_routers", {}))
-    if args.sglang_router_ip:
+    if args.sglang_router_ip and ACTOR not in routers:
         routers[ACTOR] = args.sglang_router_ip, args.sglang_router_port
-    name = ACTOR if model_name == "default" else model_name
+    name = ACTOR if model_name == "default" and model_name not in routers else model_name
     if name not in routers:
         served = ", ".join(routers) or "none yet"
         hint = "; --rm-model-path and --rm-num-gpus serve one" if name == REWARD else ""

@@ -20,6 +20,7 @@ def make_publisher(args: Namespace, rank: int) -> WeightPublisher:
     from slime.weights.adapter import AdapterPublisher
     from slime.weights.disk import DiskPublisher
     from slime.weights.distributed import DistributedPublisher
+    from slime.weights.mixed import MixedPublisher
     from slime.weights.tensor import TensorPublisher
 
     publishers: dict[str, type[WeightPublisher]] = {
@@ -29,4 +30,6 @@ def make_publisher(args: Namespace, rank: int) -> WeightPublisher:
     }
     if args.lora_sync == "adapter":
         return AdapterPublisher(args, rank)
+    if args.update_weight_transport == "tensor" and args.engines_apart:
+        return MixedPublisher(args, rank)
     return publishers[args.update_weight_transport](args, rank)

@@ -25,6 +25,8 @@ class EngineAddress:
     admin_key: str | None = field(default=None, repr=False)
     first_slot: int = 0
     """Of its devices, counted over those of the trainers; where they have others it says nothing."""
+    apart: bool = False
+    """Whether its devices are its own, in a run of which other engines may share those of the trainers."""
 
     @property
     def slots(self) -> range:

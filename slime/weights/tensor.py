@@ -112,6 +112,8 @@ def can_push_local_experts(args: Namespace, engines: Sequence[EngineAddress]) ->
         return False
     if any(getattr(args, name, value) != value for name, value in placed.items()):
         return False
+    if any(engine.apart for engine in engines):
+        return False
     # A rank of an engine computes with the experts that it counts itself among the first, second, ... to have.
     pairs = [(rank * size // e.num_gpus, slot // cut % size) for e in engines for rank, slot in enumerate(e.slots)]
     return all(theirs == ours for theirs, ours in pairs)
@@ -137,21 +139,26 @@ class TensorPublisher(WeightPublisher):
 
     def _open(self) -> None:
         world_size = trainer_world_size()
-        slots = [slot for engine in self.engines for slot in engine.slots]
-        if world_size <= max(slots):
+        slots = [slot for engine in self._beside_ranks for slot in engine.slots]
+        if world_size <= max(slots, default=-1):
             raise ValueError(
                 f"--update-weight-transport tensor needs a training rank beside each engine rank, but there are "
                 f"{world_size} training ranks and an engine rank in slot {max(slots)}, counted from 0; use "
                 f"--update-weight-transport distributed"
             )
         if len(set(slots)) < len(slots):
-            raise ValueError(f"engines share slots: {', '.join(f'{e.url} has {e.slots}' for e in self.engines)}")
-        for engine in self.engines:
+            raise ValueError(f"engines share slots: {', '.join(f'{e.url} has {e.slots}' for e in self._beside_ranks)}")
+        for engine in self._beside_ranks:
             # Other ranks as well: torch names a group by how many a process has been told of.
             if engine.num_gpus > 1 and engine.slots not in self._groups:
                 limit = timedelta(seconds=self.timeout)
                 self._groups[engine.slots] = dist.new_group(list(engine.slots), backend="gloo", timeout=limit)
-        self._beside = next((engine for engine in self.engines if self.rank in engine.slots), None)
+        self._beside = next((engine for engine in self._beside_ranks if self.rank in engine.slots), None)
+
+    @property
+    def _beside_ranks(self) -> list[EngineAddress]:
+        """The engines that are beside training ranks."""
+        return self.engines
 
     @property
     def _sends(self) -> bool:

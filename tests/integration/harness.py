@@ -156,7 +156,7 @@ def read_traces(run_dir: Path) -> dict[str, list[dict[str, Any]]]:
     traces = {}
     for path in sorted((run_dir / "trace").iterdir()):
         lines = traces[path.stem] = [json.loads(line) for line in path.read_text().splitlines()]
-        role = re.sub(r"_\d+", "_<rank>", path.stem).replace("reward_engine", "engine")
+        role = re.sub(r"^[a-z]+_engine", "engine", re.sub(r"_\d+", "_<rank>", path.stem))
         assert {(role, line["name"]) for line in lines} <= known
         assert all(line["role"] == path.stem and line["seconds"] >= 0 for line in lines)
     return traces

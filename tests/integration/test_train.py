@@ -21,13 +21,33 @@ from transformers import AutoModelForCausalLM
 from slime.data import Sample
 from tests.integration.harness import ROOT, TrainProcess, assert_registered, read_metrics, read_traces, series
 from tests.integration.replays import check_dumps, training
+from tests.integration.tiny import log_probs_of
 
 NUM_GPUS = 0
 pytestmark = pytest.mark.integration
 
 RUN_S = 600
 _ROLLOUTS = 3
+_OWN = {"driver", "rollout_manager", "trainer_0"}
 _KEY = "key-of-a-tracker-0123456789"
+_MODELS = """
+sglang:
+  - {name: policy, server_groups: [{num_gpus: 1}]}
+  - {name: reference, update_weights: false, server_groups: [{num_gpus: 1, overrides: {context_length: 256}}]}
+"""
+_ASKS = """
+from slime.rollout.model_urls import get_model_url
+from slime.utils.http_utils import post
+
+
+async def sample_hook(args, sample, **kwargs):
+    assert args.sglang_model_routers.keys() == {"policy", "reference"}
+    assert get_model_url(args) == get_model_url(args, "policy") != get_model_url(args, "reference")
+    request = {"input_ids": sample.tokens, "return_logprob": True, "logprob_start_len": 0}
+    reply = await post(get_model_url(args, "reference"), request | {"sampling_params": {"max_new_tokens": 1}})
+    found = reply["meta_info"]["input_token_logprobs"][-sample.response_length :]
+    sample.metadata["reference"] = [log_prob for log_prob, *_ in found]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +119,11 @@ def flags(workspace: Path, run_dir: Path, **changes: Value) -> list[str]:
 
 @pytest.fixture(scope="module")
 def colocated(workspace: Path) -> Path:
-    """The directory of one uninterrupted colocated run with checkpoints, evaluation and dumped samples."""
+    """The directory of one uninterrupted colocated run with checkpoints, evaluation and dumped samples, in which the
+    model that it starts from is served beside the trained one."""
     run_dir = workspace / "colocated"
+    (workspace / "models.yaml").write_text(_MODELS)
+    (workspace / "asks.py").write_text(_ASKS)
     line = flags(
         workspace,
         run_dir,
@@ -114,6 +137,8 @@ def colocated(workspace: Path) -> Path:
         log_multi_turn=True,
         log_correct_samples=True,
         check_weight_update_equal=True,
+        sglang_config=str(workspace / "models.yaml"),
+        rollout_sample_hook_path=str(workspace / "asks.py"),
         wandb_key=_KEY,
     )
     _run(line, workspace / "colocated.log")
@@ -148,7 +173,8 @@ def test_colocated_run_trains_and_agrees_with_the_engine(colocated: Path) -> Non
 
 def test_every_process_tells_where_its_time_goes(colocated: Path) -> None:
     traces, rollouts = read_traces(colocated), range(_ROLLOUTS)
-    assert list(traces) == ["driver", "engine_0_actor", "rollout_manager", "trainer_0"]
+    engines = ["engine_0_actor", "reference_engine_0_actor"]
+    assert list(traces) == ["driver", engines[0], engines[1], "rollout_manager", "trainer_0"]
 
     def of(role: str, *names: str) -> list[dict[str, Any]]:
         return [line for line in traces[role] if line["name"] in names]
@@ -170,12 +196,29 @@ def test_every_process_tells_where_its_time_goes(colocated: Path) -> None:
 def test_every_process_has_a_log(colocated: Path) -> None:
     logs = colocated / "logs"
     names = {path.stem for path in logs.iterdir()}
-    assert names == {"driver", "rollout_manager", "trainer_0", "engine_0", "engine_0_actor", "router"}
-    assert all("process" in (logs / f"{name}.log").read_text() for name in names - {"engine_0", "router"})
+    servers = {"engine_0", "router", "reference_engine_0", "reference_router"}
+    assert names == servers | {f"{server}_actor" for server in servers if "engine" in server} | _OWN
+    assert all("process" in (logs / f"{name}.log").read_text() for name in names - servers)
     printed = [line for line in (colocated.parent / "colocated.log").read_text().splitlines() if " | " in line]
     logged = (logs / "driver.log").read_text()
     assert printed
     assert all(line in logged for line in printed)
+
+
+def test_a_model_that_is_not_trained_keeps_its_weights_behind_a_router_of_its_own(
+    workspace: Path, colocated: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(workspace / "model").eval()
+    samples = torch.load(colocated / f"samples_{_ROLLOUTS - 1}.pt", weights_only=True)["samples"]
+    for sample in samples[::4]:
+        tokens, length = sample["tokens"], sample["response_length"]
+        expected = log_probs_of(model, tokens[:-length], tokens[-length:])
+        reference, policy = (
+            torch.tensor(found) for found in (sample["metadata"]["reference"], sample["rollout_log_probs"])
+        )
+        assert (reference - expected).abs().max() < 1e-4
+        assert (policy - expected).abs().max() > 1e-3
+    assert "context_length=256" in (colocated / "logs/reference_engine_0.log").read_text()
 
 
 def test_no_file_of_a_run_has_a_key_of_its_command_line(workspace: Path, colocated: Path) -> None:

@@ -39,6 +39,9 @@ def engine_args(hf_checkpoint: Path, run_dir: Path, **changes: Any) -> argparse.
         "update_weight_transport": "tensor",
         "asynchronous": False,
         "pushes_float8": False,
+        "worker_type": "regular",
+        "keeps_weights": False,
+        "engines_apart": False,
     }
     assert set(changes) <= set(values), set(changes) - set(values)
     return argparse.Namespace(**(values | changes))

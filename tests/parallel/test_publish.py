@@ -120,6 +120,7 @@ def run_rank(
     dist.init_process_group("gloo")
     args = argparse.Namespace(
         update_weight_transport="tensor",
+        engines_apart=False,
         lora_sync="merged",
         weight_update_timeout=200.0,
         drafts_apart=False,

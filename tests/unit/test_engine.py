@@ -88,6 +88,8 @@ def make_engine(tmp_path: Path, *sglang_cli: str, ranks: int = 1, **nodes: Any) 
         lora_sync="merged",
         offload_rollout=False,
         pushes_float8=False,
+        worker_type="regular",
+        keeps_weights=False,
     )
     return Engine(args, 0, "127.0.0.1", None, tmp_path / "log", None, **nodes)
 

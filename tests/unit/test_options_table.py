@@ -143,7 +143,8 @@ def test_what_to_write_instead_is_available(known_flags: set[str]) -> None:
     """
 --use-opd -> --use-opd is not available yet in this version
 --opd-kl-coef 0.9 --use-distributed-post -> --opd-kl-coef is not available yet in this version: nothing
---window-size 9 --sglang-router-ip 1 -> has; --sglang-router-ip is not available yet in this version: drop
+--window-size 9 --opd-type 1 -> has; --opd-type is not available yet in this version: nothing
+--sglang-disaggregation-mode prefill -> use --prefill-num-servers, or worker_type in --sglang-config
 --sglang-tp-size 2 -> --sglang-tp-size is not available: use --rollout-num-gpus-per-engine
 --slime-router-timeout 3 -> the router is sglang-router
 --use-fault-tolerance -> a run of several engines goes on without one that dies, which is not restarted; drop

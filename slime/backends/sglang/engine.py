@@ -42,6 +42,8 @@ _SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _CPU_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 _SCRATCH = "/dev/shm/sglang_loads_"
 """SGLang 0.5.17 leaves a file of 16 KiB a rank behind, by which its processes tell each other their load."""
+_PARTS = ("prefill", "decode")
+"""Of the types of workers those that SGLang has a mode for."""
 _PORT_TRIES = 3
 _DP_ATTENTION_PORTS = 14
 """With DP attention SGLang derives ports from that of --dist-init-addr: the six that follow it, and the 13th."""
@@ -97,6 +99,7 @@ class Engine(Server):
         self._node, self._num_nodes, self._others = node, num_nodes, others
         self._api_keys = api_keys
         self._cuda_devices = cuda_devices
+        self._bootstrap_port = 0
 
     def prepare(self) -> None:
         """Start a one-node engine's server as far as it takes no GPU memory: it imports, and waits for `start`."""
@@ -117,6 +120,7 @@ class Engine(Server):
     def join(self, meeting: str | None, *, held: bool = False) -> None:
         """Start this node's server, to meet those of others at ``meeting``; a ``held`` one only imports as yet."""
         serving, collective = self._reserve(), self._reserve()
+        self._bootstrap_port = self._reserve() if self._args.worker_type == "prefill" else 0
         self.url = http_url(self._host, serving)
         command, environment = self._command(serving, collective, meeting), self._environment()
         secrets = self._api_keys or ()
@@ -183,6 +187,8 @@ class Engine(Server):
             flags += _CPU_FLAGS
         elif args.offload_rollout:
             flags.append("--enable-memory-saver")
+            if args.keeps_weights:
+                flags.append("--enable-weights-cpu-backup")
             drafts = getattr(args, "sglang_speculative_algorithm", None) is not None
             if drafts and (args.pushes_float8 or not args.pushes_heads):
                 # Asleep the engine would lose what it drafts by and nobody pushes again: weights, scales of its cache.
@@ -191,12 +197,22 @@ class Engine(Server):
             flags += self._adapter_flags()
         if args.random_weights:
             flags += ["--load-format", "dummy"]
+        flags += self._part_flags()
         if meeting is not None:
             flags += ["--dist-init-addr", meeting]
         if self._num_nodes > 1:
             flags += ["--nnodes", str(self._num_nodes), "--node-rank", str(self._node)]
         # The user's flags come last: where argparse sees a flag twice, the later one counts.
         return [sys.executable, "-m", "slime.backends.sglang.launch", *flags, *args.sglang_cli]
+
+    def _part_flags(self) -> list[str]:
+        """Of an engine that only computes prompts, or goes on from there. For the former's own service, by which the
+        others find it, another port is reserved."""
+        if self._args.worker_type not in _PARTS:
+            return []
+        flags = ["--disaggregation-mode", self._args.worker_type]
+        first = self._args.worker_type == "prefill" and self._node == 0
+        return [*flags, "--disaggregation-bootstrap-port", str(self._bootstrap_port)] if first else flags
 
     def _adapter_flags(self) -> list[str]:
         args = self._args

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from argparse import Namespace
@@ -12,7 +13,7 @@ from typing import Any
 
 import requests
 
-from slime.backends.sglang.client import EngineError, ask_server
+from slime.backends.sglang.client import EngineError, NoAnswerError, ask_server
 from slime.backends.sglang.server import Server
 from slime.processes.server_process import ADMIN_KEY_VARIABLE, GENERATE_KEY_VARIABLE, ServerProcess, last_value
 from slime.utils.environment import server_environment
@@ -27,6 +28,11 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 _REPEATED_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 """Of engines, after which the router tries again; 500 is also its own for an engine that it does not reach."""
 _MARGIN_S = 60.0
+_FLAGS = "--sglang-router-ip, --sglang-router-port"
+KEY_VARIABLES = ("SLIME_ROUTER_API_KEY", "SLIME_ROUTER_ADMIN_KEY")
+"""Where the driver finds the `RouterKeys` of a router that runs already."""
+RouterKeys = tuple[str | None, str | None]
+"""What a router asks for: with requests to generate, and where its workers are concerned; None where it does not."""
 
 
 class Router(Server):
@@ -44,6 +50,8 @@ class Router(Server):
         it asks for the first, which it shows to them, and for the second where its own workers are concerned."""
         super().__init__(name, args, host, log_path)
         self._api_keys = api_keys
+        self._engine_key = api_keys[0] if api_keys else None
+        self._prefills_apart = getattr(args, "prefills_apart", False)
         self._port = self._reserve()
         self.url = http_url(host, self._port)
         self._metrics_url = ""
@@ -54,6 +62,11 @@ class Router(Server):
             return {}
         generate, admin = self._api_keys
         return {self.url: generate} | {f"{self.url}{path}": admin for path in _CONTROL_PATHS}
+
+    @property
+    def generate_key(self) -> str | None:
+        """What requests to it need."""
+        return self._engine_key
 
     def _start(self) -> None:
         metrics_port = self._reserve()
@@ -69,6 +82,8 @@ class Router(Server):
             # It takes requests that a weight update turns away for failures, and shuts the engine out for a minute.
             "--disable-circuit-breaker",
         ]
+        if self._prefills_apart:
+            flags.append("--pd-disaggregation")
         flags += self._args.router_cli
         self._metrics_url = _metrics_url(flags)
         env = server_environment()
@@ -80,7 +95,19 @@ class Router(Server):
 
     def add(self, url: str) -> None:
         """Register the engine at ``url``; the router takes it into use once it has answered (`wait_registered`)."""
-        self._call("POST", _WORKERS, {"url": url} | ({"api_key": self._api_keys[0]} if self._api_keys else {}))
+        key: dict[str, Any] = {"api_key": self._engine_key} if self._engine_key else {}
+        self._call("POST", _WORKERS, {"url": url} | key | (self._part_of(url) if self._prefills_apart else {}))
+
+    def _part_of(self, url: str) -> dict[str, Any]:
+        """Whether an engine computes prompts or goes on from there, in the words of `add`: as it says itself."""
+        who = f"engine {url}"
+        reply = ask_server(who, url, "GET", "/server_info", key=self._engine_key, timeout=_CALL_TIMEOUT_S)
+        if not reply.ok:
+            raise EngineError(f"{who}: GET /server_info: status {reply.status_code}")
+        told = reply.json()
+        part = told["disaggregation_mode"]
+        port = {"bootstrap_port": told["disaggregation_bootstrap_port"]} if part == "prefill" else {}
+        return {"worker_type": part} | port
 
     def wait_registered(self, urls: list[str], timeout: float) -> None:
         """Wait until the router finds all engines healthy; EngineError, with their URLs, after ``timeout`` seconds."""
@@ -129,16 +156,83 @@ class Router(Server):
         self,
         method: str,
         path: str,
-        body: dict[str, str] | None = None,
+        body: dict[str, Any] | None = None,
         also_good: Collection[int] = (),
         timeout: float = _CALL_TIMEOUT_S,
     ) -> requests.Response:
-        who, key = f"{self._name} at {self.url}", self._api_keys[1] if self._api_keys else None
-        reply = ask_server(who, self.url, method, path, body, key=key, timeout=timeout)
+        who = f"{self._name} at {self.url}"
+        reply = ask_server(who, self.url, method, path, body, key=self._control_key, timeout=timeout)
         if not reply.ok and reply.status_code not in also_good:
-            text = redact(reply.text[:500], self._api_keys or ())
+            text = redact(reply.text[:500], (*(self._api_keys or ()), *filter(None, [self._control_key])))
             raise EngineError(f"{who}: {method} {path}: status {reply.status_code}: {text}")
         return reply
+
+    @property
+    def _control_key(self) -> str | None:
+        return self._api_keys[1] if self._api_keys else None
+
+
+class RunningRouter(Router):
+    """A router that somebody else has started: it gets this run's engines, and is never ended."""
+
+    def __init__(
+        self, args: Namespace, address: tuple[str, int], api_keys: tuple[str, str] | None, keys: RouterKeys
+    ) -> None:
+        """``api_keys`` are the engines', as of `Router`; ``keys`` are its own, where it asks for any."""
+        host, port = address
+        Server.__init__(self, "router", args, host, "")
+        self._engine_key = api_keys[0] if api_keys else None
+        self._keys, self._api_keys = keys, None
+        self._prefills_apart = getattr(args, "prefills_apart", False)
+        self.url = http_url(host, port)
+        self._metrics_url = ""
+        self._added: set[str] = set()
+
+    def api_keys(self) -> dict[str, str]:
+        """As of `Router`."""
+        generate, control = self._keys[0], self._control_key
+        opened = {self.url: generate} | {f"{self.url}{path}": control for path in _CONTROL_PATHS}
+        return {place: key for place, key in opened.items() if key}
+
+    @property
+    def generate_key(self) -> str | None:
+        """What requests to it need."""
+        return self._keys[0]
+
+    def _start(self) -> None:
+        try:
+            there = self._workers()
+        except EngineError as error:
+            keys = f" (its keys are taken from the variables {' and '.join(KEY_VARIABLES)} of the driver)"
+            raise EngineError(f"{_FLAGS}: {error}{keys if 'status 40' in str(error) else ''}") from error
+        if there:
+            urls = ", ".join(sorted(worker["url"] for worker in there))
+            raise EngineError(f"{_FLAGS}: the router at {self.url} has engines that are not this run's: {urls}")
+
+    def add(self, url: str) -> None:
+        """As of `Router`."""
+        super().add(url)
+        self._added.add(url)
+
+    def stop(self) -> None:
+        """Take this run's engines out of it; may be called again."""
+        super().stop()
+        while self._added:
+            with contextlib.suppress(EngineError):
+                self.remove(self._added.pop())
+
+    @property
+    def _control_key(self) -> str | None:
+        return self._keys[1] or self._keys[0]
+
+    def _ask(self, timeout: float) -> None:
+        try:
+            super()._ask(timeout)
+        except EngineError as error:  # nobody else tells of its end
+            raise NoAnswerError(str(error)) from error
+
+    def _log_tail(self) -> str:
+        return ""
 
 
 def _metrics_url(flags: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ from slime.driver.preflight.places import place_warnings, room_warnings
 from slime.driver.rollout_manager import make_data_source, num_prompts, num_rollout
 from slime.driver.schedule import check_remaining
 from slime.entry.arguments import describe
+from slime.fleet.layout import describe_models
 from slime.fleet.placement import describe_placement
 from slime.options.checks.checkpoint_rules import starting_point
 from slime.options.training import check_schedule
@@ -31,6 +32,7 @@ def dry_run(args: argparse.Namespace) -> None:
         print("# Values that are not the defaults; --dry-run full prints all.")
     print(describe(args, changed=not full))
     print(describe_placement(args))
+    print(describe_models(args))
     print(*patches_of(args), sep="\n")
     # Again: those lines have driven them from the screen.
     print(*_as_warnings(args.option_warnings), *found, "ok: the run can start", sep="\n")

@@ -19,9 +19,10 @@ from slime.options.errors import OptionError, Reasons
 from slime.options.eval_datasets import CONFIG, PAIRS, data_file, eval_datasets
 from slime.options.eval_datasets import RULES as EVAL_RULES
 from slime.options.flags.schema import flag_named
-from slime.options.reward_model import derive_reward_model
 from slime.options.rollout import DEFAULT_ROLLOUT, SFT_ROLLOUT, generates_itself
 from slime.options.rules import Rule, check
+from slime.options.serving.reward_model import derive_reward_model
+from slime.options.serving.sglang_config import generating, settle_models
 
 ENGINE_KEEPS = 6
 """Tokens of a context that sglang 0.5.17 takes no prompt into: its scheduler aborts a prompt of context - 6 or more."""
@@ -103,7 +104,7 @@ def _missing(args: Namespace) -> Iterator[str]:
     if args.hf_checkpoint is None:
         yield "--hf-checkpoint is missing"
     no_slots = args.rollout_num_gpus == 0 or (args.rollout_num_gpus is None and args.placement == "disaggregate")
-    if no_slots and args.placement in ("disaggregate", "rollout_only"):
+    if no_slots and args.sglang_config is None and args.placement in ("disaggregate", "rollout_only"):
         shares = args.placement == "disaggregate" and not args.asynchronous
         yield "--rollout-num-gpus is missing: give engines slots of their own" + (
             ", or share them by --colocate" if shares else ""
@@ -129,6 +130,8 @@ def _placement(args: Namespace, warnings: list[str]) -> None:
     args.world_size = args.actor_num_gpus
     if args.placement == "train_only":
         args.rollout_num_gpus = 0
+    elif args.sglang_config is not None:
+        pass  # it says how many
     elif args.placement == "colocate":
         if args.rollout_num_gpus not in (None, args.actor_num_gpus):
             warnings.append(
@@ -138,10 +141,16 @@ def _placement(args: Namespace, warnings: list[str]) -> None:
         args.rollout_num_gpus = args.actor_num_gpus
     elif args.rollout_num_gpus is None:
         args.rollout_num_gpus = args.actor_num_gpus
-    _engines(args)
+    settle_models(args)
+    if args.sglang_config is None:
+        _check_engines(args)
+    if args.sglang_models:
+        args.num_engines = sum(group.num_engines for group in generating(args.sglang_models).groups)
+    else:
+        args.num_engines = args.rollout_num_gpus // args.rollout_num_gpus_per_engine
 
 
-def _engines(args: Namespace) -> None:
+def _check_engines(args: Namespace) -> None:
     per_engine, per_node = args.rollout_num_gpus_per_engine, args.num_gpus_per_node
     if per_engine > per_node and per_engine % per_node:
         raise OptionError(
@@ -152,7 +161,6 @@ def _engines(args: Namespace) -> None:
         raise OptionError(
             f"{args.rollout_num_gpus} rollout slots are not a multiple of --rollout-num-gpus-per-engine {per_engine}"
         )
-    args.num_engines = args.rollout_num_gpus // per_engine
 
 
 def _batches(args: Namespace) -> None:

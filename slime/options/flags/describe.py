@@ -17,6 +17,7 @@ DERIVED = (
     *("placement", "actor_num_gpus", "num_engines", "world_size", "data_parallel_size", "train_iters"),
     *("params_dtype", "use_critic", "needs_reference", "reward_baseline", "reward_std", "eval_datasets", "launch_dir"),
     *("model_context", "pushes_float8", "ref_load_flag", "option_warnings", "given_options"),
+    "sglang_models",
 )
 
 

@@ -20,7 +20,8 @@ SET_BY_SLIME = frozenset(
     (
         *("model_path", "config", "trust_remote_code", "random_seed", "enable_memory_saver", "tp_size", "port", "host"),
         *("nnodes", "node_rank", "dist_init_addr", "gpu_id_step", "base_gpu_id", "nccl_port", "skip_server_warmup"),
-        *("enable_return_routed_experts", "help", "api_key", "admin_api_key"),
+        *("enable_return_routed_experts", "help", "api_key", "admin_api_key", "disaggregation_mode"),
+        *("disaggregation_bootstrap_port", "encoder_only", "encoder_urls", "language_only"),
     )
 )
 """Attributes of SGLang's own parser that slime decides."""

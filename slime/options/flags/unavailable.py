@@ -26,8 +26,13 @@ REPLACED: dict[str, str] = {
         "sequences are always packed (thd), which gives the loss and gradients of padded ones (bshd) without their "
         "padding; drop it, --use-dynamic-batch-size and --max-tokens-per-gpu say how much is computed at a time"
     ),
+    "--sglang-disaggregation-bootstrap-port": "ports are reserved when an engine starts",
+    "--sglang-disaggregation-mode": "use --prefill-num-servers, or worker_type in --sglang-config",
     "--sglang-enable-ep-moe": "use --sglang-ep-size N",
+    "--sglang-encoder-only": "use --sglang-config, whose engines have a worker_type",
+    "--sglang-encoder-urls": "use --sglang-config, whose engines have a worker_type",
     "--sglang-host": "engines listen on the address of the node that they run on",
+    "--sglang-language-only": "use --sglang-config, whose engines have a worker_type",
     "--sglang-model-path": "engines serve --hf-checkpoint",
     "--sglang-port": "ports are reserved when an engine starts",
     "--sglang-random-seed": "use --rollout-seed",
@@ -57,11 +62,10 @@ NOT_YET: dict[str, str] = {
     _NOTHING: """
         --freeze-params-name-list --load-forge-rollout-data --megatron-config-path --multimodal-keys
         --only-train-params-name-list --opd-kl-coef --opd-teacher-ckpt-step --opd-teacher-load --opd-type
-        --prefill-num-servers --ref-update-interval --release-train --reset-optimizer-states
-        --rollout-external-engine-addrs --rollout-task-type --sglang-config --update-weight-delta-checksum
-        --update-weight-delta-encoding --use-opd --use-stateless-adam""",
+        --ref-update-interval --release-train --reset-optimizer-states --rollout-external-engine-addrs
+        --rollout-task-type --update-weight-delta-checksum --update-weight-delta-encoding --use-opd
+        --use-stateless-adam""",
     "drop it: routing is computed anew by the trainer": "--use-rollout-routing-replay --use-routing-replay",
-    "drop it: the run starts engines and a router of its own": "--sglang-router-ip --sglang-router-port",
     "a --rollout-function-path of your own may ask a server": "--fetch-trajectory-retry-times --rollout-buffer-url",
     "drop it: --update-weight-disk-dir is where weights go by files": "--update-weight-local-checkpoint-dir",
     "drop it: config.json says what layers the model has": "--softmax-type --window-attn-skip-freq --window-size",
