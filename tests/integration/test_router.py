@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from slime.backends.sglang.router import Router
+from slime.backends.sglang.client import EngineError
+from slime.backends.sglang.router import Router, RunningRouter
 from slime.data import Sample
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.sglang_rollout import generate
@@ -64,23 +65,34 @@ async def _sessions(args: Namespace, runtime: RolloutRuntime) -> None:
     router = Router(args, "127.0.0.1", KEYS, args.run_dir / "router.log")
     try:
         await asyncio.to_thread(router.start)
-        runtime.http.add_api_keys(router.api_keys())
-        for url in urls:
-            await asyncio.to_thread(router.add, url)
-        await asyncio.to_thread(router.wait_registered, urls, 60)
         host, port = router.url.removeprefix("http://").split(":")
         args.sglang_router_ip, args.sglang_router_port = host, int(port)
+        # As a run's that finds it there, and has keys of its own for its engines.
+        running = RunningRouter(args, (host, int(port)), ("engines", "nobody's"), KEYS)
+        stranger = RunningRouter(args, (host, int(port)), KEYS, (KEYS[0], None))
+        with pytest.raises(EngineError, match=r"status 401.* taken from the variables SLIME_ROUTER_API_KEY and SLIME_"):
+            await asyncio.to_thread(stranger.start)
+        await asyncio.to_thread(running.start)
+        runtime.http.add_api_keys(running.api_keys())
+        for url in urls:
+            await asyncio.to_thread(running.add, url)
+        await asyncio.to_thread(running.wait_registered, urls, 60)
         asked = [await _engines_of(args, f"session {i}") for i in range(16)]
         assert all(len(engines) == 1 for engines in asked), asked
         assert len(set.union(*asked)) > 1, "sessions are spread over the engines"
-        stranger = {"url": "http://127.0.0.1:9"}
+        other = {"url": "http://127.0.0.1:9"}
         with pytest.raises(RequestError) as refused:
-            await post(f"{router.url}/workers", stranger, headers={"Authorization": f"Bearer {KEYS[0]}"})
+            await post(f"{router.url}/workers", other, headers={"Authorization": f"Bearer {KEYS[0]}"})
         assert refused.value.status == 401, "the key for generation puts nobody between the run and its engines"
         found = await get(f"{router.url}/workers")  # a hook's, which has the other key there
         assert {worker["url"] for worker in found["workers"]} == set(urls)
         failed = await asyncio.to_thread(router.failed_tries)
         assert failed == {"status_503": 2, "connection": 1}, "which the router has repeated by itself"
+        with pytest.raises(EngineError, match=rf"the router at {router.url} has engines that are not this run's: http"):
+            await asyncio.to_thread(RunningRouter(args, (host, int(port)), KEYS, KEYS).start)
+        await asyncio.to_thread(running.stop)
+        left = {worker["url"] for worker in await asyncio.to_thread(router._workers)}
+        assert not left & set(urls), "its engines are gone, and it goes on"
     finally:
         await asyncio.to_thread(router.stop)
         await runner.cleanup()
