@@ -12,10 +12,12 @@ import pytest
 import yaml
 
 from slime.backends.sglang.engine import Engine
+from slime.data import Sample
 from slime.entry.arguments import describe, parse_args
 from slime.fleet.layout import describe_models
 from slime.fleet.placement import describe_placement
 from slime.fleet.spec import EngineSpec, fleet_of
+from slime.rollout.batches.metrics import speed_metrics
 from slime.rollout.model_urls import get_model_url
 from tests.command_line import Fails, Flags, Parse, command, refused, write_model
 
@@ -59,6 +61,8 @@ def test_every_key_reaches_the_fleet(directory: Path) -> None:
     ]
     args = parsed(models, "--sglang-context-length 64 --sglang-disable-radix-cache --router-policy random")
     assert (args.rollout_num_gpus, args.num_engines) == (8, 4)
+    speed = speed_metrics(args, [Sample(tokens=[1] * 13, response_length=12, loss_mask=[1] * 12)], 1.0)
+    assert speed["perf/tokens_per_gpu_per_sec"] == 12 / 6, "of the slots that generate"
     assert pickle.loads(pickle.dumps(args)).sglang_models == args.sglang_models
     fleet = fleet_of(args)
     assert [kept(spec) for spec in fleet.engines] == [

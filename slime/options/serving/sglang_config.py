@@ -72,8 +72,13 @@ class ServedModel:
 
     @property
     def num_gpus(self) -> int:
-        """Slots, those that stay empty included."""
+        """Slots in all, those that stay empty included."""
         return sum(group.num_gpus for group in self.groups)
+
+    @property
+    def num_slots(self) -> int:
+        """Those of its engines."""
+        return sum(group.num_engines * group.num_gpus_per_engine for group in self.groups)
 
     @property
     def prefills_apart(self) -> bool:

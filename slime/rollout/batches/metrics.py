@@ -13,6 +13,7 @@ import numpy as np
 
 from slime.algorithms.rewards import rollout_rewards
 from slime.data import Sample
+from slime.options.serving.sglang_config import generating
 
 if TYPE_CHECKING:
     from slime.data.source.data_source import RolloutDataSource
@@ -67,7 +68,8 @@ def summary(values: np.ndarray, prefix: str) -> dict[str, float]:
 
 def speed_metrics(args: Namespace, samples: Sequence[Sample], seconds: float) -> dict[str, float]:
     """Response tokens a second of wall time and slot, and of the longest sample; *effective* ones count in the loss."""
-    slots = max(1, args.rollout_num_gpus or 1)
+    models = getattr(args, "sglang_models", [])
+    slots = max(1, generating(models).num_slots if models else args.rollout_num_gpus or 1)
     lengths = [sample.response_length for sample in samples]
     effective = [sample.effective_response_length for sample in samples]
     return {
