@@ -94,9 +94,11 @@ def check_heads_training(args: Namespace, warnings: list[str]) -> None:
             f"not given the heads that {FLAG} trains"
         )
         return
-    if args.update_weight_transport == "distributed":
+    if args.update_weight_transport == "distributed" or (
+        args.update_weight_transport == "tensor" and args.engines_apart
+    ):
         raise OptionError(
             f"--sglang-speculative-algorithm {algorithm} with {FLAG}: SGLang takes heads by --update-weight-transport "
-            "tensor or disk, and drops them of distributed: use disk, or tensor with --colocate"
+            "tensor or disk, and drops them of distributed: use disk, or tensor with --colocate and no engines apart"
         )
     args.pushes_heads = True

@@ -58,6 +58,17 @@ def test_engines_that_draft_by_the_heads_are_given_them(
     assert disk.pushes_heads
 
 
+def test_engines_apart_are_given_no_heads_by_their_transport(directory: Path, parse: Parse, fails: Fails) -> None:
+    words = f"{DRAFTS} --sglang-config models.yaml"
+    for slots in (2, 3):
+        (directory / "models.yaml").write_text(f"sglang: [{{name: a, server_groups: [{{num_gpus: {slots}}}]}}]")
+        if slots == 2:
+            assert parse(words).pushes_heads
+        else:
+            assert "drops them of distributed: use disk, or tensor with --colocate and no engines apart" in fails(words)
+    assert parse(f"{words} --update-weight-transport disk").pushes_heads
+
+
 @refused(
     f"""
 {EAGLE3} {DISAGGREGATE} --update-weight-transport disk less --colocate

@@ -219,6 +219,7 @@ def settle_models(args: Namespace) -> None:
     """Make ``sglang_models`` and ``rollout_num_gpus`` fit each other: the one follows from the other where that is not
     given. Sets ``engines_apart``: whether weights are pushed to engines on the trainers' slots and to others.
     OptionError where models, or engines and trainers, do not fit."""
+    args.engines_apart = False
     if args.placement == "train_only":
         args.sglang_models = []
     elif args.prefill_num_servers is not None:
@@ -231,7 +232,6 @@ def settle_models(args: Namespace) -> None:
                 "slots together: drop the flag, or change them"
             )
         args.rollout_num_gpus = total
-    args.engines_apart = False
     if args.sglang_models:
         check_models(args)
         ends = accumulate(model.num_gpus for model in args.sglang_models)
