@@ -32,7 +32,8 @@ def problem_of(case: Damaged, args: Namespace) -> str | None:
     if case.bad is None:
         return None if len(refused) == 1 and str(case.path) in refused[0] else f"refused by {refused}"
     named = [int(number) for line in refused for number in re.findall(r", (?:line|row) (\d+): ", line)]
-    if named != case.bad[:5] or not all(str(case.path) in line for line in refused[: len(named)]):
+    all_alike = len(case.bad) > 1 and refused[0].endswith(f" (the same in all {len(case.bad)} rows)")
+    if named != case.bad[: 1 if all_alike else 5] or not all(str(case.path) in line for line in refused[: len(named)]):
         return f"blamed {named}: {refused}"
     args.skip_bad_rows = True
     try:
