@@ -35,15 +35,18 @@ class MemoryScheduler:
         figures, self._figures = self._figures, {}
         return figures
 
-    def trainers_started(self) -> None:
-        """Make room for engines that are about to start; they find what the trainers leave."""
+    def make_room(self) -> None:
+        """Put the trainers to sleep for engines that are about to start, and find what the trainers leave: the first
+        ones, or others when all are lost."""
         self._sleep_trainers(keep_weights=False)
         self._awake = "engines"
+        self._engines.allow_starts()
 
     def to_trainers(self) -> None:
         """The engines, which are idle, give way to the trainers."""
         if self._awake == "trainers":
             return
+        self._engines.hold_starts()
         self._release_engines()
         if self._offload_train:
             with self._timed("wake_trainers"):
@@ -57,8 +60,9 @@ class MemoryScheduler:
     @contextmanager
     def pushing(self) -> Iterator[None]:
         """Within: the weights of both sides are there; afterwards it is the engines' turn."""
+        self._engines.hold_starts()
         if self._awake == "engines":
-            # The first push: nobody has trained yet.
+            # The first push: nobody has trained yet. Or one to engines that took the place of all.
             self._release_engines()
             if self._offload_train:
                 self._trainers.call("wake the trainers' weights", "wake", self._limit, True)
@@ -69,6 +73,7 @@ class MemoryScheduler:
         self._sleep_trainers(keep_weights=False)
         self._resume_engines(["kv_cache", "cuda_graph"])
         self._awake = "engines"
+        self._engines.allow_starts()
 
     def _sleep_trainers(self, *, keep_weights: bool) -> None:
         if self._offload_train:

@@ -21,7 +21,7 @@ from slime.data.rows.dataset import data_warnings
 from slime.data.source.data_source import DataSource, RolloutDataSource
 from slime.data.source.prompts import as_groups, put_back
 from slime.data.source.rollout_context import rollout_context
-from slime.fleet.engines import Membership
+from slime.fleet.membership import Membership
 from slime.fleet.routers import Routers
 from slime.fleet.spec import ModelSpec
 from slime.observability import logs

@@ -20,6 +20,7 @@ from ray.exceptions import RayError
 from slime.driver.memory_scheduler import MemoryScheduler
 from slime.driver.preflight.places import place_warnings, room_warnings
 from slime.driver.process import acquire_run_lock, exit_status, interrupt_on_sigterm
+from slime.driver.pushes import Pushes
 from slime.driver.rollout_manager import create_manager
 from slime.driver.schedule import check_remaining, missing_exports, scores_start
 from slime.entry.arguments import describe
@@ -36,7 +37,6 @@ from slime.options.checks.checkpoint_rules import starting_point
 from slime.ray import janitor
 from slime.ray.cluster import connect, leaving_after, running_address
 from slime.ray.supervision import LOAD_DATA, MARGIN_S, Deadline, RayDownError, Supervisor, limit_of
-from slime.weights import EngineAddress
 
 _STOP_S = 20.0
 _SHUTDOWN_S = 10.0
@@ -67,6 +67,7 @@ class Run:
         self._evaluation: tuple[ray.ObjectRef, int] | None = None
         """The one under way, and of which version."""
         self._saver = Saver(args, self._trainers)
+        self._pushes: Pushes | None = None
         self._step: dict[str, float] = {}
         self._step_started = time.monotonic()
 
@@ -134,6 +135,7 @@ class Run:
         }
         limit = limit_of(args, "weight_update_timeout", MARGIN_S)
         self._memory = MemoryScheduler(self._trainers, self.engines, limit, **offloads)
+        self._pushes = Pushes(self._trainers, self.engines, self._memory, limit)
         # Not waited for: a router imports for many seconds, while engines and trainers start.
         opened = self._manager.open_routers.remote() if fleet.engines else None
         if opened is not None:
@@ -183,7 +185,7 @@ class Run:
             self._saver.export(first - 1, missing, "export what is missing")
             places = " and ".join(missing.values())
             say(f"nothing is left to train; wrote {places}, missing after rollout {first}")
-        self._memory.trainers_started()
+        self._memory.make_room()
 
     def _stop(self) -> None:
         """Orderly where it works, by force where it does not; supervisors and the janitor see to the rest."""
@@ -203,7 +205,7 @@ class Run:
 
     def _stop_actors(self) -> None:
         others = [actor for actor in (*self._trainers.actors, self._manager) if actor is not None]
-        calls = [actor.stop.remote() for actor in others] + list(self.engines.begin("stop").values())
+        calls = [actor.stop.remote() for actor in others] + self.engines.end()
         if calls:
             with contextlib.suppress(RayError):
                 ray.wait(calls, num_returns=len(calls), timeout=_STOP_S)
@@ -234,7 +236,7 @@ class Run:
         if self.args.asynchronous:  # an evaluation comes before it, and stale groups are generated again after it
             limit = Deadline(3 * self.args.rollout_timeout + MARGIN_S, limit.flag)
         with span("driver/wait_for_rollout", rollout=rollout_id) as waiting:
-            batches, metrics = self._answer(call, phase, limit)
+            batches, metrics = self._answer_of_engines(call, phase, limit)
         metrics["perf/wait_for_rollout_time"] = waiting.seconds
         metrics["perf/rollout_ahead_time"] = self._step_started - begun
         handed = self._manager.hand_over.remote(rollout_id)
@@ -266,20 +268,15 @@ class Run:
         for metrics in steps:
             self._log(metrics, "train/step", self._trainers.optimizer_steps)
             self._trainers.optimizer_steps += 1
+        if self._pushes is not None:
+            self._pushes.trained = rollout_id + 1
 
     def push_weights(self, version: int) -> None:
         """Give every engine the trainers' weights; ``version`` is the number of rollouts they were trained on."""
-        if not (self.engines.membership.trained and self._trainers.actors):
+        if self._pushes is None or not (self.engines.expects_weights() and self._trainers.actors):
             return
-        limit = limit_of(self.args, "weight_update_timeout", MARGIN_S)
-
-        def publish(engines: list[EngineAddress]) -> dict[str, float]:
-            phase = f"push weights of version {version}"
-            figures: dict[str, float] = self._trainers.call(phase, "publish", limit, version, engines)[0]
-            return figures
-
-        with span("driver/push_weights", version=version), self._memory.pushing():
-            metrics = self.engines.push(version, publish)
+        with span("driver/push_weights", version=version):
+            metrics = self._pushes.push(version)
         self._supervisor.version = str(version)
         self._log(metrics | self._memory.figures(), "rollout/step", max(version - 1, 0))
 
@@ -302,7 +299,7 @@ class Run:
         (call, version), self._evaluation = self._evaluation, None
         limit = limit_of(self.args, "rollout_timeout", MARGIN_S)
         with span("driver/wait_for_eval", version=version) as waiting:
-            metrics = self._answer(call, f"evaluation of weight version {version}", limit)
+            metrics = self._answer_of_engines(call, f"evaluation of weight version {version}", limit)
         waited = {"perf/wait_for_eval_time": waiting.seconds}
         step = self._step
         self._log(metrics | waited, "eval/step", version)
@@ -338,6 +335,25 @@ class Run:
 
     def _answer(self, call: ray.ObjectRef, phase: str, limit: Deadline) -> Any:
         return self._supervisor.wait({"the rollout manager": call}, phase, limit)[0]
+
+    def _answer_of_engines(self, call: ray.ObjectRef, phase: str, limit: Deadline) -> Any:
+        """`_answer` of a call that engines work for: trainers are idle, and can give weights to one that came back."""
+        until = None if self._pushes is None else self._pushes.may_catch_up
+        while not (answers := self._supervisor.wait({"the rollout manager": call}, phase, limit, until)):
+            assert self._pushes is not None
+            self._catch_up(self._pushes)
+        return answers[0]
+
+    def _catch_up(self, pushes: Pushes) -> None:
+        is_newer = pushes.is_ahead
+        if is_newer:
+            self.pause_generation()
+        with span("driver/push_weights", version=pushes.trained):
+            version = pushes.catch_up()
+        if is_newer:
+            say(f"no engine served: those that came back have the weights of version {version} before their time")
+            self.resume_generation(version)
+        self._supervisor.version = str(version)
 
     def _log(self, metrics: dict[str, float], step_key: str, step: int) -> None:
         assert self._metrics is not None

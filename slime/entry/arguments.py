@@ -24,7 +24,7 @@ from slime.options.checks.quantization import check_quantization
 from slime.options.checks.reward_rules import reward_of_dataset
 from slime.options.checks.unheeded import unheeded
 from slime.options.checks.validate import derive_all, limit_prompts
-from slime.options.cluster import ClusterOptions, DeadlineOptions, WeightUpdateOptions
+from slime.options.cluster import ClusterOptions, DeadlineOptions, RecoveryOptions, WeightUpdateOptions
 from slime.options.data import BatchOptions, DataOptions
 from slime.options.debug import DebugOptions, TrackingOptions
 from slime.options.errors import OptionError, Reasons, naming
@@ -53,6 +53,7 @@ from slime.utils.redaction import redacted
 GROUPS: tuple[type, ...] = (
     ClusterOptions,
     DeadlineOptions,
+    RecoveryOptions,
     WeightUpdateOptions,
     RolloutOptions,
     RewardOptions,

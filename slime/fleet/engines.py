@@ -1,80 +1,46 @@
-"""The engines of a run: who of them lives, calling those, going on without one that has died; one joins, one leaves."""
+"""The engines of a run: who of them lives, calling those, going on without one that has died until it is back; one
+joins, one leaves."""
 
 from __future__ import annotations
 
 import argparse
 import functools
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
 
+from slime.fleet.losses import Losses
+from slime.fleet.membership import Member, Membership
 from slime.fleet.placement import Placement, Slot
+from slime.fleet.restarts import Comeback, Restarts
 from slime.fleet.spec import EngineSpec, Fleet
-from slime.observability.progress import warn
+from slime.observability.progress import say, warn
 from slime.ray.cluster import actor_environment, as_actor, worker_options
 from slime.ray.engine_actor import EXAMINATION, EngineActor, EngineNode, EnginePlan
-from slime.ray.supervision import MARGIN_S, Deadline, RunError, Supervisor, limit_of
+from slime.ray.supervision import MARGIN_S, Deadline, RayDownError, RunError, Supervisor, limit_of
 from slime.weights import EngineAddress
 
 
-@dataclass(frozen=True)
-class Member:
-    """One engine that has started."""
-
-    name: str
-    """As messages call it: "engine 0". None of the run's other engines ever has the same."""
-    spec: EngineSpec
-    url: str
-    actor: Any = field(repr=False)
-    slots: tuple[Slot, ...] = field(repr=False)
-    serves: bool = True
-    """Whether it is to get requests: one that joins does when it has the current weights."""
+class NoEngineError(RunError):
+    """No engine is there for now: all are on their way back."""
 
 
-@dataclass(frozen=True)
-class Membership:
-    """The engines of a run, in the order of their joining; whoever was given a version can tell it from later ones."""
-
-    version: int = 0
-    engines: tuple[Member, ...] = ()
-
-    def having(self, *joined: Member) -> Membership:
-        """The next version, in which these are there, in the place of those of their names."""
-        members = {member.name: member for member in (*self.engines, *joined)}
-        return replace(self, version=self.version + 1, engines=tuple(members.values()))
-
-    def without(self, name: str) -> Membership:
-        """The next version, without the engine of this name."""
-        left = tuple(member for member in self.engines if member.name != name)
-        return replace(self, version=self.version + 1, engines=left)
-
-    @property
-    def trained(self) -> list[Member]:
-        """Those that get the trainers' weights."""
-        return [member for member in self.engines if member.spec.model.trained]
-
-    def serving(self, model: str) -> dict[str, Any]:
-        """The actors of a model's engines that are to get requests, by URL."""
-        return {m.url: m.actor for m in self.engines if m.serves and m.spec.model.name == model}
-
-
-_TIME = "%Y-%m-%d %H:%M:%S"
-_HEAD_LINES, _LOG_LINES = 2, 15
-"""Of each engine's end, in the error of a run that has lost all of them."""
 _LEAVE_S = 60.0
 START_ROUTER = "start router"
+Publish = Callable[[list[EngineAddress]], dict[str, float]]
 Keys = tuple[str, str] | None
 """(generate, admin) of servers; None for open ones, on loopback."""
 
 
 class Engines:
-    """The engines of a run. Until `serve` the death of any of them ends the run, from then on that of the last one of
-    its model, or of any where its model wants all. One that hangs is ended, and is then dead.
+    """The engines of a run. Until `serve` the death of any of them ends the run. From then on one that dies is started
+    again on its slots, and the run ends when too few are left for good: less than ``--min-engines`` of the trained
+    model, none of another, or any where its model wants all. One that hangs is ended, and is then dead.
 
-    The slots of an engine that died are free. Its requests are tried again by whoever sent them.
+    The slots of an engine that is given up are free. Its requests are tried again by whoever sent them.
     """
 
     def __init__(self, args: argparse.Namespace, supervisor: Supervisor) -> None:
@@ -85,11 +51,13 @@ class Engines:
         self._manager: Any = None
         self._members: dict[str, Member] = {}
         """All that there were, by name."""
-        self._deaths: dict[str, tuple[str, str]] = {}
-        """When one died, or was found to hang, and of what: phase, engine, status or question, the end of its log."""
-        self._skipped: list[str] = []
-        """Who died, as the next push says."""
+        self._losses = Losses(supervisor)
         self._trains = False
+        self._restarts: Restarts | None = None
+        """From `serve` on; None where none is started again."""
+        self._restarted = 0
+        self._recoveries: list[float] = []
+        """Since they were asked for: starts of lost engines, and seconds until one served again."""
 
     # ---- their lives
 
@@ -101,8 +69,15 @@ class Engines:
                 self._make(spec, slots[first : first + spec.width], serves=True)
 
     def _make(self, spec: EngineSpec, slots: list[Slot], *, serves: bool) -> Member:
-        """The actor is on the first of the slots; it makes those of the engine's other nodes."""
         rank = sum(other.spec.model == spec.model for other in self._members.values())
+        name, actor = self._actor(spec, slots, rank)
+        member = self._members[name] = Member(name, spec, "", actor, tuple(slots), serves, rank)
+        self.membership = self.membership.having(member)
+        self._supervisor.watch(name, actor, functools.partial(self._go_on_without, name))
+        return member
+
+    def _actor(self, spec: EngineSpec, slots: Sequence[Slot], rank: int) -> tuple[str, Any]:
+        """An engine's name and its actor, on the first of the slots; it makes those of the engine's other nodes."""
         nodes, where = [], {"runtime_env": actor_environment(self._placement.interface())}
         for first in range(0, spec.width, spec.on_node):
             part = slots[first : first + spec.on_node]
@@ -111,11 +86,7 @@ class Engines:
         its_args = spec.options(worker_options(self._args), self._placement.on_gpus)
         plan = EnginePlan(its_args, rank, self._keys, nodes, spec.model.called("engine"))
         actor = as_actor(EngineActor, **{EXAMINATION: 1}).options(**nodes[0].options).remote(plan)
-        name = f"{plan.name} {rank}"
-        member = self._members[name] = Member(name, spec, "", actor, tuple(slots), serves)
-        self.membership = self.membership.having(member)
-        self._supervisor.watch(name, actor, functools.partial(self._go_on_without, name))
-        return member
+        return f"{plan.name} {rank}", actor
 
     def started(self, urls: list[str]) -> None:
         """Note the addresses at which all answer, in the order of `begin`; RunError if several have the same."""
@@ -126,9 +97,14 @@ class Engines:
 
     def serve(self, manager: Any, opened: ray.ObjectRef | None) -> None:
         """Have the rollout manager send them requests, when ``opened``, its call that opens the routers, has returned.
-        From now on go on without one that dies where its model tolerates that, as long as it has another."""
+        From now on go on without one that dies, and start it again, with ``--no-use-fault-tolerance`` only where its
+        model tolerates that and has another."""
         self._tell(manager, START_ROUTER, opened)
         self._manager = manager
+        if self._args.use_fault_tolerance and self._restarts is None:
+            start = limit_of(self._args, "engine_start_timeout", MARGIN_S)
+            self._restarts = Restarts(self, self._args.engine_restart_limit, start)
+            self._supervisor.attend(self._restarts.tick)
 
     def add(self, model: str) -> str:
         """Start one more engine like the first of ``model``; its name. One of the trained model gets no request before
@@ -148,7 +124,7 @@ class Engines:
             self._leave_out(member)
             raise
         if not urls:  # its death was noticed
-            raise RunError(f"{phase}: {self._deaths.pop(member.name)[1]}")
+            raise RunError(f"{phase}: {self._losses.forget(member.name)}")
         waits = spec.model.trained and self._trains
         self.membership = self.membership.having(replace(member, url=urls[0], serves=not waits))
         self._tell(self._manager, phase)
@@ -158,13 +134,19 @@ class Engines:
         """End an engine, whose requests go on at others; RunError if there is none, or no other serves its model."""
         named = {member.name: member for member in self.membership.engines}
         if name not in named:
+            if self._restarts is not None and (comeback := self._restarts.drop(name)) is not None:
+                self._losses.forget(name)
+                self._placement.give_back(list(comeback.member.slots))
+                return
             raise RunError(f"remove {name}: there is no such engine, there are: {', '.join(named)}")
         member = named[name]
         others = [m for m in self.membership.engines if m.serves and m.spec.is_like(member.spec) and m is not member]
         if not others:
             raise RunError(f"remove {name}: no other engine serves the model {member.spec.model.name!r}")
         self.membership = self.membership.without(name)
-        self._supervisor.forget(name)  # first: it may die meanwhile
+        self._supervisor.forget(member.called)  # first: it may die meanwhile
+        if self._restarts is not None:
+            self._restarts.drop(name)
         self._tell(self._manager, f"deregister {name}")
         ray.wait([member.actor.leave.remote()], timeout=_LEAVE_S)
         self._free(member)
@@ -185,7 +167,7 @@ class Engines:
     def begin(self, method: str, *values: Any, sleepers: bool = False) -> dict[str, ray.ObjectRef]:
         """Call a method of all that live, or only of those that sleep while trainers train, by name."""
         return {
-            member.name: getattr(member.actor, method).remote(*values)
+            member.called: getattr(member.actor, method).remote(*values)
             for member in self.membership.engines
             if member.spec.beside_trainers or not sleepers
         }
@@ -194,77 +176,222 @@ class Engines:
         """The answers of all sleepers that live when the call is over."""
         return self._supervisor.wait(self.begin(method, *values, sleepers=True), phase, limit)
 
-    def metrics(self) -> dict[str, float]:
-        """How many of the trained model's live, in a run that has any."""
-        trained = self.membership.trained
-        return {"rollout/engines_alive": float(len(trained))} if trained else {}
+    def end(self) -> list[ray.ObjectRef]:
+        """Have all end, also those that start again; answers to wait for, not for long."""
+        for comeback in self._restarts or ():
+            if not comeback.joined:
+                ray.kill(comeback.member.actor)  # its other calls would wait for the start
+        return list(self.begin("stop").values())
 
-    def push(self, version: int, publish: Callable[[list[EngineAddress]], dict[str, float]]) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
+        """How many of the trained model's live, in a run that has any, and since the last call how often a lost engine
+        was started again, and how many seconds the slowest was away of those that serve again."""
+        restarted, self._restarted = self._restarted, 0
+        recoveries, self._recoveries = self._recoveries, []
+        if not self.expects_weights():
+            return {}
+        figures = {"rollout/engines_alive": float(len(self.membership.trained))}
+        figures["rollout/engine_restarts"] = float(restarted)
+        return figures | ({"perf/recovery_time": max(recoveries)} if recoveries else {})
+
+    # ---- their weights
+
+    def expects_weights(self) -> bool:
+        """Whether there is an engine of the trained model, be it on its way back."""
+        return bool(self.membership.trained or self._coming())
+
+    def waiting(self) -> list[Member]:
+        """Those of the trained model that live and wait for its weights."""
+        return [member for member in self.membership.trained if not member.serves]
+
+    def serves(self) -> bool:
+        """Whether an engine of the trained model gets requests."""
+        return any(member.serves for member in self.membership.trained)
+
+    def await_one(self, phase: str) -> None:
+        """Wait until an engine of the trained model lives, where all are on their way back; each has a deadline."""
+        tries = 1 + self._args.engine_restart_limit
+        limit = limit_of(self._args, "engine_start_timeout", 2 * MARGIN_S)
+        limit = Deadline(tries * limit.seconds, limit.flag)
+        self._supervisor.wait_until(lambda: self.membership.trained, phase, limit, "engines that start again")
+
+    def hold_starts(self) -> None:
+        """Begin no start on trainers' slots until `allow_starts`, and wait for those under way, which take a share of
+        the GPU memory that they find free, and for what still has memory of lives before."""
+        restarts = self._restarts
+        if restarts is not None:
+            restarts.beside_trainers = False
+            limit = limit_of(self._args, "engine_start_timeout", 2 * MARGIN_S)
+            phase = "start engines again before trainers wake"
+            self._supervisor.wait_until(lambda: not restarts.beside(), phase, limit, "engines that start again")
+
+    def allow_starts(self) -> None:
+        """Take `hold_starts` back: the trainers are asleep."""
+        if self._restarts is not None:
+            self._restarts.beside_trainers = True
+
+    def push(self, version: int, publish: Publish) -> dict[str, float]:
         """Have ``publish`` push weights to the trained model's that live, and see to it that they have this version
         then; say once of each other that it was skipped. Those that joined then get requests.
 
         A push during which an engine dies leaves the others paused, with weights of two versions: it is made again as a
-        whole, without that engine. RunError where it failed although no engine died, or none is left.
+        whole, without that engine. RunError where it failed although no engine died, or none is left, NoEngineError
+        where all that there are start again.
         """
+        return self._publish(version, publish, lambda: self.membership.trained)
+
+    def catch_up(self, version: int, publish: Publish) -> None:
+        """Have ``publish`` push weights to those that wait for them alone; the others go on. One that cannot be given
+        them is lost again."""
+        phase = f"push of version {version} to engines that came back"
+        try:
+            self._publish(version, publish, self.waiting)
+        except RayDownError:
+            raise
+        except RunError as error:
+            for member in self.waiting():
+                self._supervisor.forget(member.called)
+                self._go_on_without(member.name, phase, f"{phase}: {member.called} did not get them: {error}")
+
+    def _publish(self, version: int, publish: Publish, whom: Callable[[], list[Member]]) -> dict[str, float]:
+        phase = f"push of version {version}"
         while True:
-            before = self.membership
-            while self._skipped:
-                warn(f"push of version {version}: skipped {self._skipped.pop(0)}")
+            before, given = self.membership, whom()
+            for skipped in self._losses.take_skipped({member.name for member in given}):
+                warn(f"{phase}: skipped {skipped}")
             try:
-                figures = publish([self._address(member) for member in before.trained])
+                if not given and self._coming():
+                    raise RunError("none is there to get it")
+                figures = publish([self._address(member) for member in given])
                 break
             except RunError as error:
                 if self.membership is before:
-                    self._examine(f"push of version {version}: {error}".splitlines()[0])
-                if self.membership is before or not self.membership.trained:
+                    self._examine(f"{phase}: {error}".splitlines()[0])
+                if not self.membership.trained and self._coming():
+                    raise NoEngineError(f"{phase}: all engines are starting again: {error}") from error
+                if self.membership is before or not whom():
                     raise
-        joined = [replace(member, serves=True) for member in self.membership.trained if not member.serves]
+        self._let_serve(given, phase)
+        return figures
+
+    def _let_serve(self, given: list[Member], phase: str) -> None:
+        """Register those of them that wait for it, now that they have the weights."""
+        there = self.membership.engines
+        joined = [replace(member, serves=True) for member in given if not member.serves and member in there]
         if joined:
             self.membership = self.membership.having(*joined)
             self._tell(self._manager, f"register {' and '.join(member.name for member in joined)}")
-        return figures
+        for member in joined:
+            if member in self.membership.engines:  # else it died meanwhile
+                self._is_back(member, phase)
 
     def _address(self, member: Member) -> EngineAddress:
         generate_key, admin_key = self._keys or (None, None)
         first = self._placement.number(member.slots[0])
         apart = not member.spec.beside_trainers
-        return EngineAddress(member.url, member.spec.width, generate_key, admin_key, first, apart)
+        return EngineAddress(member.url, member.spec.width, generate_key, admin_key, first, apart, member.life)
 
     def _examine(self, because: str) -> None:
         """Find out whether one hangs, which is then dead: who waits for its answer knows only that there is none."""
         name = "rollout_health_check_timeout"
         limit = limit_of(self._args, name, getattr(self._args, name) + MARGIN_S)  # it is asked twice
-        calls = {m.name: m.actor.examine.remote(because, paused=True) for m in self.membership.trained}
+        calls = {m.called: m.actor.examine.remote(because, paused=True) for m in self.membership.trained}
         self._supervisor.wait(calls, "examine the engines", limit)
 
     def _tell(self, manager: Any, phase: str, opened: ray.ObjectRef | None = None) -> None:
         calls = {"the rollout manager": manager.serve.remote(self.membership, opened)}
         self._supervisor.wait(calls, phase, limit_of(self._args, "engine_start_timeout", MARGIN_S))
 
+    # ---- those that are lost
+
     def _go_on_without(self, name: str, phase: str, cause: str) -> None:
-        member, model = self._members[name], self._members[name].spec.model
+        member = self._members[name]
         lines = cause.splitlines()
-        kept = [*lines[:_HEAD_LINES], *lines[_HEAD_LINES:][-_LOG_LINES:]]
-        when = time.strftime(_TIME)
-        self._deaths[name] = when, "\n".join(kept)
-        if self._manager is not None and member in self.membership.engines:  # without its address yet
+        self._losses.note(member, cause)
+        if self._manager is None:
+            raise RunError(cause)
+        if member in self.membership.engines:  # without its address yet
             self._leave_out(member)  # `add`, which waits for it, says so
             return
-        lost = [other for other in self._deaths if member.spec.is_like(self._members[other].spec)]
-        alive = [m for m in self.membership.engines if member.spec.is_like(m.spec) and m.name != name]
-        if self._manager is None or not model.tolerates_loss or (lost == [name] and not alive):
-            raise RunError(cause)
         self.membership = self.membership.without(name)
-        if not any(other.serves for other in alive):
-            causes = [f"{each} was lost at {': '.join(self._deaths[each])}" for each in lost]
-            waiting = f" (without weights yet: {', '.join(other.name for other in alive)})" if alive else ""
-            first = f"{phase}: no engine is left{waiting}, {' and '.join(lost)} were lost"
-            raise RunError("\n".join([first, *causes]))
-        self._free(member)
-        self._skipped.append(f"{name}, which was lost at {when}")
+        returns = self._restarts is not None and self._restarts.take(member)
+        action = "it is started again" if returns else "the run goes on without it"
+        self._losses.tell("engine_hangs" if " hangs: " in lines[0] else "engine_died", member, phase, cause, action)
+        if self._restarts is not None and not returns:
+            self._losses.tell("engine_given_up", member, phase, cause, self._why_given_up())
+        self._check_enough(member, phase, cause)
+        if not returns:
+            self._free(member)
+        self._losses.will_be_skipped(name)
         removed = self._manager.serve.remote(self.membership, None)
         self._supervisor.expect("the rollout manager", removed, f"deregister {name}")
+        alive, lost = (len(found(member.spec)) for found in (self._alive, self._losses.of))
+        requests = ", which get its requests" if alive else ": requests wait"
+        requests += ", and it is started again" if returns else ""
         warn(
-            f"{lines[0]}; going on with {len(alive)} of {len(alive) + len(lost)} engines, which get its "
-            f"requests (log: {self._args.run_dir}/logs/{name.replace(' ', '_')}.log)"
+            f"{lines[0]}; going on with {alive} of {alive + lost} engines{requests} "
+            f"(log: {self._args.run_dir}/logs/{name.replace(' ', '_')}.log)"
         )
+
+    def next_life(self, member: Member) -> Member:
+        """Make its actor again, on the same slots."""
+        _, actor = self._actor(member.spec, member.slots, member.rank)
+        self._restarted += 1
+        following = replace(member, url="", actor=actor, serves=False, life=member.life + 1)
+        self._members[member.name] = following
+        return following
+
+    def came_up(self, comeback: Comeback, url: str) -> None:
+        """It answers at ``url``, and gets requests at once if it needs no weights of the trainers'."""
+        member = comeback.member
+        waits = member.spec.model.trained and self._trains
+        self.membership = self.membership.having(replace(member, url=url, serves=not waits))
+        self._supervisor.watch(member.called, member.actor, functools.partial(self._go_on_without, member.name))
+        if waits:
+            return
+        told, phase = self._manager.serve.remote(self.membership, None), f"register {member.name}"
+        self._supervisor.expect("the rollout manager", told, phase)
+        self._is_back(member, phase)
+
+    def did_not_start(self, comeback: Comeback, phase: str, cause: str) -> None:
+        """Start it once more, as long as its budget lasts."""
+        assert self._restarts is not None
+        member, line = comeback.member, cause.splitlines()[0]
+        pause = self._restarts.again(comeback)
+        if pause is not None:
+            action = f"it is started again in {pause:g} s"
+            self._losses.tell("engine_died", member, f"start {member.name}", cause, action)
+            warn(f"{phase}: {member.called} did not start: {line}; it is tried again in {pause:g} s")
+            return
+        self._losses.note(member, cause)
+        self._placement.give_back(list(member.slots))
+        given_up = self._why_given_up()
+        self._losses.tell("engine_given_up", member, f"start {member.name}", cause, given_up)
+        self._check_enough(member, phase, f"{phase}: {member.called} did not start: {cause}")
+        warn(f"{phase}: {member.called} did not start: {line}; {given_up}")
+
+    def _why_given_up(self) -> str:
+        limit = self._args.engine_restart_limit
+        return f"it is given up, after {limit} starts within an hour (--engine-restart-limit)"
+
+    def _is_back(self, member: Member, phase: str) -> None:
+        comeback = self._restarts.drop(member.name) if self._restarts is not None else None
+        if comeback is None:  # it was added
+            return
+        seconds = time.monotonic() - comeback.noticed
+        self._recoveries.append(seconds)
+        self._losses.forget(member.name)
+        self._losses.tell("engine_back", member, phase, "", f"{member.called} serves", seconds)
+        say(f"{member.name} serves again, {seconds:.0f} s after it was found to be lost")
+
+    def _coming(self, like: EngineSpec | None = None) -> list[str]:
+        """Who of the trained models, or of those like one, is lost and on the way back."""
+        coming = [each.member for each in self._restarts or () if not each.joined]
+        return [m.name for m in coming if (m.spec.model.trained if like is None else m.spec.is_like(like))]
+
+    def _alive(self, like: EngineSpec) -> list[Member]:
+        return [member for member in self.membership.engines if member.spec.is_like(like)]
+
+    def _check_enough(self, member: Member, phase: str, cause: str) -> None:
+        coming = None if self._restarts is None else self._coming(member.spec)
+        self._losses.check(member, phase, cause, self._alive(member.spec), coming, self._args.min_engines)

@@ -9,25 +9,33 @@ import logging
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+from slime.backends.sglang.client import EngineError
 from slime.backends.sglang.router import Router, RouterKeys, RunningRouter
-from slime.fleet.engines import Membership
+from slime.fleet.membership import Membership
+from slime.fleet.resend_log import ResendLog
+from slime.fleet.restarts import Budget, pause_before
 from slime.fleet.spec import ModelSpec
+from slime.observability import events
 from slime.ray.cluster import serving_host
 from slime.ray.examination import Examiner
+from slime.rollout.engine.gate import PauseSwitch
 from slime.rollout.engine.state import place_of_request
 from slime.rollout.model_urls import ACTOR
 from slime.rollout.runtime import RolloutRuntime
 from slime.utils.environment import bypass_proxies
-from slime.utils.http_client import Http, router_variable
+from slime.utils.http_client import router_variable
+
+_POLL_S = 0.5
+logger = logging.getLogger(__name__)
 
 
 class Routers:
-    """Those of a run."""
+    """Those of a run. One that dies, or hangs, is started again at its address by whoever calls `check`, and is told of
+    the engines; requests wait meanwhile, and while no engine is there for them."""
 
     def __init__(
         self,
@@ -54,6 +62,14 @@ class Routers:
         self._resend_log: ResendLog | None = None
         self._version = 0
         self._changing = threading.Lock()
+        self._holds = {model: PauseSwitch() for model in self._models}
+        """Of requests, by model."""
+        self._down: set[str] = set()
+        """Models whose router starts again."""
+        self._out_of_step: set[str] = set()
+        """Models whose router could not be told who is there."""
+        self._budget = Budget(0)
+        self._stopped = False
 
     def _router_of(self, model: ModelSpec) -> Router:
         own = {"router_cli": list(model.router_flags), "prefills_apart": model.prefills_apart}
@@ -78,6 +94,7 @@ class Routers:
     def open(self) -> None:
         """Start them."""
         args, http = self._args, self._runtime.http
+        self._budget = Budget(args.engine_restart_limit if args.use_fault_tolerance else 0)
         hosts = {urlsplit(router.url).hostname or "" for router in self._routers.values()}
         bypass_proxies([serving_host(self._api_keys), *hosts])  # hooks may ask routers by clients of their own
         for model in self._models.values():
@@ -90,10 +107,13 @@ class Routers:
                 http.limit_posts(router.url, place_of_request)
             if model.generates:
                 self._resend_log = ResendLog(http, router.url)
-            if model.tolerates_loss:
+            come_back = args.use_fault_tolerance
+            if come_back:
+                http.hold_by(router.url, self._holds[model.name].wait_until_resumed)
+            if model.tolerates_loss or come_back:
                 engines = functools.partial(self._engines.__getitem__, model.name)
-                leave_out = functools.partial(self.leave_out, model.name)
-                self._examiners.append(Examiner(engines, args.rollout_health_check_timeout, leave_out))
+                leave_out, limit = functools.partial(self.leave_out, model.name), args.rollout_health_check_timeout
+                self._examiners.append(Examiner(engines, limit, leave_out, come_back=come_back))
                 http.examine_by(router.url, self._examiners[-1])
         if self._routers and (key := self._routers[self._generating].generate_key):
             # For programs that hooks start: `http_utils.post` there adds the key for these addresses only.
@@ -121,10 +141,30 @@ class Routers:
             self._make_known()
             for model, urls in joined.items():
                 for url in urls:
-                    self._routers[model].add(url)
+                    self._tell(model, "add", url)
         # Who finds that an engine hangs, or has died, need not wait for that, and ends it.
         for model, urls in joined.items():
-            self._routers[model].wait_registered(urls, timeout=max(0.0, deadline - time.monotonic()))
+            self._wait_registered(model, urls, deadline)
+
+    def _tell(self, model: str, what: str, url: str) -> None:
+        """Have a model's router `add` or `remove` an engine. One that does not answer hears it later, from `check`."""
+        try:
+            getattr(self._routers[model], what)(url)
+        except EngineError:
+            if not self._budget.limit:
+                raise
+            self._out_of_step.add(model)
+
+    def _wait_registered(self, model: str, urls: list[str], deadline: float) -> None:
+        """Until the router finds these healthy, be it that it starts again meanwhile."""
+        while True:
+            try:
+                self._routers[model].wait_registered(urls, timeout=max(0.0, deadline - time.monotonic()))
+                return
+            except EngineError:
+                if not self._budget.limit or self._stopped or time.monotonic() > deadline:
+                    raise
+            time.sleep(_POLL_S)
 
     def leave_out(self, model: str, url: str) -> None:
         """Send nothing more to an engine that hangs, and have fewer requests in flight."""
@@ -135,20 +175,72 @@ class Routers:
                 self._make_known()
 
     def _leave_out(self, model: str, url: str) -> None:
-        self._routers[model].remove(url)
+        self._tell(model, "remove", url)
         # Last: where the router fails, the next who finds out tries again.
         del self._engines[model][url]
         if url in self._joining.get(model, ()):
             self._joining[model].remove(url)
 
     def _make_known(self) -> None:
-        """To whoever ends requests, and to the bound on those in flight."""
+        """To whoever ends requests, to the bound on those in flight, and to requests that nobody is there for."""
+        for model, hold in self._holds.items():
+            hold.resume() if self._engines.get(model) and model not in self._down else hold.pause()
         self._runtime.set_engines(list(self._engines[self._generating]), self._api_keys[1] if self._api_keys else None)
 
     def check(self) -> None:
-        """Raise EngineError when one has died or hangs."""
-        for router in list(self._routers.values()):
-            router.check()
+        """Start those again that have died or hang; EngineError where that fails, or is not to be tried."""
+        for model, router in list(self._routers.items()):
+            try:
+                router.check()
+            except EngineError as error:
+                if self._stopped:
+                    return
+                if model not in self._engines or not router.is_own:  # it was never open
+                    raise
+                self._restart(model, router, error)
+        for model in [*self._out_of_step]:
+            with contextlib.suppress(EngineError), self._changing:
+                self._reconcile(model)
+                self._out_of_step.discard(model)
+
+    def _restart(self, model: str, router: Router, error: EngineError) -> None:
+        noticed, name, attempt, problem = time.monotonic(), self._models[model].called("router"), 0, str(error)
+        with self._changing:
+            self._down.add(model)
+            self._make_known()
+        while True:
+            time.sleep(pause_before(attempt))
+            if not self._budget.take(name):
+                raise error
+            events.add("router_died", name, phase="", cause=problem, action="it is started again")
+            logger.warning("%s; it is started again, and requests wait", problem.splitlines()[0])
+            try:
+                router.restart()
+                with self._changing:
+                    self._reconcile(model)
+                    self._out_of_step.discard(model)
+                    urls = self._joining[model] = list(self._engines[model])
+                router.wait_registered(urls, self._args.engine_start_timeout)
+                break
+            except EngineError as failure:
+                attempt, problem = attempt + 1, str(failure)
+        if self._resend_log is not None and self._models[model].generates:
+            self._resend_log.restarted()
+        with self._changing:
+            self._down.discard(model)
+            self._make_known()
+        seconds = time.monotonic() - noticed
+        events.add("router_back", name, phase="", cause="", action=f"it knows {len(urls)} engines", seconds=seconds)
+        logger.warning("the %s is back after %.0f s, at %s", name, seconds, router.url)
+
+    def _reconcile(self, model: str) -> None:
+        """Have a model's router know the engines that are to get requests, and no others."""
+        router, wanted = self._routers[model], self._engines[model].keys()
+        known = router.registered()
+        for url in known - wanted:
+            router.remove(url)
+        for url in wanted - known:
+            router.add(url)
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
@@ -171,6 +263,7 @@ class Routers:
 
     def stop(self) -> None:
         """End them."""
+        self._stopped = True
         while self._routers:
             self._routers.popitem()[1].stop()
 
@@ -179,34 +272,3 @@ def _address(router: Router) -> tuple[str, int]:
     """An IPv6 host keeps its brackets, which hooks that put host and port together would forget."""
     address, port = router.url.removeprefix("http://").rsplit(":", 1)
     return address, int(port)
-
-
-_SHARE, _FEWEST = 0.01, 5
-logger = logging.getLogger(__name__)
-
-
-class ResendLog:
-    """Of the requests to one router."""
-
-    def __init__(self, http: Http, router_url: str) -> None:
-        self._http, self._url = http, router_url
-        self._failed: Counter[str] = Counter()
-        self._lock = threading.Lock()
-
-    def metrics(self, rollout_id: int, failed: Counter[str]) -> dict[str, float]:
-        """Counts since the last call, an evaluation's included; a warning where they pass one request in a hundred.
-        ``failed`` are the tries at engines that failed, by cause, since the router's start (`Router.failed_tries`)."""
-        with self._lock:
-            requests, resent = self._http.take_counts(self._url)
-            by_router, self._failed = failed - self._failed, failed
-        total = resent.total() + by_router.total()
-        if total >= max(_FEWEST, _SHARE * requests):
-            causes = ", ".join(f"{n} {cause}" for cause, n in (resent + by_router).most_common())
-            logger.warning(
-                "rollout %d: %d tries at %d requests to engines failed and were made again (%s): the samples are "
-                "whole, but see the network and the logs of router and engines",
-                *(rollout_id, total, requests, causes),
-            )
-        counts = {f"rollout/resent/{cause}": n for cause, n in sorted(resent.items())}
-        counts |= {f"rollout/resent_by_router/{cause}": n for cause, n in sorted(by_router.items())}
-        return {"rollout/resent_requests": float(total)} | {name: float(n) for name, n in counts.items()}

@@ -21,6 +21,7 @@ KINDS = {
     "engine_back": "an engine that was lost serves again",
     "engine_given_up": "an engine is not started again",
     "router_died": "a router ended, or hung",
+    "router_back": "a router that was lost sends requests again",
     "trainer_died": "a training rank ended",
     "manager_died": "the rollout manager ended",
     "push_failed": "a push of weights was begun again, or not proved",

@@ -75,6 +75,23 @@ class DeadlineOptions:
 
 
 @dataclass
+class RecoveryOptions:
+    """Recovery: engines and routers that die or hang while the run goes on."""
+
+    use_fault_tolerance: bool = option(
+        True,
+        "Start a lost engine again, in the background, and give it requests when it has the current weights; start a "
+        "lost router again, at its address. Without, a run goes on with the engines that are left.",
+    )
+    engine_restart_limit: int = option(
+        3, "Starts of one lost engine, or router, within an hour; one that is lost once more is given up.", at_least=0
+    )
+    min_engines: int = option(
+        1, "Of the trained model: the run ends when fewer are left, those that start again included.", at_least=1
+    )
+
+
+@dataclass
 class WeightUpdateOptions:
     """Weight update: from the trainer to the engines."""
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import slime
 from slime.files.storage import writing
-from slime.processes import kernel
+from slime.processes import heartbeat, kernel
 from slime.utils.command_line import apart, secrets_of
 from slime.utils.http_utils import redact
 
@@ -44,13 +44,14 @@ class ServerProcess:
         grace: float = 10.0,
         scratch: str | None = None,
         held: bool = False,
+        beats: bool = False,
     ) -> None:
         """``command``, whose flags that are named for secrets come to it by environment, runs with ``env`` as its whole
         environment, its output appended to ``log_path``; `tail` replaces ``secrets`` by ``***``.
 
         It has ``grace`` seconds to end in order before it is killed. Files that it maps into memory whose paths begin
         with ``scratch`` are removed when it has ended, nobody else's. If it is ``held``, it only imports until
-        `let_go`.
+        `let_go`. One that ``beats`` has a directory for that, `heartbeats`, which goes when it has ended.
         """
         self._command, hidden = apart(command)
         self._env = {**env, "PYTHONPATH": _with_our_package(env.get("PYTHONPATH", ""))}
@@ -65,6 +66,9 @@ class ServerProcess:
         if held:
             self._env[HELD_VARIABLE] = "1"
         self._owner_end: int | None = None
+        self._beats = beats
+        self.heartbeats: str | None = None
+        """As of `heartbeat`, from `start` on."""
 
     def start(self) -> None:
         """Start the supervisor, which starts the command; returns at once."""
@@ -73,6 +77,9 @@ class ServerProcess:
         options = ["--owner-fd", str(supervisor_end), "--grace", str(self._grace)]
         if self._scratch is not None:
             options += ["--scratch", self._scratch]
+        if self._beats:
+            self.heartbeats = self._env[heartbeat.DIRECTORY_VARIABLE] = heartbeat.make_directory()
+            options += ["--heartbeats", self.heartbeats]
         try:
             with writing("--run-dir, log", self._log_path):
                 self._log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,6 +94,9 @@ class ServerProcess:
                     pass_fds=(supervisor_end,),
                     start_new_session=True,
                 )
+        except BaseException:
+            heartbeat.remove_directory(self.heartbeats)
+            raise
         finally:
             os.close(supervisor_end)
 

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from slime.processes import kernel
+from slime.processes import heartbeat, kernel
 from slime.processes.kernel import Process, send
 
 _MARK = "SLIME_SERVER_ID"
@@ -51,10 +51,11 @@ def mapped_files(pid: int, prefix: str) -> set[str]:
 class Supervisor:
     """One server process and its tree."""
 
-    def __init__(self, owner_fd: int, grace: float, scratch: str | None) -> None:
+    def __init__(self, owner_fd: int, grace: float, scratch: str | None, heartbeats: str | None = None) -> None:
         self._owner_fd = owner_fd
         self._grace = grace
         self._scratch = scratch
+        self._heartbeats = heartbeats
         self._left_over: set[str] = set()
         self._guard: int | None = None
         self._mark = os.urandom(16).hex()
@@ -90,6 +91,7 @@ class Supervisor:
         self._end_tree()
         for path in self._left_over:
             Path(path).unlink(missing_ok=True)
+        heartbeat.remove_directory(self._heartbeats)
         # Of what is left in spite of KILL the guard takes care, when our end closes its pipe.
         if self._guard is not None and not self._tree():
             send(self._guard, signal.SIGKILL)
@@ -117,6 +119,7 @@ class Supervisor:
             self._outlast_supervisor(guard_end)
             mark = f"{_MARK}={self._mark}"
             kernel.kill_all(lambda: tree_of(session, mark), _KILL_DEADLINE_S)
+            heartbeat.remove_directory(self._heartbeats)
         finally:
             os._exit(0)
 
@@ -203,10 +206,11 @@ def main() -> int:
     parser.add_argument("--owner-fd", type=int, required=True, help="read end of the owner's pipe")
     parser.add_argument("--grace", type=float, default=10.0, help="seconds between TERM and KILL")
     parser.add_argument("--scratch", metavar="PREFIX", help="remove the server's mapped files of such paths at its end")
+    parser.add_argument("--heartbeats", metavar="DIRECTORY", help="remove it at the server's end")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the server's command")
     options = parser.parse_args()
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
-    return Supervisor(options.owner_fd, options.grace, options.scratch).run(command)
+    return Supervisor(options.owner_fd, options.grace, options.scratch, options.heartbeats).run(command)
 
 
 if __name__ == "__main__":

@@ -130,11 +130,15 @@ class NodeActor:
 
     @ray.method(concurrency_group="watch")
     def serve(self, meeting: str) -> ExitInfo:
-        """Start the server, to meet the first node's at ``meeting``; its end, whenever that comes."""
+        """Start the server, to meet the first node's at ``meeting``; its end, or that it hangs, whenever that comes."""
         self._engine.join(meeting)
-        while (end := self._engine.end()) is None:
+        while (end := self._engine.end() or self._engine.hang()) is None:
             time.sleep(_POLL_S)
         return end
+
+    def look(self) -> None:
+        """Look from now on whether the processes here go on."""
+        self._engine.look()
 
     def stop(self) -> None:
         """End the server tree."""
@@ -153,6 +157,10 @@ class _OtherActors:
             actor = as_actor(NodeActor).options(**place.options).remote(self._plan, node)
             self._actors.append(actor)
             self._serving[actor.serve.remote(meeting)] = node
+
+    def look(self) -> None:
+        for actor in self._actors:
+            actor.look.remote()
 
     def ends(self) -> list[ExitInfo]:
         calls = list(self._serving)

@@ -23,11 +23,17 @@ class Examiner:
     """Examines the engines behind a router, once for all requests that ask meanwhile, in a thread of its own."""
 
     def __init__(
-        self, engines: Callable[[], Mapping[str, Any]], answer: float, remove: Callable[[str], object]
+        self,
+        engines: Callable[[], Mapping[str, Any]],
+        answer: float,
+        remove: Callable[[str], object],
+        *,
+        come_back: bool = False,
     ) -> None:
         """``engines`` gives the actors of those that get requests, by URL; each is asked twice, with ``answer`` seconds
-        to answer. ``remove`` is called with the URL of one that hangs, unless all do; it then gets none any more."""
-        self._engines, self._remove = engines, remove
+        to answer. ``remove`` is called with the URL of one that hangs; it then gets none any more. It is not called
+        where all hang, unless they ``come_back``."""
+        self._engines, self._remove, self._come_back = engines, remove, come_back
         self._limit = 2 * answer + _MARGIN_S
         self._lock = threading.Lock()
         self._current: Future[str | None] | None = None
@@ -96,10 +102,12 @@ class Examiner:
                 ray.get(call, timeout=max(0.0, deadline - time.monotonic()))
             except RayError as error:  # one that has died among them
                 hanging[url] = str(getattr(error, "cause", None) or error).splitlines()[0]
+        if not asked and self._come_back:
+            return None
         if not hanging:
             who = f"all {len(asked)} engines answer" if len(asked) > 1 else "the only engine left answers"
             return f"{who}, so that this takes longer: raise the limit, or ask for less"
-        if len(hanging) == len(asked):
+        if len(hanging) == len(asked) and not self._come_back:
             raise RequestError(f"{problem}: no engine is left that answers\n" + "\n".join(hanging.values()))
         for url in hanging:
             self._remove(url)

@@ -140,6 +140,8 @@ class Supervisor:
         self._watches: dict[ray.ObjectRef, tuple[str, _OnDeath | None]] = {}
         self._dead: set[str] = set()
         self._background: dict[ray.ObjectRef, tuple[str, str]] = {}
+        self._chores: list[Callable[[str], None]] = []
+        self._at_chores = False
         self.version = "none yet"
 
     def watch(self, name: str, actor: Any, on_death: _OnDeath | None = None) -> None:
@@ -155,34 +157,81 @@ class Supervisor:
         """Fail every later `wait` when ``call``, whose answer is waited for at another time, fails."""
         self._background[call] = (who, phase)
 
-    def wait(self, calls: Mapping[str, ray.ObjectRef], phase: str, limit: Deadline) -> list[Any]:
+    def attend(self, chore: Callable[[str], None]) -> None:
+        """Call ``chore`` with the phase in every `wait`, once a second or oftener. It waits for nothing by itself, and
+        raises RunError where the run cannot go on."""
+        self._chores.append(chore)
+
+    def wait(
+        self,
+        calls: Mapping[str, ray.ObjectRef],
+        phase: str,
+        limit: Deadline,
+        until: Callable[[], object] | None = None,
+    ) -> list[Any]:
         """The answers of ``calls`` (who was asked -> reference), in their order, without those of the survived dead.
-        RunError where a call failed, of these or of those expected, a watched actor died, or the deadline passed."""
+        RunError where a call failed, of these or of those expected, a watched actor died, or the deadline passed.
+
+        When ``until()`` holds before all have answered, it is not waited any longer, and there are no answers.
+        """
         dead_before = len(self._dead)
         deadline = time.monotonic() + limit.seconds
         names = {ref: who for who, ref in calls.items()}
         pending = dict.fromkeys(ref for ref, who in names.items() if who not in self._dead)
         while pending:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                waiting = ", ".join(names[ref] for ref in pending)
-                raise RunError(f"{phase}: no answer within {limit} from {waiting} (weight version {self.version})")
-            others = [ref for ref in self._background if ref not in names]
-            _check_ray(phase)
-            for ref in _ready([*pending, *self._watches, *others], min(left, _POLL_S)):
-                known = len(self._dead)
-                if ref in self._watches:
-                    self._mark_dead(ref, phase)
-                elif ref in pending or ref in self._background:
-                    pending.pop(ref, None)
-                    who, its_phase = self._background.pop(ref, (names.get(ref, ""), phase))
-                    if who not in self._dead and (error := _error_of(ref)):
-                        self._raise_root_cause(error, who, its_phase, 0.0 if known > dead_before else _grace_of(error))
-                if len(self._dead) > known:  # also those found as a root cause: no answer of theirs counts
-                    pending = dict.fromkeys(ref for ref in pending if names[ref] not in self._dead)
-                if not pending:
-                    break  # what else is ready is the next wait's
+            if until is not None and until():
+                return []
+            self._pass(pending, names, phase, limit, deadline, dead_before)
         return [_get(ref) for ref, who in names.items() if who not in self._dead]
+
+    def wait_until(self, condition: Callable[[], object], phase: str, limit: Deadline, who: str) -> None:
+        """Wait for what a chore, or a death, brings about; RunError as of `wait`, where ``who`` took too long."""
+        deadline = time.monotonic() + limit.seconds
+        while not condition():
+            self._pass({}, {}, phase, limit, deadline, len(self._dead), who)
+
+    def _pass(
+        self,
+        pending: dict[ray.ObjectRef, None],
+        names: dict[ray.ObjectRef, str],
+        phase: str,
+        limit: Deadline,
+        deadline: float,
+        dead_before: int,
+        who: str = "",
+    ) -> None:
+        """Heed what comes within a second; who has answered, or died, is ``pending`` no more."""
+        left = deadline - time.monotonic()
+        if left <= 0:
+            waiting = ", ".join(names[ref] for ref in pending) or who
+            raise RunError(f"{phase}: no answer within {limit} from {waiting} (weight version {self.version})")
+        self._do_chores(phase)
+        others = [ref for ref in self._background if ref not in names]
+        _check_ray(phase)
+        for ref in _ready([*pending, *self._watches, *others], min(left, _POLL_S)):
+            known = len(self._dead)
+            if ref in self._watches:
+                self._mark_dead(ref, phase)
+            elif ref in pending or ref in self._background:
+                pending.pop(ref, None)
+                who, its_phase = self._background.pop(ref, (names.get(ref, ""), phase))
+                if who not in self._dead and (error := _error_of(ref)):
+                    self._raise_root_cause(error, who, its_phase, 0.0 if known > dead_before else _grace_of(error))
+            if len(self._dead) > known:  # also those found as a root cause: no answer of theirs counts
+                for lost in [ref for ref in pending if names[ref] in self._dead]:
+                    del pending[lost]
+            if names and not pending:
+                break  # what else is ready is the next wait's
+
+    def _do_chores(self, phase: str) -> None:
+        if self._at_chores:  # of a wait within a chore
+            return
+        self._at_chores = True
+        try:
+            for chore in self._chores:
+                chore(phase)
+        finally:
+            self._at_chores = False
 
     def _mark_dead(self, watch: ray.ObjectRef, phase: str) -> None:
         name, on_death = self._watches[watch]

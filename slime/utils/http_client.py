@@ -88,6 +88,7 @@ class Http:
         self._api_keys: dict[str, str] = {}
         self._places: dict[str, Callable[[], AbstractAsyncContextManager[object]]] = {}
         self._examiners: dict[str, Callable[[str], Awaitable[str | None]]] = {}
+        self._holds: dict[str, Callable[[], Awaitable[None]]] = {}
         self._sessions: dict[
             asyncio.AbstractEventLoop, tuple[aiohttp.ClientSession, AsyncGenerator[aiohttp.ClientSession, None]]
         ] = {}
@@ -113,6 +114,10 @@ class Http:
     def limit_posts(self, url: str, place: Callable[[], AbstractAsyncContextManager[object]]) -> None:
         """Make every later `post` to the origin of ``url`` within ``place()``."""
         self._places[origin_of(url)] = place
+
+    def hold_by(self, url: str, hold: Callable[[], Awaitable[None]]) -> None:
+        """Have every try at a request to the origin of ``url`` wait for ``hold()``, until who answers is back."""
+        self._holds[origin_of(url)] = hold
 
     def examine_by(self, url: str, examine: Callable[[str], Awaitable[str | None]]) -> None:
         """Have ``examine``, given what went wrong, look into it when a request to the origin of ``url`` gets no reply
@@ -170,6 +175,8 @@ class Http:
         with self._lock:
             self._sent[origin_of(url)] += 1
         for attempt in range(retries + 1):
+            if (hold := self._holds.get(origin_of(url))) is not None:
+                await hold()
             status: int | None = None
             body = None if payload is None else JsonBytesPayload(payload, dumps)
             try:

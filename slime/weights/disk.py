@@ -47,7 +47,7 @@ class DiskPublisher(WeightPublisher):
         directory, how = self._written, load_format(self.args)
         self.each_engine("push", lambda control: control.update_weights_from_disk(str(directory), how))
         self._writer = None  # the engines have it: a later publication that fails must not take it away
-        if self._previous is not None and not self.args.update_weight_disk_keep_files:
+        if self._previous not in (None, directory) and not self.args.update_weight_disk_keep_files:
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(self._previous)
         self._previous = directory

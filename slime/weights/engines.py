@@ -16,8 +16,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class EngineAddress:
-    """One engine, as a trainer reaches it. An engine that takes the place of another is a new one, with a URL of its
-    own."""
+    """One engine, as a trainer reaches it. One that takes the place of another is a new one, also at the same URL."""
 
     url: str
     num_gpus: int
@@ -27,6 +26,8 @@ class EngineAddress:
     """Of its devices, counted over those of the trainers; where they have others it says nothing."""
     apart: bool = False
     """Whether its devices are its own, in a run of which other engines may share those of the trainers."""
+    life: int = 0
+    """How often it was started again."""
 
     @property
     def slots(self) -> range:

@@ -82,6 +82,7 @@ class WeightPublisher:
         self._agreement: Agreement | None = None
         """Where there are other ranks."""
         self._version = -1
+        self._have_version: set[EngineAddress] = set()
         self._deadline = 0.0
 
     def publish(
@@ -98,7 +99,7 @@ class WeightPublisher:
         version may be published again, from the first bucket on.
 
         Args:
-            version: larger than any before.
+            version: larger than any before, or the latest one again for engines that were not among those it was for.
             buckets: the same names and shapes on every rank, each a full tensor on this rank's device; a bucket is not
                 used after the next one has been asked for. Where `can_push_local_experts` says so, each rank's experts
                 are its own, as many as any other's.
@@ -110,13 +111,13 @@ class WeightPublisher:
             ``paused_seconds`` without generation, ``bytes`` to each rank of an engine.
 
         Raises:
-            ValueError: a version that does not grow.
+            ValueError: a version that does not grow, for an engine that has it.
             EngineError: it names engine, phase and version; on every rank, whichever of them failed, with the same
                 words: on those that only heard of it an OtherRankError. Only ranks that wait in a collective of the
                 buckets for one that has raised do not hear. The engines' weights are then undefined.
             torch.OutOfMemoryError: instead, where they do not fit into this rank's GPU.
         """
-        if version <= self._version:
+        if version < self._version or (version == self._version and not self._have_version.isdisjoint(engines)):
             raise ValueError(f"weight version {version} does not grow: {self._version} was published before")
         start = time.monotonic()
         self._deadline = start + self.timeout
@@ -140,6 +141,7 @@ class WeightPublisher:
         if failure is not None:
             kind = OtherRankError if isinstance(failure, OtherRankError) else EngineError
             raise kind(f"weight update to version {version} ({type(self).__name__}): {failure}") from failure
+        self._have_version = {*engines, *(self._have_version if version == self._version else ())}
         self._version = version
         end = time.monotonic()
         paused = update.paused_at or start

@@ -1,9 +1,12 @@
-"""Runs of two engines, one of which is killed: they go on with the other, and end with the cause when that dies too."""
+"""Runs whose engines or routers are killed or stopped: they start again, or a run goes on with the engine that is left,
+and ends with every cause when that is lost too."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from aiohttp import web
 from slime.backends.sglang.client import EngineError, GenerateClient
 from slime.backends.sglang.router import Router
 from slime.data import Sample
+from slime.observability import events
 from slime.utils.http_client import Http
 from tests.integration import faulty_hooks
 from tests.integration.harness import TrainProcess, read_metrics, series
@@ -33,6 +37,7 @@ _SLOTS: dict[str, dict[str, Value]] = {
     "colocated": {"actor_num_gpus_per_node": 2},
     "asynchronous": {"colocate": None, "actor_num_gpus_per_node": 1, "rollout_num_gpus": 2, "use_tis": True},
 }
+STAY_LOST: dict[str, Value] = {"no_use_fault_tolerance": True}
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +58,12 @@ def long_flags(workspace: Path, run_dir: Path, slots: str, **changes: Value) -> 
 
 
 Strike = Callable[[Path, int], list[psutil.Process]]
-ASKED: dict[str, Value] = {"rollout_health_check_interval": 1, "rollout_health_check_timeout": 4}
+ASKED: dict[str, Value] = {"rollout_health_check_interval": 1, "rollout_health_check_timeout": 6}
 
 
 def server_tree(run_dir: Path, rank: int) -> list[psutil.Process]:
     """Of an engine, whose server's id its log tells: its actor, supervisor and server, and those below."""
-    found = _SERVER.search(log_of(run_dir, rank))
-    assert found
-    server = psutil.Process(int(found[1]))
+    server = psutil.Process(int(_SERVER.findall(log_of(run_dir, rank))[-1]))
     supervisor, actor, *_ = server.parents()
     assert "ray::EngineActor" in command_line(actor)
     return [actor, supervisor, server, *server.children(recursive=True)]
@@ -130,8 +133,46 @@ def warnings_of(log: Path) -> list[str]:
 _KILLED = r"ended with status 137 \(signal 9\)"
 
 
-def hangs(question: str) -> str:
-    return rf"hangs: engine http://\S+: GET {question}: .*, 2 times in a row; it last answered at 2\d\d\d-"
+HANGS = r"hangs: process \d+( \(\S+\))? gives no sign of life, since 2\d\d\d-"
+
+
+def events_of(run_dir: Path, *kinds: str) -> list[dict[str, Any]]:
+    """What events.jsonl has of these kinds."""
+    file = run_dir / "events.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [line for line in lines if line["kind"] in kinds]
+
+
+def back(run_dir: Path, subject: str) -> bool:
+    """Whether it was lost and serves again, as the latest of its events says."""
+    kinds = ("engine_died", "engine_hangs", "engine_back", "router_died", "router_back")
+    found = [line for line in events_of(run_dir, *kinds) if line["subject"] == subject]
+    return bool(found) and found[-1]["kind"].endswith("_back")
+
+
+def router_of(process: TrainProcess) -> psutil.Process:
+    """The router, which calls itself something else: below its supervisor, beside the guard of that."""
+    words = ("slime.processes.supervisor", "slime.backends.sglang.launch_router")
+    owners = [p for p in process.descendants() if all(word in command_line(p) for word in words)]
+    (router,) = [child for owner in owners for child in owner.children() if child not in owners]
+    return router
+
+
+def next_life(process: TrainProcess, rank: int, tree: list[psutil.Process]) -> psutil.Process | None:
+    """The server of an engine that starts again, once it runs: its seed is the run's, 7, and its rank."""
+    words = ("slime.backends.sglang.launch ", f"--random-seed {7 + rank} ")
+    for found in process.descendants():
+        line = command_line(found)
+        if all(word in line for word in words) and "slime.processes.supervisor" not in line and found not in tree:
+            return found
+    return None
+
+
+def assert_each_version_is_its_rollouts(run_dir: Path, num_rollout: int) -> None:
+    """No token is of what an engine starts from, nor of weights that are not the newest."""
+    for rollout_id in range(num_rollout):
+        versions = {version for sample in samples_of(run_dir, rollout_id) for version in sample.weight_versions}
+        assert versions == {str(rollout_id)}
 
 
 def assert_went_on_without(log: Path, run_dir: Path, rank: int, why: str = _KILLED) -> None:
@@ -210,6 +251,14 @@ def test_requests_of_an_engine_that_dies_are_sent_to_the_other(tmp_path: Path) -
                 process.suspend()
             with pytest.raises(EngineError, match=r"router at http://\S+ hangs: .*/liveness: no answer within 1 s"):
                 await asyncio.to_thread(router.examine, "being stopped")
+            address = router.url
+            await asyncio.to_thread(router.restart)
+            assert router.url == address
+            assert not router.registered(), "whoever has the table tells it"
+            await asyncio.to_thread(router.add, url)
+            await asyncio.to_thread(router.wait_registered, [url], 60)
+            router.check()
+            assert (await client.generate([1], {}))["meta_info"]["by"] == "the other"
         finally:
             await http.close()
             await asyncio.to_thread(router.stop)
@@ -220,27 +269,124 @@ def test_requests_of_an_engine_that_dies_are_sent_to_the_other(tmp_path: Path) -
 
 
 def test_a_run_goes_on_with_one_engine_and_ends_without_any(workspace: Path) -> None:
+    """Engine 1 is killed and comes back; it is stopped, and given up. Engine 0 is killed, and killed as it starts."""
     run_dir, log = workspace / "both_die", workspace / "both_die.log"
     changes: dict[str, Value] = {"num_rollout": 100, "save": str(run_dir), "save_interval": 1, **ASKED}
-    with TrainProcess(long_flags(workspace, run_dir, "disaggregated", **changes), log) as process:
+    line = long_flags(workspace, run_dir, "disaggregated", engine_restart_limit=1, **changes)
+    with TrainProcess(line, log) as process:
         process.wait_until(lambda: series(run_dir, "train/loss"), RUN_S, "the first training step")
+        mid_rollout(process, run_dir, 1, kill_server)
+        process.wait_until(lambda: back(run_dir, "engine 1"), RUN_S, "the engine that was killed")
         mid_rollout(process, run_dir, 1, stop_server)
         steps = len(series(run_dir, "train/loss"))
         process.wait_until(lambda: len(series(run_dir, "train/loss")) >= steps + 2, RUN_S, "two more steps")
-        assert_went_on_without(log, run_dir, 1, hangs("/health"))
         assert max(series(run_dir, "train/train_rollout_logprob_abs_diff")) < 1e-4
-        mid_rollout(process, run_dir, 0, kill_server)
+        tree = mid_rollout(process, run_dir, 0, kill_server)
+        process.wait_until(lambda: next_life(process, 0, tree), RUN_S, "its next life", 0.05).kill()
         assert process.wait(RUN_S) == 1, process.tail()
         process.assert_no_process_left()
     (error,) = [text for text in log.read_text().splitlines() if text.startswith("train.py: error:")]
     assert "no engine is left, engine 1 and engine 0 were lost" in error
-    for rank, why in ((0, _KILLED), (1, hangs("/health") + ".*")):
-        lost = rf"\nengine {rank} was lost at .*{why}\nlast lines of .*engine_{rank}.log"
-        assert re.search(lost, log.read_text())
+    lost = [(event["kind"], event["subject"]) for event in events_of(run_dir, *events.KINDS)]
+    assert lost == [
+        ("engine_died", "engine 1"),
+        ("engine_back", "engine 1"),
+        ("engine_hangs", "engine 1"),
+        ("engine_given_up", "engine 1"),
+        ("engine_died", "engine 0"),
+        ("engine_given_up", "engine 0"),
+    ]
+    for rank, why in ((0, _KILLED), (1, HANGS + ".*")):
+        assert re.search(rf"\nengine {rank} was lost at .*{why}\nlast lines of .*engine_{rank}.log", log.read_text())
     checkpoints = list(run_dir.glob("iter_*"))
     assert checkpoints
     assert all((path / ".metadata").exists() and (path / "rollout_state.pt").exists() for path in checkpoints)
+    assert sum(series(run_dir, "rollout/engine_restarts")) >= 1
+    assert len(series(run_dir, "perf/recovery_time")) == 1
+    assert_each_version_is_its_rollouts(run_dir, steps + 2)
     assert_nothing_lost_or_twice(run_dir, steps + 2)
+
+
+def stop_tree(run_dir: Path, rank: int) -> list[psutil.Process]:
+    """Stop all of an engine's processes but its actor, as a host that is out of breath would."""
+    tree = server_tree(run_dir, rank)
+    for process in tree[1:]:
+        process.suspend()
+    return tree
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("slots", "strike"),
+    [
+        *[("disaggregated", strike) for strike in (kill_server, stop_scheduler, stop_tree)],
+        *[("colocated", kill_server), ("asynchronous", stop_server)],
+    ],
+)
+def test_a_run_waits_for_its_only_engine_to_come_back(workspace: Path, slots: str, strike: Strike) -> None:
+    """It starts while a rollout waits for it, and the trainers, who wait for the rollout, give it its weights."""
+    name = f"only_{slots}_{strike.__name__}"
+    num_rollout, run_dir, log = 4, workspace / name, workspace / f"{name}.log"
+    one: Value = None if slots == "colocated" else 1
+    line = long_flags(workspace, run_dir, slots, num_rollout=num_rollout, actor_num_gpus_per_node=1, **ASKED)
+    line += [] if one is None else ["--rollout-num-gpus", "1"]
+    driver = "train_async.py" if slots == "asynchronous" else "train.py"
+    with TrainProcess(line, log, driver=driver) as process:
+        process.wait_until(lambda: series(run_dir, "train/loss"), RUN_S, "the first training step")
+        tree = mid_rollout(process, run_dir, 0, strike)
+        process.wait_until(lambda: back(run_dir, "engine 0"), RUN_S, "the engine")
+        wait_for_ends(tree, "its former actor, and all below", 20)
+        assert process.wait(RUN_S) == 0, process.tail()
+        process.assert_no_process_left()
+    (lost,) = events_of(run_dir, "engine_died", "engine_hangs")
+    assert re.search(_KILLED if strike is kill_server else HANGS, lost["cause"])
+    assert len(series(run_dir, "perf/recovery_time")) == 1
+    assert series(run_dir, "rollout/engines_alive")[-1] == 1
+    assert len(series(run_dir, "train/loss")) == num_rollout
+    if slots != "asynchronous":
+        assert max(series(run_dir, "train/train_rollout_logprob_abs_diff")) < 1e-4
+        assert_each_version_is_its_rollouts(run_dir, num_rollout)
+    assert not [key for entry in read_metrics(run_dir) for key in entry if "sample_failures" in key]
+    assert_nothing_lost_or_twice(run_dir, num_rollout)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strike", [psutil.Process.kill, psutil.Process.suspend])
+def test_a_router_that_is_lost_comes_back_at_its_address(workspace: Path, strike: Callable[..., None]) -> None:
+    name = f"router_{strike.__name__}"
+    num_rollout, run_dir, log = 4, workspace / name, workspace / f"{name}.log"
+    with TrainProcess(
+        long_flags(workspace, run_dir, "disaggregated", num_rollout=num_rollout, **ASKED), log
+    ) as process:
+        process.wait_until(lambda: series(run_dir, "train/loss"), RUN_S, "the first training step")
+        since = len(log_of(run_dir, 0))
+        process.wait_until(lambda: server_is_busy(run_dir, 0, since), RUN_S, "a request on the engine", 0.05)
+        strike(router_of(process))
+        process.wait_until(lambda: back(run_dir, "router"), RUN_S, "the router")
+        assert process.wait(RUN_S) == 0, process.tail()
+        process.assert_no_process_left()
+    assert len(events_of(run_dir, "router_died")) == 1
+    assert not events_of(run_dir, "engine_died", "engine_hangs")
+    assert_each_version_is_its_rollouts(run_dir, num_rollout)
+    assert_nothing_lost_or_twice(run_dir, num_rollout)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("slots", ["disaggregated", "colocated"])
+def test_an_engine_that_dies_while_trainers_train_or_push_comes_back(workspace: Path, slots: str) -> None:
+    """Beside trainers it starts when these are asleep again."""
+    name = f"push_{slots}_back"
+    num_rollout, run_dir, log = 6, workspace / name, workspace / f"{name}.log"
+    changes: dict[str, Value] = {"num_rollout": num_rollout, "weight_update_timeout": 30, **ASKED}
+    with TrainProcess(long_flags(workspace, run_dir, slots, **changes), log) as process:
+        process.wait_until((run_dir / "samples_1.pt").exists, RUN_S, "a rollout that is about to be trained", 0.02)
+        kill_server(run_dir, 1)
+        assert process.wait(RUN_S) == 0, process.tail()
+        process.assert_no_process_left()
+    assert back(run_dir, "engine 1") or slots == "disaggregated"
+    assert max(series(run_dir, "train/train_rollout_logprob_abs_diff")) < 1e-4
+    assert_each_version_is_its_rollouts(run_dir, num_rollout)
+    assert_nothing_lost_or_twice(run_dir, num_rollout)
 
 
 @pytest.mark.full
@@ -249,9 +395,8 @@ def test_a_run_goes_on_with_one_engine_and_ends_without_any(workspace: Path) -> 
 def test_a_run_that_loses_an_engine_finishes(workspace: Path, slots: str, strike: Strike) -> None:
     name = f"{slots}_{strike.__name__}"
     num_rollout, run_dir, log = 5, workspace / name, workspace / f"{name}.log"
-    why = {kill_server: _KILLED, stop_server: hangs("/health"), stop_scheduler: hangs("/(health_generate|server_info)")}
     changes: dict[str, Value] = {"num_rollout": num_rollout, "check_weight_update_equal": True, "eval_interval": 2}
-    changes |= ASKED | {"request_timeout": 40, "weight_update_timeout": 60}
+    changes |= ASKED | STAY_LOST | {"request_timeout": 40, "weight_update_timeout": 60}
     line = long_flags(workspace, run_dir, slots, eval_prompt_data=["add", str(workspace / "eval.jsonl")], **changes)
     driver = "train_async.py" if slots == "asynchronous" else "train.py"
     with TrainProcess(line, log, driver=driver) as process:
@@ -261,7 +406,7 @@ def test_a_run_that_loses_an_engine_finishes(workspace: Path, slots: str, strike
         wait_for_ends(tree, "its actor, and all below", 20)
         assert process.wait(RUN_S) == 0, process.tail()
         process.assert_no_process_left()
-    assert_went_on_without(log, run_dir, 0, why[strike])
+    assert_went_on_without(log, run_dir, 0, _KILLED if strike is kill_server else HANGS)
     assert len(series(run_dir, "train/loss")) == num_rollout
     if slots != "asynchronous":
         # The other's tokens are of the newest weights, which the trainer's own log-probs show.
@@ -274,14 +419,13 @@ def test_a_run_that_loses_an_engine_finishes(workspace: Path, slots: str, strike
 def test_a_push_goes_on_without_an_engine_that_hangs(workspace: Path, strike: Strike) -> None:
     """Nobody has a request at the engine, so that only its silence, or the push's own deadline, tells of it."""
     num_rollout, run_dir, log = 4, workspace / f"push_{strike.__name__}", workspace / f"push_{strike.__name__}.log"
-    changes: dict[str, Value] = {"num_rollout": num_rollout, "weight_update_timeout": 20, **ASKED}
+    changes: dict[str, Value] = {"num_rollout": num_rollout, "weight_update_timeout": 20, **ASKED, **STAY_LOST}
     with TrainProcess(long_flags(workspace, run_dir, "disaggregated", **changes), log) as process:
         process.wait_until((run_dir / "samples_1.pt").exists, RUN_S, "a rollout that is about to be trained", 0.02)
         strike(run_dir, 1)
         assert process.wait(RUN_S) == 0, process.tail()
         process.assert_no_process_left()
-    question = {stop_server: "/health", stop_scheduler: "/(server_info|health_generate)"}[strike]
-    assert_went_on_without(log, run_dir, 1, hangs(question))
+    assert_went_on_without(log, run_dir, 1, HANGS)
     assert len(series(run_dir, "train/loss")) == num_rollout
     assert max(series(run_dir, "train/train_rollout_logprob_abs_diff")) < 1e-4
     assert_nothing_lost_or_twice(run_dir, num_rollout)
@@ -316,13 +460,13 @@ def test_nothing_is_left_when_what_holds_a_run_together_is_killed(
 
 
 @pytest.mark.full
-def test_an_engine_over_nodes_that_loses_one_is_gone_as_a_whole(workspace: Path) -> None:
-    """Two engines of two servers, on slots that are a node each."""
-    num_rollout, run_dir, log = 5, workspace / "nodes", workspace / "nodes.log"
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_an_engine_over_nodes_that_loses_one_is_gone_as_a_whole(workspace: Path, comes_back: bool) -> None:
+    """Two engines of two servers, on slots that are a node each; one that comes back has both again."""
+    num_rollout, run_dir, log = 5, workspace / f"nodes_{comes_back}", workspace / f"nodes_{comes_back}.log"
     nodes: dict[str, Value] = {"rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 2, "num_gpus_per_node": 1}
-    with TrainProcess(
-        long_flags(workspace, run_dir, "disaggregated", num_rollout=num_rollout, **nodes), log
-    ) as process:
+    nodes |= {**ASKED, "num_rollout": 1000 if comes_back else num_rollout} | ({} if comes_back else STAY_LOST)
+    with TrainProcess(long_flags(workspace, run_dir, "disaggregated", **nodes), log) as process:
         process.wait_until(lambda: series(run_dir, "train/loss"), RUN_S, "the first training step")
         # The seed of engine 1 is the run's, 7, and one more.
         words = ("slime.backends.sglang.launch", "--random-seed 8")
@@ -334,15 +478,28 @@ def test_an_engine_over_nodes_that_loses_one_is_gone_as_a_whole(workspace: Path)
             *(p for pair in owners for p in pair),
             *(p for s in servers for p in s.children(recursive=True)),
         ]
-        servers[1].kill()
-        process.wait_until(lambda: len(warnings_of(log)) == 2, RUN_S, "the push that skips the engine")
+        if comes_back:
+            servers[1].suspend()
+            process.wait_until(lambda: back(run_dir, "engine 1"), RUN_S, "the engine")
+            steps = len(series(run_dir, "train/loss"))
+            process.wait_until(lambda: len(series(run_dir, "train/loss")) > steps + 1, RUN_S, "steps with it")
+            process.kill(signal.SIGINT)
+            assert process.wait(60) == 130, process.tail()
+        else:
+            servers[1].kill()
+            process.wait_until(lambda: len(warnings_of(log)) == 2, RUN_S, "the push that skips the engine")
+            assert process.wait(RUN_S) == 0, process.tail()
         wait_for_ends(trees, "its actors, and all below", 20)
-        assert process.wait(RUN_S) == 0, process.tail()
         process.assert_no_process_left()
-    assert_went_on_without(log, run_dir, 1)
-    assert "engine 1 node 1 at" in warnings_of(log)[0]
-    assert len(series(run_dir, "train/loss")) == num_rollout
     assert max(series(run_dir, "train/train_rollout_logprob_abs_diff")) < 1e-4
+    if comes_back:
+        (lost,) = events_of(run_dir, "engine_hangs")
+        assert re.search("engine 1 node 1 at .* " + HANGS, lost["cause"])
+        assert_each_version_is_its_rollouts(run_dir, steps + 1)
+    else:
+        assert_went_on_without(log, run_dir, 1)
+        assert "engine 1 node 1 at" in warnings_of(log)[0]
+        assert len(series(run_dir, "train/loss")) == num_rollout
 
 
 @pytest.mark.full
@@ -355,6 +512,7 @@ def test_a_run_with_lost_requests_a_hanging_judge_and_a_dead_engine_finishes(wor
         "custom_generate_function_path": f"{hooks}.generate",
         "custom_rm_path": f"{hooks}.reward_func",
         "reward_timeout": 2,
+        **STAY_LOST,
     }
     with TrainProcess(long_flags(workspace, run_dir, "disaggregated", **changes), log) as process:
         process.wait_until(lambda: series(run_dir, "train/loss"), RUN_S, "the first training step")

@@ -11,9 +11,10 @@ from slime.data import Sample, Status
 from tests.integration.harness import TrainProcess, series
 from tests.integration.test_faults import (
     ASKED,
+    HANGS,
+    STAY_LOST,
     assert_accounted_for,
     assert_went_on_without,
-    hangs,
     long_flags,
     mid_rollout,
     stop_scheduler,
@@ -25,8 +26,6 @@ from tests.waiting import wait_for_ends
 NUM_GPUS = 0
 pytestmark = [pytest.mark.integration, pytest.mark.full]
 
-_ASKED_BY = "/(health_generate|server_info)"
-"""What its server does not answer by itself: its scheduler is stopped."""
 _PROMPTS, _RESPONSES = 6, 4
 
 
@@ -44,6 +43,7 @@ def hanging(workspace: Path, name: str, slots: str, **changes: Value) -> Path:
         "skip_eval_before_train": True,
         "request_timeout": 40,
         **ASKED,
+        **STAY_LOST,
     }
     line = long_flags(workspace, run_dir, slots, **(values | changes))
     with TrainProcess(line, log, driver="train_async.py" if slots == "asynchronous" else "train.py") as process:
@@ -53,7 +53,7 @@ def hanging(workspace: Path, name: str, slots: str, **changes: Value) -> Path:
         wait_for_ends(tree, "its actor, and all below", 20)
         assert process.wait(RUN_S) == 0, process.tail()
         process.assert_no_process_left()
-    assert_went_on_without(log, run_dir, 0, hangs(_ASKED_BY))
+    assert_went_on_without(log, run_dir, 0, HANGS)
     return run_dir
 
 

@@ -115,6 +115,7 @@ def test_two_nodes_train_one_model(tmp_path: Path, per_engine: int) -> None:
 def test_the_death_of_one_nodes_server_ends_the_run_with_engine_and_node(tmp_path: Path) -> None:
     workspace = make_workspace(tmp_path)
     options = {"actor_num_nodes": 2, "num_gpus_per_node": 1, "rollout_num_gpus_per_engine": 2}
+    options["no_use_fault_tolerance"] = True
     with two_nodes(workspace, flags(workspace, workspace / "run", num_rollout=100, **options)) as nodes:
         deadline = time.monotonic() + _START_S
         while not series(workspace / "run", "train/loss"):

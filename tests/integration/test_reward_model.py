@@ -56,6 +56,7 @@ def test_rewards_come_from_the_second_model_whose_weights_stay(tmp_path: Path) -
         rm_num_gpus=1,
         rm_sglang_args=json.dumps({"context_length": 512}),
         num_rollout=100,
+        no_use_fault_tolerance=True,
         lr="1e-2",
         save_debug_rollout_data=str(run_dir / "samples_{rollout_id}.pt"),
     )

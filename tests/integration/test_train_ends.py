@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.harness import TrainProcess, series
-from tests.integration.test_train import RUN_S, flags, make_workspace
+from tests.integration.test_train import RUN_S, Value, flags, make_workspace
 
 NUM_GPUS = 0
 pytestmark = pytest.mark.integration
@@ -49,7 +49,8 @@ def assert_death_ends_the_run(
     """
     word, culprit = VICTIMS[victim]
     run_dir = workspace / f"death_of_{victim}{'_while_saving' if while_saving else ''}"
-    line = flags(workspace, run_dir, num_rollout=100, save=str(run_dir), save_interval=1)
+    saves: dict[str, Value] = {"save": str(run_dir), "save_interval": 1}
+    line = flags(workspace, run_dir, num_rollout=100, no_use_fault_tolerance=True, **saves)
     with TrainProcess(line, workspace / f"{run_dir.name}.log", env) as process:
         process.wait_until((run_dir / "latest_checkpointed_iteration.txt").exists, RUN_S, "the first checkpoint")
         found = process.find(word)

@@ -17,7 +17,8 @@ from slime.driver import rollout_manager
 from slime.fleet import engines as fleet_engines
 from slime.fleet import placement
 from slime.fleet import routers as fleet_routers
-from slime.fleet.engines import Engines, Member, Membership
+from slime.fleet.engines import Engines
+from slime.fleet.membership import Member, Membership
 from slime.fleet.placement import Placement, Slot
 from slime.fleet.routers import Routers
 from slime.fleet.spec import Fleet
@@ -75,6 +76,8 @@ class Actor:
         def remote(*values: Any, **keywords: Any) -> Ref:
             self.calls.append((name, *values))
             answer = self.answers.get(name)
+            if isinstance(answer, Ref):
+                return answer
             return Ref().give(answer() if callable(answer) else answer)
 
         return Namespace(remote=(lambda: self.watching) if name == "watch" else remote)
@@ -115,10 +118,20 @@ class ActorClass:
 class Cluster:
     """Engines that serve, of the trained model and of a reward model, a manager and a trainer."""
 
-    def __init__(self, serving: bool = True, count: int = 2, rewarders: int = 0, beside: bool = True) -> None:
+    def __init__(
+        self,
+        serving: bool = True,
+        count: int = 2,
+        rewarders: int = 0,
+        beside: bool = True,
+        restarts: int | None = None,
+        min_engines: int = 1,
+    ) -> None:
         self.supervisor = Supervisor()
         limits = {"rollout_health_check_timeout": 1.0, "engine_start_timeout": 5.0, "placement_timeout": 5.0}
-        self.engines = Engines(Namespace(run_dir="run", offload_rollout=None, **limits), self.supervisor)
+        recovery = {"use_fault_tolerance": restarts is not None, "engine_restart_limit": restarts or 0}
+        recovery["min_engines"] = min_engines
+        self.engines = Engines(Namespace(run_dir="run", offload_rollout=None, **limits, **recovery), self.supervisor)
         self.actors: list[Actor] = []
         self.manager, self.trainer = Actor(8), Actor(9)
         entries = {entry(count=count, beside=beside): count, entry(REWARD, count=rewarders): rewarders}
@@ -163,10 +176,10 @@ def test_a_run_goes_on_without_an_engine_and_says_so_once(
     killed: list[Actor], capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster = Cluster()
-    assert cluster.engines.metrics() == {"rollout/engines_alive": 2}
+    assert cluster.engines.metrics()["rollout/engines_alive"] == 2
     cluster.actors[1].die()
     assert cluster.rollout() == cluster.rollout() == ["samples"]
-    assert cluster.engines.metrics() == {"rollout/engines_alive": 1}
+    assert cluster.engines.metrics()["rollout/engines_alive"] == 1
     assert killed == [cluster.actors[1]]
     assert cluster.serving() == [["http://e0", "http://e1"], ["http://e0"]]
     (line,) = capsys.readouterr().err.splitlines()
@@ -328,7 +341,8 @@ class FakeRouter:
 @pytest.fixture
 def routers(monkeypatch: pytest.MonkeyPatch, runtime: RolloutRuntime) -> Any:
     """Those of both models, with a `FakeRouter` each."""
-    made = Routers(Namespace(num_engines=1, sglang_server_concurrency=8, engine_start_timeout=5.0), None, runtime)
+    values = {"num_engines": 1, "sglang_server_concurrency": 8, "engine_start_timeout": 5.0}
+    made = Routers(Namespace(**values), None, runtime)
     made._routers = {"actor": FakeRouter(), "reward": FakeRouter()}  # type: ignore[dict-item]
     made._engines = {"actor": {}, "reward": {}}
     monkeypatch.setattr(fleet_routers, "bypass_proxies", lambda hosts: None)
@@ -391,7 +405,7 @@ def test_an_engine_joins_with_the_next_push_and_leaves(killed: list[Actor], monk
 
     monkeypatch.setattr(placement, "_reserve", lambda count, resource, timeout: [Slot(99, "here", None)] * count)
     assert cluster.add() == "engine 2"
-    assert cluster.engines.metrics() == {"rollout/engines_alive": 3}
+    assert cluster.engines.metrics()["rollout/engines_alive"] == 3
     assert cluster.engines.push(4, publish) == {"seconds": 1.0}
     assert pushed == [["http://e0", "http://e1", "http://e2"]]
     assert cluster.serving()[-1] == ["http://e0", "http://e1", "http://e2"]
@@ -433,7 +447,7 @@ def test_an_engine_that_does_not_start_leaves_the_run_as_it_was(killed: list[Act
     with pytest.raises(RunError, match=r"start engine 3: .*engine 3 ended with status 1"):
         cluster.add(start=fail)
     assert cluster.rollout() == ["samples"]
-    assert cluster.engines.metrics() == {"rollout/engines_alive": 2}
+    assert cluster.engines.metrics()["rollout/engines_alive"] == 2
     assert killed == cluster.actors[2:]
     assert cluster.add() == "engine 4", "the slot is free again"
 

@@ -238,6 +238,14 @@ def test_when_all_engines_hang_each_is_named_and_none_is_removed() -> None:
         ask(examiner)
 
 
+def test_those_that_come_back_are_left_out_also_when_all_hang_and_requests_are_sent_again() -> None:
+    actors = {f"http://e{rank}": Actor(hanging(rank)) for rank in range(2)}
+    examiner = Examiner(lambda: actors, 1.0, lambda url: actors.pop(url), come_back=True)
+    assert ask(examiner) is None
+    assert not actors
+    assert ask(examiner) is None, "nobody is there, for now"
+
+
 def test_requests_that_fail_together_share_an_examination_and_one_that_gives_up_spoils_it_for_nobody() -> None:
     actors = {"http://e0": Actor(), "http://e1": Actor(hanging(1))}
     actors["http://e0"].released.clear()

@@ -33,35 +33,57 @@ class Sides:
 
     def scheduler(self, *, offload_train: bool = True, offload_rollout: bool = True) -> MemoryScheduler:
         trainers: Any = Namespace(call=self.trainers)
-        engines: Any = Namespace(call=self.engines)
+        turns = {name: lambda name=name: self.calls.append((name,)) for name in ("hold_starts", "allow_starts")}
+        engines: Any = Namespace(call=self.engines, **turns)
         return MemoryScheduler(trainers, engines, LIMIT, offload_train=offload_train, offload_rollout=offload_rollout)
 
 
 def test_never_more_than_both_sides_weights_are_there_together() -> None:
     sides = Sides(Memory())
     scheduler = sides.scheduler()
-    scheduler.trainers_started()
+    scheduler.make_room()
     for _ in range(2):
         scheduler.to_trainers()
         with scheduler.pushing():
             sides.calls.append(("push",))
     step = [
+        ("hold_starts",),  # of engines that were lost: what they find free is not theirs
         ("engines", "release_memory"),
         ("trainers", "wake", False),
+        ("hold_starts",),
         ("trainers", "sleep", True),
         ("engines", "resume_memory", ["weights"]),
         ("push",),
         ("trainers", "sleep", False),
         ("engines", "resume_memory", ["kv_cache", "cuda_graph"]),
+        ("allow_starts",),
     ]
-    assert sides.calls == [("trainers", "sleep", False), *step, *step]
+    assert sides.calls == [("trainers", "sleep", False), ("allow_starts",), *step, *step]
+
+
+def test_engines_that_took_the_place_of_all_get_weights_as_the_first_ones_did() -> None:
+    sides = Sides(Memory())
+    scheduler = sides.scheduler()
+    scheduler.make_room()
+    with scheduler.pushing():
+        sides.calls.append(("push",))
+    assert sides.calls[2:] == [
+        ("hold_starts",),
+        ("engines", "release_memory"),
+        ("trainers", "wake", True),
+        ("engines", "resume_memory", ["weights"]),
+        ("push",),
+        ("trainers", "sleep", False),
+        ("engines", "resume_memory", ["kv_cache", "cuda_graph"]),
+        ("allow_starts",),
+    ]
 
 
 def test_the_fullest_gpu_is_noted_while_both_sleep() -> None:
     gib = 2**30
     sides = Sides(Memory(used=4 * gib, reserved=gib), Memory(used=11 * gib, reserved=7 * gib), Memory(used=3 * gib))
     scheduler = sides.scheduler()
-    scheduler.trainers_started()
+    scheduler.make_room()
     scheduler.to_trainers()
     figures = scheduler.figures()
     assert (figures["perf/asleep_gib"], figures["perf/asleep_trainer_gib"]) == (11.0, 7.0)
@@ -71,6 +93,6 @@ def test_the_fullest_gpu_is_noted_while_both_sleep() -> None:
 def test_nothing_is_noted_without_gpus_or_where_engines_stay() -> None:
     for sides, stays in ((Sides(Memory()), False), (Sides(), False), (Sides(Memory(used=1)), True)):
         scheduler = sides.scheduler(offload_rollout=not stays)
-        scheduler.trainers_started()
+        scheduler.make_room()
         scheduler.to_trainers()
         assert not any("asleep" in name for name in scheduler.figures())

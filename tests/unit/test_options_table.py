@@ -147,7 +147,7 @@ def test_what_to_write_instead_is_available(known_flags: set[str]) -> None:
 --sglang-disaggregation-mode prefill -> use --prefill-num-servers, or worker_type in --sglang-config
 --sglang-tp-size 2 -> --sglang-tp-size is not available: use --rollout-num-gpus-per-engine
 --slime-router-timeout 3 -> the router is sglang-router
---use-fault-tolerance -> a run of several engines goes on without one that dies, which is not restarted; drop
+--use-critic -> --advantage-estimator ppo has a critic; drop it
 --no-load-optim -> drop it: --ref-load starts from a checkpoint's weights alone
 --sglang-enable-ep-moe -> --sglang-enable-ep-moe is not available: use --sglang-ep-size N
 --sglang-router-policy random -> --sglang-router-policy is not available: use --router-policy

@@ -137,7 +137,10 @@ def test_a_patch_may_last_for_a_block(
     assert done == expected
 
 
-CPU, ALL = {"stand_ins", "nothing_to_synchronize", "sampling_seeds"}, {"rendezvous", "keys_in_answers"}
+CPU, ALL = (
+    {"stand_ins", "nothing_to_synchronize", "sampling_seeds"},
+    {"rendezvous", "keys_in_answers", "beating_schedulers"},
+)
 
 
 @pytest.mark.parametrize(

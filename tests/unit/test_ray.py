@@ -225,7 +225,7 @@ class Answers:
     def expect(self, who: str, call: Any, phase: str) -> None:
         self.expected = who, call, phase
 
-    def wait(self, calls: dict[str, Any], phase: str, limit: Deadline) -> list[Any]:
+    def wait(self, calls: dict[str, Any], phase: str, limit: Deadline, until: object = None) -> list[Any]:
         self.waited.append((phase, limit))
         return list(calls.values())
 

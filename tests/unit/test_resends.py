@@ -15,7 +15,7 @@ import requests
 from aiohttp import web
 
 from slime.backends.sglang.router import Router, _metrics_url
-from slime.fleet.routers import ResendLog
+from slime.fleet.resend_log import ResendLog
 from slime.utils import http_client
 from slime.utils.http_client import Http
 from slime.utils.http_utils import RequestError, post

@@ -75,6 +75,7 @@ def servers() -> Iterator[Servers]:
 
 def router_args(**changes: Any) -> Namespace:
     values = {"sglang_router_ip": None, "sglang_router_port": None, "run_dir": "run", "router_cli": []}
+    values |= {"use_fault_tolerance": True, "engine_restart_limit": 3, "rollout_health_check_timeout": 5.0}
     return Namespace(
         **values | {"prefills_apart": False, "engine_start_timeout": 5.0, "request_timeout": 5.0} | changes
     )

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from slime.backends.sglang import cpu_stand_ins
+from slime.processes.heartbeat import DIRECTORY_VARIABLE
 from slime.processes.server_process import FLOAT8_VARIABLE, GENERATE_KEY_VARIABLE
 
 NUM_GPUS = 0
@@ -20,18 +21,21 @@ PROCESS = """
 import slime.backends.sglang.launch  # as in a scheduler, which runs the module again, but not its main
 import json, logging, sys
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.managers.scheduler import Scheduler, load_plugins
 from sglang.srt.managers.scheduler_components import weight_updater
 from sglang.srt.models.glm4_moe import Glm4MoeGate
 
 def mended(function):
     return function.__module__ == "slime.backends.sglang.fixes"
 
+load_plugins()  # as a scheduler's process does first
 logged = logging.getLogRecordFactory()("name", logging.INFO, "path", 1, "api_key=a-key", (), None)
 print(json.dumps({
     "sleep_when_all_do": mended(weight_updater.SchedulerWeightUpdaterManager.release_memory_occupation),
     "route_by_present_weights": mended(Glm4MoeGate.forward),
     "find_experts_in_turn": mended(FusedMoE.make_expert_params_mapping),
     "keep_cache_scales": mended(weight_updater._export_static_state),
+    "beat_in_loops": getattr(Scheduler.process_input_requests, "marks_turns", False),
     "strike_keys_from_log": logged.getMessage() == "api_key=***",
 }))
 """
@@ -40,11 +44,15 @@ print(json.dumps({
 def test_every_process_of_a_server_has_the_fixes(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "glm4_moe", "n_routed_experts": 4}))
     command = [sys.executable, "-c", PROCESS, "--model-path", str(tmp_path), "--enable-memory-saver"]
-    environment = os.environ | {FLOAT8_VARIABLE: "1", GENERATE_KEY_VARIABLE: "a-key"}
+    beats = tmp_path / "beats"
+    beats.mkdir()
+    environment = os.environ | {FLOAT8_VARIABLE: "1", GENERATE_KEY_VARIABLE: "a-key", DIRECTORY_VARIABLE: str(beats)}
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert ran.returncode == 0, ran.stderr
     mended = json.loads(ran.stdout.splitlines()[-1])
     assert [name for name, done in mended.items() if not done] == []
+    (numbers,) = beats.iterdir()
+    assert int.from_bytes(numbers.read_bytes()[:8], sys.byteorder) > 1, "a beat a second"
 
 
 @pytest.mark.parametrize("loads", [True, False])

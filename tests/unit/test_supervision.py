@@ -10,6 +10,7 @@ import pytest
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from slime.backends.sglang.client import EngineError
 from slime.ray import supervision
 from slime.ray.supervision import Deadline, RunError, Supervisor
 
@@ -138,3 +139,35 @@ def test_a_deadline_names_those_that_are_missing(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(supervision.time, "monotonic", lambda: float(next(clock)))
     with pytest.raises(RunError, match=r"^sleep: no answer within 60 s from b, c \(weight version none yet\)$"):
         Survivors().wait(a=Ref(1), b=Ref(2, NEVER), c=Ref(3, NEVER))
+
+
+def test_a_wait_ends_when_its_condition_holds_and_chores_are_done_meanwhile() -> None:
+    run, phases = Survivors(trainer=Ref(ready_at=NEVER)), list[str]()
+    run.supervisor.attend(phases.append)
+    late = Ref("late", ready_at=4)
+    calls: Any = {"the rollout manager": late}
+    assert run.supervisor.wait(calls, "rollout 3", LIMIT, until=lambda: len(phases) == 2) == []
+    assert phases == ["rollout 3"] * 2
+    assert run.supervisor.wait(calls, "rollout 3", LIMIT, until=lambda: False) == ["late"]
+    run.supervisor.wait_until(lambda: len(phases) > 9, "start", LIMIT, "engines")
+    assert phases[-1] == "start"
+    with pytest.raises(RunError, match=r"start: no answer within 0 s from engines \(weight version none yet\)"):
+        run.supervisor.wait_until(lambda: False, "start", Deadline(0.0), "engines")
+
+
+def test_a_chore_that_waits_is_not_begun_again_within_itself() -> None:
+    run, begun = Survivors(trainer=Ref(ready_at=NEVER)), list[str]()
+
+    def chore(phase: str) -> None:
+        begun.append(phase)
+        assert run.wait(engine=Ref("answer")) == ["answer"]
+
+    run.supervisor.attend(chore)
+    assert run.wait(trainer=Ref(1)) == [1]
+    assert begun == ["sleep"]
+
+
+def test_the_death_of_one_ends_a_wait_for_what_it_brings_about() -> None:
+    run = Survivors(engine=Ref(failure(EngineError("ended with status 137"))), trainer=Ref(ready_at=NEVER))
+    run.supervisor.wait_until(lambda: run.lost, "start", LIMIT, "engines")
+    assert "ended with status 137" in run.lost[0]

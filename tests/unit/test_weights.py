@@ -6,6 +6,7 @@ import functools
 import threading
 import time
 from argparse import Namespace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -92,6 +93,24 @@ def test_an_engine_that_joined_gets_everything_and_its_version_is_checked() -> N
     publisher.publish(3, BUCKETS, engines[1:])
     assert [control.version for control in controls] == ["3", "3"]
     assert controls[0].calls.count("continue_") == 2, "it left after it had been paused"
+
+
+def test_an_engine_that_came_back_gets_the_version_that_others_have_and_no_other_gets_it_again() -> None:
+    publisher = Simple()
+    controls = [Dying("http://e0"), Dying("http://e1")]
+    engines = addresses_of(controls)
+    publisher.publish(3, BUCKETS, engines)
+    again = Dying("http://e1")  # its next life, at the same URL
+    back = replace(*addresses_of([again]), life=1)
+    assert back != engines[1]
+    publisher.publish(3, BUCKETS, [back])
+    assert (again.calls, again.version) == (_WHOLE, "3")
+    assert [control.calls for control in controls] == [_WHOLE, _WHOLE]
+    for version, whom in ((2, [back]), (3, [back]), (3, [engines[0], replace(back, life=2)])):
+        with pytest.raises(ValueError, match=f"weight version {version} does not grow: 3 was published before"):
+            publisher.publish(version, BUCKETS, whom)
+    publisher.publish(4, BUCKETS, [engines[0], back])
+    assert again.version == "4"
 
 
 def test_engines_must_lie_beside_trainers_and_not_on_each_other() -> None:

@@ -204,3 +204,15 @@ def test_an_engine_that_joined_reads_the_next_version_too(
     assert [Path(path).name for path in control.loaded] == ["weight_v000001", "weight_v000002"]
     assert [Path(path).name for path in joined.loaded] == ["weight_v000002", "weight_v000003"]
     assert (control.version, joined.version) == ("2", "3")
+
+
+def test_a_version_that_is_written_again_for_one_that_came_back_stays_until_the_next(
+    publisher: DiskPublisher, engines: list[EngineAddress]
+) -> None:
+    publisher.publish(1, [views_of_one_buffer()], engines)
+    publisher.publish(1, [views_of_one_buffer()], addresses_of([FakeControl("http://127.0.0.2:1")]))
+    assert publisher._previous is not None
+    assert publisher._previous.is_dir()
+    first = publisher._previous
+    publisher.publish(2, [views_of_one_buffer()], engines)
+    assert not first.exists()

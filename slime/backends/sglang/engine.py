@@ -61,6 +61,9 @@ class OtherNodes(Protocol):
     def ends(self) -> list[ExitInfo]:
         """Of those that have ended, or could not be started."""
 
+    def look(self) -> None:
+        """Have each looked at on its host, as `Engine.look`, now that all have started."""
+
     def stop(self) -> None:
         """End every process of theirs; may be called again, and before another `start`."""
 
@@ -124,7 +127,8 @@ class Engine(Server):
         self.url = http_url(self._host, serving)
         command, environment = self._command(serving, collective, meeting), self._environment()
         secrets = self._api_keys or ()
-        self._launch(ServerProcess(command, environment, self._log_path, secrets, scratch=_SCRATCH, held=held))
+        process = ServerProcess(command, environment, self._log_path, secrets, scratch=_SCRATCH, held=held, beats=True)
+        self._launch(process)
 
     def end(self) -> ExitInfo | None:
         """The engine's end, which that of any of its servers is; None while it runs. The first to end comes first."""
@@ -139,6 +143,13 @@ class Engine(Server):
     def _ends(self, others: OtherNodes) -> list[ExitInfo]:
         own = super().end()
         return sorted([*([own] if own else []), *others.ends()])
+
+    def listen(self) -> None:
+        """Ask the server, which has started, from now on whether it answers; look at its processes, on all nodes."""
+        super().listen()
+        self.look()
+        if self._others is not None:
+            self._others.look()
 
     def _ask(self, timeout: float) -> None:
         self.control(timeout).ask("/health")

@@ -6,6 +6,7 @@ command line is readable by every user of the host, and that are struck from the
 
 from __future__ import annotations
 
+from slime.processes import heartbeat
 from slime.processes.kernel import die_with_parent
 
 # First of all: SGLang's own processes run this module again before anything else, and then import for up to a minute
@@ -57,6 +58,7 @@ def _patch(*tables: tuple[patching.Patch[patches.ServerFacts], ...]) -> None:
 
 # At the top level: SGLang spawns its schedulers, and a spawned process runs this module again, with the same flags, but
 # not `main`.
+heartbeat.begin()
 _patch(patches.CPU_STAND_INS, patches.EVERY_PROCESS)
 _strike_keys_from_log()
 

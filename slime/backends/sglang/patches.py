@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slime.backends.sglang import cpu_stand_ins, fixes
+from slime.backends.sglang import cpu_stand_ins, fixes, scheduler_beats
 from slime.options.flags.sglang import ROUTER_POLICY
 from slime.processes.server_process import FLOAT8_VARIABLE, last_value
 from slime.utils import device, patching
@@ -157,6 +157,9 @@ def _routers_of(model_type: str) -> Patch[ServerFacts]:
 
 
 EVERY_PROCESS: tuple[Patch[ServerFacts], ...] = (
+    _sglang(
+        "beating_schedulers", _EVERY, "SGLang tells whether an idle scheduler turns.", scheduler_beats.beat_in_loops
+    ),
     *map(_routers_of, fixes.FLOAT32_ROUTERS),
     _sglang(
         "experts_in_turn",

@@ -38,6 +38,9 @@ RouterKeys = tuple[str | None, str | None]
 class Router(Server):
     """One router process."""
 
+    is_own = True
+    """Whether the run started it, and may start it again."""
+
     def __init__(
         self,
         args: Namespace,
@@ -52,7 +55,7 @@ class Router(Server):
         self._api_keys = api_keys
         self._engine_key = api_keys[0] if api_keys else None
         self._prefills_apart = getattr(args, "prefills_apart", False)
-        self._port = self._reserve()
+        self._port, self._metrics_port = self._reserve(), self._reserve()
         self.url = http_url(host, self._port)
         self._metrics_url = ""
 
@@ -68,30 +71,47 @@ class Router(Server):
         """What requests to it need."""
         return self._engine_key
 
+    def restart(self) -> None:
+        """Start one that has ended, or hangs, again at the same address, where it knows no engine yet; raises as
+        `start` does, and may be called again then."""
+        if self._pulse is not None:
+            self._pulse.end()
+        self._pulse = None
+        self._halt()
+        try:
+            self._start()
+        except BaseException:
+            self._halt()
+            raise
+        self.listen()
+
     def _start(self) -> None:
-        metrics_port = self._reserve()
+        args = self._args
         flags = [
             *("--host", self._host),
             *("--port", str(self._port)),
             # Which asks for no key.
             *("--prometheus-host", LOOPBACK),
-            *("--prometheus-port", str(metrics_port)),
+            *("--prometheus-port", str(self._metrics_port)),
             # After the clients', which say more, and have engines examined.
-            *("--request-timeout-secs", str(int(self._args.request_timeout + _MARGIN_S))),
+            *("--request-timeout-secs", str(int(args.request_timeout + _MARGIN_S))),
+            # As patient as whoever starts an engine again, and as quick: of itself it looks once a minute.
+            *("--health-check-interval-secs", str(max(1, int(args.rollout_health_check_interval)))),
+            *("--health-check-timeout-secs", str(max(1, int(args.rollout_health_check_timeout)))),
             *("--log-level", "warn"),
             # It takes requests that a weight update turns away for failures, and shuts the engine out for a minute.
             "--disable-circuit-breaker",
         ]
         if self._prefills_apart:
             flags.append("--pd-disaggregation")
-        flags += self._args.router_cli
+        flags += args.router_cli
         self._metrics_url = _metrics_url(flags)
         env = server_environment()
         if self._api_keys is not None:
             env[GENERATE_KEY_VARIABLE], env[ADMIN_KEY_VARIABLE] = self._api_keys
         command = [sys.executable, "-m", "slime.backends.sglang.launch_router", *flags]
         self._launch(ServerProcess(command, env, self._log_path, secrets=self._api_keys or ()))
-        self._wait_until(self._answers, "answered", self._args.engine_start_timeout)
+        self._wait_until(self._answers, "answered", args.engine_start_timeout)
 
     def add(self, url: str) -> None:
         """Register the engine at ``url``; the router takes it into use once it has answered (`wait_registered`)."""
@@ -112,6 +132,10 @@ class Router(Server):
     def wait_registered(self, urls: list[str], timeout: float) -> None:
         """Wait until the router finds all engines healthy; EngineError, with their URLs, after ``timeout`` seconds."""
         self._wait_until(lambda: set(urls) <= self._healthy(), f"registered {', '.join(urls)}", timeout)
+
+    def registered(self) -> set[str]:
+        """The URLs of the engines that it knows, healthy or not."""
+        return {worker["url"] for worker in self._workers()}
 
     def remove(self, url: str) -> None:
         """Deregister the engine at ``url``: no request goes there any more. One that is not registered is no error."""
@@ -174,6 +198,8 @@ class Router(Server):
 
 class RunningRouter(Router):
     """A router that somebody else has started: it gets this run's engines, and is never ended."""
+
+    is_own = False
 
     def __init__(
         self, args: Namespace, address: tuple[str, int], api_keys: tuple[str, str] | None, keys: RouterKeys

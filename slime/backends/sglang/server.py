@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slime.backends.sglang.client import EngineError, NoAnswerError
+from slime.processes.heartbeat import Watcher
 from slime.processes.server_process import ServerProcess
 from slime.utils.http_utils import PortReservation
 
@@ -68,6 +69,28 @@ class Pulse:
                 self.examine()
 
 
+class Lookout:
+    """Looks at the heartbeats of a server's processes, from `begin` until `end`."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+        self._ended = threading.Event()
+        self.stands_still: str | None = None
+        """Which process does, and since when; None while all go on."""
+
+    def begin(self) -> None:
+        """Look from now on."""
+        threading.Thread(target=self._run, name="lookout", daemon=True).start()
+
+    def end(self) -> None:
+        """Look no more; may be called again."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        while self.stands_still is None and not self._ended.wait(self._watcher.pause):
+            self.stands_still = self._watcher.look()
+
+
 _POLL_S = 0.1
 _END_S = 2.0
 """In which the supervisor of a server that has died usually tells of it."""
@@ -95,6 +118,7 @@ class Server:
         self._process: ServerProcess | None = None
         self._ended: float | None = None
         self._pulse: Pulse | None = None
+        self._lookout: Lookout | None = None
         self.url = ""
 
     def start(self) -> None:
@@ -122,21 +146,34 @@ class Server:
         self._ended = self._ended or time.time()
         return ExitInfo(self._ended, f"{self._name} at {self.url} {_told(status)}{self._log_tail()}")
 
+    def hang(self) -> ExitInfo | None:
+        """That it hangs, by the heartbeats of its processes or as it answered nothing; None while it does not."""
+        told = (self._lookout and self._lookout.stands_still) or (self._pulse and self._pulse.silence)
+        if not told:
+            return None
+        return ExitInfo(time.time(), f"{self._name} at {self.url} hangs: {told}{self._log_tail()}")
+
     def check(self) -> None:
         """Raise EngineError, with the last lines of its log, if the server has ended, or hangs.
 
-        Whether it lives is decided here alone: by its exit status, and by its answers to the questions of `listen`.
+        Whether it lives is decided here alone: by its exit status, by its answers to the questions of `listen`, and by
+        the heartbeats of its processes.
         """
-        if (end := self.end()) is not None:
+        if (end := self.end() or self.hang()) is not None:
             raise EngineError(end.message)
-        if self._pulse is not None and self._pulse.silence is not None:
-            raise EngineError(f"{self._name} at {self.url} hangs: {self._pulse.silence}{self._log_tail()}")
 
     def listen(self) -> None:
         """Ask the server, which has started, from now on whether it answers."""
         args = self._args
         self._pulse = Pulse(self._ask, args.rollout_health_check_interval, args.rollout_health_check_timeout)
         self._pulse.begin()
+
+    def look(self) -> None:
+        """Look from now on at the heartbeats of its processes on this host, if it has any."""
+        if self._process is not None and self._process.heartbeats is not None:
+            watcher = Watcher(self._process.heartbeats, self._args.rollout_health_check_timeout)
+            self._lookout = Lookout(watcher)
+            self._lookout.begin()
 
     def examine(self, because: str, ask: Ask | None = None) -> None:
         """`check`, after asking it at once; with ``ask`` another question than that of `listen`."""
@@ -152,8 +189,9 @@ class Server:
 
     def stop(self) -> None:
         """End every process of the server; may be called again."""
-        if self._pulse is not None:
-            self._pulse.end()
+        for each in (self._pulse, self._lookout):
+            if each is not None:
+                each.end()
         self._halt()
         for reservation in self._ports:
             reservation.close()

@@ -148,6 +148,10 @@ def _placement(args: Namespace, warnings: list[str]) -> None:
         args.num_engines = sum(group.num_engines for group in generating(args.sglang_models).groups)
     else:
         args.num_engines = args.rollout_num_gpus // args.rollout_num_gpus_per_engine
+    if 0 < args.num_engines < args.min_engines:
+        raise OptionError(
+            f"--min-engines {args.min_engines} is more than the engines that the run has: {args.num_engines}"
+        )
 
 
 def _check_engines(args: Namespace) -> None:

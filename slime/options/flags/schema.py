@@ -143,7 +143,7 @@ def add_options(parser: argparse.ArgumentParser, options: type) -> None:
             annotation = next(a for a in get_args(annotation) if a is not type(None))
         names = [flag_of(field), *field.metadata["aliases"]]
         common = {"dest": field.name, "default": field.default, "help": field.metadata["help"]}
-        if annotation is bool and field.default is None:
+        if annotation is bool and field.default in (None, True):
             group.add_argument(*names, action=argparse.BooleanOptionalAction, **common)
         elif annotation is bool:
             group.add_argument(*names, action="store_const", const=True, **common)

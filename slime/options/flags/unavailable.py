@@ -44,7 +44,6 @@ REPLACED: dict[str, str] = {
     "--true-on-policy-mode": "one step per rollout is on policy; add --sglang-enable-deterministic-inference",
     "--use-critic": "--advantage-estimator ppo has a critic; drop it",
     "--use-custom-fsdp": "the distributed optimizer shards optimizer state; there is no FSDP backend",
-    "--use-fault-tolerance": "a run of several engines goes on without one that dies, which is not restarted; drop it",
     "--use-megatron-fsdp": "the distributed optimizer shards optimizer state; there is no FSDP backend",
     "--use-pytorch-profiler": "use --profile-target",
     "--use-slime-router": "the router is sglang-router; see --help router",

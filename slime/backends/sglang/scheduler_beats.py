@@ -1,0 +1,68 @@
+"""Has SGLang's scheduler tell that its loop goes round, and when it does what may take any time."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from slime.processes import heartbeat
+
+_SCHEDULER = "sglang.srt.managers.scheduler"
+
+
+def beat_in_loops() -> None:
+    """Has a scheduler beat once a turn of its loop, and note while a batch or a control call is under way.
+
+    A server whose scheduler stands still answers `/health`, and SGLang's own watchdog looks while it computes only.
+    """
+    plugins: Any = importlib.import_module("sglang.srt.plugins")
+    load = plugins.load_plugins
+
+    def load_and_mark() -> None:
+        load()
+        # The first thing that a scheduler's process does; others need not import a scheduler for it.
+        if (heart := heartbeat.own()) is not None and _SCHEDULER in sys.modules:
+            mark_turns(sys.modules[_SCHEDULER].Scheduler, heart)
+
+    plugins.load_plugins = load_and_mark
+
+
+def mark_turns(scheduler: Any, heart: heartbeat.Heart) -> None:
+    """Wrap what each of the class's loops calls: once a turn, with what came for it, and around each batch.
+
+    Of ranks that get their requests from another one no turns are counted: they wait for it, however long that is.
+    """
+    take = scheduler.process_input_requests
+    if getattr(take, "marks_turns", False):
+        return  # SGLang loads plugins several times in a process
+
+    @functools.wraps(take)
+    def take_marked(self: Any, requests: list[Any]) -> Any:
+        ranks = self.ps
+        if ranks.pp_rank == ranks.attn_tp_rank == ranks.attn_cp_rank == 0:
+            heart.turn(works=bool(requests))  # a push of weights, or a call that profiles, is one of them
+        else:
+            heart.work()
+        try:
+            return take(self, requests)
+        finally:
+            heart.work(False)
+
+    take_marked.marks_turns = True  # type: ignore[attr-defined]
+    scheduler.process_input_requests = take_marked
+    for name in ("run_batch", "process_batch_result"):
+        setattr(scheduler, name, _at_work(getattr(scheduler, name), heart))
+
+
+def _at_work(method: Callable[..., Any], heart: heartbeat.Heart) -> Callable[..., Any]:
+    """A batch is under way until the loop comes round: what it has begun may be waited for anywhere."""
+
+    @functools.wraps(method)
+    def wrapped(self: Any, *args: Any, **options: Any) -> Any:
+        heart.work()
+        return method(self, *args, **options)
+
+    return wrapped

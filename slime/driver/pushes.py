@@ -1,0 +1,73 @@
+"""Which weights go to which engines, and when: to all after training, and in between to those that came back."""
+
+from __future__ import annotations
+
+from slime.driver.memory_scheduler import MemoryScheduler
+from slime.fleet.engines import Engines, NoEngineError
+from slime.fleet.train_group import TrainGroup
+from slime.ray.supervision import Deadline
+from slime.weights import EngineAddress
+
+
+class Pushes:
+    """Those of a run, by the number of rollouts that the trainers' weights were trained on, which is their version."""
+
+    def __init__(self, trainers: TrainGroup, engines: Engines, memory: MemoryScheduler, limit: Deadline) -> None:
+        """``limit`` is of each push."""
+        self._trainers, self._engines, self._memory, self._limit = trainers, engines, memory, limit
+        self.trained = 0
+        """The trainers' version; whoever trains sets it."""
+        self._version: int | None = None
+        """The engines', after the first push."""
+        self._early: int | None = None
+        """One that engines which took the place of all had before its time."""
+
+    def push(self, version: int) -> dict[str, float]:
+        """Give every engine the trainers' weights; figures of it, none where they have these already."""
+        self.trained = version
+        if version == self._early:
+            return {}
+        while True:
+            if not self._engines.membership.trained:
+                self._memory.make_room()
+                self._engines.await_one(f"push weights of version {version}")
+            try:
+                with self._memory.pushing():
+                    figures = self._engines.push(version, lambda engines: self._publish(version, engines))
+                break
+            except NoEngineError:
+                continue
+        self._version = version
+        return figures
+
+    def may_catch_up(self) -> bool:
+        """Whether an engine that came back can be given weights while a rollout is under way, and trainers are idle.
+
+        Others that generate by an older version, or that share the trainers' GPUs, which have no room, keep it from
+        that: it then waits for the next push.
+        """
+        if self._version is None or not self._trainers.actors:
+            return False
+        waiting = self._engines.waiting()
+        alone = bool(waiting) and not self._engines.serves()
+        shares = any(member.spec.beside_trainers for member in self._engines.membership.trained)
+        return alone or (bool(waiting) and not shares and not self.is_ahead)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the trainers have newer weights than the engines."""
+        return self.trained != self._version
+
+    def catch_up(self) -> int:
+        """Give the trainers' weights to those that wait for them; which version that is."""
+        version = self.trained
+        with self._memory.pushing():
+            self._engines.catch_up(version, lambda engines: self._publish(version, engines))
+        if self.is_ahead and self._engines.serves():
+            self._early = self._version = version
+        return version
+
+    def _publish(self, version: int, engines: list[EngineAddress]) -> dict[str, float]:
+        phase = f"push weights of version {version}"
+        figures: dict[str, float] = self._trainers.call(phase, "publish", self._limit, version, engines)[0]
+        return figures

@@ -1,0 +1,370 @@
+"""Engines that are lost and start again: when they get requests, how often that is tried, when a run has too few."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.backends.sglang.client import EngineError
+from slime.driver.pushes import Pushes
+from slime.fleet import engines as fleet_engines
+from slime.fleet import restarts
+from slime.fleet.engines import NoEngineError
+from slime.fleet.restarts import Budget, pause_before
+from slime.observability import events
+from slime.ray.supervision import RunError
+from slime.weights import EngineAddress
+from tests.unit.test_engines import Actor, ActorClass, Cluster, Ref, failure, killed, urls_of
+
+NUM_GPUS = 0
+__all__ = ["killed"]
+
+
+@pytest.fixture(autouse=True)
+def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[tuple[Any, ...]]]:
+    """What events.jsonl has: kind, subject, action."""
+    monkeypatch.setattr(events, "_log", None)
+    events.begin(str(tmp_path), "driver")
+
+    def read() -> list[tuple[Any, ...]]:
+        lines = map(json.loads, (tmp_path / events.FILE).read_text().splitlines())
+        return [(line["kind"], line["subject"], line["action"]) for line in lines]
+
+    return read
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What `time.monotonic` gives where restarts are counted."""
+    now = [1000.0]
+    monkeypatch.setattr(restarts.time, "monotonic", lambda: now[0])
+    return now
+
+
+class Fleet(Cluster):
+    """Engines that are started again; those of later lives answer `start` with what ``starts`` gives, in turn."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, restarts: int = 3, **options: Any) -> None:
+        super().__init__(restarts=restarts, **options)
+        self.starts: list[Any] = []
+        self.pushed: list[tuple[int, list[str]]] = []
+        monkeypatch.setattr(fleet_engines, "as_actor", lambda cls, **threads: ActorClass(self.again))
+
+    def again(self, plan: Any) -> Actor:
+        actor = self.create(plan)
+        if self.starts:
+            actor.answers["start"] = self.starts.pop(0)
+        return actor
+
+    def publish(self, engines: list[EngineAddress]) -> dict[str, float]:
+        assert not {engine.url for engine in engines if engine.life} & set(self.serving()[-1]), "not before the weights"
+        self.pushed.append((engines[-1].life, urls_of(engines)))
+        return {"seconds": 1.0}
+
+
+def test_an_engine_that_was_lost_starts_again_and_serves_after_the_next_push(
+    monkeypatch: pytest.MonkeyPatch,
+    killed: list[Actor],
+    told: Callable[[], list[tuple[Any, ...]]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fleet = Fleet(monkeypatch)
+    stopped = fleet.actors[1].answers["stop"] = Ref()
+    fleet.actors[1].die()
+    fleet.rollout()
+    fleet.rollout()
+    assert not killed
+    assert len(fleet.actors) == 2, "its memory is not free yet"
+    stopped.give(None)
+    starting = Ref()
+    fleet.starts = [starting]
+    fleet.rollout()
+    assert killed == [fleet.actors[1]]
+    assert fleet.engines.metrics() == {"rollout/engines_alive": 1, "rollout/engine_restarts": 1}
+    starting.give("http://e1")
+    fleet.rollout()
+    assert [member.name for member in fleet.engines.waiting()] == ["engine 1"]
+    assert fleet.engines.push(4, fleet.publish) == {"seconds": 1.0}
+    assert fleet.pushed == [(1, ["http://e0", "http://e1"])]
+    assert fleet.serving() == [["http://e0", "http://e1"], ["http://e0"], ["http://e0", "http://e1"]]
+    figures = fleet.engines.metrics()
+    assert figures.pop("perf/recovery_time") >= 0
+    assert figures == {"rollout/engines_alive": 2, "rollout/engine_restarts": 0}
+    (lost,) = capsys.readouterr().err.splitlines()
+    assert "going on with 1 of 2 engines, which get its requests, and it is started again (log" in lost
+    assert told() == [
+        ("engine_died", "engine 1", "it is started again"),
+        ("engine_back", "engine 1", "engine 1 (start 2) serves"),
+    ]
+    fleet.actors[2].die()
+    fleet.rollout()
+    assert fleet.engines.metrics()["rollout/engines_alive"] == 1, "its next life is watched as well"
+    assert "engine 1 (start 2) failed" in capsys.readouterr().err
+
+
+def test_one_that_comes_up_during_a_push_waits_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is there when the push is over, and has none of its weights."""
+    fleet, starting = Fleet(monkeypatch), Ref()
+    fleet.starts = [starting]
+    fleet.actors[1].die()
+    fleet.rollout()
+    fleet.rollout()
+
+    def publish(engines: list[EngineAddress]) -> dict[str, float]:
+        starting.give("http://e1")
+        fleet.rollout()
+        return fleet.publish(engines)
+
+    fleet.engines.push(4, publish)
+    assert fleet.serving()[-1] == ["http://e0"]
+    assert [member.name for member in fleet.engines.waiting()] == ["engine 1"]
+    fleet.engines.push(5, fleet.publish)
+    assert fleet.serving()[-1] == ["http://e0", "http://e1"]
+
+
+def test_a_start_that_fails_is_tried_again_after_a_pause_until_the_budget_is_spent(
+    monkeypatch: pytest.MonkeyPatch,
+    clock: list[float],
+    told: Callable[[], list[tuple[Any, ...]]],
+    killed: list[Actor],
+) -> None:
+    fleet = Fleet(monkeypatch, restarts=3, beside=False)
+    fleet.starts = [lambda: failure(EngineError("engine 1 ended with status 1")) for _ in range(3)]
+    fleet.actors[1].die()
+    for wait, actors in ((0.0, 3), (4.9, 3), (0.2, 4), (9.9, 4), (0.2, 5), (3000.0, 5)):
+        clock[0] += wait
+        for _ in range(3):
+            fleet.rollout()
+        assert len(fleet.actors) == actors
+    assert [action for _, _, action in told()] == [
+        "it is started again",
+        "it is started again in 5 s",
+        "it is started again in 10 s",
+        "it is given up, after 3 starts within an hour (--engine-restart-limit)",
+    ]
+    assert killed == fleet.actors[1:]
+    assert fleet.engines.metrics()["rollout/engines_alive"] == 1
+    assert fleet.add() == "engine 2", "on its slot"
+
+
+def test_the_budget_is_of_the_last_hour_and_each_engine(clock: list[float]) -> None:
+    budget = Budget(2)
+    assert [budget.take("engine 0") for _ in range(3)] == [True, True, False]
+    assert budget.take("engine 1")
+    clock[0] += 3599.0
+    assert not budget.take("engine 0")
+    clock[0] += 2.0
+    assert [budget.take("engine 0") for _ in range(3)] == [True, True, False]
+    assert [pause_before(attempt) for attempt in range(6)] == [0, 5, 10, 20, 40, 60]
+
+
+def test_a_run_waits_for_engines_that_come_back_when_none_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, starting = Fleet(monkeypatch), Ref()
+    fleet.starts = [starting, Ref()]
+    for actor in fleet.actors[:2]:
+        actor.die()
+    fleet.rollout()
+    assert fleet.serving()[-1] == []
+    assert fleet.engines.expects_weights()
+    with pytest.raises(NoEngineError, match="push of version 4: all engines are starting again"):
+        fleet.engines.push(4, fleet.publish)
+    starting.give("http://e1")
+    fleet.engines.await_one("push weights of version 4")
+    fleet.engines.push(4, fleet.publish)
+    assert fleet.serving()[-1] == ["http://e1"]
+
+
+@pytest.mark.parametrize("least", [1, 2])
+def test_a_run_ends_when_too_few_are_left_for_good(monkeypatch: pytest.MonkeyPatch, least: int) -> None:
+    fleet = Fleet(monkeypatch, restarts=0, min_engines=least)
+    fleet.actors[1].die()
+    if least == 1:
+        fleet.rollout()
+        fleet.actors[0].die()
+    ends = {
+        1: r"^rollout 3: no engine is left, engine 1 and engine 0 were lost\nengine 1 was lost at 2",
+        2: r"^rollout 3: 1 of the 2 engines of --min-engines are left, engine 1 were lost\nengine 1 was lost at 2",
+    }
+    with pytest.raises(RunError, match=ends[least]):
+        fleet.rollout()
+
+
+def test_a_frozen_models_engine_starts_again_and_serves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(monkeypatch, rewarders=1, restarts=1)
+    fleet.actors[2].die()
+    for _ in range(3):
+        fleet.rollout()
+    assert list(fleet.manager.calls[-1][1].serving("reward")) == ["http://r0"]
+    fleet.actors[3].die()
+    with pytest.raises(RunError, match=r"rollout 3: reward engine 0 \(start 2\) failed"):
+        fleet.rollout()
+
+
+def test_engines_on_trainers_slots_start_while_trainers_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, starting = Fleet(monkeypatch), Ref()
+    fleet.engines.hold_starts()
+    fleet.actors[1].die()
+    for _ in range(3):
+        fleet.rollout()
+    assert len(fleet.actors) == 2
+    fleet.starts = [starting]
+    fleet.engines.allow_starts()
+    fleet.rollout()
+    assert len(fleet.actors) == 3
+    passes = fleet.manager.watching
+
+    def wait(refs: list[Ref], *args: Any, **options: Any) -> Any:
+        if passes in refs and not starting.is_done:  # the trainers wait for it
+            starting.give("http://e1")
+            return [], refs
+        return plain(refs, *args, **options)
+
+    plain = restarts.ray.wait
+    monkeypatch.setattr(restarts.ray, "wait", wait)
+    fleet.engines.hold_starts()
+    assert [member.name for member in fleet.engines.waiting()] == ["engine 1"]
+
+
+def test_one_that_comes_back_may_be_removed(monkeypatch: pytest.MonkeyPatch, killed: list[Actor]) -> None:
+    fleet, starting = Fleet(monkeypatch, beside=False), Ref()
+    fleet.starts = [starting]
+    fleet.actors[1].die()
+    fleet.rollout()
+    fleet.rollout()
+    fleet.engines.remove("engine 1")
+    assert killed == fleet.actors[1:]
+    starting.give("http://e1")
+    fleet.rollout()
+    assert [member.name for member in fleet.engines.membership.engines] == ["engine 0"]
+    assert fleet.add() == "engine 2", "on its slot"
+
+
+def test_trainers_wait_until_what_was_lost_has_given_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(monkeypatch)
+    stopped = fleet.actors[1].answers["stop"] = Ref()
+    fleet.actors[1].die()
+    fleet.rollout()
+    waited: list[str] = []
+
+    def wait_until(condition: Callable[[], object], phase: str, *rest: Any) -> None:
+        while not condition():
+            waited.append(phase)
+            stopped.give(None)
+            fleet.rollout()
+
+    monkeypatch.setattr(fleet.supervisor, "wait_until", wait_until)
+    fleet.engines.hold_starts()
+    assert waited == ["start engines again before trainers wake"]
+    assert len(fleet.actors) == 2, "and none starts then"
+
+
+def test_one_that_cannot_be_given_weights_in_between_is_lost_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, told: Callable[[], list[tuple[Any, ...]]]
+) -> None:
+    fleet = Fleet(monkeypatch, beside=False)
+    fleet.actors[1].die()
+    for _ in range(3):
+        fleet.rollout()
+
+    def refuse(engines: list[EngineAddress]) -> dict[str, float]:
+        assert urls_of(engines) == ["http://e1"], "the others have them, and generate"
+        raise RunError("push: no answer within 9 s")
+
+    fleet.engines.catch_up(3, refuse)
+    assert told()[-1] == ("engine_died", "engine 1", "it is started again")
+    for _ in range(3):
+        fleet.rollout()
+    fleet.engines.catch_up(3, fleet.publish)
+    assert fleet.serving()[-1] == ["http://e0", "http://e1"]
+    assert fleet.pushed == [(2, ["http://e1"])]
+
+
+class Trainers:
+    """Answers a push; the engines that each was for."""
+
+    def __init__(self) -> None:
+        self.actors = [None]
+        self.pushed: list[tuple[int, list[str]]] = []
+
+    def call(self, phase: str, method: str, limit: Any, *values: Any) -> list[dict[str, float]]:
+        version, engines = values
+        self.pushed.append((version, urls_of(engines)))
+        return [{"seconds": 1.0}]
+
+
+class Memory:
+    """Nobody sleeps."""
+
+    def __init__(self) -> None:
+        self.rooms = 0
+
+    def make_room(self) -> None:
+        self.rooms += 1
+
+    def pushing(self) -> Any:
+        import contextlib
+
+        return contextlib.nullcontext()
+
+
+@pytest.fixture
+def pushes(monkeypatch: pytest.MonkeyPatch) -> tuple[Fleet, Trainers, Pushes]:
+    fleet, trainers = Fleet(monkeypatch, beside=False), Trainers()
+    made = Pushes(trainers, fleet.engines, Memory(), None)  # type: ignore[arg-type]
+    made.push(0)
+    return fleet, trainers, made
+
+
+def lose(fleet: Fleet, *ranks: int) -> None:
+    for rank in ranks:
+        fleet.actors[rank].die()
+    for _ in range(4):
+        fleet.rollout()
+
+
+def test_one_that_comes_back_gets_the_version_of_the_others_in_between(
+    pushes: tuple[Fleet, Trainers, Pushes],
+) -> None:
+    fleet, trainers, made = pushes
+    assert not made.may_catch_up()
+    lose(fleet, 1)
+    assert made.may_catch_up()
+    assert made.catch_up() == 0
+    assert trainers.pushed[1:] == [(0, ["http://e1"])]
+    assert fleet.serving()[-1] == ["http://e0", "http://e1"]
+    made.trained = 1
+    lose(fleet, 2)
+    assert not made.may_catch_up(), "the trainers have none of version 0 any more"
+    made.push(1)
+    assert trainers.pushed[-1] == (1, ["http://e0", "http://e1"])
+
+
+def test_when_none_serves_the_trainers_weights_are_pushed_before_their_time_and_once(
+    pushes: tuple[Fleet, Trainers, Pushes],
+) -> None:
+    fleet, trainers, made = pushes
+    made.trained = 1
+    lose(fleet, 0, 1)
+    assert made.may_catch_up()
+    assert made.is_ahead
+    assert made.catch_up() == 1
+    assert trainers.pushed[1:] == [(1, ["http://e1", "http://e0"])]
+    assert made.push(1) == {}
+    assert made.push(2) == {"seconds": 1.0}
+    assert [version for version, _ in trainers.pushed] == [0, 1, 2]
+
+
+def test_engines_beside_trainers_wait_for_the_next_push_unless_none_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, trainers = Fleet(monkeypatch), Trainers()
+    made = Pushes(trainers, fleet.engines, Memory(), None)  # type: ignore[arg-type]
+    made.push(0)
+    lose(fleet, 1)
+    assert not made.may_catch_up(), "the other one generates, and its GPU has no room for trainers' weights"
+    lose(fleet, 0)
+    assert made.may_catch_up()
+    made.catch_up()
+    assert fleet.serving()[-1] == ["http://e1", "http://e0"]
