@@ -21,27 +21,28 @@ def main() -> None:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Rollout after rollout, from the checkpoint's to ``--num-rollout``."""
+    """Rollout after rollout, from the checkpoint's to ``--num-rollout``; again from an earlier one if trainers die."""
     with Run(args) as run:
         args = run.start()
-        run.push_weights(version=args.start_rollout_id)
 
-        if run.scores_its_start():
-            run.evaluate(version=args.start_rollout_id)
+        with run.first_push():
+            run.push_weights(version=args.start_rollout_id)
 
-        for rollout_id in range(args.start_rollout_id, args.num_rollout):
-            batches = run.generate(rollout_id)
-            run.train(rollout_id, batches)
+            if run.scores_its_start():
+                run.evaluate(version=args.start_rollout_id)
 
-            if is_due(rollout_id, args.save_interval, last=args.num_rollout):
-                run.save(rollout_id)
+        for rollout_id in run.rollouts():
+            with run.step(rollout_id):
+                batches = run.generate(rollout_id)
+                run.train(rollout_id, batches)
 
-            run.push_weights(version=rollout_id + 1)
+                if is_due(rollout_id, args.save_interval, last=args.num_rollout):
+                    run.save(rollout_id)
 
-            if is_due(rollout_id, args.eval_interval):
-                run.evaluate(version=rollout_id + 1)
+                run.push_weights(version=rollout_id + 1)
 
-            run.end_step(rollout_id)
+                if is_due(rollout_id, args.eval_interval):
+                    run.evaluate(version=rollout_id + 1)
 
 
 if __name__ == "__main__":

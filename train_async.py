@@ -25,29 +25,28 @@ def train(args: argparse.Namespace) -> None:
     """Rollout after rollout, from the checkpoint's to ``--num-rollout``; others are generated meanwhile."""
     with Run(args) as run:
         args = run.start()
-        rollouts = Pipeline(run)
-        rollouts.push_weights(version=args.start_rollout_id)
+        pipeline = Pipeline(run)
 
-        if run.scores_its_start():
-            run.begin_evaluation(version=args.start_rollout_id)
+        with run.first_push():
+            pipeline.push_weights(version=args.start_rollout_id)
 
-        for rollout_id in range(args.start_rollout_id, args.num_rollout):
-            batches = rollouts.next(rollout_id)
-            run.train(rollout_id, batches)
-            evaluates = is_due(rollout_id, args.eval_interval)
+            if run.scores_its_start():
+                run.begin_evaluation(version=args.start_rollout_id)
 
-            if evaluates or is_due(rollout_id, args.update_weights_interval):
-                rollouts.push_weights(version=rollout_id + 1)
+        for rollout_id in run.rollouts():
+            with run.step(rollout_id):
+                batches = pipeline.next(rollout_id)
+                run.train(rollout_id, batches)
+                evaluates = is_due(rollout_id, args.eval_interval)
 
-            if evaluates:
-                run.begin_evaluation(version=rollout_id + 1)
+                if evaluates or is_due(rollout_id, args.update_weights_interval):
+                    pipeline.push_weights(version=rollout_id + 1)
 
-            if is_due(rollout_id, args.save_interval, last=args.num_rollout):
-                run.save(rollout_id)
+                if evaluates:
+                    run.begin_evaluation(version=rollout_id + 1)
 
-            run.end_step(rollout_id)
-
-        run.finish_evaluation()
+                if is_due(rollout_id, args.save_interval, last=args.num_rollout):
+                    run.save(rollout_id)
 
 
 if __name__ == "__main__":

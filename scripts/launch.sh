@@ -6,6 +6,11 @@
 #                                before it: a server that ends with the run, and prints a line once it listens;
 #                                not in a dry run
 #
+#   launch train.py --max-restarts 3 FLAG ...
+#                                start it again when it fails, from the newest checkpoint in its --save, three times at
+#                                most; not after bad input, nor after Ctrl-C or SIGTERM
+#
+#   MAX_RESTARTS=3                   the same, without the flag
 #   DRY_RUN=1                        print the command, and check it (--dry-run); nothing is started
 #   RAY_ADDRESS=http://HOST:8265     submit it as a job to the Ray whose job server that is
 #   RAY_ADDRESS=HOST:6379            join that Ray
@@ -22,14 +27,17 @@ PYTHON=${PYTHON:-python3}
 NUM_NODES=${NUM_NODES:-1}
 
 launch() {
-   local script=$1 command
+   local script=$1 command flags restarts
    [[ $script == /* ]] || script=$SLIME_DIR/$script
-   command=("$PYTHON" "$script" "${@:2}")
+   _take_restarts "${@:2}"
+   command=("$PYTHON" "$script" "${flags[@]}")
    _check_nodes
    if [ "${DRY_RUN:-0}" != 0 ]; then
       _print "${command[@]}"
       exec "${command[@]}" --dry-run
-   elif [[ ${RAY_ADDRESS:-} == http*://* ]]; then
+   fi
+   [ "$restarts" = 0 ] || command=("$PYTHON" "$SLIME_DIR/tools/restart_run.py" "$restarts" -- "${command[@]}")
+   if [[ ${RAY_ADDRESS:-} == http*://* ]]; then
       "$PYTHON" -c 'import aiohttp, pydantic, ray.job_submission' 2> /dev/null ||
          _die "$PYTHON has no Ray by which a job is submitted: install ray[default], or set PYTHON to one that has it"
       _use_token
@@ -56,6 +64,19 @@ start_server() {
       printf 'launch: error: %s did not come up on %s: it ended, or took 120 s\n' "$name" "$place" >&2
       exit 1
    fi
+}
+
+_take_restarts() { # Into flags what is the program's, into restarts the rest.
+   flags=() restarts=${MAX_RESTARTS:-0}
+   while [ $# -gt 0 ]; do
+      case $1 in
+         --max-restarts) [ $# -gt 1 ] || _die "--max-restarts needs a number"; restarts=$2; shift ;;
+         --max-restarts=*) restarts=${1#*=} ;;
+         *) flags+=("$1") ;;
+      esac
+      shift
+   done
+   [[ $restarts =~ ^(0|[1-9][0-9]*)$ ]] || _die "--max-restarts $restarts is not a whole number from 0 (MAX_RESTARTS)"
 }
 
 _check_nodes() { # A dry run may be of the whole run, without a node's own variables.

@@ -12,6 +12,9 @@ from slime.observability.trace import span
 from slime.ray.supervision import Deadline
 from slime.utils.device import Memory
 
+_ALL = ("weights", "kv_cache", "cuda_graph")
+"""The parts of an engine's memory."""
+
 
 class MemoryScheduler:
     """Whose turn it is. Without offloading everybody keeps their memory, and nothing here does anything.
@@ -27,6 +30,8 @@ class MemoryScheduler:
         self._trainers, self._engines, self._limit = trainers, engines, limit
         self._offload_train, self._offload_rollout = offload_train, offload_rollout
         self._awake: Literal["trainers", "engines"] = "trainers"
+        self._held: set[str] = set(_ALL)
+        """What engines have of their memory, or will when they have done what they were told."""
         self._figures: dict[str, float] = {}
 
     def figures(self) -> dict[str, float]:
@@ -57,6 +62,18 @@ class MemoryScheduler:
                 self._figures["perf/asleep_trainer_gib"] = fullest.reserved / 2**30
         self._awake = "trainers"
 
+    def to_new_trainers(self) -> None:
+        """The engines, which are idle, give way to trainers that are made in the place of others, whenever these died;
+        then it is the trainers' turn."""
+        self._engines.hold_starts()
+        if self._offload_rollout:
+            # They can only give all of it.
+            if missing := [tag for tag in _ALL if self._held and tag not in self._held]:
+                self._resume_engines(missing)
+            if self._held:
+                self._release_engines()
+        self._awake = "trainers"
+
     @contextmanager
     def pushing(self) -> Iterator[None]:
         """Within: the weights of both sides are there; afterwards it is the engines' turn."""
@@ -82,11 +99,13 @@ class MemoryScheduler:
 
     def _release_engines(self) -> None:
         if self._offload_rollout:
+            self._held.clear()
             with self._timed("release_engines"):
                 self._engines.call("put the engines to sleep", "release_memory", self._limit)
 
     def _resume_engines(self, tags: list[str]) -> None:
         if self._offload_rollout:
+            self._held.update(tags)
             with self._timed("resume_engines"):
                 self._engines.call(f"wake the engines' {' and '.join(tags)}", "resume_memory", self._limit, tags)
 

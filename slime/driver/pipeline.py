@@ -23,7 +23,12 @@ class Pipeline:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._begun = self._front = self._version = run.args.start_rollout_id
+        self._go_to(run.args.start_rollout_id)
+        run.when_going_back(self._go_to)
+
+    def _go_to(self, rollout_id: int) -> None:
+        """None from this rollout on is begun, and the engines have its version."""
+        self._begun = self._front = self._version = rollout_id
 
     def push_weights(self, version: int) -> None:
         """Interrupt generation, give every engine the trainers' weights, and go on; rollouts may begin that waited.

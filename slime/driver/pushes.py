@@ -40,6 +40,10 @@ class Pushes:
         self._version = version
         return figures
 
+    def go_back(self) -> None:
+        """Trainers are made anew, with older weights: no engine has those of the run before the next push."""
+        self._version = self._early = None
+
     def may_catch_up(self) -> bool:
         """Whether an engine that came back can be given weights while a rollout is under way, and trainers are idle.
 

@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from slime.backends.sglang.router import KEY_VARIABLES, RouterKeys
 from slime.data import Group, Sample
 from slime.data.rows.dataset import data_warnings
-from slime.data.source.data_source import DataSource, RolloutDataSource
+from slime.data.source.data_source import DataSource, RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.data.source.prompts import as_groups, put_back
 from slime.data.source.rollout_context import rollout_context
 from slime.fleet.membership import Membership
@@ -76,6 +76,8 @@ class RolloutManager:
         self._routers = Routers(args, api_keys, self._runtime, models, running_keys)
         self._args = args = argparse.Namespace(**vars(args) | self._routers.options())
         self._data_source: Any = None
+        self._first_state: dict[str, Any] = {}
+        """That of the data source before any prompt was drawn."""
         self._drawn: dict[int, list[Group]] = {}
         self._made: dict[int, list[Sample]] = {}
         """Rollouts that no trainer has taken yet."""
@@ -92,6 +94,7 @@ class RolloutManager:
             check_recorded(self._args)
             return self._args.num_rollout
         self._data_source = make_data_source(self._args)
+        self._first_state = state_by_value(self._data_source) or {}
         rollouts = num_rollout(self._args, self._data_source)
         self._args = argparse.Namespace(**vars(self._args) | {"num_rollout": rollouts})
         check_schedule(self._args)
@@ -125,8 +128,9 @@ class RolloutManager:
         return self._num_cancels
 
     @ray.method(concurrency_group=ROLLOUTS)
-    def generate(self, rollout_id: int, dp_size: int, drawn: int) -> tuple[list[ray.ObjectRef], dict[str, float]]:
-        """One rollout: a reference to one TrainBatch for each data-parallel rank, and the rollout's metrics.
+    def generate(self, rollout_id: int, dp_size: int, drawn: int) -> list[Any]:
+        """One rollout: its metrics, and one TrainBatch for each data-parallel rank. Who calls it has them returned one
+        by one, and owns them: they outlive this process.
 
         Ray waits for ``drawn``, the answer of `draw`; CancelledRolloutError if `cancel` was called meanwhile.
         """
@@ -144,10 +148,8 @@ class RolloutManager:
                     save_samples(args, rollout_id, samples)
                 batches, batch_metrics = to_train_batches(args, samples, dp_size)
                 self._reward_log.check(args, rollout_id, samples, batches, batch_metrics)
-                with span("rollout/put"):
-                    references = [ray.put(batch) for batch in batches]
         metrics["perf/convert_time"] = converted.seconds
-        return references, metrics | batch_metrics | self._routers.resends(rollout_id)
+        return [metrics | batch_metrics | self._routers.resends(rollout_id), *batches]
 
     def _samples(self, rollout_id: int) -> tuple[list[Sample], dict[str, Any]]:
         args = self._args
@@ -189,6 +191,15 @@ class RolloutManager:
         Prompts that no trainer has taken are handed out again, in their order, as if a run had been resumed.
         DeadlineError if a user's function goes on all the same.
         """
+        self._end_work()
+        drawn, made, self._drawn, self._made = self._drawn, self._made, {}, {}
+        if isinstance(self._data_source, RolloutDataSource):
+            self._data_source.hand_out_again()
+        elif self._data_source is not None:
+            groups = chain(*drawn.values(), *(as_groups(self._args, samples) for samples in made.values()))
+            put_back(self._data_source, list(groups))
+
+    def _end_work(self) -> None:
         self._num_cancels += 1
         deadline = time.monotonic() + _CANCEL_S
         while True:
@@ -199,21 +210,31 @@ class RolloutManager:
             if time.monotonic() > deadline:
                 raise DeadlineError(f"{_CANCEL_S:.0f} s after they were cancelled rollouts or evaluations still go on")
             time.sleep(_POLL_S)
-        drawn, made, self._drawn, self._made = self._drawn, self._made, {}, {}
-        if isinstance(self._data_source, RolloutDataSource):
-            self._data_source.hand_out_again()
-        elif self._data_source is not None:
-            groups = chain(*drawn.values(), *(as_groups(self._args, samples) for samples in made.values()))
-            put_back(self._data_source, list(groups))
 
-    def hand_over(self, rollout_id: int) -> dict[str, float]:
-        """Note that the trainers take a rollout; where all prompts are then."""
+    def rewind(self, rollout_id: int, state: dict[str, Any] | None) -> None:
+        """End all that is under way, as `cancel` does, and go back to where the data was after a rollout (`state`), or
+        before the first of a run. A user's data source is made anew for that, as in a run that is resumed."""
+        self._end_work()
+        self._drawn, self._made = {}, {}
+        if type(self._data_source) in (RolloutDataSource, RolloutDataSourceWithBuffer):
+            self._data_source.load_state_dict((state or {}).get(_SOURCE_STATE, self._first_state[_SOURCE_STATE]))
+            return
+        if self._data_source is not None:
+            self._data_source = make_data_source(self._args)
+        if state is not None:
+            self.restore(rollout_id, state)
+
+    def hand_over(self, rollout_id: int) -> tuple[tuple[dict[str, float], bool], dict[str, Any]]:
+        """Note that the trainers take a rollout; where all prompts are then, whether another manager could go on from
+        the state that this one has now, and that state."""
         samples, source = self._made.pop(rollout_id), self._data_source
-        if not isinstance(source, RolloutDataSource):
-            return {}
-        with source.lock:
-            source.count_trained(samples)
-            return accounting(self._args, source, in_flight=source.num_in_flight(after=rollout_id))
+        figures: dict[str, float] = {}
+        if isinstance(source, RolloutDataSource):
+            with source.lock:
+                source.count_trained(samples)
+                figures = accounting(self._args, source, in_flight=source.num_in_flight(after=rollout_id))
+        state = state_by_value(source)
+        return (figures, state is not None), state or {}
 
     def pause_generation(self) -> None:
         """Send engines no new requests while weights are pushed."""
@@ -299,6 +320,15 @@ def make_data_source(args: argparse.Namespace) -> Any:
             f"{flag} {path}: it must make an object with get_samples and add_samples, not {type(source).__name__}"
         )
     return source
+
+
+def state_by_value(source: Any) -> dict[str, Any] | None:
+    """All of the state of a data source; None of one of which a user's class keeps some by itself."""
+    if source is None:
+        return {}
+    if not isinstance(source, RolloutDataSource) or _has_own(source, "save"):
+        return None
+    return {_SOURCE_CLASS: _class_name(source), _SOURCE_STATE: source.state_dict()}
 
 
 def source_state(source: Any, rollout_id: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,15 +17,17 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from slime.driver.data_side import DataSide
 from slime.driver.memory_scheduler import MemoryScheduler
 from slime.driver.preflight.places import place_warnings, room_warnings
 from slime.driver.process import acquire_run_lock, exit_status, interrupt_on_sigterm
 from slime.driver.pushes import Pushes
-from slime.driver.rollout_manager import create_manager
-from slime.driver.schedule import check_remaining, missing_exports, scores_start
+from slime.driver.recovery import Recovery, snapshot_directory
+from slime.driver.restarts import Goodput, Restarts
+from slime.driver.schedule import check_remaining, is_due, missing_exports, scores_start
 from slime.entry.arguments import describe
 from slime.files.storage import write_text, writing
-from slime.fleet.engines import START_ROUTER, Engines
+from slime.fleet.engines import Engines
 from slime.fleet.placement import Placement, core_shortage, place
 from slime.fleet.spec import ModelSpec, fleet_of
 from slime.fleet.train_group import Saver, TrainGroup
@@ -36,7 +38,7 @@ from slime.observability.trace import span
 from slime.options.checks.checkpoint_rules import starting_point
 from slime.ray import janitor
 from slime.ray.cluster import connect, leaving_after, running_address
-from slime.ray.supervision import LOAD_DATA, MARGIN_S, Deadline, RayDownError, Supervisor, limit_of
+from slime.ray.supervision import MARGIN_S, Deadline, LostError, RayDownError, Supervisor, limit_of
 
 _STOP_S = 20.0
 _SHUTDOWN_S = 10.0
@@ -56,16 +58,22 @@ class Run:
         self.engines = Engines(args, self._supervisor)
         """Once the run has started, `Engines.add` has one more, and `Engines.remove` ends one."""
         self._trainers = TrainGroup(args, self._supervisor)
-        self._manager: Any = None
+        self._restarts, self._goodput = Restarts(args), Goodput()
+        self._data = DataSide(args, self._supervisor, self.engines, self._restarts)
+        self._recovery: Recovery | None = None
+        """Once the run has started."""
+        self._next = 0
+        """The next rollout to train."""
+        self._go_back: Callable[[int], None] | None = None
+        self._snapshots: str | None = None
+        """Where they are kept, if any are taken."""
         self._placement: Placement | None = None
         self._metrics: MetricsLogger | None = None
         self._run_locks: list[int] = []
         self._janitor: int | None = None
         self._ended_well, self._ray_is_down = False, False
-        self._rollouts: dict[int, tuple[ray.ObjectRef, float]] = {}
-        """Those under way or waiting, and when they were begun."""
-        self._evaluation: tuple[ray.ObjectRef, int] | None = None
-        """The one under way, and of which version."""
+        self.scored: set[int] = set()
+        """Versions that this driver has had scored."""
         self._saver = Saver(args, self._trainers)
         self._pushes: Pushes | None = None
         self._step: dict[str, float] = {}
@@ -136,25 +144,21 @@ class Run:
         limit = limit_of(args, "weight_update_timeout", MARGIN_S)
         self._memory = MemoryScheduler(self._trainers, self.engines, limit, **offloads)
         self._pushes = Pushes(self._trainers, self.engines, self._memory, limit)
-        # Not waited for: a router imports for many seconds, while engines and trainers start.
-        opened = self._manager.open_routers.remote() if fleet.engines else None
-        if opened is not None:
-            self._supervisor.expect("the rollout manager", opened, START_ROUTER)
+        self._data.catches_up(self._pushes.may_catch_up, self._catch_up)
+        self._snapshots = snapshot_directory(args, placement, ray.util.get_node_ip_address())
+        opened = self._data.open_routers()
         with span("driver/start"):
             self.engines.create(fleet, placement, keys)
             self._start_together(placement, shared)
-        if opened is not None:
-            self.engines.serve(self._manager, opened)
+        self._data.serve(opened)
+        parts = (self._trainers, placement, self._data, self._memory, self._pushes, self._saver, self._restarts)
+        self._recovery = Recovery(self.args, self, self._supervisor, *parts)
         going_on = f", going on after rollout {self.args.start_rollout_id}" if self.args.start_rollout_id else ""
         say(f"started in {time.monotonic() - began:.0f} s{going_on}")
         return self.args
 
     def _load_data(self, keys: tuple[str, str] | None, models: Sequence[ModelSpec]) -> None:
-        args = self.args
-        self._manager = create_manager(args, keys, models)
-        self._supervisor.watch("the rollout manager", self._manager)
-        limit = limit_of(args, "data_load_timeout")
-        rollouts = self._answer(self._manager.load_data.remote(), LOAD_DATA, limit)
+        args, rollouts = self.args, self._data.start(keys, models)
         args = self.args = argparse.Namespace(**vars(args) | {"num_rollout": rollouts})
         if left := check_remaining(args):  # again: --num-epoch has become a number of rollouts
             say(left)
@@ -181,7 +185,9 @@ class Run:
             first = self._trainers.start(args.num_rollout)
         if args.start_rollout_id is None:
             args = self.args = argparse.Namespace(**vars(args) | {"start_rollout_id": first})
-        if self._trainers.restore(self._manager) and (missing := missing_exports(args, first)):
+        if (state := self._trainers.take_state()) is not None:
+            self._data.restore(first - 1, state)
+        if state is not None and (missing := missing_exports(args, first)):
             self._saver.export(first - 1, missing, "export what is missing")
             places = " and ".join(missing.values())
             say(f"nothing is left to train; wrote {places}, missing after rollout {first}")
@@ -204,7 +210,7 @@ class Run:
                 os.close(held)
 
     def _stop_actors(self) -> None:
-        others = [actor for actor in (*self._trainers.actors, self._manager) if actor is not None]
+        others = [actor for actor in (*self._trainers.actors, self._data.actor) if actor is not None]
         calls = [actor.stop.remote() for actor in others] + self.engines.end()
         if calls:
             with contextlib.suppress(RayError):
@@ -212,6 +218,48 @@ class Run:
         if self._placement is not None:
             with contextlib.suppress(RayError):
                 self._placement.release()
+
+    # ---- the loop, and going back in it
+
+    def rollouts(self) -> Iterator[int]:
+        """The rollouts to train, in order, and again those behind which trainers that were made anew have gone back."""
+        self._next = self.args.start_rollout_id
+        while True:
+            while self._next < self.args.num_rollout:
+                self._next += 1
+                yield self._next - 1
+            with self._recovering():
+                self.finish_evaluation()
+            if self._next >= self.args.num_rollout:
+                return
+
+    @contextlib.contextmanager
+    def step(self, rollout_id: int) -> Iterator[None]:
+        """Within, a rollout is trained, of which a line is printed. Where trainers die there, they come back, and
+        `rollouts` goes on with the rollout that they come back to."""
+        with self._recovering():
+            yield
+            self._end_step(rollout_id)
+
+    def first_push(self) -> contextlib.AbstractContextManager[None]:
+        """Within, engines get the weights that the run begins with; trainers that die there come back as in `step`."""
+        return self._recovering()
+
+    def when_going_back(self, go_back: Callable[[int], None]) -> None:
+        """Have this called with the rollout to go on with, when trainers have come back: no other is under way then."""
+        self._go_back = go_back
+
+    @contextlib.contextmanager
+    def _recovering(self) -> Iterator[None]:
+        try:
+            yield
+        except LostError as lost:
+            if self._recovery is None:
+                raise
+            self._next = self._recovery.bring_back(lost)
+            self._goodput.go_back(self._next)
+            if self._go_back is not None:
+                self._go_back(self._next)
 
     # ---- the loop's verbs
 
@@ -222,40 +270,33 @@ class Run:
 
     def begin_rollout(self, rollout_id: int) -> None:
         """Have a rollout generated in the background; its failure ends whatever the driver then waits for."""
-        drawn = self._manager.draw.remote(rollout_id)
-        call = self._manager.generate.remote(rollout_id, self._trainers.dp_size, drawn)
-        self._supervisor.expect("the rollout manager", call, f"rollout {rollout_id}")
-        self._rollouts[rollout_id] = call, time.monotonic()
+        self._data.begin_rollout(rollout_id, self._trainers.dp_size)
 
     def take_rollout(self, rollout_id: int) -> list[ray.ObjectRef]:
         """A rollout that was begun, for training: what `generate` gives. A step begins here."""
         self._step, self._step_started = {}, time.monotonic()
-        call, begun = self._rollouts.pop(rollout_id)
-        phase = f"rollout {rollout_id}"
         limit = limit_of(self.args, "rollout_timeout", MARGIN_S)
         if self.args.asynchronous:  # an evaluation comes before it, and stale groups are generated again after it
             limit = Deadline(3 * self.args.rollout_timeout + MARGIN_S, limit.flag)
-        with span("driver/wait_for_rollout", rollout=rollout_id) as waiting:
-            batches, metrics = self._answer_of_engines(call, phase, limit)
+        accounts = None
+        while accounts is None:
+            with span("driver/wait_for_rollout", rollout=rollout_id) as waiting:
+                batches, metrics, begun = self._data.wait_for_rollout(rollout_id, limit)
+            # No quick answer where a user's data source takes its time over the next rollout's prompts.
+            with span("driver/hand_over", rollout=rollout_id):
+                accounts = self._data.hand_over(rollout_id, limit)
         metrics["perf/wait_for_rollout_time"] = waiting.seconds
         metrics["perf/rollout_ahead_time"] = self._step_started - begun
-        handed = self._manager.hand_over.remote(rollout_id)
-        # No quick answer where a user's data source takes its time over the next rollout's prompts.
-        with span("driver/hand_over", rollout=rollout_id):
-            prompts = self._answer(handed, f"hand over {phase}, after the prompts that are being drawn", limit)
-        self._log(metrics | prompts | self.engines.metrics(), "rollout/step", rollout_id)
+        self._log(metrics | accounts | self.engines.metrics(), "rollout/step", rollout_id)
         return batches
 
     def pause_generation(self) -> None:
         """Keep rollouts under way from sending requests."""
-        self._in_time_for_weights(self._manager.pause_generation.remote(), "pause generation for a weight update")
+        self._data.pause_generation()
 
     def resume_generation(self, version: int) -> None:
         """Let them go on, under weights of ``version``."""
-        self._in_time_for_weights(self._manager.resume_generation.remote(version), "resume generation")
-
-    def _in_time_for_weights(self, call: ray.ObjectRef, what: str) -> None:
-        self._answer(call, what, limit_of(self.args, "weight_update_timeout", MARGIN_S))
+        self._data.resume_generation(version)
 
     def train(self, rollout_id: int, batches: list[ray.ObjectRef]) -> None:
         """Train on one rollout's batches, and log one line of metrics an optimizer step."""
@@ -270,6 +311,23 @@ class Run:
             self._trainers.optimizer_steps += 1
         if self._pushes is not None:
             self._pushes.trained = rollout_id + 1
+        self._goodput.add(rollout_id, sum(metrics.get("perf/trained_tokens", 0.0) for metrics in steps))
+        if self._recovery is not None and (gone_back := self._recovery.leave_out(rollout_id, steps)) is not None:
+            self._goodput.go_back(gone_back + 1)
+        if self._snapshots is not None and self._takes_snapshot(rollout_id):
+            with span("driver/snapshot", rollout=rollout_id):
+                self._saver.snapshot(rollout_id, self._whole_state(rollout_id), self._snapshots)
+
+    def _takes_snapshot(self, rollout_id: int) -> bool:
+        """Whether one is due, and no checkpoint that would do as well."""
+        args = self.args
+        saves = args.save and is_due(rollout_id, args.save_interval, last=args.num_rollout)
+        return is_due(rollout_id, args.trainer_snapshot_interval) and not saves
+
+    def _whole_state(self, rollout_id: int) -> dict[str, Any]:
+        """What a resumed run needs besides the trainers' own."""
+        state: dict[str, Any] = self._data.ask("save the data source", self._saver.limit, "state", rollout_id)
+        return state | {"optimizer_steps": self._trainers.optimizer_steps}
 
     def push_weights(self, version: int) -> None:
         """Give every engine the trainers' weights; ``version`` is the number of rollouts they were trained on."""
@@ -288,18 +346,15 @@ class Run:
     def begin_evaluation(self, version: int) -> None:
         """As `evaluate`, in the background; its failure ends whatever the driver then waits for. The engines must keep
         these weights until `finish_evaluation`."""
-        call = self._manager.evaluate.remote(version, self._manager.num_cancels.remote())
-        self._supervisor.expect("the rollout manager", call, f"evaluation of weight version {version}")
-        self._evaluation = call, version
+        self._data.begin_evaluation(version)
 
     def finish_evaluation(self) -> None:
         """Wait for the evaluation that was begun, if any is under way, and log its scores."""
-        if self._evaluation is None:
+        if (version := self._data.evaluates) is None:
             return
-        (call, version), self._evaluation = self._evaluation, None
-        limit = limit_of(self.args, "rollout_timeout", MARGIN_S)
         with span("driver/wait_for_eval", version=version) as waiting:
-            metrics = self._answer_of_engines(call, f"evaluation of weight version {version}", limit)
+            metrics = self._data.finish_evaluation(limit_of(self.args, "rollout_timeout", MARGIN_S))
+        self.scored.add(version)
         waited = {"perf/wait_for_eval_time": waiting.seconds}
         step = self._step
         self._log(metrics | waited, "eval/step", version)
@@ -317,14 +372,18 @@ class Run:
         if not self._trainers.actors or not (self.args.save or self.args.save_hf or self.args.save_lora):
             return
         with span("driver/save", rollout=rollout_id) as saving:
-            state = self._answer(self._manager.state.remote(rollout_id), "save the data source", self._saver.limit)
-            self._saver.save(rollout_id, state | {"optimizer_steps": self._trainers.optimizer_steps})
+            self._saver.save(rollout_id, self._whole_state(rollout_id))
         self._log({"perf/save_model_time": saving.seconds}, "rollout/step", rollout_id)
 
-    def end_step(self, rollout_id: int) -> None:
+    def _end_step(self, rollout_id: int) -> None:
         """Print the step's line."""
-        seconds = time.monotonic() - self._step_started
-        self._log({"perf/step_time": seconds}, "rollout/step", rollout_id)
+        figures = {"perf/step_time": time.monotonic() - self._step_started}
+        if self._trainers.actors:
+            figures["perf/goodput"] = self._goodput.rate()
+        if recovering := self._restarts.seconds:
+            figures["perf/recovery_time"], self._restarts.seconds = recovering, 0.0
+        self._restarts.step_is_complete()
+        self._log(figures, "rollout/step", rollout_id)
         say(step_line(rollout_id, self.args.num_rollout, self._step))
 
     # ---- helpers
@@ -333,18 +392,10 @@ class Run:
         for warning in filter(None, warnings):
             warn(warning)
 
-    def _answer(self, call: ray.ObjectRef, phase: str, limit: Deadline) -> Any:
-        return self._supervisor.wait({"the rollout manager": call}, phase, limit)[0]
-
-    def _answer_of_engines(self, call: ray.ObjectRef, phase: str, limit: Deadline) -> Any:
-        """`_answer` of a call that engines work for: trainers are idle, and can give weights to one that came back."""
-        until = None if self._pushes is None else self._pushes.may_catch_up
-        while not (answers := self._supervisor.wait({"the rollout manager": call}, phase, limit, until)):
-            assert self._pushes is not None
-            self._catch_up(self._pushes)
-        return answers[0]
-
-    def _catch_up(self, pushes: Pushes) -> None:
+    def _catch_up(self) -> None:
+        """Give weights to engines that came back, while trainers are idle and wait for others' work."""
+        assert self._pushes is not None
+        pushes = self._pushes
         is_newer = pushes.is_ahead
         if is_newer:
             self.pause_generation()

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shutil
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from slime.files import atomic_io
-from slime.files.checkpoints import checkpoint_directory
-from slime.files.exports import exports_after
+from slime.files.checkpoints import checkpoint_directory, find_checkpoint
+from slime.files.exports import exports_after, is_export
 from slime.fleet.placement import Placement
 from slime.ray.cluster import actor_environment, as_actor, worker_options
-from slime.ray.supervision import RESTORE_DATA, START_TRAINERS, Deadline, Supervisor, limit_of
+from slime.ray.supervision import START_TRAINERS, Deadline, Supervisor, limit_of
 from slime.ray.train_actor import TrainActor
 from slime.utils.environment import as_environment
 from slime.utils.redaction import is_secret
@@ -36,9 +39,11 @@ class TrainGroup:
         """Those that were taken so far, before a resume too."""
         self._first = 0
         self._state: dict[str, Any] | None = None
+        self._calls: list[ray.ObjectRef] = []
+        """The latest."""
 
-    def create(self, placement: Placement) -> None:
-        """Make the actors, each on its slot."""
+    def create(self, placement: Placement, newest: Checkpoint | None = None) -> None:
+        """Make the actors, each on its slot, to go on from ``newest`` where that is given, not from ``--load``."""
         # torch and megatron-core warn of their own deprecations, many lines a rank; no code of users runs there.
         variables = {"PYTHONWARNINGS": "ignore", **placement.interface()}
         if getattr(self._args, "sglang_enable_symm_mem", False):
@@ -47,7 +52,9 @@ class TrainGroup:
         wanted = as_environment(self._args.train_env_vars)
         variables |= {name: value for name, value in wanted.items() if not is_secret(name, value)}
         self._on_one_host = len({slot.host for slot in placement.train}) == 1
-        environment, its_args = actor_environment(variables), worker_options(self._args)
+        begins = {} if newest is None else {"load": newest.save, "critic_load": newest.critic_save}
+        its_args = worker_options(argparse.Namespace(**vars(self._args) | begins))
+        environment = actor_environment(variables)
         for rank, slot in enumerate(placement.train):
             options = {"runtime_env": environment, **placement.options(slot, trains=True)}
             actor = as_actor(TrainActor).options(**options).remote(its_args, rank, len(placement.train), slot.gpu)
@@ -64,26 +71,34 @@ class TrainGroup:
         self._dp_ranks = self.call(START_TRAINERS, "dp_rank", _CONTROL)
         return self._first
 
-    def restore(self, manager: Any) -> bool:
-        """Have the rollout manager go on from the checkpoint that the trainers have loaded; whether there is one."""
-        if self._state is None:
-            return False
+    def take_state(self) -> dict[str, Any] | None:
+        """Once, the data side's state of the checkpoint that they have loaded; None where there is none."""
         state, self._state = self._state, None
-        restored = {"the rollout manager": manager.restore.remote(self._first - 1, state)}
-        self._supervisor.wait(restored, RESTORE_DATA, limit_of(self._args, "checkpoint_timeout"))
-        self.optimizer_steps = state["optimizer_steps"]
-        return True
+        self.optimizer_steps = state["optimizer_steps"] if state is not None else 0
+        return state
 
     def kill(self) -> None:
         """End all, whatever they are doing, so that others can be made in their place."""
-        for rank in range(len(self.actors)):
-            self._supervisor.forget(f"trainer {rank}")
-        if calls := [actor.stop.remote() for actor in self.actors]:
+        for name in self.names:
+            self._supervisor.forget(name)
+        calls = [actor.stop.remote() for actor in self.actors]
+        if calls:
             # Those that still answer have engines leave the group that they push in.
             ray.wait(calls, num_returns=len(calls), timeout=_LEAVE_S)
+        ends = [actor.watch.remote() for actor in self.actors]
         for actor in self.actors:
             ray.kill(actor)
-        self.actors = []
+        if ends:  # and their memory is free
+            ray.wait(ends, num_returns=len(ends), timeout=_LEAVE_S)
+        for call in (*calls, *ends, *self._calls):  # Ray would print their errors when it forgets them
+            with contextlib.suppress(RayError):
+                ray.get(call, timeout=0)
+        self.actors, self._calls = [], []
+
+    @property
+    def names(self) -> list[str]:
+        """As messages call them, by rank."""
+        return [f"trainer {rank}" for rank in range(len(self.actors))]
 
     def call(self, phase: str, method: str, limit: Deadline, *values: Any) -> list[Any]:
         """Call a method of every rank; the answers, by rank."""
@@ -95,6 +110,7 @@ class TrainGroup:
             f"trainer {rank}": getattr(actor, method).remote(*its_values)
             for rank, (actor, its_values) in enumerate(zip(self.actors, values, strict=False))
         }
+        self._calls = list(calls.values())
         return self._supervisor.wait(calls, phase, limit)
 
     def train(self, rollout_id: int, batches: list[ray.ObjectRef], limit: Deadline) -> list[dict[str, float]]:
@@ -104,12 +120,25 @@ class TrainGroup:
         return answers[0] if answers else []
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """One that a run has written, or a snapshot."""
+
+    save: str
+    """The directory that it is in, under the name of its rollout."""
+    critic_save: str | None
+    rollout_id: int
+
+
 class Saver:
     """Has trainers write checkpoints, Hugging Face directories and adapters, and knows what they have not finished."""
 
     def __init__(self, args: argparse.Namespace, trainers: TrainGroup) -> None:
         self._args, self._trainers = args, trainers
         self._unfinished: list[Path] = []
+        self._begun: set[int] = set()
+        """Rollouts after which a checkpoint was begun; earlier runs may have left others there."""
+        self._snapshot: Checkpoint | None = None
 
     @property
     def limit(self) -> Deadline:
@@ -120,11 +149,39 @@ class Saver:
         """Write what is asked for after a rollout; ``state`` is what a resumed run needs besides the trainers' own."""
         args, phase = self._args, f"save after rollout {rollout_id}"
         if args.save:
-            saves = (args.save, args.critic_save if args.use_critic else None)
-            values = [(rollout_id, None if rank else state) for rank in range(len(self._trainers.actors))]
-            with self._staging([checkpoint_directory(each, rollout_id) for each in saves if each]):
-                self._trainers.call_each(phase, "save", self.limit, values)
+            self._begun.add(rollout_id)
+            critic_save = args.critic_save if args.use_critic else None
+            self._write(Checkpoint(args.save, critic_save, rollout_id), state, phase)
         self.export(rollout_id, exports_after(args, rollout_id), phase)
+
+    def snapshot(self, rollout_id: int, state: dict[str, Any], directory: str) -> None:
+        """Write the same into a directory in memory, in the place of the one before, when it is whole."""
+        critic_save = str(Path(directory, "critic")) if self._args.use_critic else None
+        before, taken = self._snapshot, Checkpoint(directory, critic_save, rollout_id)
+        self._write(taken, state, f"snapshot after rollout {rollout_id}")
+        self._snapshot = taken
+        if before is not None and before.rollout_id != rollout_id:
+            for each in filter(None, (before.save, before.critic_save)):
+                shutil.rmtree(checkpoint_directory(each, before.rollout_id), ignore_errors=True)
+
+    def _write(self, place: Checkpoint, state: dict[str, Any], phase: str) -> None:
+        saves = [each for each in (place.save, place.critic_save) if each]
+        values = [(place.rollout_id, None if rank else state, *saves) for rank in range(len(self._trainers.actors))]
+        with self._staging([checkpoint_directory(each, place.rollout_id) for each in saves]):
+            self._trainers.call_each(phase, "save", self.limit, values)
+
+    def newest(self) -> Checkpoint | None:
+        """The newest of this run's checkpoints and snapshots that is whole."""
+        found = [self._snapshot] if self._snapshot is not None else []
+        if self._begun and (latest := find_checkpoint(self._args.save)) and latest[1] in self._begun:
+            found.append(Checkpoint(self._args.save, self._args.critic_save, latest[1]))
+        return max(found, key=lambda each: each.rollout_id, default=None)
+
+    def has_written(self, rollout_id: int) -> bool:
+        """Whether there is all that `save` is to write after a rollout."""
+        args = self._args
+        saved = not args.save or (rollout_id in self._begun and checkpoint_directory(args.save, rollout_id).is_dir())
+        return saved and all(is_export(place, args, rollout_id) for place in exports_after(args, rollout_id).values())
 
     def export(self, rollout_id: int, places: dict[str, str], phase: str) -> None:
         """Write the directories of ``places``, by the option that asks for each."""

@@ -24,6 +24,7 @@ KINDS = {
     "router_back": "a router that was lost sends requests again",
     "trainer_died": "a training rank ended",
     "manager_died": "the rollout manager ended",
+    "driver_died": "a driver ended with an error, or was killed; told by what had started it",
     "push_failed": "a push of weights was begun again, or not proved",
     "bad_step": "loss or gradients of an optimizer step were not finite, or far too large",
 }

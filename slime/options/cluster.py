@@ -42,6 +42,15 @@ class ClusterOptions:
     train_backend: Literal["megatron"] = option("megatron", "Training backend.")
     train_env_vars: dict[str, Any] | None = option(None, "Environment variables of the training workers, as JSON.")
     distributed_timeout_minutes: float = option(10.0, "Deadline of one collective among training ranks.", above=0)
+    trainer_restart_limit: int = option(
+        5, "How often in an hour trainers, or the rollout manager, are made anew before the run ends.", at_least=0
+    )
+    trainer_snapshot_interval: int | None = option(
+        None,
+        "After every so many rollouts keep a checkpoint in host memory, from which trainers that are made anew go on; "
+        "otherwise from the newest in --save.",
+        at_least=1,
+    )
     allow_untested_versions: bool = option(
         False,
         "Where a package is installed in another release than slime's patches to it are for, do without these patches "
@@ -81,7 +90,8 @@ class RecoveryOptions:
     use_fault_tolerance: bool = option(
         True,
         "Start a lost engine again, in the background, and give it requests when it has the current weights; start a "
-        "lost router again, at its address. Without, a run goes on with the engines that are left.",
+        "lost router again, at its address; make lost trainers, and a lost rollout manager, anew. Without, a run goes "
+        "on with the engines that are left, and ends when it loses anything else.",
     )
     engine_restart_limit: int = option(
         3, "Starts of one lost engine, or router, within an hour; one that is lost once more is given up.", at_least=0
@@ -114,6 +124,7 @@ class WeightUpdateOptions:
 
 
 RULES = (
+    Rule("trainer_snapshot_interval", "has no effect with", "placement=rollout_only", ": nothing is trained"),
     Rule("offload_train offload_rollout", "needs", "placement=colocate", ": nobody else wants that memory"),
     Rule(
         "update_weight_transport=distributed|nccl",

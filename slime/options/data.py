@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from slime.options.flags.schema import function_path, option
 from slime.options.rules import Rule
@@ -64,6 +64,15 @@ class BatchOptions:
     num_steps_per_rollout: int | None = option(
         None, "Optimizer steps on one rollout; 1 where neither this nor --global-batch-size is given.", at_least=1
     )
+    on_bad_step: Literal["stop", "skip", "restore"] = option(
+        "stop",
+        "What to do about an optimizer step of which loss or gradients are not finite (see --bad-step-factor): end the "
+        "run; leave the step out; or leave out the rest of the rollout too, and go back to the weights of the newest "
+        "snapshot or checkpoint.",
+    )
+    bad_step_factor: float | None = option(
+        None, "A step is also bad when its gradient norm is above so many times the median of the last 32.", above=1
+    )
     micro_batch_size: int = option(1, "Samples of one forward pass; ignored by --use-dynamic-batch-size.", at_least=1)
     use_dynamic_batch_size: bool = option(False, "Pack samples into micro-batches of at most --max-tokens-per-gpu.")
     max_tokens_per_gpu: int | None = option(
@@ -77,6 +86,19 @@ class BatchOptions:
 
 
 RULES = (
+    Rule("on_bad_step=restore", "needs", "trainer_snapshot_interval save", ": somewhere to go back to"),
+    Rule(
+        "on_bad_step=skip|restore",
+        "does not go with",
+        "!check_for_nan_in_loss_and_grad",
+        ", by which loss and gradients are not looked at",
+    ),
+    Rule(
+        "on_bad_step=skip|restore bad_step_factor",
+        "does not go with",
+        "precision=float16",
+        ": its loss scale leaves such steps out by itself",
+    ),
     Rule("use_dynamic_batch_size", "needs", "max_tokens_per_gpu"),
     Rule("balance_by_flops", "needs", "use_dynamic_batch_size", ": other micro-batches are of a fixed size"),
     Rule("disable_rollout_global_dataset", "and", "prompt_data", " contradict each other: drop one"),

@@ -24,6 +24,8 @@ _NAMES = {
     "placement=rollout_only": "--debug-rollout-only",
     "placement=train_only": "--debug-train-only",
     "precision=float32": "--fp32",
+    "precision=float16": "--fp16",
+    "!check_for_nan_in_loss_and_grad": "--no-check-for-nan-in-loss-and-grad",
     "asynchronous": "train_async.py",
 }
 """Terms of what is not a flag by itself."""

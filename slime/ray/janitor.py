@@ -13,6 +13,7 @@ import contextlib
 import os
 import secrets
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,10 +23,17 @@ from collections.abc import Iterable, Mapping
 from slime.processes import kernel
 from slime.processes.kernel import RUN_MARK, TITLES, Process
 
+MEMORY = "/dev/shm"
+"""A file system in this host's memory."""
 _LOOK_S = 2.0
 _GRACE_S = 10.0
 _KILL_S = 10.0
 _POLL_S = 0.2
+
+
+def memory_directory(mark: str) -> str:
+    """What a run may keep in this host's memory, by the value of its mark; the janitor removes it at the run's end."""
+    return f"{MEMORY}/slime-{mark}"
 
 
 def start(grace: float = _GRACE_S) -> int:
@@ -105,11 +113,17 @@ def main() -> None:
     while not (told := select.select([owner_fd], [], [], _LOOK_S)[0]) and os.getppid() == owner:
         tree.look()
     if told and os.read(owner_fd, 1):
+        _forget(sys.argv[3])
         return
     deadline = time.monotonic() + grace
     while tree.look() and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     kernel.kill_all(tree.look, _KILL_S)
+    _forget(sys.argv[3])  # last: nobody writes there any longer
+
+
+def _forget(mark: str) -> None:
+    shutil.rmtree(memory_directory(mark.partition("=")[2]), ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,9 @@ _DAEMONS = {"raylet": "raylet", "gcs_server": "head (gcs_server)"}
 """Of a local Ray, those that it does not live without."""
 _EXIT = re.compile(r"Worker exit detail: (.*?\.)(?: |$)")
 _NODE_GONE = ("node has died", "node was terminated", "node is dead", "owner's node has crashed")
+_BROKEN_KINDS = {"DistError", "AcceleratorError"}
+"""torch's, of NCCL and of CUDA."""
+_BROKEN = ("/gloo/", "CUDA error", "Connection closed by peer", "Connection reset by peer")
 _KERNEL_COUNTS = Path("/proc/vmstat")
 
 
@@ -53,7 +56,7 @@ def why_it_died(error: RayError, who: str) -> str:
     text = " ".join(str(error).split())
     place = [found[1] for pattern in (r"\bpid: (\d+)", r"\bip: (\S+)") if (found := re.search(pattern, text))]
     where = f" ({' on '.join(place)})" if place else ""
-    if any(words in text for words in _NODE_GONE):
+    if _has_left(error):
         return (
             f"the host of {who}{where} has left Ray's cluster: its raylet was ended, or the host or its network failed"
         )
@@ -61,6 +64,19 @@ def why_it_died(error: RayError, who: str) -> str:
         return f"Ray ended the process of {who}{where}, because its host was running out of memory: {text[:400]}"
     detail = found[1] if (found := _EXIT.search(text)) else text.split(" class_name:")[0]
     return f"the process of {who} died{where}: {detail}{memory_hint()}"
+
+
+def _has_left(error: RayError) -> bool:
+    """Whether an actor's host has left the cluster, and its slots with it."""
+    return any(words in " ".join(str(error).split()) for words in _NODE_GONE)
+
+
+def _is_broken_connection(error: BaseException) -> bool:
+    """Whether a rank has lost another one, or its device, which nothing that the user gave is the reason of."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if "RuntimeError" not in kinds or "OutOfMemoryError" in kinds:
+        return False
+    return bool(kinds & _BROKEN_KINDS) or any(words in str(error) for words in _BROKEN)
 
 
 def memory_hint() -> str:
@@ -95,6 +111,19 @@ _FRAMES = 3
 
 class RunError(SlimeError):
     """The run cannot go on; the message says who failed, in which phase, and why."""
+
+
+class LostError(RunError):
+    """Actors have died, or do not answer any longer: others may be made in their place.
+
+    Attributes:
+        names: who, as messages call them.
+        phase: what they were asked for, or what was waited for meanwhile.
+    """
+
+    def __init__(self, message: str, names: Sequence[str], phase: str) -> None:
+        super().__init__(message)
+        self.names, self.phase = tuple(names), phase
 
 
 class RayDownError(RunError):
@@ -150,12 +179,18 @@ class Supervisor:
         self._watches[actor.watch.remote()] = name, on_death
 
     def forget(self, name: str) -> None:
-        """Take `watch` back, for one that is to be ended."""
+        """Take `watch` and `expect` back, for one that is to be ended; another of its name may be watched then."""
         self._watches = {watch: entry for watch, entry in self._watches.items() if entry[0] != name}
+        self._background = {call: entry for call, entry in self._background.items() if entry[0] != name}
+        self._dead.discard(name)
 
     def expect(self, who: str, call: ray.ObjectRef, phase: str) -> None:
         """Fail every later `wait` when ``call``, whose answer is waited for at another time, fails."""
         self._background[call] = (who, phase)
+
+    def dismiss(self, call: ray.ObjectRef) -> None:
+        """Take `expect` back, for a call that is cancelled."""
+        self._background.pop(call, None)
 
     def attend(self, chore: Callable[[str], None]) -> None:
         """Call ``chore`` with the phase in every `wait`, once a second or oftener. It waits for nothing by itself, and
@@ -170,7 +205,8 @@ class Supervisor:
         until: Callable[[], object] | None = None,
     ) -> list[Any]:
         """The answers of ``calls`` (who was asked -> reference), in their order, without those of the survived dead.
-        RunError where a call failed, of these or of those expected, a watched actor died, or the deadline passed.
+        RunError where a call failed, of these or of those expected, a watched actor died, or the deadline passed; in
+        the last two cases a LostError.
 
         When ``until()`` holds before all have answered, it is not waited any longer, and there are no answers.
         """
@@ -203,8 +239,9 @@ class Supervisor:
         """Heed what comes within a second; who has answered, or died, is ``pending`` no more."""
         left = deadline - time.monotonic()
         if left <= 0:
-            waiting = ", ".join(names[ref] for ref in pending) or who
-            raise RunError(f"{phase}: no answer within {limit} from {waiting} (weight version {self.version})")
+            silent = [names[ref] for ref in pending] or [who]
+            message = f"{phase}: no answer within {limit} from {', '.join(silent)} (weight version {self.version})"
+            raise LostError(message, silent, phase)
         self._do_chores(phase)
         others = [ref for ref in self._background if ref not in names]
         _check_ray(phase)
@@ -258,10 +295,12 @@ class Supervisor:
         if isinstance(error, RayTaskError):
             is_input = phase in _READS_INPUT and isinstance(error.cause, BadInputError)
             kind = InputError if is_input else RunError
-            return kind(f"{phase}: {who} failed {version}: {_reason(error)}")
+            message = f"{phase}: {who} failed {version}: {_reason(error)}"
+            return LostError(message, [who], phase) if _is_broken_connection(error.cause) else kind(message)
         _check_ray(phase, _RAY_GRACE_S)
         if isinstance(error, (RayActorError, OutOfMemoryError)):
-            return RunError(f"{phase}: {why_it_died(error, who)} {version}")
+            message = f"{phase}: {why_it_died(error, who)} {version}"
+            return RunError(message) if _has_left(error) else LostError(message, [who], phase)
         return RunError(f"{phase}: Ray could not run {who} {version}: {' '.join(str(error).split())}")
 
 

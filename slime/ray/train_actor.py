@@ -16,6 +16,7 @@ from torch.distributed import TCPStore
 
 from slime.backends.trainers import trainer_of
 from slime.data import TrainBatch
+from slime.files.checkpoints import checkpoint_directory
 from slime.files.hf_writer import NamedTensors
 from slime.files.storage import writing
 from slime.observability import logs
@@ -130,21 +131,30 @@ class TrainActor:
         """Train on one rollout; one dict of metrics an optimizer step."""
         return self._trainer.train(rollout_id, batch)
 
-    def save(self, rollout_id: int, rollout_state: dict[str, Any] | None) -> None:
-        """Write one complete checkpoint, with the data side's state, which rank 0 alone gets, or none."""
-        args = self._args
-        with writing("--save", args.save, note=_STILL_WHOLE):
-            directory = checkpoint_dirs.begin_save(args.save, rollout_id)
+    def save(
+        self, rollout_id: int, rollout_state: dict[str, Any] | None, save: str, critic_save: str | None = None
+    ) -> None:
+        """Write one complete checkpoint below ``save``, and the critic's below ``critic_save``, with the data side's
+        state, which rank 0 alone gets, or none."""
+        place = "--save" if save == self._args.save else "--trainer-snapshot-interval, in memory at"
+        with writing(place, save, note=_STILL_WHOLE):
+            directory = checkpoint_dirs.begin_save(save, rollout_id)
             self._trainer.save(directory)
             if self._rank == 0:
                 torch.save(rollout_state, Path(directory, _ROLLOUT_STATE))
-        if args.use_critic:
+        if critic_save is not None:
             # First: a run resumes by the actor's latest, and finds the critic's of the same rollout.
-            with writing("--critic-save", args.critic_save, note=_STILL_WHOLE):
-                self._trainer.save_critic(checkpoint_dirs.begin_save(args.critic_save, rollout_id))
-                checkpoint_dirs.commit_save(args.critic_save, rollout_id)
-        with writing("--save", args.save, note=_STILL_WHOLE):
-            checkpoint_dirs.commit_save(args.save, rollout_id)
+            critic_place = "--critic-save" if critic_save == self._args.critic_save else place
+            with writing(critic_place, critic_save, note=_STILL_WHOLE):
+                self._trainer.save_critic(checkpoint_dirs.begin_save(critic_save, rollout_id))
+                checkpoint_dirs.commit_save(critic_save, rollout_id)
+        with writing(place, save, note=_STILL_WHOLE):
+            checkpoint_dirs.commit_save(save, rollout_id)
+
+    def go_back(self, rollout_id: int, save: str, critic_save: str | None) -> None:
+        """Have weights and optimizers as they were after a rollout, of which there is a checkpoint below ``save``."""
+        critic = None if critic_save is None else str(checkpoint_directory(critic_save, rollout_id))
+        self._trainer.go_back(str(checkpoint_directory(save, rollout_id)), critic)
 
     def export(self, option: str, directory: str, rollout_id: int) -> None:
         """Write what is there after a rollout: by ``save_hf`` weights in a Hugging Face directory, by ``save_lora``

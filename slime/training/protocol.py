@@ -65,6 +65,9 @@ class Trainer(Protocol):
     def save_critic(self, directory: str) -> None:
         """The same of the critic."""
 
+    def go_back(self, directory: str, critic_directory: str | None) -> None:
+        """Have weights, optimizers and schedules as `save` and `save_critic` wrote them, and go on from there."""
+
     def save_hf(self, directory: str, rollout_id: int) -> None:
         """Write the actor, as it is after a rollout, as a Hugging Face directory, complete or not at all; what is there
         is replaced."""
@@ -92,9 +95,10 @@ class Learner(Protocol):
         """Gradients of the sum of ``loss`` over the micro-batches of all ranks; reports of this rank's micro-batches,
         on the last pipeline stage only."""
 
-    def optimizer_step(self, where: str) -> dict[str, float]:
-        """One step by these gradients; its metrics, the same on every rank. TrainingError, which begins with ``where``,
-        rollout and step, of a gradient that is not finite."""
+    def optimizer_step(self, where: str, why_bad: str | None = None) -> dict[str, float]:
+        """One step by these gradients; its metrics, the same on every rank. A bad step, one that something was wrong
+        with before (``why_bad``) or whose gradients are bad (`slime.training.bad_steps`), is not taken: ``bad_steps``
+        is then among them. TrainingError, which begins with ``where``, rollout and step, of one that ends the run."""
 
     def gathering_parameters(self) -> AbstractContextManager[None]:
         """What is around steps, but around no other pass."""
@@ -110,3 +114,6 @@ class Learner(Protocol):
 
     def save(self, directory: str) -> None:
         """Write everything that training continues from into an existing empty directory."""
+
+    def load(self, directory: str) -> None:
+        """Continue from what `save` has written there."""

@@ -18,6 +18,7 @@ from slime.files.checkpoints import find_checkpoint
 from slime.files.storage import writing
 from slime.observability.trace import span
 from slime.options.checks.hook_paths import columns_of
+from slime.training.bad_steps import BAD_STEPS, bad_loss
 from slime.training.checks import check_finite, check_step
 from slime.training.loss import hooks
 from slime.training.loss.advantages import set_advantages
@@ -104,21 +105,44 @@ class RolloutTrainer:
                     self._span(f"{name}_train"),
                     learner.gathering_parameters(),
                 ):
-                    first = rollout_id == args.num_critic_only_steps
-                    for i, micro_batches in enumerate(packed):
-                        where = f"rollout {rollout_id}, step {i + 1} of {len(packed)}, {name}"
-                        with span("train/forward_backward"):
-                            reports = learner.forward_backward(micro_batches, loss, rollout_id, i)
-                        steps[i] |= self._step_metrics(where, micro_batches, reports)
-                        with span("train/optimizer"):
-                            steps[i] |= learner.optimizer_step(where)
-                        trained = steps[i].pop(_TRAINED_TOKENS)
-                        check_step(args, where, steps[i], trained, is_first=first and i == 0)
+                    trained, goes_on = self._take_steps(rollout_id, packed, steps, (learner, loss, name))
+                if not goes_on:
+                    break
+        steps = [metrics for metrics in steps if metrics]
         total = sum(metrics.pop("tokens") for metrics in steps)
         rate = total / seconds[f"perf/{name}_train_time"]
         seconds["perf/train_time"] = whole.seconds
-        steps[-1] |= seconds | {f"perf/{name}_train_tok_per_s": rate} | self._memory.peaks()
+        numbers = {f"perf/{name}_train_tok_per_s": rate, "perf/trained_tokens": trained}
+        steps[-1] |= seconds | numbers | self._memory.peaks()
         return steps
+
+    def _take_steps(
+        self,
+        rollout_id: int,
+        packed: list[list[MicroBatch]],
+        steps: list[dict[str, float]],
+        who: tuple[Learner, LossOf, str],
+    ) -> tuple[float, bool]:
+        """Have one model learn, and add the metrics to those of ``steps``; the response tokens in the loss of the steps
+        that were taken, and whether training goes on: a bad step may be the last of its rollout."""
+        args, (learner, loss, name), total = self.args, who, 0.0
+        for i, micro_batches in enumerate(packed):
+            where = f"rollout {rollout_id}, step {i + 1} of {len(packed)}, {name}"
+            with span("train/forward_backward"):
+                reports = learner.forward_backward(micro_batches, loss, rollout_id, i)
+            metrics = self._step_metrics(where, micro_batches, reports)
+            with span("train/optimizer"):
+                metrics |= learner.optimizer_step(where, bad_loss(args, metrics))
+            trained = metrics.pop(_TRAINED_TOKENS)
+            steps[i] |= metrics
+            if any(key.endswith(BAD_STEPS) for key in metrics):
+                if args.on_bad_step == "restore":
+                    return total, False
+                continue
+            total += trained
+            is_first = rollout_id == args.num_critic_only_steps and i == 0
+            check_step(args, where, steps[i], trained, is_first=is_first)
+        return total, True
 
     def _compute_log_probs(self, rollout_id: int, everything: list[MicroBatch], steps: int) -> None:
         """Those of the reference and those before the first step, where anything needs them."""
@@ -168,7 +192,7 @@ class RolloutTrainer:
         tokens, trained = sum(sum(m.lengths) for m in micro_batches), sum(m.num_trained for m in micro_batches)
         metrics = step_metrics(reports, {"tokens": tokens, _TRAINED_TOKENS: trained}, self.parallel)
         for name, value in metrics.items():
-            if name.endswith("loss"):
+            if name.endswith("loss") and self.args.on_bad_step == "stop":
                 check_finite(self.args, where, name, value)
         return metrics
 
@@ -266,6 +290,12 @@ class RolloutTrainer:
         assert self._critic is not None
         with self._memory.phase("save"):
             self._critic.save(directory)
+
+    def go_back(self, directory: str, critic_directory: str | None) -> None:
+        with self._memory.phase("start"):
+            self._actor.load(directory)
+            if self._critic is not None and critic_directory is not None:
+                self._critic.load(critic_directory)
 
 
 def _version_name(version: int) -> str:

@@ -32,15 +32,15 @@ def train(args):
     with Run(args) as run:
         run.start()
         run.push_weights(version=0)
-        for rollout_id in range(args.num_rollout):
-            batches = run.generate(rollout_id)
-            run.train(rollout_id, batches)
-            if rollout_id == 0:
-                joined = run.engines.add("actor")
-            if rollout_id == 1:
-                run.engines.remove(joined)
-            run.push_weights(version=rollout_id + 1)
-            run.end_step(rollout_id)
+        for rollout_id in run.rollouts():
+            with run.step(rollout_id):
+                batches = run.generate(rollout_id)
+                run.train(rollout_id, batches)
+                if rollout_id == 0:
+                    joined = run.engines.add("actor")
+                if rollout_id == 1:
+                    run.engines.remove(joined)
+                run.push_weights(version=rollout_id + 1)
 
 
 run_driver(train, parse_args())
@@ -58,15 +58,15 @@ def train(args):
         run.start()
         rollouts = Pipeline(run)
         rollouts.push_weights(version=0)
-        for rollout_id in range(args.num_rollout):
-            batches = rollouts.next(rollout_id)
-            run.train(rollout_id, batches)
-            if rollout_id == 0:
-                run.engines.remove("engine 1")
-            if rollout_id == 1:
-                assert run.engines.add("actor") == "engine 2"
-            rollouts.push_weights(version=rollout_id + 1)
-            run.end_step(rollout_id)
+        for rollout_id in run.rollouts():
+            with run.step(rollout_id):
+                batches = rollouts.next(rollout_id)
+                run.train(rollout_id, batches)
+                if rollout_id == 0:
+                    run.engines.remove("engine 1")
+                if rollout_id == 1:
+                    assert run.engines.add("actor") == "engine 2"
+                rollouts.push_weights(version=rollout_id + 1)
 
 
 run_driver(train, parse_args(asynchronous=True))

@@ -257,24 +257,49 @@ def assert_equals_uninterrupted(run_dir: Path, colocated: Path, resumed_at: int)
     for rollout_id in range(resumed_at, _ROLLOUTS):
         assert _samples(run_dir, rollout_id) == _samples(colocated, rollout_id)
     expected = series(colocated, "train/loss")[resumed_at:]
-    found = [line["train/loss"] for line in read_metrics(run_dir) if line.get("train/step", -1) >= resumed_at]
-    assert found[: len(expected)] == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    # Of a step that was gone back behind the last one counts.
+    found = {line["train/step"]: line["train/loss"] for line in read_metrics(run_dir) if "train/loss" in line}
+    compared = [found[step] for step in range(resumed_at, _ROLLOUTS)]
+    assert compared == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
-def test_resumed_run_equals_the_uninterrupted_one_and_ends_by_ctrl_c(workspace: Path, colocated: Path) -> None:
+def _has_trained(run_dir: Path, rollout_id: int) -> bool:
+    return rollout_id in series(run_dir, "train/step")
+
+
+def test_a_resumed_run_whose_trainer_dies_equals_the_uninterrupted_one_and_ends_by_ctrl_c(
+    workspace: Path, colocated: Path
+) -> None:
     run_dir = workspace / "resumed"
     run_dir.mkdir()
     shutil.copytree(colocated / "iter_0000000", run_dir / "iter_0000000")
     latest = run_dir / "latest_checkpointed_iteration.txt"
     latest.write_text("0")
-    samples = str(run_dir / "samples_{rollout_id}.pt")
-    line = flags(workspace, run_dir, load=str(run_dir), save_debug_rollout_data=samples, num_rollout=100)
+    line = flags(
+        workspace,
+        run_dir,
+        load=str(run_dir),
+        save_debug_rollout_data=str(run_dir / "samples_{rollout_id}.pt"),
+        save_hf=str(run_dir / "hf_{rollout_id}"),
+        save_interval=_ROLLOUTS,
+        trainer_snapshot_interval=1,
+        num_rollout=100,
+    )
     with TrainProcess(line, workspace / "resumed.log") as process:
-        seen = lambda: len(series(run_dir, "train/loss")) >= _ROLLOUTS  # noqa: E731
-        process.wait_until(seen, RUN_S, "the steps to compare")
+        process.wait_until(lambda: _has_trained(run_dir, 1), RUN_S, "a step", 0.02)
+        process.find("ray::TrainActor").kill()
+        process.wait_until(lambda: _has_trained(run_dir, _ROLLOUTS), RUN_S, "the steps to compare")
         process.kill(signal.SIGINT)
         assert process.wait(RUN_S) == 128 + signal.SIGINT, process.tail()
         process.assert_no_process_left()
+    (event,) = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    assert (event["kind"], event["subject"]) == ("trainer_died", "trainer 0")
+    # It was seen before, within or after the snapshot of that step; without one there is the checkpoint.
+    origin = re.search(r"made anew from (\S+) after rollout [012]; going on with rollout", event["action"])
+    assert (origin is not None and not Path(origin[1]).exists()) or "as the run began" in event["action"]
+    model = "model.safetensors"
+    found, expected = (load_file(each / f"hf_{_ROLLOUTS - 1}" / model) for each in (run_dir, colocated))
+    assert all(torch.allclose(found[name], tensor, atol=1e-6) for name, tensor in expected.items())
     said = (workspace / "resumed.log").read_text().splitlines()
     assert f"training goes on from {run_dir / 'iter_0000000'} (--load)" in said
     assert_equals_uninterrupted(run_dir, colocated, resumed_at=1)

@@ -62,7 +62,7 @@ EXTRA = {
         "rates",
         "sgd",
     ),
-    "distopt": ("resume", "nan", "other_base", "unstepped", "rates", "offload"),
+    "distopt": ("resume", "nan", "bad_steps", "other_base", "unstepped", "rates", "offload"),
     "dp2": ("resume", "offload"),
     "tp2": ("resume", "other_base", "offload"),
     "vpp2": ("resume", "hooks"),

@@ -248,6 +248,8 @@ def arguments(directory: Path, **options: Any) -> Namespace:
             "moe_token_dispatcher_type": "alltoall",
             "moe_enable_deepep": False,
             "random_weights": False,
+            "on_bad_step": "stop",
+            "bad_step_factor": None,
             "custom_model_provider_path": None,
             "transformer_impl": "local",
             "params_dtype": "float32",

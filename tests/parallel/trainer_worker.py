@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import sys
 from argparse import Namespace
 from dataclasses import replace
@@ -104,8 +105,9 @@ class Rank:
         """As the Ray actor does, which may end before the last thing that it does."""
         actor = TrainActor.__new__(TrainActor)
         actor._args, actor._rank, actor._trainer = trainer.args, dist.get_rank(), trainer
+        places = [trainer.args.save, *([trainer.args.critic_save] if trainer.args.use_critic else [])]
         if not dies:
-            actor.save(rollout_id, None)
+            actor.save(rollout_id, None, *places)
             return
         commit = checkpoint_dirs.commit_save
 
@@ -117,7 +119,7 @@ class Rank:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(checkpoint_dirs, "commit_save", dying)
             with pytest.raises(KeyboardInterrupt):
-                actor.save(rollout_id, None)
+                actor.save(rollout_id, None, *places)
 
     def reload(self, save_dir: Path, **options: Any) -> MegatronTrainer:
         trainer = MegatronTrainer(self.arguments(CASES["resume"], load=str(save_dir), **options))
@@ -263,6 +265,37 @@ class Rank:
         with pytest.raises(TrainingError, match="rollout 7, step 2 of 2, actor: the train/loss is nan"):
             trainer.train(7, batch)
 
+    def bad_steps(self) -> None:
+        """Steps of a loss or a gradient that is not finite leave weights, optimizer and rates as they were; a trainer
+        that goes back to a checkpoint is as it was then."""
+        case, saved = CASES["grpo"], self.work / "bad_steps"
+        usual, skips = (
+            MegatronTrainer(self.arguments(case, on_bad_step=what, save=str(saved))) for what in ("stop", "skip")
+        )
+        rows = case.rows(5)
+        rows.rewards[:] = float("nan")
+        batch = rollouts.batches(rows, skips.dp_size, case.steps)[skips.dp_rank]
+        for metrics in skips.train(5, batch):
+            assert (metrics["train/bad_steps"], "train/grad_norm" in metrics) == (1.0, False)
+        spoilt = next(skips.model_chunks[0].parameters()).register_hook(lambda grad: grad * float("inf"))
+        for metrics in self.train(skips, case, 6, 7):
+            assert (metrics["train/bad_steps"], math.isfinite(metrics["train/grad_norm"])) == (1.0, False)
+            assert math.isfinite(metrics["train/loss"])
+        spoilt.remove()
+        assert metrics["perf/trained_tokens"] == 0
+        expected, found = (of_training(self.train(trainer, case, 0, 1)) for trainer in (usual, skips))
+        assert found == expected
+        weights = gathering.weights(usual)
+        assert all(torch.equal(weights[name], tensor) for name, tensor in gathering.weights(skips).items())
+
+        self.save(usual, 0)
+        expected = of_training(self.train(usual, case, 1, 2))
+        usual.go_back(str(saved / "iter_0000000"), None)
+        assert of_training(self.train(usual, case, 1, 2)) == expected
+        usual.args = Namespace(**vars(usual.args) | {"on_bad_step": "restore"})
+        usual._actor.args = usual.args
+        assert len(usual.train(5, batch)) == 1, "the rest of the rollout is left out"
+
     def mismatch(self) -> None:
         """The engine's log-probs, which are random here, stop the run where asked."""
         case = CASES["grpo"]
@@ -332,6 +365,11 @@ class Rank:
         trainer.save_hf(str(target), 0)
         trainer.save_hf(str(target), 0)
         assert sorted(p.name for p in self.work.glob("*hf*")) == ["hf"]
+
+
+def of_training(steps: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Metrics but for times."""
+    return [{name: value for name, value in step.items() if not name.startswith("perf/")} for step in steps]
 
 
 def rates_of(learner: Any) -> list[dict[str, Any]]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
 from slime.data import Group, Sample
 from slime.driver import rollout_manager
@@ -96,7 +95,6 @@ def make_manager(
             prompt_data=write_jsonl([{"prompt": f"p{i}", "label": str(i)} for i in range(7)]), **changes
         )
         args.launch_dir, args.num_rollout = str(tmp_path / "none"), 9
-        monkeypatch.setattr(ray, "put", lambda batch: batch)
         # What becomes of the samples is others' business.
         monkeypatch.setattr(rollout_manager, "to_train_batches", lambda args, samples, dp_size: ([samples], {}))
         monkeypatch.setattr(rollout_manager.RewardLog, "check", lambda *_: None)
@@ -119,7 +117,7 @@ def threads() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
 
 def groups_of(manager: RolloutManager, rollout_id: int) -> list[Any]:
     """The groups of a rollout that is generated now."""
-    ((samples,), _) = manager.generate(rollout_id, 1, manager.draw(rollout_id))
+    _, samples = manager.generate(rollout_id, 1, manager.draw(rollout_id))
     return [sample.group_index for sample in samples[::2]]  # type: ignore[attr-defined]
 
 
@@ -153,7 +151,7 @@ def test_a_cancelled_rollout_is_generated_again_with_the_same_prompts(
         manager.generate(1, 1, waiting)
     client.answers = True
     assert groups_of(manager, 0) == [0, 1, 2, 3]
-    figures = manager.hand_over(0)
+    (figures, _), _ = manager.hand_over(0)
     if figures:
         parts = {part: figures[f"rollout/prompts_{part}"] for part in ("trained", "dropped", "buffered", "in_flight")}
         assert figures["rollout/prompts_read"] == sum(parts.values())
@@ -172,7 +170,8 @@ def test_what_no_trainer_has_taken_is_generated_again(
     assert groups_of(manager, 1) == [4, 5, 6, 7]
     manager.cancel()
     assert groups_of(manager, 1) == [4, 5, 6, 7]
-    assert manager.hand_over(1)["rollout/prompts_trained"] == 8
+    (figures, _), _ = manager.hand_over(1)
+    assert figures["rollout/prompts_trained"] == 8
 
 
 def test_an_evaluation_ends_too(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,6 +24,10 @@ class RecordingRun:
         self.begun: list[int] = []
         self.taken: list[int] = []
         self.held = self.evaluates = False
+        self.go_back: Callable[[int], None]
+
+    def when_going_back(self, go_back: Callable[[int], None]) -> None:
+        self.go_back = go_back
 
     def push_weights(self, version: int) -> None:
         assert self.held
@@ -80,6 +85,21 @@ def test_rollouts_begin_in_order_and_neither_too_early_nor_without_need_late(_: 
             check(rollout_id)
             run.evaluates = True
     assert run.taken == run.begun == list(range(start, start + count))
+
+
+def test_what_was_begun_is_begun_again_from_the_rollout_that_trainers_come_back_to() -> None:
+    run = RecordingRun(start_rollout_id=0, num_rollout=9, async_buffer_size=1, max_weight_staleness=1)
+    pipeline = Pipeline(run)  # type: ignore[arg-type]
+    pipeline.push_weights(0)
+    for rollout_id in range(4):
+        pipeline.next(rollout_id)
+        pipeline.push_weights(rollout_id + 1)
+    assert run.begun == [0, 1, 2, 3, 4, 5]
+    run.begun.clear()
+    run.go_back(3)
+    assert not run.begun, "its prompts are drawn when it is asked for"
+    pipeline.next(3)
+    assert run.begun == [3, 4]
 
 
 def test_a_failure_in_the_background_ends_another_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from ray.exceptions import RayTaskError
 from slime.backends.sglang.client import EngineError
 from slime.data import Sample
 from slime.data.source.data_source import DataSource, RolloutDataSource, RolloutDataSourceWithBuffer
+from slime.driver.data_side import _Rollout
 from slime.driver.rollout_manager import restore_source, source_state
 from slime.driver.run import Run
 from slime.fleet.spec import fleet_of
@@ -57,7 +58,7 @@ def test_a_deadline_names_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "wait", lambda refs, **options: ([], refs))
     expected = r"load data: no answer within 0 s \(--data-load-timeout\) from the rollout manager"
     with pytest.raises(RunError, match=expected):
-        made._answer(object(), LOAD_DATA, limit_of(made.args, "data_load_timeout"))  # type: ignore[arg-type]
+        made._data._answer(object(), LOAD_DATA, limit_of(made.args, "data_load_timeout"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, None])
@@ -246,7 +247,7 @@ def make_run(run_dir: Path, start: int, scores: dict[str, float], *, asynchronou
     )
     made = Run(args)
     made._metrics = MetricsLogger(args)
-    made._manager = made._supervisor = Answers(scores | {"perf/eval_time": 2.5})  # type: ignore[assignment]
+    made._data.actor = made._data._supervisor = Answers(scores | {"perf/eval_time": 2.5})  # type: ignore[assignment]
     return made
 
 
@@ -275,13 +276,14 @@ def test_scores_from_the_background_are_those_of_their_version(
     run = make_run(tmp_path, 0, {"eval/add": 0.25}, asynchronous=True)
     run.finish_evaluation()
     run.begin_evaluation(3)
-    assert run._supervisor.expected[2] == "evaluation of weight version 3"  # type: ignore[attr-defined]
+    assert run._data._supervisor.expected[2] == "evaluation of weight version 3"  # type: ignore[attr-defined]
     run._step = {"rollout/raw_reward": 0.5}  # of rollout 4, meanwhile
     run.finish_evaluation()
     run.finish_evaluation()
     (line,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert (line["eval/step"], line["eval/add"], line["perf/eval_time"]) == (3, 0.25, 2.5)
-    run.end_step(4)
+    with run.step(4):
+        pass
     scores, step = capsys.readouterr().out.splitlines()
     assert scores == "rollout 3/9 | eval/add 0.250 | 2.5 s | bound by eval (2.5 s)"
     assert step.startswith("rollout 5/9 | reward 0.500 | ")
@@ -293,15 +295,20 @@ def test_handing_over_has_the_time_that_prompts_may_take() -> None:
         def __init__(self) -> None:
             self.hand_over = self
 
-        def remote(self, rollout_id: int) -> dict[str, float]:
-            return {"rollout/prompts_read": 4.0 + rollout_id}
+        def options(self, *, num_returns: int) -> Manager:
+            assert num_returns == 2
+            return self
+
+        def remote(self, rollout_id: int) -> tuple[Any, str]:
+            return ({"rollout/prompts_read": 4.0 + rollout_id}, True), "its state"
 
     made, supervisor = Run(Namespace(rollout_timeout=1000.0, asynchronous=False)), Answers(None)
-    made._supervisor, made._manager = supervisor, Manager()  # type: ignore[assignment]
+    made._data._supervisor, made._data.actor = supervisor, Manager()  # type: ignore[assignment]
     logged: list[dict[str, float]] = []
     made._metrics = Namespace(log=lambda values, *_: logged.append(values))  # type: ignore[assignment]
-    made._rollouts = {3: ((["batch"], {}), 0.0)}  # type: ignore[dict-item]
+    made._data._rollouts = {3: _Rollout({}, ["batch"], 1, 0.0)}  # type: ignore[arg-type, list-item]
     assert made.take_rollout(3) == ["batch"]
+    assert made._data._state == (3, "its state")  # type: ignore[comparison-overlap]
     assert supervisor.waited == [
         ("rollout 3", Deadline(1060.0, "--rollout-timeout")),
         ("hand over rollout 3, after the prompts that are being drawn", Deadline(1060.0, "--rollout-timeout")),
@@ -325,11 +332,14 @@ def test_only_rank_0_is_sent_the_data_sides_state() -> None:
     trainers, manager = [Actor(), Actor()], Actor()
     made = Run(Namespace(save="somewhere", use_critic=False, save_hf=None, save_lora=None, checkpoint_timeout=1234.0))
     supervisor = Answers(None)
-    made._supervisor = made._trainers._supervisor = supervisor  # type: ignore[assignment]
+    made._data._supervisor = made._trainers._supervisor = supervisor  # type: ignore[assignment]
     made._metrics = Namespace(log=lambda *values: None)  # type: ignore[assignment]
-    made._trainers.actors, made._manager = trainers, manager
+    made._trainers.actors, made._data.actor = trainers, manager
     made.save(7)
-    assert [actor.saved for actor in trainers] == [[(7, {"cursor": 5, "optimizer_steps": 0})], [(7, None)]]
+    assert [actor.saved for actor in trainers] == [
+        [(7, {"cursor": 5, "optimizer_steps": 0}, "somewhere")],
+        [(7, None, "somewhere")],
+    ]
     assert {limit for _, limit in supervisor.waited} == {Deadline(1234.0, "--checkpoint-timeout")}
 
 
@@ -342,7 +352,7 @@ def test_a_disk_that_fails_again_at_the_end_neither_hides_the_error_nor_keeps_th
 
     made = Run(Namespace(save="x", use_critic=False, save_hf=None, save_lora=None, checkpoint_timeout=9.0))
     actor = Namespace(remote=lambda *values: {})
-    made._trainers.actors, made._manager = [Namespace(save=actor)], Namespace(state=actor)
+    made._trainers.actors, made._data.actor = [Namespace(save=actor)], Namespace(state=actor)
     made._metrics = None
 
     def wait(calls: dict[str, Any], phase: str, limit: Deadline) -> list[Any]:
@@ -350,7 +360,7 @@ def test_a_disk_that_fails_again_at_the_end_neither_hides_the_error_nor_keeps_th
             raise RunError("save after rollout 7: the disk fails")
         return [{}]
 
-    for owner in (made, made._trainers):
+    for owner in (made._data, made._trainers):
         monkeypatch.setattr(owner, "_supervisor", Namespace(wait=wait))
     monkeypatch.setattr(made, "_stop_actors", lambda: None)
     monkeypatch.setattr(ray, "shutdown", lambda: None)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from slime.driver import data_side
 from slime.driver import run as whole_run
 from slime.driver.process import run_driver
 from slime.driver.schedule import NothingLeftError, check_remaining, is_due, times_due
@@ -165,7 +166,7 @@ class _Manager:
     def remote(self) -> int:
         return self.num_rollout
 
-    def watch(self, who: str, actor: Any) -> None:
+    def watch(self, who: str, actor: Any, on_death: Any) -> None:
         pass
 
     def wait(self, calls: dict[str, int], phase: str, limit: Any) -> list[int]:
@@ -196,9 +197,9 @@ def test_epochs_are_counted_before_anything_is_placed(
     (directory / "run").mkdir()
     monkeypatch.setattr(whole_run, "place", _place)
     manager = _Manager(num_rollout)
-    monkeypatch.setattr(whole_run, "create_manager", lambda *_: manager)
+    monkeypatch.setattr(data_side, "create_manager", lambda *_: manager)
     run = whole_run.Run(args)
-    run._supervisor = manager  # type: ignore[assignment]
+    run._supervisor = run._data._supervisor = manager  # type: ignore[assignment]
     with pytest.raises(ends):
         run.start()
     assert ("rollout 3 of 3: nothing is left but writing" in capsys.readouterr().out) == bool(words)

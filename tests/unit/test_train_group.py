@@ -57,7 +57,7 @@ def test_trainers_start_go_on_train_and_end_together(other_host: str, monkeypatc
         Rank(serve_rendezvous=("host", 7), start=(3, 2, {"optimizer_steps": 12}), dp_rank=0, train=[{"loss": 1.0}]),
         Rank(start=(3, 2, None), dp_rank=1, train=[]),
     ]
-    watcher, manager, killed = Watcher(), Rank(), list[Any]()
+    watcher, killed = Watcher(), list[Any]()
     waited: list[tuple[Any, ...]] = []
 
     class Actor:
@@ -71,6 +71,7 @@ def test_trainers_start_go_on_train_and_end_together(other_host: str, monkeypatc
     monkeypatch.setattr(train_group, "as_actor", lambda cls: Actor())
     monkeypatch.setattr(ray, "wait", lambda refs, *, num_returns, timeout: waited.append((refs, num_returns, timeout)))
     monkeypatch.setattr(ray, "kill", killed.append)
+    monkeypatch.setattr(ray, "get", lambda ref, *, timeout: ref)
     slots = [Slot(0, "here", None), Slot(1, other_host, None)]
     group = TrainGroup(Namespace(checkpoint_timeout=9.0, train_env_vars=None), watcher)  # type: ignore[arg-type]
     assert group.call("sleep", "sleep", _LIMIT, True) == [], "a run without trainers"
@@ -81,17 +82,16 @@ def test_trainers_start_go_on_train_and_end_together(other_host: str, monkeypatc
         [("serve_rendezvous", other_host == "here"), ("start", ("host", 7), 8), ("dp_rank",)],
         [("start", ("host", 7), 8), ("dp_rank",)],
     ]
-    assert group.restore(manager)
-    assert manager.calls == [("restore", 2, {"optimizer_steps": 12})]
+    assert group.take_state() == {"optimizer_steps": 12}
     assert (group.optimizer_steps, group.dp_size) == (12, 2)
-    assert not group.restore(manager), "once"
     assert group.train(3, ["for 0", "for 1"], _LIMIT) == [{"loss": 1.0}]  # type: ignore[list-item]
     assert [rank.calls[-1] for rank in ranks] == [("train", 3, "for 0"), ("train", 3, "for 1")]
     assert watcher.phases[-1] == "train on rollout 3"
     assert watcher.watched == ["trainer 0", "trainer 1"]
     group.kill()
-    assert [rank.calls[-1] for rank in ranks] == [("stop",), ("stop",)], "engines leave the group of a push"
-    assert waited == [([None, None], 2, 20.0)]
+    for rank in ranks:
+        assert rank.calls[-2:] == [("stop",), ("watch",)], "engines leave the group of a push, and its end is seen"
+    assert waited == [([None, None], 2, 20.0)] * 2
     assert (killed, watcher.watched, group.actors) == (ranks, [], [])
 
 

@@ -30,6 +30,7 @@ from slime.backends.megatron.optimizer import (
 )
 from slime.backends.megatron.weights import checkpoint, weights_io
 from slime.files.model_directory import stored_weights
+from slime.training.bad_steps import BAD_STEPS, leave_out
 from slime.training.checks import check_finite
 from slime.training.memory.sleep import SleepingTensors
 from slime.training.memory.weight_sets import CURRENT, REFERENCE, WeightSets
@@ -122,6 +123,10 @@ class MegatronLearner:
         device.wait_side_stream()
         checkpoint.save_state(directory, self.model_chunks, self._optimizer, self._scheduler)
 
+    def load(self, directory: str) -> None:
+        device.wait_side_stream()
+        checkpoint.load_state(directory, self.model_chunks, self._optimizer, self._scheduler)
+
     # ---- passes over micro-batches
 
     @torch.no_grad()
@@ -148,10 +153,17 @@ class MegatronLearner:
         with embedding_at_hand(self.model_chunks):
             return self._pass(micro_batches, partial(self._loss_for_schedule, loss), forward_only=False)
 
-    def optimizer_step(self, where: str) -> dict[str, float]:
+    def optimizer_step(self, where: str, why_bad: str | None = None) -> dict[str, float]:
         """As `Learner`; overflowing float16 gradients make no step, and a warning."""
         device.wait_side_stream()
+        left_out = {f"train/{self.prefix}{BAD_STEPS}": 1.0}
+        if why_bad is not None:
+            leave_out(self.args, where, why_bad)
+            return left_out
         done, grad_norm, _ = self._optimizer.step()
+        if isinstance(done, str):  # why not
+            leave_out(self.args, where, done)
+            return {f"train/{self.prefix}grad_norm": float(grad_norm)} | left_out
         if not done:
             logger.warning(f"{where}: no optimizer step: gradients overflowed float16 and the loss scale is lowered")
             return {f"train/{self.prefix}loss_scale_skips": 1.0}

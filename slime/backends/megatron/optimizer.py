@@ -16,6 +16,7 @@ from torch import Tensor
 from slime.backends.megatron.offload import HostState
 from slime.options.flags.megatron import config_kwargs
 from slime.options.training import warmup_and_decay_steps, weight_decays
+from slime.training.bad_steps import NormGuard, guards_steps
 from slime.utils import device
 from slime.utils.errors import BadInputError
 
@@ -47,6 +48,8 @@ def make_optimizer(args: Namespace, chunks: list[DistributedDataParallel]) -> Me
     config = OptimizerConfig(**values)
     optimizer = get_megatron_optimizer(config, chunks)
     _leave_rates_to_schedule(optimizer.param_groups, config)
+    if guards_steps(args):
+        _guard(args, optimizer)
     if args.optimizer_cpu_offload:
         _offload(args, optimizer)
     for part in parts_of(optimizer):
@@ -58,6 +61,22 @@ def make_optimizer(args: Namespace, chunks: list[DistributedDataParallel]) -> Me
             _keep_groups(part.optimizer)
             _allocate(part.optimizer)
     return optimizer
+
+
+def _guard(args: Namespace, optimizer: MegatronOptimizer) -> None:
+    """Have steps by bad gradients not taken: ``step`` then gives the reason, in words, in the place of True.
+
+    Without a loss scale, which float16 alone has, gradients may be made ready twice.
+    """
+    guard, step = NormGuard(args), optimizer.step
+
+    def step_unless_bad() -> tuple[Any, Any, Any]:
+        optimizer.prepare_grads()
+        norm = float(optimizer.get_grad_norm())
+        why = guard.why_bad(norm)
+        return step() if why is None else (why, norm, None)
+
+    optimizer.step = step_unless_bad
 
 
 def _offload(args: Namespace, optimizer: MegatronOptimizer) -> None:

@@ -69,13 +69,24 @@ def checkpoint_bytes(args: argparse.Namespace, parameters: int) -> int:
     return parameters * (_weight_bytes(args) + _STATE_BYTES * (1 + moments))
 
 
-def _saves(args: argparse.Namespace) -> Iterator[tuple[str, str, int, int]]:
+def expected_checkpoint_bytes(args: argparse.Namespace) -> int | None:
+    """About what a checkpoint takes, a critic's as well; None where sizes are not known before."""
+    parameters = _parameters(args)
+    return None if parameters is None else checkpoint_bytes(args, parameters) * (1 + bool(args.use_critic))
+
+
+def _parameters(args: argparse.Namespace) -> int | None:
     if args.placement == "rollout_only" or args.random_weights or args.lora_rank or args.num_rollout is None:
-        return
+        return None
     try:
-        parameters = sum(prod(header.shape) for header in read_headers(Path(args.hf_checkpoint)).values())
+        return sum(prod(header.shape) for header in read_headers(Path(args.hf_checkpoint)).values())
     except (BadInputError, OSError):
-        return  # what is wrong with it, or that it is not on this host yet, is told elsewhere
+        return None  # what is wrong with it, or that it is not on this host yet, is told elsewhere
+
+
+def _saves(args: argparse.Namespace) -> Iterator[tuple[str, str, int, int]]:
+    if (parameters := _parameters(args)) is None:
+        return
     count = times_due(args.start_rollout_id or 0, args.save_interval, last=args.num_rollout)
     if not count:
         return

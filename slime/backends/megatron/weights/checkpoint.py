@@ -112,6 +112,7 @@ def load_state(
         of_part["param_groups"] = part.optimizer.state_dict()["param_groups"]
         of_part.setdefault("state", {})  # SGD without momentum has none, and what is empty is not stored
     _load_optimizer(optimizer, loaded["optimizer"])
+    scheduler.num_steps = 0  # it adds those of the checkpoint
     scheduler.load_state_dict(loaded["scheduler"])
     scheduler.step(0)  # it set the weight decay before it took that of the checkpoint
     if same_layout:

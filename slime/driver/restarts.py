@@ -1,0 +1,62 @@
+"""How often parts of a run are made anew before it ends, and what each rollout of it was worth."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+from slime.options.flags.schema import flag_named
+from slime.ray.supervision import RunError
+
+_HOUR_S = 3600.0
+
+
+class Restarts:
+    """Those of the trainers, and of the rollout manager: a budget an hour for each, and no third try at what fails
+    twice in a row in the same way, which another restart would not mend either."""
+
+    def __init__(self, args: argparse.Namespace, clock: Callable[[], float] = time.monotonic) -> None:
+        self._args, self._clock = args, clock
+        self._times: dict[str, list[float]] = {}
+        self._last: dict[str, str] = {}
+        """In which phase each failed last, since a step was complete."""
+        self.seconds = 0.0
+        """What they took, since somebody last made this 0."""
+
+    def allow(self, name: str, phase: str, cause: str) -> None:
+        """Count one more restart of ``name``, after a failure in ``phase``; RunError with the cause if it is one too
+        many."""
+        now = self._clock()
+        recent = [then for then in self._times.get(name, []) if now - then < _HOUR_S]
+        if self._last.get(name) == phase:
+            raise RunError(f"{cause}\n{name}: failed in the same way when made anew, so that it is not tried again")
+        if len(recent) >= self._args.trainer_restart_limit:
+            flag = flag_named("trainer_restart_limit")
+            raise RunError(f"{cause}\n{name}: made anew {len(recent)} times within an hour already ({flag})")
+        self._times[name], self._last[name] = [*recent, now], phase
+
+    def step_is_complete(self) -> None:
+        """What failed before is behind the run."""
+        self._last.clear()
+
+
+class Goodput:
+    """Tokens that were trained and not gone back behind, a second of the driver's life since it began to start."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._began = clock, clock()
+        self._tokens: dict[int, float] = {}
+        """By rollout."""
+
+    def add(self, rollout_id: int, tokens: float) -> None:
+        """Note the response tokens in the loss of a rollout's optimizer steps that were taken."""
+        self._tokens[rollout_id] = tokens
+
+    def go_back(self, rollout_id: int) -> None:
+        """Forget this rollout and those after it, which are trained again."""
+        self._tokens = {other: tokens for other, tokens in self._tokens.items() if other < rollout_id}
+
+    def rate(self) -> float:
+        """Tokens a second."""
+        return sum(self._tokens.values()) / max(self._clock() - self._began, 1e-9)

@@ -1,0 +1,151 @@
+"""Run train.py, and again from its newest checkpoint when it fails; scripts/launch.sh calls this for --max-restarts.
+
+python3 tools/restart_run.py 3 -- python3 train.py --save outputs/run ...
+
+Statuses 0 (done) and 2 (bad input) are passed on, and so is the end by a signal that this program got. It ends what a
+driver leaves before it begins the next one: the run's own janitor does, and is waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from slime.files.checkpoints import LATEST, has_checkpoint, latest_name
+from slime.observability import events
+from slime.processes import kernel
+from slime.utils.command_line import strike_secrets
+
+_PROGRAM = "launch"
+_BAD_INPUT = 2
+_LEFT_S = 60.0
+"""More than the janitor of a killed driver takes."""
+_POLL_S = 0.2
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def main(words: Sequence[str]) -> int:
+    """The status of the last driver."""
+    if len(words) < 3 or not words[0].isdecimal() or words[1] != "--":
+        print(f"usage: {Path(__file__).name} MAX_RESTARTS -- PROGRAM train.py FLAG ...", file=sys.stderr)
+        return _BAD_INPUT
+    limit, command = int(words[0]), list(words[2:])
+    save, stale = value_of(command, "--save"), _latest(value_of(command, "--save"))
+    kernel.adopt_orphans()
+    others = _below()
+    child = Child()
+    for restarts in range(limit + 1):
+        status = child.run(command if restarts == 0 else [*command, *resuming(command, stale)])
+        if status in (0, _BAD_INPUT) or child.signalled:
+            return status
+        left = f"{limit - restarts} of {limit} restarts left (--max-restarts)"
+        begins = "from its beginning"
+        if save is not None and (found := _latest(save)) and (found != stale or value_of(command, "--load")):
+            begins = f"from the checkpoint after rollout {found[0]} in {save}"
+        goes_on = f"the run is started again, {begins}" if restarts < limit else "it is not started again"
+        print(f"{_PROGRAM}: the run ended with status {status}: {goes_on}; {left}", file=sys.stderr, flush=True)
+        _note(command, status, goes_on)
+        _wait_for_ends(others)
+    return status
+
+
+def resuming(command: Sequence[str], stale: tuple[str, int] | None = None) -> list[str]:
+    """The flag that has a command go on from what it has saved; none where it says itself from where, saves nothing, or
+    has nothing there yet but what was ``stale`` before it."""
+    save = value_of(command, "--save")
+    if save is None or value_of(command, "--load") is not None or _latest(save) in (None, stale):
+        return []
+    return ["--load", save]
+
+
+def value_of(command: Sequence[str], flag: str) -> str | None:
+    """The last value of a flag on a command line; None where it is not there."""
+    found = None
+    for word, after in zip(command, [*command[1:], None], strict=True):
+        if word == flag:
+            found = after
+        elif word.startswith(f"{flag}="):
+            found = word.partition("=")[2]
+    return found
+
+
+def _latest(save: str | None) -> tuple[str, int] | None:
+    """Which checkpoint a directory calls its latest, and since when."""
+    if save is None or not has_checkpoint(save):
+        return None
+    return latest_name(save), Path(save, LATEST).stat().st_mtime_ns
+
+
+def _note(command: Sequence[str], status: int, action: str) -> None:
+    """A line among the run's events, where its command line says which directory that is."""
+    run_dir = value_of(command, "--run-dir") or value_of(command, "--save")
+    if run_dir is not None and os.path.isdir(run_dir):
+        events.begin(run_dir, _PROGRAM)
+        events.add("driver_died", "the driver", phase="run", cause=f"ended with status {status}", action=action)
+
+
+class Child:
+    """The driver, in a session of its own, so that it gets every signal once: from here."""
+
+    def __init__(self) -> None:
+        self.signalled = False
+        self._process: subprocess.Popen[Any] | None = None
+        for number in _SIGNALS:
+            signal.signal(number, self._pass_on)
+
+    def run(self, command: Sequence[str]) -> int:
+        """Its status; 128 and the signal's number where one ended it."""
+        own = os.getpid()
+        with subprocess.Popen(
+            command, start_new_session=True, preexec_fn=lambda: kernel.die_with_parent(own)
+        ) as process:
+            self._process = process
+            if self.signalled:
+                process.terminate()
+            status = process.wait()
+        self._process = None
+        return status if status >= 0 else 128 - status
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self.signalled = True
+        if self._process is not None:
+            kernel.send(self._process.pid, number)
+
+
+def _below() -> set[kernel.Process]:
+    return set(kernel.below([os.getpid()], kernel.running().values()))
+
+
+def _wait_for_ends(others: set[kernel.Process]) -> None:
+    """Until nothing of the run is left: the next one needs its memory, and its directories."""
+    known, deadline = {process.pid: process.started for process in others}, time.monotonic() + _LEFT_S
+    while time.monotonic() < deadline:
+        _reap()
+        if not [process for process in _below() if known.get(process.pid) != process.started]:
+            return
+        time.sleep(_POLL_S)
+
+
+def _reap() -> None:
+    """Take the statuses of orphans that this process has adopted."""
+    while True:
+        try:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                return
+        except ChildProcessError:
+            return
+
+
+if __name__ == "__main__":
+    words = sys.argv[1:]
+    strike_secrets()  # the driver has them from here, and strikes them out of its own command line
+    sys.exit(main(words))
