@@ -116,7 +116,13 @@ def test_a_router(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             pass
 
     monkeypatch.setattr(router_module, "ServerProcess", Process)
-    args = Namespace(request_timeout=1.0, router_cli=[], engine_start_timeout=1.0)
+    seconds = (
+        "request_timeout",
+        "engine_start_timeout",
+        "rollout_health_check_interval",
+        "rollout_health_check_timeout",
+    )
+    args = Namespace(router_cli=[], **dict.fromkeys(seconds, 1.0))
     with pytest.raises(InterruptedError):
         Router(args, "127.0.0.1", ("generate", "admin"), tmp_path / "log", name).start()
     given, command = started

@@ -144,7 +144,7 @@ def test_what_the_manager_then_hands_on_of_a_rollout(
     args.reward_baseline = None
     args.custom_rollout_log_function_path = f"{hooks}:log_rollout_data" if custom else None
     samples = [[Sample(response_length=2, tokens=[1, 2, 3], reward=1.0)]]
-    _, metrics = bare_manager(args, runtime, rollout=lambda *_: samples).generate(2, 1, 0)
+    metrics = bare_manager(args, runtime, rollout=lambda *_: samples).generate(2, 1, 0)[0]
     assert metrics["rollout/raw_reward"] == 0.5, "what the training batch says is logged anyway"
     assert metrics["perf/rollout_time"] >= 0
     assert ("multi_turn/turns/mean" in metrics) != custom
