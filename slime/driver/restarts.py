@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from collections.abc import Callable
 
+from slime.fleet.restarts import Budget
 from slime.options.flags.schema import flag_named
 from slime.ray.supervision import RunError
-
-_HOUR_S = 3600.0
 
 
 class Restarts:
@@ -18,7 +18,6 @@ class Restarts:
 
     def __init__(self, args: argparse.Namespace, clock: Callable[[], float] = time.monotonic) -> None:
         self._args, self._clock = args, clock
-        self._times: dict[str, list[float]] = {}
         self._last: dict[str, str] = {}
         """In which phase each failed last, since a step was complete."""
         self.seconds = 0.0
@@ -27,14 +26,16 @@ class Restarts:
     def allow(self, name: str, phase: str, cause: str) -> None:
         """Count one more restart of ``name``, after a failure in ``phase``; RunError with the cause if it is one too
         many."""
-        now = self._clock()
-        recent = [then for then in self._times.get(name, []) if now - then < _HOUR_S]
         if self._last.get(name) == phase:
             raise RunError(f"{cause}\n{name}: failed in the same way when made anew, so that it is not tried again")
-        if len(recent) >= self._args.trainer_restart_limit:
+        if not self._budget.take(name):
             flag = flag_named("trainer_restart_limit")
-            raise RunError(f"{cause}\n{name}: made anew {len(recent)} times within an hour already ({flag})")
-        self._times[name], self._last[name] = [*recent, now], phase
+            raise RunError(f"{cause}\n{name}: made anew {self._budget.limit} times within an hour already ({flag})")
+        self._last[name] = phase
+
+    @functools.cached_property
+    def _budget(self) -> Budget:
+        return Budget(self._args.trainer_restart_limit, self._clock)
 
     def step_is_complete(self) -> None:
         """What failed before is behind the run."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,13 +23,13 @@ _END_S = 40.0
 class Budget:
     """How often each of several may be started again within an hour."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, limit: int, clock: Callable[[], float] | None = None) -> None:
+        self.limit, self._clock = limit, clock or time.monotonic
         self._taken: defaultdict[str, deque[float]] = defaultdict(deque)
 
     def take(self, name: str) -> bool:
         """Whether it may be started once more; then that is counted."""
-        taken, now = self._taken[name], time.monotonic()
+        taken, now = self._taken[name], self._clock()
         while taken and taken[0] <= now - _HOUR_S:
             taken.popleft()
         if len(taken) >= self.limit:

@@ -172,10 +172,11 @@ class Http:
         are no HTTP.
         """
         session, pause = await self._session(), _FIRST_BACKOFF_S
+        origin = origin_of(url)
         with self._lock:
-            self._sent[origin_of(url)] += 1
+            self._sent[origin] += 1
         for attempt in range(retries + 1):
-            if (hold := self._holds.get(origin_of(url))) is not None:
+            if (hold := self._holds.get(origin)) is not None:
                 await hold()
             status: int | None = None
             body = None if payload is None else JsonBytesPayload(payload, dumps)
@@ -218,7 +219,9 @@ class Http:
         """One request with our key, as `post`, which see."""
         place = self._places.get(origin_of(url), nullcontext) if method == "POST" else nullcontext
         async with place():
-            is_own = origin_of(url) in (*self._api_keys, *self._places, *_routers())
+            origin = origin_of(url)
+            # The environment last: it is read as a whole.
+            is_own = origin in self._api_keys or origin in self._places or origin in _routers()
             proxy = None if is_own else proxy_of(url)
             both = {**self.authorization(url), **(headers or {})}
             return await self.send(method, url, payload, headers=both, retries=retries, proxy=proxy)

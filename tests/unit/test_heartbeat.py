@@ -91,7 +91,7 @@ def test_a_loop_may_wait_for_another_process_that_works(heart: Heart, watcher: W
             assert watcher.look() is None
     finally:
         other.kill()
-        other.wait()
+        other.wait(60)
     *_, told = beat_and_look(heart, watcher, 5)
     assert told is not None
     assert "scheduler" in told, "it has ended, and nobody works any more"
