@@ -233,7 +233,8 @@ class RolloutManager:
             with source.lock:
                 source.count_trained(samples)
                 figures = accounting(self._args, source, in_flight=source.num_in_flight(after=rollout_id))
-        state = state_by_value(source)
+        # Of a large buffer it takes a second: only where somebody may go on from it.
+        state = state_by_value(source) if self._args.use_fault_tolerance else None
         return (figures, state is not None), state or {}
 
     def pause_generation(self) -> None:
