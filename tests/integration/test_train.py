@@ -305,6 +305,7 @@ def test_a_resumed_run_whose_trainer_dies_equals_the_uninterrupted_one_and_ends_
     assert_equals_uninterrupted(run_dir, colocated, resumed_at=1)
 
 
+@pytest.mark.full
 def test_saved_rollouts_replay_to_the_same_steps_bit_for_bit(workspace: Path, colocated: Path) -> None:
     """Loss, gradient norm, every other metric of training, and the parameters after each step."""
     run_dir = workspace / "replay"

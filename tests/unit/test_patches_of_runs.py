@@ -174,7 +174,7 @@ def install(directory: Path, package: str, version: str) -> None:
     (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
 
 
-@pytest.mark.parametrize(("allow", "status"), [("0", 1), ("1", 0)])
+@pytest.mark.parametrize(("allow", "status"), [("0", 1), pytest.param("1", 0, marks=pytest.mark.full)])
 def test_each_process_of_a_server_looks_at_its_own_packages(allow: str, status: int, tmp_path: Path) -> None:
     """A server of a host with another SGLang ends with one line, or goes without the patches."""
     install(tmp_path, "sglang", "99")
