@@ -188,7 +188,10 @@ def _check_types(model: ServedModel) -> None:
         if one in types and other not in types:
             raise OptionError(f"{model.where}: there are {one} engines and none to {other}")
     if ENCODER in types:
-        raise OptionError(f"{model.where}: worker_type encoder is not available yet in this version")
+        raise OptionError(
+            f"{model.where}: worker_type encoder is not available: SGLang's encoder servers take no weights "
+            "(they have no call for it) and ask for no key; let regular engines encode images"
+        )
 
 
 def _values(section: Any, keys: Mapping[str, type], where: str) -> dict[str, Any]:
