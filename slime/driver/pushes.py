@@ -34,6 +34,7 @@ class Pushes:
             try:
                 with self._memory.pushing():
                     figures = self._engines.push(version, lambda engines: self._publish(version, engines))
+                self._engines.admit()
                 break
             except NoEngineError:
                 continue
@@ -67,6 +68,7 @@ class Pushes:
         version = self.trained
         with self._memory.pushing():
             self._engines.catch_up(version, lambda engines: self._publish(version, engines))
+        self._engines.admit()
         if self.is_ahead and self._engines.serves():
             self._early = self._version = version
         return version

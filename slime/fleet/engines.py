@@ -55,6 +55,8 @@ class Engines:
         self._trains = False
         self._restarts: Restarts | None = None
         """From `serve` on; None where none is started again."""
+        self._given: tuple[list[Member], str] = ([], "")
+        """Whom the latest push reached, and its phase."""
         self._restarted = 0
         self._recoveries: list[float] = []
         """Since they were asked for: starts of lost engines, and seconds until one served again."""
@@ -232,7 +234,7 @@ class Engines:
 
     def push(self, version: int, publish: Publish) -> dict[str, float]:
         """Have ``publish`` push weights to the trained model's that live, and see to it that they have this version
-        then; say once of each other that it was skipped. Those that joined then get requests.
+        then; say once of each other that it was skipped. Those that joined get requests from `admit` on.
 
         A push during which an engine dies leaves the others paused, with weights of two versions: it is made again as a
         whole, without that engine. RunError where it failed although no engine died, or none is left, NoEngineError
@@ -271,11 +273,13 @@ class Engines:
                     raise NoEngineError(f"{phase}: all engines are starting again: {error}") from error
                 if self.membership is before or not whom():
                     raise
-        self._let_serve(given, phase)
+        self._given = given, phase
         return figures
 
-    def _let_serve(self, given: list[Member], phase: str) -> None:
-        """Register those of them that wait for it, now that they have the weights."""
+    def admit(self) -> None:
+        """Register those that joined and have the weights of the latest push. Requests may be waiting for them, and
+        come at once: all of their memory must be there."""
+        (given, phase), self._given = self._given, ([], "")
         there = self.membership.engines
         joined = [replace(member, serves=True) for member in given if not member.serves and member in there]
         if joined:

@@ -407,6 +407,7 @@ def test_an_engine_joins_with_the_next_push_and_leaves(killed: list[Actor], monk
     assert cluster.add() == "engine 2"
     assert cluster.engines.metrics()["rollout/engines_alive"] == 3
     assert cluster.engines.push(4, publish) == {"seconds": 1.0}
+    cluster.engines.admit()
     assert pushed == [["http://e0", "http://e1", "http://e2"]]
     assert cluster.serving()[-1] == ["http://e0", "http://e1", "http://e2"]
     cluster.engines.remove("engine 2")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,8 @@ def test_an_engine_that_was_lost_starts_again_and_serves_after_the_next_push(
     fleet.rollout()
     assert [member.name for member in fleet.engines.waiting()] == ["engine 1"]
     assert fleet.engines.push(4, fleet.publish) == {"seconds": 1.0}
+    assert fleet.serving()[-1] == ["http://e0"]
+    fleet.engines.admit()
     assert fleet.pushed == [(1, ["http://e0", "http://e1"])]
     assert fleet.serving() == [["http://e0", "http://e1"], ["http://e0"], ["http://e0", "http://e1"]]
     figures = fleet.engines.metrics()
@@ -120,9 +123,11 @@ def test_one_that_comes_up_during_a_push_waits_for_the_next(monkeypatch: pytest.
         return fleet.publish(engines)
 
     fleet.engines.push(4, publish)
+    fleet.engines.admit()
     assert fleet.serving()[-1] == ["http://e0"]
     assert [member.name for member in fleet.engines.waiting()] == ["engine 1"]
     fleet.engines.push(5, fleet.publish)
+    fleet.engines.admit()
     assert fleet.serving()[-1] == ["http://e0", "http://e1"]
 
 
@@ -175,6 +180,7 @@ def test_a_run_waits_for_engines_that_come_back_when_none_is_left(monkeypatch: p
     starting.give("http://e1")
     fleet.engines.await_one("push weights of version 4")
     fleet.engines.push(4, fleet.publish)
+    fleet.engines.admit()
     assert fleet.serving()[-1] == ["http://e1"]
 
 
@@ -279,6 +285,7 @@ def test_one_that_cannot_be_given_weights_in_between_is_lost_and_the_others_go_o
     for _ in range(3):
         fleet.rollout()
     fleet.engines.catch_up(3, fleet.publish)
+    fleet.engines.admit()
     assert fleet.serving()[-1] == ["http://e0", "http://e1"]
     assert fleet.pushed == [(2, ["http://e1"])]
 
@@ -297,24 +304,26 @@ class Trainers:
 
 
 class Memory:
-    """Nobody sleeps."""
+    """Who gets requests while the memory of engines is not all there."""
 
-    def __init__(self) -> None:
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
         self.rooms = 0
+        self.meanwhile: list[list[str]] = []
 
     def make_room(self) -> None:
         self.rooms += 1
 
-    def pushing(self) -> Any:
-        import contextlib
-
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def pushing(self) -> Iterator[None]:
+        yield
+        self.meanwhile.append(self.fleet.serving()[-1])
 
 
 @pytest.fixture
 def pushes(monkeypatch: pytest.MonkeyPatch) -> tuple[Fleet, Trainers, Pushes]:
     fleet, trainers = Fleet(monkeypatch, beside=False), Trainers()
-    made = Pushes(trainers, fleet.engines, Memory(), None)  # type: ignore[arg-type]
+    made = Pushes(trainers, fleet.engines, Memory(fleet), None)  # type: ignore[arg-type]
     made.push(0)
     return fleet, trainers, made
 
@@ -360,11 +369,13 @@ def test_when_none_serves_the_trainers_weights_are_pushed_before_their_time_and_
 
 def test_engines_beside_trainers_wait_for_the_next_push_unless_none_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet, trainers = Fleet(monkeypatch), Trainers()
-    made = Pushes(trainers, fleet.engines, Memory(), None)  # type: ignore[arg-type]
+    memory = Memory(fleet)
+    made = Pushes(trainers, fleet.engines, memory, None)  # type: ignore[arg-type]
     made.push(0)
     lose(fleet, 1)
     assert not made.may_catch_up(), "the other one generates, and its GPU has no room for trainers' weights"
     lose(fleet, 0)
     assert made.may_catch_up()
     made.catch_up()
+    assert memory.meanwhile[-1] == [], "requests wait for them: one without its cache dies of the first"
     assert fleet.serving()[-1] == ["http://e1", "http://e0"]
