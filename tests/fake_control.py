@@ -36,8 +36,17 @@ class FakeControl:
     def weight_version(self) -> str:
         return self.version
 
+    def loads(self, number: int) -> None:
+        """It takes no note of what it loads."""
+
+    def checksums_if_told(self) -> None:
+        """Nor has it checksums."""
+
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: None
+
+
+_NO_CALLS = {"url", "calls", "version", "loaded", "refuses", "weight_version", "loads", "checksums_if_told"}
 
 
 class Dying(FakeControl):
@@ -49,7 +58,7 @@ class Dying(FakeControl):
         self._dies_in = dies_in
 
     def __getattribute__(self, name: str) -> Any:
-        if name.startswith("_") or name in ("url", "calls", "version", "loaded", "refuses", "weight_version"):
+        if name.startswith("_") or name in _NO_CALLS:
             return object.__getattribute__(self, name)
 
         def call(*args: Any, **kwargs: Any) -> None:

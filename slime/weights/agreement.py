@@ -33,6 +33,8 @@ class Agreement:
         self._push, self._phase = 0, 0
         self._told: tuple[list[str], list[str]] = [], []
         """The keys of the push before and of this one."""
+        self.words: dict[int, str] = {}
+        """On rank 0, of each rank, what it said beside when they last agreed."""
 
     def begin(self) -> None:
         """Go on with the next push, wherever this rank has left the one before."""
@@ -48,10 +50,12 @@ class Agreement:
         if self._rank == 0 and failure is not None:
             self._set(None, words)
 
-    def settle(self, failure: Exception | None, timeout: float) -> Exception | None:
+    def settle(self, failure: Exception | None, timeout: float, words: str = "") -> Exception | None:
         """Wait ``timeout`` seconds until every rank has told (collective): this rank's ``failure``, otherwise an
         OtherRankError with the words of the first that has one. EngineError names those that have told nothing in
-        time."""
+        time. Rank 0 is told the ``words`` of each, where they have any."""
+        if words:
+            self._set(f"{self._rank}/words", words)
         self.tell(failure)
         everyone = range(self._world_size) if self._rank == 0 else [None]
         keys = [self._key(rank) for rank in everyone]
@@ -60,16 +64,19 @@ class Agreement:
         except RuntimeError as error:
             missing = [str(rank or 0) for rank, key in zip(everyone, keys, strict=True) if not self._store.check([key])]
             raise EngineError(f"no word within {timeout:.0f} s from training rank {', '.join(missing)}") from error
-        words = next(filter(None, self._store.multi_get(keys)), b"")
+        reason = next(filter(None, self._store.multi_get(keys)), b"")
         if self._rank == 0:
-            self._set(None, words.decode())
+            self._set(None, reason.decode())
+            if words and not reason:  # then each rank has come here, and said them before it told
+                said = self._store.multi_get([self._key(f"{rank}/words") for rank in range(self._world_size)])
+                self.words = {rank: each.decode() for rank, each in enumerate(said)}
         self._phase += 1
-        return failure or (OtherRankError(words.decode()) if words else None)
+        return failure or (OtherRankError(reason.decode()) if reason else None)
 
-    def _set(self, rank: int | None, words: str) -> None:
+    def _set(self, rank: int | str | None, words: str) -> None:
         key = self._key(rank)
         self._store.set(key, words)
         self._told[1].append(key)
 
-    def _key(self, rank: int | None) -> str:
+    def _key(self, rank: int | str | None) -> str:
         return f"{self._push}/{self._phase}/{'all' if rank is None else rank}"

@@ -38,6 +38,9 @@ class MixedPublisher(TensorPublisher):
     def _sends(self) -> bool:
         return super()._sends or self._sends_apart
 
+    def _rank_of(self, engine: EngineAddress, index: int) -> int:
+        return 0 if engine.apart else super()._rank_of(engine, index)
+
     def _prepare(self, version: int) -> None:
         others = self._group_of_others
         others.engines = [engine for engine in self.engines if engine.apart]

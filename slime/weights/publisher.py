@@ -22,6 +22,7 @@ from slime.observability.trace import span
 from slime.weights.agreement import Agreement, OtherRankError
 from slime.weights.engines import EngineAddress, start_all
 from slime.weights.equality import EqualityCheck
+from slime.weights.proof import PushProof
 
 _AGREE_S = 30.0
 """What ranks wait for each other beyond the deadline, by which the calls of engines have ended."""
@@ -81,6 +82,7 @@ class WeightPublisher:
         self._controls: dict[EngineAddress, EngineControl] = {}
         self._agreement: Agreement | None = None
         """Where there are other ranks."""
+        self._proof = PushProof()
         self._version = -1
         self._have_version: set[EngineAddress] = set()
         self._deadline = 0.0
@@ -128,6 +130,7 @@ class WeightPublisher:
             self._agreement = Agreement(self.rank, trainer_world_size())
         if self._agreement is not None:
             self._agreement.begin()
+        self._proof.begin(version)
         try:
             failure = self._push(update, buckets, full_buckets)
         except Exception as error:
@@ -182,14 +185,22 @@ class WeightPublisher:
     def _abandon(self) -> None:
         """After a failure: drop what an engine may still wait in, or what is half written (rank 0; ranks that send)."""
 
+    def _rank_of(self, engine: EngineAddress, index: int) -> int:
+        """Which training rank's buckets one of an engine's ranks gets."""
+        return 0
+
     def control(self, engine: EngineAddress) -> EngineControl:
         """The client of one of `engines`."""
         return self._controls.setdefault(engine, engine.control(self.timeout))
 
-    def each_engine(self, phase: str, call: Callable[[EngineControl], Any]) -> dict[str, Any]:
-        """``call`` on all engines at the same time, within what is left of the deadline; results by URL."""
+    def each_engine(
+        self, phase: str, call: Callable[[EngineControl], Any], engines: Sequence[EngineAddress] | None = None
+    ) -> dict[str, Any]:
+        """``call`` on all engines, or on these, at the same time, within what is left of the deadline; results by
+        URL."""
+        whom = self.engines if engines is None else engines
         with span("push/call", phase=phase):
-            return self.start(phase, {each.url: functools.partial(call, self.control(each)) for each in self.engines})()
+            return self.start(phase, {each.url: functools.partial(call, self.control(each)) for each in whom})()
 
     def start(self, phase: str, calls: Mapping[str, Callable[[], Any]]) -> Callable[[], dict[str, Any]]:
         """Begin calls, within what is left of the deadline; what waits for them and returns their results."""
@@ -209,7 +220,7 @@ class WeightPublisher:
         failure = self._agree(self._attempt(self.rank == 0, self._begin, update))
         late = self._drain(update, buckets, full_buckets, failure)
         if failure is None:
-            failure = self._agree(late)
+            failure = self._agree(late, self._proof.words())
         self._release()
         if failure is None:
             failure = self._agree(self._attempt(self.rank == 0, self._finish, update))
@@ -230,6 +241,7 @@ class WeightPublisher:
             # After any failure too: engines may still be reading what `_stage` writes next.
             late = self._attempt(self._sends, update.settle)
             failure = failure or late or self._attempt(self._sends, self._begin_delivery, update, bucket, staged)
+            self._proof.note(bucket)
             if full_buckets is None:
                 failure = failure or self._attempt(self.rank == 0, update.note, bucket)
             del bucket, staged  # the next one is gathered in their place
@@ -239,11 +251,11 @@ class WeightPublisher:
             del bucket
         return failure or late
 
-    def _agree(self, failure: Exception | None) -> Exception | None:
-        """What any rank has failed in (collective)."""
+    def _agree(self, failure: Exception | None, words: str = "") -> Exception | None:
+        """What any rank has failed in (collective); rank 0 then knows the ``words`` of each."""
         if self._agreement is None:
             return failure
-        return self._agreement.settle(failure, max(0.0, self._deadline - time.monotonic()) + _AGREE_S)
+        return self._agreement.settle(failure, max(0.0, self._deadline - time.monotonic()) + _AGREE_S, words)
 
     def _attempt(self, here: bool, step: Callable[..., None], *args: Any) -> Exception | None:
         """Take a step where it is to be taken; what it raised, of which the other ranks hear when they next agree."""
@@ -259,6 +271,7 @@ class WeightPublisher:
         if self.args.check_weight_update_equal and not self.engines_check:
             update.check = EqualityCheck(self.args, update.version)
         self._prepare(update.version)
+        self._proof.meet(self.each_engine, self.engines)
         if self.pauses_for_buckets:
             self._pause(update)
 
@@ -280,9 +293,12 @@ class WeightPublisher:
         if not self.pauses_for_buckets:
             self._pause(update)
         self._complete(update.version)
+        words = (self._agreement.words if self._agreement is not None else {}) | {0: self._proof.words()}
+        self._proof.check(self.each_engine, self.engines, words, self._rank_of)
         self.each_engine("end", lambda control: control.end_weight_update())
         if update.check is not None:
             update.check.run(self.each_engine)
+            self._proof.forget()
         version = str(update.version)
         self.each_engine("set version", lambda control: control.set_weight_version(version))
         found = self.each_engine("check version", lambda control: control.weight_version())
@@ -295,6 +311,8 @@ class WeightPublisher:
         self._attempt(self._sends, update.settle)  # where the gather failed, engines still read the bucket before
         if update.check is not None:
             update.check.discard()
+        if failure is not None:
+            self._proof.forget()
         if failure is not None and (self._sends or self.rank == 0):
             self._abandon()
 

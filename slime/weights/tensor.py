@@ -164,6 +164,9 @@ class TensorPublisher(WeightPublisher):
     def _sends(self) -> bool:
         return self._beside is not None and self.rank == self._beside.first_slot
 
+    def _rank_of(self, engine: EngineAddress, index: int) -> int:
+        return engine.slots[index]
+
     def close(self) -> None:
         self._buffers = [None, None]
         groups, self._groups = self._groups, {}

@@ -427,3 +427,43 @@ def test_an_engine_that_hangs_is_an_error_at_the_deadline(service: Service, publ
             break
         except EngineError:
             assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_push_is_proved(
+    service: Service, tiny_model_dir: Path, publish: Any, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By names and bytes of all tensors, and values of those that the engine has as they are: others are fused, and of
+    257 words the vocabulary is padded."""
+    publisher = publish(transport)
+    model = random_weights(tiny_model_dir, random.randrange(1 << 30))
+    for _ in range(2):
+        publisher.publish(next(_versions), buckets_of(model))
+    proof = publisher.publisher._proof
+    assert set(proof._samples) == {
+        "model.norm.weight",
+        *(
+            f"model.layers.{layer}.{name}.weight"
+            for layer in range(2)
+            for name in ("input_layernorm", "post_attention_layernorm", "mlp.down_proj", "self_attn.o_proj")
+        ),
+        *(f"model.layers.{layer}.self_attn.{name}.weight" for layer in range(2) for name in ("q_norm", "k_norm")),
+    }
+    deliver = publisher.publisher._deliver
+    within = publisher.publisher
+
+    def push(change: Callable[[NamedTensors], NamedTensors]) -> None:
+        """With engines given something else than the proof notes."""
+        monkeypatch.setattr(within, "_stage", lambda bucket: type(within)._stage(within, change(bucket)))
+        monkeypatch.setattr(within, "_deliver", lambda bucket, staged: deliver(change(bucket), staged))
+        publisher.publish(next(_versions), buckets_of(model))
+
+    engine = rf"{type(within).__name__}\): prove|{type(within).__name__}\): engine {service.engine.url} rank 0 "
+    with pytest.raises(EngineError, match=engine + r"loaded 24 tensors of \d+ bytes in the place of the 25 tensors of"):
+        push(lambda bucket: [named for named in bucket if named[0] != "model.norm.weight"])
+    with pytest.raises(EngineError, match=engine + "loaded others in the place of the 25 tensors of"):
+        push(lambda bucket: [(name.replace("model.norm.weight", "model.none.weight"), each) for name, each in bucket])
+    with pytest.raises(EngineError, match=engine + "holds other values than it was sent of model.norm.weight$"):
+        push(lambda bucket: [(name, each + (name == "model.norm.weight")) for name, each in bucket])
+    push(lambda bucket: bucket)
+    assert engine_log_prob_error(service, model) < 1e-4

@@ -79,7 +79,10 @@ RULES = (
     ),
     Rule(
         "slime.weights",
-        (*BASE, "slime.models", "slime.backends.megatron", "slime.backends.sglang.client", "slime.observability"),
+        (
+            *(*BASE, "slime.models", "slime.backends.megatron", "slime.observability"),
+            *("slime.backends.sglang.client", "slime.backends.sglang.loaded"),
+        ),
         lazily=("sglang.srt.weight_sync.tensor_bucket", "sglang.srt.utils.MultiprocessingSerializer"),
     ),
     # What programs do first. The server's flags are read in a process of its own, as SGLang does not import on a CPU

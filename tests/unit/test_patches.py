@@ -139,7 +139,7 @@ def test_a_patch_may_last_for_a_block(
 
 CPU, ALL = (
     {"stand_ins", "nothing_to_synchronize", "sampling_seeds"},
-    {"rendezvous", "keys_in_answers", "beating_schedulers"},
+    {"rendezvous", "keys_in_answers", "beating_schedulers", "noted_loads"},
 )
 
 

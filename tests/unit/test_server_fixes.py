@@ -24,6 +24,7 @@ from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.managers.scheduler import Scheduler, load_plugins
 from sglang.srt.managers.scheduler_components import weight_updater
 from sglang.srt.models.glm4_moe import Glm4MoeGate
+from sglang.srt.utils.weight_checker import WeightChecker
 
 def mended(function):
     return function.__module__ == "slime.backends.sglang.fixes"
@@ -36,6 +37,7 @@ print(json.dumps({
     "find_experts_in_turn": mended(FusedMoE.make_expert_params_mapping),
     "keep_cache_scales": mended(weight_updater._export_static_state),
     "beat_in_loops": getattr(Scheduler.process_input_requests, "marks_turns", False),
+    "record_loads": "load_record" in WeightChecker.handle.__code__.co_filename,
     "strike_keys_from_log": logged.getMessage() == "api_key=***",
 }))
 """

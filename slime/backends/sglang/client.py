@@ -10,11 +10,12 @@ from typing import Any
 import orjson
 import requests
 
+from slime.backends.sglang.loaded import ACTION, Loaded
 from slime.utils.errors import SlimeError
 from slime.utils.http_client import Http, RequestError
 from slime.utils.http_utils import redact
 
-__all__ = ["ADAPTER", "EngineControl", "EngineError", "GenerateClient", "RequestError"]
+__all__ = ["ADAPTER", "EngineControl", "EngineError", "GenerateClient", "Loaded", "RequestError"]
 
 ADAPTER = "slime"
 """What engines call the adapter of ``--lora-sync adapter``."""
@@ -130,6 +131,27 @@ class EngineControl:
         """A 64-bit digest of each parameter's bytes: one dict a tensor-parallel rank, by the engine's own names."""
         reply = self._post("/weights_checker", {"action": "checksum"})
         return [rank["checksums"] for rank in reply["ranks"]]
+
+    def checksums_if_told(self) -> list[dict[str, str]] | None:
+        """`weight_checksums`; None of a server that has none, as one without GPUs."""
+        ranks = self._of_ranks("checksum", "")
+        return None if ranks is None else [ranks[rank] for rank in sorted(ranks)]
+
+    def loads(self, number: int) -> list[Loaded] | None:
+        """What each rank has loaded since this was last asked, in the ranks' order, and samples of ``number`` of what
+        it has; None of a server that takes no note of it."""
+        ranks = self._of_ranks(f"{ACTION}{number}", "Unsupported action")
+        return None if ranks is None else [Loaded.of_strings(ranks[rank]) for rank in sorted(ranks)]
+
+    def _of_ranks(self, action: str, unknown: str) -> dict[int, dict[str, str]] | None:
+        """What ranks answer by name; None where the server knows no such question, and says what ``unknown`` is."""
+        reply = self._request("POST", "/weights_checker", {"action": action})
+        if reply.status_code == 404 or (reply.status_code == 400 and unknown in reply.text):
+            return None
+        if not reply.ok:
+            raise self._refusal("POST", "/weights_checker", reply)
+        # With attention by data parallelism each group of ranks answers for all.
+        return {rank["parallelism_info"]["tp_rank"]: rank["checksums"] for rank in reply.json()["ranks"]}
 
     def update_weights_from_tensor(self, payloads: Sequence[str], *, leaves_draft: bool = False) -> None:
         """Load a flattened bucket, a base64 pickle a rank, also into a model to draft by, unless ``leaves_draft``."""

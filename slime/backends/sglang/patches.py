@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slime.backends.sglang import cpu_stand_ins, fixes, scheduler_beats
+from slime.backends.sglang import cpu_stand_ins, fixes, load_record, scheduler_beats
 from slime.options.flags.sglang import ROUTER_POLICY
 from slime.processes.server_process import FLOAT8_VARIABLE, last_value
 from slime.utils import device, patching
@@ -159,6 +159,9 @@ def _routers_of(model_type: str) -> Patch[ServerFacts]:
 EVERY_PROCESS: tuple[Patch[ServerFacts], ...] = (
     _sglang(
         "beating_schedulers", _EVERY, "SGLang tells whether an idle scheduler turns.", scheduler_beats.beat_in_loops
+    ),
+    _sglang(
+        "noted_loads", _EVERY, "SGLang tells which names and bytes a load has written.", load_record.record_loads
     ),
     *map(_routers_of, fixes.FLOAT32_ROUTERS),
     _sglang(

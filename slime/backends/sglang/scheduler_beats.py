@@ -18,16 +18,27 @@ def beat_in_loops() -> None:
 
     A server whose scheduler stands still answers `/health`, and SGLang's own watchdog looks while it computes only.
     """
+    when_scheduling_begins(_beat)
+
+
+def _beat(scheduler: Any) -> None:
+    if (heart := heartbeat.own()) is not None:
+        mark_turns(scheduler.Scheduler, heart)
+
+
+def when_scheduling_begins(do: Callable[[Any], None]) -> None:
+    """Call ``do`` with SGLang's module of schedulers once in each scheduler's process: others need not import it."""
     plugins: Any = importlib.import_module("sglang.srt.plugins")
-    load = plugins.load_plugins
+    load, done = plugins.load_plugins, []
 
-    def load_and_mark() -> None:
+    def load_and_do() -> None:
         load()
-        # The first thing that a scheduler's process does; others need not import a scheduler for it.
-        if (heart := heartbeat.own()) is not None and _SCHEDULER in sys.modules:
-            mark_turns(sys.modules[_SCHEDULER].Scheduler, heart)
+        # The first thing that a scheduler's process does; SGLang loads plugins several times in a process.
+        if _SCHEDULER in sys.modules and not done:
+            done.append(True)
+            do(sys.modules[_SCHEDULER])
 
-    plugins.load_plugins = load_and_mark
+    plugins.load_plugins = load_and_do
 
 
 def mark_turns(scheduler: Any, heart: heartbeat.Heart) -> None:
@@ -37,7 +48,7 @@ def mark_turns(scheduler: Any, heart: heartbeat.Heart) -> None:
     """
     take = scheduler.process_input_requests
     if getattr(take, "marks_turns", False):
-        return  # SGLang loads plugins several times in a process
+        return
 
     @functools.wraps(take)
     def take_marked(self: Any, requests: list[Any]) -> Any:
