@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from slime.data.batch import OptimizerStep, TrainBatch
+from slime.data.batch import OptimizerStep, TrainBatch, text_batch
 from slime.data.columns import Column, ColumnError
 from slime.data.ragged import Ragged
 from slime.data.sample import Group, PrefixCacheInfo, RolloutBatch, Sample, SpecInfo, Status
@@ -28,6 +28,7 @@ __all__ = [
     "SpecInfo",
     "Status",
     "TrainBatch",
+    "text_batch",
 ]
 _SOURCES = ("DataSource", "RolloutDataSource", "RolloutDataSourceWithBuffer")
 

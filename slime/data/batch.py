@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -102,3 +102,17 @@ class TrainBatch:
         """With other columns under these names; None takes one out."""
         kept = {name: values for name, values in (dict(self.columns) | columns).items() if values is not None}
         return TrainBatch(kept, self.steps)
+
+
+def text_batch(tokens: Sequence[int]) -> TrainBatch:
+    """A batch of one text, to be passed through a model and not to be trained on: all its tokens but the first one are
+    those of a response. Its one step has it as its one micro-batch."""
+    count = len(tokens) - 1
+    step = OptimizerStep([np.zeros(1, np.int64)], num_rollouts=1, num_tokens=count, num_trained_rollouts=1)
+    columns: dict[str, Values] = {
+        TOKENS: Ragged.from_rows([tokens], np.int32),
+        LOSS_MASK: Ragged.from_rows([np.ones(count)], np.uint8),
+        SAMPLE_INDICES: np.zeros(1, np.int64),
+        "rollout_mask_sums": np.array([count]),
+    }
+    return TrainBatch(columns, [step])

@@ -142,6 +142,13 @@ class DataSide:
         """While rollouts and evaluations are waited for, call ``catch_up`` whenever ``may()`` holds."""
         self._may_catch_up, self._catch_up = may, catch_up
 
+    def confirm_routers(self, version: int) -> None:
+        """Have routers asked, after a push of this version, whether they have the engines that there are; one that has
+        others ends whatever the driver then waits for."""
+        if self._plan[1]:
+            call = self.actor.confirm_routers.remote(self._engines.membership)
+            self._supervisor.expect(MANAGER, call, f"check the routers' engines after the push of version {version}")
+
     # ---- asking it
 
     def ask(self, phase: str, limit: Deadline, method: str, *values: Any) -> Any:

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from slime.driver.memory_scheduler import MemoryScheduler
+from slime.driver.probe import Probe
 from slime.fleet.engines import Engines, NoEngineError
 from slime.fleet.train_group import TrainGroup
 from slime.ray.supervision import Deadline
+from slime.ray.train_actor import Published
 from slime.weights import EngineAddress
 
 
 class Pushes:
     """Those of a run, by the number of rollouts that the trainers' weights were trained on, which is their version."""
 
-    def __init__(self, trainers: TrainGroup, engines: Engines, memory: MemoryScheduler, limit: Deadline) -> None:
-        """``limit`` is of each push."""
+    def __init__(
+        self,
+        trainers: TrainGroup,
+        engines: Engines,
+        memory: MemoryScheduler,
+        limit: Deadline,
+        probe: Probe | None = None,
+    ) -> None:
+        """``limit`` is of each push; each is tried by the ``probe``."""
         self._trainers, self._engines, self._memory, self._limit = trainers, engines, memory, limit
+        self._probe = probe
+        self._scores: list[float] | None = None
+        """What trainers make of the probe with the weights that they pushed last."""
         self.trained = 0
         """The trainers' version; whoever trains sets it."""
         self._version: int | None = None
@@ -34,6 +46,7 @@ class Pushes:
             try:
                 with self._memory.pushing():
                     figures = self._engines.push(version, lambda engines: self._publish(version, engines))
+                figures |= self._compare(version)
                 self._engines.admit()
                 break
             except NoEngineError:
@@ -68,12 +81,20 @@ class Pushes:
         version = self.trained
         with self._memory.pushing():
             self._engines.catch_up(version, lambda engines: self._publish(version, engines))
+        self._compare(version)
         self._engines.admit()
         if self.is_ahead and self._engines.serves():
             self._early = self._version = version
         return version
 
     def _publish(self, version: int, engines: list[EngineAddress]) -> dict[str, float]:
-        phase = f"push weights of version {version}"
-        figures: dict[str, float] = self._trainers.call(phase, "publish", self._limit, version, engines)[0]
-        return figures
+        phase, probe = f"push weights of version {version}", self._probe.tokens if self._probe is not None else []
+        ranks: list[Published] = self._trainers.call(phase, "publish", self._limit, version, engines, probe)
+        self._scores = next((scores for _, scores in ranks if scores is not None), None)
+        return ranks[0][0]
+
+    def _compare(self, version: int) -> dict[str, float]:
+        """What engines that the push has reached make of the probe, before requests come to those that joined."""
+        if self._probe is None or self._scores is None:
+            return {}
+        return self._probe.compare(version, self._scores, self._engines.reached())

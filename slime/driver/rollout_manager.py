@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from slime.backends.sglang.router import KEY_VARIABLES, RouterKeys
 from slime.data import Group, Sample
 from slime.data.rows.dataset import data_warnings
+from slime.data.rows.tokenizer import probe_tokens
 from slime.data.source.data_source import DataSource, RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.data.source.prompts import as_groups, put_back
 from slime.data.source.rollout_context import rollout_context
@@ -111,6 +112,11 @@ class RolloutManager:
     def serve(self, membership: Membership, opened: None) -> None:
         """Send requests to the engines that are there now; Ray waits for ``opened``, the answer of `open_routers`."""
         self._routers.serve(membership)
+
+    @ray.method(concurrency_group=ROUTERS)
+    def confirm_routers(self, membership: Membership) -> None:
+        """Raise EngineError where a router has other engines."""
+        self._routers.confirm(membership)
 
     @ray.method(concurrency_group="watch")
     def watch(self) -> None:
@@ -247,6 +253,10 @@ class RolloutManager:
         self._routers.hold(False)
         resumed, timeout = self._runtime.resume_generation(version), self._args.weight_update_timeout
         background_loop().run(resumed, timeout=timeout, what="resuming generation after a weight update")
+
+    def probe_tokens(self) -> list[int]:
+        """A fixed text, as the model has it."""
+        return probe_tokens(self._args.hf_checkpoint)
 
     def num_cancels(self) -> int:
         """How often `cancel` was called so far."""

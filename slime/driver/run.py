@@ -20,6 +20,7 @@ from ray.exceptions import RayError
 from slime.driver.data_side import DataSide
 from slime.driver.memory_scheduler import MemoryScheduler
 from slime.driver.preflight.places import place_warnings, room_warnings
+from slime.driver.probe import Probe
 from slime.driver.process import acquire_run_lock, exit_status, interrupt_on_sigterm
 from slime.driver.pushes import Pushes
 from slime.driver.recovery import Recovery, snapshot_directory
@@ -143,7 +144,8 @@ class Run:
         }
         limit = limit_of(args, "weight_update_timeout", MARGIN_S)
         self._memory = MemoryScheduler(self._trainers, self.engines, limit, **offloads)
-        self._pushes = Pushes(self._trainers, self.engines, self._memory, limit)
+        probe = Probe(args, self._supervisor, lambda: self._data.ask("make the probe", limit, "probe_tokens"))
+        self._pushes = Pushes(self._trainers, self.engines, self._memory, limit, probe)
         self._data.catches_up(self._pushes.may_catch_up, self._catch_up)
         self._snapshots = snapshot_directory(args, placement, ray.util.get_node_ip_address())
         opened = self._data.open_routers()
@@ -335,6 +337,7 @@ class Run:
             return
         with span("driver/push_weights", version=version):
             metrics = self._pushes.push(version)
+        self._data.confirm_routers(version)
         self._supervisor.version = str(version)
         self._log(metrics | self._memory.figures(), "rollout/step", max(version - 1, 0))
 

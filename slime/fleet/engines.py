@@ -276,6 +276,10 @@ class Engines:
         self._given = given, phase
         return figures
 
+    def reached(self) -> list[Member]:
+        """Those that the latest push has reached, of those that live; until `admit`."""
+        return [member for member in self._given[0] if member in self.membership.engines]
+
     def admit(self) -> None:
         """Register those that joined and have the weights of the latest push. Requests may be waiting for them, and
         come at once: all of their memory must be there."""

@@ -30,6 +30,7 @@ from slime.utils.environment import bypass_proxies
 from slime.utils.http_client import router_variable
 
 _POLL_S = 0.5
+_CONFIRM_S = 10.0
 logger = logging.getLogger(__name__)
 
 
@@ -241,6 +242,34 @@ class Routers:
             router.remove(url)
         for url in wanted - known:
             router.add(url)
+
+    def confirm(self, membership: Membership) -> None:
+        """That each router has a membership's engines that are to get requests, and no others; EngineError where one
+        does not within seconds. What is being mended is left to `check`, and what has changed meanwhile to the next."""
+        deadline = time.monotonic() + _CONFIRM_S
+        while wrong := self._wrong(membership):
+            if time.monotonic() > deadline:
+                raise EngineError("; ".join(wrong))
+            time.sleep(_POLL_S)  # one that was removed is listed for a while
+
+    def _wrong(self, membership: Membership) -> list[str]:
+        with self._changing:
+            if membership.version != self._version:
+                return []
+            wanted = {model: membership.serving(model).keys() - self._hanging for model in self._routers}
+            mended = self._down | self._out_of_step
+        found = []
+        for model, router in self._routers.items():
+            try:
+                known = set() if model in mended else router.registered()
+            except EngineError:
+                continue
+            missing, others = wanted[model] - known, known - wanted[model] if router.is_own else set()
+            if model not in mended and (missing or others):
+                lacks = [f"does not know {url}" for url in sorted(missing)]
+                lacks += [f"sends requests to {url}, which is none of its engines" for url in sorted(others)]
+                found.append(f"the {self._models[model].called('router')} at {router.url} {', '.join(lacks)}")
+        return found
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:

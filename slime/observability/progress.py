@@ -14,6 +14,7 @@ logger = logging.getLogger(__name__)
 
 _REWARDS = ("rollout/raw_reward", "rollout/rewards")
 _LOSS = "train/loss"
+_PROBE = "rollout/push_probe_abs_diff"
 _EVAL_SCORE = re.compile(r"eval/(?!step$)[^/]+$")
 _EVAL_DETAIL = re.compile(r"-(truncated_ratio|no_reward|avg@\d+|pass@\d+)$")
 _WAIT = "perf/wait_for_rollout_time"
@@ -40,13 +41,15 @@ def done_line(args: Namespace) -> str:
 
 def step_line(rollout_id: int, num_rollout: int, metrics: Mapping[str, float]) -> str:
     """One line on a finished step: rollout (``rollout_id`` counts from 0, the line from 1), mean reward, loss,
-    evaluation, seconds, longest phase; without what ``metrics``, all that was logged during the step, do not have."""
+    difference of the last push's probe, evaluation, seconds, longest phase; without what ``metrics``, all that was logged during the step, do not have."""
     parts = [f"rollout {rollout_id + 1}/{num_rollout}"]
     reward = next((metrics[key] for key in _REWARDS if key in metrics), None)
     if reward is not None:
         parts.append(f"reward {reward:.3f}")
     if _LOSS in metrics:
         parts.append(f"loss {round(metrics[_LOSS], 4) + 0.0:.4f}")  # no -0.0000
+    if _PROBE in metrics:
+        parts.append(f"probe {metrics[_PROBE]:.1g}")
     for key, value in metrics.items():
         if _EVAL_SCORE.match(key) and not _EVAL_DETAIL.search(key):
             parts.append(f"{key} {value:.3f}")

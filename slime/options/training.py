@@ -149,3 +149,10 @@ def warmup_and_decay_steps(args: Namespace) -> tuple[int, int]:
             f"warm-up, of {steps}"
         )
     return warmup, decay
+
+
+def micro_batch_multiple(args: Namespace) -> int:
+    """Megatron's interleaved schedule takes micro-batches in groups of this many."""
+    if args.virtual_pipeline_model_parallel_size is None:
+        return 1
+    return int(args.microbatch_group_size_per_virtual_pipeline_stage or args.pipeline_model_parallel_size)

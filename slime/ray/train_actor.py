@@ -20,6 +20,7 @@ from slime.files.checkpoints import checkpoint_directory
 from slime.files.hf_writer import NamedTensors
 from slime.files.storage import writing
 from slime.observability import logs
+from slime.observability.trace import span
 from slime.options.flags.schema import flag_named
 from slime.ray.cluster import enter_actor
 from slime.training import checkpoint_dirs
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
 _ROLLOUT_STATE = "rollout_state.pt"
 _STILL_WHOLE = "earlier checkpoints are whole"
 _STORE_IS_THERE = "TORCHELASTIC_USE_AGENT_STORE"
+
+
+Published = tuple[dict[str, float], list[float] | None]
+"""Figures of a push, and the log-probs of a probe."""
 
 
 class TrainActor:
@@ -96,8 +101,9 @@ class TrainActor:
         """Undo `sleep`, or only for the actor's weights; what was in use before."""
         return self._trainer.wake(weights_only=weights_only)
 
-    def publish(self, version: int, engines: list[EngineAddress]) -> dict[str, float]:
-        """Push the present weights as ``version`` to these engines, which may be others than the last time."""
+    def publish(self, version: int, engines: list[EngineAddress], probe: list[int]) -> Published:
+        """Push the present weights as ``version`` to these engines, which may be others than the last time; figures of
+        it, and what they make of the tokens ``probe``, if there are any, on ranks that know."""
         from slime.weights import make_publisher
         from slime.weights.agreement import OtherRankError
         from slime.weights.float8 import Float8Blocks
@@ -116,12 +122,16 @@ class TrainActor:
                 full_buckets = self._export(version, own_experts=False) if checks else None
                 figures = self._publisher.publish(version, buckets, engines, full_buckets)
         except OtherRankError:
-            return {}  # that rank raises it, and knows more
-        return {
+            return {}, None  # that rank raises it, and knows more
+        pushed = {
             "perf/update_weights_time": time.monotonic() - started,
             "perf/update_weights_paused_time": figures["paused_seconds"],
             "perf/update_weights_wire_bytes": figures["bytes"],
         }
+        if not probe:
+            return pushed, None
+        with span("push/probe", version=version):
+            return pushed, self._trainer.score(probe)
 
     def _export(self, version: int, *, own_experts: bool) -> Iterator[NamedTensors]:
         buckets = self._trainer.export_buckets(version, own_experts=own_experts)

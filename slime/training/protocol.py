@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -45,6 +45,10 @@ class Trainer(Protocol):
         """Train on this rank's part of one rollout; a dict of metrics an optimizer step, the same on every rank:
         ``train/*`` and ``rollout/*``, and on the last also ``perf/*`` of the whole call, in seconds. TrainingError of
         a loss or gradient that is not finite, or a check that failed."""
+
+    def score(self, tokens: Sequence[int]) -> list[float] | None:
+        """Log-probs, by the actor as it is, of all tokens of a text but the first one; None where this rank is not of
+        the last pipeline stage, or the model takes more than text. It is enough that the weights are awake."""
 
     def sleep(self, *, keep_weights: bool) -> None:
         """Give back the GPU's memory, but for the actor's weights if they are to stay."""

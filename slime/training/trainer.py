@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import profile
 
-from slime.data import TrainBatch
+from slime.data import TrainBatch, text_batch
 from slime.files.checkpoints import find_checkpoint
 from slime.files.storage import writing
 from slime.observability.trace import span
 from slime.options.checks.hook_paths import columns_of
+from slime.options.training import micro_batch_multiple
 from slime.training.bad_steps import BAD_STEPS, bad_loss
 from slime.training.checks import check_finite, check_step
 from slime.training.loss import hooks
@@ -35,6 +36,8 @@ from slime.utils import device
 
 _READS_LOG_PROBS = ("custom_advantage_function_path", "rollout_data_postprocess_path", "save_debug_train_data")
 """Options whose readers want the log-probs before the first step, which otherwise may be its own."""
+_SCORES = "<scores>"
+"""A name that no column has."""
 _TRAINED_TOKENS = "trained_tokens"
 """What a step counts beside its metrics, of all ranks: response tokens that are in the loss."""
 
@@ -79,6 +82,24 @@ class RolloutTrainer:
             if self._critic is not None and not weights_only:
                 self._critic.wake(weights_only=False)
         return asleep
+
+    # ---- a text
+
+    def score(self, tokens: Sequence[int]) -> list[float] | None:
+        if any(column.model_input is not None or column.load is not None for column in self._layout.columns):
+            return None
+        batch = text_batch(tokens)
+        (step,), count = batch.steps, micro_batch_multiple(self.args)
+        micro_batches = [MicroBatch(batch, step.micro_batches[0], step, self._layout) for _ in range(count)]
+        self._actor.compute_column(micro_batches, _SCORES, self._scores)
+        scores = micro_batches[0].get(_SCORES)
+        if scores is None:
+            return None
+        log_probs: list[float] = micro_batches[0].responses.rows(scores)[0].tolist()
+        return log_probs
+
+    def _scores(self, micro_batch: MicroBatch, hidden: Tensor) -> Tensor:
+        return self._terms(micro_batch, hidden, temperature=1.0)[0]
 
     # ---- training
 
@@ -244,13 +265,15 @@ class RolloutTrainer:
 
     # ---- what becomes of the models' outputs
 
-    def _terms(self, micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def _terms(
+        self, micro_batch: MicroBatch, hidden: Tensor, *, temperature: float | None = None
+    ) -> tuple[Tensor, Tensor]:
         return token_terms(
             hidden[0],
             self._actor.head_weight(),
             micro_batch.labels,
             vocab_size=self.args.vocab_size,
-            temperature=self.args.rollout_temperature,
+            temperature=self.args.rollout_temperature if temperature is None else temperature,
             group=self.parallel.tp.group,
             chunk_size=self.args.log_probs_chunk_size,
             wants_entropy_gradient=self.args.entropy_coef != 0 or self.args.loss_type == "custom_loss",

@@ -49,6 +49,10 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+TEXT = [7 * position % tiny.VOCAB for position in range(1, 14)]
+"""Tokens, an odd number of them."""
+
+
 def arguments(model_dir: Path, **options: Any) -> Namespace:
     """As `parse_args` would make them."""
     algorithm = algorithm_options(**{**OPTIONS, **options})

@@ -167,12 +167,25 @@ def test_layout(layout: str, model_dir: Path, work: Path, expected: Any) -> None
     for case in (*EVERYWHERE, *SAME):
         if case in EVERYWHERE or case in EXTRA.get(layout, ()):
             check(results, case, expected[SAME.get(case, case)], model_dir)
+    check_scores(results, model_dir)
     check_resume(results, "resumed", exactly=True)
     if "hooks" in EXTRA.get(layout, ()):
         check_same(results, "grpo", "hooks")
         check_same(results, "twice_by_rewards", "twice_by_hook")
     if layout == "one":
         check_reload(results, work / "distopt")
+
+
+@torch.no_grad()
+def check_scores(results: Path, model_dir: Path) -> None:
+    """Those of a text before any training, whatever temperature rollouts have."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    logits = model(torch.tensor([rollouts.TEXT])).logits[0, :-1]
+    wanted = logits.log_softmax(-1).gather(-1, torch.tensor(rollouts.TEXT)[1:, None])[:, 0]
+    ranks = [json.loads(file.read_text()) for file in results.glob("scores.rank*.json")]
+    told = [torch.tensor(scores) for scores in ranks if scores is not None]
+    assert told
+    assert all(torch.allclose(scores, wanted, atol=1e-5) for scores in told)
 
 
 def check_reload(results: Path, saved_by: Path) -> None:

@@ -77,6 +77,8 @@ class Rank:
     def run(self, name: str) -> None:
         case = CASES[name]
         trainer = MegatronTrainer(self.arguments(case))
+        scores = trainer.score(rollouts.TEXT)
+        (self.work / f"scores.rank{dist.get_rank()}.json").write_text(json.dumps(scores))
         self.write(name, self.train(trainer, case, 0, case.rollouts), gathering.weights(trainer))
 
     def resume(self) -> None:

@@ -261,6 +261,8 @@ def test_step_line_names_the_phase_that_took_longest() -> None:
     assert step_line(11, 60, metrics) == (
         "rollout 12/60 | reward 0.414 | loss -0.0012 | eval/aime-2024 0.530 | 3.2 s | bound by rollout (1.9 s)"
     )
+    with_probe = step_line(11, 60, metrics | {"rollout/push_probe_abs_diff": 3.21e-7})
+    assert with_probe.startswith("rollout 12/60 | reward 0.414 | loss -0.0012 | probe 3e-07 | eval/aime-2024 0.530 | ")
     assert step_line(11, 60, metrics | {"perf/train_time": 2.5}).endswith("bound by train (2.5 s)")
     assert step_line(11, 60, metrics | {"perf/update_weights_time": 2}).endswith("bound by weight update (2.0 s)")
 

@@ -198,6 +198,34 @@ def test_who_waits_for_an_engine_to_be_registered_waits_for_the_router_as_well(b
     assert both.events()[-1] == ("router_back", "router")
 
 
+def test_a_router_that_has_other_engines_than_were_confirmed_is_an_error(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not one that is being mended, nor where another change is on its way."""
+    clock = iter(range(0, 1000, 4))
+    monkeypatch.setattr(fleet_routers.time, "monotonic", lambda: next(clock))
+    both.routers.confirm(both.membership)
+    both.actor.known = ["http://e1", "http://e7"]
+    message = (
+        "the router at http://router:1 does not know http://e0, sends requests to http://e7, which is none of its engines$"
+    )
+    with pytest.raises(EngineError, match=message):
+        both.routers.confirm(both.membership)
+    assert len(both.sleeps) == 2, "it may need a moment"
+    both.routers.confirm(both.membership.without("e0"))  # nobody was told of this one
+    both.actor.problem = "it does not answer"
+    both.routers.confirm(both.membership)
+    both.routers.serve(both.membership.without("e0"))
+    both.actor.problem = None
+    both.routers.confirm(both.membership.without("e0"))
+    both.routers.check()
+    both.actor.is_own, both.actor.known = False, ["http://e1", "http://theirs"]
+    both.routers.confirm(both.membership.without("e0"))
+    both.actor.known = []
+    with pytest.raises(EngineError, match="the router at http://router:1 does not know http://e1$"):
+        both.routers.confirm(both.membership.without("e0"))
+
+
 def test_a_router_that_was_ended_in_order_stays_so(both: Both) -> None:
     actor = both.actor
     both.routers.stop()

@@ -180,6 +180,16 @@ class EngineControl:
         body = {"model_path": path, "flush_cache": False, "load_format": load_format}
         self._post("/update_weights_from_disk", body)
 
+    def score(self, tokens: Sequence[int], *, adapter: bool = False) -> list[float]:
+        """Log-probs, at temperature 1, of all of some tokens but the first one; with the ``adapter`` of `load_adapter`.
+        The engine must not be paused."""
+        body: dict[str, Any] = {"input_ids": list(tokens), "return_logprob": True, "logprob_start_len": 0}
+        # One token is made and dropped, the likeliest: of none, SGLang 0.5.17 was seen to answer nothing.
+        body |= {"sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+        reply = self._post("/generate", body | ({"lora_path": ADAPTER} if adapter else {}), key=self._generate_key)
+        of_tokens = reply["meta_info"]["input_token_logprobs"]
+        return [float("nan") if of_token[0] is None else float(of_token[0]) for of_token in of_tokens[1:]]
+
     def has_adapter(self) -> bool:
         """Whether `load_adapter` has given the engine one."""
         models = self._get("/v1/models", key=self._generate_key)["data"]

@@ -27,6 +27,16 @@ def load_tokenizer(checkpoint: str) -> Any:
     return tokenizer
 
 
+_PROBE = "The quick brown fox jumps over the lazy dog. Seventeen plus twenty-five is 42, and 42 minus 25 is 17 again."
+_PROBE_TOKENS = 32
+
+
+def probe_tokens(checkpoint: str) -> list[int]:
+    """A fixed text of at most 32 tokens, by which trainer and engine are compared."""
+    tokens: list[int] = load_tokenizer(checkpoint)(_PROBE, add_special_tokens=False)["input_ids"]
+    return tokens[:_PROBE_TOKENS]
+
+
 def _way_out(checkpoint: Path) -> str:
     """What helps where a tokenizer is published as code: transformers asks for packages, or to trust it, instead."""
     if not checkpoint.is_dir() or (checkpoint / "tokenizer.json").is_file():

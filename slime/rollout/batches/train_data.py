@@ -18,6 +18,7 @@ from slime.data.columns import LOSS_MASK, TOKENS, Values, from_samples
 from slime.data.source.numbers import numbers_kept
 from slime.options.checks.hook_paths import columns_of
 from slime.options.flags.schema import flag_named
+from slime.options.training import micro_batch_multiple
 from slime.rollout.batches.conversion import FLAG as CONVERSION
 from slime.rollout.batches.conversion import Converted, convert
 from slime.rollout.batches.metrics import length_stats
@@ -48,7 +49,7 @@ def to_train_batches(args: Namespace, samples: list[Sample], dp_size: int) -> tu
         global_batch_size=args.global_batch_size,
         micro_batch_size=None if dynamic else args.micro_batch_size,
         max_tokens=args.max_tokens_per_gpu * args.context_parallel_size if dynamic else None,
-        micro_batch_multiple=_micro_batch_multiple(args),
+        micro_batch_multiple=micro_batch_multiple(args),
         row_costs=forward_flops(lengths, decoder_shape(args)) if balances else None,
         balance_micro_batches=args.balance_by_flops,
     )
@@ -166,13 +167,6 @@ def _zero_std_groups(raw: np.ndarray, groups: np.ndarray) -> Counter[float]:
     low, high = np.minimum.reduceat(raw[order], starts), np.maximum.reduceat(raw[order], starts)
     sizes = np.diff(np.append(starts, len(order)))
     return Counter((np.round(low[(low == high) & (sizes > 1)], 4) + 0.0).tolist())  # of -0.0 makes 0.0
-
-
-def _micro_batch_multiple(args: Namespace) -> int:
-    """Megatron's interleaved schedule takes micro-batches in groups of this many."""
-    if args.virtual_pipeline_model_parallel_size is None:
-        return 1
-    return int(args.microbatch_group_size_per_virtual_pipeline_stage or args.pipeline_model_parallel_size)
 
 
 def _padded_lengths(args: Namespace, lengths: np.ndarray) -> np.ndarray:
