@@ -41,7 +41,8 @@ def done_line(args: Namespace) -> str:
 
 def step_line(rollout_id: int, num_rollout: int, metrics: Mapping[str, float]) -> str:
     """One line on a finished step: rollout (``rollout_id`` counts from 0, the line from 1), mean reward, loss,
-    difference of the last push's probe, evaluation, seconds, longest phase; without what ``metrics``, all that was logged during the step, do not have."""
+    difference of the last push's probe, evaluation, seconds, longest phase; without what ``metrics``, all that was
+    logged during the step, do not have."""
     parts = [f"rollout {rollout_id + 1}/{num_rollout}"]
     reward = next((metrics[key] for key in _REWARDS if key in metrics), None)
     if reward is not None:

@@ -51,7 +51,9 @@ class Probed:
         self.warnings: list[str] = []
         self.made = 0
         monkeypatch.setattr(module, "warn", self.warnings.append)
-        args = Namespace(**{"mismatch_threshold": 0.1, "stop_on_mismatch": False, "weight_update_timeout": 5.0} | changes)
+        args = Namespace(
+            **{"mismatch_threshold": 0.1, "stop_on_mismatch": False, "weight_update_timeout": 5.0} | changes
+        )
         self.probe = Probe(args, Supervisor(), self._make)  # type: ignore[arg-type]
 
     def _make(self) -> list[int]:

@@ -154,7 +154,7 @@ def test_engines_of_one_layout_hold_the_same() -> None:
     pushed.check()
     other.held["fused"][5] = 1.0
     pushed.begin([])
-    with pytest.raises(EngineError, match="^engines http://e0 and http://e1 hold different values on rank 0 of fused$"):
+    with pytest.raises(EngineError, match="engines http://e0 and http://e1 hold different values on rank 0 of fused"):
         pushed.check()
 
 
@@ -192,7 +192,7 @@ def test_each_rank_is_compared_with_what_the_training_rank_beside_it_has_sent() 
         if right:
             pushed.check(words)
         else:
-            with pytest.raises(EngineError, match="^engine http://e0 rank 1 loaded others"):
+            with pytest.raises(EngineError, match="engine http://e0 rank 1 loaded others"):
                 pushed.check(words)
 
 

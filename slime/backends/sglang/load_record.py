@@ -37,7 +37,9 @@ class LoadNote:
         taken = sum(self.taken) if self._counts or not self.given.tensors else None
         # Scales of cached keys and values are no weights: SGLang marks them.
         parameters = ((n, p) for n, p in model.named_parameters() if not getattr(p, "_skip_weight_check", False))
-        told = Loaded(self.given, taken, stale=tuple(stale_copies(model, number)), parameters=held_by(parameters, number))
+        told = Loaded(
+            self.given, taken, stale=tuple(stale_copies(model, number)), parameters=held_by(parameters, number)
+        )
         self._forget()
         return told
 
@@ -99,7 +101,11 @@ def prepare(model: Any) -> None:
         loader = getattr(parameter, "weight_loader", None)
         if loader is not None and not getattr(loader, "is_counted", False):
             # Parameters of the quantised have it as a property.
-            setattr(parameter, "_weight_loader" if hasattr(parameter, "_weight_loader") else "weight_loader", _counted(loader))
+            setattr(
+                parameter,
+                "_weight_loader" if hasattr(parameter, "_weight_loader") else "weight_loader",
+                _counted(loader),
+            )
     _count_default_loads()
     load = model.load_weights
     if getattr(load, "is_noted", False):
@@ -138,9 +144,7 @@ def _tallied(note: LoadNote, weights: Any) -> Any:
     return _each_tallied(note, weights)
 
 
-def _each_tallied(
-    note: LoadNote, weights: Iterable[tuple[str, torch.Tensor]]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _each_tallied(note: LoadNote, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in weights:
         note.given.add(name, tensor)
         yield name, tensor

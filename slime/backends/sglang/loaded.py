@@ -79,7 +79,7 @@ class Loaded:
     def of_strings(cls, strings: Mapping[str, str]) -> Loaded:
         """The inverse, with what a model to draft by has answered."""
         tensors, nbytes, digest, taken, stale = json.loads(strings[_RECORD])
-        draft = json.loads(strings[DRAFT + _RECORD]) if DRAFT + _RECORD in strings else [0, 0, 0, 0, []]
+        *_, drafts, stale_drafts = json.loads(strings.get(DRAFT + _RECORD, "[0, []]"))
         parameters = {}
         for prefix in ("", DRAFT):
             begin = prefix + _PARAMETER
@@ -87,8 +87,8 @@ class Loaded:
                 if key.startswith(begin):
                     dtype, shape, of_sample = json.loads(value)
                     parameters[prefix + key.removeprefix(begin)] = Held(dtype, tuple(shape), of_sample)
-        stale = (*stale, *(DRAFT + name for name in draft[4]))
-        return cls(Tally(tensors, nbytes, digest), taken, draft[3] or 0, stale, parameters)
+        stale = (*stale, *(DRAFT + name for name in stale_drafts))
+        return cls(Tally(tensors, nbytes, digest), taken, drafts or 0, stale, parameters)
 
 
 def sample(tensor: torch.Tensor, number: int) -> torch.Tensor:
@@ -112,9 +112,7 @@ def held_by(parameters: Iterable[tuple[str, torch.Tensor]], number: int) -> dict
         if tensor.is_contiguous() and tensor.numel():
             samples[name] = sample(tensor, number)
     of_samples = digests(samples)
-    return {
-        name: Held(str(tensor.dtype), tuple(tensor.shape), of_samples.get(name, "")) for name, tensor in found
-    }
+    return {name: Held(str(tensor.dtype), tuple(tensor.shape), of_samples.get(name, "")) for name, tensor in found}
 
 
 def digests(samples: Mapping[str, torch.Tensor]) -> dict[str, str]:

@@ -160,9 +160,7 @@ EVERY_PROCESS: tuple[Patch[ServerFacts], ...] = (
     _sglang(
         "beating_schedulers", _EVERY, "SGLang tells whether an idle scheduler turns.", scheduler_beats.beat_in_loops
     ),
-    _sglang(
-        "noted_loads", _EVERY, "SGLang tells which names and bytes a load has written.", load_record.record_loads
-    ),
+    _sglang("noted_loads", _EVERY, "SGLang tells which names and bytes a load has written.", load_record.record_loads),
     *map(_routers_of, fixes.FLOAT32_ROUTERS),
     _sglang(
         "experts_in_turn",

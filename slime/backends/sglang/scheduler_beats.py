@@ -29,7 +29,8 @@ def _beat(scheduler: Any) -> None:
 def when_scheduling_begins(do: Callable[[Any], None]) -> None:
     """Call ``do`` with SGLang's module of schedulers once in each scheduler's process: others need not import it."""
     plugins: Any = importlib.import_module("sglang.srt.plugins")
-    load, done = plugins.load_plugins, []
+    load = plugins.load_plugins
+    done: list[bool] = []
 
     def load_and_do() -> None:
         load()
